@@ -1,0 +1,166 @@
+"""Step: one action of a plan on one queue, and its one-line text form.
+
+[Note: what a step does to memory] is the table that simulator, checker, ledger and executor all follow:
+
+| kind      | queue         | at its start                                   | at its end                                   |
+|-----------|---------------|------------------------------------------------|----------------------------------------------|
+| compute   | compute       | the tide's rise is taken; its chunks are in use | the tide's fall is freed                     |
+| alloc     | any           | takes (chunk, list) at `place`; content zero   |                                              |
+| free      | any           |                                                | frees (chunk, list) at `place`; content dead |
+| fetch     | h2d           | takes (chunk, list) on the gpu if absent       | gpu content = host content                   |
+| writeback | d2h           | takes (chunk, list) on the host if absent      | host content = gpu content                   |
+| drop      | any           |                                                | frees (chunk, list) on the gpu               |
+| cpu_add   | adam          | takes grad32 on the host if absent             | grad32 += grad (host); grad on the host freed |
+| cpu_adam  | adam          | states and working list are on the host        | host param = updated parameters               |
+| gpu_adam  | compute       | states and working list are on the gpu         | gpu param = updated parameters                |
+
+The tide: before moment m the gpu holds peak(m-1) of non-model bytes, in moment m it holds peak(m). A rise
+(peak(m) > peak(m-1)) is taken when m starts, a fall when m-1 ends; the moment before the first one is the last one
+of the previous iteration.
+
+Lists: "param" (working list; the gradient overwrites it in place in the last micro-batch), the optimizer's state
+lists ("param32", "momentum", "variance"), "grad" (a gradient on its way out, working dtype), "grad32" (gradients
+accumulated over micro-batches, 4 bytes a parameter; on the gpu for chunks whose Adam runs there).
+`bytes` is what crosses the link for copies (normally the payload; more when a policy moves a wider type), the payload
+for alloc, free and drop, the host memory traffic for cpu_add and cpu_adam, the gpu memory traffic for gpu_adam, 0 for compute.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pstar_sim.errors import PlanError
+
+__all__ = ["COPIES", "Kind", "Place", "Queue", "Ref", "Step", "from_text", "to_text"]
+
+
+class Queue(StrEnum):
+    COMPUTE = "compute"
+    H2D = "h2d"
+    D2H = "d2h"
+    ADAM = "adam"
+    NET = "net"
+    NVME = "nvme"
+
+
+class Kind(StrEnum):
+    COMPUTE = "compute"
+    FETCH = "fetch"
+    WRITEBACK = "writeback"
+    DROP = "drop"
+    ALLOC = "alloc"
+    FREE = "free"
+    CPU_ADD = "cpu_add"
+    CPU_ADAM = "cpu_adam"
+    GPU_ADAM = "gpu_adam"
+    GATHER = "gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    NVME_READ = "nvme_read"
+    NVME_WRITE = "nvme_write"
+
+
+class Place(StrEnum):
+    GPU = "gpu"
+    HOST = "host"
+    NVME = "nvme"
+
+
+COPIES = frozenset({Kind.FETCH, Kind.WRITEBACK})
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A step that has to end first: in this iteration (back = 0) or the previous one (back = 1, taken as done in the first)."""
+
+    id: int
+    back: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.id}@-{self.back}" if self.back else str(self.id)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One action. moment: the moment it is (compute), serves (fetch: first use) or comes from (writeback, Adam: last gradient)."""
+
+    id: int
+    queue: Queue
+    kind: Kind
+    bytes: int = 0
+    chunk: int | None = None
+    list: str | None = None
+    place: Place | None = None
+    moment: int | None = None
+    after: tuple[Ref, ...] = ()
+
+
+_FIELDS = ("chunk", "list", "place", "moment", "bytes", "after")
+
+
+def to_text(step: Step) -> str:
+    """The step as one line: "12 h2d fetch chunk=3 list=param moment=15 bytes=67108864 after=4,9@-1"."""
+    words = [str(step.id), step.queue.value, step.kind.value]
+    for name in _FIELDS:
+        value = getattr(step, name)
+        if value is None or (name == "bytes" and value == 0) or (name == "after" and not value):
+            continue
+        words.append(f"{name}={','.join(map(str, value))}" if name == "after" else f"{name}={value}")
+    return " ".join(words)
+
+
+_REF = re.compile(r"(\d+)(?:@-(1))?")
+
+
+def from_text(line: str) -> Step:
+    """Exact reverse of `to_text`. Raises PlanError naming the line and the word that is wrong."""
+
+    def bad(word: str, want: str) -> PlanError:
+        return PlanError(f"step {line!r}: {word!r} {want}")
+
+    def natural(word: str, text: str) -> int:
+        if not (text.isascii() and text.isdigit()):
+            raise bad(word, "is not a whole number >= 0")
+        return int(text)
+
+    words = line.split()
+    if len(words) < 3:
+        raise bad(line, "needs at least an id, a queue and a kind")
+    try:
+        queue = Queue(words[1])
+    except ValueError:
+        raise bad(words[1], f"is not a queue ({', '.join(Queue)})") from None
+    try:
+        kind = Kind(words[2])
+    except ValueError:
+        raise bad(words[2], f"is not a kind of step ({', '.join(Kind)})") from None
+    seen: dict[str, str] = {}
+    for word in words[3:]:
+        name, eq, text = word.partition("=")
+        if not eq or name not in _FIELDS or name in seen or not text:
+            raise bad(word, f"is not one of {', '.join(f + '=' for f in _FIELDS)} given once")
+        seen[name] = text
+    place: Place | None = None
+    if "place" in seen:
+        try:
+            place = Place(seen["place"])
+        except ValueError:
+            raise bad(seen["place"], f"is not a place ({', '.join(Place)})") from None
+    refs: list[Ref] = []
+    for text in seen["after"].split(",") if "after" in seen else ():
+        match = _REF.fullmatch(text)
+        if match is None:
+            raise bad(text, 'is not a step id such as "7" or "7@-1"')
+        refs.append(Ref(int(match[1]), 1 if match[2] else 0))
+    return Step(
+        id=natural(words[0], words[0]),
+        queue=queue,
+        kind=kind,
+        bytes=natural("bytes", seen.get("bytes", "0")),
+        chunk=natural("chunk", seen["chunk"]) if "chunk" in seen else None,
+        list=seen.get("list"),
+        place=place,
+        moment=natural("moment", seen["moment"]) if "moment" in seen else None,
+        after=tuple(refs),
+    )

@@ -1,0 +1,82 @@
+"""What can go wrong, by name.
+
+Every error a user can cause derives from `PstarError`; the command line prints its text as one line and exits
+with status 2. The text names the thing, the value, and what would do. `assert` is for what cannot happen.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CatalogError",
+    "ContractError",
+    "DoesNotFit",
+    "IllegalTransition",
+    "ModelError",
+    "PlanError",
+    "PstarError",
+    "TraceError",
+    "UnknownName",
+]
+
+
+class PstarError(Exception):
+    """Base of every error that a user can cause and mend."""
+
+
+class CatalogError(PstarError):
+    """A catalog entry with a missing, unknown or absurd field."""
+
+
+class TraceError(PstarError):
+    """A trace file that is truncated, foreign, newer, or inconsistent; the text names file and field."""
+
+
+class PlanError(PstarError):
+    """A plan that is malformed, fails a check, or is used on another model, dtype or machine."""
+
+
+class ModelError(PstarError):
+    """A model that cannot be built, traced under fake tensors, or executed; the text names the module."""
+
+
+class ContractError(PstarError):
+    """A training loop did something an offloaded optimizer cannot honour; the text names the replacement."""
+
+
+class IllegalTransition(PstarError):
+    """A tensor or chunk was asked to change to a state its present state does not lead to; nothing changed."""
+
+
+class UnknownName(PstarError):
+    """A name that no catalog, policy table or file knows; the text lists the nearest ones."""
+
+    def __init__(self, kind: str, name: str, known: tuple[str, ...]) -> None:
+        import difflib
+
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+        hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(sorted(known)[:20])}"
+        super().__init__(f"unknown {kind} {name!r}; {hint}")
+        self.kind = kind
+        self.name = name
+        self.near = tuple(near)
+
+
+class DoesNotFit(PstarError):
+    """A policy cannot place this workload on this machine.
+
+    place: "gpu" or "host". needed_bytes, available_bytes: at the moment where it is worst. what: one clause that
+    names what needs the room ("all param16 resident plus 14.2 GB of non-model data at moment 361").
+    """
+
+    def __init__(self, *, policy: str, place: str, needed_bytes: int, available_bytes: int, what: str) -> None:
+        short = needed_bytes - available_bytes
+        super().__init__(
+            f"{policy} does not fit: {place} needs {needed_bytes / 1e9:.2f} GB ({what}) "
+            f"but has {available_bytes / 1e9:.2f} GB, short by {short / 1e9:.2f} GB"
+        )
+        self.policy = policy
+        self.place = place
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+        self.short_bytes = short
+        self.what = what

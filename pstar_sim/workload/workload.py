@@ -1,0 +1,241 @@
+"""Workload: one training iteration as data; what a trace file holds and every policy reads.
+
+Tensors (parameters), moments (the clock, with flops and the tide) and uses (which moment reads which parameter,
+where each gradient arrives). Knows no machine, no chunk and no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cached_property
+
+from pstar_sim.errors import TraceError
+
+__all__ = [
+    "DTYPE_BYTES",
+    "Moment",
+    "OptimizerSpec",
+    "Phase",
+    "Tensor",
+    "Use",
+    "UseKind",
+    "Workload",
+    "repeat_micro_batch",
+]
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+class Phase(StrEnum):
+    FWD = "FWD"
+    RECOMPUTE = "RECOMPUTE"
+    BWD = "BWD"
+    ADAM = "ADAM"
+
+
+class UseKind(StrEnum):
+    READ = "read"
+    GRADIENT = "gradient"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerSpec:
+    """What the optimizer keeps for each trainable parameter.
+
+    state_bytes: list name -> bytes per parameter, in the order they are stored. AdamW with fp32 states is the
+    default: with the 2-byte working list that makes 14 bytes a parameter. dram_bytes_per_param: host memory
+    traffic of one CPU update (reads and writes of the states, gradient in, parameter out).
+    """
+
+    name: str = "adamw"
+    state_bytes: tuple[tuple[str, int], ...] = (("param32", 4), ("momentum", 4), ("variance", 4))
+    dram_bytes_per_param: int = 28
+
+    @property
+    def states_bytes_per_param(self) -> int:
+        return sum(size for _, size in self.state_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tensor:
+    """One parameter. bytes: in its working dtype. tied_to: index of the tensor whose storage it shares (such a tensor
+    has no bytes of its own, and uses name the other). group: optimizer parameter group."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    frozen: bool = False
+    tied_to: int | None = None
+    group: int = 0
+
+    @property
+    def numel(self) -> int:
+        numel = 1
+        for extent in self.shape:
+            numel *= extent
+        return numel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """Interval between two observable points of the iteration; the clock of a plan.
+
+    name: the event that opens it: "begin:MODULE", "end:MODULE", "grad:MODULE", "backward-end" or "step".
+    start/peak/end_bytes: non-model bytes (logical bytes of live storages) when it opens, at most, and when it closes.
+    duration_s: measured seconds of the moment's own work (stalls left out), None in a trace that was not recorded.
+    """
+
+    name: str
+    phase: Phase
+    module: str
+    micro_batch: int
+    flops: int
+    bytes_read: int
+    bytes_written: int
+    start_bytes: int
+    peak_bytes: int
+    end_bytes: int
+    duration_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Use:
+    """Moment (by index) reads tensor (by index), or the tensor's gradient arrives in it."""
+
+    moment: int
+    tensor: int
+    kind: UseKind
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Workload:
+    """One iteration of one model. The last moment is the optimizer step (phase ADAM, name "step").
+
+    model: what the user called it. batch: sequences a micro-batch. attention: "flash", "efficient", "math" or
+    "none". source: "capture" (fake tensors), "recorded" (a real iteration) or "preset". recorded_on: name of the
+    machine whose durations the moments carry, or None.
+    """
+
+    model: str
+    dtype: str
+    batch: int
+    sequence: int
+    micro_batches: int
+    checkpointing: bool
+    attention: str
+    source: str
+    tensors: tuple[Tensor, ...]
+    moments: tuple[Moment, ...]
+    uses: tuple[Use, ...]
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    torch_version: str = ""
+    recorded_on: str | None = None
+    notes: str = ""
+
+    def __post_init__(self) -> None:
+        check_workload(self)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of the parameters (names, shapes, dtypes, ties, freezing): equal for the same model in the same dtype."""
+        rows = [(t.name, t.shape, t.dtype, t.frozen, t.tied_to, t.group) for t in self.tensors]
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+
+    @cached_property
+    def params(self) -> int:
+        """Parameters, tied ones once."""
+        return sum(t.numel for t in self.tensors if t.tied_to is None)
+
+    @cached_property
+    def trainable_params(self) -> int:
+        return sum(t.numel for t in self.tensors if t.tied_to is None and not t.frozen)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens an iteration, all micro-batches."""
+        return self.batch * self.sequence * self.micro_batches
+
+    @cached_property
+    def peak_non_model_bytes(self) -> int:
+        return max(m.peak_bytes for m in self.moments)
+
+    @cached_property
+    def flops(self) -> int:
+        return sum(m.flops for m in self.moments)
+
+    @cached_property
+    def reads(self) -> tuple[tuple[int, ...], ...]:
+        """Tensors read in each moment, ascending."""
+        return self._by_moment(UseKind.READ)
+
+    @cached_property
+    def gradients(self) -> tuple[tuple[int, ...], ...]:
+        """Tensors whose gradient arrives in each moment (each firing, not only the last)."""
+        return self._by_moment(UseKind.GRADIENT)
+
+    def _by_moment(self, kind: UseKind) -> tuple[tuple[int, ...], ...]:
+        rows: list[set[int]] = [set() for _ in self.moments]
+        for use in self.uses:
+            if use.kind is kind:
+                rows[use.moment].add(use.tensor)
+        return tuple(tuple(sorted(row)) for row in rows)
+
+
+def check_workload(w: Workload) -> None:
+    """Raise TraceError for a workload that contradicts itself."""
+
+    def bad(field_name: str, value: object, want: str) -> TraceError:
+        return TraceError(f"workload {w.model!r}: {field_name} is {value!r}; {want}")
+
+    if w.dtype not in DTYPE_BYTES:
+        raise bad("dtype", w.dtype, f"known dtypes are {', '.join(DTYPE_BYTES)}")
+    for name in ("batch", "sequence", "micro_batches"):
+        if getattr(w, name) < 1:
+            raise bad(name, getattr(w, name), "it must be at least 1")
+    if not w.tensors:
+        raise bad("tensors", 0, "a model needs at least one parameter")
+    if not w.moments or w.moments[-1].phase is not Phase.ADAM:
+        raise bad("moments", len(w.moments), "the last moment must be the optimizer step (phase ADAM)")
+    for i, m in enumerate(w.moments):
+        if not 0 <= max(m.start_bytes, m.end_bytes) <= m.peak_bytes:
+            raise bad(f"moments[{i}].peak_bytes", m.peak_bytes, "it must be at least start_bytes and end_bytes")
+        if m.flops < 0 or m.bytes_read < 0 or m.bytes_written < 0 or min(m.start_bytes, m.end_bytes) < 0:
+            raise bad(f"moments[{i}]", m.name, "flops and bytes must not be negative")
+        if not 0 <= m.micro_batch < w.micro_batches:
+            raise bad(f"moments[{i}].micro_batch", m.micro_batch, f"there are {w.micro_batches} micro-batches")
+        if m.duration_s is not None and not 0 <= m.duration_s < float("inf"):
+            raise bad(f"moments[{i}].duration_s", m.duration_s, "it must be a finite number of seconds")
+    for i, t in enumerate(w.tensors):
+        if t.bytes < 0 or any(extent < 0 for extent in t.shape):
+            raise bad(f"tensors[{i}].bytes", t.bytes, "bytes and shape must not be negative")
+        if t.tied_to is not None and not (0 <= t.tied_to < len(w.tensors) and w.tensors[t.tied_to].tied_to is None):
+            raise bad(f"tensors[{i}].tied_to", t.tied_to, "it must be the index of a tensor that is not tied itself")
+    for u in w.uses:
+        if not 0 <= u.moment < len(w.moments) or not 0 <= u.tensor < len(w.tensors):
+            raise bad("uses", (u.moment, u.tensor), "moment and tensor must be indices into their tables")
+        if w.tensors[u.tensor].tied_to is not None:
+            raise bad("uses", (u.moment, u.tensor), "a tied tensor is used under the index of the one it is tied to")
+        if u.kind is UseKind.GRADIENT and w.tensors[u.tensor].frozen:
+            raise bad("uses", (u.moment, u.tensor), "a frozen tensor has no gradient")
+
+
+def repeat_micro_batch(w: Workload, micro_batches: int) -> Workload:
+    """The same model with its one micro-batch repeated. Raises TraceError if w already has several."""
+    if w.micro_batches != 1:
+        raise TraceError(f"workload {w.model!r} already has {w.micro_batches} micro-batches; trace one to repeat it")
+    if micro_batches < 1:
+        raise TraceError(f"micro_batches must be at least 1, not {micro_batches}")
+    body, step = w.moments[:-1], w.moments[-1]
+    moments = tuple(replace(m, micro_batch=u) for u in range(micro_batches) for m in body)
+    uses = tuple(
+        replace(use, moment=use.moment + u * len(body))
+        for u in range(micro_batches)
+        for use in w.uses
+        if use.moment < len(body)
+    )
+    last = replace(step, micro_batch=micro_batches - 1)
+    return replace(w, micro_batches=micro_batches, moments=(*moments, last), uses=uses)
