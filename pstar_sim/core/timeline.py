@@ -45,7 +45,8 @@ class ByteSample:
 class Timeline:
     """source: "simulated" or "measured". spans cover `iterations` iterations; the last is the steady one, whose period is
     iteration_s. samples cover the steady iteration, times relative to its start. peak_bytes: per place, over the steady iteration.
-    moved_bytes: per direction ("h2d", "d2h"), one steady iteration. stall_s: cause -> seconds the compute queue waited in it."""
+    moved_bytes: per direction ("h2d", "d2h"), one steady iteration. stall_s: cause -> seconds the compute queue waited in it.
+    For pictures, optional: label (the policy), phases (of each moment), budget_bytes (per place, what the plan may take)."""
 
     source: str
     iterations: int
@@ -56,3 +57,6 @@ class Timeline:
     moved_bytes: dict[str, int] = field(default_factory=dict)
     stall_s: dict[str, float] = field(default_factory=dict)
     busy_s: dict[str, float] = field(default_factory=dict)
+    label: str = ""
+    phases: tuple[str, ...] = ()
+    budget_bytes: dict[str, int] = field(default_factory=dict)
