@@ -6,13 +6,13 @@ What happens when copies and CPU Adam want more host DRAM bandwidth than there i
 [Note: which rate computes a moment]
 1. A moment recorded on this very machine (`workload.recorded_on == machine.name`) lasts what was measured.
 2. A GPU with calibrated values (`gpu.measured`): flops / F. F is an end-to-end effective rate (whole iterations over
-   their flops), so normalisation, activation functions and kernel launches are already in it; adding a bytes term would count
-   them twice. A moment without flops then costs nothing of its own.
+   their flops), so normalisation, activation functions and kernel launches are already in it; adding a bytes term
+   would count them twice. A moment without flops then costs nothing of its own.
 3. Otherwise the roofline: max(flops / rate, (bytes read + bytes written) / HBM bandwidth).
 
 A dtype that the catalog does not give for the GPU (bf16 forced on a V100) is timed at the rate of the other 2-byte
-dtype, and at the fp32 rate when that is missing too: the hardware would have to emulate it, so this flatters the machine;
-whether the dtype may be asked for at all is decided above this module.
+dtype, and at the fp32 rate when that is missing too: the hardware would have to emulate it, so this flatters the
+machine; whether the dtype may be asked for at all is decided above this module.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FALLBACK = {"bf16": ("bf16", "fp16", "fp32"), "fp16": ("fp16", "bf16", "fp32"),
 
 
 def flops_rate(machine: Machine, dtype: str) -> float:
-    """Effective matrix rate in flops/s for `dtype`, by the fallback in the module's note. PlanError if there is none."""
+    """Effective matrix rate in flops/s for `dtype`, by the module's fallback. PlanError if there is none."""
     for name in _FALLBACK.get(dtype, (dtype,)):
         if name in machine.gpu.flops_per_s:
             return machine.gpu.flops_per_s[name]
@@ -96,7 +96,7 @@ class CostModel:
         return self.params[chunk] * self.workload.optimizer.dram_bytes_per_param
 
     def cpu_adam_s(self, chunk: int) -> float:
-        """One CPU update of the chunk: params / rate, scaled by traffic for an optimizer other than 28 B/param AdamW."""
+        """One CPU update of the chunk: params / rate, scaled by traffic for one that is not 28 B/param AdamW."""
         return self.cpu_adam_bytes(chunk) / self.adam_bytes_per_s
 
     def cpu_add_bytes(self, chunk: int) -> int:
