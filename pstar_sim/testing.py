@@ -1,0 +1,274 @@
+"""Workloads for tests: random ones that are small but varied, and chains whose figures can be worked out by hand.
+
+For the tests of this project and of anybody's own policy. Needs neither torch nor hypothesis: all chance comes from
+the `random.Random` that is passed in.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from pstar_sim.units import MIB
+from pstar_sim.workload.workload import (
+    DTYPE_BYTES,
+    Moment,
+    Phase,
+    Tensor,
+    Use,
+    UseKind,
+    Workload,
+    repeat_micro_batch,
+)
+
+__all__ = ["chain_workload", "random_workload"]
+
+
+def chain_workload(
+    layers: int,
+    params_per_layer: int,
+    *,
+    tensors_per_layer: int = 1,
+    flops: int = 1_000_000_000,
+    tide_bytes: int | Sequence[int] = 0,
+    checkpointing: bool = False,
+    micro_batches: int = 1,
+    dtype: str = "bf16",
+    forward_s: float | None = None,
+) -> Workload:
+    """A chain of equal layers: a moment each FWD, one each BWD (with checkpointing a RECOMPUTE moment before it), the step.
+
+    params_per_layer is spread over `tensors_per_layer` equal tensors of shape (n,), all read in each moment of their
+    layer; every gradient arrives in the layer's BWD moment. flops: of one FWD or RECOMPUTE moment (BWD twice that, the
+    step none). forward_s: the same for measured seconds; the workload then counts as recorded (on "virtual").
+    tide_bytes: non-model peak of every moment, or one figure per moment of one micro-batch and a last one for the step
+    (2 layers + 1 figures, with checkpointing 3 layers + 1).
+
+    Raises ValueError for a parameter count that the tensors do not divide or a tide of another length.
+    """
+    numel, rest = divmod(params_per_layer, tensors_per_layer)
+    if rest or numel < 1:
+        raise ValueError(f"{params_per_layer} parameters do not divide into {tensors_per_layer} equal tensors")
+    width = DTYPE_BYTES[dtype]
+    tensors = tuple(
+        Tensor(name=f"layers.{i}.weight{j}", shape=(numel,), dtype=dtype, bytes=numel * width)
+        for i in range(layers)
+        for j in range(tensors_per_layer)
+    )
+    opened: list[tuple[str, Phase, int]] = [("begin", Phase.FWD, i) for i in range(layers)]
+    for i in reversed(range(layers)):
+        if checkpointing:
+            opened.append(("begin", Phase.RECOMPUTE, i))
+        opened.append(("grad", Phase.BWD, i))
+    peaks = [tide_bytes] * (len(opened) + 1) if isinstance(tide_bytes, int) else list(tide_bytes)
+    if len(peaks) != len(opened) + 1:
+        raise ValueError(f"the tide has {len(peaks)} figures; {layers} layers have {len(opened) + 1} moments")
+
+    moments: list[Moment] = []
+    uses: list[Use] = []
+    for m, (event, phase, layer) in enumerate(opened):
+        mine = range(layer * tensors_per_layer, (layer + 1) * tensors_per_layer)
+        factor = 2 if phase is Phase.BWD else 1
+        size = params_per_layer * width
+        moments.append(
+            Moment(
+                name=f"{event}:layers.{layer}",
+                phase=phase,
+                module=f"layers.{layer}",
+                micro_batch=0,
+                flops=flops * factor,
+                bytes_read=size * factor,
+                bytes_written=0,
+                start_bytes=min(peaks[m], peaks[m - 1]),
+                peak_bytes=peaks[m],
+                end_bytes=min(peaks[m], peaks[m + 1]),
+                duration_s=None if forward_s is None else forward_s * factor,
+            )
+        )
+        uses += [Use(moment=m, tensor=t, kind=UseKind.READ) for t in mine]
+        if phase is Phase.BWD:
+            uses += [Use(moment=m, tensor=t, kind=UseKind.GRADIENT) for t in mine]
+    moments.append(
+        _step(
+            start_bytes=min(peaks[-1], peaks[-2]),
+            peak_bytes=peaks[-1],
+            end_bytes=min(peaks[-1], peaks[0]),
+            duration_s=None if forward_s is None else 0.0,
+        )
+    )
+    workload = Workload(
+        model=f"chain-{layers}x{params_per_layer}",
+        dtype=dtype,
+        batch=1,
+        sequence=1,
+        micro_batches=1,
+        checkpointing=checkpointing,
+        attention="none",
+        source="preset" if forward_s is None else "recorded",
+        tensors=tensors,
+        moments=tuple(moments),
+        uses=tuple(uses),
+        recorded_on=None if forward_s is None else "virtual",
+    )
+    return repeat_micro_batch(workload, micro_batches)
+
+
+def random_workload(
+    seed: int | random.Random,
+    *,
+    layers: int | None = None,
+    micro_batches: int | None = None,
+    checkpointing: bool | None = None,
+    dtype: str | None = None,
+    tied: bool | None = None,
+    frozen: bool | None = None,
+    unused: bool | None = None,
+) -> Workload:
+    """A small model of random shape (1-8 layers, 1-4 micro-batches); the same seed gives the same workload.
+
+    An embedding, layers of one to three matrices with small tensors beside them, a head (sometimes tied to the
+    embedding, which is then read at both ends), sometimes a tensor much larger than the rest, frozen layers, two
+    optimizer groups, a layer used in two places (its gradients fire twice) and a tensor that nothing reads. Something
+    is always trainable. Most matrices have 0.25 to 8 MiB. The tide rises over FWD and falls over BWD, with spikes.
+    None for a setting: chance decides. `unused=False` etc. leave the oddity out.
+    """
+    rng = seed if isinstance(seed, random.Random) else random.Random(seed)
+
+    def decide(wanted: bool | None, probability: float) -> bool:
+        drawn = rng.random() < probability
+        return drawn if wanted is None else wanted
+
+    layers = rng.randint(1, 8) if layers is None else layers
+    micro_batches = rng.choice((1, 1, 2, 3, 4)) if micro_batches is None else micro_batches
+    checkpointing = decide(checkpointing, 0.5)
+    dtype = rng.choice(("bf16", "bf16", "fp16", "fp32")) if dtype is None else dtype
+    width = DTYPE_BYTES[dtype]
+    is_tied = decide(tied, 0.3)
+    has_frozen = decide(frozen, 0.3)
+    has_unused = decide(unused, 0.15)
+    two_groups = rng.random() < 0.3
+    shared_layer = rng.randrange(layers) if layers > 1 and rng.random() < 0.2 else None
+    uniform = rng.random() < 0.3  # all matrices alike, as in a real transformer
+    unit = rng.randint(MIB // 4, 2 * MIB)
+
+    tensors: list[Tensor] = []
+
+    def matrix(scale: float = 1.0) -> int:
+        return max(1, round((unit if uniform else unit * rng.uniform(0.5, 2.0)) * scale))
+
+    def add(name: str, numel: int, *, is_frozen: bool = False, tied_to: int | None = None) -> int:
+        rows = next(r for r in (64, 16, 4, 1) if numel % r == 0)
+        group = 1 if two_groups and name.endswith("bias") else 0
+        shape = (rows, numel // rows) if rows > 1 else (numel,)
+        size = 0 if tied_to is not None else numel * width
+        tensors.append(
+            Tensor(name=name, shape=shape, dtype=dtype, bytes=size, frozen=is_frozen, tied_to=tied_to, group=group)
+        )
+        return len(tensors) - 1
+
+    embedding = add("embed.weight", matrix(rng.choice((1.0, 1.0, 3.0))), is_frozen=has_frozen and rng.random() < 0.3)
+    mine: list[list[int]] = []
+    for i in range(layers):
+        ice = has_frozen and i < layers - 1 and rng.random() < 0.4
+        row = [add(f"layers.{i}.norm.weight", rng.randint(16, 4096), is_frozen=ice)] if rng.random() < 0.5 else []
+        for j in range(rng.randint(1, 3)):
+            oversize = rng.random() < 0.05
+            row.append(add(f"layers.{i}.weight{j}", matrix(rng.uniform(3.0, 6.0) if oversize else 1.0), is_frozen=ice))
+            if rng.random() < 0.4:
+                row.append(add(f"layers.{i}.weight{j}.bias", rng.randint(16, 4096), is_frozen=ice))
+        mine.append(row)
+    if shared_layer is not None:
+        mine[shared_layer] = mine[(shared_layer + 1) % layers]
+    head = embedding
+    if is_tied:
+        add("head.weight", tensors[embedding].numel, tied_to=embedding)
+    else:
+        head = add("head.weight", matrix())
+    if has_unused:
+        add("spare.weight", matrix())
+
+    # One micro-batch: (event, module, phase, tensors read, tensors whose gradient arrives, relative work).
+    table: list[tuple[str, str, Phase, list[int], list[int], int]] = [
+        ("begin", "<root>", Phase.FWD, [], [], 0),
+        ("begin", "embed", Phase.FWD, [embedding], [], 0),
+    ]
+    for i, row in enumerate(mine):
+        table.append(("begin", f"layers.{i}", Phase.FWD, row, [], 1))
+        if rng.random() < 0.3:
+            table.append(("end", f"layers.{i}", Phase.FWD, [], [], 0))
+    table.append(("begin", "head", Phase.FWD, [head], [], 1))
+    table.append(("grad", "head", Phase.BWD, [head], [] if is_tied else [head], 2))
+    for i, row in reversed(list(enumerate(mine))):
+        if checkpointing:
+            table.append(("begin", f"layers.{i}", Phase.RECOMPUTE, row, [], 1))
+        late = row[: rng.randint(0, len(row) - 1)] if rng.random() < 0.4 else []
+        table.append(("grad", f"layers.{i}", Phase.BWD, row, [t for t in row if t not in late], 2))
+        if late:
+            table.append(("grad", f"layers.{i}.norm", Phase.BWD, late, late, 0))
+    table.append(("grad", "embed", Phase.BWD, [], [embedding], 0))
+    table.append(("backward-end", "<root>", Phase.BWD, [], [], 0))
+
+    base = rng.choice((0, rng.randint(0, MIB)))
+    per_layer = rng.randint(0, 4 * MIB) if rng.random() < 0.8 else rng.randint(0, 32 * MIB)
+    level = base
+    moments: list[Moment] = []
+    uses: list[Use] = []
+    for m, (event, module, phase, reads, gradients, work) in enumerate(table):
+        start = level
+        if m == len(table) - 1:
+            level = base
+        elif phase is Phase.FWD:
+            level += round(per_layer * rng.uniform(0.5, 1.0)) if work else 0
+        elif phase is Phase.RECOMPUTE:
+            level += rng.randint(0, per_layer)
+        else:
+            level = max(base, level - round(per_layer * rng.uniform(0.5, 1.5)))
+        peak = max(start, level) + rng.choice((0, 0, rng.randint(0, per_layer), rng.randint(0, 8 * MIB)))
+        moments.append(
+            Moment(
+                name=event if event == "backward-end" else f"{event}:{module}",
+                phase=phase,
+                module=module,
+                micro_batch=0,
+                flops=work * rng.randint(10**8, 10**10),
+                bytes_read=sum(tensors[t].bytes for t in reads) + rng.randint(0, MIB),
+                bytes_written=rng.randint(0, MIB),
+                start_bytes=start,
+                peak_bytes=peak,
+                end_bytes=level,
+            )
+        )
+        uses += [Use(moment=m, tensor=t, kind=UseKind.READ) for t in reads]
+        uses += [Use(moment=m, tensor=t, kind=UseKind.GRADIENT) for t in gradients if not tensors[t].frozen]
+    moments.append(_step(start_bytes=base, peak_bytes=base + rng.choice((0, rng.randint(0, MIB))), end_bytes=base))
+    workload = Workload(
+        model="random",
+        dtype=dtype,
+        batch=rng.randint(1, 8),
+        sequence=rng.choice((1, 16, 128)),
+        micro_batches=1,
+        checkpointing=checkpointing,
+        attention="none",
+        source="preset",
+        tensors=tuple(tensors),
+        moments=tuple(moments),
+        uses=tuple(uses),
+    )
+    return repeat_micro_batch(workload, micro_batches)
+
+
+def _step(*, start_bytes: int, peak_bytes: int, end_bytes: int, duration_s: float | None = None) -> Moment:
+    """The last moment of an iteration: optimizer.step()."""
+    return Moment(
+        name="step",
+        phase=Phase.ADAM,
+        module="<root>",
+        micro_batch=0,
+        flops=0,
+        bytes_read=0,
+        bytes_written=0,
+        start_bytes=start_bytes,
+        peak_bytes=peak_bytes,
+        end_bytes=end_bytes,
+        duration_s=duration_s,
+    )
