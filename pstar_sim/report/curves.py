@@ -1,0 +1,137 @@
+"""Curves: a timeline's byte samples as arrays over time or over moments; what the pictures and tables draw.
+
+Pure numbers, no matplotlib. Bytes in int64, seconds relative to the start of the steady iteration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pstar_sim.core.step import Kind
+from pstar_sim.core.timeline import Timeline
+from pstar_sim.errors import PstarError
+
+__all__ = ["CATEGORIES", "Curves", "PhaseBand", "byte_curves", "moment_windows", "phase_bands", "steady_start_s"]
+
+CATEGORIES = ("states", "param", "grad", "buffer", "non-model")
+"""Bottom to top, as they are stacked."""
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curves:
+    """Bytes of each category at one place as step functions: values[c][i] holds in [edges[i], edges[i + 1]).
+
+    edges: n + 1 positions (seconds, or moment numbers), ascending. values: category -> n bytes.
+    """
+
+    place: str
+    edges: FloatArray
+    values: dict[str, IntArray]
+
+    @property
+    def model_data(self) -> IntArray:
+        """Everything but the tide."""
+        return sum((v for c, v in self.values.items() if c != "non-model"), np.zeros(len(self.edges) - 1, np.int64))
+
+    @property
+    def tide(self) -> IntArray:
+        return self.values["non-model"]
+
+    @property
+    def total(self) -> IntArray:
+        return self.model_data + self.tide
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseBand:
+    """A stretch of the iteration in one phase, [start, end) in the unit of the x axis."""
+
+    name: str
+    start: float
+    end: float
+
+
+def steady_start_s(timeline: Timeline) -> float:
+    """When the steady iteration begins on the clock of the spans: its first moment is the first thing computed in it."""
+    last = timeline.iterations - 1
+    starts = [s.start_s for s in timeline.spans if s.kind is Kind.COMPUTE and s.iteration == last]
+    if not starts:
+        raise PstarError(f"the {timeline.source} timeline {timeline.label!r} has no compute spans to draw a tide from")
+    return min(starts)
+
+
+def moment_windows(timeline: Timeline) -> tuple[IntArray, FloatArray, FloatArray]:
+    """Moments of the steady iteration in order: (indices, start_s, end_s), seconds relative to its start.
+
+    Raises PstarError for a timeline without compute spans.
+    """
+    last = timeline.iterations - 1
+    spans = [s for s in timeline.spans if s.kind is Kind.COMPUTE and s.iteration == last and s.moment is not None]
+    spans.sort(key=lambda s: (s.start_s, s.moment or 0))
+    origin = steady_start_s(timeline)
+    return (
+        np.array([s.moment for s in spans], np.int64),
+        np.array([s.start_s - origin for s in spans]),
+        np.array([s.end_s - origin for s in spans]),
+    )
+
+
+def byte_curves(timeline: Timeline, *, x: str = "time", place: str = "gpu") -> Curves:
+    """Step functions of every category's bytes.
+
+    x = "time": all changes, in seconds. x = "moment": one value a moment, that of the instant within the moment
+    (from its start until the next one's) at which the total is largest.
+    Raises PstarError for another x and for a timeline without samples of `place`.
+    """
+    if x not in ("time", "moment"):
+        raise PstarError(f'x must be "time" or "moment", not {x!r}')
+    samples = [s for s in timeline.samples if s.place == place]
+    if not samples:
+        raise PstarError(f"the {timeline.source} timeline {timeline.label!r} has no byte samples of place {place!r}")
+    times = np.unique(np.array([s.time_s for s in samples]))
+    values: dict[str, IntArray] = {c: np.full(len(times), -1, np.int64) for c in CATEGORIES}
+    for sample in samples:  # in order of time; at equal times the later one holds
+        values.setdefault(sample.category, np.full(len(times), -1, np.int64))
+        values[sample.category][np.searchsorted(times, sample.time_s)] = sample.bytes
+    for category, column in values.items():
+        known = np.where(column >= 0, np.arange(len(times)), -1)
+        np.maximum.accumulate(known, out=known)
+        values[category] = np.where(known >= 0, column[np.maximum(known, 0)], 0)
+    end = max(timeline.iteration_s, float(times[-1]))
+    curves = Curves(place=place, edges=np.append(times, end), values=values)
+    return curves if x == "time" else _by_moment(timeline, curves)
+
+
+def _by_moment(timeline: Timeline, curves: Curves) -> Curves:
+    moments, start_s, _ = moment_windows(timeline)
+    first = np.maximum(np.searchsorted(curves.edges[:-1], start_s, side="right") - 1, 0)
+    last = np.append(first[1:], len(curves.edges) - 2)
+    total = curves.total
+    # A moment of no length still sees the values that hold when it opens.
+    at = np.array([lo + int(np.argmax(total[lo : max(hi, lo + 1)])) for lo, hi in zip(first, last)])
+    edges = np.append(moments, moments[-1] + 1).astype(np.float64)
+    return Curves(place=curves.place, edges=edges, values={c: v[at] for c, v in curves.values.items()})
+
+
+def phase_bands(timeline: Timeline, *, x: str = "time") -> tuple[PhaseBand, ...]:
+    """FWD, BWD (recomputation inside it counted in) and ADAM as stretches of the x axis; empty if phases are not known."""
+    if not timeline.phases:
+        return ()
+    moments, start_s, end_s = moment_windows(timeline)
+    where = list(zip(start_s, end_s)) if x == "time" else [(float(m), float(m) + 1) for m in moments]
+    bands: list[PhaseBand] = []
+    recompute = "RECOMPUTE" in timeline.phases
+    for moment, (start, end) in zip(moments, where):
+        phase = timeline.phases[moment]
+        name = ("BWD + recompute" if recompute else "BWD") if phase in ("BWD", "RECOMPUTE") else phase
+        if bands and bands[-1].name == name:
+            bands[-1] = PhaseBand(name=name, start=bands[-1].start, end=end)
+        else:
+            bands.append(PhaseBand(name=name, start=start, end=end))
+    return tuple(bands)

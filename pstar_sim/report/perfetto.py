@@ -1,0 +1,107 @@
+"""Chrome trace JSON of a timeline, for ui.perfetto.dev: a lane a queue, counters of memory, flows from fetch to use.
+
+Format: the JSON that Perfetto documents as "other formats": complete events (ph X), counters (C), metadata (M) and
+flows (s, f); times in microseconds. All iterations of the timeline are shown; counters cover the steady one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Kind, Queue
+from pstar_sim.core.timeline import Span, Timeline
+from pstar_sim.report.curves import steady_start_s
+
+__all__ = ["to_perfetto"]
+
+_LANES = {
+    Queue.COMPUTE: "compute",
+    Queue.H2D: "h2d copies",
+    Queue.D2H: "d2h copies",
+    Queue.ADAM: "CPU Adam",
+    Queue.NET: "collectives",
+    Queue.NVME: "NVMe",
+}
+_PID = 1
+
+
+def to_perfetto(timeline: Timeline, plan: Plan | None = None) -> dict[str, Any]:
+    """The trace as an object ready for `json.dump`. With the plan, moments carry their names and fetches flow to their use."""
+    events: list[dict[str, Any]] = [_meta("process_name", 0, f"{timeline.label or 'plan'} ({timeline.source})")]
+    lanes = {queue: number for number, queue in enumerate(_LANES, start=1)}
+    for queue in sorted({s.queue for s in timeline.spans}, key=lambda q: lanes[q]):
+        events.append(_meta("thread_name", lanes[queue], _LANES[queue]))
+        events.append({**_meta("thread_sort_index", lanes[queue], ""), "args": {"sort_index": lanes[queue]}})
+    computes = {(s.iteration, s.moment): s for s in timeline.spans if s.kind is Kind.COMPUTE}
+    for number, span in enumerate(timeline.spans):
+        if span.end_s <= span.start_s:
+            continue  # bookkeeping of no length (drop, alloc, free): the counters show it
+        tid = lanes[span.queue]
+        if span.start_s > span.ready_s and span.queue is Queue.COMPUTE and span.cause:
+            name = f"waits for {span.cause}"
+            events.append(_slice(name, "stall", tid, span.ready_s, span.start_s, {"cause": span.cause}))
+        args = {"step": span.step, "iteration": span.iteration, "bytes": span.bytes, "moment": span.moment, "chunk": span.chunk}
+        args = {k: v for k, v in args.items() if v is not None}
+        events.append(_slice(_name(span, plan), span.kind.value, tid, span.start_s, span.end_s, args))
+        use = computes.get((span.iteration, span.moment)) if span.kind is Kind.FETCH else None
+        if use is not None and use.start_s >= span.start_s:
+            flow = {"cat": "fetch to use", "name": "fetch to use", "id": number, "pid": _PID}
+            events.append({**flow, "ph": "s", "tid": tid, "ts": _us(span.start_s)})
+            events.append({**flow, "ph": "f", "bp": "e", "tid": lanes[Queue.COMPUTE], "ts": _us(use.start_s)})
+    events.extend(_counters(timeline))
+    return {"displayTimeUnit": "ms", "traceEvents": events, "otherData": _about(timeline)}
+
+
+def _about(timeline: Timeline) -> Mapping[str, Any]:
+    return {
+        "source": timeline.source,
+        "label": timeline.label,
+        "iteration_s": timeline.iteration_s,
+        "iterations": timeline.iterations,
+    }
+
+
+def _counters(timeline: Timeline) -> list[dict[str, Any]]:
+    """One counter event for every change of a place, with all its categories (drawn stacked in chrome://tracing)."""
+    origin = steady_start_s(timeline)
+    events: list[dict[str, Any]] = []
+    for place in sorted({s.place for s in timeline.samples}):
+        now: dict[str, int] = {s.category: 0 for s in timeline.samples if s.place == place}
+        rows: dict[float, dict[str, int]] = {}
+        for sample in (s for s in timeline.samples if s.place == place):
+            now[sample.category] = sample.bytes
+            rows[sample.time_s] = dict(now)
+        name = f"{place} memory [bytes]"
+        for time_s, row in rows.items():
+            events.append({"ph": "C", "name": name, "pid": _PID, "ts": _us(origin + time_s), "args": row})
+    return events
+
+
+def _name(span: Span, plan: Plan | None) -> str:
+    if span.kind is Kind.COMPUTE and span.moment is not None:
+        return plan.workload.moments[span.moment].name if plan is not None else f"moment {span.moment}"
+    return f"{span.kind.value} chunk {span.chunk}" if span.chunk is not None else span.kind.value
+
+
+def _slice(name: str, category: str, tid: int, start_s: float, end_s: float, args: Mapping[str, Any]) -> dict[str, Any]:
+    begin = _us(start_s)
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "pid": _PID,
+        "tid": tid,
+        "ts": begin,
+        "dur": round(_us(end_s) - begin, 3),
+        "args": dict(args),
+    }
+
+
+def _meta(kind: str, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": _PID, "tid": tid, "args": {"name": name}}
+
+
+def _us(time_s: float) -> float:
+    return round(time_s * 1e6, 3)

@@ -1,0 +1,202 @@
+"""The tide picture: what fills the GPU at every instant of an iteration.
+
+[Note: reading a tide picture] Model data (optimizer states, param16, gradients, buffers) stands on the floor; non-model data
+hangs from the capacity line, so its lower edge is the capacity that is left for chunks: the tide line. White between the
+two is free. A policy that does not look at the tide plans with one constant capacity, that of the tide's peak: everything
+between this constant (dotted) and the tide line is room it can never use (hatched).
+
+Draws on the axes it is given, opens no window, calls no `show`. Knows matplotlib and `curves`; knows no policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pstar_sim.core.timeline import Timeline
+from pstar_sim.errors import PstarError
+from pstar_sim.report.curves import Curves, byte_curves, phase_bands
+from pstar_sim.units import GB, format_s
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["COLOURS", "NAMES", "plot_tide", "tide_figure"]
+
+# Okabe and Ito's palette: told apart with every common colour blindness, and in grey by the order of the stack.
+COLOURS = {
+    "states": "#009E73",
+    "param": "#0072B2",
+    "grad": "#E69F00",
+    "buffer": "#CC79A7",
+    "non-model": "#56B4E9",
+    "free": "#FFFFFF",
+}
+NAMES = {
+    "states": "optimizer states",
+    "param": "param16",
+    "grad": "gradients",
+    "buffer": "buffers",
+    "non-model": "non-model (the tide)",
+    "free": "free",
+}
+_PHASE_COLOURS = {"FWD": "#DDDDDD", "BWD": "#AAAAAA", "BWD + recompute": "#AAAAAA", "ADAM": "#666666"}
+_WASTE = "free, but out of reach of a static partition"
+
+
+def plot_tide(
+    timelines: Timeline | Sequence[Timeline],
+    ax: Axes | Sequence[Axes] | None = None,
+    x: str = "time",
+    *,
+    measured: Timeline | None = None,
+    place: str = "gpu",
+) -> Any:
+    """Draw one timeline, or several side by side with one y axis. Returns the axes (an array of them for several).
+
+    x: "time" (seconds) or "moment". measured: a recorded timeline drawn as lines over the first one.
+    ax: where to draw; as many axes as timelines; None makes a figure. Raises PstarError for an unknown x, for a timeline
+    without bytes to draw, and for a wrong number of axes.
+    """
+    many = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    if not many:
+        raise PstarError("plot_tide needs at least one timeline")
+    if ax is None:
+        from matplotlib import pyplot
+
+        width = max(8.0, 2.5 + 4.2 * len(many))
+        _, made = pyplot.subplots(1, len(many), sharey=True, figsize=(width, 4.6), layout="constrained", squeeze=False)
+        axes = list(made[0])
+    elif isinstance(ax, Sequence) or hasattr(ax, "__len__"):
+        axes = list(ax)
+    else:
+        axes = [ax]
+    if len(axes) != len(many):
+        raise PstarError(f"plot_tide got {len(many)} timelines and {len(axes)} axes; give as many axes as timelines")
+    top = max(_capacity(t, place) for t in many)
+    handles: dict[str, Any] = {}
+    for i, (timeline, one) in enumerate(zip(many, axes)):
+        _draw(timeline, one, x, place, handles)
+        if measured is not None and i == 0:
+            _overlay(measured, one, x, place, _capacity(timeline, place), handles)
+        one.set_ylim(0, top / GB * 1.09)
+        if i == 0:
+            one.set_ylabel(f"{place.upper()} memory [GB]")
+    _legend(axes[-1], handles)
+    return axes[0] if isinstance(timelines, Timeline) else np.array(axes, dtype=object)
+
+
+def tide_figure(
+    timelines: Sequence[Timeline], *, xs: Sequence[str] = ("time", "moment"), measured: Timeline | None = None, title: str = ""
+) -> Figure:
+    """A whole figure without pyplot: a row for every x of `xs`, a column for every timeline. Save with `.savefig(file)`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.4 + 4.4 * len(timelines), 0.6 + 3.9 * len(xs)), layout="constrained")
+    rows = figure.subplots(len(xs), len(timelines), sharey=True, squeeze=False)
+    for number, (row, x) in enumerate(zip(rows, xs)):
+        plot_tide(timelines, ax=list(row), x=x, measured=measured)
+        if number > 0:
+            for one in row:
+                one.set_title("", loc="left")
+            legend = row[-1].get_legend()
+            if legend is not None:
+                legend.remove()
+    if title:
+        figure.suptitle(title, fontsize=11, x=0.02, ha="left")
+    return figure
+
+
+def _capacity(timeline: Timeline, place: str) -> int:
+    """The plan's budget; of a timeline that does not carry one, its peak."""
+    known = timeline.budget_bytes.get(place) or timeline.peak_bytes.get(place)
+    return known if known else int(byte_curves(timeline, place=place).total.max())
+
+
+def _steps(curves: Curves, values: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """The step function as a polyline: x and y (in GB) of its corners."""
+    return np.repeat(curves.edges, 2)[1:-1], np.repeat(values, 2) / GB
+
+
+def _draw(timeline: Timeline, ax: Axes, x: str, place: str, handles: dict[str, Any]) -> None:
+    curves = byte_curves(timeline, x=x, place=place)
+    capacity = _capacity(timeline, place)
+    floor = np.zeros(len(curves.edges) - 1, np.int64)
+    for category, values in curves.values.items():
+        if category == "non-model" or not values.any():
+            continue
+        xs, low = _steps(curves, floor)
+        _, high = _steps(curves, floor + values)
+        colour = COLOURS.get(category, COLOURS["buffer"])
+        handles[NAMES.get(category, category)] = ax.fill_between(xs, low, high, color=colour, linewidth=0)
+        floor = floor + values
+    line = capacity - curves.tide
+    xs, tide_line = _steps(curves, line)
+    handles[NAMES["non-model"]] = ax.fill_between(
+        xs, tide_line, capacity / GB, color=COLOURS["non-model"], linewidth=0, alpha=0.85
+    )
+    constant = int(line.min())
+    # Only where no model data stands: what static leaves empty at low tide.
+    reachable = np.maximum(floor, constant)
+    _, low = _steps(curves, reachable)
+    _, high = _steps(curves, np.maximum(line, reachable))
+    if (line > constant).any():
+        handles[_WASTE] = ax.fill_between(
+            xs, low, high, facecolor="none", edgecolor="#555555", hatch="////", linewidth=0, zorder=1.5
+        )
+        handles["capacity of a static partition"] = ax.axhline(
+            constant / GB, color="black", linestyle=":", linewidth=1.2, zorder=3
+        )
+    ax.plot(xs, tide_line, color="#1F5F8B", linewidth=0.9, zorder=3)
+    handles["capacity (the plan's budget)"] = ax.axhline(capacity / GB, color="black", linestyle="--", linewidth=1.4, zorder=4)
+    _phases(timeline, ax, x, capacity / GB)
+    ax.set_xlim(curves.edges[0], curves.edges[-1])
+    ax.set_xlabel("time in the iteration [s]" if x == "time" else "moment")
+    ax.set_title(f"{timeline.label or timeline.source}: {format_s(timeline.iteration_s)} an iteration", fontsize=10, loc="left")
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
+
+
+def _phases(timeline: Timeline, ax: Axes, x: str, capacity: float) -> None:
+    """A strip above the capacity line, named, and faint shading under it."""
+    bands = phase_bands(timeline, x=x)
+    if not bands:
+        return
+    whole = bands[-1].end - bands[0].start
+    for band in bands:
+        colour = _PHASE_COLOURS.get(band.name, "#CCCCCC")
+        ax.fill_between([band.start, band.end], capacity * 1.02, capacity * 1.075, color=colour, linewidth=0, zorder=2)
+        if band.name != "FWD":
+            ax.axvspan(band.start, band.end, color="#000000", alpha=0.05, linewidth=0, zorder=0)
+        share = (band.end - band.start) / whole if whole > 0 else 0
+        label = band.name if share > 0.25 else band.name.split(" ")[0]
+        if share > 0.06:
+            ink = "white" if band.name == "ADAM" else "black"
+            middle = (band.start + band.end) / 2
+            ax.text(middle, capacity * 1.0475, label, ha="center", va="center", fontsize=7, color=ink, zorder=5)
+
+
+def _overlay(measured: Timeline, ax: Axes, x: str, place: str, capacity: int, handles: dict[str, Any]) -> None:
+    curves = byte_curves(measured, x=x, place=place)
+    xs, model = _steps(curves, curves.model_data)
+    _, line = _steps(curves, capacity - curves.tide)
+    (handles["measured model data"],) = ax.plot(xs, model, color="black", linewidth=1.3, zorder=6)
+    (handles["measured tide line"],) = ax.plot(xs, line, color="#D55E00", linewidth=1.3, linestyle="--", zorder=6)
+
+
+def _legend(ax: Axes, handles: dict[str, Any]) -> None:
+    order = [NAMES[c] for c in ("non-model", "buffer", "grad", "param", "states")]
+    order += [_WASTE, "capacity of a static partition", "capacity (the plan's budget)"]
+    names = [n for n in order if n in handles] + [n for n in handles if n not in order]
+    ax.legend(
+        [handles[n] for n in names],
+        names,
+        loc="upper left",
+        bbox_to_anchor=(1.01, 1.0),
+        borderaxespad=0.0,
+        frameon=False,
+        fontsize=8,
+    )
