@@ -240,9 +240,7 @@ def _chunk(index: int, key: _Class, items: Iterable[_Item], numel: int, small: b
         slots.append(Slot(tensor=tensor, offset=offset, numel=size))
         offset += padded
     frozen, dtype, group = key
-    return Chunk(
-        index=index, dtype=dtype, numel=numel, slots=tuple(slots), frozen=frozen, small=small, group=group
-    )
+    return Chunk(index=index, dtype=dtype, numel=numel, slots=tuple(slots), frozen=frozen, small=small, group=group)
 
 
 def _in_order_of_first_use(workload: Workload) -> dict[_Class, list[_Item]]:
