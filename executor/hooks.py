@@ -1,0 +1,184 @@
+"""MomentClock: module and autograd hooks turned into events; the one clock of capture and engine.
+
+[Note: the clock] Units are the modules that own a parameter directly (tied ones included) and the root. An event
+closes the current moment and opens the next one:
+
+| event           | fires                                                     | phase of the moment it opens    |
+|-----------------|-----------------------------------------------------------|---------------------------------|
+| begin:MODULE    | forward pre-hook, before any other pre-hook               | FWD; RECOMPUTE inside backward  |
+| end:MODULE      | forward hook                                              | FWD; RECOMPUTE inside backward  |
+| grad:MODULE     | the first gradient to reach an output of one call         | BWD                             |
+| backward-end    | the outermost backward has run every gradient             | BWD                             |
+| step            | `step()`, which the optimizer calls                       | ADAM                            |
+
+Operations outside the units belong to the interval they happen in. Non-reentrant checkpointing stops a recomputation
+early, so "end" may be missing there, and the backward of the module recomputed last lies in its "begin" moment.
+Tensor hooks on outputs rather than full backward hooks: those wrap outputs in views, which breaks in-place operations
+after a module (Linear + ReLU(inplace=True)).
+
+The clock knows neither bytes nor plans: it calls `on_event` and counts micro-batches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pstar_sim.workload.workload import Phase
+
+__all__ = ["ROOT", "Event", "MomentClock", "units"]
+
+ROOT = "<root>"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """kind: "begin", "end", "grad", "backward-end" or "step". module: name in `named_modules()` ("" is the root, also in
+    the last two kinds). name: as in `Moment.name`. phase, micro_batch: those of the moment the event opens."""
+
+    kind: str
+    module: str
+    name: str
+    phase: Phase
+    micro_batch: int
+
+
+def units(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules by name that own a parameter directly, and the root (""). A module reached twice has its first name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if name == "" or next(module.named_parameters(recurse=False), None) is not None
+    }
+
+
+class MomentClock:
+    """Calls `on_event(event)` at every event of `model` until `close()`. Costs a few microseconds an event.
+
+    inside: a unit's forward is open or a backward runs. micro_batch: of the current moment, from 0; `step()` starts the
+    count anew.
+    """
+
+    def __init__(self, model: nn.Module, on_event: Callable[[Event], None]) -> None:
+        self.units = units(model)
+        self.micro_batch = 0
+        self._on_event = on_event
+        self._forwards = 0  # root forwards since the last step
+        self._open = 0  # units whose forward is open, outside backward
+        self._callback_due = False
+        self._handles: list[Any] = []
+        for name, module in self.units.items():
+            self._handles.append(module.register_forward_pre_hook(self._begin_hook(name), prepend=True))
+            self._handles.append(module.register_forward_hook(self._end_hook(name)))
+
+    @property
+    def inside(self) -> bool:
+        return self._open > 0 or _in_backward()
+
+    def step(self) -> None:
+        """Open the moment "step": the optimizer's own. The next forward of the root is micro-batch 0 again."""
+        self._on_event(Event("step", "", "step", Phase.ADAM, self.micro_batch))
+        self.reset()
+
+    def reset(self) -> None:
+        """Count micro-batches from 0 again (after an iteration that was given up, or an evaluation)."""
+        self._forwards = 0
+        self._open = 0
+
+    def close(self) -> None:
+        """Remove every hook of modules. Hooks on outputs go with their graph and do nothing from now on."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._on_event = _ignore
+
+    def _begin_hook(self, name: str) -> Callable[..., None]:
+        word = f"begin:{name or ROOT}"
+
+        def begin(module: nn.Module, args: Any) -> None:
+            if _in_backward():
+                self._watch_backward()
+                phase = Phase.RECOMPUTE
+            else:
+                phase = Phase.FWD
+                if name == "":
+                    self._callback_due = False  # a backward that raised never ended
+                    self._open = 0
+                    self.micro_batch = self._forwards
+                    self._forwards += 1
+                self._open += 1
+            self._on_event(Event("begin", name, word, phase, self.micro_batch))
+
+        return begin
+
+    def _end_hook(self, name: str) -> Callable[..., None]:
+        word, grad_word = f"end:{name or ROOT}", f"grad:{name or ROOT}"
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            if _in_backward():
+                self._watch_backward()
+                phase = Phase.RECOMPUTE
+            else:
+                phase = Phase.FWD
+                self._open = 0 if name == "" else max(0, self._open - 1)
+            self._on_event(Event("end", name, word, phase, self.micro_batch))
+            if torch.is_grad_enabled():
+                self._hook_outputs(name, grad_word, output)
+
+        return end
+
+    def _hook_outputs(self, name: str, word: str, output: Any) -> None:
+        fired = False
+        micro_batch = self.micro_batch
+
+        def grad(_: torch.Tensor) -> None:
+            nonlocal fired
+            if not fired:
+                fired = True
+                self._watch_backward()
+                self._on_event(Event("grad", name, word, Phase.BWD, micro_batch))
+
+        seen: set[int] = set()
+        for tensor in tensors_of(output):
+            # A leaf would keep the hook for ever; it is a parameter or an input, whose gradient is no output's.
+            if tensor.requires_grad and tensor.grad_fn is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                tensor.register_hook(grad)  # type: ignore[no-untyped-call]
+
+    def _watch_backward(self) -> None:
+        if not self._callback_due:
+            self._callback_due = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_end)
+
+    def _backward_end(self) -> None:
+        if self._callback_due:
+            self._callback_due = False
+            self._on_event(Event("backward-end", "", "backward-end", Phase.BWD, self.micro_batch))
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors in a module's output: a tensor, tuples, lists, mappings (ModelOutput is one) and dataclasses, nested."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_of(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_of(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for item in dataclasses.fields(value):
+            yield from tensors_of(getattr(value, item.name, None))
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _ignore(_: Event) -> None:
+    return None

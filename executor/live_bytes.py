@@ -1,0 +1,246 @@
+"""LiveStorages: logical bytes of the storages that are alive and are not parameters, on fake and on real tensors.
+
+A dispatch mode that sees every operator, forward and backward. A storage counts from the operator that makes it
+until its last reference goes; one made earlier counts if it is a buffer of the module, or from the first operator
+that takes it (the batch). Parameters never count; an operator that takes one is reported as a read of that parameter,
+whichever module owns it. Views count as reads too: what is evicted must not be viewed either.
+Logical bytes: `nbytes` of the storage; no allocator rounding, no workspace inside a kernel.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+__all__ = ["LiveStorages"]
+
+aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
+
+
+def _flash_cpu_flops(query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+
+
+def _flash_cpu_backward_flops(
+    grad_out: Any, query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kwargs: Any
+) -> int:
+    shapes = (grad_out.shape, query.shape, key.shape, value.shape)
+    return int(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
+
+
+# torch's registry knows the CUDA attention kernels only; the CPU ones do the same arithmetic.
+_FLOPS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: _flash_cpu_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_cpu_backward_flops,
+}
+# Return (part of) an input's storage although their schema does not say so, or only reserve memory.
+_NO_TRAFFIC = frozenset(
+    {
+        aten._unsafe_view,
+        aten._reshape_alias,
+        aten.lift_fresh,
+        aten.empty,
+        aten.empty_like,
+        aten.empty_strided,
+        aten.new_empty,
+        aten.new_empty_strided,
+    }
+)
+_ROWS_ONLY = frozenset({aten.embedding, aten.index_select, aten.index, aten.gather})
+_RESIZES = frozenset({aten.resize_, aten.resize_as_, aten.set_})
+
+
+class _Traits:
+    """What an operator is, looked up once. traffic: 0 none (views), 1 inputs and outputs, 2 outputs twice (gathers)."""
+
+    __slots__ = ("flops", "resizes", "traffic")
+
+    def __init__(self, func: Any) -> None:
+        packet = getattr(func, "_overloadpacket", func)
+        self.flops = _FLOPS.get(packet)
+        self.resizes = packet in _RESIZES
+        view = bool(getattr(func, "is_view", False)) or packet in _NO_TRAFFIC or self.resizes
+        self.traffic = 0 if view else 2 if packet in _ROWS_ONLY else 1
+
+
+class _Watched(weakref.ref):  # type: ignore[type-arg]
+    """Weak reference to a storage, with its key and the bytes it counts for."""
+
+    __slots__ = ("key", "size")
+    key: int
+    size: int
+
+
+class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts while it is entered. Bytes are ints.
+
+    parameters: tensors by index; their storages never count. Several may share one storage (views of a chunk), then the
+    offset tells which is read. buffers: count from the start. on_param_read(index): called before each operator that
+    takes parameter `index`. costs: also add up flops and the bytes that operators read and write.
+
+    current: bytes alive now. peak: most since `reset_peak()`. flops, bytes_read, bytes_written: since the caller last
+    set them to 0. last_op: the operator seen last. kernels: operators seen whose name says attention or softmax.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        buffers: Iterable[torch.Tensor] = (),
+        *,
+        on_param_read: Callable[[int], None] | None = None,
+        costs: bool = True,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.current = 0
+        self.peak = 0
+        self.flops = 0
+        self.bytes_read = 0
+        self.bytes_written = 0
+        self.last_op: Any = None
+        self.kernels: set[str] = set()
+        self._on_param_read = on_param_read
+        self._costs = costs
+        self._paused = False
+        self._live: dict[int, _Watched] = {}
+        self._ours: dict[int, tuple[list[int], list[int]]] = {}  # storage -> byte offsets, parameter indices
+        self._keep: list[Any] = []  # keeps the storages of `_ours` alive, so that their keys stay theirs
+        self._traits: dict[Any, _Traits] = {}
+        for index, tensor in enumerate(parameters):
+            self.add_parameter(index, tensor)
+        for tensor in buffers:
+            self._see(tensor)
+        self.peak = self.current
+
+    def add_parameter(self, index: int, tensor: torch.Tensor) -> None:
+        """From now on `tensor` is parameter `index` (it moved into a chunk); its storage does not count any more."""
+        storage = tensor.untyped_storage()
+        self.ignore(storage)
+        starts, indices = self._ours[storage._cdata]
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        at = bisect.bisect_left(starts, start)
+        starts.insert(at, start)
+        indices.insert(at, index)
+
+    def ignore(self, storage: torch.UntypedStorage) -> None:
+        """Never count this storage (a chunk, a gradient's home): it is model data."""
+        key = storage._cdata
+        if key not in self._ours:
+            self._ours[key] = ([], [])
+            self._keep.append(storage)
+            watched = self._live.pop(key, None)
+            if watched is not None:
+                self.current -= watched.size
+
+    def reset_peak(self) -> None:
+        self.peak = self.current
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Operators inside neither count nor report reads (the engine's own copies). Storages may still go."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _DEVICE:  # fake tensors ask for their device by way of an operator
+            return getattr(args[0], "fake_device", None) or func(*args)
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        self.last_op = func
+        inputs: list[torch.Tensor] = []
+        _collect(args, inputs)
+        if kwargs:
+            _collect(tuple(kwargs.values()), inputs)
+        live, ours = self._live, self._ours
+        for tensor in inputs:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in live:
+                if key in ours:
+                    self._report_read(key, tensor)
+                else:
+                    self._add(storage, key)
+        out = func(*args, **kwargs)
+        traits = self._traits.get(func)
+        if traits is None:
+            traits = self._traits[func] = _Traits(func)
+            if "softmax" in str(func) or "attention" in str(func):
+                self.kernels.add(str(func))
+        outputs: list[torch.Tensor] = []
+        _collect((out,), outputs)
+        for tensor in outputs:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in live:
+                if traits.resizes:
+                    self._resized(live[key], storage)
+            elif key not in ours:
+                self._add(storage, key)
+        if self.current > self.peak:
+            self.peak = self.current
+        if self._costs:
+            if traits.flops is not None:
+                self.flops += int(traits.flops(*args, **kwargs, out_val=out))
+            if traits.traffic:
+                written = sum([t.numel() * t.element_size() for t in outputs])
+                self.bytes_written += written
+                self.bytes_read += (
+                    written if traits.traffic == 2 else sum([t.numel() * t.element_size() for t in inputs])
+                )
+        return out
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._live and key not in self._ours:
+            self._add(storage, key)
+
+    def _add(self, storage: torch.UntypedStorage, key: int) -> None:
+        watched = _Watched(storage, self._gone)
+        watched.key = key
+        watched.size = storage.nbytes()
+        self._live[key] = watched
+        self.current += watched.size
+
+    def _gone(self, watched: Any) -> None:
+        key, size = watched.key, watched.size
+        if self._live.get(key) is watched:
+            del self._live[key]
+            self.current -= size
+
+    def _resized(self, watched: _Watched, storage: torch.UntypedStorage) -> None:
+        size = storage.nbytes()
+        self.current += size - watched.size
+        watched.size = size
+
+    def _report_read(self, key: int, tensor: torch.Tensor) -> None:
+        starts, indices = self._ours[key]
+        if self._on_param_read is None or not indices:
+            return
+        if len(indices) == 1:
+            self._on_param_read(indices[0])
+            return
+        at = bisect.bisect_right(starts, tensor.storage_offset() * tensor.element_size())
+        self._on_param_read(indices[max(0, at - 1)])
+
+
+def _collect(values: Iterable[Any], into: list[torch.Tensor]) -> None:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            into.append(value)
+        elif isinstance(value, (list, tuple)):
+            _collect(value, into)
