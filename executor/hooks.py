@@ -38,8 +38,8 @@ ROOT = "<root>"
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """kind: "begin", "end", "grad", "backward-end" or "step". module: name in `named_modules()` ("" is the root, also in
-    the last two kinds). name: as in `Moment.name`. phase, micro_batch: those of the moment the event opens."""
+    """kind: "begin", "end", "grad", "backward-end" or "step". module: name in `named_modules()`, "" for the root and with
+    the last two kinds. name: as in `Moment.name`. phase, micro_batch: those of the moment the event opens."""
 
     kind: str
     module: str

@@ -1,0 +1,215 @@
+"""MomentRecorder: events, live bytes, reads and gradients of one iteration written down as a Workload.
+
+Used by the fake capture and by a recorded run alike, so that both number moments and count bytes with the same code.
+Knows neither fake tensors nor plans.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+from torch import nn
+
+from executor.hooks import Event
+from executor.live_bytes import LiveStorages
+from pstar_sim.errors import ModelError
+from pstar_sim.workload.workload import DTYPE_BYTES, Moment, OptimizerSpec, Phase, Tensor, Use, UseKind, Workload
+
+__all__ = ["MomentRecorder", "attention_seen", "describe_parameters", "working_dtype"]
+
+_DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def describe_parameters(
+    model: nn.Module, groups: Mapping[int, int] | None = None
+) -> tuple[tuple[Tensor, ...], tuple[nn.Parameter, ...]]:
+    """Parameters of `model` as Workload tensors, and themselves, both in `named_parameters` order, tied names included.
+
+    Two names are tied when they are one Parameter object, or begin at the same byte of the same storage. groups:
+    optimizer group by id(parameter), 0 where absent. Raises ModelError for a trainable parameter that is not fp32, bf16
+    or fp16.
+    """
+    tensors: list[Tensor] = []
+    parameters: list[nn.Parameter] = []
+    first: dict[tuple[int, int], int] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.dtype not in _DTYPE_NAMES and parameter.requires_grad:
+            known = ", ".join(DTYPE_BYTES)
+            raise ModelError(f"parameter {name!r} has dtype {parameter.dtype}; trainable parameters are {known}")
+        place = (parameter.untyped_storage()._cdata, int(parameter.storage_offset()))
+        tied_to = first.get(place)
+        if tied_to is None:
+            first[place] = len(tensors)
+        tensors.append(
+            Tensor(
+                name=name,
+                shape=tuple(int(extent) for extent in parameter.shape),
+                dtype=_DTYPE_NAMES.get(parameter.dtype, str(parameter.dtype).removeprefix("torch.")),
+                bytes=parameter.numel() * parameter.element_size(),
+                frozen=not parameter.requires_grad,
+                tied_to=tied_to,
+                group=(groups or {}).get(id(parameter), 0),
+            )
+        )
+        parameters.append(parameter)
+    return tuple(tensors), tuple(parameters)
+
+
+def working_dtype(tensors: Collection[Tensor]) -> str:
+    """The dtype with the most trainable bytes (most bytes, if nothing is trainable). Raises ModelError if there is none."""
+    sizes: Counter[str] = Counter()
+    trainable = any(not t.frozen for t in tensors)
+    for t in tensors:
+        if t.tied_to is None and t.dtype in DTYPE_BYTES and (not t.frozen or not trainable):
+            sizes[t.dtype] += t.bytes
+    if not sizes:
+        raise ModelError("the model has no parameter in fp32, bf16 or fp16: there is nothing to place")
+    return sizes.most_common(1)[0][0]
+
+
+def attention_seen(kernels: Collection[str]) -> str:
+    """ "flash", "efficient", "math" (a softmax of its own) or "none", by the operators seen (LiveStorages.kernels)."""
+    for word in ("flash", "efficient", "cudnn"):
+        if any(word in kernel and "attention" in kernel for kernel in kernels):
+            return "flash" if word == "cudnn" else word
+    return "math" if any(k.startswith(("aten._softmax.", "aten._safe_softmax.")) for k in kernels) else "none"
+
+
+class MomentRecorder:
+    """Give it to a clock (`on_event`), a LiveStorages (`read`), the gradient hooks (`gradient`); then ask `workload`.
+
+    inside: whether a forward is open or a backward runs; a read at any other time raises. now: seconds, for durations;
+    time told to `stalled` is left out of the moment it fell in.
+    """
+
+    def __init__(
+        self,
+        tensors: tuple[Tensor, ...],
+        live: LiveStorages,
+        *,
+        inside: Callable[[], bool],
+        now: Callable[[], float] | None = None,
+    ) -> None:
+        self.tensors = tensors
+        self.live = live
+        self._inside = inside
+        self._now = now
+        self._moments: list[Moment] = []
+        self._uses: dict[Use, None] = {}  # in order of arrival, each once
+        self._firings: Counter[tuple[int, int]] = Counter()  # (micro-batch, tensor)
+        self._event: Event | None = None
+        self._start_bytes = 0
+        self._start_s = 0.0
+        self._stalled_s = 0.0
+
+    @property
+    def current(self) -> Event | None:
+        """The event that opened the current moment, None before the first."""
+        return self._event
+
+    def on_event(self, event: Event) -> None:
+        self._close()
+        self._event = event
+        live = self.live
+        live.reset_peak()
+        live.flops = live.bytes_read = live.bytes_written = 0
+        self._start_bytes = live.current
+        if self._now is not None:
+            self._stalled_s = 0.0
+            self._start_s = self._now()
+
+    def read(self, tensor: int) -> None:
+        """Parameter `tensor` (index) is read now. Raises ModelError outside every module call."""
+        if self._event is None or not self._inside():
+            raise ModelError(
+                f"parameter {self.tensors[tensor].name!r} is read outside every module call "
+                f"({self.live.last_op}); move that code into the forward of the model or of one of its modules"
+            )
+        self._use(tensor, UseKind.READ)
+
+    def gradient(self, tensor: int) -> int:
+        """A gradient of parameter `tensor` (index) has been accumulated. Returns how many have, in this micro-batch."""
+        assert self._event is not None
+        self._use(tensor, UseKind.GRADIENT)
+        key = (self._event.micro_batch, tensor)
+        self._firings[key] += 1
+        return self._firings[key]
+
+    def firings(self) -> dict[int, int]:
+        """Gradient firings in one micro-batch, by tensor index (the most of any micro-batch)."""
+        most: dict[int, int] = {}
+        for (_, tensor), count in self._firings.items():
+            most[tensor] = max(most.get(tensor, 0), count)
+        return most
+
+    def stalled(self, time_s: float) -> None:
+        """Leave `time_s` out of the current moment's duration: it waited, it did not work."""
+        self._stalled_s += time_s
+
+    def workload(
+        self,
+        *,
+        model: str,
+        batch: int,
+        sequence: int,
+        source: str,
+        attention: str | None = None,
+        dtype: str | None = None,
+        optimizer: OptimizerSpec | None = None,
+        recorded_on: str | None = None,
+        notes: str = "",
+    ) -> Workload:
+        """What was recorded; closes the last moment, which must be "step". Header fields not given are those seen."""
+        self._close()
+        self._event = None
+        if not self._moments or self._moments[-1].phase is not Phase.ADAM:
+            raise ModelError(f"{model}: the iteration recorded did not end with the optimizer's step")
+        if not any(use.kind is UseKind.GRADIENT for use in self._uses):
+            raise ModelError(f"{model}: no gradient reached any parameter; is the loss connected to the model?")
+        return Workload(
+            model=model,
+            dtype=dtype or working_dtype(self.tensors),
+            batch=batch,
+            sequence=sequence,
+            micro_batches=self._moments[-1].micro_batch + 1,
+            checkpointing=any(m.phase is Phase.RECOMPUTE for m in self._moments),
+            attention=attention or attention_seen(self.live.kernels),
+            source=source,
+            tensors=self.tensors,
+            moments=tuple(self._moments),
+            uses=tuple(self._uses),
+            optimizer=optimizer or OptimizerSpec(),
+            torch_version=torch.__version__,
+            recorded_on=recorded_on,
+            notes=notes,
+        )
+
+    def _use(self, tensor: int, kind: UseKind) -> None:
+        tied_to = self.tensors[tensor].tied_to
+        use = Use(moment=len(self._moments), tensor=tensor if tied_to is None else tied_to, kind=kind)
+        self._uses[use] = None
+
+    def _close(self) -> None:
+        event, live = self._event, self.live
+        if event is None:
+            return
+        duration_s: float | None = None
+        if self._now is not None:
+            duration_s = max(0.0, self._now() - self._start_s - self._stalled_s)
+        self._moments.append(
+            Moment(
+                name=event.name,
+                phase=event.phase,
+                module=event.module,
+                micro_batch=event.micro_batch,
+                flops=live.flops,
+                bytes_read=live.bytes_read,
+                bytes_written=live.bytes_written,
+                start_bytes=self._start_bytes,
+                peak_bytes=live.peak,
+                end_bytes=live.current,
+                duration_s=duration_s,
+            )
+        )
