@@ -1,0 +1,95 @@
+"""pstar-sim: plan, simulate and execute training with more model data than GPU memory.
+
+    import pstar_sim as ps
+
+    w = ps.preset("12B", batch=8, seq=1024)
+    m = ps.machine("rtx4090", host_memory="128GB")
+    c = ps.compare(w, m)
+    p = c.best()
+
+Importing this package imports nothing heavy (no torch, matplotlib, pandas or simpy): names are looked up when used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pstar_sim.catalog.loader import load_machine as machine
+    from pstar_sim.catalog.machine import Machine
+    from pstar_sim.core.check import check
+    from pstar_sim.core.plan import Plan, Settings
+    from pstar_sim.core.plan_file import load_plan
+    from pstar_sim.core.timeline import Timeline, load_timeline
+    from pstar_sim.errors import DoesNotFit, PstarError
+    from pstar_sim.planner.compare import Comparison, Planned, Row, compare
+    from pstar_sim.planner.compare import play_plan as play
+    from pstar_sim.planner.explain import explain
+    from pstar_sim.report.tide import plot_tide
+    from pstar_sim.workload.presets import preset
+    from pstar_sim.workload.trace import load_trace
+    from pstar_sim.workload.workload import Workload, repeat_micro_batch
+
+__all__ = [
+    "Comparison",
+    "DoesNotFit",
+    "Machine",
+    "Plan",
+    "Planned",
+    "PstarError",
+    "Row",
+    "Settings",
+    "Timeline",
+    "Workload",
+    "check",
+    "compare",
+    "explain",
+    "load_plan",
+    "load_timeline",
+    "load_trace",
+    "machine",
+    "play",
+    "plot_tide",
+    "preset",
+    "repeat_micro_batch",
+]
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "Comparison": "planner.compare:Comparison",
+    "DoesNotFit": "errors:DoesNotFit",
+    "Machine": "catalog.machine:Machine",
+    "Plan": "core.plan:Plan",
+    "Planned": "planner.compare:Planned",
+    "PstarError": "errors:PstarError",
+    "Row": "planner.compare:Row",
+    "Settings": "core.plan:Settings",
+    "Timeline": "core.timeline:Timeline",
+    "Workload": "workload.workload:Workload",
+    "check": "core.check:check",
+    "compare": "planner.compare:compare",
+    "explain": "planner.explain:explain",
+    "load_plan": "core.plan_file:load_plan",
+    "load_timeline": "core.timeline:load_timeline",
+    "load_trace": "workload.trace:load_trace",
+    "machine": "catalog.loader:load_machine",
+    "play": "planner.compare:play_plan",
+    "plot_tide": "report.tide:plot_tide",
+    "preset": "workload.presets:preset",
+    "repeat_micro_batch": "workload.workload:repeat_micro_batch",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'pstar_sim' has no attribute {name!r}")
+    module, _, attribute = _WHERE[name].partition(":")
+    value: object = getattr(import_module(f"pstar_sim.{module}"), attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

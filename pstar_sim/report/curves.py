@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pstar_sim.core.step import Kind
+from pstar_sim.core.step import Kind, Queue
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PstarError
 
@@ -58,9 +58,16 @@ class PhaseBand:
 
 
 def steady_start_s(timeline: Timeline) -> float:
-    """When the steady iteration begins on the clock of the spans: its first moment is the first thing computed in it."""
+    """When the steady iteration begins on the clock of the spans: where the compute queue ended the one before.
+
+    A timeline of one iteration begins with its first moment. Raises PstarError for a timeline without compute spans.
+    """
     last = timeline.iterations - 1
-    starts = [s.start_s for s in timeline.spans if s.kind is Kind.COMPUTE and s.iteration == last]
+    computes = [s for s in timeline.spans if s.queue is Queue.COMPUTE]
+    before = [s.end_s for s in computes if s.iteration == last - 1]
+    if before:
+        return max(before)
+    starts = [s.start_s for s in computes if s.iteration == last]
     if not starts:
         raise PstarError(f"the {timeline.source} timeline {timeline.label!r} has no compute spans to draw a tide from")
     return min(starts)

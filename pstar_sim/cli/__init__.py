@@ -1,0 +1,45 @@
+"""`pstar ...`: the command line, and the one place that joins pstar_sim and executor (both imported only when needed).
+
+A user's mistake is one line on stderr and exit status 2; Ctrl-C is one line and 130. JSON goes to stdout alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from pstar_sim.errors import PstarError
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status (0 done, 2 a mistake that the message names, 130 interrupted)."""
+    from pstar_sim.cli.parser import make_parser
+
+    parser = make_parser()
+    try:
+        args = parser.parse_args(argv)
+        if getattr(args, "command", None) is None:
+            parser.print_help()
+            return 0
+        status: int = args.call(args)
+        sys.stdout.flush()
+    except PstarError as error:
+        return _complain(str(error))
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        return 130
+    except BrokenPipeError:  # the reader of a pipe left, as `pstar ... | head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        name = f"{error.filename}: " if error.filename else ""
+        return _complain(f"{name}{error.strerror or error}")
+    return status
+
+
+def _complain(text: str) -> int:
+    sys.stderr.write(f"pstar: {' '.join(text.split())}\n")
+    return 2

@@ -1,0 +1,67 @@
+"""From flags to values: the machine, the workload, the settings and the policies a command was asked about."""
+
+from __future__ import annotations
+
+import argparse
+
+from pstar_sim.catalog.loader import load_machine
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Settings
+from pstar_sim.errors import PstarError
+from pstar_sim.units import parse_bytes
+from pstar_sim.workload.presets import preset
+from pstar_sim.workload.trace import load_trace
+from pstar_sim.workload.workload import Workload, repeat_micro_batch
+
+__all__ = ["default_dtype", "machine_of", "settings_of", "workload_of"]
+
+
+def machine_of(args: argparse.Namespace) -> Machine:
+    """The machine named by --machine, with --gpu-memory and --host-memory over it."""
+    if args.machine is None:
+        raise PstarError("--machine is needed (see `pstar machines`)")
+    return load_machine(args.machine, gpu_memory=args.gpu_memory, host_memory=args.host_memory)
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    chunk = parse_bytes(args.chunk) if args.chunk is not None else None
+    return Settings(update=args.update, clip=args.clip, chunk_bytes=chunk)
+
+
+def default_dtype(machine: Machine) -> str:
+    """bf16 where the GPU has it natively, else fp16, else fp32."""
+    return next((dtype for dtype in ("bf16", "fp16") if dtype in machine.gpu.flops_per_s), "fp32")
+
+
+def workload_of(args: argparse.Namespace, machine: Machine) -> Workload:
+    """The workload of --trace, or of --model with --batch and --seq. Raises PstarError for flags that contradict a trace."""
+    if args.trace is not None:
+        return _from_trace(args)
+    if args.model is None:
+        raise PstarError("give --trace FILE, or --model NAME with --batch and --seq")
+    if args.batch is None or args.seq is None:
+        raise PstarError("--model needs --batch and --seq")
+    return preset(
+        args.model,
+        batch=args.batch,
+        seq=args.seq,
+        micro_batches=args.micro_batches or 1,
+        dtype=args.dtype or default_dtype(machine),
+        checkpointing=True if args.checkpointing is None else args.checkpointing,
+    )
+
+
+def _from_trace(args: argparse.Namespace) -> Workload:
+    w = load_trace(args.trace)
+    for flag, value, own in (
+        ("--batch", args.batch, w.batch),
+        ("--seq", args.seq, w.sequence),
+        ("--dtype", args.dtype, w.dtype),
+        ("--checkpointing", args.checkpointing, w.checkpointing),
+    ):
+        if value is not None and value != own:
+            raise PstarError(f"{args.trace} was traced with {flag} {own}, not {value}; trace again, or leave {flag} out")
+    wanted = args.micro_batches
+    if wanted is not None and wanted != w.micro_batches:
+        w = repeat_micro_batch(w, wanted)
+    return w

@@ -1,0 +1,201 @@
+"""Commands that need no torch: compare, plan, check, explain, plot, export and the listings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pstar_sim.errors import PstarError
+
+if TYPE_CHECKING:
+    from pstar_sim.core.timeline import Timeline
+    from pstar_sim.planner.compare import Comparison
+
+__all__ = ["check", "compare", "explain", "export", "machines", "models", "plan", "plot_tide", "policies"]
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+
+
+def say_json(value: object) -> None:
+    """Strict JSON: no NaN, no Infinity."""
+    say(json.dumps(value, indent=2, allow_nan=False))
+
+
+def terminal_width() -> int:
+    """Columns of the terminal; 120 where there is none."""
+    return max(80, shutil.get_terminal_size((120, 24)).columns) if sys.stdout.isatty() else 120
+
+
+def compare(args: argparse.Namespace) -> int:
+    result = _compared(args, args.policy)
+    if args.json:
+        say_json(result.to_json())
+    else:
+        from pstar_sim.report.tables import comparison_text
+
+        say(comparison_text(result, width=terminal_width()))
+    if not any(row.fits for row in result.rows):
+        what = "no policy fits" if len(result.rows) > 1 else f"{result.rows[0].policy} does not fit"
+        sys.stderr.write(f"pstar: {what} {result.workload.model} on {result.machine.name}; the answer says why\n")
+        return 2
+    return 0
+
+
+def plan(args: argparse.Namespace) -> int:
+    result = _compared(args, None if args.policy == "auto" else [args.policy])
+    best = result.best()
+    best.save(args.output)
+    if args.json:
+        say_json(best.row.to_json())
+        return 0
+    from pstar_sim.units import format_bytes, format_s
+
+    row = best.row
+    say(
+        f"{args.output}: {row.policy}, {format_s(row.iteration_s or 0)} an iteration, "
+        f"{100 * (row.gap or 0):.1f} % above the bound, at most {format_bytes(row.peak_gpu_bytes or 0)} of the GPU; "
+        f"{len(best.plan.steps)} steps"
+    )
+    return 0
+
+
+def check(args: argparse.Namespace) -> int:
+    from pstar_sim.core.check import check as check_plan
+    from pstar_sim.core.plan_file import load_plan
+
+    loaded = load_plan(args.plan)
+    check_plan(loaded)
+    if args.json:
+        say_json({"plan": str(args.plan), "ok": True, "policy": loaded.policy, "steps": len(loaded.steps)})
+    else:
+        say(
+            f"{args.plan}: right. {loaded.policy} for {loaded.workload.model} on {loaded.machine.name}: {len(loaded.steps)} steps "
+            "keep both budgets in every legal order, find every chunk where it is used and update every parameter once"
+        )
+    return 0
+
+
+def explain(args: argparse.Namespace) -> int:
+    from pstar_sim.core.plan_file import load_plan
+    from pstar_sim.planner.compare import play_plan
+    from pstar_sim.planner.explain import explain as words
+
+    loaded = load_plan(args.plan)
+    cost = loaded.predictions.get("barrier_cost_s")
+    say(words(loaded, play_plan(loaded), barrier_cost_s=cost, first_steps=args.steps))
+    return 0
+
+
+def plot_help(args: argparse.Namespace) -> int:
+    raise PstarError("say what to plot: `pstar plot tide ...`")
+
+
+def plot_tide(args: argparse.Namespace) -> int:
+    from pstar_sim.report.tide import tide_figure
+
+    timelines, title = _timelines(args)
+    measured = None
+    if args.measured is not None:
+        from pstar_sim.core.timeline import load_timeline
+
+        measured = load_timeline(args.measured)
+    xs = ("time", "moment") if args.x == "both" else (args.x,)
+    figure = tide_figure(timelines, xs=xs, measured=measured, title=title)
+    try:
+        figure.savefig(args.output, dpi=150)
+    except ValueError as error:  # matplotlib's word for a file ending it does not know
+        raise PstarError(f"{args.output}: {error}") from None
+    say(f"{args.output}: {', '.join(t.label for t in timelines)}")
+    return 0
+
+
+def export(args: argparse.Namespace) -> int:
+    from pstar_sim.core.plan_file import load_plan
+    from pstar_sim.planner.compare import play_plan
+
+    loaded = load_plan(args.plan)
+    timeline = play_plan(loaded)
+    if args.timeline:
+        timeline.save(args.output)
+    else:
+        from pstar_sim.report.perfetto import to_perfetto
+
+        text = json.dumps(to_perfetto(timeline, loaded), allow_nan=False, separators=(",", ":"))
+        Path(args.output).write_text(text + "\n", encoding="utf-8")
+    say(f"{args.output}: {len(timeline.spans)} spans of {timeline.iterations} iterations")
+    return 0
+
+
+def machines(args: argparse.Namespace) -> int:
+    from pstar_sim.catalog.listing import list_machines
+
+    return _listing(list_machines(), args.json)
+
+
+def models(args: argparse.Namespace) -> int:
+    from pstar_sim.catalog.listing import list_models
+
+    return _listing(list_models(), args.json)
+
+
+def policies(args: argparse.Namespace) -> int:
+    from pstar_sim.policy.registry import list_policies
+
+    return _listing(list_policies(), args.json)
+
+
+def _listing(rows: Sequence[dict[str, object]], as_json: bool) -> int:
+    if as_json:
+        say_json(list(rows))
+        return 0
+    from pstar_sim.report.tables import listing_table, render
+
+    columns = list(rows[0]) if rows else []
+    texts = [["" if row[c] is None else str(row[c]) for c in columns] for row in rows]
+    say(render(listing_table(columns, texts), width=terminal_width()))
+    return 0
+
+
+def _compared(args: argparse.Namespace, policies: Sequence[str] | None) -> Comparison:
+    from pstar_sim.cli.inputs import machine_of, settings_of, workload_of
+    from pstar_sim.planner.compare import compare as ask
+
+    machine = machine_of(args)
+    return ask(workload_of(args, machine), machine, policies=policies, settings=settings_of(args))
+
+
+def _timelines(args: argparse.Namespace) -> tuple[list[Timeline], str]:
+    """What to draw and its title: the plans named, or plans made now."""
+    from pstar_sim.planner.compare import play_plan
+
+    if args.plans:
+        if args.trace is not None or args.model is not None:
+            raise PstarError("draw plan files, or plan now with --trace or --model: not both")
+        from pstar_sim.core.plan_file import load_plan
+
+        loaded = [load_plan(path) for path in args.plans]
+        first = loaded[0]
+        return [play_plan(p) for p in loaded], f"{first.workload.model} on {first.machine.name}"
+    from pstar_sim.cli.inputs import machine_of, settings_of, workload_of
+    from pstar_sim.planner.compare import compare as ask
+
+    machine = machine_of(args)
+    workload = workload_of(args, machine)
+    names = args.policy or ["static_partition", "tide"]
+    result = ask(workload, machine, policies=names, settings=settings_of(args), barrier_cost=False)
+    drawn = [result.planned[name].timeline for name in names if name in result.planned]
+    missing = [str(row.reason) for row in result.rows if not row.fits]
+    if not drawn:
+        raise PstarError("there is nothing to draw: " + "; ".join(missing))
+    for reason in missing:
+        sys.stderr.write(f"pstar: not drawn: {reason}\n")
+    w = workload
+    batch = f"batch {w.batch}" + (f" x {w.micro_batches}" if w.micro_batches > 1 else "")
+    return drawn, f"{w.model}, {batch}, sequence {w.sequence}, {w.dtype}, on {machine.name}"

@@ -1,0 +1,33 @@
+"""What binds: which resource the accelerator waits for, from the stalls that a timeline puts down to their causes.
+
+Knows a timeline only; what a barrier costs has to be told, because that takes a second plan.
+"""
+
+from __future__ import annotations
+
+from pstar_sim.core.timeline import Timeline
+
+__all__ = ["BINDS", "bound_by"]
+
+BINDS = ("compute", "adam", "h2d", "d2h", "dram", "barrier")
+
+COMPUTE_BOUND_STALL = 0.02
+"""Below this share of the iteration the accelerator counts as busy all the time."""
+BARRIER_SHARE = 0.5
+"""CPU Adam behind a barrier is the barrier's fault when removing the barrier saves at least this share of the waiting."""
+
+
+def bound_by(timeline: Timeline, *, barrier_cost_s: float | None) -> str:
+    """One of BINDS.
+
+    "compute": the accelerator waits less than 2 % of the iteration. Else the cause most of its waiting is put down to
+    (`Timeline.stall_s`). Waiting for Adam that a barrier held back is "barrier" if without the barrier at
+    least half of all waiting would go (`barrier_cost_s`, as far as known), else "adam": it would take as long anyhow.
+    """
+    total = sum(timeline.stall_s.values())
+    if total <= COMPUTE_BOUND_STALL * timeline.iteration_s:
+        return "compute"
+    worst = max(BINDS, key=lambda name: timeline.stall_s.get(name, 0.0))
+    if worst == "barrier" and barrier_cost_s is not None and barrier_cost_s < BARRIER_SHARE * total:
+        return "adam"
+    return worst

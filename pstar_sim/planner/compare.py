@@ -1,0 +1,248 @@
+"""Compare: several policies on one workload and one machine, each planned, simulated and held against the lower bound.
+
+`compare` asks; `Comparison` is the answer, a table with the plans behind it. Knows policies only as functions from a
+workload, a machine and settings to a plan; knows nothing of printing (its HTML comes from `report`, found when asked for).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.layout import Layout, build_layout
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.timeline import Timeline
+from pstar_sim.errors import DoesNotFit, PlanError, PstarError
+from pstar_sim.planner.binding import bound_by
+from pstar_sim.planner.bounds import lower_bound
+from pstar_sim.planner.explain import explain
+from pstar_sim.planner.nearest import nearest
+from pstar_sim.policy.registry import Policy, find_policy, policy_names
+from pstar_sim.sim.play import play
+from pstar_sim.workload.workload import Workload
+
+if TYPE_CHECKING:
+    import pandas
+
+__all__ = ["Comparison", "Planned", "Row", "compare", "plan_and_play", "without_barrier"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One policy's answer; the keys of `pstar compare --json`. A policy that does not fit has a reason and no figures.
+
+    gap: iteration_s / lower_bound_s - 1. bound_by: see `binding.bound_by`. barrier_cost_s: what the same policy would
+    save if no Adam had to wait for all gradients; None where nothing makes it wait.
+    """
+
+    policy: str
+    fits: bool
+    reason: str | None = None
+    iteration_s: float | None = None
+    tokens_per_s: float | None = None
+    lower_bound_s: float | None = None
+    gap: float | None = None
+    bound_by: str | None = None
+    peak_gpu_bytes: int | None = None
+    peak_host_bytes: int | None = None
+    h2d_bytes: int | None = None
+    d2h_bytes: int | None = None
+    barrier_cost_s: float | None = None
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Planned:
+    """A plan with its predicted timeline and its line of the table."""
+
+    row: Row
+    plan: Plan
+    timeline: Timeline
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan, its predictions filled in, to a plan file."""
+        self.with_predictions().save(path)
+
+    def with_predictions(self) -> Plan:
+        """The plan with the figures of its line of the table (those that are numbers) as its predictions."""
+        figures = {k: float(v) for k, v in self.row.to_json().items() if isinstance(v, int | float) and k != "fits"}
+        return replace(self.plan, predictions={**self.plan.predictions, **figures})
+
+    def explain(self) -> str:
+        """What lives where and why, what binds, what the tide gains here; see `planner.explain`."""
+        return explain(self.plan, self.timeline, bound_by=self.row.bound_by, barrier_cost_s=self.row.barrier_cost_s)
+
+    def _repr_html_(self) -> str:
+        html: str = importlib.import_module("pstar_sim.report.html").planned_html(self)
+        return html
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Comparison:
+    """Rows in the order asked for; `planned` holds the plan and timeline of every policy that fits."""
+
+    workload: Workload
+    machine: Machine
+    settings: Settings
+    rows: tuple[Row, ...]
+    planned: Mapping[str, Planned]
+
+    def best(self) -> Planned:
+        """The fastest that fits (the first of equals). Raises PlanError with every reason if none does."""
+        fitting = [row for row in self.rows if row.fits and row.iteration_s is not None]
+        if not fitting:
+            raise PlanError(
+                f"no policy fits {self.workload.model} on {self.machine.name}: " + "; ".join(str(r.reason) for r in self.rows)
+            )
+        return self.planned[min(fitting, key=lambda row: row.iteration_s or 0.0).policy]
+
+    def __getitem__(self, policy: str) -> Planned:
+        """The plan of one policy. Raises PlanError if it was not compared or does not fit."""
+        if policy not in self.planned:
+            known = {row.policy: row.reason for row in self.rows}
+            why = known.get(policy) or f"compared were {', '.join(known)}"
+            raise PlanError(f"there is no plan of {policy!r}: {why}")
+        return self.planned[policy]
+
+    def to_json(self) -> list[dict[str, object]]:
+        return [row.to_json() for row in self.rows]
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row a policy, columns as in `Row`."""
+        import pandas
+
+        return pandas.DataFrame(self.to_json())
+
+    def __str__(self) -> str:
+        text: str = importlib.import_module("pstar_sim.report.tables").comparison_text(self)
+        return text
+
+    def _repr_html_(self) -> str:
+        html: str = importlib.import_module("pstar_sim.report.html").comparison_html(self)
+        return html
+
+
+def compare(
+    workload: Workload,
+    machine: Machine,
+    *,
+    policies: Iterable[str | Policy] | None = None,
+    settings: Settings | None = None,
+    update: str | None = None,
+    clip: bool | None = None,
+    chunk_bytes: int | None = None,
+    barrier_cost: bool = True,
+    near: bool = True,
+) -> Comparison:
+    """Plan and simulate every policy (all known ones if none is named) for `workload` on `machine`.
+
+    policies: names, or functions (workload, machine, settings) -> Plan. settings, or any of update / clip / chunk_bytes
+    over the defaults. barrier_cost: also simulate every fitting policy without its barrier. near: for what does not
+    fit, look for the nearest machine or setting that would.
+    Raises UnknownName for a policy nobody knows and PstarError for settings that make no sense.
+    """
+    changes = {"update": update, "clip": clip, "chunk_bytes": chunk_bytes}
+    settings = replace(settings or Settings(), **{k: v for k, v in changes.items() if v is not None})  # type: ignore[arg-type]
+    if settings.update not in ("step", "eager"):
+        raise PstarError(f'update must be "step" or "eager", not {settings.update!r}')
+    asked = [_named(p) for p in (policy_names() if policies is None else policies)]
+    if not asked:
+        raise PstarError("compare needs at least one policy")
+    names = [name for name, _ in asked]
+    if len(set(names)) != len(names):
+        raise PstarError(f"policies must have different names, not {', '.join(names)}")
+    layout = build_layout(workload, chunk_bytes=settings.chunk_bytes)
+    bound_s = lower_bound(workload, machine, settings, layout).bound_s
+    free = None
+    if barrier_cost and settings.barrier(workload.dtype) is not None:
+        free = without_barrier(workload, machine, settings)
+    rows: list[Row] = []
+    planned: dict[str, Planned] = {}
+    failures: dict[str, tuple[Policy, DoesNotFit]] = {}
+    for name, policy in asked:
+        try:
+            plan, timeline = plan_and_play(policy, workload, machine, settings, label=name)
+        except DoesNotFit as error:
+            failures[name] = (policy, error)
+            rows.append(Row(policy=name, fits=False, lower_bound_s=bound_s))
+            continue
+        row = _figures(name, plan, timeline, bound_s, _barrier_cost(policy, timeline, free))
+        planned[name] = Planned(row=row, plan=plan, timeline=timeline)
+        rows.append(row)
+    others = [r.policy for r in sorted(rows, key=lambda r: r.iteration_s or 0.0) if r.fits]
+    for i, row in enumerate(rows):
+        if row.policy in failures:
+            policy, error = failures[row.policy]
+            hint = nearest(policy, workload, machine, settings, error, fitting=others) if near else ""
+            rows[i] = replace(row, reason=str(error) + (f"; {hint}" if hint else ""))
+    return Comparison(workload=workload, machine=machine, settings=settings, rows=tuple(rows), planned=planned)
+
+
+def plan_and_play(
+    policy: Policy, workload: Workload, machine: Machine, settings: Settings, *, label: str = ""
+) -> tuple[Plan, Timeline]:
+    """The policy's plan and its simulated timeline, which carries what its picture needs. Raises DoesNotFit."""
+    plan = policy(workload, machine, settings)
+    return plan, play_plan(plan, label=label)
+
+
+def play_plan(plan: Plan, *, label: str = "") -> Timeline:
+    """The plan's simulated timeline, labelled."""
+    timeline = play(plan)
+    return replace(timeline, label=label) if label else timeline
+
+
+def without_barrier(workload: Workload, machine: Machine, settings: Settings) -> tuple[Workload, Machine, Settings]:
+    """The same job if no Adam had to wait for all gradients: eager, no clipping, and for fp16 no loss scaling (bf16 in
+    its place, at the same rate)."""
+    free = replace(settings, update="eager", clip=False)
+    if free.barrier(workload.dtype) is None:
+        return workload, machine, free
+    tensors = tuple(replace(t, dtype="bf16") if t.dtype == "fp16" else t for t in workload.tensors)
+    gpus = [r.gpu for r in machine.ranks]
+    gpus = [replace(g, flops_per_s={**g.flops_per_s, "bf16": g.flops_per_s.get("fp16", 0.0)}) for g in gpus if g.flops_per_s]
+    ranks = tuple(replace(r, gpu=g) for r, g in zip(machine.ranks, gpus))
+    return replace(workload, dtype="bf16", tensors=tensors), replace(machine, ranks=ranks), free
+
+
+def _barrier_cost(policy: Policy, timeline: Timeline, free: tuple[Workload, Machine, Settings] | None) -> float | None:
+    if free is None:
+        return None
+    try:
+        _, unbound = plan_and_play(policy, *free)
+    except DoesNotFit:
+        return None  # the eager plan needs room the classical one does not: there is nothing to compare with
+    return max(0.0, timeline.iteration_s - unbound.iteration_s)
+
+
+def _figures(name: str, plan: Plan, timeline: Timeline, bound_s: float, barrier_cost_s: float | None) -> Row:
+    return Row(
+        policy=name,
+        fits=True,
+        iteration_s=timeline.iteration_s,
+        tokens_per_s=plan.workload.tokens / timeline.iteration_s,
+        lower_bound_s=bound_s,
+        gap=timeline.iteration_s / bound_s - 1,
+        bound_by=bound_by(timeline, barrier_cost_s=barrier_cost_s),
+        peak_gpu_bytes=timeline.peak_bytes["gpu"],
+        peak_host_bytes=timeline.peak_bytes["host"],
+        h2d_bytes=timeline.moved_bytes["h2d"],
+        d2h_bytes=timeline.moved_bytes["d2h"],
+        barrier_cost_s=barrier_cost_s,
+    )
+
+
+def _named(policy: str | Policy) -> tuple[str, Policy]:
+    if isinstance(policy, str):
+        return policy, find_policy(policy)
+    if not callable(policy):
+        raise PstarError(f"a policy is a name or a function (workload, machine, settings) -> Plan, not {policy!r}")
+    name = getattr(policy, "__name__", type(policy).__name__)
+    return name, policy

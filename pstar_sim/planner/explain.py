@@ -1,0 +1,219 @@
+"""Explain: a plan in words. What lives where and why, what binds, what the tide gains and why if nothing, first steps.
+
+Everything said is counted from the plan, its workload and its timeline. Knows policies only to ask for the plan of the
+tide's counterpart (`tide` against `static_partition`: the same policy but for the capacity).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Kind, Place, to_text
+from pstar_sim.core.timeline import Timeline
+from pstar_sim.errors import DoesNotFit
+from pstar_sim.planner.binding import bound_by as binding
+from pstar_sim.policy.registry import find_policy
+from pstar_sim.units import GB, format_bytes, format_s
+from pstar_sim.workload.workload import Phase
+
+__all__ = ["Gap", "chunk_gaps", "explain", "h2d_bytes", "tide_gain"]
+
+_MODES = {
+    "cpu": "gradient goes down, Adam runs on the CPU, the parameters come up again",
+    "pin": "parameters and optimizer states stay on the GPU, Adam runs there",
+    "stream": "optimizer states visit the GPU for Adam",
+    "frozen": "no gradient, no states; only read",
+}
+_BINDS = {
+    "compute": "the accelerator itself: it is busy almost all the time",
+    "adam": "CPU Adam: the accelerator waits for parameters that are still being updated",
+    "h2d": "the link towards the GPU: the accelerator waits for parameters that are on their way",
+    "d2h": "the link towards the host: the accelerator waits for room that gradients still take",
+    "dram": "host memory bandwidth, which copies and CPU Adam share",
+    "barrier": "the barrier: no Adam may run before all gradients are there",
+}
+
+
+_WAITS = {
+    "adam": "for CPU Adam",
+    "h2d": "for copies to the GPU",
+    "d2h": "for copies to the host",
+    "dram": "because host memory is short of bandwidth",
+    "barrier": "for CPU Adam behind the barrier",
+    "compute": "for its own earlier steps",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """A chunk is used in moment `start` and next in moment `end`; between them it could be away. turn: a forward use, then a
+    backward one; otherwise the next micro-batch's forward after a backward use."""
+
+    chunk: int
+    start: int
+    end: int
+    turn: bool
+
+
+def chunk_gaps(plan: Plan) -> tuple[Gap, ...]:
+    """The long gaps within the iteration of every chunk whose parameters travel: forward to backward of a micro-batch, and
+    backward to the next micro-batch's forward."""
+    w, chunk_of = plan.workload, plan.layout.chunk_of
+    uses: dict[int, list[int]] = {}
+    for moment, (reads, gradients) in enumerate(zip(w.reads, w.gradients)):
+        for tensor in {*reads, *gradients}:
+            row = uses.setdefault(chunk_of[tensor], [])
+            if not row or row[-1] != moment:
+                row.append(moment)
+    gaps: list[Gap] = []
+    for chunk, moments in sorted(uses.items()):
+        if plan.modes[chunk] == "pin" or plan.layout.chunks[chunk].small:
+            continue
+        for a, b in zip(moments, moments[1:]):
+            forward = (w.moments[a].phase is Phase.FWD, w.moments[b].phase is Phase.FWD)
+            if forward == (True, False) or (forward == (False, True) and w.moments[a].micro_batch < w.moments[b].micro_batch):
+                gaps.append(Gap(chunk, a, b, forward[0]))
+    return tuple(gaps)
+
+
+def h2d_bytes(plan: Plan) -> int:
+    """Bytes the plan moves to the GPU in one iteration."""
+    return sum(step.bytes for step in plan.steps if step.kind is Kind.FETCH)
+
+
+def tide_gain(plan: Plan) -> str:
+    """What a capacity that follows the tide gains over one sized for its peak, in bytes to the GPU, and why if nothing."""
+    w = plan.workload
+    both: dict[str, Plan] = {}
+    for name in ("static_partition", "tide"):
+        try:
+            both[name] = (
+                plan if plan.policy == name else find_policy(name)(w, plan.machine, plan.settings)
+            )
+        except DoesNotFit as error:
+            both.pop(name, None)
+            if name == "tide":
+                return f"neither capacity rule fits here: {error}"
+            return f"the plan itself: with a constant capacity sized for the tide's peak nothing fits ({error})"
+    static, tide = h2d_bytes(both["static_partition"]), h2d_bytes(both["tide"])
+    figures = f"{format_bytes(tide)} to the GPU an iteration, against {format_bytes(static)} with a constant capacity"
+    peak = max(range(len(w.moments)), key=lambda m: w.moments[m].peak_bytes)
+    gaps = chunk_gaps(both["tide"])
+    over = sum(g.start < peak < g.end for g in gaps)
+    pins = (both["static_partition"].modes.count("pin"), both["tide"].modes.count("pin"))
+    if static == 0 and tide == 0:
+        return "nothing: no chunk travels to the GPU under either rule, so there is no byte to save"
+    if static > tide:
+        return (
+            f"{figures}: {format_bytes(static - tide)} ({(1 - tide / static) * 100:.1f} %) less. "
+            f"{len(gaps) - over} of {len(gaps)} gaps between uses of a chunk lie beside the peak (moment {peak}, "
+            f"{w.moments[peak].name}), where the tide leaves more room than a constant rule may use"
+        )
+    if static < tide:
+        return (
+            f"no bytes: {figures} ({pins[1]} chunks pinned against {pins[0]}: the pin scan spends the memory on faster "
+            "updates instead of fewer copies)"
+        )
+    if gaps and over == len(gaps):
+        return (
+            f"no bytes: {figures}. With {w.micro_batches} micro-batch{'es' if w.micro_batches > 1 else ''} every "
+            f"gap between the forward and the backward use of a chunk ({len(gaps)} of {len(gaps)}) contains the peak of the tide "
+            f"(moment {peak}, {w.moments[peak].name}, {format_bytes(w.moments[peak].peak_bytes)}), so a chunk kept over its gap needs "
+            "room at the peak, and the room at low tide can keep nothing more. What low tide does give is room to "
+            "fetch ahead. Several micro-batches would change this"
+        )
+    return f"no bytes: {figures}, although {len(gaps) - over} of {len(gaps)} gaps lie beside the peak (moment {peak})"
+
+
+def explain(
+    plan: Plan, timeline: Timeline, *, bound_by: str | None = None, barrier_cost_s: float | None = None, first_steps: int = 12
+) -> str:
+    """The plan in words, for people. bound_by and barrier_cost_s as in the comparison's row, if known."""
+    w, m, s = plan.workload, plan.machine, plan.settings
+    barrier = s.barrier(w.dtype)
+    out = [
+        f"{plan.policy}: {w.model} ({w.params / 1e9:.2f} B parameters, {w.dtype}), batch {w.batch} x {w.micro_batches} "
+        f"micro-batch{'es' if w.micro_batches > 1 else ''}, sequence {w.sequence}, "
+        f"{'with' if w.checkpointing else 'without'} checkpointing, on {m.name}",
+        f"update {s.update}, {'clipping' if s.clip else 'no clipping'}; "
+        + (f"no Adam may run before all gradients are there ({barrier})" if barrier else "Adam may run as soon as its gradient is final"),
+        "",
+        "what lives where",
+        *_where(plan, timeline),
+        "",
+        "why",
+        *_why(plan),
+        "",
+        "what binds",
+        *_binds(plan, timeline, bound_by, barrier_cost_s),
+        "",
+        "what the tide gains",
+        f"  {tide_gain(plan)}.",
+        "",
+        f"first steps (of {len(plan.steps)})",
+        *(f"  {to_text(step)}" for step in plan.steps[:first_steps]),
+    ]  # fmt: skip
+    return "\n".join(out) + "\n"
+
+
+def _where(plan: Plan, timeline: Timeline) -> list[str]:
+    lines = []
+    for mode in dict.fromkeys(plan.modes):
+        chunks = [c for c in plan.layout.chunks if plan.modes[c.index] == mode]
+        size = sum(plan.layout.payload_bytes(c.index, "param") for c in chunks)
+        small = sum(c.small for c in chunks)
+        note = f", {small} of them small ones that are not worth moving" if small else ""
+        lines.append(f"  {mode}: {len(chunks)} chunks, {format_bytes(size)} of parameters{note}: {_MODES.get(mode, mode)}")
+    held: dict[tuple[Place, str], int] = {}
+    for r in plan.initial:
+        held[r.place, r.list] = held.get((r.place, r.list), 0) + plan.layout.payload_bytes(r.chunk, r.list)
+    for name, place, size in plan.buffers:
+        held[place, name] = held.get((place, name), 0) + size
+    for place, budget in ((Place.GPU, plan.gpu_budget_bytes), (Place.HOST, plan.host_budget_bytes)):
+        parts = [f"{name} {format_bytes(size)}" for (p, name), size in sorted(held.items()) if p is place and size]
+        peak = timeline.peak_bytes.get(place.value, 0)
+        lines.append(f"  {place.value} between iterations: {', '.join(parts) or 'nothing'}")
+        lines.append(f"  {place.value} at most: {format_bytes(peak)} of {format_bytes(budget)}")
+    top = max(plan.workload.moments, key=lambda moment: moment.peak_bytes)
+    low = min(moment.peak_bytes for moment in plan.workload.moments)
+    lines.append(f"  the tide: {format_bytes(low)} at low water, {format_bytes(top.peak_bytes)} at {top.name}")
+    lines.append(
+        f"  chunks of {plan.layout.chunk_bytes / 2**20:.0f} MiB, {plan.layout.waste * 100:.2f} % of them padding"
+    )
+    return lines
+
+
+def _why(plan: Plan) -> list[str]:
+    if not plan.choices:
+        return ["  the policy recorded no choices of its own"]
+    return [f"  {name.replace('_', ' ')}: {_worded(name, value)}" for name, value in plan.choices.items()]
+
+
+def _worded(name: str, value: object) -> str:
+    if isinstance(value, int) and name.endswith("_bytes"):
+        return format_bytes(value)
+    if isinstance(value, float) and name.endswith("_s"):
+        return format_s(value)
+    if isinstance(value, list | tuple):
+        return ", ".join(str(v) for v in value) or "none"
+    return str(value)
+
+
+def _binds(plan: Plan, timeline: Timeline, bound: str | None, barrier_cost_s: float | None) -> list[str]:
+    bound = bound or binding(timeline, barrier_cost_s=barrier_cost_s)
+    lines = [f"  {_BINDS[bound]}"]
+    total = timeline.iteration_s
+    busy = ", ".join(f"{q} {format_s(s)}" for q, s in timeline.busy_s.items() if s > 0)
+    lines.append(f"  an iteration takes {format_s(total)}; busy in it: {busy}")
+    stalls = timeline.stall_s
+    parts = [f"{format_s(s)} {_WAITS.get(q, q)}" for q, s in sorted(stalls.items(), key=lambda item: -item[1]) if s > 1e-4 * total]
+    lines.append(f"  the accelerator waits {format_s(sum(stalls.values()))}" + (f": {', '.join(parts)}" if parts else ""))
+    moved = {k: v for k, v in timeline.moved_bytes.items() if v}
+    lines.append("  moved: " + (", ".join(f"{v / GB:.2f} GB {k}" for k, v in moved.items()) or "nothing"))
+    bound_s = plan.predictions.get("lower_bound_s")
+    if bound_s:
+        lines.append(f"  {(total / bound_s - 1) * 100:.1f} % above the lower bound of this setting ({format_s(bound_s)})")
+    if barrier_cost_s is not None:
+        lines.append(f"  the barrier costs {format_s(barrier_cost_s)} an iteration")
+    return lines

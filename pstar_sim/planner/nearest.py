@@ -1,0 +1,116 @@
+"""Nearest: what would make a policy fit that does not, found by trying.
+
+Tried in this order, stopping at the first success of each kind: a catalog machine with more GPU memory, more host memory,
+smaller micro-batches at the same global batch, checkpointing; then the other policies that are known to fit. Nothing is
+suggested that was not planned by the policy itself. Knows the catalog and the presets; a workload that comes from a trace is not changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from pstar_sim.catalog.loader import load_machine, machine_names
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Settings
+from pstar_sim.errors import DoesNotFit, PstarError
+from pstar_sim.policy.registry import Policy
+from pstar_sim.units import GB
+from pstar_sim.workload.presets import preset
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["nearest"]
+
+
+def nearest(
+    policy: Policy,
+    workload: Workload,
+    machine: Machine,
+    settings: Settings,
+    error: DoesNotFit,
+    *,
+    fitting: Sequence[str] = (),
+) -> str:
+    """What would do, in words ("fits on a100-80, or with --batch 4 --micro-batches 2"); "" if nothing tried does.
+
+    fitting: policies known to fit this very job, best first.
+    """
+    found: list[str] = []
+    if error.place == "host":
+        more = _host_memory(policy, workload, machine, settings, error)
+        if more:
+            found.append(more)
+    else:
+        other = next(_machines(policy, workload, machine, settings, error), None)
+        if other:
+            found.append(other)
+        smaller = next(_workloads(policy, workload, machine, settings), None)
+        if smaller:
+            found.append(smaller)
+    if fitting:
+        found.append(f"with --policy {fitting[0]}")
+    return f"fits {', or '.join(found)}" if found else "nothing tried would make it fit"
+
+
+def _fits(policy: Policy, workload: Workload, machine: Machine, settings: Settings) -> DoesNotFit | None:
+    try:
+        policy(workload, machine, settings)
+    except DoesNotFit as error:
+        return error
+    return None
+
+
+def _machines(
+    policy: Policy, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit
+) -> Iterator[str]:
+    """Catalog machines with one GPU that has room enough, smallest GPU first; with more host memory where that is short."""
+    known: list[Machine] = []
+    for name in machine_names():
+        try:
+            one = load_machine(name)
+        except PstarError:  # "here" may know no GPU, "virtual" no size: neither can be recommended
+            continue
+        if len(one.ranks) == 1 and one.gpu_budget_bytes >= error.needed_bytes and one.name != machine.name:
+            known.append(one)
+    for one in sorted(known, key=lambda m: (m.gpu_budget_bytes, -m.host_budget_bytes)):
+        short = _fits(policy, workload, one, settings)
+        if short is None:
+            yield f"on {one.name}"
+        elif short.place == "host":
+            more = _host_memory(policy, workload, one, settings, short)
+            if more:
+                yield f"on {one.name} {more}"
+
+
+def _host_memory(
+    policy: Policy, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit
+) -> str | None:
+    """The smallest multiple of 16 GB that does."""
+    wanted = error.needed_bytes + machine.host.reserved_bytes
+    size = -(-wanted // (16 * GB)) * 16
+    bigger = replace(machine, host=replace(machine.host, memory_bytes=size * GB))
+    return f"with --host-memory {size}GB" if _fits(policy, workload, bigger, settings) is None else None
+
+
+def _workloads(policy: Policy, workload: Workload, machine: Machine, settings: Settings) -> Iterator[str]:
+    if workload.source != "preset":
+        return
+
+    def variant(batch: int, micro_batches: int, checkpointing: bool) -> Workload:
+        return preset(
+            workload.model,
+            batch=batch,
+            seq=workload.sequence,
+            micro_batches=micro_batches,
+            dtype=workload.dtype,
+            checkpointing=checkpointing,
+        )
+
+    if not workload.checkpointing:
+        if _fits(policy, variant(workload.batch, workload.micro_batches, True), machine, settings) is None:
+            yield "with --checkpointing"
+    divisors = [b for b in range(workload.batch - 1, 0, -1) if workload.batch % b == 0]
+    for batch in divisors:
+        micro_batches = workload.micro_batches * (workload.batch // batch)
+        if _fits(policy, variant(batch, micro_batches, workload.checkpointing), machine, settings) is None:
+            yield f"with --batch {batch} --micro-batches {micro_batches}"

@@ -1,0 +1,123 @@
+"""Tables and notes for a terminal, with rich. Knows results; computes nothing but their wording."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pstar_sim.planner.compare import Comparison, Row
+from pstar_sim.units import GB, format_bytes, format_s
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+__all__ = ["comparison_table", "comparison_text", "heading", "listing_table", "reasons", "render"]
+
+BINDS_NAMES = {"adam": "CPU Adam", "dram": "host DRAM"}
+
+
+def heading(comparison: Comparison) -> str:
+    """One line: what was compared, where, and under which setting."""
+    w, m, s = comparison.workload, comparison.machine, comparison.settings
+    barrier = s.barrier(w.dtype)
+    parts = [
+        f"{w.model}, {w.params / 1e9:.2f} B parameters",
+        f"batch {w.batch}" + (f" x {w.micro_batches} micro-batches" if w.micro_batches > 1 else ""),
+        f"sequence {w.sequence}",
+        w.dtype,
+        "checkpointing" if w.checkpointing else "no checkpointing",
+        f"update {s.update}",
+        "clipping" if s.clip else "no clipping",
+        f"barrier: {barrier}" if barrier else "no barrier",
+    ]
+    where = f"{m.name}: {format_bytes(m.gpu_budget_bytes)} of GPU and {format_bytes(m.host_budget_bytes)} of host memory"
+    return f"{', '.join(parts)}\non {where} ({m.confidence})"
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """The rows that fit in full, the others as "no"; `reasons` says why."""
+    from rich import box
+    from rich.table import Table
+
+    best = comparison.best().row.policy if any(r.fits for r in comparison.rows) else None
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
+    table.add_column("policy")
+    table.add_column("fits")
+    for name in ("iteration", "tokens/s", "over bound"):
+        table.add_column(name, justify="right")
+    table.add_column("binds")
+    for name in ("GPU peak", "host peak", "h2d", "d2h", "barrier\ncosts"):
+        table.add_column(name, justify="right")
+    for row in comparison.rows:
+        table.add_row(*cells(row), style="bold" if row.policy == best else None)
+    return table
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row's figures in words, empty where there are none."""
+    if not row.fits:
+        return (row.policy, "no", *[""] * 9)
+
+    def sized(size_bytes: int | None) -> str:
+        return "" if size_bytes is None else (f"{size_bytes / GB:.1f} GB" if size_bytes >= GB else format_bytes(size_bytes))
+
+    return (
+        row.policy,
+        "yes",
+        format_s(row.iteration_s) if row.iteration_s is not None else "",
+        f"{row.tokens_per_s:,.0f}" if row.tokens_per_s is not None else "",
+        f"{row.gap * 100:.1f} %" if row.gap is not None else "",
+        BINDS_NAMES.get(row.bound_by or "", row.bound_by or ""),
+        sized(row.peak_gpu_bytes),
+        sized(row.peak_host_bytes),
+        sized(row.h2d_bytes),
+        sized(row.d2h_bytes),
+        format_s(row.barrier_cost_s) if row.barrier_cost_s is not None else "-",
+    )
+
+
+def reasons(comparison: Comparison) -> list[str]:
+    """One text for every policy that does not fit: why, by how much, and what would do."""
+    return [row.reason or f"{row.policy} does not fit" for row in comparison.rows if not row.fits]
+
+
+def comparison_text(comparison: Comparison, *, width: int = 120) -> str:
+    """Heading, table, the bound, and why the others do not fit."""
+    lines = [heading(comparison), "", render(comparison_table(comparison), width=width).rstrip()]
+    bound = next((row.lower_bound_s for row in comparison.rows if row.lower_bound_s is not None), None)
+    if bound is not None:
+        lines += ["", f"lower bound of this setting: {format_s(bound)} an iteration"]
+    for reason in reasons(comparison):
+        lines += ["", *_wrap(reason, width)]
+    return "\n".join(lines) + "\n"
+
+
+def listing_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A plain table of texts; columns that look like numbers are set to the right."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
+    for i, name in enumerate(columns):
+        numeric = bool(rows) and all(row[i][:1].isdigit() or row[i] in ("", "-") for row in rows)
+        table.add_column(name, justify="right" if numeric else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def render(what: RenderableType, *, width: int = 120) -> str:
+    """What rich would print on a terminal of that width, as plain text."""
+    from rich.console import Console
+
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None, legacy_windows=False).print(what)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    import textwrap
+
+    return textwrap.wrap(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
