@@ -18,6 +18,7 @@ from math import log2
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pstar_sim.errors import PlanError
 from pstar_sim.units import KIB, MIB
@@ -71,7 +72,7 @@ class Chunk:
 class Layout:
     """All chunks of a model, in order of first use; small chunks first.
 
-    chunk_bytes: payload of the working list of a uniform chunk. state_bytes: the optimizer's state lists, bytes an element.
+    chunk_bytes: payload of the working list of a uniform chunk. state_bytes: optimizer state lists, bytes an element.
     """
 
     chunk_bytes: int
@@ -112,7 +113,7 @@ class Layout:
         return table
 
     def payload_bytes(self, chunk: int, list_name: str) -> int:
-        """Bytes of a list of a chunk. Raises PlanError for an unknown chunk or list; a frozen chunk has only "param"."""
+        """Bytes of a list of a chunk; a frozen one has only "param". Raises PlanError for an unknown chunk or list."""
         try:
             return self._payloads[chunk, list_name]
         except KeyError:
@@ -278,9 +279,9 @@ def _small_limit(classes: Mapping[_Class, Sequence[_Item]], total_bytes: int) ->
 
 
 def _search(classes: Mapping[_Class, Sequence[_Item]]) -> int:
-    """Payload bytes of the uniform chunk: little waste (2 % at most if any size reaches it), few bytes in oversize chunks
-    and a size near 64 to 128 MiB (smaller for models of less than 4 GB), at least about 24 chunks. The granule is halved
-    while nothing good is found."""
+    """Payload bytes of the uniform chunk: little waste (2 % at most if any size reaches it), few bytes in oversize
+    chunks and a size near 64 to 128 MiB (smaller for models of less than 4 GB), at least about 24 chunks. The granule
+    is halved while nothing good is found."""
     widths = {key: DTYPE_BYTES[key[1]] for key in classes}
     total = sum(item[3] * widths[key] for key, items in classes.items() for item in items)
     if total == 0:
@@ -305,8 +306,8 @@ def _search(classes: Mapping[_Class, Sequence[_Item]]) -> int:
         granule //= 2
 
 
-def _candidates(prefixes: Mapping[_Class, np.ndarray[Any, np.dtype[np.int64]]], granule: int, total: int) -> list[int]:
-    """Multiples of the granule that some run of consecutive tensors just fills: any other size packs like a smaller one."""
+def _candidates(prefixes: Mapping[_Class, NDArray[np.int64]], granule: int, total: int) -> list[int]:
+    """Multiples of the granule that some run of consecutive tensors just fills: others pack like a smaller one."""
     most = max(granule, total // WANTED_CHUNKS // granule * granule)
     sizes: set[int] = {most}
     for prefix in prefixes.values():
@@ -323,8 +324,8 @@ def _candidates(prefixes: Mapping[_Class, np.ndarray[Any, np.dtype[np.int64]]], 
 
 
 def _score(classes: Mapping[_Class, Sequence[_Item]], widths: Mapping[_Class, int], size: int, total: int) -> float:
-    """Badness of a chunk size: waste, bytes in oversize chunks, and the mean distance (in octaves, weighted by bytes) of
-    its chunks from 64 to 128 MiB (from 1/64 to 1/32 of a smaller model). 1 and more where it wastes too much."""
+    """Badness of a chunk size: waste, bytes in oversize chunks, and the mean distance (in octaves, weighted by bytes)
+    of its chunks from 64 to 128 MiB (from 1/64 to 1/32 of a smaller model). 1 and more where it wastes too much."""
     used = held = oversize = 0
     octaves = 0.0
     high = min(128 * MIB, total / 32)

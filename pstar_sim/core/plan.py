@@ -1,21 +1,33 @@
-"""Plan: a program of steps with everything needed to check, simulate, explain and run it; and its file.
+"""Plan: a program of steps with everything needed to check, simulate, explain and run it.
 
-A plan is cyclic: one iteration that repeats. [Note: the cut] Between two iterations, once every step of iteration k has
-ended and none of k+1 has begun, the places hold exactly `initial`; every @-1 reference is then satisfied. Steps of
-successive iterations overlap in time; on each queue, all steps of iteration k come before those of k+1.
+Its file is in core/plan_file.py, its checker in core/check.py. A plan is cyclic: one iteration that repeats.
+[Note: the cut] Between two iterations, once every step of iteration k has ended and none of k+1 has begun, the places
+hold exactly `initial`; every @-1 reference is then satisfied. Steps of successive iterations overlap in time; on each
+queue, all steps of iteration k come before those of k+1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout
-from pstar_sim.core.step import Place, Step
+from pstar_sim.core.step import Kind, Place, Step, from_text, to_text
+from pstar_sim.errors import PlanError
+from pstar_sim.units import format_bytes, format_s
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["Plan", "Resident", "Settings"]
+if TYPE_CHECKING:
+    from pstar_sim.core.check import CheckReport
+
+__all__ = ["MODES", "Plan", "Resident", "Settings", "load_plan", "steps_from_text", "steps_to_text"]
+
+MODES = ("cpu", "pin", "stream", "frozen")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +35,7 @@ class Settings:
     """What the caller asked of every policy.
 
     update: "step" (no Adam before optimizer.step()) or "eager" (inside backward). clip: gradients are clipped by their
-    global norm. chunk_bytes: payload of one working-list chunk, None = searched. prefetch etc. belong to policies, not here.
+    global norm. chunk_bytes: payload of one working-list chunk, None = searched. prefetch etc. belong to policies.
     """
 
     update: str = "step"
@@ -41,7 +53,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Resident:
-    """One list of one chunk at one place. chunk is -1 for a buffer of the policy's own (its bytes are in Plan.buffers)."""
+    """One list of one chunk at one place. chunk is -1 for a buffer of the policy's own (its bytes: Plan.buffers)."""
 
     chunk: int
     list: str
@@ -51,8 +63,8 @@ class Resident:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
     """modes: per chunk "cpu", "pin", "stream" or "frozen". initial: residents at the cut. buffers: (name, place, bytes)
-    the policy holds throughout. predictions: figures by name (iteration_s, peak_gpu_bytes, lower_bound_s ...), may be empty.
-    choices: what the policy decided and why, for `explain` (capacity rule, pins tried, kept gaps ...)."""
+    the policy holds throughout. predictions: figures by name (iteration_s, peak_gpu_bytes, lower_bound_s ...), may be
+    empty. choices: what the policy decided and why, for `explain` (capacity rule, pins tried, kept gaps ...)."""
 
     policy: str
     workload: Workload
@@ -67,3 +79,130 @@ class Plan:
     buffers: tuple[tuple[str, Place, int], ...] = ()
     predictions: Mapping[str, float] = field(default_factory=dict)
     choices: Mapping[str, object] = field(default_factory=dict)
+
+    @cached_property
+    def step_by_id(self) -> dict[int, Step]:
+        return {step.id: step for step in self.steps}
+
+    @cached_property
+    def moved_bytes(self) -> dict[str, int]:
+        """Bytes that cross the link in one iteration: {"h2d": ..., "d2h": ...}."""
+        moved = {"h2d": 0, "d2h": 0}
+        for step in self.steps:
+            if step.kind is Kind.FETCH:
+                moved["h2d"] += step.bytes
+            elif step.kind is Kind.WRITEBACK:
+                moved["d2h"] += step.bytes
+        return moved
+
+    def check(self, workload: Workload | None = None, machine: Machine | None = None) -> CheckReport:
+        """Prove the plan (core/check.py), and that it is for this workload and machine where they are given.
+
+        Raises PlanError with the first thing that is wrong.
+        """
+        from pstar_sim.core.check import check_plan
+
+        if workload is not None:
+            self._check_workload(workload)
+        if machine is not None:
+            self._check_machine(machine)
+        return check_plan(self)
+
+    def _check_workload(self, workload: Workload) -> None:
+        mine = self.workload
+        if workload.dtype != mine.dtype:
+            raise PlanError(
+                f"the plan was made for {mine.dtype}, not {workload.dtype}; make a plan for {workload.dtype}"
+            )
+        if workload.fingerprint != mine.fingerprint:
+            raise PlanError(
+                f"the plan was made for model {mine.model!r} ({mine.params} parameters, fingerprint {mine.fingerprint}), "
+                f"not {workload.model!r} ({workload.params} parameters, fingerprint {workload.fingerprint})"
+            )
+        if workload.optimizer != mine.optimizer:
+            raise PlanError(f"the plan was made for optimizer {mine.optimizer}, not {workload.optimizer}")
+        if workload.micro_batches != mine.micro_batches:
+            raise PlanError(
+                f"the plan was made for {mine.micro_batches} micro-batches an iteration, not {workload.micro_batches}"
+            )
+        if len(workload.moments) != len(mine.moments) or workload.uses != mine.uses:
+            raise PlanError(
+                f"the plan was made for {len(mine.moments)} moments and {len(mine.uses)} uses of parameters "
+                f"(checkpointing {'on' if mine.checkpointing else 'off'}), not {len(workload.moments)} and "
+                f"{len(workload.uses)} (checkpointing {'on' if workload.checkpointing else 'off'}), or in another order"
+            )
+
+    def _check_machine(self, machine: Machine) -> None:
+        if machine.name != self.machine.name:
+            raise PlanError(f"the plan was made for machine {self.machine.name!r}, not {machine.name!r}")
+        for place, budget, has in (
+            ("gpu", self.gpu_budget_bytes, machine.gpu_budget_bytes),
+            ("host", self.host_budget_bytes, machine.host_budget_bytes),
+        ):
+            if budget > has:
+                raise PlanError(
+                    f"the plan may use {format_bytes(budget)} of {place} memory but machine {machine.name!r} has "
+                    f"{format_bytes(has)} to give, short by {format_bytes(budget - has)}"
+                )
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as a self-contained JSON file, atomically. Raises PlanError where a value has no JSON form."""
+        from pstar_sim.core.plan_file import save_plan
+
+        save_plan(self, Path(path))
+
+    def to_text(self) -> str:
+        """The steps, one line each; `steps_from_text` is the exact reverse."""
+        return steps_to_text(self.steps)
+
+    def describe(self) -> str:
+        """A few lines for people: what, where, how much moves, what is predicted."""
+        w = self.workload
+        modes = Counter(self.modes)
+        kinds = Counter(step.kind.value for step in self.steps)
+        barrier = self.settings.barrier(w.dtype)
+        clip = "clipping" if self.settings.clip else "no clipping"
+        adam = f"after the barrier ({barrier})" if barrier else "as gradients arrive"
+        moved = self.moved_bytes
+        lines = [
+            f"{self.policy}: {w.model}, {w.dtype}, batch {w.batch} x {w.micro_batches}, sequence {w.sequence}, "
+            + f"checkpointing {'on' if w.checkpointing else 'off'}, on {self.machine.name}",
+            f"update {self.settings.update}, {clip}: Adam runs {adam}",
+            f"budgets: gpu {format_bytes(self.gpu_budget_bytes)}, host {format_bytes(self.host_budget_bytes)}; "
+            + f"tide peak {format_bytes(w.peak_non_model_bytes)}",
+            f"{len(self.modes)} chunks of {format_bytes(self.layout.chunk_bytes)} ({self.layout.waste:.2%} waste): "
+            + ", ".join(f"{modes[mode]} {mode}" for mode in MODES if modes[mode]),
+            f"{len(self.steps)} steps: " + ", ".join(f"{count} {kind}" for kind, count in kinds.items()),
+            f"moves {format_bytes(moved['h2d'])} to the gpu and {format_bytes(moved['d2h'])} to the host an iteration",
+        ]
+        if "iteration_s" in self.predictions:
+            lines.append(f"predicted iteration: {format_s(self.predictions['iteration_s'])}")
+        return "\n".join(lines)
+
+
+def steps_to_text(steps: Iterable[Step]) -> str:
+    """One line a step, each ended by a newline."""
+    return "".join(to_text(step) + "\n" for step in steps)
+
+
+def steps_from_text(text: str) -> tuple[Step, ...]:
+    """Reverse of `steps_to_text`; empty lines and lines that begin with "#" are left out.
+
+    Raises PlanError naming the line number and the word that is wrong.
+    """
+    steps: list[Step] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        try:
+            steps.append(from_text(line))
+        except PlanError as error:
+            raise PlanError(f"line {number}: {error}") from None
+    return tuple(steps)
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a plan file; does not run the checker. Raises PlanError naming the file and the field or line."""
+    from pstar_sim.core.plan_file import read_plan
+
+    return read_plan(Path(path))

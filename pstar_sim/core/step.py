@@ -2,17 +2,19 @@
 
 [Note: what a step does to memory] is the table that simulator, checker, ledger and executor all follow:
 
-| kind      | queue         | at its start                                   | at its end                                   |
-|-----------|---------------|------------------------------------------------|----------------------------------------------|
-| compute   | compute       | the tide's rise is taken; its chunks are in use | the tide's fall is freed                     |
-| alloc     | any           | takes (chunk, list) at `place`; content zero   |                                              |
-| free      | any           |                                                | frees (chunk, list) at `place`; content dead |
-| fetch     | h2d           | takes (chunk, list) on the gpu if absent       | gpu content = host content                   |
-| writeback | d2h           | takes (chunk, list) on the host if absent      | host content = gpu content                   |
-| drop      | any           |                                                | frees (chunk, list) on the gpu               |
-| cpu_add   | adam          | takes grad32 on the host if absent             | grad32 += grad (host); grad on the host freed |
-| cpu_adam  | adam          | states and working list are on the host        | host param = updated parameters               |
-| gpu_adam  | compute       | states and working list are on the gpu         | gpu param = updated parameters                |
+| kind      | queue   | at its start                              | at its end                                 |
+|-----------|---------|-------------------------------------------|--------------------------------------------|
+| compute   | compute | takes the tide's rise; its chunks are used | frees the tide's fall                      |
+| alloc     | any     | takes (chunk, list) at `place`; zeroed    |                                            |
+| free      | any     |                                           | frees (chunk, list) at `place`             |
+| fetch     | h2d     | takes (chunk, list) on the gpu if absent  | gpu content = host content                 |
+| writeback | d2h     | takes (chunk, list) on the host if absent | host content = gpu content                 |
+| drop      | any     |                                           | frees (chunk, list) on the gpu             |
+| cpu_add   | adam    | takes grad32 on the host if absent        | grad32 += grad (host); frees grad (host)   |
+| cpu_adam  | adam    | states, working list are on the host      | host param = updated parameters            |
+| gpu_adam  | compute | states, working list are on the gpu       | gpu param = updated parameters             |
+
+(A cpu_add with list=param adds the last gradient, which lies in place in the host's working list, and frees nothing.)
 
 The tide: before moment m the gpu holds peak(m-1) of non-model bytes, in moment m it holds peak(m). A rise
 (peak(m) > peak(m-1)) is taken when m starts, a fall when m-1 ends; the moment before the first one is the last one
@@ -22,7 +24,8 @@ Lists: "param" (working list; the gradient overwrites it in place in the last mi
 lists ("param32", "momentum", "variance"), "grad" (a gradient on its way out, working dtype), "grad32" (gradients
 accumulated over micro-batches, 4 bytes a parameter; on the gpu for chunks whose Adam runs there).
 `bytes` is what crosses the link for copies (normally the payload; more when a policy moves a wider type), the payload
-for alloc, free and drop, the host memory traffic for cpu_add and cpu_adam, the gpu memory traffic for gpu_adam, 0 for compute.
+for alloc, free and drop, the host memory traffic for cpu_add and cpu_adam, the gpu memory traffic for gpu_adam, 0 for
+compute.
 """
 
 from __future__ import annotations
@@ -72,7 +75,7 @@ COPIES = frozenset({Kind.FETCH, Kind.WRITEBACK})
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A step that has to end first: in this iteration (back = 0) or the previous one (back = 1, taken as done in the first)."""
+    """A step that has to end first: in this iteration (back = 0) or the previous one (back = 1; done in the first)."""
 
     id: int
     back: int = 0
@@ -83,7 +86,8 @@ class Ref:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One action. moment: the moment it is (compute), serves (fetch: first use) or comes from (writeback, Adam: last gradient)."""
+    """One action. moment: the moment it is (compute), serves (fetch: first use) or comes from (writeback, Adam: last
+    gradient)."""
 
     id: int
     queue: Queue
