@@ -1,0 +1,93 @@
+"""Rates that queues share while they run: the link of a half-duplex machine, and host DRAM.
+
+[Note: shared rates] A copy or a CPU Adam running alone progresses at speed 1 (nominal seconds per second). Two things
+slow it down. On a half-duplex link, h2d and d2h running together get half of the link each. And when all that touch
+host DRAM at once want more bytes per second than it has, everyone gets the same share of what he wants:
+DRAM bandwidth / sum of demands, where a demand is the DRAM bytes of the task over its nominal seconds, at its speed on
+the link. Speeds change only when a task joins or leaves. While nothing is short, nothing is rescheduled, so a task
+lasts exactly its nominal seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import simpy
+
+__all__ = ["Bandwidth", "Task"]
+
+
+class Task:
+    """A running step: nominal seconds still to do, what it wants of DRAM, and the event its queue waits for."""
+
+    __slots__ = ("demand", "done", "left_s", "link", "speed", "version")
+
+    def __init__(self, left_s: float, demand: float, link: bool, done: simpy.Event) -> None:
+        self.left_s = left_s
+        self.demand = demand
+        self.link = link
+        self.done = done
+        self.speed = 0.0
+        self.version = 0
+
+
+class Bandwidth:
+    """The tasks running now and their speeds. dram_lost_s: integral over time of (1 - DRAM share), which tells how much
+    of any interval was lost to DRAM being short."""
+
+    def __init__(self, env: simpy.Environment, dram_bytes_per_s: float, duplex: bool) -> None:
+        self.env = env
+        self.dram_bytes_per_s = dram_bytes_per_s
+        self.duplex = duplex
+        self._tasks: list[Task] = []
+        self._since_s = 0.0
+        self._share = 1.0
+        self._lost_s = 0.0
+
+    @property
+    def dram_lost_s(self) -> float:
+        return self._lost_s + (self.env.now - self._since_s) * (1.0 - self._share)
+
+    def run(self, seconds: float, dram_bytes: float, link: bool) -> simpy.Event:
+        """Start a task of `seconds` nominal seconds (> 0); the event succeeds when it has ended. link: it is a copy."""
+        task = Task(seconds, dram_bytes / seconds, link, self.env.event())
+        self._settle()
+        self._tasks.append(task)
+        self._retime()
+        return task.done
+
+    def _settle(self) -> None:
+        """Book the progress made at the old speeds."""
+        now = self.env.now
+        elapsed = now - self._since_s
+        if elapsed > 0:
+            self._lost_s += elapsed * (1.0 - self._share)
+            for task in self._tasks:
+                task.left_s -= elapsed * task.speed
+        self._since_s = now
+
+    def _retime(self) -> None:
+        """New speeds for the tasks that run now; a new alarm for each task whose speed changed."""
+        copies = sum(task.link for task in self._tasks)
+        on_link = 0.5 if copies > 1 and not self.duplex else 1.0
+        wanted = sum(task.demand * (on_link if task.link else 1.0) for task in self._tasks)
+        self._share = min(1.0, self.dram_bytes_per_s / wanted) if wanted > 0 else 1.0
+        for task in self._tasks:
+            speed = self._share * (on_link if task.link else 1.0)
+            if speed != task.speed:
+                task.speed = speed
+                task.version += 1
+                alarm = self.env.timeout(max(0.0, task.left_s) / speed)
+                assert alarm.callbacks is not None
+                alarm.callbacks.append(self._alarm(task, task.version))
+
+    def _alarm(self, task: Task, version: int) -> Callable[[simpy.Event], None]:
+        def ring(_: simpy.Event) -> None:
+            if task.version == version:
+                self._settle()
+                self._tasks.remove(task)
+                task.version += 1
+                self._retime()
+                task.done.succeed()
+
+        return ring

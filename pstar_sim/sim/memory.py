@@ -1,0 +1,213 @@
+"""Bytes at each place while a plan is played: [Note: what a step does to memory] as numbers that go up and down.
+
+Kept apart from the checker on purpose: this follows one interleaving as it happens and refuses the first thing that
+goes wrong; it proves nothing about the others.
+
+[Note: categories] A payload counts as "param", "grad" or "states" by its list, with one exception: once the last
+gradient of a chunk has overwritten its working list in place, that payload (and its copies) counts as "grad" until an
+update turns it into parameters again or its room is given up. The sum over categories is not touched by this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pstar_sim.core.effects import (
+    CATEGORIES,
+    NON_MODEL,
+    category_of,
+    frees,
+    gradient_list,
+    name_of,
+    needed,
+    takes,
+    tide_moves,
+)
+from pstar_sim.core.plan import Plan, Resident
+from pstar_sim.core.step import Kind, Place, Step
+from pstar_sim.errors import PlanError
+from pstar_sim.units import format_bytes
+
+__all__ = ["PLACES", "Memory"]
+
+PLACES = (Place.GPU, Place.HOST, Place.NVME)
+_GPU = PLACES.index(Place.GPU)
+_TIDE, _PARAM, _GRAD, _BUFFER = (CATEGORIES.index(c) for c in (NON_MODEL, "param", "grad", "buffer"))
+_CELLS = len(CATEGORIES)  # a cell of the table is place * _CELLS + category
+
+
+@dataclass(slots=True)
+class _Effect:
+    """What one step does, precomputed. Payloads (a list of a chunk at a place) are indices.
+
+    take: payload taken at the start (-1: none); strict: it must be absent then, otherwise it is taken if absent.
+    give: payload freed at the end; lenient: it may be absent. rise, fall: the tide, in bytes. needs: payloads that
+    must be there at the start. becomes: (payload, category) after the step. copied: (from, to) payloads of a copy.
+    """
+
+    take: int = -1
+    strict: bool = False
+    give: int = -1
+    lenient: bool = False
+    rise: int = 0
+    fall: int = 0
+    needs: tuple[int, ...] = ()
+    becomes: tuple[tuple[int, int], ...] = ()
+    copied: tuple[int, int] | None = None
+
+
+class Memory:
+    """The bytes now, per place and category, a log of every change, and what each step of the plan changes.
+
+    log: (time_s, cell, change in bytes), where cell // len(CATEGORIES) is the place and the rest the category.
+    Raises PlanError from `start` and `end` for a step that takes what is there, frees what is not, needs what is
+    absent, or brings a place over the plan's budget.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._index: dict[Resident, int] = {}
+        self._names: list[Resident] = []
+        self._size: list[int] = []
+        self._place: list[int] = []
+        self._home: list[int] = []  # category by list
+        self.log: list[tuple[float, int, int]] = []
+        self.cells = [0] * (len(PLACES) * _CELLS)
+        self._used = [0] * len(PLACES)
+        self._budget = [plan.gpu_budget_bytes, plan.host_budget_bytes, 2**62]
+        self._rise, self._fall = tide_moves(plan.workload)
+        self._reads = needed(plan.layout, plan.workload)
+        self._in_place = self._overwritten_in_place()
+        initial = [self._payload(r) for r in sorted(plan.initial) if r.chunk >= 0]
+        self._effects = [self._effect(step) for step in plan.steps]
+        self._present = [False] * len(self._names)
+        self._category = list(self._home)
+        for payload in initial:
+            self._present[payload] = True
+            self._change(0.0, self._place[payload], self._category[payload], self._size[payload])
+        for _, place, size in plan.buffers:
+            self._change(0.0, PLACES.index(place), _BUFFER, size)
+        self._change(0.0, _GPU, _TIDE, plan.workload.moments[-1].peak_bytes)
+        for place_index in range(len(PLACES)):
+            if self._used[place_index] > self._budget[place_index]:
+                raise self._over("between two iterations the plan holds", place_index)
+
+    def start(self, step: int, now_s: float) -> None:
+        """Take what the step (its position in plan.steps) takes when it starts."""
+        effect = self._effects[step]
+        for payload in effect.needs:
+            if not self._present[payload]:
+                raise PlanError(f"{self._word(step)} needs {name_of(self._names[payload])}, which is not there")
+        if effect.rise:
+            self._change(now_s, _GPU, _TIDE, effect.rise)
+            if self._used[_GPU] > self._budget[_GPU]:
+                raise self._over(f"{self._word(step)} raises the tide by {effect.rise} bytes: the gpu holds", _GPU)
+        payload = effect.take
+        if payload >= 0:
+            if self._present[payload]:
+                if effect.strict:
+                    raise PlanError(f"{self._word(step)} takes {name_of(self._names[payload])}, which is there already")
+                return
+            self._present[payload] = True
+            self._category[payload] = self._home[payload]
+            place = self._place[payload]
+            self._change(now_s, place, self._category[payload], self._size[payload])
+            if self._used[place] > self._budget[place]:
+                raise self._over(f"{self._word(step)} takes {self._size[payload]} bytes: the place holds", place)
+
+    def end(self, step: int, now_s: float) -> None:
+        """Free what the step frees when it ends."""
+        effect = self._effects[step]
+        if effect.fall:
+            self._change(now_s, _GPU, _TIDE, -effect.fall)
+        if effect.copied is not None:
+            source, target = effect.copied
+            self._become(target, self._category[source], now_s)
+        for payload, category in effect.becomes:
+            self._become(payload, category, now_s)
+        payload = effect.give
+        if payload >= 0:
+            if self._present[payload]:
+                self._present[payload] = False
+                self._change(now_s, self._place[payload], self._category[payload], -self._size[payload])
+            elif not effect.lenient:
+                raise PlanError(f"{self._word(step)} frees {name_of(self._names[payload])}, which is not there")
+
+    def _become(self, payload: int, category: int, now_s: float) -> None:
+        old = self._category[payload]
+        if self._present[payload] and old != category:
+            self._change(now_s, self._place[payload], old, -self._size[payload])
+            self._change(now_s, self._place[payload], category, self._size[payload])
+            self._category[payload] = category
+
+    def _change(self, now_s: float, place: int, category: int, size: int) -> None:
+        if size:
+            cell = place * _CELLS + category
+            self.cells[cell] += size
+            self._used[place] += size
+            self.log.append((now_s, cell, size))
+
+    def _payload(self, resident: Resident) -> int:
+        index = self._index.get(resident)
+        if index is None:
+            index = self._index[resident] = len(self._names)
+            self._names.append(resident)
+            self._size.append(self.plan.layout.payload_bytes(resident.chunk, resident.list))
+            self._place.append(PLACES.index(resident.place))
+            self._home.append(CATEGORIES.index(category_of(resident.list)))
+        return index
+
+    def _effect(self, step: Step) -> _Effect:
+        kind = step.kind
+        if kind is Kind.COMPUTE:
+            m = step.moment
+            if m is None or m >= len(self._rise):
+                raise PlanError(f"step {step.id}: a compute step needs moment=, below {len(self._rise)}")
+            needs = tuple(self._payload(Resident(c, "param", Place.GPU)) for c in self._reads[m])
+            becomes = tuple((self._payload(Resident(c, "param", Place.GPU)), _GRAD) for c in self._in_place.get(m, ()))
+            return _Effect(rise=self._rise[m], fall=self._fall[m], needs=needs, becomes=becomes)
+        effect = _Effect()
+        taken, freed = takes(step), frees(step)
+        if taken is not None:
+            effect.take, effect.strict = self._payload(taken[0]), not taken[1]
+        if freed is not None:
+            effect.give, effect.lenient = self._payload(freed[0]), freed[1]
+        if step.chunk is None:
+            raise PlanError(f"step {step.id}: a {kind.value} step needs chunk=")
+        c = step.chunk
+        if kind in (Kind.FETCH, Kind.WRITEBACK):
+            assert taken is not None
+            source = self._payload(Resident(c, taken[0].list, Place.HOST if kind is Kind.FETCH else Place.GPU))
+            effect.needs, effect.copied = (source,), (source, effect.take)
+        elif kind in (Kind.CPU_ADAM, Kind.GPU_ADAM):
+            place = Place.HOST if kind is Kind.CPU_ADAM else Place.GPU
+            lists = ("param", *self.plan.layout.state_lists)
+            effect.needs = tuple(self._payload(Resident(c, name, place)) for name in lists)
+            effect.becomes = ((effect.needs[0], _PARAM),)
+        return effect
+
+    def _overwritten_in_place(self) -> dict[int, list[int]]:
+        """Moment -> chunks whose working list holds nothing but final gradients when it ends."""
+        w, chunk_of = self.plan.workload, self.plan.layout.chunk_of
+        last: dict[tuple[int, int], int] = {}
+        for m, tensors in enumerate(w.gradients):
+            for t in tensors:
+                last[chunk_of[t], w.moments[m].micro_batch] = m
+        rows: dict[int, list[int]] = {}
+        for where, list_name in gradient_list(self.plan).items():
+            if list_name == "param":
+                rows.setdefault(last[where], []).append(where[0])
+        return rows
+
+    def _word(self, index: int) -> str:
+        step = self.plan.steps[index]
+        about = "" if step.chunk is None else f" of chunk {step.chunk}"
+        at = "" if step.moment is None else f" at moment {step.moment}"
+        return f"step {step.id} ({step.kind.value}{about}{at})"
+
+    def _over(self, what: str, place: int) -> PlanError:
+        used, budget = self._used[place], self._budget[place]
+        return PlanError(
+            f"{what} {used} bytes on the {PLACES[place]}, {used - budget} more than its budget of "
+            f"{budget} ({format_bytes(budget)})"
+        )
