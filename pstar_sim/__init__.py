@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pstar_sim.catalog.loader import load_machine as machine
     from pstar_sim.catalog.machine import Machine
-    from pstar_sim.core.check import check
-    from pstar_sim.core.plan import Plan, Settings
-    from pstar_sim.core.plan_file import load_plan
+    from pstar_sim.core.plan import Plan, Settings, load_plan
     from pstar_sim.core.timeline import Timeline, load_timeline
     from pstar_sim.errors import DoesNotFit, PstarError
     from pstar_sim.planner.compare import Comparison, Planned, Row, compare
@@ -42,7 +40,6 @@ __all__ = [
     "Settings",
     "Timeline",
     "Workload",
-    "check",
     "compare",
     "explain",
     "load_plan",
@@ -68,10 +65,9 @@ _WHERE = {
     "Settings": "core.plan:Settings",
     "Timeline": "core.timeline:Timeline",
     "Workload": "workload.workload:Workload",
-    "check": "core.check:check",
     "compare": "planner.compare:compare",
     "explain": "planner.explain:explain",
-    "load_plan": "core.plan_file:load_plan",
+    "load_plan": "core.plan:load_plan",
     "load_timeline": "core.timeline:load_timeline",
     "load_trace": "workload.trace:load_trace",
     "machine": "catalog.loader:load_machine",

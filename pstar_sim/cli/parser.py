@@ -175,7 +175,7 @@ def make_parser() -> argparse.ArgumentParser:
         "pstar demo -o demo-out",
         "demo:demo",
     )
-    demo.add_argument("-o", "--output", default="demo-out", metavar="FOLDER", help="folder for its files (default: demo-out)")
+    demo.add_argument("-o", "--out", dest="output", default="demo-out", metavar="FOLDER", help="folder for its files (default: demo-out)")
     demo.add_argument("--steps", type=_positive, default=6, metavar="N", help="iterations of training (default: 6)")
 
     for name, what, example in (

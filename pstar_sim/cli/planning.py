@@ -67,11 +67,10 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
-    from pstar_sim.core.check import check as check_plan
-    from pstar_sim.core.plan_file import load_plan
+    from pstar_sim.core.plan import load_plan
 
     loaded = load_plan(args.plan)
-    check_plan(loaded)
+    loaded.check()
     if args.json:
         say_json({"plan": str(args.plan), "ok": True, "policy": loaded.policy, "steps": len(loaded.steps)})
     else:
@@ -83,7 +82,7 @@ def check(args: argparse.Namespace) -> int:
 
 
 def explain(args: argparse.Namespace) -> int:
-    from pstar_sim.core.plan_file import load_plan
+    from pstar_sim.core.plan import load_plan
     from pstar_sim.planner.compare import play_plan
     from pstar_sim.planner.explain import explain as words
 
@@ -117,7 +116,7 @@ def plot_tide(args: argparse.Namespace) -> int:
 
 
 def export(args: argparse.Namespace) -> int:
-    from pstar_sim.core.plan_file import load_plan
+    from pstar_sim.core.plan import load_plan
     from pstar_sim.planner.compare import play_plan
 
     loaded = load_plan(args.plan)
@@ -178,7 +177,7 @@ def _timelines(args: argparse.Namespace) -> tuple[list[Timeline], str]:
     if args.plans:
         if args.trace is not None or args.model is not None:
             raise PstarError("draw plan files, or plan now with --trace or --model: not both")
-        from pstar_sim.core.plan_file import load_plan
+        from pstar_sim.core.plan import load_plan
 
         loaded = [load_plan(path) for path in args.plans]
         first = loaded[0]

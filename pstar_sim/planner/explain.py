@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.step import Kind, Place, to_text
+from pstar_sim.core.step import Place, to_text
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.planner.binding import bound_by as binding
@@ -17,7 +17,7 @@ from pstar_sim.policy.registry import find_policy
 from pstar_sim.units import GB, format_bytes, format_s
 from pstar_sim.workload.workload import Phase
 
-__all__ = ["Gap", "chunk_gaps", "explain", "h2d_bytes", "tide_gain"]
+__all__ = ["Gap", "chunk_gaps", "explain", "tide_gain"]
 
 _MODES = {
     "cpu": "gradient goes down, Adam runs on the CPU, the parameters come up again",
@@ -77,11 +77,6 @@ def chunk_gaps(plan: Plan) -> tuple[Gap, ...]:
     return tuple(gaps)
 
 
-def h2d_bytes(plan: Plan) -> int:
-    """Bytes the plan moves to the GPU in one iteration."""
-    return sum(step.bytes for step in plan.steps if step.kind is Kind.FETCH)
-
-
 def tide_gain(plan: Plan) -> str:
     """What a capacity that follows the tide gains over one sized for its peak, in bytes to the GPU, and why if nothing."""
     w = plan.workload
@@ -96,7 +91,7 @@ def tide_gain(plan: Plan) -> str:
             if name == "tide":
                 return f"neither capacity rule fits here: {error}"
             return f"the plan itself: with a constant capacity sized for the tide's peak nothing fits ({error})"
-    static, tide = h2d_bytes(both["static_partition"]), h2d_bytes(both["tide"])
+    static, tide = both["static_partition"].moved_bytes["h2d"], both["tide"].moved_bytes["h2d"]
     figures = f"{format_bytes(tide)} to the GPU an iteration, against {format_bytes(static)} with a constant capacity"
     peak = max(range(len(w.moments)), key=lambda m: w.moments[m].peak_bytes)
     gaps = chunk_gaps(both["tide"])

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from typing import TYPE_CHECKING
 
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.planner.compare import Comparison, Planned
 from pstar_sim.report.tables import cells, heading, reasons
 from pstar_sim.units import format_bytes, format_s
+
+if TYPE_CHECKING:
+    from pstar_sim.planner.compare import Comparison, Planned
 
 __all__ = ["comparison_html", "planned_html", "timeline_html"]
 

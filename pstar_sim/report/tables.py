@@ -6,12 +6,13 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pstar_sim.planner.compare import Comparison, Row
 from pstar_sim.units import GB, format_bytes, format_s
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
+
+    from pstar_sim.planner.compare import Comparison, Row
 
 __all__ = ["comparison_table", "comparison_text", "heading", "listing_table", "reasons", "render"]
 

@@ -1,0 +1,54 @@
+"""The README's table: six GPT models at batch 8 on three machines, under every policy.
+
+Setting: bf16 everywhere (forced on v100-32, which has no bf16 units), sequence 1024, activation checkpointing, update eager,
+no clipping, so that no barrier stands between a gradient and its Adam. Prints Markdown; fails if `tide` is more than
+0.1 % slower than `patrickstar` anywhere.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pstar_sim as ps
+
+MODELS = ("1B", "4B", "8B", "12B", "15B", "18B")
+MACHINES = ("v100-32", "rtx4090", "a100-80")
+POLICIES = ("all_on_gpu", "zero_offload", "static_partition", "patrickstar", "tide")
+
+
+def compared() -> list[tuple[str, str, dict[str, ps.Row]]]:
+    """(machine, model, row by policy) of every configuration."""
+    out = []
+    for machine_name in MACHINES:
+        machine = ps.machine(machine_name)
+        for model in MODELS:
+            workload = ps.preset(model, batch=8, seq=1024, dtype="bf16")
+            result = ps.compare(
+                workload, machine, policies=POLICIES, update="eager", clip=False, barrier_cost=False, near=False
+            )
+            out.append((machine_name, model, {row.policy: row for row in result.rows}))
+    return out
+
+
+def seconds(row: ps.Row) -> str:
+    return "-" if row.iteration_s is None else f"{row.iteration_s:.3f}"
+
+
+def main() -> int:
+    table = compared()
+    print("| machine | model | " + " | ".join(POLICIES) + " | lower bound | tide over bound |")
+    print("|---|---|" + "---:|" * (len(POLICIES) + 2))
+    slower = 0
+    for machine, model, rows in table:
+        tide, patrickstar = rows["tide"], rows["patrickstar"]
+        gap = "-" if tide.gap is None else f"{100 * tide.gap:.2f} %"
+        times = " | ".join(seconds(rows[p]) for p in POLICIES)
+        print(f"| {machine} | {model} | {times} | {tide.lower_bound_s:.3f} | {gap} |")
+        if patrickstar.iteration_s is not None:
+            slower += tide.iteration_s is None or tide.iteration_s > 1.001 * patrickstar.iteration_s
+    print(f"\ntide is more than 0.1 % slower than patrickstar in {slower} of {len(table)} configurations")
+    return 1 if slower else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""The public names: they exist, they are all that is listed, and listing them costs nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import pstar_sim as ps
+
+
+def test_every_public_name_exists_and_is_where_it_says() -> None:
+    for name in ps.__all__:
+        assert getattr(ps, name) is not None, name
+    assert list(ps.__all__) == sorted(ps.__all__)
+    assert set(ps.__all__) <= set(dir(ps))
+
+
+def test_the_names_the_readme_promises_are_public() -> None:
+    promised = {"load_trace", "preset", "machine", "compare", "Settings", "load_plan", "explain", "plot_tide"}
+    assert promised <= set(ps.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = ps.nonsense  # type: ignore[attr-defined]
+
+
+def test_importing_pstar_sim_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, pstar_sim\n"
+        "heavy = {'torch', 'matplotlib', 'pandas', 'simpy', 'transformers', 'numpy', 'pyarrow', 'scipy', 'rich'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_planning_imports_neither_torch_nor_matplotlib_nor_pandas() -> None:
+    code = (
+        "import sys, pstar_sim as ps\n"
+        "ps.compare, ps.preset, ps.machine, ps.load_plan\n"
+        "print(sorted({'torch', 'matplotlib', 'pandas', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_answers_in_half_a_second_of_cpu() -> None:
+    code = (
+        "import resource, contextlib, io\n"
+        "from pstar_sim.cli import main\n"
+        "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
+        "    main(['--help'])\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "print(used.ru_utime + used.ru_stime)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 0.5

@@ -1,0 +1,206 @@
+"""Pictures, exports and tables say what the timeline says. What is drawn is looked at as data, never as pixels."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from matplotlib.collections import FillBetweenPolyCollection
+from matplotlib.figure import Figure
+
+from pstar_sim.core.step import Kind, Queue
+from pstar_sim.core.timeline import ByteSample, Span, Timeline
+from pstar_sim.errors import PstarError
+from pstar_sim.report.curves import byte_curves, moment_windows, phase_bands, steady_start_s
+from pstar_sim.report.html import timeline_html
+from pstar_sim.report.perfetto import to_perfetto
+from pstar_sim.report.tide import COLOURS, plot_tide, tide_figure
+
+GB = 10**9
+
+
+def timeline(*, label: str = "tide", source: str = "simulated", param_gb: int = 4) -> Timeline:
+    """Two equal iterations of 4 s; three moments FWD [0,1), BWD [1,3), ADAM [3,4); capacity 10 GB.
+
+    The tide is 2, 5, 1 GB; param16 `param_gb` GB, and 1 GB more in the second half of BWD.
+    """
+    spans = []
+    for k in range(2):
+        for moment, (start, end) in enumerate(((0, 1), (1, 3), (3, 4))):
+            spans.append(_span(moment, k, Queue.COMPUTE, Kind.COMPUTE, moment, 4 * k + start, 4 * k + end))
+        spans.append(_span(3, k, Queue.H2D, Kind.FETCH, 1, 4 * k + 1, 4 * k + 2, chunk=7))
+        spans.append(_span(4, k, Queue.H2D, Kind.DROP, 1, 4 * k + 3, 4 * k + 3, chunk=7))
+    samples = [
+        (0.0, "param", param_gb),
+        (0.0, "states", 0),
+        (0.0, "non-model", 2),
+        (1.0, "non-model", 5),
+        (2.0, "param", param_gb + 1),
+        (3.0, "non-model", 1),
+        (3.0, "param", param_gb),
+    ]
+    return Timeline(
+        source=source,
+        iterations=2,
+        iteration_s=4.0,
+        spans=tuple(spans),
+        samples=tuple(ByteSample(t, "gpu", c, n * GB) for t, c, n in samples),
+        peak_bytes={"gpu": (param_gb + 6) * GB},
+        moved_bytes={"h2d": GB, "d2h": 0},
+        stall_s={"h2d": 0.5},
+        label=label,
+        phases=("FWD", "BWD", "ADAM"),
+        budget_bytes={"gpu": 10 * GB},
+    )
+
+
+def _span(
+    step: int, k: int, queue: Queue, kind: Kind, moment: int, start: float, end: float, chunk: int | None = None
+) -> Span:
+    return Span(step, k, queue, kind, chunk, moment, 0, start, start, end)
+
+
+def test_curves_over_time_are_the_samples_held_until_the_next() -> None:
+    curves = byte_curves(timeline())
+    assert curves.edges.tolist() == [0, 1, 2, 3, 4]
+    assert (curves.tide // GB).tolist() == [2, 5, 5, 1]
+    assert (curves.values["param"] // GB).tolist() == [4, 4, 5, 4]
+    assert (curves.total // GB).tolist() == [6, 9, 10, 5]
+    assert curves.values["states"].tolist() == [0, 0, 0, 0]
+
+
+def test_curves_over_moments_show_the_worst_instant_of_each() -> None:
+    curves = byte_curves(timeline(), x="moment")
+    assert curves.edges.tolist() == [0, 1, 2, 3]
+    assert (curves.total // GB).tolist() == [6, 10, 5]
+    assert (curves.tide // GB).tolist() == [2, 5, 1]
+
+
+def test_the_steady_iteration_is_the_last_and_begins_where_compute_ended_the_one_before() -> None:
+    t = timeline()
+    assert steady_start_s(t) == 4.0
+    moments, start_s, end_s = moment_windows(t)
+    assert (moments.tolist(), start_s.tolist(), end_s.tolist()) == ([0, 1, 2], [0, 1, 3], [1, 3, 4])
+
+
+def test_phases_follow_the_moments_and_recompute_counts_as_backward() -> None:
+    bands = phase_bands(timeline())
+    assert [(b.name, b.start, b.end) for b in bands] == [("FWD", 0, 1), ("BWD", 1, 3), ("ADAM", 3, 4)]
+    bands = phase_bands(timeline(), x="moment")
+    assert [(b.name, b.start, b.end) for b in bands] == [("FWD", 0, 1), ("BWD", 1, 2), ("ADAM", 2, 3)]
+
+
+def _filled(ax: object, colour: str) -> np.ndarray:
+    """Height of the one area of that colour at every corner: the y extent of its polygon."""
+    from matplotlib.colors import to_rgb
+
+    for area in ax.collections:  # type: ignore[attr-defined]
+        if isinstance(area, FillBetweenPolyCollection) and len(area.get_facecolor()):
+            if np.allclose(area.get_facecolor()[0][:3], to_rgb(colour)):
+                return np.asarray(area.get_paths()[0].vertices)
+    raise AssertionError(f"nothing is filled in {colour}")
+
+
+def test_the_tide_hangs_from_the_capacity_and_model_data_stands_on_the_floor() -> None:
+    ax = Figure().subplots()
+    assert plot_tide(timeline(), ax=ax) is ax
+    param = _filled(ax, COLOURS["param"])
+    assert (param[:, 1].min(), param[:, 1].max()) == (0, 5)
+    tide = _filled(ax, COLOURS["non-model"])
+    assert (tide[:, 1].min(), tide[:, 1].max()) == (5, 10)
+    capacity = [line for line in ax.lines if line.get_linestyle() == "--"]
+    assert [line.get_ydata()[0] for line in capacity] == [10]
+    constant = [line for line in ax.lines if line.get_linestyle() == ":"]
+    assert [line.get_ydata()[0] for line in constant] == [5], "10 GB less the tide's peak of 5 GB"
+
+
+def test_what_a_static_partition_wastes_is_the_hatched_area() -> None:
+    """Between the constant 5 GB and the tide line (8, 5, 5, 9 GB), above the model data (all of it at or below 5 GB)."""
+    ax = Figure().subplots()
+    plot_tide(timeline(label="static_partition"), ax=ax)
+    (hatched,) = [a for a in ax.collections if a.get_hatch()]
+    ys = np.concatenate([p.vertices[:, 1] for p in hatched.get_paths()])
+    assert (ys.min(), ys.max()) == (5, 9)
+    labels = [t.get_text() for t in ax.get_legend().get_texts()]
+    assert "free, but out of reach of a static partition" in labels
+
+
+def test_no_hatching_where_the_tide_does_not_move() -> None:
+    flat = timeline()
+    flat = Timeline(
+        source="simulated",
+        iterations=2,
+        iteration_s=4.0,
+        spans=flat.spans,
+        samples=(ByteSample(0.0, "gpu", "non-model", GB), ByteSample(0.0, "gpu", "param", GB)),
+        budget_bytes={"gpu": 10 * GB},
+    )
+    ax = Figure().subplots()
+    plot_tide(flat, ax=ax, x="moment")
+    assert not [a for a in ax.collections if a.get_hatch()]
+
+
+def test_policies_side_by_side_share_the_y_axis_and_one_legend_outside() -> None:
+    figure = tide_figure([timeline(label="a"), timeline(label="b", param_gb=3)], xs=("time",))
+    first, second = figure.axes
+    assert first.get_ylim() == second.get_ylim()
+    assert first.get_title(loc="left").startswith("a: ") and second.get_title(loc="left").startswith("b: ")
+    assert first.get_legend() is None and second.get_legend() is not None
+
+
+def test_measured_is_drawn_over_predicted() -> None:
+    figure = tide_figure([timeline()], xs=("moment",), measured=timeline(source="measured", param_gb=3))
+    labels = [t.get_text() for t in figure.axes[0].get_legend().get_texts()]
+    assert "measured model data" in labels and "measured tide line" in labels
+    (measured,) = [line for line in figure.axes[0].lines if line.get_color() == "black" and line.get_linestyle() == "-"]
+    assert measured.get_ydata().max() == 4
+
+
+def test_a_figure_can_be_written_without_a_display(tmp_path: object) -> None:
+    path = tmp_path / "tide.png"  # type: ignore[operator]
+    tide_figure([timeline()]).savefig(path, dpi=40)
+    assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: plot_tide([]), "at least one timeline"),
+        (lambda: plot_tide(timeline(), ax=Figure().subplots(), x="day"), "'day'"),
+        (lambda: plot_tide([timeline(), timeline()], ax=[Figure().subplots()]), "2 timelines and 1 axes"),
+        (lambda: byte_curves(timeline(), place="nvme"), "'nvme'"),
+    ],
+)
+def test_mistakes_are_named(call: object, text: str) -> None:
+    with pytest.raises(PstarError, match=text):
+        call()  # type: ignore[operator]
+
+
+def test_perfetto_has_a_lane_a_queue_counters_and_flows_to_the_use() -> None:
+    trace = to_perfetto(timeline())
+    assert json.loads(json.dumps(trace, allow_nan=False)) == trace
+    events = trace["traceEvents"]
+    lanes = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
+    assert set(lanes) == {"compute", "h2d copies"}
+    slices = [e for e in events if e["ph"] == "X"]
+    assert len(slices) == 2 * (3 + 1), "three moments and a fetch an iteration; a drop takes no time"
+    fetch = next(e for e in slices if e["cat"] == "fetch" and e["args"]["iteration"] == 1)
+    assert (fetch["ts"], fetch["dur"], fetch["tid"]) == (5e6, 1e6, lanes["h2d copies"])
+    counters = [e for e in events if e["ph"] == "C"]
+    assert [e["ts"] for e in counters] == [4e6, 5e6, 6e6, 7e6]
+    assert counters[-1]["args"] == {"param": 4 * GB, "states": 0, "non-model": 1 * GB}
+    starts, ends = ([e for e in events if e["ph"] == ph] for ph in "sf")
+    assert {e["id"] for e in starts} == {e["id"] for e in ends} and len(starts) == 2
+
+
+def test_slices_of_a_lane_do_not_overlap() -> None:
+    events = [e for e in to_perfetto(timeline())["traceEvents"] if e["ph"] == "X"]
+    for tid in {e["tid"] for e in events}:
+        lane = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == tid)
+        assert all(a[1] <= b[0] + 1e-3 for a, b in zip(lane, lane[1:]))
+
+
+def test_html_of_a_timeline_names_its_figures() -> None:
+    html = timeline_html(timeline(label="<tide>"))
+    assert "&lt;tide&gt; (simulated)" in html and "4.000 s" in html and "compute waits for h2d" in html
