@@ -35,7 +35,6 @@ test: install
 	$(BIN)/python -m pytest
 
 check: install
-	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports

@@ -1,0 +1,199 @@
+"""The machine this runs on, as far as it tells: GPUs and their free memory, RAM and cgroup limit, cores.
+
+What cannot be read (bandwidths, Adam rate) is taken from the catalog and said so in the machine's notes. Looks at
+nothing but nvidia-smi, /proc and /sys, which are arguments; allocates nothing and imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from pstar_sim.catalog.loader import Catalog
+from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
+from pstar_sim.errors import CatalogError
+from pstar_sim.units import GB, MIB, format_bytes
+
+__all__ = ["nvidia_smi", "read_cores", "read_memory", "this_machine"]
+
+_QUERY = "name,memory.total,memory.free,pcie.link.gen.max,pcie.link.width.max"
+_ADAM_PARAMS_PER_S_PER_CORE = 0.8e9
+_ADAM_BYTES_PER_PARAM = 28
+
+
+def nvidia_smi() -> str | None:
+    """The GPUs as nvidia-smi lists them, a line each; None where there is no nvidia-smi or it fails."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return None
+    query = [command, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def this_machine(
+    catalog: Catalog, *, gpus: Callable[[], str | None] = nvidia_smi, root: Path = Path("/"), cores: int | None = None
+) -> Machine:
+    """The machine this runs on. gpus: output of nvidia-smi. root: where proc/ and sys/ lie. cores: else read.
+
+    Raises CatalogError for a GPU that the catalog does not have.
+    """
+    notes: list[str] = []
+    text = gpus()
+    lines = [line for line in (text or "").splitlines() if line.strip()]
+    if lines:
+        ranks = tuple(_rank(catalog, line, 1 / len(lines), notes) for line in lines)
+    else:
+        notes.append("no GPU found (nvidia-smi does not list one): the virtual accelerator stands in for it")
+        ranks = (Rank(gpu=catalog.gpu("virtual"), link=catalog.link("virtual")),)
+    host = _host(catalog.host("virtual"), root, read_cores(root) if cores is None else cores, notes)
+    return Machine(name="here", ranks=ranks, host=host, notes="; ".join(notes))
+
+
+def _rank(catalog: Catalog, line: str, share: float, notes: list[str]) -> Rank:
+    words = [word.strip() for word in line.split(",")]
+    if len(words) != 5:
+        raise CatalogError(f"nvidia-smi: {line!r} has {len(words)} fields; five were asked for ({_QUERY})")
+    device, total, free, generation, width = words
+    known = {alias: name for name, entry in catalog.gpus.items() for alias in entry.texts("device_names")}
+    if device not in known:
+        raise CatalogError(
+            f"this machine's GPU {device!r} is not in the catalog; describe it in a file, with "
+            f"device_names = [{device!r}], or name a machine that is like this one"
+        )
+    gpu = catalog.gpu(known[device])
+    usable = _whole(line, free) * MIB
+    if usable <= gpu.context_bytes:
+        raise CatalogError(
+            f"GPU {device!r} has {format_bytes(usable)} free, which the driver context takes; end what uses it"
+        )
+    notes.append(f"{device}: {format_bytes(usable)} of {format_bytes(_whole(line, total) * MIB)} free")
+    gpu = replace(gpu, memory_bytes=_whole(line, total) * MIB, usable_bytes=usable)
+    return Rank(gpu=gpu, link=_link(catalog, gpu, generation, width, notes), batch_share=share)
+
+
+def _whole(line: str, word: str) -> int:
+    if not word.isdigit():
+        raise CatalogError(f"nvidia-smi: {line!r}: {word!r} is not a number of MiB")
+    return int(word)
+
+
+def _link(catalog: Catalog, gpu: Gpu, generation: str, width: str, notes: list[str]) -> Link:
+    """The catalog's link of that PCIe generation, narrowed to the lanes there are; a virtual machine may hide both."""
+    name = f"pcie{generation}-x16"
+    if name not in catalog.links or not width.isdigit() or int(width) < 1:
+        like = next((e for e in catalog.machines.values() if e.text("gpu") == gpu.name), None)
+        name = "pcie4-x16" if like is None else like.text("link")
+        notes.append(f"PCIe generation and width are hidden: {name} assumed")
+        return catalog.link(name)
+    link = catalog.link(name)
+    lanes = min(16, int(width))
+    if lanes == 16:
+        return link
+    notes.append(f"{lanes} of 16 PCIe lanes")
+    return replace(
+        link,
+        name=f"pcie{generation}-x{lanes}",
+        h2d_bytes_per_s=link.h2d_bytes_per_s * lanes / 16,
+        d2h_bytes_per_s=link.d2h_bytes_per_s * lanes / 16,
+    )
+
+
+def _host(base: Host, root: Path, cores: int, notes: list[str]) -> Host:
+    memory, available = read_memory(root)
+    reserved = max(memory - available, min(GB, memory // 8))
+    adam = min(_ADAM_PARAMS_PER_S_PER_CORE * cores, base.dram_bytes_per_s / _ADAM_BYTES_PER_PARAM)
+    notes.append("DRAM bandwidth and Adam rate were not measured: two DRAM channels assumed")
+    return replace(
+        base,
+        name="here",
+        memory_bytes=memory,
+        reserved_bytes=min(reserved, memory - 1),
+        cores=cores,
+        adam_params_per_s=adam,
+        measured=False,
+        source="RAM, cgroup limit and cores of this machine; two DRAM channels and 0.8e9 parameters/s a core assumed",
+    )
+
+
+def read_memory(root: Path) -> tuple[int, int]:
+    """Bytes of memory this process may use at all (RAM, or its cgroup's limit if lower), and what of it is available.
+
+    Raises CatalogError where /proc/meminfo cannot be read.
+    """
+    table: dict[str, int] = {}
+    try:
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            key, _, rest = line.partition(":")
+            words = rest.split()
+            if words and words[0].isdigit():
+                table[key] = int(words[0]) * 1024
+    except OSError as error:
+        raise CatalogError(
+            f"{root / 'proc/meminfo'}: cannot be read: {error.strerror}; name a machine instead"
+        ) from None
+    if "MemTotal" not in table:
+        raise CatalogError(f"{root / 'proc/meminfo'} has no MemTotal; name a machine instead")
+    total = table["MemTotal"]
+    limits = [n for path in _groups(root, "memory") for n in [_limit(path / "memory.max")] if n is not None]
+    limits += [n for path in _groups(root, "memory") for n in [_limit(path / "memory.limit_in_bytes")] if n is not None]
+    memory = min([total, *limits])
+    return memory, min(memory, table.get("MemAvailable", total))
+
+
+def read_cores(root: Path) -> int:
+    """Cores this process may run on: its affinity, or its cgroup's CPU quota if lower (at least 1)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    quotas = [float(cores)]
+    for path in _groups(root, "cpu"):
+        words = _words(path / "cpu.max")
+        if len(words) == 2 and words[0] != "max":
+            quotas.append(int(words[0]) / int(words[1]))
+        quota, period = _words(path / "cpu.cfs_quota_us"), _words(path / "cpu.cfs_period_us")
+        if quota and period and int(quota[0]) > 0:
+            quotas.append(int(quota[0]) / int(period[0]))
+    return max(1, math.ceil(min(quotas)))
+
+
+def _groups(root: Path, controller: str) -> Sequence[Path]:
+    """Folders of this process's cgroup and all those above it, version 2 and version 1 (of one controller)."""
+    folders: list[Path] = []
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []  # a system without cgroups has no limits to read
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers == "":
+            base = root / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            base = root / "sys/fs/cgroup" / controller
+        else:
+            continue
+        folder = base / path.lstrip("/")
+        folders.append(folder)
+        while folder != base and base in folder.parents:
+            folder = folder.parent
+            folders.append(folder)
+    return folders
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []  # this version of cgroups keeps the limit elsewhere, or the group has none
+
+
+def _limit(path: Path) -> int | None:
+    words = _words(path)
+    return int(words[0]) if words and words[0].isdigit() else None

@@ -1,0 +1,391 @@
+"""From TOML to Machine: the shipped catalog, a user's file over it, and the machine this runs on.
+
+The shipped files are gpus.toml, links.toml, hosts.toml and machines.toml beside this module; what their fields mean
+is at their heads. A user's file holds the same entries as [gpus.NAME], [links.NAME], [hosts.NAME] and
+[machines.NAME]: a new name extends the catalog (and must be complete, but for source and checked: the file is its
+own source), a known one overrides the fields it gives. `machine = "NAME"` at the head of a user's file says which of
+its machines is meant where it has several.
+
+[Note: which figure is used] An entry's `calibrated` table is preferred, field by field, and used as it is; a datasheet
+peak is multiplied by the entry's efficiency. A user's datasheet figure displaces the calibrated one of the same
+name. `measured` is true of a part that has a calibration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+from pstar_sim.catalog.fields import (
+    Choice,
+    Date,
+    Entry,
+    Field,
+    Flag,
+    Number,
+    Table,
+    Text,
+    Texts,
+    one_of,
+    parse_toml,
+    read_toml,
+)
+from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
+from pstar_sim.errors import CatalogError, UnknownName
+from pstar_sim.units import GB, format_bytes, parse_bytes
+
+__all__ = ["Catalog", "load_catalog", "load_machine", "machine_names", "resize"]
+
+TERA = 1e12
+
+_ORIGIN: dict[str, Field] = {"source": Text(), "checked": Date()}
+_GIGABYTES = Number(0.001, 1e5)
+_RATE = Number(0.01, 2e4)
+_LINK_RATE = Number(0.001, 2e3)
+_TFLOPS = Number(1e-4, 1e5)
+_EFFICIENCY = Number(0.01, 1)
+_ADAM = Number(1e-3, 1e3)
+
+
+def _optional(kind: Number) -> Number:
+    return replace(kind, required=False)
+
+
+_FIELDS: dict[str, dict[str, Field]] = {
+    "gpus": {
+        "memory_gb": _GIGABYTES,
+        "usable_gb": _GIGABYTES,
+        "context_gb": Number(0, 100),
+        "hbm_gb_per_s": _RATE,
+        "hbm_efficiency": _EFFICIENCY,
+        "fp32_tflops": _TFLOPS,
+        "fp16_tflops": _optional(_TFLOPS),
+        "bf16_tflops": _optional(_TFLOPS),
+        "fp32_efficiency": _EFFICIENCY,
+        "tensor_core_efficiency": _EFFICIENCY,
+        "device_names": Texts(required=False),
+        **_ORIGIN,
+        "calibrated": Table(
+            {
+                "usable_gb": _optional(_GIGABYTES),
+                "hbm_gb_per_s": _optional(_RATE),
+                "fp32_tflops": _optional(_TFLOPS),
+                "fp16_tflops": _optional(_TFLOPS),
+                "bf16_tflops": _optional(_TFLOPS),
+                **_ORIGIN,
+            }
+        ),
+    },
+    "links": {
+        "connects": Choice(("host-gpu", "gpu-gpu")),
+        "h2d_gb_per_s": _LINK_RATE,
+        "d2h_gb_per_s": _LINK_RATE,
+        "efficiency": _EFFICIENCY,
+        "latency_us": Number(0, 1e5),
+        "duplex": Flag(),
+        **_ORIGIN,
+        "calibrated": Table({"h2d_gb_per_s": _optional(_LINK_RATE), "d2h_gb_per_s": _optional(_LINK_RATE), **_ORIGIN}),
+    },
+    "hosts": {
+        "memory_gb": _GIGABYTES,
+        "reserved_gb": Number(0, 1e4),
+        "dram_peak_gb_per_s": _RATE,
+        "dram_efficiency": _EFFICIENCY,
+        "cores": Number(1, 4096, whole=True),
+        "adam_gparams_per_s": _ADAM,
+        **_ORIGIN,
+        "calibrated": Table({"adam_gparams_per_s": _optional(_ADAM), **_ORIGIN}),
+    },
+    "machines": {
+        "gpu": Text(),
+        "gpus": Number(1, 1024, whole=True),
+        "link": Text(),
+        "peer_link": Text(required=False),
+        "host": Text(),
+        "notes": Text(required=False),
+        "price_usd_per_hour": Number(1e-3, 1e4, required=False),
+        **_ORIGIN,
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Catalog:
+    """Checked entries by name. own: the machines that a user's file defined. main: the one it says is meant."""
+
+    gpus: Mapping[str, Entry]
+    links: Mapping[str, Entry]
+    hosts: Mapping[str, Entry]
+    machines: Mapping[str, Entry]
+    own: tuple[str, ...] = ()
+    main: str | None = None
+
+    def gpu(self, name: str) -> Gpu:
+        e = self.gpus[name]
+        usable = e.number("usable_gb") if _calibrated(e, "usable_gb") is None else _calibrated(e, "usable_gb")
+        assert usable is not None
+        rates = {}
+        for dtype in ("fp32", "fp16", "bf16"):
+            if e.has(f"{dtype}_tflops") or _calibrated(e, f"{dtype}_tflops") is not None:
+                efficiency = "fp32_efficiency" if dtype == "fp32" else "tensor_core_efficiency"
+                rates[dtype] = _effective(e, f"{dtype}_tflops", efficiency) * TERA
+        if not e.number("context_gb") < usable <= e.number("memory_gb"):
+            raise e.refuse("usable_gb", "more than context_gb and at most memory_gb, calibrated or not")
+        return Gpu(
+            name=name,
+            memory_bytes=_bytes(e.number("memory_gb")),
+            usable_bytes=_bytes(usable),
+            context_bytes=_bytes(e.number("context_gb")),
+            hbm_bytes_per_s=_effective(e, "hbm_gb_per_s", "hbm_efficiency") * GB,
+            flops_per_s=rates,
+            measured=e.has("calibrated"),
+            source=_source(e),
+        )
+
+    def link(self, name: str) -> Link:
+        e = self.links[name]
+        return Link(
+            name=name,
+            h2d_bytes_per_s=_effective(e, "h2d_gb_per_s", "efficiency") * GB,
+            d2h_bytes_per_s=_effective(e, "d2h_gb_per_s", "efficiency") * GB,
+            latency_s=e.number("latency_us") * 1e-6,
+            duplex=e.flag("duplex"),
+            measured=e.has("calibrated"),
+            source=_source(e),
+        )
+
+    def host(self, name: str) -> Host:
+        e = self.hosts[name]
+        e.at_most("reserved_gb", "memory_gb", strictly=True)
+        adam = _calibrated(e, "adam_gparams_per_s")
+        return Host(
+            name=name,
+            memory_bytes=_bytes(e.number("memory_gb")),
+            reserved_bytes=_bytes(e.number("reserved_gb")),
+            dram_bytes_per_s=e.number("dram_peak_gb_per_s") * e.number("dram_efficiency") * GB,
+            cores=e.whole("cores"),
+            adam_params_per_s=(e.number("adam_gparams_per_s") if adam is None else adam) * 1e9,
+            measured=e.has("calibrated"),
+            source=_source(e),
+        )
+
+    def machine(self, name: str) -> Machine:
+        """Raises UnknownName, and CatalogError for a part that no table has."""
+        if name not in self.machines:
+            raise UnknownName("machine", name, (*self.machines, "here"))
+        e = self.machines[name]
+        gpu = self.gpu(one_of("GPU", e, "gpu", tuple(self.gpus)))
+        link_name = one_of("link", e, "link", tuple(self.links))
+        if self.links[link_name].text("connects") != "host-gpu":
+            raise e.refuse("link", 'a link that connects = "host-gpu"')
+        link = self.link(link_name)
+        count = e.whole("gpus")
+        extra: dict[str, float] = {}
+        if e.has("peer_link"):
+            peer = self.link(one_of("link", e, "peer_link", tuple(self.links)))
+            if self.links[peer.name].text("connects") != "gpu-gpu":
+                raise e.refuse("peer_link", 'a link that connects = "gpu-gpu"')
+            extra["peer_bytes_per_s"] = min(peer.h2d_bytes_per_s, peer.d2h_bytes_per_s)
+        return Machine(
+            name=name,
+            ranks=tuple(Rank(gpu=gpu, link=link, batch_share=1 / count) for _ in range(count)),
+            host=self.host(one_of("host", e, "host", tuple(self.hosts))),
+            notes=e.text("notes"),
+            price_usd_per_hour=e.number("price_usd_per_hour") if e.has("price_usd_per_hour") else None,
+            extra=extra,
+        )
+
+
+def _bytes(gigabytes: float) -> int:
+    return round(gigabytes * GB)
+
+
+def _calibrated(entry: Entry, field: str) -> float | None:
+    table = entry.table("calibrated")
+    return table.number(field) if table is not None and table.has(field) else None
+
+
+def _effective(entry: Entry, field: str, efficiency: str) -> float:
+    value = _calibrated(entry, field)
+    return entry.number(field) * entry.number(efficiency) if value is None else value
+
+
+def _source(entry: Entry) -> str:
+    table = entry.table("calibrated")
+    text = f"{entry.text('source')} (checked {entry.values['checked']})"
+    return text if table is None else f"{text}; calibrated: {table.text('source')} (checked {table.values['checked']})"
+
+
+def _tables(raws: Mapping[str, Mapping[str, tuple[str, object]]]) -> dict[str, dict[str, Entry]]:
+    return {
+        table: {name: Entry.read(file, name, raw, _FIELDS[table]) for name, (file, raw) in raws[table].items()}
+        for table in _FIELDS
+    }
+
+
+@cache
+def _shipped() -> dict[str, dict[str, tuple[str, object]]]:
+    """File and raw table of every shipped entry. The files do not change while a program runs."""
+    here = files("pstar_sim.catalog")
+    return {
+        table: {
+            name: (f"{table}.toml", raw)
+            for name, raw in parse_toml(f"{table}.toml", (here / f"{table}.toml").read_text(encoding="utf-8")).items()
+        }
+        for table in _FIELDS
+    }
+
+
+def _merged(file: str, known: object, given: object) -> object:
+    """A user's entry over the catalog's: given fields replace, and displace the calibrated field of the same name."""
+    if not isinstance(known, dict) or not isinstance(given, dict):
+        return given
+    merged = {**known, **given}
+    calibrated = known.get("calibrated")
+    if isinstance(calibrated, dict):
+        kept = {k: v for k, v in calibrated.items() if k not in given or k in _ORIGIN}
+        own = given.get("calibrated")
+        if isinstance(own, dict):
+            kept |= {"source": file} | own
+        elif "calibrated" in given:
+            kept = given["calibrated"]
+        merged["calibrated"] = kept
+    if "source" not in given:
+        merged["source"] = f"{known.get('source')}, changed by {file}"
+    return merged
+
+
+def load_catalog(user_file: str | Path | None = None) -> Catalog:
+    """The shipped catalog, and a user's file over it. Raises CatalogError for any entry of either that is wrong."""
+    raws = {table: dict(entries) for table, entries in _shipped().items()}
+    own: list[str] = []
+    main: str | None = None
+    if user_file is not None:
+        file = str(user_file)
+        content = read_toml(Path(user_file))
+        named = content.pop("machine", None)
+        if named is not None and not isinstance(named, str):
+            raise CatalogError(f"{file}: machine = {named!r}; must be the name of one of its machines")
+        main = named
+        for table, entries in content.items():
+            if table not in _FIELDS or not isinstance(entries, dict):
+                want = ", ".join(f"[{t}.NAME]" for t in _FIELDS)
+                raise CatalogError(f"{file}: {table!r} is not a known table; it takes {want} and machine = NAME")
+            for name, given in entries.items():
+                raws[table][name] = (file, _given(file, raws[table].get(name), given))
+                if table == "machines":
+                    own.append(name)
+    tables = _tables(raws)
+    if main is not None and main not in tables["machines"]:
+        raise CatalogError(f"{user_file}: machine = {main!r}; must be one of {', '.join(tables['machines'])}")
+    return Catalog(
+        gpus=tables["gpus"],
+        links=tables["links"],
+        hosts=tables["hosts"],
+        machines=tables["machines"],
+        own=tuple(own),
+        main=main,
+    )
+
+
+def _given(file: str, known: tuple[str, object] | None, given: object) -> object:
+    if known is not None:
+        return _merged(file, known[1], given)
+    if not isinstance(given, dict):
+        return given
+    return {**_own_origin(file), **given, **_own_calibration(file, given)}
+
+
+def _own_origin(file: str) -> dict[str, object]:
+    """A user's file is its own source; it was checked when it was last written."""
+    from datetime import date
+
+    return {"source": file, "checked": date.fromtimestamp(Path(file).stat().st_mtime)}
+
+
+def _own_calibration(file: str, given: Mapping[str, object]) -> dict[str, object]:
+    calibrated = given.get("calibrated")
+    return {"calibrated": {**_own_origin(file), **calibrated}} if isinstance(calibrated, dict) else {}
+
+
+def machine_names(user_file: str | Path | None = None) -> tuple[str, ...]:
+    """Names `load_machine` knows, in catalog order, besides "here"."""
+    return tuple(load_catalog(user_file).machines)
+
+
+def load_machine(
+    name: str | Path,
+    *,
+    gpu_memory: str | int | None = None,
+    host_memory: str | int | None = None,
+    user_file: str | Path | None = None,
+) -> Machine:
+    """A machine by name, "here" for the one this runs on, or the one a .toml file defines.
+
+    gpu_memory, host_memory: sizes ("8GB", or bytes) that replace those of the catalog (see `resize`). user_file: a file
+    that extends or overrides the catalog. Raises UnknownName, CatalogError, and PstarError for a size that is none.
+    """
+    text = str(name)
+    if isinstance(name, Path) or text.endswith(".toml"):
+        if user_file is not None:
+            raise CatalogError(
+                f"{text} is a file of machines itself; user_file = {str(user_file)!r} cannot be given too"
+            )
+        machine = _only_machine(text)
+    elif text == "here":
+        from pstar_sim.catalog.here import this_machine
+
+        machine = this_machine(load_catalog(user_file))
+    else:
+        machine = load_catalog(user_file).machine(text)
+    return resize(machine, gpu_memory=gpu_memory, host_memory=host_memory)
+
+
+def _only_machine(file: str) -> Machine:
+    catalog = load_catalog(file)
+    if catalog.main is not None:
+        return catalog.machine(catalog.main)
+    if len(catalog.own) != 1:
+        what = (
+            f"defines {len(catalog.own)} machines ({', '.join(catalog.own)})" if catalog.own else "defines no machine"
+        )
+        raise CatalogError(f"{file}: {what}; say which one is meant with machine = NAME at its head")
+    return catalog.machine(catalog.own[0])
+
+
+def resize(machine: Machine, *, gpu_memory: str | int | None = None, host_memory: str | int | None = None) -> Machine:
+    """The machine with other memory sizes.
+
+    gpu_memory: what a process can take of each GPU; the context still comes off it. host_memory: DRAM; what is reserved
+    for the system still comes off it. Raises CatalogError where nothing would be left.
+    """
+    if gpu_memory is not None:
+        size = _size(gpu_memory)
+        for rank in machine.ranks:
+            _must_leave("gpu memory", size, rank.gpu.context_bytes, "the driver context", machine.name)
+        machine = replace(machine, ranks=tuple(_with_memory(machine.ranks, size)))
+    if host_memory is not None:
+        size = _size(host_memory)
+        _must_leave("host memory", size, machine.host.reserved_bytes, "the system", machine.name)
+        machine = replace(machine, host=replace(machine.host, memory_bytes=size))
+    return machine
+
+
+def _with_memory(ranks: Iterable[Rank], size_bytes: int) -> Iterable[Rank]:
+    for rank in ranks:
+        yield replace(rank, gpu=replace(rank.gpu, memory_bytes=size_bytes, usable_bytes=size_bytes))
+
+
+def _size(size: str | int) -> int:
+    return parse_bytes(size) if isinstance(size, str) else parse_bytes(str(size))
+
+
+def _must_leave(what: str, size_bytes: int, taken_bytes: int, taker: str, machine: str) -> None:
+    if size_bytes <= taken_bytes:
+        raise CatalogError(
+            f"{what} of {format_bytes(size_bytes)} leaves nothing: {taker} of {machine} takes "
+            f"{format_bytes(taken_bytes)}; give more than that"
+        )
