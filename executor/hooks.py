@@ -38,7 +38,7 @@ ROOT = "<root>"
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """kind: "begin", "end", "grad", "backward-end" or "step". module: name in `named_modules()`, "" for the root and with
+    """kind: "begin", "end", "grad", "backward-end" or "step". module: name in `named_modules()`, "" for the root and
     the last two kinds. name: as in `Moment.name`. phase, micro_batch: those of the moment the event opens."""
 
     kind: str

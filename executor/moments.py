@@ -58,7 +58,7 @@ def describe_parameters(
 
 
 def working_dtype(tensors: Collection[Tensor]) -> str:
-    """The dtype with the most trainable bytes (most bytes, if nothing is trainable). Raises ModelError if there is none."""
+    """The dtype with the most trainable bytes (most bytes if none is trainable). ModelError if there is none."""
     sizes: Counter[str] = Counter()
     trainable = any(not t.frozen for t in tensors)
     for t in tensors:
