@@ -11,7 +11,7 @@ from pstar_sim.errors import PstarError
 from pstar_sim.units import parse_bytes
 from pstar_sim.workload.presets import preset
 from pstar_sim.workload.trace import load_trace
-from pstar_sim.workload.workload import Workload, repeat_micro_batch
+from pstar_sim.workload.workload import Workload
 
 __all__ = ["default_dtype", "machine_of", "settings_of", "workload_of"]
 
@@ -34,9 +34,19 @@ def default_dtype(machine: Machine) -> str:
 
 
 def workload_of(args: argparse.Namespace, machine: Machine) -> Workload:
-    """The workload of --trace, or of --model with --batch and --seq. Raises PstarError for flags that contradict a trace."""
+    """The variant of --trace that agrees with the flags given, or the preset --model with --batch and --seq.
+
+    Raises PstarError for flags that name no variant of the trace or more than one, and for flags that are missing.
+    """
     if args.trace is not None:
-        return _from_trace(args)
+        return load_trace(
+            args.trace,
+            batch=args.batch,
+            sequence=args.seq,
+            checkpointing=args.checkpointing,
+            micro_batches=args.micro_batches,
+            dtype=args.dtype,
+        )
     if args.model is None:
         raise PstarError("give --trace FILE, or --model NAME with --batch and --seq")
     if args.batch is None or args.seq is None:
@@ -49,19 +59,3 @@ def workload_of(args: argparse.Namespace, machine: Machine) -> Workload:
         dtype=args.dtype or default_dtype(machine),
         checkpointing=True if args.checkpointing is None else args.checkpointing,
     )
-
-
-def _from_trace(args: argparse.Namespace) -> Workload:
-    w = load_trace(args.trace)
-    for flag, value, own in (
-        ("--batch", args.batch, w.batch),
-        ("--seq", args.seq, w.sequence),
-        ("--dtype", args.dtype, w.dtype),
-        ("--checkpointing", args.checkpointing, w.checkpointing),
-    ):
-        if value is not None and value != own:
-            raise PstarError(f"{args.trace} was traced with {flag} {own}, not {value}; trace again, or leave {flag} out")
-    wanted = args.micro_batches
-    if wanted is not None and wanted != w.micro_batches:
-        w = repeat_micro_batch(w, wanted)
-    return w

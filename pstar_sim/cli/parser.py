@@ -193,13 +193,13 @@ def _workload(parser: argparse.ArgumentParser, *, required: bool = True) -> None
     one = group.add_mutually_exclusive_group(required=required)
     one.add_argument("--trace", metavar="FILE", help="a trace file (see `pstar trace`)")
     one.add_argument("--model", metavar="NAME", help="a model preset (see `pstar models`)")
-    group.add_argument("--batch", type=_positive, metavar="B", help="sequences a micro-batch (presets)")
-    group.add_argument("--seq", type=_positive, metavar="S", help="tokens a sequence (presets)")
+    group.add_argument("--batch", type=_positive, metavar="B", help="sequences a micro-batch (with --trace: picks a variant)")
+    group.add_argument("--seq", type=_positive, metavar="S", help="tokens a sequence (with --trace: picks a variant)")
     group.add_argument("--micro-batches", type=_positive, metavar="U", help="micro-batches an iteration (default: 1, or the trace's)")
     group.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16"), help="working dtype (default: bf16 where the GPU has it, else fp16; a trace has its own)"
+        "--dtype", choices=("fp32", "bf16", "fp16"), help="working dtype (default: bf16 where the GPU has it, else fp16; with --trace: picks a variant)"
     )
-    _checkpointing(group, default=None, note="default: on for presets, the trace's own otherwise")
+    _checkpointing(group, default=None, note="default: on for presets; with --trace: picks a variant")
 
 
 def _checkpointing(group: argparse._ActionsContainer, *, default: bool | None, note: str) -> None:

@@ -145,9 +145,15 @@ def models(args: argparse.Namespace) -> int:
 
 
 def policies(args: argparse.Namespace) -> int:
-    from pstar_sim.policy.registry import list_policies
+    from pstar_sim.policy.registry import policies as all_policies
 
-    return _listing(list_policies(), args.json)
+    rows: list[dict[str, object]] = []
+    for name, policy in all_policies().items():
+        said = (policy.__doc__ or "").strip()
+        module = getattr(sys.modules.get(policy.__module__), "__doc__", None) or ""
+        own = module if module.startswith(f"{name}:") else said
+        rows.append({"policy": name, "what": " ".join(own.split("\n\n")[0].removeprefix(f"{name}:").split())})
+    return _listing(rows, args.json)
 
 
 def _listing(rows: Sequence[dict[str, object]], as_json: bool) -> int:
@@ -158,7 +164,8 @@ def _listing(rows: Sequence[dict[str, object]], as_json: bool) -> int:
 
     columns = list(rows[0]) if rows else []
     texts = [["" if row[c] is None else str(row[c]) for c in columns] for row in rows]
-    say(render(listing_table(columns, texts), width=terminal_width()))
+    width = terminal_width()
+    say(render(listing_table(columns, texts, width=width), width=width))
     return 0
 
 

@@ -22,7 +22,8 @@ from pstar_sim.planner.binding import bound_by
 from pstar_sim.planner.bounds import lower_bound
 from pstar_sim.planner.explain import explain
 from pstar_sim.planner.nearest import nearest
-from pstar_sim.policy.registry import Policy, find_policy, policy_names
+from pstar_sim.policy.registry import Policy, find_policy
+from pstar_sim.policy.registry import policies as all_policies
 from pstar_sim.sim.play import play
 from pstar_sim.workload.workload import Workload
 
@@ -152,14 +153,14 @@ def compare(
     settings = replace(settings or Settings(), **{k: v for k, v in changes.items() if v is not None})  # type: ignore[arg-type]
     if settings.update not in ("step", "eager"):
         raise PstarError(f'update must be "step" or "eager", not {settings.update!r}')
-    asked = [_named(p) for p in (policy_names() if policies is None else policies)]
+    asked = [_named(p) for p in (all_policies() if policies is None else policies)]
     if not asked:
         raise PstarError("compare needs at least one policy")
     names = [name for name, _ in asked]
     if len(set(names)) != len(names):
         raise PstarError(f"policies must have different names, not {', '.join(names)}")
     layout = build_layout(workload, chunk_bytes=settings.chunk_bytes)
-    bound_s = lower_bound(workload, machine, settings, layout).bound_s
+    bound_s = lower_bound(workload, machine, settings, layout).seconds
     free = None
     if barrier_cost and settings.barrier(workload.dtype) is not None:
         free = without_barrier(workload, machine, settings)

@@ -43,7 +43,7 @@ def comparison_table(comparison: Comparison) -> Table:
     from rich.table import Table
 
     best = comparison.best().row.policy if any(r.fits for r in comparison.rows) else None
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("policy")
     table.add_column("fits")
     for name in ("iteration", "tokens/s", "over bound"):
@@ -95,17 +95,26 @@ def comparison_text(comparison: Comparison, *, width: int = 120) -> str:
     return "\n".join(lines) + "\n"
 
 
-def listing_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A plain table of texts; columns that look like numbers are set to the right."""
+def listing_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, width: int = 120) -> Table:
+    """A plain table of texts; columns that look like numbers are set to the right.
+
+    The last column may fold; it is left out where less than 20 columns would be left for it.
+    """
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
-    for i, name in enumerate(columns):
+    widths = [
+        max([*(len(row[i]) for row in rows), *(len(word) for word in name.split())]) for i, name in enumerate(columns)
+    ]
+    columns = [name if len(name) <= size else name.replace(" ", "\n") for name, size in zip(columns, widths)]
+    left = width - sum(size + 2 for size in widths[:-1])
+    shown = len(columns) if left >= min(20, widths[-1]) else len(columns) - 1
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False, padding=(0, 1, 0, 0))
+    for i, name in enumerate(columns[:shown]):
         numeric = bool(rows) and all(row[i][:1].isdigit() or row[i] in ("", "-") for row in rows)
-        table.add_column(name, justify="right" if numeric else "left")
+        table.add_column(name, justify="right" if numeric else "left", no_wrap=i < len(columns) - 1)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*row[:shown])
     return table
 
 

@@ -1,0 +1,199 @@
+"""Compare, best, what binds, what a barrier costs, what would fit: on a chain whose figures can be worked out by hand.
+
+Two layers of 1 M parameters in bf16; FWD 1 s and BWD 2 s a layer (recorded), so 6 s of compute an iteration.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import pstar_sim as ps
+from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
+from pstar_sim.core.plan import Plan, Settings, load_plan
+from pstar_sim.core.timeline import Timeline
+from pstar_sim.errors import DoesNotFit, PlanError, PstarError, UnknownName
+from pstar_sim.planner.binding import bound_by
+from pstar_sim.planner.compare import Row, compare, without_barrier
+from pstar_sim.policy.all_on_gpu import all_on_gpu
+from pstar_sim.testing import chain_workload
+from pstar_sim.workload.workload import Workload
+
+MB, GB = 10**6, 10**9
+FREE = Settings(update="eager", clip=False)
+
+
+def machine(gpu_bytes: int = GB, host_bytes: int = GB) -> Machine:
+    """GPU Adam: 28 MB a layer over 28 MB/s of HBM = 1 s."""
+    gpu = Gpu(
+        name="test",
+        memory_bytes=gpu_bytes,
+        usable_bytes=gpu_bytes,
+        context_bytes=0,
+        hbm_bytes_per_s=28 * MB,
+        flops_per_s={"fp16": 1e9},
+        measured=True,
+        source="test",
+    )
+    link = Link(
+        name="test", h2d_bytes_per_s=2 * MB, d2h_bytes_per_s=2 * MB, latency_s=0, duplex=True, measured=True, source="test"
+    )
+    host = Host(
+        name="test",
+        memory_bytes=host_bytes,
+        reserved_bytes=0,
+        dram_bytes_per_s=100 * GB,
+        cores=2,
+        adam_params_per_s=1 * MB,
+        measured=True,
+        source="test",
+    )
+    return Machine(name="virtual", ranks=(Rank(gpu=gpu, link=link),), host=host)
+
+
+def chain() -> Workload:
+    return chain_workload(2, 1_048_576, forward_s=1.0)
+
+
+def never(workload: Workload, machine: Machine, settings: Settings) -> Plan:
+    raise DoesNotFit(policy="never", place="gpu", needed_bytes=3 * GB, available_bytes=GB, what="all of it")
+
+
+def test_the_figures_of_everything_resident_are_those_worked_out_by_hand() -> None:
+    """6 s of compute and two GPU Adams of 28 x 1.048576 MB / 28 MB/s; one token an iteration; nothing moves."""
+    (row,) = compare(chain(), machine(), policies=[all_on_gpu]).rows
+    assert row.policy == "all_on_gpu" and row.fits and row.reason is None
+    assert row.iteration_s == pytest.approx(6 + 2 * 1.048576)
+    assert row.tokens_per_s == pytest.approx(1 / (6 + 2 * 1.048576))
+    assert (row.h2d_bytes, row.d2h_bytes, row.bound_by) == (0, 0, "compute")
+    assert row.peak_gpu_bytes == 2 * 1_048_576 * 14
+    assert row.barrier_cost_s == pytest.approx(0), "Adam on the compute queue takes its time before or after the step"
+    assert row.lower_bound_s is not None and row.gap == pytest.approx(row.iteration_s / row.lower_bound_s - 1)
+
+
+def test_the_keys_are_those_of_the_json_objects() -> None:
+    keys = list(Row(policy="p", fits=False).to_json())
+    assert keys == [
+        "policy", "fits", "reason", "iteration_s", "tokens_per_s", "lower_bound_s", "gap", "bound_by", "peak_gpu_bytes",
+        "peak_host_bytes", "h2d_bytes", "d2h_bytes", "barrier_cost_s",
+    ]  # fmt: skip
+    result = compare(chain(), machine(), policies=[all_on_gpu, never])
+    assert json.loads(json.dumps(result.to_json(), allow_nan=False))[1]["fits"] is False
+    assert list(result.to_frame().columns) == keys
+
+
+def test_no_barrier_no_cost() -> None:
+    (row,) = compare(chain(), machine(), policies=["zero_offload"], update="eager", clip=False).rows
+    assert row.barrier_cost_s is None
+
+
+def test_the_cost_of_the_barrier_is_the_difference_of_two_simulations() -> None:
+    (barred,) = compare(chain(), machine(), policies=["tide"]).rows
+    (free,) = compare(chain(), machine(), policies=["tide"], settings=FREE).rows
+    assert barred.iteration_s is not None and free.iteration_s is not None
+    assert barred.barrier_cost_s == pytest.approx(barred.iteration_s - free.iteration_s)
+
+
+def test_fp16_without_its_barrier_is_bf16_at_the_same_rate() -> None:
+    w = chain_workload(2, 1_048_576, dtype="fp16")
+    free_w, free_m, free_s = without_barrier(w, machine(), Settings())
+    assert free_s.barrier(free_w.dtype) is None
+    assert free_w.dtype == "bf16" and {t.dtype for t in free_w.tensors} == {"bf16"}
+    assert free_m.gpu.flops_per_s["bf16"] == machine().gpu.flops_per_s["fp16"]
+    same_w, same_m, _ = without_barrier(chain(), machine(), Settings())
+    assert same_w.dtype == "bf16" and same_m == machine()
+
+
+def test_best_is_the_fastest_that_fits() -> None:
+    result = compare(chain(), machine(), policies=[never, "zero_offload", all_on_gpu])
+    times = {r.policy: r.iteration_s for r in result.rows if r.iteration_s is not None}
+    assert result.best().row.policy == min(times, key=lambda p: times[p])
+    assert result["zero_offload"].plan.policy == "zero_offload"
+    with pytest.raises(PlanError, match="never does not fit"):
+        result["never"]
+    with pytest.raises(PlanError, match="compared were"):
+        result["nobody"]
+
+
+def test_when_nothing_fits_best_says_why_for_every_policy() -> None:
+    with pytest.raises(PlanError, match="short by 2.00 GB"):
+        compare(chain(), machine(), policies=[never]).best()
+
+
+def test_what_does_not_fit_names_a_policy_that_does() -> None:
+    result = compare(chain(), machine(gpu_bytes=20 * MB), policies=["all_on_gpu", "tide"])
+    on_gpu, tide = result.rows
+    assert not on_gpu.fits and tide.fits
+    assert "short by" in str(on_gpu.reason) and "--policy tide" in str(on_gpu.reason)
+
+
+def test_what_does_not_fit_in_host_memory_names_how_much_would_do() -> None:
+    """2 x 1,048,576 parameters of 14 bytes and a gradient bucket: far below 16 GB, the step in which memory is suggested."""
+    (row,) = compare(chain(), machine(host_bytes=MB), policies=["zero_offload"]).rows
+    assert "host needs" in str(row.reason) and "fits with --host-memory 16GB" in str(row.reason)
+
+
+def test_a_plan_is_saved_with_its_predictions(tmp_path: Path) -> None:
+    best = compare(chain(), machine(), policies=[all_on_gpu]).best()
+    best.save(tmp_path / "plan.json")
+    again = load_plan(tmp_path / "plan.json")
+    assert again.predictions["iteration_s"] == best.timeline.iteration_s
+    assert again.predictions["peak_gpu_bytes"] == best.row.peak_gpu_bytes
+    assert again.steps == best.plan.steps
+    assert ps.play(again).iteration_s == best.timeline.iteration_s
+
+
+def test_html_and_text_name_the_policies_and_reasons() -> None:
+    result = compare(chain(), machine(), policies=[never, all_on_gpu])
+    for text in (result._repr_html_(), str(result)):
+        assert "all_on_gpu" in text and "never does not fit" in text and "short by" in text
+    assert "<table>" in result.best()._repr_html_()
+    assert "what lives where" in result.best().explain()
+
+
+@pytest.mark.parametrize(
+    ("policies", "error", "text"),
+    [
+        (["tied"], UnknownName, "tide"),
+        ([], PstarError, "at least one"),
+        (["tide", "tide"], PstarError, "different names"),
+        ([3], PstarError, "not 3"),
+    ],
+)
+def test_policies_that_make_no_sense(policies: list[object], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        compare(chain(), machine(), policies=policies)  # type: ignore[arg-type]
+
+
+def test_an_update_that_makes_no_sense() -> None:
+    with pytest.raises(PstarError, match="'later'"):
+        compare(chain(), machine(), update="later")
+
+
+@pytest.mark.parametrize(
+    ("stalls", "cost", "binds"),
+    [
+        ({}, None, "compute"),
+        ({"h2d": 0.19}, None, "compute"),
+        ({"h2d": 0.21}, None, "h2d"),
+        ({"h2d": 1.0, "adam": 2.0}, None, "adam"),
+        ({"dram": 3.0, "adam": 2.0}, None, "dram"),
+        ({"d2h": 3.0, "adam": 2.0}, None, "d2h"),
+        ({"barrier": 3.0}, 2.0, "barrier"),
+        ({"barrier": 3.0}, 1.0, "adam"),
+        ({"barrier": 3.0}, None, "barrier"),
+    ],
+)
+def test_what_binds(stalls: dict[str, float], cost: float | None, binds: str) -> None:
+    """Of an iteration of 10 s: below 0.2 s of waiting it is compute; else the largest cause; a barrier only if it is to blame."""
+    timeline = Timeline(source="simulated", iterations=3, iteration_s=10.0, spans=(), samples=(), stall_s=stalls)
+    assert bound_by(timeline, barrier_cost_s=cost) == binds
+
+
+def test_settings_may_be_given_as_a_value_or_piecewise() -> None:
+    one = compare(chain(), machine(), policies=[all_on_gpu], settings=FREE)
+    two = compare(chain(), machine(), policies=[all_on_gpu], update="eager", clip=False)
+    assert one.settings == two.settings == replace(Settings(), update="eager", clip=False)
