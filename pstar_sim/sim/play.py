@@ -202,7 +202,7 @@ class _Run:
         last_moment = len(self.plan.workload.moments) - 1
         ends = {s.id for s in self.plan.steps if s.kind is Kind.COMPUTE and s.moment == last_moment}
         behind = False
-        for i in self.order[Queue.ADAM]:
+        for i in self.order.get(Queue.ADAM, ()):
             step = self.plan.steps[i]
             behind = behind or any(ref.id in ends and not ref.back for ref in step.after)
             if behind and step.kind is Kind.CPU_ADAM:
