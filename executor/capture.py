@@ -1,0 +1,266 @@
+"""Capture: one training iteration of any nn.Module under fake tensors, written down as a Workload.
+
+No memory, no GPU, no weights: parameters, buffers and batch become fake CPU tensors, a forward and a backward run on
+them, and the same clock, storages and recorder that a real run uses write down moments, bytes, flops and uses. One
+micro-batch is captured; the others are the same. Gradients are taken out of the parameters as they become final, as the
+executor does. Bytes are logical; the attention kernel they rest on is named in the workload.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+from executor.hooks import MomentClock, tensors_of
+from executor.live_bytes import LiveStorages
+from executor.models import TORCH_DTYPES, BuiltModel, attention_kernel, build, forward_loss, map_tensors
+from executor.moments import MomentRecorder, attention_seen, describe_parameters
+from pstar_sim.errors import ModelError, PstarError
+from pstar_sim.workload.workload import Workload, repeat_micro_batch
+
+__all__ = ["capture", "capture_module"]
+
+
+def capture(
+    model: str | BuiltModel,
+    *,
+    batch: int = 1,
+    sequence: int = 1024,
+    micro_batches: int = 1,
+    dtype: str | None = None,
+    checkpointing: bool = False,
+    attention: str | None = None,
+) -> Workload:
+    """The workload of a model named as in `executor.models.build`, or of one built already (then only `micro_batches`
+    counts of the arguments; everything else is the built model's).
+
+    Raises ModelError as `build` and `capture_module` do.
+    """
+    if isinstance(model, str):
+        model = build(
+            model,
+            batch=batch,
+            sequence=sequence,
+            dtype=dtype,
+            checkpointing=checkpointing,
+            attention=attention,
+            device="meta",
+        )
+    workload = capture_module(
+        model.module,
+        model.example_batch,
+        name=model.name,
+        batch=model.batch,
+        sequence=model.sequence,
+        attention=model.attention,
+    )
+    return repeat_micro_batch(workload, micro_batches) if micro_batches != 1 else workload
+
+
+def capture_module(
+    module: nn.Module,
+    example_batch: Any,
+    *,
+    name: str,
+    batch: int | None = None,
+    sequence: int | None = None,
+    dtype: str | None = None,
+    attention: str | None = None,
+    loss: Callable[[nn.Module, Any], torch.Tensor] = forward_loss,
+    keep_gradients: bool = False,
+) -> Workload:
+    """The workload of one micro-batch of `module` on `example_batch`; both are left as they were.
+
+    batch, sequence: by default the first two extents of the batch's first tensor. dtype: floating parameters, buffers
+    and inputs are taken as if they were of this dtype ("fp32", "bf16", "fp16"); None: as they are. attention: kernel of
+    scaled_dot_product_attention ("flash", "efficient", "math"), None: torch's choice for these inputs on a CPU. loss:
+    forward pass and loss, called once. keep_gradients: leave them in place, where they count, as plain torch does.
+    Raises ModelError for a module that fake tensors cannot run (names module and operation), a parameter read outside
+    every module call, a loss that reaches no parameter, an attention kernel that was asked for and not used.
+    """
+    firings: dict[int, int] = {}
+    while True:
+        recorder = _run(name, module, example_batch, dtype, attention, loss, firings, keep_gradients)
+        # Reentrant checkpointing of a shared layer accumulates twice. The gradient may only be taken at the last time,
+        # and how many there are is known after a run: then once more, with the counts.
+        seen = {tensor: count for tensor, count in recorder.firings().items() if count > 1}
+        if seen == firings:
+            break
+        firings = seen
+    kernel = attention_seen(recorder.live.kernels)
+    if attention is not None and kernel not in (attention, "none"):
+        raise ModelError(
+            f"{name}: attention={attention!r} was asked for but the model ran {kernel!r}; "
+            "does it call torch's scaled_dot_product_attention?"
+        )
+    shape = next((tuple(t.shape) for t in tensors_of(example_batch) if t.dim()), ())
+    if batch is None:
+        batch = int(shape[0]) if shape else 1
+    if sequence is None:
+        sequence = int(shape[1]) if len(shape) == 2 else 1
+    return recorder.workload(
+        model=name,
+        batch=batch,
+        sequence=sequence,
+        source="capture",
+        notes="gradients left in place" if keep_gradients else "",
+    )
+
+
+def _run(
+    name: str,
+    module: nn.Module,
+    example_batch: Any,
+    dtype: str | None,
+    attention: str | None,
+    loss: Callable[[nn.Module, Any], torch.Tensor],
+    firings: dict[int, int],
+    keep_gradients: bool,
+) -> MomentRecorder:
+    """One fake iteration. firings: tensor index -> gradient firings, where there is more than one."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with contextlib.ExitStack() as stack:
+        fake = _Faker(mode, TORCH_DTYPES[dtype] if dtype else None)
+        stack.enter_context(_faked(module, fake))
+        inputs = map_tensors(example_batch, fake)
+        tensors, parameters = describe_parameters(module)
+        own = [i for i, t in enumerate(tensors) if t.tied_to is None]
+        live = LiveStorages(
+            [parameters[i] for i in own], module.buffers(), on_param_read=lambda i: recorder.read(own[i])
+        )
+        clock = MomentClock(module, lambda event: recorder.on_event(event))
+        stack.callback(clock.close)
+        recorder = MomentRecorder(tensors, live, inside=lambda: clock.inside)
+        for index in own:
+            if not tensors[index].frozen:
+                hook = _GradientHook(recorder, index, firings.get(index, 1), keep_gradients)
+                parameters[index].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        with _readable_failures(name, module, live), mode, live, attention_kernel(attention), torch.enable_grad():
+            loss(module, inputs).backward()  # type: ignore[no-untyped-call]
+            clock.step()
+    return recorder
+
+
+class _GradientHook:
+    """Tells the recorder of each firing and takes the gradient out at the last."""
+
+    def __init__(self, recorder: MomentRecorder, tensor: int, last: int, keep: bool) -> None:
+        self._recorder = recorder
+        self._tensor = tensor
+        self._last = last
+        self._keep = keep
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        if self._recorder.gradient(self._tensor) >= self._last and not self._keep:
+            parameter.grad = None
+
+
+class _Faker:
+    """Fake CPU tensors of the shapes of real, meta or fake ones; tensors that share a storage share one here too."""
+
+    def __init__(self, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
+        self._mode = mode
+        self._dtype = dtype
+        self._storages: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+        storage = tensor.untyped_storage()
+        key = (storage._cdata, dtype)
+        size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+        with self._mode, torch.no_grad():
+            base = self._storages.get(key)
+            if base is None:
+                whole = offset == 0 and storage.nbytes() == tensor.numel() * tensor.element_size()
+                if whole:
+                    base = torch.empty_strided(size, stride, dtype=dtype, device="cpu")
+                else:
+                    base = torch.empty(storage.nbytes() // tensor.element_size(), dtype=dtype, device="cpu")
+                self._storages[key] = base
+                made = base if whole else base.as_strided(size, stride, offset)
+            else:
+                made = base.as_strided(size, stride, offset)
+            if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                made = made.detach().requires_grad_()
+            return made
+
+
+@contextlib.contextmanager
+def _faked(module: nn.Module, fake: _Faker) -> Iterator[None]:
+    """Inside, parameters and buffers of `module` are fake; ties stay ties."""
+    memo: dict[int, torch.Tensor] = {}
+    undo: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+
+    def faked(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in memo:
+            made = fake(tensor)
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = made
+        return memo[id(tensor)]
+
+    try:
+        for part in module.modules():
+            tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+            for table in tables:
+                for key, tensor in table.items():
+                    if tensor is not None:
+                        undo.append((table, key, tensor))
+                        table[key] = faked(tensor)
+        yield
+    finally:
+        for table, key, tensor in undo:
+            table[key] = tensor
+
+
+@contextlib.contextmanager
+def _readable_failures(name: str, module: nn.Module, live: LiveStorages) -> Iterator[None]:
+    """Turn what fake tensors raise into one ModelError that names the module and the operation."""
+    try:
+        yield
+    except PstarError:
+        raise
+    except (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedFakeTensorException,
+        UnsupportedOperatorException,
+    ) as error:
+        operation = getattr(error, "func", None) or live.last_op
+        reason = {
+            DataDependentOutputException: "its result depends on the values of tensors",
+            DynamicOutputShapeException: "the shape of its result depends on the values of tensors",
+        }.get(type(error), "it has no fake version")
+        raise ModelError(
+            f"{name}: {_where(error, module)} cannot run on fake tensors: {operation}: {reason}; "
+            "record a real iteration instead, or avoid the operation"
+        ) from error
+    except Exception as error:
+        text = " ".join(str(error).split())[:300]
+        raise ModelError(
+            f"{name}: {_where(error, module)} cannot run on fake tensors: {live.last_op}: "
+            f"{type(error).__name__}: {text}"
+        ) from error
+
+
+def _where(error: BaseException, module: nn.Module) -> str:
+    """The innermost module of the traceback, by name."""
+    names = {id(part): part_name for part_name, part in module.named_modules()}
+    found = "the loss"
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        part = frame.f_locals.get("self")
+        if isinstance(part, nn.Module) and id(part) in names:
+            found = f"module {names[id(part)] or '<root>'!r} ({type(part).__name__})"
+    return found

@@ -1,0 +1,469 @@
+"""Models by name: presets, transformers configurations and the user's own factories, with a batch to feed them.
+
+`build` makes an `nn.Module` and an example batch; on `meta` (no memory, no initialisation) for a capture, on `cpu` with
+real, seeded weights for a run. `forward_loss` is the one place that says how a batch goes in and a loss comes out.
+Knows no moments, no bytes and no plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from executor.hooks import tensors_of
+from pstar_sim.catalog.models import model_entry
+from pstar_sim.errors import ModelError
+
+__all__ = ["TORCH_DTYPES", "BuiltModel", "attention_kernel", "build", "forward_loss", "map_tensors"]
+
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ATTENTION = ("flash", "efficient", "math")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltModel:
+    """A module in training mode and a batch for `forward_loss`. name: the spec it was built from. batch, sequence: what
+    an iteration's tokens are counted by (of images: patches and the class token). vocabulary: tokens it knows, None for
+    a model that reads none. dtype: as asked for, None where the module's own dtypes were kept."""
+
+    module: nn.Module
+    example_batch: Any
+    name: str
+    batch: int
+    sequence: int
+    dtype: str | None
+    checkpointing: bool
+    attention: str | None
+    vocabulary: int | None
+
+
+def build(
+    spec: str,
+    *,
+    batch: int = 1,
+    sequence: int = 1024,
+    dtype: str | None = None,
+    checkpointing: bool = False,
+    attention: str | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+) -> BuiltModel:
+    """The model that `spec` names, with an example batch of `batch` sequences of `sequence` tokens.
+
+    spec: a preset's name, "hf:FILE" (a transformers config.json, or a folder that holds one), "hf:ORG/NAME" (fetches
+    the configuration only; weights are random), or "py:package.module:factory" (a callable that returns an nn.Module
+    and an example batch; of batch, sequence, dtype and checkpointing it is passed those its signature names). dtype:
+    "fp32", "bf16", "fp16"; None means bf16, for "py:" the module's own dtypes. device: "meta" or "cpu"; a "py:" factory
+    decides itself. seed: of weights and batch; the global generator is left as it was.
+    Raises ModelError, and UnknownName for a preset that does not exist.
+    """
+    _check_arguments(batch=batch, sequence=sequence, dtype=dtype, attention=attention, device=device)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if spec.startswith("py:"):
+            return _from_factory(spec, batch, sequence, dtype, checkpointing, attention)
+        if spec.startswith("hf:"):
+            config, architecture = _hf_config(spec)
+        else:
+            config, architecture = _preset_config(spec)
+        return _from_config(
+            spec, config, architecture, batch, sequence, dtype or "bf16", checkpointing, attention, device
+        )
+
+
+def forward_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Run `model` on `batch` and return its loss, a scalar that requires a gradient.
+
+    A mapping is passed as keyword arguments, a tuple or list as positional ones, anything else as the one argument. The
+    loss is `output.loss`, `output["loss"]`, the output itself if it is a scalar, or the first scalar of a tuple.
+    Raises ModelError for a model that returns none of these.
+    """
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    elif isinstance(batch, (tuple, list)):
+        output = model(*batch)
+    else:
+        output = model(batch)
+    loss = _loss_of(output)
+    if loss is None:
+        raise ModelError(
+            f"{type(model).__name__} returns {_describe(output)}, in which there is no loss; return a scalar loss, "
+            "an object with .loss, a dict with 'loss', or a tuple with a scalar in it (for transformers: pass labels)"
+        )
+    if not loss.requires_grad:
+        raise ModelError(f"the loss of {type(model).__name__} does not depend on any trainable parameter")
+    return loss.reshape(()) if loss.dim() else loss
+
+
+@contextlib.contextmanager
+def attention_kernel(attention: str | None) -> Iterator[None]:
+    """Inside, scaled_dot_product_attention uses this kernel: "flash", "efficient" or "math"; None: torch's own choice.
+
+    "flash" and "efficient" are for fake tensors or a CUDA device. torch's CPU flash kernel knows no dropout, the CUDA
+    one does at the same bytes; so under "flash" dropout is left out of attention on the CPU. "efficient" has no CPU
+    kernel: its shapes are those that torch registers for it.
+    """
+    if attention is None:
+        yield
+        return
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    if attention == "math":
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    elif attention == "flash":
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), _Attention(_flash):
+            yield
+    else:
+        with _Attention(_efficient):
+            yield
+
+
+class _Attention(torch.overrides.TorchFunctionMode):
+    """Replaces scaled_dot_product_attention by `attend`."""
+
+    def __init__(self, attend: Any) -> None:
+        super().__init__()
+        self._attend = attend
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            return self._attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _flash(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **options: Any) -> Any:
+    if query.device.type == "cpu":
+        dropout_p = 0.0
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, **options)
+
+
+def _efficient(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    # What torch does around the kernel: repeat grouped heads, make a mask an additive bias, expand it over heads.
+    if enable_gqa:
+        key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
+        value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
+    bias = attn_mask
+    if bias is not None:
+        if bias.dtype is torch.bool:
+            bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(~bias, float("-inf"))
+        bias = bias.expand(*query.shape[:-1], key.size(-2))
+    needs_grad = query.requires_grad or key.requires_grad or value.requires_grad
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    return kernel(query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale)[0]
+
+
+def _check_arguments(*, batch: int, sequence: int, dtype: str | None, attention: str | None, device: str) -> None:
+    for name, value in (("batch", batch), ("sequence", sequence)):
+        if value < 1:
+            raise ModelError(f"{name} must be at least 1, not {value}")
+    if dtype is not None and dtype not in TORCH_DTYPES:
+        raise ModelError(f"dtype {dtype!r} is not known; it is one of {', '.join(TORCH_DTYPES)}")
+    if attention is not None and attention not in ATTENTION:
+        raise ModelError(f"attention {attention!r} is not known; it is one of {', '.join(ATTENTION)}")
+    if device not in ("meta", "cpu"):
+        raise ModelError(f"device {device!r} is not known; a model is built on meta or cpu")
+
+
+def _from_factory(
+    spec: str, batch: int, sequence: int, dtype: str | None, checkpointing: bool, attention: str | None
+) -> BuiltModel:
+    where, _, function_name = spec.removeprefix("py:").partition(":")
+    if not where or not function_name:
+        raise ModelError(f"{spec!r} is not py:package.module:factory")
+    try:
+        with _current_folder_importable():
+            module = importlib.import_module(where)
+    except ImportError as error:
+        raise ModelError(f"{spec}: cannot import {where!r}: {error}") from error
+    factory = getattr(module, function_name, None)
+    if not callable(factory):
+        raise ModelError(f"{spec}: module {where!r} has no callable {function_name!r}")
+    wanted = {"batch": batch, "sequence": sequence, "dtype": dtype, "checkpointing": checkpointing}
+    names = inspect.signature(factory).parameters
+    made = factory(**{name: value for name, value in wanted.items() if name in names})
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        raise ModelError(f"{spec}: {function_name}() returns {_describe(made)}; return (nn.Module, example batch)")
+    model, example = made
+    if dtype is not None:
+        model = model.to(TORCH_DTYPES[dtype])
+        example = map_tensors(example, lambda t: t.to(TORCH_DTYPES[dtype]) if t.is_floating_point() else t)
+    if checkpointing and "checkpointing" not in names:
+        _enable_checkpointing(spec, model)
+    model.train()
+    sizes = [t.shape for t in tensors_of(example) if t.dim()]
+    return BuiltModel(
+        module=model,
+        example_batch=example,
+        name=spec,
+        batch=batch if "batch" in names or not sizes else int(sizes[0][0]),
+        sequence=sequence if "sequence" in names else int(sizes[0][1]) if sizes and len(sizes[0]) == 2 else 1,
+        dtype=dtype,
+        checkpointing=checkpointing,
+        attention=attention,
+        vocabulary=None,
+    )
+
+
+@contextlib.contextmanager
+def _current_folder_importable() -> Iterator[None]:
+    """A console script does not look for modules in the current folder; `python -m` does."""
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+
+
+def _hf_config(spec: str) -> tuple[Any, str | None]:
+    """A transformers configuration and the architecture it names."""
+    transformers = _transformers()
+    what = spec.removeprefix("hf:")
+    path = Path(what).expanduser()
+    if path.is_dir():
+        path = path / "config.json"
+    if path.is_file() or path.suffix == ".json":
+        try:
+            values = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{spec}: {path} is not a readable config.json: {error}") from error
+        if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+            raise ModelError(f"{spec}: {path} has no field 'model_type'; it is not a transformers configuration")
+        model_type = values.pop("model_type")
+        try:
+            config = transformers.AutoConfig.for_model(model_type, **values)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ModelError(f"{spec}: {_one_line(error)}") from error
+    else:
+        try:
+            config = transformers.AutoConfig.from_pretrained(what, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise ModelError(
+                f"{spec}: the configuration of {what!r} cannot be fetched (offline, or no such model); "
+                f"download its config.json and give hf:FILE. {_one_line(error)}"
+            ) from error
+    architectures = getattr(config, "architectures", None) or [None]
+    return config, architectures[0]
+
+
+def _preset_config(name: str) -> tuple[Any, str]:
+    """Transformers configuration and class of a catalog shape. No dropout, as in pretraining. Raises UnknownName."""
+    m = model_entry(name)
+    transformers = _transformers()
+    common: dict[str, Any] = {"tie_word_embeddings": m.tied}
+    if m.family == "gpt":
+        config = transformers.GPT2Config(
+            n_layer=m.layers,
+            n_embd=m.hidden,
+            n_head=m.heads,
+            n_inner=m.ffn,
+            vocab_size=m.vocab,
+            n_positions=m.max_seq,
+            bos_token_id=0,
+            eos_token_id=0,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            **common,
+        )
+        return config, "GPT2LMHeadModel"
+    common.update(hidden_size=m.hidden, num_hidden_layers=m.layers, num_attention_heads=m.heads)
+    common.update(intermediate_size=m.ffn)
+    if m.family == "llama":
+        common.update(vocab_size=m.vocab, max_position_embeddings=m.max_seq, num_key_value_heads=m.kv_heads)
+        common.update(bos_token_id=0, eos_token_id=0, pad_token_id=None)
+        if m.attention_bias:  # biases of q, k, v and not of the output projection: Qwen2's
+            return transformers.Qwen2Config(**common), "Qwen2ForCausalLM"
+        return transformers.LlamaConfig(**common), "LlamaForCausalLM"
+    common.update(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    if m.family == "bert":
+        config = transformers.BertConfig(vocab_size=m.vocab, max_position_embeddings=m.max_seq, **common)
+        return config, "BertForMaskedLM"
+    if m.family == "vit":
+        config = transformers.ViTConfig(image_size=m.image, patch_size=m.patch, num_labels=m.classes, **common)
+        return config, "ViTForImageClassification"
+    raise ModelError(f"preset {name!r} is of family {m.family!r}, for which no module is known")
+
+
+def _from_config(
+    spec: str,
+    config: Any,
+    architecture: str | None,
+    batch: int,
+    sequence: int,
+    dtype: str,
+    checkpointing: bool,
+    attention: str | None,
+    device: str,
+) -> BuiltModel:
+    cls = _model_class(spec, config, architecture)
+    with contextlib.ExitStack() as stack:
+        if device == "meta":
+            stack.enter_context(torch.device("meta"))
+        try:
+            model = cls._from_config(config, dtype=TORCH_DTYPES[dtype])
+        except (ValueError, TypeError, ImportError) as error:
+            raise ModelError(f"{spec}: transformers cannot build {cls.__name__}: {_one_line(error)}") from error
+    if cls.__name__.endswith("LMHeadModel") and model.loss_type is None:
+        model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = False
+    if checkpointing:
+        _enable_checkpointing(spec, model)
+    model.train()
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    names = inspect.signature(model.forward).parameters
+    vocabulary: int | None = None
+    classes = int(getattr(config, "num_labels", 2) or 2)
+    if cls.main_input_name == "pixel_values" and "labels" in names:
+        height, width = _pair(config.image_size)
+        down, across = _pair(config.patch_size)
+        sequence = (height // down) * (width // across) + 1
+        channels = int(getattr(config, "num_channels", 3))
+        pixels = torch.randn(batch, channels, height, width, dtype=TORCH_DTYPES[dtype], device=device)
+        example = {"pixel_values": pixels, "labels": torch.randint(0, classes, (batch,), device=device)}
+    elif cls.main_input_name == "input_ids" and "labels" in names:
+        vocabulary = int(text.vocab_size)
+        longest = getattr(text, "max_position_embeddings", None)
+        if longest is not None and sequence > longest and not _rotary(text):
+            raise ModelError(f"{spec}: a sequence of {sequence} tokens is longer than the model's {longest} positions")
+        per_sequence = cls.__name__.endswith("ForSequenceClassification")
+        tokens = torch.randint(0, vocabulary, (batch, sequence), device=device)
+        labels = torch.randint(0, classes, (batch,), device=device) if per_sequence else tokens.clone()
+        example = {"input_ids": tokens, "labels": labels}
+    else:
+        raise ModelError(
+            f"{spec}: no batch is known for {cls.__name__} (inputs {', '.join(list(names)[:4])} ...); write a factory "
+            "that returns it with an example batch and give py:package.module:factory"
+        )
+    return BuiltModel(
+        module=model,
+        example_batch=example,
+        name=spec,
+        batch=batch,
+        sequence=sequence,
+        dtype=dtype,
+        checkpointing=checkpointing,
+        attention=attention,
+        vocabulary=vocabulary,
+    )
+
+
+def _model_class(spec: str, config: Any, architecture: str | None) -> Any:
+    """The class with a loss for this configuration: the architecture it names, or the usual one."""
+    transformers = _transformers()
+    named = getattr(transformers, architecture, None) if architecture else None
+    if named is not None and "labels" in inspect.signature(named.forward).parameters:
+        return named
+    auto = transformers.models.auto.modeling_auto
+    if getattr(config, "is_encoder_decoder", False):
+        order: tuple[Any, ...] = (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,)
+    else:
+        order = (
+            auto.MODEL_FOR_MASKED_LM_MAPPING,
+            auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+            auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+            auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        )
+    for mapping in order:
+        if type(config) in mapping:
+            return mapping[type(config)]
+    raise ModelError(
+        f"{spec}: no class of transformers computes a loss for model type {config.model_type!r}; write a factory and "
+        "give py:package.module:factory"
+    )
+
+
+def _enable_checkpointing(spec: str, model: nn.Module) -> None:
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    options = "activation_checkpointing_kwargs"
+    if enable is None:  # the older name
+        enable = getattr(model, "gradient_checkpointing_enable", None)
+        options = "gradient_checkpointing_kwargs"
+    if enable is None:
+        raise ModelError(
+            f"{spec}: {type(model).__name__} cannot switch activation checkpointing on; give --no-checkpointing, or a "
+            "factory that takes checkpointing= and calls torch.utils.checkpoint itself"
+        )
+    try:
+        enable(**{options: {"use_reentrant": False}})
+    except ValueError as error:
+        raise ModelError(f"{spec}: {_one_line(error)}; give --no-checkpointing") from error
+
+
+def _rotary(config: Any) -> bool:
+    return bool(getattr(config, "rope_parameters", None) or getattr(config, "rope_theta", None))
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (int(size[0]), int(size[1])) if isinstance(size, (tuple, list)) else (int(size), int(size))
+
+
+def _loss_of(output: Any) -> torch.Tensor | None:
+    if isinstance(output, torch.Tensor):
+        return output if _scalar(output) else None
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if _scalar(loss):
+        assert isinstance(loss, torch.Tensor)
+        return loss
+    if isinstance(output, (tuple, list)):
+        return next((item for item in output if _scalar(item)), None)
+    return None
+
+
+def _scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point()
+
+
+def map_tensors(value: Any, change: Any) -> Any:
+    """The same nest of mappings, tuples and lists with every tensor changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(item, change) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_tensors(item, change) for item in value)
+    return value
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"an object of type {type(value).__name__}"
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelError(
+            "transformers is not installed; install pstar-sim with the extra 'hf', or give py:package.module:factory"
+        ) from error
+    return transformers
