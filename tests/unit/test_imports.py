@@ -1,0 +1,62 @@
+"""What importing costs: the package alone pulls in nothing heavy, and planning never pulls in torch."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "matplotlib", "pandas", "simpy", "transformers", "scipy", "pyarrow", "numpy", "rich")
+
+
+def loaded(statement: str) -> set[str]:
+    """Heavy modules loaded after the statement, in a fresh interpreter."""
+    code = f"{statement}\nimport sys\nprint(' '.join(m for m in {HEAVY!r} if m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    return set(done.stdout.split())
+
+
+def test_the_package_is_light() -> None:
+    assert loaded("import pstar_sim") == set()
+
+
+def test_the_catalog_is_light() -> None:
+    assert loaded("import pstar_sim; pstar_sim.machine('rtx4090', gpu_memory='8GB')") == set()
+
+
+@pytest.mark.parametrize("module", ["core.plan", "core.step", "catalog.loader", "cli"])
+def test_these_are_light(module: str) -> None:
+    assert not loaded(f"import pstar_sim.{module}") & {"torch", "matplotlib", "pandas", "simpy"}
+
+
+@pytest.mark.parametrize("module", ["planner.compare", "policy.registry", "sim.play", "report.tide", "cost"])
+def test_planning_needs_no_torch(module: str) -> None:
+    assert "torch" not in loaded(f"import pstar_sim.{module}")
+
+
+@pytest.mark.parametrize("module", ["policy.registry", "planner.explain", "report.tables", "workload.presets"])
+def test_only_the_simulator_needs_simpy_to_be_imported(module: str) -> None:
+    assert not loaded(f"import pstar_sim.{module}") & {"matplotlib", "torch"}
+
+
+def test_help_is_quick() -> None:
+    """`pstar --help` answers in under 0.5 s of CPU time (best of three, so that a busy machine does not fail it)."""
+    times = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(
+            [sys.executable, "-m", "pstar_sim", "--help"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "COLUMNS": "100"},
+            check=False,
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert done.returncode == 0, done.stderr
+        assert "compare" in done.stdout
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(times) < 0.5, times
