@@ -84,7 +84,7 @@ class _Run:
         self.order: dict[Queue, list[int]] = defaultdict(list)
         for i, step in enumerate(steps):
             self.order[step.queue].append(i)
-        if not self.order[Queue.COMPUTE]:
+        if Queue.COMPUTE not in self.order:
             raise PlanError(f"plan of {plan.policy!r} has no compute steps")
         self.seconds = [cost.seconds(step) for step in steps]
         self.dram = [cost.dram_bytes(step) for step in steps]
