@@ -1,15 +1,27 @@
-"""Timeline: what happened (or is predicted to happen), one schema for simulator and executor.
+"""Timeline: what happened (or is predicted to happen), one schema for simulator and executor, and its file.
 
-STUB SIGNATURES, to be completed by the owner of core/.
+Knows spans and bytes; draws nothing. Its picture and its HTML live in `report`, looked up by name when they are asked for,
+so that nothing here depends on matplotlib.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import importlib
+import json
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pstar_sim.core.step import Kind, Queue
+from pstar_sim.errors import TraceError
 
-__all__ = ["ByteSample", "Span", "Timeline"]
+if TYPE_CHECKING:
+    import pandas
+
+__all__ = ["ByteSample", "Span", "Timeline", "load_timeline"]
+
+FORMAT = "pstar-sim timeline"
+VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +72,91 @@ class Timeline:
     label: str = ""
     phases: tuple[str, ...] = ()
     budget_bytes: dict[str, int] = field(default_factory=dict)
+
+    def to_frame(self) -> pandas.DataFrame:
+        """The spans, one row each, in the order of `spans`; columns are the fields of Span."""
+        import pandas
+
+        names = [f.name for f in fields(Span)]
+        frame = pandas.DataFrame({name: [getattr(span, name) for span in self.spans] for name in names})
+        return frame.astype({"queue": "str", "kind": "str", "chunk": "Int64", "moment": "Int64"})
+
+    def samples_frame(self) -> pandas.DataFrame:
+        """The byte samples, one row each: time_s (from the start of the steady iteration), place, category, bytes."""
+        import pandas
+
+        names = [f.name for f in fields(ByteSample)]
+        return pandas.DataFrame({name: [getattr(sample, name) for sample in self.samples] for name in names})
+
+    def plot_tide(self, ax: Any = None, x: str = "time", **more: Any) -> Any:
+        """Draw GPU memory over the steady iteration on `ax` (matplotlib axes; None makes a figure) and return the axes.
+
+        x: "time" or "moment". See `pstar_sim.report.tide.plot_tide`.
+        """
+        return importlib.import_module("pstar_sim.report.tide").plot_tide(self, ax=ax, x=x, **more)
+
+    def _repr_html_(self) -> str:
+        html: str = importlib.import_module("pstar_sim.report.html").timeline_html(self)
+        return html
+
+    def save(self, path: str | Path) -> None:
+        """Write the timeline as JSON; `load_timeline` is the exact reverse."""
+        values: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name in _ROWS:
+                names = [column.name for column in fields(_ROWS[f.name])]
+                value = {name: [getattr(row, name) for row in value] for name in names}
+            values[f.name] = value
+        Path(path).write_text(json.dumps(values, allow_nan=False) + "\n", encoding="utf-8")
+
+
+_ROWS: dict[str, type] = {"spans": Span, "samples": ByteSample}
+
+
+def load_timeline(path: str | Path) -> Timeline:
+    """Read what `Timeline.save` wrote. Raises TraceError naming the file and the field."""
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise TraceError(f"{path}: is truncated or no timeline file: {error}") from None
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise TraceError(f"{path}: field 'format' is not {FORMAT!r}; this is no timeline file")
+    version = values.get("version")
+    if not isinstance(version, int) or version > VERSION:
+        raise TraceError(f"{path}: timeline version {version!r}; this pstar-sim reads up to {VERSION}")
+    given: dict[str, Any] = {}
+    for f in fields(Timeline):
+        if f.name not in values:
+            raise TraceError(f"{path}: field {f.name!r} is missing")
+        try:
+            given[f.name] = _read_field(f.name, values[f.name])
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise TraceError(f"{path}: field {f.name!r} is not what a timeline holds: {error}") from None
+    return Timeline(**given)
+
+
+def _read_field(name: str, value: Any) -> Any:
+    if name == "iterations":
+        return int(value)
+    if name == "iteration_s":
+        return float(value)
+    if name in ("source", "label"):
+        return str(value)
+    if name == "phases":
+        return tuple(map(str, value))
+    if name in ("peak_bytes", "moved_bytes", "budget_bytes"):
+        return {str(k): int(v) for k, v in value.items()}
+    if name in ("stall_s", "busy_s"):
+        return {str(k): float(v) for k, v in value.items()}
+    row = _ROWS[name]
+    columns = [value[f.name] for f in fields(row)]
+    if len({len(c) for c in columns}) > 1:
+        raise ValueError("its columns differ in length")
+    if row is Span:
+        at = [f.name for f in fields(Span)]
+        columns[at.index("queue")] = [Queue(q) for q in columns[at.index("queue")]]
+        columns[at.index("kind")] = [Kind(k) for k in columns[at.index("kind")]]
+    return tuple(row(*cells) for cells in zip(*columns))

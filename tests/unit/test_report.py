@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +12,8 @@ from matplotlib.collections import FillBetweenPolyCollection
 from matplotlib.figure import Figure
 
 from pstar_sim.core.step import Kind, Queue
-from pstar_sim.core.timeline import ByteSample, Span, Timeline
-from pstar_sim.errors import PstarError
+from pstar_sim.core.timeline import ByteSample, Span, Timeline, load_timeline
+from pstar_sim.errors import PstarError, TraceError
 from pstar_sim.report.curves import byte_curves, moment_windows, phase_bands, steady_start_s
 from pstar_sim.report.html import timeline_html
 from pstar_sim.report.perfetto import to_perfetto
@@ -157,8 +159,8 @@ def test_measured_is_drawn_over_predicted() -> None:
     assert measured.get_ydata().max() == 4
 
 
-def test_a_figure_can_be_written_without_a_display(tmp_path: object) -> None:
-    path = tmp_path / "tide.png"  # type: ignore[operator]
+def test_a_figure_can_be_written_without_a_display(tmp_path: Path) -> None:
+    path = tmp_path / "tide.png"
     tide_figure([timeline()]).savefig(path, dpi=40)
     assert path.read_bytes()[:4] == b"\x89PNG"
 
@@ -204,3 +206,41 @@ def test_slices_of_a_lane_do_not_overlap() -> None:
 def test_html_of_a_timeline_names_its_figures() -> None:
     html = timeline_html(timeline(label="<tide>"))
     assert "&lt;tide&gt; (simulated)" in html and "4.000 s" in html and "compute waits for h2d" in html
+
+
+def test_a_timeline_file_reads_back_equal(tmp_path: Path) -> None:
+    t = timeline()
+    t.save(tmp_path / "timeline.json")
+    again = load_timeline(tmp_path / "timeline.json")
+    for f in dataclasses.fields(Timeline):
+        assert getattr(again, f.name) == getattr(t, f.name), f.name
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{}", "'format'"),
+        ('{"format": "pstar-sim timeline", "version": 9}', "version 9"),
+        ('{"format": "pstar-sim timeline", "version": 1}', "'source' is missing"),
+        ('{"format": "pstar', "truncated"),
+    ],
+)
+def test_a_timeline_file_that_is_none(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    path.write_text(text)
+    with pytest.raises(TraceError, match=says) as error:
+        load_timeline(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_timeline_as_frames() -> None:
+    frame = timeline().to_frame()
+    assert frame[frame.kind == "compute"].groupby("iteration").size().tolist() == [3, 3]
+    assert timeline().samples_frame().bytes.max() == 5 * GB
+
+
+def test_a_timeline_draws_itself() -> None:
+    ax = Figure().subplots()
+    assert timeline().plot_tide(ax=ax, x="moment") is ax
+    assert ax.get_xlabel() == "moment"
+    assert "<table>" in timeline()._repr_html_()
