@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from pstar_sim.catalog.loader import load_catalog
 from pstar_sim.catalog.models import model_entry, model_names
-from pstar_sim.units import format_bytes
+from pstar_sim.units import GB
 
 __all__ = ["list_machines", "list_models"]
 
@@ -22,12 +23,13 @@ def list_machines(user_file: str | Path | None = None) -> list[dict[str, object]
             {
                 "machine": name,
                 "gpu": m.gpu.name if count == 1 else f"{count} x {m.gpu.name}",
-                "gpu memory": format_bytes(m.gpu.usable_bytes),
-                "host memory": format_bytes(m.host.memory_bytes),
-                "link": f"{m.link.name}, {format_bytes(m.link.h2d_bytes_per_s)}/s",
-                "dram": f"{format_bytes(m.host.dram_bytes_per_s)}/s",
-                "16-bit tflops": _tflops(m.gpu.flops_per_s),
-                "cpu adam": f"{m.host.adam_params_per_s / 1e9:.2g} G/s",
+                "GPU GB": _short(m.gpu.usable_bytes / GB),
+                "host GB": _short(m.host.memory_bytes / GB),
+                "link": m.link.name,
+                "link GB/s": _short(min(m.link.h2d_bytes_per_s, m.link.d2h_bytes_per_s) / GB),
+                "DRAM GB/s": _short(m.host.dram_bytes_per_s / GB),
+                "16-bit TFLOPS": _tflops(m.gpu.flops_per_s),
+                "Adam G/s": _short(m.host.adam_params_per_s / 1e9),
                 "figures": m.confidence,
                 "what": m.notes,
             }
@@ -35,10 +37,15 @@ def list_machines(user_file: str | Path | None = None) -> list[dict[str, object]
     return rows
 
 
-def _tflops(rates: dict[str, float] | object) -> str:
-    assert isinstance(rates, dict)
+def _tflops(rates: Mapping[str, float]) -> float | int | None:
     best = max((rates[d] for d in ("fp16", "bf16") if d in rates), default=None)
-    return "" if best is None else f"{best / 1e12:.3g}"
+    return None if best is None else _short(best / 1e12)
+
+
+def _short(value: float) -> float | int:
+    """Three digits are enough for a table; a whole number is shown as one."""
+    rounded = float(f"{value:.3g}") if value < 1000 else round(value)
+    return int(rounded) if rounded == int(rounded) else rounded
 
 
 def list_models() -> list[dict[str, object]]:
@@ -49,7 +56,7 @@ def list_models() -> list[dict[str, object]]:
         rows.append(
             {
                 "model": name,
-                "parameters": f"{m.params / 1e9:.3f} B" if m.params >= 1e8 else f"{m.params / 1e6:.3f} M",
+                "billion parameters": round(m.params / 1e9, 3 if m.params >= 1e8 else 6),
                 "family": m.family,
                 "layers": m.layers,
                 "hidden": m.hidden,

@@ -80,7 +80,7 @@ def test_listing_has_a_row_for_each_model() -> None:
     rows = list_models()
     assert [row["model"] for row in rows] == list(model_names())
     assert len({tuple(row) for row in rows}) == 1
-    assert next(row for row in rows if row["model"] == "15B")["parameters"] == "15.918 B"
+    assert next(row for row in rows if row["model"] == "15B")["billion parameters"] == 15.918
 
 
 GOOD = """[m]
