@@ -116,8 +116,9 @@ class Plan:
             )
         if workload.fingerprint != mine.fingerprint:
             raise PlanError(
-                f"the plan was made for model {mine.model!r} ({mine.params} parameters, fingerprint {mine.fingerprint}), "
-                f"not {workload.model!r} ({workload.params} parameters, fingerprint {workload.fingerprint})"
+                f"the plan was made for model {mine.model!r} ({mine.params} parameters, "
+                f"fingerprint {mine.fingerprint}), not {workload.model!r} ({workload.params} parameters, "
+                f"fingerprint {workload.fingerprint})"
             )
         if workload.optimizer != mine.optimizer:
             raise PlanError(f"the plan was made for optimizer {mine.optimizer}, not {workload.optimizer}")
@@ -164,14 +165,16 @@ class Plan:
         clip = "clipping" if self.settings.clip else "no clipping"
         adam = f"after the barrier ({barrier})" if barrier else "as gradients arrive"
         moved = self.moved_bytes
+        on = "on" if w.checkpointing else "off"
+        shape = f"batch {w.batch} x {w.micro_batches}, sequence {w.sequence}, checkpointing {on}"
+        what = ", ".join(f"{modes[mode]} {mode}" for mode in MODES if modes[mode])
+        size, waste = format_bytes(self.layout.chunk_bytes), f"{self.layout.waste:.2%} waste"
+        gpu, host = format_bytes(self.gpu_budget_bytes), format_bytes(self.host_budget_bytes)
         lines = [
-            f"{self.policy}: {w.model}, {w.dtype}, batch {w.batch} x {w.micro_batches}, sequence {w.sequence}, "
-            + f"checkpointing {'on' if w.checkpointing else 'off'}, on {self.machine.name}",
+            f"{self.policy}: {w.model}, {w.dtype}, {shape}, on {self.machine.name}",
             f"update {self.settings.update}, {clip}: Adam runs {adam}",
-            f"budgets: gpu {format_bytes(self.gpu_budget_bytes)}, host {format_bytes(self.host_budget_bytes)}; "
-            + f"tide peak {format_bytes(w.peak_non_model_bytes)}",
-            f"{len(self.modes)} chunks of {format_bytes(self.layout.chunk_bytes)} ({self.layout.waste:.2%} waste): "
-            + ", ".join(f"{modes[mode]} {mode}" for mode in MODES if modes[mode]),
+            f"budgets: gpu {gpu}, host {host}; tide peak {format_bytes(w.peak_non_model_bytes)}",
+            f"{len(self.modes)} chunks of {size} ({waste}): {what}",
             f"{len(self.steps)} steps: " + ", ".join(f"{count} {kind}" for kind, count in kinds.items()),
             f"moves {format_bytes(moved['h2d'])} to the gpu and {format_bytes(moved['d2h'])} to the host an iteration",
         ]

@@ -10,15 +10,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import tempfile
-import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.decoding import (
+    Wrong,
+    as_dataclass,
+    brief,
+    decode,
+    from_columns,
+    no_constant,
+    to_columns,
+    write_atomically,
+)
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import MODES, Plan, Resident, Settings
 from pstar_sim.core.step import Kind, Place, Step, from_text, to_text
@@ -35,18 +42,7 @@ _COLUMNS: dict[str, type] = {"tensors": Tensor, "moments": Moment, "uses": Use}
 
 def save_plan(plan: Plan, path: Path) -> None:
     """Write atomically: the file is the old one or the new one, never half of it."""
-    text = _to_json(plan)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        temporary.chmod(0o644)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_atomically(path, _to_json(plan))
 
 
 def _to_json(plan: Plan) -> str:
@@ -81,15 +77,10 @@ def _workload_to_dict(w: Workload) -> dict[str, object]:
     for f in dataclasses.fields(w):
         value = getattr(w, f.name)
         if f.name in _COLUMNS:
-            columns = [c.name for c in dataclasses.fields(_COLUMNS[f.name])]
-            values[f.name] = {c: [getattr(row, c) for row in value] for c in columns}
+            values[f.name] = to_columns(_COLUMNS[f.name], value)
         else:
             values[f.name] = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
     return values
-
-
-class _Wrong(Exception):
-    """A field that is missing or of the wrong kind; becomes a PlanError that names the file."""
 
 
 def read_plan(path: Path) -> Plan:
@@ -101,11 +92,11 @@ def read_plan(path: Path) -> Plan:
     except UnicodeDecodeError:
         raise PlanError(f"{path}: is not a pstar-sim plan (it is not text)") from None
     try:
-        values = json.loads(text, parse_constant=_no_constant)
+        values = json.loads(text, parse_constant=no_constant)
     except json.JSONDecodeError as error:
         what = "is truncated or not JSON" if text.lstrip().startswith("{") else "is not a pstar-sim plan (not JSON)"
         raise PlanError(f"{path}: {what}: line {error.lineno}, column {error.colno}: {error.msg}") from None
-    except _Wrong as error:
+    except Wrong as error:
         raise PlanError(f"{path}: {error}") from None
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise PlanError(f"{path}: is not a pstar-sim plan (field 'format' is not {FORMAT!r})")
@@ -117,13 +108,9 @@ def read_plan(path: Path) -> Plan:
     try:
         plan = _from_values(values, text)
         _validate(plan)
-    except (_Wrong, PlanError, TraceError) as error:
+    except (Wrong, PlanError, TraceError) as error:
         raise PlanError(f"{path}: {error}") from None
     return plan
-
-
-def _no_constant(name: str) -> object:
-    raise _Wrong(f"{name} is not a number a plan may contain")
 
 
 _TOP = (
@@ -148,26 +135,26 @@ _TOP = (
 def _from_values(values: dict[str, Any], text: str) -> Plan:
     for name in _TOP:
         if name not in values:
-            raise _Wrong(f"field {name!r} is missing")
+            raise Wrong(f"field {name!r} is missing")
     for name in values:
         if name not in _TOP:
-            raise _Wrong(f"field {name!r} is not known")
+            raise Wrong(f"field {name!r} is not known")
     return Plan(
-        policy=_decode(str, values["policy"], "policy"),
-        settings=_decode(Settings, values["settings"], "settings"),
-        gpu_budget_bytes=_decode(int, values["gpu_budget_bytes"], "gpu_budget_bytes"),
-        host_budget_bytes=_decode(int, values["host_budget_bytes"], "host_budget_bytes"),
-        predictions=_decode(Mapping[str, float], values["predictions"], "predictions"),
-        choices=_decode(Mapping[str, object], values["choices"], "choices"),
-        machine=_decode(Machine, values["machine"], "machine"),
+        policy=decode(str, values["policy"], "policy"),
+        settings=decode(Settings, values["settings"], "settings"),
+        gpu_budget_bytes=decode(int, values["gpu_budget_bytes"], "gpu_budget_bytes"),
+        host_budget_bytes=decode(int, values["host_budget_bytes"], "host_budget_bytes"),
+        predictions=decode(Mapping[str, float], values["predictions"], "predictions"),
+        choices=decode(Mapping[str, object], values["choices"], "choices"),
+        machine=decode(Machine, values["machine"], "machine"),
         workload=_workload(values["workload"]),
-        layout=Layout.from_dict(_decode(Mapping[str, object], values["layout"], "layout")),
-        modes=_decode(tuple[str, ...], values["modes"], "modes"),
-        buffers=_decode(tuple[tuple[str, Place, int], ...], values["buffers"], "buffers"),
+        layout=Layout.from_dict(decode(Mapping[str, object], values["layout"], "layout")),
+        modes=decode(tuple[str, ...], values["modes"], "modes"),
+        buffers=decode(tuple[tuple[str, Place, int], ...], values["buffers"], "buffers"),
         initial=frozenset(
-            Resident(*row) for row in _decode(tuple[tuple[int, str, Place], ...], values["initial"], "initial")
+            Resident(*row) for row in decode(tuple[tuple[int, str, Place], ...], values["initial"], "initial")
         ),
-        steps=_steps(_decode(tuple[str, ...], values["steps"], "steps"), text),
+        steps=_steps(decode(tuple[str, ...], values["steps"], "steps"), text),
     )
 
 
@@ -179,136 +166,40 @@ def _steps(lines: tuple[str, ...], text: str) -> tuple[Step, ...]:
         except PlanError as error:
             number = next((n for n, row in enumerate(text.splitlines(), 1) if json.dumps(line) in row), None)
             where = f"steps[{index}]" if number is None else f"line {number} (steps[{index}])"
-            raise _Wrong(f"{where}: {error}") from None
+            raise Wrong(f"{where}: {error}") from None
     return tuple(steps)
 
 
 def _workload(values: object) -> Workload:
     if not isinstance(values, dict):
-        raise _Wrong(f"field 'workload' is {_brief(values)}; it must be an object")
+        raise Wrong(f"field 'workload' is {brief(values)}; it must be an object")
     given = dict(values)
     for name, cls in _COLUMNS.items():
-        given[name] = _rows(cls, given.get(name), f"workload.{name}")
-    return typing.cast(Workload, _dataclass(Workload, given, "workload", ready=frozenset(_COLUMNS)))
-
-
-def _rows(cls: type, table: object, where: str) -> tuple[Any, ...]:
-    if not isinstance(table, dict):
-        raise _Wrong(f"field {where!r} is {_brief(table)}; it must be an object of columns")
-    hints = typing.get_type_hints(cls)
-    for name in table:
-        if name not in hints:
-            raise _Wrong(f"field '{where}.{name}' is not known")
-    columns: dict[str, tuple[Any, ...]] = {}
-    for name, hint in hints.items():
-        if name not in table:
-            raise _Wrong(f"field '{where}.{name}' is missing")
-        columns[name] = _decode(tuple[hint, ...], table[name], f"{where}.{name}")  # type: ignore[valid-type]
-    lengths = {name: len(column) for name, column in columns.items()}
-    if len(set(lengths.values())) > 1:
-        raise _Wrong(f"the columns of {where!r} differ in length: {lengths}")
-    names = list(columns)
-    return tuple(cls(**dict(zip(names, row))) for row in zip(*columns.values()))
-
-
-def _decode(hint: Any, value: object, where: str) -> Any:
-    """`value` as the type `hint` says (plain types, enums, dataclasses, X | None, tuples, Mapping[str, X])."""
-    if hint in _PLAIN:
-        test, want = _PLAIN[hint]
-        if not test(value):
-            raise _Wrong(f"field {where!r} is {_brief(value)}; it must be {want}")
-        return float(value) if hint is float else value  # type: ignore[arg-type]
-    if hint is object:
-        return value
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in args:
-            return None
-        (inner,) = (a for a in args if a is not type(None))
-        return _decode(inner, value, where)
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise _Wrong(f"field {where!r} is {_brief(value)}; it must be a list")
-        if len(args) == 2 and args[1] is Ellipsis:
-            inner = args[0]
-            if inner in _PLAIN and inner is not float:
-                test, want = _PLAIN[inner]
-                for i, item in enumerate(value):
-                    if not test(item):
-                        raise _Wrong(f"field '{where}[{i}]' is {_brief(item)}; it must be {want}")
-                return tuple(value)
-            return tuple(_decode(inner, item, f"{where}[{i}]") for i, item in enumerate(value))
-        if len(value) != len(args):
-            raise _Wrong(f"field {where!r} has {len(value)} parts; it must have {len(args)}")
-        return tuple(_decode(a, item, f"{where}[{i}]") for i, (a, item) in enumerate(zip(args, value)))
-    if origin in (Mapping, dict):
-        if not isinstance(value, dict):
-            raise _Wrong(f"field {where!r} is {_brief(value)}; it must be an object")
-        return {name: _decode(args[1], item, f"{where}.{name}") for name, item in value.items()}
-    if isinstance(hint, type) and issubclass(hint, str):  # StrEnum
-        try:
-            return hint(value)
-        except ValueError:
-            known = ", ".join(member.value for member in hint)  # type: ignore[attr-defined]
-            raise _Wrong(f"field {where!r} is {_brief(value)}; it must be one of {known}") from None
-    return _dataclass(hint, value, where)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-_PLAIN: dict[object, tuple[Callable[[object], bool], str]] = {
-    int: (_is_int, "a whole number"),
-    float: (lambda v: _is_int(v) or isinstance(v, float), "a number"),
-    str: (lambda v: isinstance(v, str), "a text"),
-    bool: (lambda v: isinstance(v, bool), "true or false"),
-}
-
-
-def _dataclass(cls: type, value: object, where: str, ready: frozenset[str] = frozenset()) -> object:
-    if not isinstance(value, dict):
-        raise _Wrong(f"field {where!r} is {_brief(value)}; it must be an object")
-    hints = typing.get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    for name in value:
-        if name not in fields:
-            raise _Wrong(f"field '{where}.{name}' is not known")
-    given: dict[str, object] = {}
-    for name, f in fields.items():
-        if name in value:
-            given[name] = value[name] if name in ready else _decode(hints[name], value[name], f"{where}.{name}")
-        elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
-            raise _Wrong(f"field '{where}.{name}' is missing")
-    return cls(**given)
-
-
-def _brief(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+        given[name] = from_columns(cls, given.get(name), f"workload.{name}")
+    return typing.cast(Workload, as_dataclass(Workload, given, "workload", ready=frozenset(_COLUMNS)))
 
 
 def _validate(plan: Plan) -> None:
     """What must hold before a plan can even be checked: every index and name refers to something."""
     if plan.settings.update not in ("step", "eager"):
-        raise _Wrong(f"field 'settings.update' is {plan.settings.update!r}; it must be step or eager")
+        raise Wrong(f"field 'settings.update' is {plan.settings.update!r}; it must be step or eager")
     for name in ("gpu_budget_bytes", "host_budget_bytes"):
         if getattr(plan, name) <= 0:
-            raise _Wrong(f"field {name!r} is {getattr(plan, name)}; it must be positive")
+            raise Wrong(f"field {name!r} is {getattr(plan, name)}; it must be positive")
     if not plan.machine.ranks:
-        raise _Wrong("field 'machine.ranks' is empty; a machine needs at least one rank")
+        raise Wrong("field 'machine.ranks' is empty; a machine needs at least one rank")
     _validate_layout(plan)
     chunks = plan.layout.chunks
     if len(plan.modes) != len(chunks):
-        raise _Wrong(f"field 'modes' has {len(plan.modes)} entries; the layout has {len(chunks)} chunks")
+        raise Wrong(f"field 'modes' has {len(plan.modes)} entries; the layout has {len(chunks)} chunks")
     for i, mode in enumerate(plan.modes):
         if mode not in MODES or (mode == "frozen") != chunks[i].frozen:
             kind = "frozen" if chunks[i].frozen else "trainable"
-            raise _Wrong(f"field 'modes[{i}]' is {mode!r}; chunk {i} is {kind} (known modes: {', '.join(MODES)})")
+            raise Wrong(f"field 'modes[{i}]' is {mode!r}; chunk {i} is {kind} (known modes: {', '.join(MODES)})")
     names = {(name, place) for name, place, _ in plan.buffers}
     for i, (_, _, size) in enumerate(plan.buffers):
         if size < 0:
-            raise _Wrong(f"field 'buffers[{i}]' has {size} bytes; it must not be negative")
+            raise Wrong(f"field 'buffers[{i}]' has {size} bytes; it must not be negative")
     for resident in plan.initial:
         if resident.chunk == -1 and (resident.list, resident.place) in names:
             continue
@@ -316,14 +207,14 @@ def _validate(plan: Plan) -> None:
     for i, step in enumerate(plan.steps):
         where = f"steps[{i}] ({to_text(step)!r})"
         if step.moment is not None and step.moment >= len(plan.workload.moments):
-            raise _Wrong(f"{where}: there are {len(plan.workload.moments)} moments")
+            raise Wrong(f"{where}: there are {len(plan.workload.moments)} moments")
         if step.chunk is not None and step.chunk >= len(chunks):
-            raise _Wrong(f"{where}: the layout has {len(chunks)} chunks")
+            raise Wrong(f"{where}: the layout has {len(chunks)} chunks")
         if step.kind is Kind.COMPUTE:
             if step.moment is None:
-                raise _Wrong(f"{where}: a compute step needs moment=")
+                raise Wrong(f"{where}: a compute step needs moment=")
         elif step.chunk is None:
-            raise _Wrong(f"{where}: a {step.kind.value} step needs chunk=")
+            raise Wrong(f"{where}: a {step.kind.value} step needs chunk=")
         elif step.list is not None:
             _payload(plan, step.chunk, step.list, where)
 
@@ -332,27 +223,27 @@ def _payload(plan: Plan, chunk: int, list_name: str, where: str) -> None:
     try:
         plan.layout.payload_bytes(chunk, list_name)
     except PlanError as error:
-        raise _Wrong(f"{where}: {error}") from None
+        raise Wrong(f"{where}: {error}") from None
 
 
 def _validate_layout(plan: Plan) -> None:
     w = plan.workload
     if plan.layout.state_bytes != w.optimizer.state_bytes:
-        raise _Wrong("field 'layout.state_bytes' differs from 'workload.optimizer.state_bytes'")
+        raise Wrong("field 'layout.state_bytes' differs from 'workload.optimizer.state_bytes'")
     seen: set[int] = set()
     for c in plan.layout.chunks:
         where = f"layout.chunks[{c.index}]"
         end = 0
         for s in c.slots:
             if s.tensor >= len(w.tensors) or w.tensors[s.tensor].tied_to is not None or s.tensor in seen:
-                raise _Wrong(f"field '{where}.slots' names tensor {s.tensor}, which is unknown, tied or placed already")
+                raise Wrong(f"field '{where}.slots' names tensor {s.tensor}, which is unknown, tied or placed already")
             t = w.tensors[s.tensor]
             seen.add(s.tensor)
             if (t.numel, t.dtype, t.frozen, t.group) != (s.numel, c.dtype, c.frozen, c.group):
-                raise _Wrong(f"field '{where}' does not fit tensor {t.name!r} in size, dtype, freezing or group")
+                raise Wrong(f"field '{where}' does not fit tensor {t.name!r} in size, dtype, freezing or group")
             if s.offset < end or s.offset + s.numel > c.numel:
-                raise _Wrong(f"field '{where}.slots': tensor {t.name!r} overlaps another one or the chunk's end")
+                raise Wrong(f"field '{where}.slots': tensor {t.name!r} overlaps another one or the chunk's end")
             end = s.offset + s.numel
     missing = [t.name for i, t in enumerate(w.tensors) if t.tied_to is None and i not in seen]
     if missing:
-        raise _Wrong(f"field 'layout' has no place for tensor {missing[0]!r}")
+        raise Wrong(f"field 'layout' has no place for tensor {missing[0]!r}")

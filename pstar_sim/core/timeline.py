@@ -1,22 +1,26 @@
-"""Timeline: what happened (or is predicted to happen), one schema for simulator and executor, and its file.
+"""Timeline: what happened (or is predicted to happen), one schema for simulator and executor.
 
-Knows spans and bytes; draws nothing. Its picture and its HTML live in `report`, looked up by name when they are asked for,
-so that nothing here depends on matplotlib.
+Spans of steps on queues, and bytes per place and category over time. Knows no plan and no machine; frames and
+pictures are made on demand, so that importing this imports neither pandas nor matplotlib.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pstar_sim.core.decoding import Wrong, as_dataclass, from_columns, no_constant, to_columns, write_atomically
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.errors import TraceError
 
 if TYPE_CHECKING:
     import pandas
+    from matplotlib.axes import Axes
 
 __all__ = ["ByteSample", "Span", "Timeline", "load_timeline"]
 
@@ -26,8 +30,8 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One step of one iteration. ready_s: when its queue came to it; waited [ready_s, start_s) for `cause`
-    ("" if it did not wait; else the queue name of the step it waited for last: "h2d", "d2h", "adam", "compute", "barrier")."""
+    """One step of one iteration. ready_s: when its queue came to it; it waited [ready_s, start_s) for `cause` ("" if it
+    did not wait; else the queue name of the step it waited for last: "h2d", "d2h", "adam", "compute", "barrier")."""
 
     step: int
     iteration: int
@@ -53,12 +57,16 @@ class ByteSample:
     bytes: int
 
 
+_COLUMNS: dict[str, type] = {"spans": Span, "samples": ByteSample}
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Timeline:
-    """source: "simulated" or "measured". spans cover `iterations` iterations; the last is the steady one, whose period is
-    iteration_s. samples cover the steady iteration, times relative to its start. peak_bytes: per place, over the steady iteration.
-    moved_bytes: per direction ("h2d", "d2h"), one steady iteration. stall_s: cause -> seconds the compute queue waited in it.
-    For pictures, optional: label (the policy), phases (of each moment), budget_bytes (per place, what the plan may take)."""
+    """source: "simulated" or "measured". spans cover `iterations` iterations; the last is the steady one, whose period
+    is iteration_s. samples cover the steady iteration, times relative to its start. peak_bytes: per place, over the
+    steady iteration. moved_bytes: per direction ("h2d", "d2h"), one steady iteration. stall_s: cause -> seconds the
+    compute queue waited in it. busy_s: queue -> seconds it worked in it. For pictures, optional: label (the policy),
+    phases (of each moment), budget_bytes (per place, what the plan may take)."""
 
     source: str
     iterations: int
@@ -74,89 +82,87 @@ class Timeline:
     budget_bytes: dict[str, int] = field(default_factory=dict)
 
     def to_frame(self) -> pandas.DataFrame:
-        """The spans, one row each, in the order of `spans`; columns are the fields of Span."""
+        """A row a span, in the order they are kept: the fields of `Span`; a missing chunk or moment is <NA>."""
         import pandas
 
-        names = [f.name for f in fields(Span)]
-        frame = pandas.DataFrame({name: [getattr(span, name) for span in self.spans] for name in names})
-        return frame.astype({"queue": "str", "kind": "str", "chunk": "Int64", "moment": "Int64"})
+        frame = pandas.DataFrame(to_columns(Span, self.spans), columns=[f.name for f in dataclasses.fields(Span)])
+        frame["queue"] = [span.queue.value for span in self.spans]
+        frame["kind"] = [span.kind.value for span in self.spans]
+        return frame.astype({"chunk": "Int64", "moment": "Int64"})
 
-    def samples_frame(self) -> pandas.DataFrame:
-        """The byte samples, one row each: time_s (from the start of the steady iteration), place, category, bytes."""
+    def bytes_frame(self) -> pandas.DataFrame:
+        """A row a sample: time_s, place, category, bytes."""
         import pandas
 
-        names = [f.name for f in fields(ByteSample)]
-        return pandas.DataFrame({name: [getattr(sample, name) for sample in self.samples] for name in names})
+        columns = [f.name for f in dataclasses.fields(ByteSample)]
+        return pandas.DataFrame(to_columns(ByteSample, self.samples), columns=columns)
 
-    def plot_tide(self, ax: Any = None, x: str = "time", **more: Any) -> Any:
-        """Draw GPU memory over the steady iteration on `ax` (matplotlib axes; None makes a figure) and return the axes.
-
-        x: "time" or "moment". See `pstar_sim.report.tide.plot_tide`.
-        """
-        return importlib.import_module("pstar_sim.report.tide").plot_tide(self, ax=ax, x=x, **more)
+    def plot_tide(self, ax: Axes | None = None, x: str = "time") -> Axes:
+        """The memory tide of the steady iteration, against x="time" or x="moment" (drawn by pstar_sim.report.tide).
+        Returns the axes; shows nothing."""
+        report = importlib.import_module("pstar_sim.report.tide")
+        axes: Axes = report.plot_tide(self, ax=ax, x=x)
+        return axes
 
     def _repr_html_(self) -> str:
-        html: str = importlib.import_module("pstar_sim.report.html").timeline_html(self)
-        return html
+        report = importlib.import_module("pstar_sim.report.html")
+        text: str = report.timeline_html(self)
+        return text
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values for JSON, spans and samples by columns; `Timeline.from_dict` is the reverse."""
+        values: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if f.name in _COLUMNS:
+                value = to_columns(_COLUMNS[f.name], value)
+            values[f.name] = list(value) if isinstance(value, tuple) else value
+        return values
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Timeline:
+        """Reverse of `to_dict`. Raises TraceError naming the field that is missing, unknown or of the wrong kind."""
+        if values.get("format") != FORMAT:
+            raise TraceError(f"is not a timeline (field 'format' is not {FORMAT!r})")
+        version = values.get("version")
+        if not isinstance(version, int) or version < 1:
+            raise TraceError(f"field 'version' is {version!r}, not a version number")
+        if version > VERSION:
+            raise TraceError(f"was written by a newer pstar-sim (timeline version {version}; this one reads {VERSION})")
+        given = {name: value for name, value in values.items() if name not in ("format", "version")}
+        try:
+            for name, cls in _COLUMNS.items():
+                given[name] = from_columns(cls, given.get(name), name)
+            timeline = as_dataclass(Timeline, given, "timeline", ready=frozenset(_COLUMNS))
+        except Wrong as error:
+            raise TraceError(str(error)) from None
+        assert isinstance(timeline, Timeline)
+        return timeline
 
     def save(self, path: str | Path) -> None:
-        """Write the timeline as JSON; `load_timeline` is the exact reverse."""
-        values: dict[str, Any] = {"format": FORMAT, "version": VERSION}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name in _ROWS:
-                names = [column.name for column in fields(_ROWS[f.name])]
-                value = {name: [getattr(row, name) for row in value] for name in names}
-            values[f.name] = value
-        Path(path).write_text(json.dumps(values, allow_nan=False) + "\n", encoding="utf-8")
+        """Write as JSON, atomically; `load_timeline` is the reverse."""
+        lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in self.to_dict().items())
+        write_atomically(Path(path), "{\n" + ",\n".join(lines) + "\n}\n")
 
-
-_ROWS: dict[str, type] = {"spans": Span, "samples": ByteSample}
+    @staticmethod
+    def load(path: str | Path) -> Timeline:
+        """Same as `load_timeline`."""
+        return load_timeline(path)
 
 
 def load_timeline(path: str | Path) -> Timeline:
-    """Read what `Timeline.save` wrote. Raises TraceError naming the file and the field."""
+    """Read a timeline file. Raises TraceError naming the file and the field or line that is wrong."""
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        values = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=no_constant)
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise TraceError(f"{path}: is truncated or no timeline file: {error}") from None
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
-        raise TraceError(f"{path}: field 'format' is not {FORMAT!r}; this is no timeline file")
-    version = values.get("version")
-    if not isinstance(version, int) or version > VERSION:
-        raise TraceError(f"{path}: timeline version {version!r}; this pstar-sim reads up to {VERSION}")
-    given: dict[str, Any] = {}
-    for f in fields(Timeline):
-        if f.name not in values:
-            raise TraceError(f"{path}: field {f.name!r} is missing")
-        try:
-            given[f.name] = _read_field(f.name, values[f.name])
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise TraceError(f"{path}: field {f.name!r} is not what a timeline holds: {error}") from None
-    return Timeline(**given)
-
-
-def _read_field(name: str, value: Any) -> Any:
-    if name == "iterations":
-        return int(value)
-    if name == "iteration_s":
-        return float(value)
-    if name in ("source", "label"):
-        return str(value)
-    if name == "phases":
-        return tuple(map(str, value))
-    if name in ("peak_bytes", "moved_bytes", "budget_bytes"):
-        return {str(k): int(v) for k, v in value.items()}
-    if name in ("stall_s", "busy_s"):
-        return {str(k): float(v) for k, v in value.items()}
-    row = _ROWS[name]
-    columns = [value[f.name] for f in fields(row)]
-    if len({len(c) for c in columns}) > 1:
-        raise ValueError("its columns differ in length")
-    if row is Span:
-        at = [f.name for f in fields(Span)]
-        columns[at.index("queue")] = [Queue(q) for q in columns[at.index("queue")]]
-        columns[at.index("kind")] = [Kind(k) for k in columns[at.index("kind")]]
-    return tuple(row(*cells) for cells in zip(*columns))
+    except json.JSONDecodeError as error:
+        raise TraceError(f"{path}: is truncated or not JSON: line {error.lineno}: {error.msg}") from None
+    except (UnicodeDecodeError, Wrong) as error:
+        raise TraceError(f"{path}: is not a timeline: {error}") from None
+    if not isinstance(values, dict):
+        raise TraceError(f"{path}: is not a timeline (not an object)")
+    try:
+        return Timeline.from_dict(values)
+    except TraceError as error:
+        raise TraceError(f"{path}: {error}") from None

@@ -1,0 +1,145 @@
+"""Values in and out of JSON files, by their types: shared by the files of plans and of timelines.
+
+Rows of a dataclass are written by columns. What is read is held against the type hints; the first thing that does not
+fit raises `Wrong`, which names the field and which the reader of a file turns into an error that names the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Wrong", "as_dataclass", "brief", "decode", "from_columns", "no_constant", "to_columns", "write_atomically"]
+
+
+class Wrong(Exception):
+    """A field that is missing or of the wrong kind; becomes a PlanError that names the file."""
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The file is the old one or the new one, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def no_constant(name: str) -> object:
+    """For json.loads(parse_constant=...): NaN and Infinity are not JSON."""
+    raise Wrong(f"{name} is not a number this file may contain")
+
+
+def to_columns(cls: type, rows: Iterable[Any]) -> dict[str, list[Any]]:
+    """Rows of a dataclass by column; `from_columns` is the reverse."""
+    table = list(rows)
+    return {f.name: [getattr(row, f.name) for row in table] for f in dataclasses.fields(cls)}
+
+
+def from_columns(cls: type, table: object, where: str) -> tuple[Any, ...]:
+    if not isinstance(table, dict):
+        raise Wrong(f"field {where!r} is {brief(table)}; it must be an object of columns")
+    hints = typing.get_type_hints(cls)
+    for name in table:
+        if name not in hints:
+            raise Wrong(f"field '{where}.{name}' is not known")
+    columns: dict[str, tuple[Any, ...]] = {}
+    for name, hint in hints.items():
+        if name not in table:
+            raise Wrong(f"field '{where}.{name}' is missing")
+        columns[name] = decode(tuple[hint, ...], table[name], f"{where}.{name}")  # type: ignore[valid-type]
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise Wrong(f"the columns of {where!r} differ in length: {lengths}")
+    names = list(columns)
+    return tuple(cls(**dict(zip(names, row))) for row in zip(*columns.values()))
+
+
+def decode(hint: Any, value: object, where: str) -> Any:
+    """`value` as the type `hint` says (plain types, enums, dataclasses, X | None, tuples, Mapping[str, X])."""
+    if hint in _PLAIN:
+        test, want = _PLAIN[hint]
+        if not test(value):
+            raise Wrong(f"field {where!r} is {brief(value)}; it must be {want}")
+        return float(value) if hint is float else value  # type: ignore[arg-type]
+    if hint is object:
+        return value
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        (inner,) = (a for a in args if a is not type(None))
+        return decode(inner, value, where)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise Wrong(f"field {where!r} is {brief(value)}; it must be a list")
+        if len(args) == 2 and args[1] is Ellipsis:
+            inner = args[0]
+            if inner in _PLAIN and inner is not float:
+                test, want = _PLAIN[inner]
+                for i, item in enumerate(value):
+                    if not test(item):
+                        raise Wrong(f"field '{where}[{i}]' is {brief(item)}; it must be {want}")
+                return tuple(value)
+            return tuple(decode(inner, item, f"{where}[{i}]") for i, item in enumerate(value))
+        if len(value) != len(args):
+            raise Wrong(f"field {where!r} has {len(value)} parts; it must have {len(args)}")
+        return tuple(decode(a, item, f"{where}[{i}]") for i, (a, item) in enumerate(zip(args, value)))
+    if origin in (Mapping, dict):
+        if not isinstance(value, dict):
+            raise Wrong(f"field {where!r} is {brief(value)}; it must be an object")
+        return {name: decode(args[1], item, f"{where}.{name}") for name, item in value.items()}
+    if isinstance(hint, type) and issubclass(hint, str):  # StrEnum
+        try:
+            return hint(value)
+        except ValueError:
+            known = ", ".join(member.value for member in hint)  # type: ignore[attr-defined]
+            raise Wrong(f"field {where!r} is {brief(value)}; it must be one of {known}") from None
+    return as_dataclass(hint, value, where)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+_PLAIN: dict[object, tuple[Callable[[object], bool], str]] = {
+    int: (_is_int, "a whole number"),
+    float: (lambda v: _is_int(v) or isinstance(v, float), "a number"),
+    str: (lambda v: isinstance(v, str), "a text"),
+    bool: (lambda v: isinstance(v, bool), "true or false"),
+}
+
+
+def as_dataclass(cls: type, value: object, where: str, ready: frozenset[str] = frozenset()) -> object:
+    if not isinstance(value, dict):
+        raise Wrong(f"field {where!r} is {brief(value)}; it must be an object")
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    for name in value:
+        if name not in fields:
+            raise Wrong(f"field '{where}.{name}' is not known")
+    given: dict[str, object] = {}
+    for name, f in fields.items():
+        if name in value:
+            given[name] = value[name] if name in ready else decode(hints[name], value[name], f"{where}.{name}")
+        elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+            raise Wrong(f"field '{where}.{name}' is missing")
+    return cls(**given)
+
+
+def brief(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
