@@ -1,0 +1,50 @@
+"""all_on_gpu: no offloading. Parameters, gradients and optimizer states live on the GPU, Adam runs there.
+
+The reference every offloading policy is measured against where it fits. Uses 14 bytes a parameter in 2-byte training
+(the gradient overwrites the working list), 18 with several micro-batches.
+"""
+
+from __future__ import annotations
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.step import Place
+from pstar_sim.policy.emit import Builder, check_room, describe_moment, worst_moment
+from pstar_sim.units import format_bytes
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["all_on_gpu"]
+
+
+def all_on_gpu(workload: Workload, machine: Machine, settings: Settings) -> Plan:
+    """Everything resident; Adam after the step moment, or (eager, no barrier) after the chunk's last gradient.
+
+    Raises DoesNotFit where model data and the tide's peak exceed the GPU.
+    """
+    b = Builder("all_on_gpu", workload, machine, settings)
+    for chunk in b.layout.chunks:
+        b.reside_on_gpu(chunk.index)
+    model = b.held_bytes(Place.GPU)
+    worst = worst_moment(b.uses.tide)
+    check_room(
+        b,
+        Place.GPU,
+        model + b.uses.tide[worst],
+        f"{format_bytes(model)} of parameters, gradients and optimizer states beside {describe_moment(workload, worst)}",
+    )
+    barrier = settings.barrier(workload.dtype)
+    final: dict[int, list[int]] = {}  # moment -> chunks whose last gradient arrives in it
+    for chunk in b.layout.chunks:
+        if b.uses.updated(chunk.index):
+            final.setdefault(b.uses.last_gradient(chunk.index), []).append(chunk.index)
+    for m in range(len(workload.moments)):
+        b.compute(m)
+        if barrier is None:
+            for c in final.get(m, ()):
+                b.gpu_adam(c)
+    if barrier is not None:
+        for c in sorted(c for row in final.values() for c in row):
+            b.gpu_adam(c)
+    b.choices["capacity"] = f"everything is resident: {format_bytes(model)} and the tide's peak"
+    b.choices["adam"] = "on the GPU, " + (f"after the step moment ({barrier})" if barrier else "behind each last gradient")
+    return b.plan()

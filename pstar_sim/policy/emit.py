@@ -1,0 +1,364 @@
+"""Steps into a plan: the builder every policy writes its steps with, and the room checks they share.
+
+A policy calls `Builder.compute`, `fetch`, `writeback` ... in an order in which the steps could run one after the other; each
+returns its id for the `after` of later ones. `Builder.plan` leaves out the edges that others imply and freezes the
+result. `Builder.plan(predict=True)` also plays the steps once (event_loop.py) and adds the memory edges, so that a policy
+of one's own only has to name its data edges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.layout import Layout, build_layout
+from pstar_sim.core.plan import Plan, Resident, Settings
+from pstar_sim.core.step import Kind, Place, Queue, Ref, Step
+from pstar_sim.cost import CostModel
+from pstar_sim.errors import DoesNotFit
+from pstar_sim.policy.event_loop import Op, Outcome, Program, run
+from pstar_sim.policy.memory_edges import Event, Slot, fifo_edges
+from pstar_sim.policy.residency import ChunkUses
+from pstar_sim.units import format_bytes
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["Builder", "After", "check_room", "describe_moment", "memory_edges", "worst_moment"]
+
+After = Iterable[int | Ref]
+"""Steps to wait for: ids of this iteration, or `Ref(id, 1)` for the previous one."""
+
+
+class Builder:
+    """Collects the steps of one iteration. Public state a policy may fill in: `modes` (per chunk), `initial`,
+    `buffers`, `choices`, `predictions`.
+
+    Offers the facts policies decide by: `layout`, `uses` (ChunkUses), `cost` (CostModel), `gpu_free_bytes()`.
+    """
+
+    def __init__(self, policy: str, workload: Workload, machine: Machine, settings: Settings) -> None:
+        self.policy = policy
+        self.workload = workload
+        self.machine = machine
+        self.settings = settings
+        self.layout = build_layout(workload, chunk_bytes=settings.chunk_bytes)
+        self.uses = ChunkUses(workload, self.layout)
+        self.cost = CostModel(workload, machine, self.layout)
+        self.modes = ["frozen" if not self.uses.updated(c.index) else "cpu" for c in self.layout.chunks]
+        self.initial: set[Resident] = set()
+        self.buffers: list[tuple[str, Place, int]] = []
+        self.choices: dict[str, object] = {}
+        self.predictions: dict[str, float] = {}
+        self._steps: list[Step] = []
+
+    # Residents at the cut.
+
+    def resident(self, chunk: int, place: Place, *lists: str) -> None:
+        """The chunk's lists are at `place` between two iterations."""
+        self.initial.update(Resident(chunk, name, place) for name in lists)
+
+    def reside_on_host(self, chunk: int) -> None:
+        """The permanent host copy of a chunk: working list, and for one that is updated its states (with several
+        micro-batches also grad32)."""
+        self.resident(chunk, Place.HOST, *self.permanent_lists(chunk))
+
+    def reside_on_gpu(self, chunk: int) -> None:
+        """The chunk lives on the GPU for ever, states and all: mode "pin" ("frozen" if it has no gradient)."""
+        self.resident(chunk, Place.GPU, *self.permanent_lists(chunk))
+        if self.uses.updated(chunk):
+            self.modes[chunk] = "pin"
+
+    def permanent_lists(self, chunk: int) -> tuple[str, ...]:
+        """Lists that a chunk keeps all the time at its home."""
+        if not self.uses.updated(chunk):
+            return ("param",)
+        accumulated = ("grad32",) if self.workload.micro_batches > 1 else ()
+        return ("param", *self.layout.state_lists, *accumulated)
+
+    def permanent_bytes(self, chunk: int) -> int:
+        return sum(self.layout.payload_bytes(chunk, name) for name in self.permanent_lists(chunk))
+
+    def payload(self, chunk: int, list_name: str = "param") -> int:
+        return self.layout.payload_bytes(chunk, list_name)
+
+    def held_bytes(self, place: Place) -> int:
+        """What `initial` and `buffers` hold at a place, the tide left out."""
+        held = sum(self.layout.payload_bytes(r.chunk, r.list) for r in self.initial if r.place is place)
+        return held + sum(size for _, where, size in self.buffers if where is place)
+
+    # Steps, in an order in which they could run one after the other.
+
+    def add(
+        self,
+        queue: Queue,
+        kind: Kind,
+        *,
+        chunk: int | None = None,
+        list_name: str | None = None,
+        place: Place | None = None,
+        moment: int | None = None,
+        size_bytes: int = 0,
+        after: After = (),
+    ) -> int:
+        """Any step; returns its id."""
+        refs = tuple(r if isinstance(r, Ref) else Ref(r) for r in after)
+        step = Step(
+            id=len(self._steps),
+            queue=queue,
+            kind=kind,
+            bytes=size_bytes,
+            chunk=chunk,
+            list=list_name,
+            place=place,
+            moment=moment,
+            after=refs,
+        )
+        self._steps.append(step)
+        return step.id
+
+    def compute(self, moment: int, after: After = ()) -> int:
+        return self.add(Queue.COMPUTE, Kind.COMPUTE, moment=moment, after=after)
+
+    def alloc(
+        self, queue: Queue, chunk: int, list_name: str, place: Place, moment: int | None = None, after: After = ()
+    ) -> int:
+        size = self.payload(chunk, list_name)
+        return self.add(
+            queue, Kind.ALLOC, chunk=chunk, list_name=list_name, place=place, moment=moment, size_bytes=size, after=after
+        )
+
+    def free(
+        self, queue: Queue, chunk: int, list_name: str, place: Place, moment: int | None = None, after: After = ()
+    ) -> int:
+        size = self.payload(chunk, list_name)
+        return self.add(
+            queue, Kind.FREE, chunk=chunk, list_name=list_name, place=place, moment=moment, size_bytes=size, after=after
+        )
+
+    def drop(self, queue: Queue, chunk: int, moment: int | None = None, after: After = ()) -> int:
+        """Give up the chunk's working list on the GPU."""
+        size = self.payload(chunk)
+        return self.add(queue, Kind.DROP, chunk=chunk, list_name="param", moment=moment, size_bytes=size, after=after)
+
+    def fetch(self, chunk: int, moment: int, after: After = (), size_bytes: int | None = None) -> int:
+        """Working list, host to GPU, for its use in `moment`."""
+        size = self.payload(chunk) if size_bytes is None else size_bytes
+        return self.add(
+            Queue.H2D, Kind.FETCH, chunk=chunk, list_name="param", moment=moment, size_bytes=size, after=after
+        )
+
+    def writeback(self, chunk: int, list_name: str, moment: int, after: After = ()) -> int:
+        size = self.payload(chunk, list_name)
+        return self.add(
+            Queue.D2H, Kind.WRITEBACK, chunk=chunk, list_name=list_name, moment=moment, size_bytes=size, after=after
+        )
+
+    def cpu_add(self, chunk: int, list_name: str, moment: int, after: After = ()) -> int:
+        """grad32 += the gradient in `list_name` ("grad", which is then freed, or "param", in place) on the host."""
+        size = self.cost.cpu_add_bytes(chunk)
+        return self.add(
+            Queue.ADAM, Kind.CPU_ADD, chunk=chunk, list_name=list_name, moment=moment, size_bytes=size, after=after
+        )
+
+    def cpu_adam(self, chunk: int, after: After = ()) -> int:
+        moment = self.uses.last_gradient(chunk)
+        size = self.cost.cpu_adam_bytes(chunk)
+        return self.add(Queue.ADAM, Kind.CPU_ADAM, chunk=chunk, moment=moment, size_bytes=size, after=after)
+
+    def gpu_adam(self, chunk: int, after: After = ()) -> int:
+        moment = self.uses.last_gradient(chunk)
+        size = self.cost.gpu_adam_bytes(chunk)
+        return self.add(Queue.COMPUTE, Kind.GPU_ADAM, chunk=chunk, moment=moment, size_bytes=size, after=after)
+
+    def wait(self, step: int, *refs: Ref) -> None:
+        """Let a step wait for more: for what comes later in the program, of the previous iteration."""
+        old = self._steps[step]
+        self._steps[step] = replace(old, after=(*old.after, *refs))
+
+    # The end.
+
+    @property
+    def steps(self) -> Sequence[Step]:
+        return self._steps
+
+    def plan(self, *, predict: bool = False, memory: Mapping[int, Sequence[Ref]] | None = None) -> Plan:
+        """The plan. memory: memory edges found by the policy. predict: find them here, by playing the steps in order
+        once within the budgets; raises DoesNotFit if they cannot run in them."""
+        if predict:
+            memory = self._predicted_memory_edges()
+        return Plan(
+            policy=self.policy,
+            workload=self.workload,
+            machine=self.machine,
+            settings=self.settings,
+            layout=self.layout,
+            modes=tuple(self.modes),
+            initial=frozenset(self.initial),
+            steps=_reduced(self._steps, memory or {}),
+            gpu_budget_bytes=self.machine.gpu_budget_bytes,
+            host_budget_bytes=self.machine.host_budget_bytes,
+            buffers=tuple(self.buffers),
+            predictions=dict(self.predictions),
+            choices=dict(self.choices),
+        )
+
+    def _predicted_memory_edges(self) -> dict[int, list[Ref]]:
+        tide = self.uses.tide
+        count = len(tide)
+        present = set(self.initial)
+        ops: list[Op] = []
+        for step in self._steps:
+            gpu_take = gpu_free = host_take = host_free = 0
+            resident = None if step.chunk is None or step.list is None else (step.chunk, step.list)
+            if step.kind is Kind.COMPUTE:
+                assert step.moment is not None
+                gpu_take = max(0, tide[step.moment] - tide[step.moment - 1])
+                gpu_free = max(0, tide[step.moment] - tide[(step.moment + 1) % count])
+            elif resident is not None:
+                size = self.layout.payload_bytes(*resident)
+                gpu, host = Resident(*resident, Place.GPU), Resident(*resident, Place.HOST)
+                if step.kind is Kind.FETCH or (step.kind is Kind.ALLOC and step.place is Place.GPU):
+                    gpu_take = 0 if gpu in present else size
+                    present.add(gpu)
+                elif step.kind is Kind.WRITEBACK or (step.kind is Kind.ALLOC and step.place is Place.HOST):
+                    host_take = 0 if host in present else size
+                    present.add(host)
+                elif step.kind is Kind.DROP or (step.kind is Kind.FREE and step.place is Place.GPU):
+                    gpu_free = size if gpu in present else 0
+                    present.discard(gpu)
+                elif step.kind is Kind.FREE or (step.kind is Kind.CPU_ADD and step.list == "grad"):
+                    host_free = size if host in present else 0
+                    present.discard(host)
+            ops.append(
+                Op(
+                    queue=step.queue,
+                    seconds=self.cost.seconds(step),
+                    gpu_take=gpu_take,
+                    gpu_free=gpu_free,
+                    host_take=host_take,
+                    host_free=host_free,
+                    after=tuple((r.id, r.back) for r in step.after),
+                )
+            )
+        if present != self.initial:
+            left = sorted(present ^ self.initial)[0]
+            raise ValueError(f"{self.policy}: {left} is not at the end of the iteration as it was at its beginning")
+        free_gpu = self.machine.gpu_budget_bytes - self.held_bytes(Place.GPU) - cut_tide(tide)
+        free_host = self.machine.host_budget_bytes - self.held_bytes(Place.HOST)
+        if free_gpu < 0 or free_host < 0:
+            place, short = ("gpu", free_gpu) if free_gpu < 0 else ("host", free_host)
+            budget = self.machine.gpu_budget_bytes if place == "gpu" else self.machine.host_budget_bytes
+            raise DoesNotFit(
+                policy=self.policy,
+                place=place,
+                needed_bytes=budget - short,
+                available_bytes=budget,
+                what="what is resident between iterations",
+            )
+        result = run(Program(ops=tuple(ops), gpu_free_bytes=free_gpu, host_free_bytes=free_host))
+        if result.stuck is not None:
+            op, place, wanted, free = result.stuck
+            step = self._steps[op]
+            budget = self.machine.gpu_budget_bytes if place == "gpu" else self.machine.host_budget_bytes
+            raise DoesNotFit(
+                policy=self.policy,
+                place=place,
+                needed_bytes=budget + wanted - free,
+                available_bytes=budget,
+                what=f"step {step.id} ({step.kind.value}) takes {format_bytes(wanted)} where {format_bytes(free)} are free",
+            )
+        return memory_edges(self._steps, ops, [(i, i) for i in range(len(ops))], result)
+
+
+def cut_tide(tide: Sequence[int]) -> int:
+    """Non-model bytes reckoned with between two iterations: the last moment's fall has happened, the first one's rise has
+    not."""
+    return min(tide[-1], tide[0])
+
+
+def slots_of(steps: Sequence[Step]) -> tuple[dict[int, Slot], dict[str, int], dict[str, int]]:
+    """(step -> queue and position, steps on each queue, first step of each queue)."""
+    slots: dict[int, Slot] = {}
+    lengths: dict[str, int] = {}
+    first: dict[str, int] = {}
+    for step in steps:
+        queue = step.queue.value
+        position = lengths.get(queue, 0)
+        if position == 0:
+            first[queue] = step.id
+        slots[step.id] = Slot(queue, position)
+        lengths[queue] = position + 1
+    return slots, lengths, first
+
+
+def memory_edges(
+    steps: Sequence[Step],
+    ops: Sequence[Op],
+    ends: Sequence[tuple[int, int]],
+    outcome: Outcome,
+) -> dict[int, list[Ref]]:
+    """Memory edges of both places from a predicted schedule. ends: op -> the first and the last step it stands for."""
+    slots, lengths, _ = slots_of(steps)
+    edges: dict[int, list[Ref]] = {}
+    for take, free, room in (("gpu_take", "gpu_free", outcome.gpu_free_bytes), ("host_take", "host_free", outcome.host_free_bytes)):
+        takes = [getattr(op, take) for op in ops]
+        frees = [getattr(op, free) for op in ops]
+        window = [
+            Event(ends[i][1], k, -frees[i]) if done else Event(ends[i][0], k, takes[i])
+            for i, k, done in outcome.window
+            if (frees[i] if done else takes[i])
+        ]
+        for step, refs in fifo_edges(window, room, slots, lengths).items():
+            edges.setdefault(step, []).extend(refs)
+    return edges
+
+
+def _reduced(steps: Sequence[Step], memory: Mapping[int, Sequence[Ref]]) -> tuple[Step, ...]:
+    """The steps with data and memory edges, without those that are implied: by the order of a queue, or by an earlier
+    step of the same queue that waited for the same step or a later one. A reference more than one iteration back
+    becomes one to the first step of that queue in the previous iteration, which comes after it."""
+    slots, lengths, first = slots_of(steps)
+    waited: dict[tuple[str, str], int] = {}  # (queue, other queue) -> latest position waited for, previous iteration < 0
+    out: list[Step] = []
+    for step in steps:
+        mine = slots[step.id]
+        best: dict[str, tuple[int, Ref]] = {}
+        for ref in (*step.after, *memory.get(step.id, ())):
+            if ref.back > 1:
+                ref = Ref(first[slots[ref.id].queue], 1)
+            slot = slots[ref.id]
+            if slot.queue == mine.queue and (ref.back or slot.position < mine.position):
+                continue
+            absolute = slot.position - ref.back * lengths[slot.queue]
+            if absolute <= waited.get((mine.queue, slot.queue), -lengths[slot.queue] - 1):
+                continue
+            if slot.queue not in best or absolute > best[slot.queue][0]:
+                best[slot.queue] = (absolute, ref)
+        for queue, (absolute, _) in best.items():
+            waited[mine.queue, queue] = absolute
+        after = tuple(sorted((ref for _, ref in best.values()), key=lambda r: (r.back, r.id)))
+        out.append(step if after == step.after else replace(step, after=after))
+    return tuple(out)
+
+
+def check_room(
+    builder: Builder, place: Place, needed_bytes: int, what: str
+) -> None:
+    """Raise DoesNotFit if `needed_bytes` is more than the place's budget."""
+    machine = builder.machine
+    budget = machine.gpu_budget_bytes if place is Place.GPU else machine.host_budget_bytes
+    if needed_bytes > budget:
+        raise DoesNotFit(
+            policy=builder.policy, place=place.value, needed_bytes=needed_bytes, available_bytes=budget, what=what
+        )
+
+
+def describe_moment(workload: Workload, moment: int) -> str:
+    """For messages: "moment 361 (grad:h.5.mlp, 12.40 GB of non-model data)"."""
+    m = workload.moments[moment]
+    return f"moment {moment} ({m.name}, {format_bytes(m.peak_bytes)} of non-model data)"
+
+
+def worst_moment(tide: Sequence[int]) -> int:
+    """The moment of the highest tide (the first of several)."""
+    return max(range(len(tide)), key=lambda m: tide[m])

@@ -1,0 +1,110 @@
+"""How many chunks should keep their optimizer states on the GPU: a closed form scanned over all numbers.
+
+[Note: update windows] Chunk j is first used in moment f_j and its gradient is final after b_j. All chunks i with
+f_i <= f_j and b_i >= b_j that are updated on the CPU have their Adam between the end of b_j and the next start of f_j:
+T >= compute(f_j .. b_j) + the sum of their Adam times + one copy each way; the same with the copies as the serial
+resource. Behind a barrier the window opens at the end of the iteration instead. Pinning the chunks that are used first
+is best (the r-th unpinned chunk then has the shortest possible span), so a number says it all. PLANNING.md, Lemma 3;
+written for chunks of unequal size and several micro-batches. It ranks numbers of pins, it proves nothing: the
+certificate is planner/bounds.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["PinFacts", "iteration_bounds", "most_pins"]
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PinFacts:
+    """Per chunk that could be pinned, in the order in which they would be: first and final moment, bytes of the working
+    list, bytes pinned (working list and states), seconds of CPU Adam, GPU Adam, accumulation on the host (all
+    micro-batches), copy down and copy up. moments_s: seconds of each moment. barrier: no Adam before the last moment.
+    room_bytes: least room for working lists at any moment, nothing pinned. gaps: how often a chunk would have to be
+    fetched again in an iteration if it were never kept between forward and backward."""
+
+    first: Sequence[int]
+    final: Sequence[int]
+    working_bytes: Sequence[int]
+    pinned_bytes: Sequence[int]
+    adam_s: Sequence[float]
+    gpu_adam_s: Sequence[float]
+    add_s: Sequence[float]
+    down_s: Sequence[float]
+    up_s: Sequence[float]
+    moments_s: Sequence[float]
+    barrier: bool
+    room_bytes: int
+    gaps: int
+
+
+def iteration_bounds(facts: PinFacts, most: int) -> Array:
+    """Seconds of one iteration that 0, 1 .. most pinned chunks allow at best; shape (most + 1,)."""
+    count = len(facts.first)
+    if not count:
+        return np.full(most + 1, float(np.sum(facts.moments_s)))
+    clock = np.concatenate(([0.0], np.cumsum(facts.moments_s)))
+    first, final = np.asarray(facts.first), np.asarray(facts.final)
+    adam, down, up = np.asarray(facts.adam_s), np.asarray(facts.down_s), np.asarray(facts.up_s)
+    total = float(clock[-1])
+    inside = first[None, :] <= first[:, None]  # [j, i]: chunk i's update has to happen in window j
+    if facts.barrier:
+        span = total - clock[first]
+    else:
+        inside &= final[None, :] >= final[:, None]
+        span = np.maximum(0.0, clock[final + 1] - clock[first])
+
+    def later(row: Array) -> Array:
+        """[j, p]: sum of row over the chunks of window j that are not among the first p."""
+        table = np.zeros((count, count + 1))
+        table[:, :count] = np.cumsum((inside * row[None, :])[:, ::-1], axis=1)[:, ::-1]
+        return table
+
+    def suffix(row: Array) -> Array:
+        return np.concatenate((np.cumsum(row[::-1])[::-1], [0.0]))
+
+    border = 0.0 if facts.barrier else down
+    value = span[:, None] + later(adam) + (up + border)[:, None]
+    np.maximum(value, span[:, None] + later(up) + (adam + border)[:, None], out=value)
+    if not facts.barrier:
+        np.maximum(value, span[:, None] + later(down) + (adam + up)[:, None], out=value)
+    value[np.arange(count)[:, None] < np.arange(count + 1)[None, :]] = 0.0  # j itself is pinned: no window
+    pinned_adam = np.concatenate(([0.0], np.cumsum(facts.gpu_adam_s)))
+    bounds = np.maximum(value.max(axis=0), total + pinned_adam)
+    np.maximum(bounds, suffix(adam + np.asarray(facts.add_s)), out=bounds)
+    # Copies up: each unpinned chunk once, and again over every gap it cannot be kept.
+    working, pinned = np.asarray(facts.working_bytes, float), np.asarray(facts.pinned_bytes, float)
+    rate = float(np.sum(up)) / max(1.0, float(working.sum()))
+    moving = suffix(working)
+    left = facts.room_bytes - np.concatenate(([0.0], np.cumsum(pinned)))
+    refetched = np.maximum(0.0, moving - np.maximum(0.0, left)) * facts.gaps
+    np.maximum(bounds, (moving + refetched) * rate, out=bounds)
+    return np.asarray(bounds[: most + 1], dtype=np.float64)
+
+
+def most_pins(working_bytes: Sequence[int], pinned_bytes: Sequence[int], need: Sequence[Sequence[int]], room: Sequence[int]) -> int:
+    """The most chunks that can be pinned, in order. need: per moment the (positions of) chunks it needs; room: bytes for
+    chunks at each moment. What a moment needs of the pinned chunks is not needed a second time."""
+    working = np.asarray(working_bytes, dtype=np.int64)
+    held = np.concatenate(([0], np.cumsum(np.asarray(pinned_bytes, dtype=np.int64))))
+    count = len(working)
+    most = count
+    worst: dict[tuple[int, ...], int] = {}
+    for chunks, left in zip(need, room):
+        key = tuple(chunks)
+        worst[key] = min(left, worst.get(key, left))
+    for chunks, left in worst.items():
+        beside = int(sum(working[c] for c in chunks))
+        while most > 0:
+            now = beside - int(sum(working[c] for c in chunks if c < most))
+            if held[most] + now <= left:
+                break
+            most -= 1
+    return most

@@ -1,0 +1,192 @@
+"""Who has to be on the GPU when, and which chunks stay there between two uses.
+
+Uses of chunks (not tensors), gaps between them, blocks of moments that need the same chunks, and the keep set: Belady's
+rule with a capacity that changes with time, in bytes. Knows no clock and no queue; costs are not its matter.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from pstar_sim.core.layout import Layout
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["Block", "ChunkUses", "Gap", "belady", "blocks_of", "gaps_of"]
+
+
+class ChunkUses:
+    """Uses of every chunk of `layout` in one iteration of `workload`.
+
+    touched: chunk -> ascending moments in which its working list has to be on the GPU: every read, and in the last
+    micro-batch that gives it a gradient also every moment in which one becomes final, because it overwrites the working
+    list in place. (In earlier micro-batches a gradient has a list of its own.) spans: chunk -> (micro-batch, first, last
+    moment in which a gradient of its becomes final), one a micro-batch.
+    """
+
+    def __init__(self, workload: Workload, layout: Layout) -> None:
+        self.workload = workload
+        self.layout = layout
+        chunk_of = layout.chunk_of
+        moments = workload.moments
+        count = len(layout.chunks)
+        final: dict[tuple[int, int], int] = {}  # (micro-batch, tensor) -> the last time its gradient arrives
+        for m, gradients in enumerate(workload.gradients):
+            for t in gradients:
+                final[moments[m].micro_batch, t] = m
+        spans: list[dict[int, tuple[int, int]]] = [{} for _ in range(count)]
+        for (batch, t), m in final.items():
+            mine = spans[chunk_of[t]]
+            first, last = mine.get(batch, (m, m))
+            mine[batch] = (min(first, m), max(last, m))
+        needs: list[set[int]] = [{chunk_of[t] for t in reads} for reads in workload.reads]
+        for (batch, t), m in final.items():
+            if batch == max(spans[chunk_of[t]]):
+                needs[m].add(chunk_of[t])
+        touched: list[list[int]] = [[] for _ in range(count)]
+        for m, need in enumerate(needs):
+            for c in need:
+                touched[c].append(m)
+        self.touched = tuple(map(tuple, touched))
+        self.spans = tuple(tuple((batch, *mine[batch]) for batch in sorted(mine)) for mine in spans)
+        self.by_moment = tuple(tuple(sorted(need)) for need in needs)
+
+    def updated(self, chunk: int) -> bool:
+        """Some parameter of it gets a gradient, so that the chunk has an Adam step."""
+        return bool(self.spans[chunk])
+
+    def first_use(self, chunk: int) -> int:
+        """Moment that first needs it; len(moments) if none does."""
+        return self.touched[chunk][0] if self.touched[chunk] else len(self.workload.moments)
+
+    def last_gradient(self, chunk: int) -> int:
+        """Moment after which all its gradients are final; -1 if it has none."""
+        return self.spans[chunk][-1][2] if self.spans[chunk] else -1
+
+    @cached_property
+    def tide(self) -> tuple[int, ...]:
+        """Non-model bytes to reckon with in each moment. The cut counts the last moment's peak ([Note: the cut]); where
+        the first moment's is lower, that difference is reckoned as held throughout."""
+        peaks = [m.peak_bytes for m in self.workload.moments]
+        extra = max(0, peaks[-1] - peaks[0])
+        return tuple(peak + extra for peak in peaks)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Moments first..last (inclusive), which need the same `chunks`. tide_bytes: their highest non-model peak."""
+
+    first: int
+    last: int
+    chunks: tuple[int, ...]
+    tide_bytes: int
+    seconds: float
+
+
+def blocks_of(
+    uses: ChunkUses, seconds: Sequence[float], tide: Sequence[int], permanent: frozenset[int], cuts: frozenset[int]
+) -> list[Block]:
+    """Merge neighbouring moments so that nothing is lost by looking at them as one.
+
+    Chunks that are permanent residents are left out. Two neighbours become one block if they need the same chunks; a
+    moment that needs nothing joins the block before it if its tide is no higher and it takes no time (or stands
+    between two moments that need the same), so the room a block needs is the room its worst moment needs.
+    cuts: moments that have to open a block. The last moment (the step) is always alone.
+    """
+    count = len(uses.by_moment)
+    needs = [tuple(c for c in row if c not in permanent) for row in uses.by_moment]
+    following: list[tuple[int, ...]] = [()] * (count + 1)
+    for m in range(count - 1, -1, -1):
+        following[m] = needs[m] or following[m + 1]
+    out: list[Block] = []
+    for m in range(count):
+        merge = False
+        if out and m not in cuts and m != count - 1:
+            block = out[-1]
+            if needs[m] == block.chunks:
+                merge = True
+            elif not needs[m] and tide[m] <= block.tide_bytes:
+                merge = seconds[m] == 0.0 or following[m] == block.chunks
+        if merge:
+            b = out[-1]
+            out[-1] = Block(b.first, m, b.chunks, max(b.tide_bytes, tide[m]), b.seconds + seconds[m])
+        else:
+            out.append(Block(m, m, needs[m], tide[m], seconds[m]))
+    return out
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Gap:
+    """Chunk is used at `start` and next at `end`; strictly between them it may be away. end >= length of the
+    iteration: the next use is in the next iteration (only clean chunks can be kept over that)."""
+
+    start: int
+    end: int
+    chunk: int
+
+
+def gaps_of(chunk: int, uses: Sequence[int]) -> list[Gap]:
+    """Gaps within the iteration between successive uses (ascending) that are not neighbours."""
+    return [Gap(a, b, chunk) for a, b in zip(uses, uses[1:]) if b > a + 1]
+
+
+def belady(gaps: Sequence[Gap], sizes: Sequence[int], room: Sequence[int]) -> set[Gap]:
+    """Gaps to keep: on overload give up the gap with the farthest end (Belady, with a capacity that varies).
+
+    sizes: bytes of each chunk. room: bytes that kept gaps may take at each point of time (what the points need anyway
+    is already taken off). With chunks of equal size no other choice keeps more gaps (PLANNING.md, Lemma 1); with a few
+    larger ones it is a heuristic, so gaps given up are offered the room that is left, shortest first. Gaps that pass
+    the end of the iteration go on at its beginning.
+    """
+    length = len(room)
+    opening: dict[int, list[Gap]] = {}
+    for gap in gaps:
+        opening.setdefault(gap.start + 1, []).append(gap)
+    held = 0
+    open_gaps: list[tuple[int, int, Gap]] = []  # farthest end first
+    closing = [0] * (2 * length + 1)
+    dropped: list[Gap] = []
+    gone: set[Gap] = set()
+    wrapped = [0] * length  # what gaps over the border hold at the beginning of the iteration
+    for gap in gaps:
+        if gap.end > length:
+            for t in range(gap.end - length):
+                wrapped[t] += sizes[gap.chunk]
+    for t in range(length):
+        held -= closing[t]
+        for gap in opening.get(t, ()):
+            held += sizes[gap.chunk]
+            heapq.heappush(open_gaps, (-gap.end, gap.chunk, gap))
+            closing[gap.end] += sizes[gap.chunk]
+        while held + wrapped[t] > room[t] and open_gaps:
+            _, _, gap = heapq.heappop(open_gaps)
+            if gap.end <= t:  # everything that is still open ended before: nothing left to give up
+                break
+            held -= sizes[gap.chunk]
+            closing[gap.end] -= sizes[gap.chunk]
+            gone.add(gap)
+            dropped.append(gap)
+            if gap.end > length:
+                for early in range(gap.end - length):
+                    wrapped[early] -= sizes[gap.chunk]
+    kept = [gap for gap in gaps if gap not in gone]
+    left = list(room)
+    for gap in kept:
+        for t in range(gap.start + 1, gap.end):
+            left[t % length] -= sizes[gap.chunk]
+    # Gaps over the border that do not fit at the beginning (where they were not on the heap yet) go first.
+    for gap in sorted((g for g in kept if g.end > length), key=lambda g: -g.end):
+        if min((left[t % length] for t in range(gap.start + 1, gap.end)), default=0) < 0:
+            for t in range(gap.start + 1, gap.end):
+                left[t % length] += sizes[gap.chunk]
+            gone.add(gap)
+            dropped.append(gap)
+    for gap in sorted(dropped, key=lambda g: (g.end - g.start, g)):
+        span = range(gap.start + 1, gap.end)
+        if min((left[t % length] for t in span), default=0) >= sizes[gap.chunk]:
+            for t in span:
+                left[t % length] -= sizes[gap.chunk]
+            gone.discard(gap)
+    return {gap for gap in gaps if gap not in gone}

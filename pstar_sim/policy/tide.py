@@ -1,0 +1,498 @@
+"""tide and static_partition: chunks come ahead of time, gradients leave at once, CPU Adam runs in deadline order.
+
+tide: what fits beside the non-model data of each single moment. static_partition: the very same, but every moment is
+reckoned to hold the tide's peak. Whatever differs between the two is what following the tide is worth.
+
+How (PLANNING.md, section 7, without streamed states). Chunks that are used first are pinned, as many as a closed form and
+then an event loop find best. Of the others Belady's rule keeps what it can between two uses. The event loop fetches the
+chunk with the earliest deadline among those whose update is done, reserves its memory then, and sends gradients down and
+updates chunks in the order in which the next forward needs them. Its result fixes the order on each queue, and its
+schedule the memory edges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.step import Kind, Place, Queue, Ref
+from pstar_sim.errors import DoesNotFit
+from pstar_sim.policy.emit import Builder, cut_tide, describe_moment, memory_edges
+from pstar_sim.policy.event_loop import Op, Outcome, Program, run
+from pstar_sim.policy.pins import PinFacts, iteration_bounds, most_pins
+from pstar_sim.policy.residency import Block, Gap, belady, blocks_of, gaps_of
+from pstar_sim.units import format_bytes, format_s
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["static_partition", "tide"]
+
+LEAD_CHUNKS = 2  # room that fetches ahead leave to urgent ones
+
+
+def tide(workload: Workload, machine: Machine, settings: Settings) -> Plan:
+    """Capacity = budget - non-model bytes of the moment. Raises DoesNotFit only if some moment's own chunks, the small
+    ones and its non-model data exceed the GPU, or parameters and states the host."""
+    return _Asynchronous("tide", workload, machine, settings).plan()
+
+
+def static_partition(workload: Workload, machine: Machine, settings: Settings) -> Plan:
+    """Capacity = budget - the highest non-model bytes of any moment, in every moment. Raises DoesNotFit like `tide`."""
+    return _Asynchronous("static_partition", workload, machine, settings).plan()
+
+
+@dataclass(slots=True)
+class _What:
+    """What an op is, for the plan: its step, or (block) the moments it stands for."""
+
+    kind: Kind
+    chunk: int = -1
+    list_name: str = "param"
+    moment: int = -1
+    block: int = -1
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A program for one number of pins, and what the event loop made of it."""
+
+    pins: int
+    program: Program
+    what: list[_What]
+    kept: set[Gap]
+    outcome: Outcome
+    fetched_bytes: int
+
+
+class _Asynchronous:
+    """One policy at work: facts once, an `_Attempt` for each number of pins, the best one as a plan."""
+
+    def __init__(self, name: str, workload: Workload, machine: Machine, settings: Settings) -> None:
+        self.name = name
+        self.workload = workload
+        self.machine = machine
+        self.settings = settings
+        self.builder = b = Builder(name, workload, machine, settings)
+        self.uses = uses = b.uses
+        self.cost = b.cost
+        self.several = workload.micro_batches > 1
+        self.barrier = settings.barrier(workload.dtype)
+        self.add_last = self.several and settings.clip  # the norm is that of the accumulated gradient
+        peak = max(uses.tide)
+        self.tide = uses.tide if name == "tide" else (peak,) * len(uses.tide)
+        chunks = [c.index for c in b.layout.chunks]
+        self.small = frozenset(c for c in chunks if b.layout.chunks[c].small)
+        self.moving = [c for c in chunks if c not in self.small]
+        self.sizes = [b.payload(c) for c in chunks]
+        # In the order in which they would be pinned.
+        self.candidates = sorted((c for c in self.moving if uses.updated(c)), key=lambda c: (uses.first_use(c), c))
+        self.small_bytes = sum(b.permanent_bytes(c) for c in self.small)
+        seconds = b.cost.moments_s
+        # A gradient list opens and closes, and an eager GPU Adam follows, at the edge of a block.
+        cuts: set[int] = set()
+        for c in chunks:
+            spans = uses.spans[c] if c not in self.small else uses.spans[c][-1:]
+            for n, (_, first, last) in enumerate(spans):
+                if n < len(spans) - 1:
+                    cuts.add(first)
+                if c not in self.small or self.barrier is None:
+                    cuts.add(last + 1)
+        self.blocks = blocks_of(uses, seconds, self.tide, self.small, frozenset(cuts))
+        self.block_of = [n for n, block in enumerate(self.blocks) for _ in range(block.first, block.last + 1)]
+        self.touched = [
+            sorted({self.block_of[m] for m in uses.touched[c]}) if c not in self.small else [] for c in chunks
+        ]
+
+    # Which numbers of pins to try.
+
+    def plan(self) -> Plan:
+        self._check_gpu(frozenset())
+        budget = self.machine.gpu_budget_bytes
+        room = [budget - self.small_bytes - block.tide_bytes - sum(self._gradients(n)) for n, block in enumerate(self.blocks)]
+        position = {c: n for n, c in enumerate(self.candidates)}
+        need = [tuple(position[c] for c in block.chunks if c in position) for block in self.blocks]
+        fixed = [sum(self.sizes[c] for c in block.chunks if c not in position) for block in self.blocks]
+        most = most_pins(
+            [self.sizes[c] for c in self.candidates],
+            [self.builder.permanent_bytes(c) for c in self.candidates],
+            need,
+            [left - beside for left, beside in zip(room, fixed)],
+        )
+        bounds = iteration_bounds(self._pin_facts(min(room)), most)
+        best = int(bounds.argmin()) if len(bounds) else 0
+        wanted = sorted({0, most if most == len(self.candidates) else best, *(best + d for d in (-4, -2, -1, 0, 1, 2, 4))})
+        attempts: list[_Attempt] = []
+        host_error: DoesNotFit | None = None
+        for p in wanted:
+            if not 0 <= p <= most:
+                continue
+            try:
+                self._check_host(p)
+            except DoesNotFit as error:
+                host_error = error
+                continue
+            attempts.append(self._attempt(p))
+        if not attempts:
+            try:
+                self._check_host(most)
+                attempts.append(self._attempt(most))
+            except DoesNotFit:
+                assert host_error is not None
+                raise host_error from None
+        chosen = min(attempts, key=lambda a: (round(a.outcome.iteration_s, 9), a.fetched_bytes, a.pins))
+        return self._emit(chosen, attempts, most, float(bounds[best]) if len(bounds) else 0.0)
+
+    def _pin_facts(self, room_bytes: int) -> PinFacts:
+        uses, cost, order = self.uses, self.cost, self.candidates
+        adds = self.workload.micro_batches - (0 if self.add_last else 1) if self.several else 0
+        return PinFacts(
+            first=[uses.first_use(c) for c in order],
+            final=[uses.last_gradient(c) for c in order],
+            working_bytes=[self.sizes[c] for c in order],
+            pinned_bytes=[self.builder.permanent_bytes(c) for c in order],
+            adam_s=[cost.cpu_adam_s(c) for c in order],
+            gpu_adam_s=[cost.gpu_adam_s(c) for c in order],
+            add_s=[cost.cpu_add_s(c) * adds for c in order],
+            down_s=[cost.transfer_s(self.sizes[c], "d2h") for c in order],
+            up_s=[cost.transfer_s(self.sizes[c], "h2d") for c in order],
+            moments_s=cost.moments_s,
+            barrier=self.barrier is not None,
+            room_bytes=room_bytes,
+            gaps=2 * self.workload.micro_batches - 1,
+        )
+
+    # Room.
+
+    def _gradients(self, n: int) -> list[int]:
+        """Bytes of the gradient lists that block n needs, of chunks that are not pinned."""
+        if not self.several:
+            return []
+        return [size for c, size in self._gradient_blocks[n] if c not in self._pinned]
+
+    _pinned: frozenset[int] = frozenset()
+
+    @property
+    def _gradient_blocks(self) -> list[list[tuple[int, int]]]:
+        rows = self.__dict__.get("_gradient_rows")
+        if rows is None:
+            rows = [[] for _ in self.blocks]
+            for c in self.moving:
+                for _, first, last in self.uses.spans[c][:-1]:
+                    for n in range(self.block_of[first], self.block_of[last] + 1):
+                        rows[n].append((c, self.builder.payload(c, "grad")))
+            self.__dict__["_gradient_rows"] = rows
+        return rows  # type: ignore[no-any-return]
+
+    def _check_gpu(self, pinned: frozenset[int]) -> None:
+        budget = self.machine.gpu_budget_bytes
+        worst, short = 0, -budget
+        for n, block in enumerate(self.blocks):
+            own = sum(self.sizes[c] for c in block.chunks) + sum(self._gradients(n))
+            over = self.small_bytes + own + block.tide_bytes - budget
+            if over > short:
+                worst, short = n, over
+        if short <= 0:
+            return
+        block = self.blocks[worst]
+        moment = max(range(block.first, block.last + 1), key=lambda m: self.tide[m])
+        own = sum(self.sizes[c] for c in block.chunks)
+        parts = [describe_moment(self.workload, moment) if self.name == "tide" else f"the tide's peak, {format_bytes(max(self.tide))}, at every moment"]
+        if block.chunks:
+            parts.append(f"{len(block.chunks)} chunk{'s' if len(block.chunks) > 1 else ''} used in moment {moment}, {format_bytes(own)}")
+        if self._gradients(worst):
+            parts.append(f"gradient lists, {format_bytes(sum(self._gradients(worst)))}")
+        if self.small_bytes:
+            parts.append(f"small parameters and their states, {format_bytes(self.small_bytes)}")
+        raise DoesNotFit(
+            policy=self.name, place="gpu", needed_bytes=budget + short, available_bytes=budget, what="; ".join(parts)
+        )
+
+    def _host_bytes(self, pins: int) -> tuple[int, int]:
+        """(held for ever, needed to move) on the host."""
+        pinned = set(self.candidates[:pins])
+        held = sum(self.builder.permanent_bytes(c) for c in self.moving if c not in pinned)
+        passing = 0
+        if self.several:
+            passing = max((self.builder.payload(c, "grad") for c in self.candidates if c not in pinned), default=0)
+        return held, passing
+
+    def _check_host(self, pins: int) -> None:
+        held, passing = self._host_bytes(pins)
+        budget = self.machine.host_budget_bytes
+        if held + passing > budget:
+            raise DoesNotFit(
+                policy=self.name,
+                place="host",
+                needed_bytes=held + passing,
+                available_bytes=budget,
+                what=f"working list and optimizer states of all chunks but {pins} pinned ones"
+                + (", accumulated gradients" if self.several else ""),
+            )
+
+    # One attempt: which ops there are for p pinned chunks, and how they play.
+
+    def _attempt(self, pins: int) -> _Attempt:
+        self._pinned = pinned = frozenset(self.candidates[:pins])
+        try:
+            program, what, kept, fetched = self._program(pinned)
+        finally:
+            self._pinned = frozenset()
+        outcome = run(program)
+        if outcome.stuck is not None:
+            op, place, wanted, free = outcome.stuck
+            raise AssertionError(f"{self.name}: {what[op]} wants {wanted} bytes of the {place}, {free} are free")
+        return _Attempt(pins, program, what, kept, outcome, fetched)
+
+    def _program(self, pinned: frozenset[int]) -> tuple[Program, list[_What], set[Gap], int]:
+        b, uses, cost, blocks = self.builder, self.uses, self.cost, self.blocks
+        count = len(blocks)
+        permanent = self.small_bytes + sum(b.permanent_bytes(c) for c in pinned)
+        free = self.machine.gpu_budget_bytes - permanent
+        moving = [c for c in self.moving if c not in pinned and self.touched[c]]
+        room = []
+        for n, block in enumerate(blocks):
+            own = sum(self.sizes[c] for c in block.chunks if c not in pinned)
+            room.append(free - block.tide_bytes - own - sum(self._gradients(n)))
+        gaps = [gap for c in moving for gap in gaps_of(c, self.touched[c])]
+        for c in moving:  # a clean chunk may also stay over the border
+            if not uses.updated(c):
+                gaps.append(Gap(self.touched[c][-1], self.touched[c][0] + count, c))
+        kept = belady(gaps, self.sizes, room)
+        for gap in kept:
+            for n in range(gap.start + 1, gap.end):
+                room[n % count] -= self.sizes[gap.chunk]
+
+        ops: list[Op] = []
+        what: list[_What] = []
+
+        def add(op: Op, meaning: _What) -> int:
+            ops.append(op)
+            what.append(meaning)
+            return len(ops) - 1
+
+        # First pass: everything with an index; `after` is filled in as far as the order below allows it.
+        opens: list[list[tuple[int, int]]] = [[] for _ in blocks]  # block -> (chunk, number of the gradient list)
+        closes: list[list[tuple[int, int]]] = [[] for _ in blocks]
+        leaves: list[list[int]] = [[] for _ in blocks]  # last use of an updated chunk
+        dropped: list[list[int]] = [[] for _ in blocks]
+        eager: list[list[int]] = [[] for _ in blocks]
+        fetches: list[list[int]] = [[] for _ in blocks]
+        initial_gpu = 0
+        for c in moving:
+            mine = self.touched[c]
+            if uses.updated(c):
+                leaves[mine[-1]].append(c)
+                fetches[mine[0]].append(c)
+                for number, (_, first, last) in enumerate(uses.spans[c][:-1]):
+                    opens[self.block_of[first]].append((c, number))
+                    closes[self.block_of[last]].append((c, number))
+            else:
+                border = Gap(mine[-1], mine[0] + count, c)
+                if border in kept or border.end == border.start + 1:
+                    initial_gpu += self.sizes[c]
+                else:
+                    dropped[mine[-1]].append(c)
+                    fetches[mine[0]].append(c)
+            for gap in gaps_of(c, mine):
+                if gap not in kept:
+                    dropped[gap.start].append(c)
+                    fetches[gap.end].append(c)
+        on_gpu = sorted((c for c in (*self.small, *pinned) if uses.updated(c)), key=lambda c: (uses.first_use(c), c))
+        if self.barrier is None:
+            for c in on_gpu:
+                eager[self.block_of[uses.last_gradient(c)]].append(c)
+
+        latest_drop: dict[int, int] = {}  # chunk -> op that last freed it on the gpu, in this iteration
+        first_fetch: list[tuple[int, int]] = []
+        gradient_free: dict[int, int] = {}
+        latest_add: dict[int, int] = {}
+        adams: list[tuple[int, int]] = []  # chunk, op of its drop
+        last_adds: list[int] = []
+        sequence = 0
+        end_of: list[int] = []
+        for n, block in enumerate(blocks):
+            waits: list[tuple[int, int]] = []
+            for c in fetches[n]:
+                size = self.sizes[c]
+                after = ((latest_drop[c], 0),) if c in latest_drop else ()
+                op = add(
+                    Op(Queue.H2D, cost.transfer_s(size, "h2d"), gpu_take=size, after=after, key=(float(n), float(c)), use=n),
+                    _What(Kind.FETCH, c, moment=block.first),
+                )
+                if not after:
+                    first_fetch.append((c, op))
+                waits.append((op, 0))
+            for c, number in opens[n]:
+                size = b.payload(c, "grad")
+                after = ((gradient_free[c], 0),) if number else ()
+                add(
+                    Op(Queue.COMPUTE, gpu_take=size, after=after),
+                    _What(Kind.ALLOC, c, "grad", self._span(c, number)[0]),
+                )
+            rise = max(0, block.tide_bytes - blocks[n - 1].tide_bytes)
+            fall = max(0, block.tide_bytes - blocks[(n + 1) % count].tide_bytes)
+            here = add(
+                Op(Queue.COMPUTE, block.seconds, gpu_take=rise, gpu_free=fall, after=tuple(waits), position=n),
+                _What(Kind.COMPUTE, block=n, moment=block.first),
+            )
+            end_of.append(here)
+            for c in dropped[n]:
+                latest_drop[c] = add(
+                    Op(Queue.COMPUTE, gpu_free=self.sizes[c]), _What(Kind.DROP, c, moment=block.last)
+                )
+            for c in eager[n]:
+                add(Op(Queue.COMPUTE, cost.gpu_adam_s(c)), _What(Kind.GPU_ADAM, c))
+            for c, number in closes[n]:
+                size = b.payload(c, "grad")
+                moment = self._span(c, number)[1]
+                after = ((here, 0),) if number == 0 else ((here, 0), (latest_add[c], 0))
+                sequence += 1
+                down = add(
+                    Op(
+                        Queue.D2H,
+                        cost.transfer_s(size, "d2h"),
+                        host_take=size,
+                        after=after,
+                        key=(0.0, float(sequence)),
+                        then=len(ops) + 1,
+                    ),
+                    _What(Kind.WRITEBACK, c, "grad", moment),
+                )
+                gradient_free[c] = add(Op(Queue.D2H, gpu_free=size), _What(Kind.FREE, c, "grad", moment))
+                latest_add[c] = add(
+                    Op(Queue.ADAM, cost.cpu_add_s(c), host_free=size, after=((down, 0),), key=(0.0, float(sequence))),
+                    _What(Kind.CPU_ADD, c, "grad", moment),
+                )
+            for c in leaves[n]:
+                size = self.sizes[c]
+                moment = uses.last_gradient(c)
+                down = add(
+                    Op(
+                        Queue.D2H,
+                        cost.transfer_s(size, "d2h"),
+                        after=((here, 0),),
+                        key=(1.0, float(uses.first_use(c))),
+                        then=len(ops) + 1,
+                    ),
+                    _What(Kind.WRITEBACK, c, "param", moment),
+                )
+                latest_drop[c] = add(Op(Queue.D2H, gpu_free=size), _What(Kind.DROP, c, moment=moment))
+                if self.add_last:
+                    sequence += 1
+                    latest_add[c] = add(
+                        Op(Queue.ADAM, cost.cpu_add_s(c), after=((down, 0),), key=(0.0, float(sequence))),
+                        _What(Kind.CPU_ADD, c, "param", moment),
+                    )
+                    last_adds.append(latest_add[c])
+                adams.append((c, down))
+        for number, c in enumerate(on_gpu if self.barrier is not None else ()):
+            after = tuple((op, 0) for op in last_adds) if number == 0 else ()
+            add(Op(Queue.COMPUTE, cost.gpu_adam_s(c), after=after), _What(Kind.GPU_ADAM, c))
+        adam_of: dict[int, int] = {}
+        for c, down in adams:
+            after = ((down, 0),) + (((latest_add[c], 0),) if c in latest_add else ())
+            if self.barrier is not None:
+                after += ((end_of[-1], 0),)
+            if self.add_last:
+                after += tuple((op, 0) for op in last_adds if op != latest_add[c])
+            adam_of[c] = add(
+                Op(Queue.ADAM, cost.cpu_adam_s(c), after=after, key=(1.0, float(uses.first_use(c)))),
+                _What(Kind.CPU_ADAM, c),
+            )
+        for c, op in first_fetch:  # the first fetch of an iteration: what the previous one left behind
+            ops[op].after = ((latest_drop[c], 1),) + (((adam_of[c], 1),) if c in adam_of else ())
+        fetched = sum(op.gpu_take for op in ops if op.queue is Queue.H2D)
+        tide_peaks = [block.tide_bytes for block in blocks]
+        held, _ = self._host_bytes(len(pinned))
+        program = Program(
+            ops=tuple(ops),
+            gpu_free_bytes=free - initial_gpu - cut_tide(tide_peaks),
+            host_free_bytes=self.machine.host_budget_bytes - held,
+            room=room,
+            lead_bytes=LEAD_CHUNKS * self.builder.layout.chunk_bytes,
+        )
+        return program, what, kept, fetched
+
+    def _span(self, chunk: int, number: int) -> tuple[int, int]:
+        _, first, last = self.uses.spans[chunk][number]
+        return first, last
+
+    # The plan.
+
+    def _emit(self, chosen: _Attempt, attempts: Sequence[_Attempt], most: int, bound_s: float) -> Plan:
+        b, uses = self.builder, self.uses
+        pinned = frozenset(self.candidates[: chosen.pins])
+        count = len(self.blocks)
+        for c in (*self.small, *pinned):
+            b.reside_on_gpu(c)
+        for c in self.moving:
+            if c in pinned:
+                continue
+            b.reside_on_host(c)
+            mine = self.touched[c]
+            if mine and not uses.updated(c):
+                border = Gap(mine[-1], mine[0] + count, c)
+                if border in chosen.kept or border.end == border.start + 1:
+                    b.resident(c, Place.GPU, "param")
+        # The order of one iteration: what the window shows of it early, in it, and late.
+        started = [(i, k) for i, k, done in chosen.outcome.window if not done]
+        order = [i for early in (1, 0, -1) for i, k in started if k == early]
+        ops, what = chosen.program.ops, chosen.what
+        ends: list[tuple[int, int]] = [(0, 0)] * len(ops)
+        total = 0
+        for i in order:
+            block = self.blocks[what[i].block] if what[i].block >= 0 else None
+            length = block.last - block.first + 1 if block is not None else 1
+            ends[i] = (total, total + length - 1)
+            total += length
+        for i in order:
+            self._step(i, ops[i], what[i], ends)
+        edges = memory_edges(b.steps, ops, ends, chosen.outcome)
+        self._choices(chosen, attempts, most, bound_s)
+        return b.plan(memory=edges)
+
+    def _step(self, i: int, op: Op, meaning: _What, ends: Sequence[tuple[int, int]]) -> None:
+        b, c = self.builder, meaning.chunk
+        after = [Ref(ends[j][1], back) for j, back in op.after if self.queue_differs(op, j, back)]
+        match meaning.kind:
+            case Kind.COMPUTE:
+                block = self.blocks[meaning.block]
+                for m in range(block.first, block.last + 1):
+                    b.compute(m, after if m == block.first else ())
+            case Kind.FETCH:
+                b.fetch(c, meaning.moment, after)
+            case Kind.WRITEBACK:
+                b.writeback(c, meaning.list_name, meaning.moment, after)
+            case Kind.DROP:
+                b.drop(op.queue, c, meaning.moment, after)
+            case Kind.ALLOC:
+                b.alloc(op.queue, c, meaning.list_name, Place.GPU, meaning.moment, after)
+            case Kind.FREE:
+                b.free(op.queue, c, meaning.list_name, Place.GPU, meaning.moment, after)
+            case Kind.CPU_ADD:
+                b.cpu_add(c, meaning.list_name, meaning.moment, after)
+            case Kind.CPU_ADAM:
+                b.cpu_adam(c, after)
+            case Kind.GPU_ADAM:
+                b.gpu_adam(c, after)
+            case kind:
+                raise AssertionError(kind)
+
+    def queue_differs(self, op: Op, other: int, back: int) -> bool:
+        return True
+
+    def _choices(self, chosen: _Attempt, attempts: Sequence[_Attempt], most: int, bound_s: float) -> None:
+        b = self.builder
+        b.predictions["policy_iteration_s"] = chosen.outcome.iteration_s
+        b.choices["capacity"] = (
+            "GPU budget less the non-model bytes of each moment"
+            if self.name == "tide"
+            else f"GPU budget less the highest non-model bytes of any moment ({format_bytes(max(self.tide))})"
+        )
+        b.choices["pins"] = f"{chosen.pins} of {len(self.candidates)} chunks ({most} would fit)"
+        b.choices["pins_tried"] = {a.pins: format_s(a.outcome.iteration_s) for a in attempts}
+        b.choices["kept_gaps"] = len(chosen.kept)
+        b.choices["closed_form_s"] = bound_s
+
+
