@@ -144,8 +144,11 @@ def make_parser() -> argparse.ArgumentParser:
     trace.add_argument("--batch", type=_positive, required=True, metavar="B", help="sequences a micro-batch")
     trace.add_argument("--seq", type=_positive, required=True, metavar="S", help="tokens a sequence")
     trace.add_argument("--micro-batches", type=_positive, default=1, metavar="U", help="micro-batches an iteration (default: 1)")
-    trace.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help="working dtype (default: bf16)")
+    trace.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), help="working dtype (default: bf16; of a py: factory, the module's own)"
+    )
     _checkpointing(trace, default=False, note="default: off, as transformers models come")
+    trace.add_argument("--attention", choices=("flash", "efficient", "math"), help="attention kernel (default: torch's choice)")
     trace.add_argument("-o", "--output", required=True, metavar="FILE", help="the trace file to write (.parquet)")
     trace.add_argument("--json", action="store_true", help="what was traced as a JSON object")
 
