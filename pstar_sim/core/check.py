@@ -654,7 +654,8 @@ def _worst_case(plan: Plan, program: _Program, walk: _Walk, place: Place) -> _Wo
     held = sum(plan.layout.payload_bytes(c, name) for c, name, where in walk.initial if where is place)
     held += sum(size for _, where, size in plan.buffers if where is place)
     if place is Place.GPU:
-        held += plan.workload.moments[-1].peak_bytes
+        moments = plan.workload.moments  # the last one's fall has happened, the first one's rise has not
+        held += min(moments[-1].peak_bytes, moments[0].peak_bytes)
 
     frees: list[list[tuple[int, int]]] = [[] for _ in program.queues]  # per queue: (sequence, bytes), ascending
     for s, (where, size) in walk.frees.items():

@@ -28,6 +28,7 @@ __all__ = [
     "held_at_cut",
     "resolve",
     "takes",
+    "tide_at_cut",
     "tide_moves",
     "topological",
 ]
@@ -114,6 +115,11 @@ def tide_moves(workload: Workload) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return rise, fall
 
 
+def tide_at_cut(workload: Workload) -> int:
+    """Non-model bytes between two iterations: the last moment's fall has happened, the first one's rise has not."""
+    return min(workload.moments[-1].peak_bytes, workload.moments[0].peak_bytes)
+
+
 @dataclass(frozen=True, slots=True)
 class Move:
     """Bytes of a category at a place that a step takes or frees."""
@@ -132,13 +138,13 @@ class Effect:
 
 
 def held_at_cut(plan: Plan) -> dict[tuple[Place, str], int]:
-    """Bytes by place and category at the cut: initial residents, buffers, and the tide of the last moment."""
+    """Bytes by place and category at the cut: initial residents, buffers, and the tide there."""
     held: dict[tuple[Place, str], int] = {}
 
     def add(place: Place, category: str, size: int) -> None:
         held[place, category] = held.get((place, category), 0) + size
 
-    add(Place.GPU, NON_MODEL, plan.workload.moments[-1].peak_bytes)
+    add(Place.GPU, NON_MODEL, tide_at_cut(plan.workload))
     for resident in plan.initial:
         if resident.chunk >= 0:
             add(resident.place, category_of(resident.list), plan.layout.payload_bytes(resident.chunk, resident.list))

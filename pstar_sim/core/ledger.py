@@ -9,7 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
-from pstar_sim.core.effects import CATEGORIES, NON_MODEL, category_of, frees, gradient_list, takes, tide_moves
+from pstar_sim.core.effects import (
+    CATEGORIES,
+    NON_MODEL,
+    category_of,
+    frees,
+    gradient_list,
+    takes,
+    tide_at_cut,
+    tide_moves,
+)
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Plan, Resident
 from pstar_sim.core.step import Kind, Place, Step
@@ -62,7 +71,7 @@ class Ledger:
             plan.layout,
             initial=plan.initial,
             buffers=plan.buffers,
-            tide_bytes=w.moments[-1].peak_bytes,
+            tide_bytes=tide_at_cut(w),
         )
         chunk_of = plan.layout.chunk_of
         target = gradient_list(plan)
