@@ -55,12 +55,13 @@ def plan(args: argparse.Namespace) -> int:
     if args.json:
         say_json(best.row.to_json())
         return 0
+    from pstar_sim.report.tables import format_percent
     from pstar_sim.units import format_bytes, format_s
 
     row = best.row
     say(
         f"{args.output}: {row.policy}, {format_s(row.iteration_s or 0)} an iteration, "
-        f"{100 * (row.gap or 0):.1f} % above the bound, at most {format_bytes(row.peak_gpu_bytes or 0)} of the GPU; "
+        f"{format_percent(row.gap or 0)} above the bound, at most {format_bytes(row.peak_gpu_bytes or 0)} of the GPU; "
         f"{len(best.plan.steps)} steps"
     )
     return 0

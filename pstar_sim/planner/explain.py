@@ -6,6 +6,7 @@ tide's counterpart (`tide` against `static_partition`: the same policy but for t
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 
 from pstar_sim.core.plan import Plan
@@ -149,7 +150,15 @@ def explain(
         f"first steps (of {len(plan.steps)})",
         *(f"  {to_text(step)}" for step in plan.steps[:first_steps]),
     ]  # fmt: skip
-    return "\n".join(out) + "\n"
+    return "\n".join(line for text in out for line in _folded(text)) + "\n"
+
+
+def _folded(text: str) -> list[str]:
+    """A line of at most 116 characters, or several with the later ones indented."""
+    inside = text.startswith("  ")
+    return textwrap.wrap(
+        text, 116, subsequent_indent="    " if inside else "  ", break_long_words=False, break_on_hyphens=False
+    ) or [""]
 
 
 def _where(plan: Plan, timeline: Timeline) -> list[str]:
@@ -190,6 +199,8 @@ def _worded(name: str, value: object) -> str:
         return format_bytes(value)
     if isinstance(value, float) and name.endswith("_s"):
         return format_s(value)
+    if isinstance(value, dict):
+        return ", ".join(f"{k}: {v}" for k, v in value.items()) or "none"
     if isinstance(value, list | tuple):
         return ", ".join(str(v) for v in value) or "none"
     return str(value)
@@ -208,7 +219,7 @@ def _binds(plan: Plan, timeline: Timeline, bound: str | None, barrier_cost_s: fl
     lines.append("  moved: " + (", ".join(f"{v / GB:.2f} GB {k}" for k, v in moved.items()) or "nothing"))
     bound_s = plan.predictions.get("lower_bound_s")
     if bound_s:
-        lines.append(f"  {(total / bound_s - 1) * 100:.1f} % above the lower bound of this setting ({format_s(bound_s)})")
+        lines.append(f"  {(total / bound_s - 1) * 100:.2f} % above the lower bound of this setting ({format_s(bound_s)})")
     if barrier_cost_s is not None:
         lines.append(f"  the barrier costs {format_s(barrier_cost_s)} an iteration")
     return lines

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from pstar_sim.catalog.loader import load_machine, machine_names
+from pstar_sim.catalog.loader import load_machine, machine_names, resize
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import DoesNotFit, PstarError
@@ -41,7 +41,8 @@ def nearest(
         if more:
             found.append(more)
     else:
-        other = next(_machines(policy, workload, machine, settings, error), None)
+        other = _gpu_memory(policy, workload, machine, settings, error)
+        other = other or next(_machines(policy, workload, machine, settings, error), None)
         if other:
             found.append(other)
         smaller = next(_workloads(policy, workload, machine, settings), None)
@@ -80,6 +81,17 @@ def _machines(
             more = _host_memory(policy, workload, one, settings, short)
             if more:
                 yield f"on {one.name} {more}"
+
+
+def _gpu_memory(
+    policy: Policy, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit
+) -> str | None:
+    """The smallest multiple of a tenth of a GB that does, where GPU memory is a figure of the user's own: on "virtual"."""
+    if machine.name != "virtual":
+        return None
+    tenths = -(-(error.needed_bytes + machine.gpu.context_bytes) * 10 // GB)
+    bigger = resize(machine, gpu_memory=tenths * GB // 10)
+    return f"with --gpu-memory {tenths / 10:g}GB" if _fits(policy, workload, bigger, settings) is None else None
 
 
 def _host_memory(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from pstar_sim.planner.compare import Comparison, Row
 
-__all__ = ["comparison_table", "comparison_text", "heading", "listing_table", "reasons", "render"]
+__all__ = ["comparison_table", "comparison_text", "format_percent", "heading", "listing_table", "reasons", "render"]
 
 BINDS_NAMES = {"adam": "CPU Adam", "dram": "host DRAM"}
 
@@ -69,7 +69,7 @@ def cells(row: Row) -> tuple[str, ...]:
         "yes",
         format_s(row.iteration_s) if row.iteration_s is not None else "",
         f"{row.tokens_per_s:,.0f}" if row.tokens_per_s is not None else "",
-        f"{row.gap * 100:.1f} %" if row.gap is not None else "",
+        format_percent(row.gap) if row.gap is not None else "",
         BINDS_NAMES.get(row.bound_by or "", row.bound_by or ""),
         sized(row.peak_gpu_bytes),
         sized(row.peak_host_bytes),
@@ -77,6 +77,12 @@ def cells(row: Row) -> tuple[str, ...]:
         sized(row.d2h_bytes),
         format_s(row.barrier_cost_s) if row.barrier_cost_s is not None else "-",
     )
+
+
+def format_percent(share: float) -> str:
+    """A share as a percentage; two digits behind the point where there is only a zero before it."""
+    percent = share * 100
+    return f"{percent:.2f} %" if abs(percent) < 0.995 else f"{percent:.1f} %"
 
 
 def reasons(comparison: Comparison) -> list[str]:

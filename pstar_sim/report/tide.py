@@ -67,7 +67,7 @@ def plot_tide(
     if ax is None:
         from matplotlib import pyplot
 
-        width = max(8.0, 2.5 + 4.2 * len(many))
+        width = max(9.0, 2.8 + 4.2 * len(many))
         _, made = pyplot.subplots(1, len(many), sharey=True, figsize=(width, 4.6), layout="constrained", squeeze=False)
         axes = list(made[0])
     elif isinstance(ax, Sequence) or hasattr(ax, "__len__"):
@@ -95,7 +95,7 @@ def tide_figure(
     """A whole figure without pyplot: a row for every x of `xs`, a column for every timeline. Save with `.savefig(file)`."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(3.4 + 4.4 * len(timelines), 0.6 + 3.9 * len(xs)), layout="constrained")
+    figure = Figure(figsize=(3.4 + max(6.6, 4.4 * len(timelines)), 0.6 + 3.9 * len(xs)), layout="constrained")
     rows = figure.subplots(len(xs), len(timelines), sharey=True, squeeze=False)
     for number, (row, x) in enumerate(zip(rows, xs)):
         plot_tide(timelines, ax=list(row), x=x, measured=measured)
