@@ -252,24 +252,41 @@ class _Facts:
         return lines
 
     def _turns(self) -> list[tuple[float, float]]:
-        """(S_k, room) for one cut per turn of the iteration, each where S_k + tide is largest. From the last one
-        back: what is read between a cut and the next one decides S_k."""
+        """(S_k, room) for one cut per turn of the iteration. Any cuts give a valid bound; tried are the turns
+        themselves, and the moments near them, or anywhere about, where S_k + tide is largest."""
         last = max(self.micro_batch)
-        begin = [self.micro_batch.index(u) for u in range(last + 1)]
-        bwd = []
-        for u in range(last + 1):
-            stop = begin[u + 1] if u < last else self.moments
-            bwd.append(next((m for m in range(begin[u], stop) if self.phases[m] is not Phase.FWD), stop))
+        begin = [*(self.micro_batch.index(u) for u in range(last + 1)), self.moments]
+        bwd = [
+            next((m for m in range(begin[u], begin[u + 1]) if self.phases[m] is not Phase.FWD), begin[u + 1])
+            for u in range(last + 1)
+        ]
+        # (turn, first and last moment about it), the last turn first
+        regions: list[tuple[int, int, int]] = []
+        for u in range(last, -1, -1):
+            regions.append((bwd[u] - 1, begin[u], begin[u + 1] - 1))
+            if u:
+                regions.append((begin[u] - 1, bwd[u - 1], bwd[u] - 1))
+        near = max(1, len(self.phases) // (20 * (last + 1)))
+        choices = [
+            self._cut(regions),
+            self._cut([(t, max(low, t - near), min(high, t + near)) for t, low, high in regions]),
+            self._cut([(t, t, t) for t, _, _ in regions]),
+        ]
+        return max(choices, key=lambda turns: sum(max(0.0, size - room) for size, room in turns))
+
+    def _cut(self, regions: list[tuple[int, int, int]]) -> list[tuple[float, float]]:
+        """From the last turn back: what is read between a cut and the next one decides S_k; of equals the latest."""
         turns: list[tuple[float, float]] = []
         end = self.moments - 1
-        for u in range(last, -1, -1):
-            for low in (begin[u], bwd[u - 1]) if u else (begin[u],):
-                if low >= end:
-                    continue
-                size = self._read_again(end)
-                m = low + int(np.argmax((size - self.room)[low:end]))
-                turns.append((float(size[m]), float(self.room[m])))
-                end = m
+        for _, low, high in regions:
+            high = min(high, end - 1)
+            if not 0 <= low <= high:
+                continue
+            size = self._read_again(end)
+            wanted = (size - self.room)[low : high + 1]
+            m = high - int(np.argmax(wanted[::-1]))
+            turns.append((float(size[m]), float(self.room[m])))
+            end = m
         return turns
 
     def _read_again(self, end: int) -> Array:

@@ -284,8 +284,8 @@ def test_dram_shared_by_a_copy_and_adam() -> None:
 
     Up 0: 0..1 (2 MB/s: enough). FWD 1..3, BWD 3..7, down 7..8. Adam and the copy start at 8, want 16 of 8 MB/s: half
     speed. The copy ends at 10; Adam has 1 s of work left and gets 8 of the 14 MB/s it wants: 1.75 s, to 11.75. Up 0
-    to 12.75, then 6 s of compute to 18.75: the period is 18.75 - 7 = 11.75. Of the wait of 5.75 s, 1 s is the copy down,
-    2 s Adam's own, 1.75 s lost to DRAM, 1 s the copy up.
+    to 12.75, then 6 s of compute to 18.75: the period is 18.75 - 7 = 11.75. Of the wait of 5.75 s, 1 s is the copy
+    down, 2 s Adam's own, 1.75 s lost to DRAM, 1 s the copy up.
     """
     h = Hand(2)
     h.on_host(0)

@@ -1,0 +1,186 @@
+"""The lower bound: figures worked out by hand, and no policy ever under it."""
+
+import random
+
+import numpy as np
+import pytest
+
+from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
+from pstar_sim.core.layout import build_layout
+from pstar_sim.core.plan import Settings
+from pstar_sim.errors import DoesNotFit
+from pstar_sim.planner import bounds
+from pstar_sim.planner.bounds import lower_bound
+from pstar_sim.policy.registry import policies
+from pstar_sim.sim import play
+from pstar_sim.testing import chain_workload, random_workload
+from pstar_sim.units import MIB
+
+EAGER, STEP, CLIP = (
+    Settings(update="eager", clip=False),
+    Settings(update="step", clip=False),
+    Settings(update="eager", clip=True),
+)
+MPARAM = 2**20
+
+
+def machine(
+    *,
+    gpu: int = 2**40,
+    h2d: float = 1e9,
+    d2h: float = 1e9,
+    adam: float = 1e9,
+    dram: float = 1e12,
+    hbm: float = 1e12,
+    flops: float = 1e12,
+    duplex: bool = True,
+    latency: float = 0.0,
+    name: str = "virtual",
+) -> Machine:
+    link = Link(
+        name="toy",
+        h2d_bytes_per_s=h2d,
+        d2h_bytes_per_s=d2h,
+        latency_s=latency,
+        duplex=duplex,
+        measured=True,
+        source="by hand",
+    )
+    card = Gpu(
+        name="toy",
+        memory_bytes=gpu,
+        usable_bytes=gpu,
+        context_bytes=0,
+        hbm_bytes_per_s=hbm,
+        flops_per_s={"bf16": flops, "fp16": flops, "fp32": flops},
+        measured=True,
+        source="by hand",
+    )
+    host = Host(
+        name="toy",
+        memory_bytes=2**40,
+        reserved_bytes=0,
+        dram_bytes_per_s=dram,
+        cores=1,
+        adam_params_per_s=adam,
+        measured=True,
+        source="by hand",
+    )
+    return Machine(name=name, ranks=(Rank(gpu=card, link=link),), host=host)
+
+
+def test_compute_binds_when_all_fits() -> None:
+    """4 layers: 4*1 + 4*2 = 12 s, and GPU Adam of 4 Mi parameters at 28 B and 28 MiB/s each: 4 s: 16 s."""
+    w = chain_workload(4, MPARAM, forward_s=1.0)
+    b = lower_bound(w, machine(hbm=28 * MIB, adam=1e4), EAGER, build_layout(w))
+    assert (b.seconds, b.binding) == (pytest.approx(16.0), "compute")
+    assert b.pinned_params == b.max_pinned_params == 4 * MPARAM
+
+
+def test_most_pinned_is_what_the_peak_leaves() -> None:
+    """Budget 60 MiB, tide 10 MiB, a chunk of 2 MiB each of 4: 14 x <= 50 Mi: 3.57 Mi parameters, and beside what a
+    moment reads 12 x + 2 <= 50: 4. With two micro-batches grad32 too: 18 x <= 50 and 16 x + 2 <= 50."""
+    w = chain_workload(4, MPARAM, forward_s=1.0, tide_bytes=10 * MIB)
+    assert lower_bound(w, machine(gpu=60 * MIB), EAGER, build_layout(w)).max_pinned_params == int(50 / 14 * MPARAM)
+    two = chain_workload(4, MPARAM, forward_s=1.0, tide_bytes=10 * MIB, micro_batches=2)
+    assert lower_bound(two, machine(gpu=60 * MIB), EAGER, build_layout(two)).max_pinned_params == int(50 / 18 * MPARAM)
+
+
+def test_h2d_bytes_of_two_micro_batches_by_hand() -> None:
+    """6 layers of 2 MiB, 2 micro-batches, no pins. Room at the peak (every moment) 8 MiB.
+
+    Up after Adam: 12 MiB. Turns: FWD-BWD of the first, BWD-FWD, FWD-BWD of the last: at each, all that is read again
+    is 12 MiB (the chunk of the turn included), of which 8 stay: 4 each. 12 + 3*4 = 24 MiB at 1 MiB/s.
+    """
+    w = chain_workload(6, MPARAM, forward_s=1e-6, micro_batches=2)
+    m = machine(gpu=8 * MIB, h2d=MIB, d2h=MIB * 1e3, adam=1e15)
+    b = lower_bound(w, m, EAGER, build_layout(w), max_pinned=0)
+    assert b.terms["h2d"] == pytest.approx(24.0, rel=1e-3)
+    assert b.binding == "h2d"
+
+
+def test_low_tide_between_micro_batches_keeps_more() -> None:
+    """The same with a tide of 4 MiB but about the BWD-FWD turn, where it is 0 for the first two layers (budget 12
+    MiB): that turn keeps all 12 MiB. 12 + 4 + 0 + 4 = 20 MiB; a capacity for the peak would make 24 (Lemma 2 and its
+    exception)."""
+    tide = [0, 0, *[4 * MIB] * 8, 0, 0, 0]
+    w = chain_workload(6, MPARAM, forward_s=1e-6, micro_batches=2, tide_bytes=tide)
+    m = machine(gpu=12 * MIB, h2d=MIB, d2h=MIB * 1e3, adam=1e15)
+    assert lower_bound(w, m, EAGER, build_layout(w), max_pinned=0).terms["h2d"] == pytest.approx(20.0, rel=1e-3)
+
+
+def test_half_duplex_adds_up_and_down() -> None:
+    """4 chunks of 2 MiB up and down at 1 MiB/s: 8 s and 8 s, one after the other 16 s."""
+    w = chain_workload(4, MPARAM, forward_s=1e-6)
+    m = machine(h2d=MIB, d2h=MIB, adam=1e15, duplex=False)
+    b = lower_bound(w, m, EAGER, build_layout(w), max_pinned=0)
+    assert (b.terms["link"], b.binding) == (pytest.approx(16.0), "link")
+
+
+def test_dram_carries_copies_and_adam() -> None:
+    """(2 + 2 + 28) B/param of 4 Mi parameters at 32 MiB/s: 4 s."""
+    w = chain_workload(4, MPARAM, forward_s=1e-6)
+    b = lower_bound(w, machine(h2d=1e15, d2h=1e15, adam=1e15, dram=32 * MIB), EAGER, build_layout(w), max_pinned=0)
+    assert (b.seconds, b.binding) == (pytest.approx(4.0), "dram")
+
+
+def test_a_barrier_never_lowers_the_bound_and_pins_never_raise_it() -> None:
+    for seed in range(40):
+        w = random_workload(seed)
+        layout = build_layout(w)
+        m = machine(gpu=w.peak_non_model_bytes + w.params * 10, adam=3e7, flops=1e12)
+        eager = lower_bound(w, m, EAGER, layout).seconds
+        assert lower_bound(w, m, STEP, layout).seconds >= eager - 1e-12
+        assert lower_bound(w, m, EAGER, layout, max_pinned=0).seconds >= eager - 1e-12
+
+
+def test_least_maximum_is_found_exactly() -> None:
+    """Against a grid of 4001 points on random lines with random ends: never above any point, and reached."""
+    rng = random.Random(5)
+    for _ in range(200):
+        lines = [bounds._Line("compute", rng.uniform(0, 5), rng.uniform(0, 2))]
+        lines += [
+            bounds._Line("adam", rng.uniform(0, 9), rng.uniform(-3, 0.5), until_x=rng.uniform(0, 5)) for _ in range(6)
+        ]
+        x_max = rng.uniform(0, 4)
+        x, value = bounds._least_maximum(lines, x_max)
+        xs = np.linspace(0, x_max, 4001)
+        ys = np.array([[line.value + line.slope * at if at < line.until_x else -np.inf for at in xs] for line in lines])
+        best = ys.max(axis=0).min()
+        assert value <= best + 1e-9
+        assert value >= best - 3 * x_max / 4000 - 1e-9
+        assert 0 <= x <= x_max
+
+
+@pytest.mark.parametrize("name", sorted(policies()))
+def test_no_policy_is_under_the_bound(name: str) -> None:
+    """Random models on random machines, three update rules: simulated >= bound, wherever the policy fits at all."""
+    played = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        w = random_workload(rng)
+        layout = build_layout(w)
+        model_bytes = sum(t.bytes for t in w.tensors) + w.trainable_params * 12
+        m = machine(
+            name="random",
+            gpu=int(w.peak_non_model_bytes + model_bytes * rng.choice((0.2, 0.4, 0.7, 1.2, 2.0))),
+            h2d=rng.choice((1e8, 1e9, 1e10)),
+            d2h=rng.choice((1e8, 1e9, 1e10)),
+            adam=rng.choice((1e7, 1e8, 1e9)),
+            dram=rng.choice((1e9, 1e10, 1e11)),
+            flops=rng.choice((1e11, 1e12, 1e13)),
+            duplex=rng.random() < 0.7,
+            latency=rng.choice((0.0, 1e-5)),
+        )
+        settings = rng.choice((EAGER, STEP, CLIP))
+        try:
+            plan = policies()[name](w, m, settings)
+        except DoesNotFit:
+            continue
+        t = play(plan)
+        bound = lower_bound(w, m, settings, plan.layout)
+        played += 1
+        assert t.iteration_s >= bound.seconds * (1 - 1e-9), (seed, bound, t.stall_s, plan.policy)
+        assert t.peak_bytes["gpu"] <= plan.gpu_budget_bytes
+        assert layout.chunk_bytes == plan.layout.chunk_bytes
+    assert played >= 10
