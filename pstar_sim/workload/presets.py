@@ -1,0 +1,108 @@
+"""Presets: the workload of a known transformer, computed from its shape without torch.
+
+Knows the catalog of models and the families that write them; the byte rules are in families.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pstar_sim.catalog.models import ModelEntry, model_entry
+from pstar_sim.errors import ModelError
+from pstar_sim.workload.families import Shape, write_bert, write_gpt, write_llama, write_vit
+from pstar_sim.workload.tape import Tape
+from pstar_sim.workload.workload import DTYPE_BYTES, Workload, repeat_micro_batch
+
+__all__ = ["ATTENTION", "preset", "workload_of"]
+
+ATTENTION = ("flash", "efficient", "math")
+
+_WRITERS: dict[str, Callable[[Tape, Shape], None]] = {
+    "gpt": write_gpt,
+    "llama": write_llama,
+    "bert": write_bert,
+    "vit": write_vit,
+}
+
+
+def preset(
+    name: str,
+    *,
+    batch: int,
+    seq: int | None = None,
+    micro_batches: int = 1,
+    dtype: str = "bf16",
+    checkpointing: bool = True,
+    attention: str = "flash",
+) -> Workload:
+    """One iteration of a model of the catalog, trained with its usual loss.
+
+    batch: sequences (images) a micro-batch. seq: tokens a sequence, by default all positions the model has (a ViT takes
+    no other). checkpointing: every layer is a checkpoint (non-reentrant, so a recompute stops early). No dropout, no
+    padding. The GPT family stands for the PatrickStar table, whose parameter counts have no head of their own: the
+    head is the token embedding (tied) and the loss is the language model's, as the planning figures assume, though the
+    published runs classified sequences. Non-model bytes are logical bytes of live storages; the accelerator's context
+    is a term of the machine, not of the workload.
+
+    Raises UnknownName (with the nearest names) and ModelError for a batch, sequence, dtype or attention the model
+    cannot have.
+    """
+    entry = model_entry(name)
+    return workload_of(
+        entry,
+        batch=batch,
+        sequence=entry.max_seq if seq is None else seq,
+        micro_batches=micro_batches,
+        dtype=dtype,
+        checkpointing=checkpointing,
+        attention=attention,
+        model=name,
+    )
+
+
+def workload_of(
+    entry: ModelEntry,
+    *,
+    batch: int,
+    sequence: int,
+    micro_batches: int = 1,
+    dtype: str = "bf16",
+    checkpointing: bool = True,
+    attention: str = "flash",
+    model: str | None = None,
+) -> Workload:
+    """As `preset`, for a shape that need not be in the catalog. Raises ModelError."""
+    name = model or entry.name
+
+    def refuse(what: str, value: object, want: str) -> ModelError:
+        return ModelError(f"model {name}: {what} is {value!r}; {want}")
+
+    for what, value in (("batch", batch), ("sequence", sequence), ("micro_batches", micro_batches)):
+        if value < 1:
+            raise refuse(what, value, "it must be at least 1")
+    if entry.family == "vit" and sequence != entry.max_seq:
+        raise refuse("sequence", sequence, f"an image of this model is {entry.max_seq} tokens")
+    if sequence > entry.max_seq:
+        raise refuse("sequence", sequence, f"the model has {entry.max_seq} positions")
+    if dtype not in DTYPE_BYTES:
+        raise refuse("dtype", dtype, f"known dtypes are {', '.join(DTYPE_BYTES)}")
+    if attention not in ATTENTION:
+        raise refuse("attention", attention, f"known kernels are {', '.join(ATTENTION)}")
+    tape = Tape(dtype)
+    shape = Shape(model=entry, batch=batch, sequence=sequence, checkpointing=checkpointing, attention=attention)
+    _WRITERS[entry.family](tape, shape)
+    tape.close()
+    workload = Workload(
+        model=name,
+        dtype=dtype,
+        batch=batch,
+        sequence=sequence,
+        micro_batches=1,
+        checkpointing=checkpointing,
+        attention=attention,
+        source="preset",
+        tensors=tuple(tape.tensors),
+        moments=tuple(tape.moments),
+        uses=tuple(tape.uses),
+    )
+    return repeat_micro_batch(workload, micro_batches) if micro_batches > 1 else workload

@@ -1,0 +1,128 @@
+"""Tape: a workload written down operator by operator, as a model without torch would run it.
+
+A family (families.py) calls `open` where a moment begins, `op` for each operator that allocates, and `gradient` where
+a parameter's gradient is final; the tape keeps the level of live bytes and cuts it into moments. Knows no model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from pstar_sim.workload.workload import DTYPE_BYTES, Moment, Phase, Tensor, Use, UseKind
+
+__all__ = ["Tape"]
+
+
+class Tape:
+    """One micro-batch being written down. All sizes in bytes.
+
+    level: non-model bytes alive now. saving: autograd keeps what backward needs; False inside a checkpointed segment.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+        self.width = DTYPE_BYTES[dtype]
+        self.level = 0
+        self.saving = True
+        self.tensors: list[Tensor] = []
+        self.moments: list[Moment] = []
+        self.uses: list[Use] = []
+        self._index: dict[str, int] = {}
+        self._opened: tuple[str, Phase, str] | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._start = self._peak = self.level
+        self._flops = self._read = self._written = 0
+
+    # Parameters
+
+    def parameter(self, name: str, *shape: int) -> None:
+        """Declare a parameter; its index is its place in the order of declaration."""
+        size = math.prod(shape) * self.width
+        self._index[name] = len(self.tensors)
+        self.tensors.append(Tensor(name=name, shape=shape, dtype=self.dtype, bytes=size))
+
+    def tie(self, name: str, to: str) -> None:
+        """Declare a parameter that shares the storage of an earlier one."""
+        owner = self._index[to]
+        shape = self.tensors[owner].shape
+        self._index[name] = owner
+        self.tensors.append(Tensor(name=name, shape=shape, dtype=self.dtype, bytes=0, tied_to=owner))
+
+    def size(self, names: Iterable[str]) -> int:
+        """Bytes of these parameters."""
+        return sum(self.tensors[self._index[name]].bytes for name in names)
+
+    # Moments
+
+    def open(self, event: str, module: str, phase: Phase, reads: Sequence[str] = ()) -> None:
+        """Close the moment before; open the one that begins at this event and reads these parameters."""
+        self._close()
+        self._opened = (f"{event}:{module}" if event in ("begin", "end", "grad") else event, phase, module)
+        for i in sorted({self._index[name] for name in reads}):
+            self.uses.append(Use(moment=len(self.moments), tensor=i, kind=UseKind.READ))
+            self._read += self.tensors[i].bytes
+
+    def close(self) -> None:
+        """End the last moment of backward and add the optimizer step, which has no bytes of its own."""
+        self.open("step", "<root>", Phase.ADAM)
+        self._close()
+
+    def _close(self) -> None:
+        if self._opened is not None:
+            name, phase, module = self._opened
+            self.moments.append(
+                Moment(
+                    name=name,
+                    phase=phase,
+                    module=module,
+                    micro_batch=0,
+                    flops=self._flops,
+                    bytes_read=self._read,
+                    bytes_written=self._written,
+                    start_bytes=self._start,
+                    peak_bytes=self._peak,
+                    end_bytes=self.level,
+                )
+            )
+        self._reset()
+
+    # Operators
+
+    def op(self, out: int = 0, *, dead: int = 0, unsaved: int = 0, flops: int = 0, read: int | None = None) -> None:
+        """An operator allocates `out`; after it `dead` bytes are freed, `unsaved` more where autograd saves nothing.
+
+        read: activation bytes it reads (as many as it writes when left out); parameters are counted by `open`.
+        """
+        self.level += out
+        self._peak = max(self._peak, self.level)
+        self.level -= dead if self.saving else dead + unsaved
+        self._flops += flops
+        self._read += out if read is None else read
+        self._written += out
+        assert self.level >= 0, "more bytes freed than taken"
+
+    def gradient(self, names: Iterable[str], *, allocated: bool = True) -> None:
+        """The gradients of these parameters are final and leave the GPU's non-model data at once.
+
+        allocated: their bytes have been counted by an operator already.
+        """
+        names = tuple(names)
+        if not allocated:
+            self.op(self.size(names))
+        for i in sorted({self._index[name] for name in names}):
+            self.uses.append(Use(moment=len(self.moments), tensor=i, kind=UseKind.GRADIENT))
+        self.level -= self.size(names)
+
+    def linear_backward(
+        self, names: Sequence[str], *, grad_in: int, grad_out: int, saved: int, flops: int, dead: int = 0
+    ) -> None:
+        """Backward of a linear layer: gradients of input and parameters together, then the parameters' are taken.
+
+        grad_out, saved: bytes it reads. dead: bytes freed once it is done (those of them nobody else needs).
+        """
+        self.op(grad_in + self.size(names), flops=flops, read=2 * grad_out + saved)
+        self.gradient(names)
+        self.op(dead=dead)
