@@ -54,8 +54,9 @@ class Shape:
 def _attend(t: Tape, s: Shape, qkv: int) -> int:
     """Scaled dot-product attention of q, k, v (qkv bytes together).
 
-    Returns the bytes that backward needs beside q, k, v and the output. Flash and efficient kernels keep one fp32 log-sum per query. The math kernel computes in fp32: it keeps scaled
-    copies of q, k, v and the probabilities, and needs the scores beside them.
+    Returns the bytes that backward needs beside q, k, v and the output. Flash and efficient kernels keep one fp32
+    log-sum per query. The math kernel computes in fp32: it keeps scaled copies of q, k, v and the probabilities, and
+    needs the scores beside them.
     """
     m = s.model
     u = s.tokens * m.hidden * t.width
