@@ -49,7 +49,6 @@ def zero_offload(workload: Workload, machine: Machine, settings: Settings) -> Pl
     computed: list[int] = []  # moment -> its step
     free_of: dict[int, int] = {}  # chunk -> the latest step that freed its gradient on the GPU
     add_of: dict[int, int] = {}  # chunk -> its latest cpu_add
-    written: dict[int, int] = {}  # chunk -> its latest write-back
     filling: list[int] = []  # in the bucket, gradients still arriving
     leaving: list[int] = []  # in the bucket, on their way to the host, oldest first
     bucket_bytes = 0
@@ -64,16 +63,16 @@ def zero_offload(workload: Workload, machine: Machine, settings: Settings) -> Pl
             bucket_bytes = max(bucket_bytes, sum(b.payload(g, "grad") for g in (*filling, *leaving)))
         computed.append(b.compute(m))
         for c in closed.get(m, ()):
-            written[c] = b.writeback(c, "grad", m, after=[computed[m], *([add_of[c]] if c in add_of else [])])
+            b.writeback(c, "grad", m, after=[computed[m], *([add_of[c]] if c in add_of else [])])
             free_of[c] = b.free(Queue.D2H, c, "grad", Place.GPU, m)
             filling.remove(c)
             leaving.append(c)
             if several:
-                add_of[c] = b.cpu_add(c, "grad", m, after=[written[c]])
+                add_of[c] = b.cpu_add(c, "grad", m, after=[free_of[c]])
     # optimizer.step(): Adam in order of the next use, the copies back behind it; the next forward waits for the last.
     copied = -1
     for c in sorted(trained, key=lambda c: (uses.first_use(c), c)):
-        adam = b.cpu_adam(c, after=[computed[-1], add_of.get(c, written[c])])
+        adam = b.cpu_adam(c, after=[computed[-1], add_of.get(c, free_of[c])])
         copied = b.fetch(c, 0, after=[adam])
     if copied >= 0:
         b.wait(computed[0], Ref(copied, 1))
