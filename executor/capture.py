@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,15 @@ from torch._subclasses.fake_tensor import (
 
 from executor.hooks import MomentClock, tensors_of
 from executor.live_bytes import LiveStorages
-from executor.models import TORCH_DTYPES, BuiltModel, attention_kernel, build, forward_loss, map_tensors
+from executor.models import (
+    TORCH_DTYPES,
+    BuiltModel,
+    attention_kernel,
+    build,
+    forward_loss,
+    map_tensors,
+    unpacked_sequences,
+)
 from executor.moments import MomentRecorder, attention_seen, describe_parameters
 from pstar_sim.errors import ModelError, PstarError
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
@@ -147,9 +155,12 @@ def _run(
             if not tensors[index].frozen:
                 hook = _GradientHook(recorder, index, firings.get(index, 1), keep_gradients)
                 parameters[index].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        if not (isinstance(inputs, Mapping) and "position_ids" in inputs):
+            stack.enter_context(unpacked_sequences())
         with _readable_failures(name, module, live), mode, live, attention_kernel(attention), torch.enable_grad():
             loss(module, inputs).backward()  # type: ignore[no-untyped-call]
             clock.step()
+            recorder.finish()  # while the batch is alive, as in any loop
     return recorder
 
 

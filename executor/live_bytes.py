@@ -53,6 +53,7 @@ _NO_TRAFFIC = frozenset(
         aten.empty_strided,
         aten.new_empty,
         aten.new_empty_strided,
+        aten._local_scalar_dense,
     }
 )
 _ROWS_ONLY = frozenset({aten.embedding, aten.index_select, aten.index, aten.gather})

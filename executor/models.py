@@ -19,12 +19,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from executor.hooks import tensors_of
 from pstar_sim.catalog.models import model_entry
 from pstar_sim.errors import ModelError
 
-__all__ = ["TORCH_DTYPES", "BuiltModel", "attention_kernel", "build", "forward_loss", "map_tensors"]
+__all__ = [
+    "TORCH_DTYPES",
+    "BuiltModel",
+    "attention_kernel",
+    "build",
+    "forward_loss",
+    "map_tensors",
+    "unpacked_sequences",
+]
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ATTENTION = ("flash", "efficient", "math")
@@ -127,6 +136,34 @@ def attention_kernel(attention: str | None) -> Iterator[None]:
     else:
         with _Attention(_efficient):
             yield
+
+
+@contextlib.contextmanager
+def unpacked_sequences() -> Iterator[None]:
+    """Inside, transformers believes that fake position ids do not pack several sequences into one row.
+
+    It reads their values to find out, and on fake tensors, which have none, it builds a mask that a real run does not.
+    The check costs the same operators as on real tensors. Without transformers, or in a version that checks elsewhere,
+    nothing is changed, and the mask is counted.
+    """
+    masking = sys.modules.get("transformers.masking_utils")
+    find = getattr(masking, "find_packed_sequence_indices", None)
+    if masking is None or find is None:
+        yield
+        return
+
+    def find_unpacked(position_ids: torch.Tensor) -> torch.Tensor | None:
+        packed: torch.Tensor | None = find(position_ids)
+        if packed is not None and isinstance(packed, FakeTensor):
+            (packed[:, -1] == 0).all()
+            return None
+        return packed
+
+    masking.find_packed_sequence_indices = find_unpacked  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        masking.find_packed_sequence_indices = find  # type: ignore[attr-defined]
 
 
 class _Attention(torch.overrides.TorchFunctionMode):

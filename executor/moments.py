@@ -148,6 +148,11 @@ class MomentRecorder:
         """Leave `time_s` out of the current moment's duration: it waited, it did not work."""
         self._stalled_s += time_s
 
+    def finish(self) -> None:
+        """Close the last moment with the bytes alive now. Done twice, it does nothing."""
+        self._close()
+        self._event = None
+
     def workload(
         self,
         *,
@@ -161,9 +166,8 @@ class MomentRecorder:
         recorded_on: str | None = None,
         notes: str = "",
     ) -> Workload:
-        """What was recorded; closes the last moment, which must be "step". Header fields not given are those seen."""
-        self._close()
-        self._event = None
+        """What was recorded; the last moment must be "step". Header fields not given are those seen."""
+        self.finish()
         if not self._moments or self._moments[-1].phase is not Phase.ADAM:
             raise ModelError(f"{model}: the iteration recorded did not end with the optimizer's step")
         if not any(use.kind is UseKind.GRADIENT for use in self._uses):
