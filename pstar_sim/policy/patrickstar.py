@@ -1,7 +1,256 @@
+"""patrickstar: the schedule of PatrickStar as published, from its code (SYSTEMS.md, section 1).
+
+What is reproduced. The capacity for chunks follows the tide: budget - max(non-model of this moment, of the next) - one
+working-list chunk in forward and backward (its reserve of k * 2 * CS bytes, k = 1 on one GPU). Chunks move on demand, on
+the critical path, nothing overlaps anything: the time of an iteration is the sum of computing, copying and updating. Room
+is made by Belady's rule, looking at the recorded moments of use (one round further when the list is exhausted). A
+payload exists in one place: fetching frees the host copy, evicting writes back, clean chunks too. After each moment,
+chunks beyond budget - non-model of the next one are evicted (this check leaves the reserve out, as its code does). Adam runs
+after the backward pass in chunk order. The states of the first chunks live on the GPU if there is margin space,
+(budget - peak non-model - all working lists) / states of a chunk * 0.8, of which the counter rule takes ceil - 1 chunks.
+Elsewhere Adam runs on the CPU: where the working list is on the GPU, the gradient goes down in 2 bytes a parameter and
+the parameters come up in 4 (through a GPU buffer of one fp32 chunk, which is held throughout); otherwise directly.
+
+What is not. Its states on the GPU may be evicted in forward and backward; here chunks with states on the GPU stay. Small
+chunks stay too, as in every policy here. The ADAM-phase limit (16 * CS) bears on nothing then. It has no gradient
+accumulation: with several micro-batches gradients are sent down and added by this project's scheme, synchronously.
+Quirks of its multi-GPU modes and of its broken out-of-memory fallback have no counterpart on one GPU.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from math import ceil
+
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.step import Place, Queue, Ref
+from pstar_sim.errors import DoesNotFit
+from pstar_sim.policy.emit import Builder, describe_moment
+from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
+
+__all__ = ["MARGIN_RATIO", "patrickstar"]
+
+MARGIN_RATIO = 0.8
+MOST_ITERATIONS = 8  # until the chunks on the GPU at the cut repeat
 
 
 def patrickstar(workload: Workload, machine: Machine, settings: Settings) -> Plan:
-    raise NotImplementedError("patrickstar is being written")
+    """PatrickStar's steady iteration. Raises DoesNotFit where a moment's chunks, its non-model data and the reserve
+    exceed the GPU, or parameters and states the host."""
+    run = _Run(workload, machine, settings, frozenset())
+    start = frozenset(run.resident)
+    seen = [start]
+    for _ in range(MOST_ITERATIONS):
+        run = _Run(workload, machine, settings, seen[-1])
+        run.iteration()
+        end = frozenset(run.resident)
+        if end == seen[-1]:
+            break
+        seen.append(end)
+    else:  # it goes round in a circle of several iterations: close it after one
+        run = _Run(workload, machine, settings, seen[-1])
+        run.iteration()
+        run.restore(seen[-1])
+    return run.plan(rounds=len(seen))
+
+
+class _Run:
+    """One iteration from a given set of chunks on the GPU, one action after the other."""
+
+    def __init__(self, workload: Workload, machine: Machine, settings: Settings, resident: frozenset[int]) -> None:
+        self.workload, self.machine, self.settings = workload, machine, settings
+        self.b = b = Builder("patrickstar", workload, machine, settings)
+        self.uses = uses = b.uses
+        self.several = workload.micro_batches > 1
+        chunks = b.layout.chunks
+        self.sizes = [b.payload(c.index) for c in chunks]
+        self.reserve = b.layout.chunk_bytes
+        movable = [c.index for c in chunks if not c.small]
+        updated = [c for c in movable if uses.updated(c)]
+        budget = machine.gpu_budget_bytes
+        self.worst = max(range(len(uses.tide)), key=lambda m: uses.tide[m])
+        small = sum(b.permanent_bytes(c.index) for c in chunks if c.small)
+        buffer = max((chunks[c].numel * 4 for c in updated), default=0)
+        margin = budget - buffer - uses.tide[self.worst] - small - sum(self.sizes[c] for c in movable)
+        uniform = max((b.permanent_bytes(c) - self.sizes[c] for c in updated), default=1)
+        self.margin_chunks = max(0, ceil(margin / uniform * MARGIN_RATIO) - 1) if margin > 0 else 0
+        self.pinned = frozenset(updated[: self.margin_chunks])
+        for c in chunks:
+            if c.small or c.index in self.pinned:
+                b.reside_on_gpu(c.index)
+        self.margin = max(0, margin)
+        if self.pinned != frozenset(updated):
+            b.buffers.append(("fp32 chunk for CPU Adam", Place.GPU, buffer))
+        self.movable = [c for c in movable if c not in self.pinned]
+        self.fixed = b.held_bytes(Place.GPU)
+        self.resident = {c for c in resident if c in set(self.movable)}
+        for c in self.movable:
+            b.resident(c, Place.HOST, *(name for name in b.permanent_lists(c) if name != "param"))
+            b.resident(c, Place.GPU if c in self.resident else Place.HOST, "param")
+        self.used = self.fixed + sum(self.sizes[c] for c in self.resident)
+        self.host_used = self.host_peak = b.held_bytes(Place.HOST)
+        self.last = -1  # the step everything waits for
+        self.moment = 0
+
+    # One thing after the other: every step waits for the one before.
+
+    def _then(self) -> list[int]:
+        return [self.last] if self.last >= 0 else []
+
+    def _host(self, change: int) -> None:
+        self.host_used += change
+        self.host_peak = max(self.host_peak, self.host_used)
+
+    def _evict_one(self, keep: Iterable[int]) -> bool:
+        """The chunk whose next use is farthest goes to the host; clean or not, it is written back."""
+        kept = set(keep)
+        candidates = [c for c in self.resident if c not in kept]
+        if not candidates:
+            return False
+        self._evict(max(candidates, key=lambda c: (self._next_use(c), -c)))
+        return True
+
+    def _evict(self, c: int) -> None:
+        self.b.writeback(c, "param", self.moment, self._then())
+        self.last = self.b.drop(Queue.D2H, c, self.moment)
+        self.resident.remove(c)
+        self.used -= self.sizes[c]
+        self._host(self.sizes[c])
+
+    def _fetch(self, c: int) -> None:
+        self.b.fetch(c, self.moment, self._then())
+        self.last = self.b.free(Queue.H2D, c, "param", Place.HOST, self.moment)
+        self.resident.add(c)
+        self.used += self.sizes[c]
+        self._host(-self.sizes[c])
+
+    def _next_use(self, c: int) -> int:
+        moments, total = self.uses.touched[c], len(self.workload.moments)
+        if not moments:
+            return 2 * total
+        n = bisect_right(moments, self.moment)
+        return moments[n] if n < len(moments) else total + moments[0]
+
+    def _make_room(self, size: int, needed: tuple[int, ...]) -> None:
+        """Evict until `size` more bytes fit the published capacity of this moment."""
+        tide, m = self.uses.tide, self.moment
+        non_model = max(tide[m], tide[(m + 1) % len(tide)])
+        limit = self.machine.gpu_budget_bytes - non_model - self.reserve
+        while self.used + size > limit:
+            if not self._evict_one(needed):
+                raise DoesNotFit(
+                    policy="patrickstar",
+                    place="gpu",
+                    needed_bytes=self.used + size + non_model + self.reserve,
+                    available_bytes=self.machine.gpu_budget_bytes,
+                    what=f"{describe_moment(self.workload, m)}; {len(needed)} chunks used in it, "
+                    f"{format_bytes(self.used - self.fixed + size)}; a reserve of one chunk, {format_bytes(self.reserve)}; "
+                    f"small parameters, states and the fp32 buffer, {format_bytes(self.fixed)}",
+                )
+
+    def iteration(self) -> None:
+        b, uses, w = self.b, self.uses, self.workload
+        opens: dict[int, list[int]] = {}
+        closes: dict[int, list[int]] = {}
+        for c in self.movable:
+            for _, first, final in uses.spans[c][:-1]:
+                opens.setdefault(first, []).append(c)
+                closes.setdefault(final, []).append(c)
+        pinned = set(range(len(self.sizes))) - set(self.movable)
+        budget = self.machine.gpu_budget_bytes
+        for m in range(len(w.moments)):
+            self.moment = m
+            needed = tuple(c for c in uses.by_moment[m] if c not in pinned)
+            while self.used > budget - uses.tide[m] and self._evict_one(needed):
+                pass
+            for c in needed:
+                if c not in self.resident:
+                    self._make_room(self.sizes[c], needed)
+                    self._fetch(c)
+            for c in opens.get(m, ()):
+                size = b.payload(c, "grad")
+                self._make_room(size, needed)
+                self.last = b.alloc(Queue.COMPUTE, c, "grad", Place.GPU, m, self._then())
+                self.used += size
+            if self.used + uses.tide[m] > budget:
+                raise DoesNotFit(
+                    policy="patrickstar",
+                    place="gpu",
+                    needed_bytes=self.used + uses.tide[m],
+                    available_bytes=budget,
+                    what=f"{describe_moment(w, m)} beside {format_bytes(self.used)} that cannot be evicted",
+                )
+            self.last = b.compute(m, self._then())
+            for c in closes.get(m, ()):
+                b.writeback(c, "grad", m, self._then())
+                self._host(b.payload(c, "grad"))
+                freed = b.free(Queue.D2H, c, "grad", Place.GPU, m)
+                self.last = b.cpu_add(c, "grad", m, [freed])
+                self.used -= b.payload(c, "grad")
+                self._host(-b.payload(c, "grad"))
+        self._adam()
+
+    def _adam(self) -> None:
+        """After the backward pass, in chunk order, one chunk after the other."""
+        b, uses = self.b, self.uses
+        down: set[int] = set()  # working lists on the GPU whose gradient has been sent down
+        if self.several and self.settings.clip:  # the norm is that of the accumulated gradient: add the last one first
+            for c in self.movable:
+                if uses.updated(c):
+                    self._send_down(c, down)
+                    self.last = b.cpu_add(c, "param", uses.last_gradient(c), self._then())
+        for c in range(len(self.sizes)):
+            if not uses.updated(c):
+                continue
+            if b.modes[c] == "pin":
+                self.last = b.gpu_adam(c, self._then())
+                continue
+            self._send_down(c, down)
+            self.last = b.cpu_adam(c, self._then())
+            if c in down:
+                b.fetch(c, uses.last_gradient(c), self._then(), size_bytes=b.layout.chunks[c].numel * 4)
+                self.last = b.free(Queue.H2D, c, "param", Place.HOST)
+                self._host(-self.sizes[c])
+
+    def _send_down(self, c: int, down: set[int]) -> None:
+        if c in self.resident and c not in down:
+            self.last = self.b.writeback(c, "param", self.uses.last_gradient(c), self._then())
+            self._host(self.sizes[c])
+            down.add(c)
+
+    def restore(self, start: frozenset[int]) -> None:
+        for c in sorted(self.resident - start):
+            self._evict(c)
+        for c in sorted(start - self.resident):
+            self._fetch(c)
+
+    def plan(self, rounds: int) -> Plan:
+        b = self.b
+        if self.host_peak > self.machine.host_budget_bytes:
+            raise DoesNotFit(
+                policy="patrickstar",
+                place="host",
+                needed_bytes=self.host_peak,
+                available_bytes=self.machine.host_budget_bytes,
+                what=f"optimizer states of {len(self.movable)} chunks and the working lists that are not on the GPU",
+            )
+        first = b.steps[0]
+        b.wait(first.id, Ref(self.last, 1))
+        b.predictions["policy_iteration_s"] = sum(b.cost.seconds(step) for step in b.steps)
+        b.choices["capacity"] = (
+            "GPU budget less the higher non-model peak of this moment and the next, less a reserve of one chunk "
+            f"({format_bytes(self.reserve)})"
+        )
+        b.choices["margin_space"] = (
+            f"{format_bytes(self.margin)}: states of {len(self.pinned)} chunks on the GPU (0.8 of it, ceil - 1)"
+        )
+        b.choices["moves"] = "on demand and synchronous; evicted chunks are written back, clean ones too"
+        b.choices["adam"] = "after backward, in chunk order; nothing overlaps it"
+        if self.several:
+            b.choices["micro_batches"] = "not in the original: gradients are sent down and added synchronously"
+        if rounds > MOST_ITERATIONS:
+            b.choices["cycle"] = "its residents repeat only after several iterations; moved back at the end of each one"
+        return b.plan()
