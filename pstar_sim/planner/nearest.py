@@ -45,7 +45,9 @@ def nearest(
         other = other or next(_machines(policy, workload, machine, settings, error), None)
         if other:
             found.append(other)
-        smaller = next(_workloads(policy, workload, machine, settings), None)
+        # No batch is small enough where the model data alone are too large.
+        possible = error.needed_bytes - workload.peak_non_model_bytes <= error.available_bytes
+        smaller = next(_workloads(policy, workload, machine, settings, error), None) if possible else None
         if smaller:
             found.append(smaller)
     if fitting:
@@ -104,7 +106,9 @@ def _host_memory(
     return f"with --host-memory {size}GB" if _fits(policy, workload, bigger, settings) is None else None
 
 
-def _workloads(policy: Policy, workload: Workload, machine: Machine, settings: Settings) -> Iterator[str]:
+def _workloads(
+    policy: Policy, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit
+) -> Iterator[str]:
     if workload.source != "preset":
         return
 
@@ -116,13 +120,21 @@ def _workloads(policy: Policy, workload: Workload, machine: Machine, settings: S
             micro_batches=micro_batches,
             dtype=workload.dtype,
             checkpointing=checkpointing,
+            attention=workload.attention,
         )
 
+    def promising(changed: Workload) -> bool:
+        """The policy needs as much less as the tide is lower: worth planning."""
+        lower = workload.peak_non_model_bytes - changed.peak_non_model_bytes
+        return error.needed_bytes - lower <= error.available_bytes
+
     if not workload.checkpointing:
-        if _fits(policy, variant(workload.batch, workload.micro_batches, True), machine, settings) is None:
+        changed = variant(workload.batch, workload.micro_batches, True)
+        if promising(changed) and _fits(policy, changed, machine, settings) is None:
             yield "with --checkpointing"
-    divisors = [b for b in range(workload.batch - 1, 0, -1) if workload.batch % b == 0]
-    for batch in divisors:
+    for batch in (b for b in range(workload.batch - 1, 0, -1) if workload.batch % b == 0):
+        if not promising(variant(batch, 1, workload.checkpointing)):
+            continue
         micro_batches = workload.micro_batches * (workload.batch // batch)
         if _fits(policy, variant(batch, micro_batches, workload.checkpointing), machine, settings) is None:
             yield f"with --batch {batch} --micro-batches {micro_batches}"

@@ -232,7 +232,7 @@ def repeat_micro_batch(w: Workload, micro_batches: int) -> Workload:
     body, step = w.moments[:-1], w.moments[-1]
     moments = tuple(replace(m, micro_batch=u) for u in range(micro_batches) for m in body)
     uses = tuple(
-        replace(use, moment=use.moment + u * len(body))
+        Use(moment=use.moment + u * len(body), tensor=use.tensor, kind=use.kind)
         for u in range(micro_batches)
         for use in w.uses
         if use.moment < len(body)

@@ -177,7 +177,7 @@ def test_what_does_not_fit_says_why_by_how_much_and_what_would_do(capsys: pytest
 
 
 def test_nothing_fits_is_a_table_and_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["compare", *SMALL, "--gpu-memory", "2GB", "--policy", "tide", "--json"]
+    argv = ["compare", *SMALL, "--gpu-memory", "1.2GB", "--policy", "tide", "--json"]
     assert main(argv) == 2
     out, err = capsys.readouterr()
     (row,) = json.loads(out)
@@ -187,7 +187,7 @@ def test_nothing_fits_is_a_table_and_a_failure(capsys: pytest.CaptureFixture[str
 
 def test_no_plan_is_written_when_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
-    said = complaint(capsys, "plan", *SMALL, "--gpu-memory", "2GB", "--policy", "tide", "-o", str(path))
+    said = complaint(capsys, "plan", *SMALL, "--gpu-memory", "1.2GB", "--policy", "tide", "-o", str(path))
     assert "short by" in said and not path.exists()
 
 
