@@ -21,6 +21,7 @@ from pstar_sim.core.effects import (
     name_of,
     needed,
     takes,
+    tide_at_cut,
     tide_moves,
 )
 from pstar_sim.core.plan import Plan, Resident
@@ -87,7 +88,7 @@ class Memory:
             self._change(0.0, self._place[payload], self._category[payload], self._size[payload])
         for _, place, size in plan.buffers:
             self._change(0.0, PLACES.index(place), _BUFFER, size)
-        self._change(0.0, _GPU, _TIDE, plan.workload.moments[-1].peak_bytes)
+        self._change(0.0, _GPU, _TIDE, tide_at_cut(plan.workload))
         for place_index in range(len(PLACES)):
             if self._used[place_index] > self._budget[place_index]:
                 raise self._over("between two iterations the plan holds", place_index)
