@@ -38,7 +38,7 @@ from executor.moments import MomentRecorder, attention_seen, describe_parameters
 from pstar_sim.errors import ModelError, PstarError
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
-__all__ = ["capture", "capture_module"]
+__all__ = ["capture", "capture_module", "fake_module"]
 
 
 def capture(
@@ -140,9 +140,7 @@ def _run(
     """One fake iteration. firings: tensor index -> gradient firings, where there is more than one."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
-        fake = _Faker(mode, TORCH_DTYPES[dtype] if dtype else None)
-        stack.enter_context(_faked(module, fake))
-        inputs = map_tensors(example_batch, fake)
+        inputs = stack.enter_context(fake_module(module, example_batch, mode, dtype))
         tensors, parameters = describe_parameters(module)
         own = [i for i, t in enumerate(tensors) if t.tied_to is None]
         live = LiveStorages(
@@ -209,8 +207,9 @@ class _Faker:
 
 
 @contextlib.contextmanager
-def _faked(module: nn.Module, fake: _Faker) -> Iterator[None]:
-    """Inside, parameters and buffers of `module` are fake; ties stay ties."""
+def fake_module(module: nn.Module, batch: Any, mode: FakeTensorMode, dtype: str | None = None) -> Iterator[Any]:
+    """Inside, parameters and buffers of `module` are fake, ties stay ties; yields the batch made fake likewise."""
+    fake = _Faker(mode, TORCH_DTYPES[dtype] if dtype else None)
     memo: dict[int, torch.Tensor] = {}
     undo: list[tuple[dict[str, Any], str, torch.Tensor]] = []
 
@@ -230,7 +229,7 @@ def _faked(module: nn.Module, fake: _Faker) -> Iterator[None]:
                     if tensor is not None:
                         undo.append((table, key, tensor))
                         table[key] = faked(tensor)
-        yield
+        yield map_tensors(batch, fake)
     finally:
         for table, key, tensor in undo:
             table[key] = tensor
