@@ -1,0 +1,102 @@
+"""A plan of two chunks, small enough to be worked out by hand, that the tests of core/ share.
+
+Two layers of 1,024 bf16 parameters, a chunk each (2,048 bytes). Moments: 0 FWD layer 0, 1 FWD layer 1, 2 BWD layer 1,
+3 BWD layer 0, 4 step. The tide peaks at 10, 30, 40, 20, 10 bytes.
+"""
+
+from collections.abc import Callable
+
+import pytest
+
+from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
+from pstar_sim.core.layout import build_layout
+from pstar_sim.core.plan import Plan, Resident, Settings, steps_from_text
+from pstar_sim.core.step import Place
+from pstar_sim.testing import chain_workload
+
+TEXT = """
+0 h2d fetch chunk=0 list=param moment=0 bytes=2048 after=11@-1,14@-1
+1 h2d fetch chunk=1 list=param moment=1 bytes=2048 after=13@-1
+2 compute compute moment=0 after=0
+3 compute drop chunk=0 list=param bytes=2048
+4 compute compute moment=1 after=1
+5 compute compute moment=2
+6 h2d fetch chunk=0 list=param moment=3 bytes=2048 after=3
+7 d2h writeback chunk=1 list=param moment=2 bytes=2048 after=5
+8 d2h drop chunk=1 list=param bytes=2048
+9 compute compute moment=3 after=6
+10 d2h writeback chunk=0 list=param moment=3 bytes=2048 after=9
+11 d2h drop chunk=0 list=param bytes=2048
+12 compute compute moment=4
+13 adam cpu_adam chunk=1 moment=2 bytes=28672 after=7,12
+14 adam cpu_adam chunk=0 moment=3 bytes=28672 after=10,12
+"""
+
+
+@pytest.fixture
+def toy_machine() -> Machine:
+    """1 MB of gpu and host memory, round rates."""
+    gpu = Gpu(
+        name="toy-gpu",
+        memory_bytes=1_000_000,
+        usable_bytes=1_000_000,
+        context_bytes=0,
+        hbm_bytes_per_s=1e9,
+        flops_per_s={"bf16": 1e9, "fp32": 1e9},
+        measured=False,
+        source="made up",
+    )
+    link = Link(
+        name="toy-link",
+        h2d_bytes_per_s=1e6,
+        d2h_bytes_per_s=1e6,
+        latency_s=0.0,
+        duplex=True,
+        measured=False,
+        source="made up",
+    )
+    host = Host(
+        name="toy-host",
+        memory_bytes=1_000_000,
+        reserved_bytes=0,
+        dram_bytes_per_s=1e9,
+        cores=2,
+        adam_params_per_s=1e6,
+        measured=False,
+        source="made up",
+    )
+    return Machine(name="toy", ranks=(Rank(gpu=gpu, link=link),), host=host)
+
+
+@pytest.fixture
+def hand_plan(toy_machine: Machine) -> Callable[..., Plan]:
+    """The plan; `text` and any field of Plan can be given instead of the right ones.
+
+    Worst case on the gpu: both chunks and the highest tide, 2 * 2,048 + 40 = 4,136 bytes (moment 2, while chunk 0 is
+    fetched again). Host: param, param32, momentum, variance of both: 2 * 1,024 * 14 = 28,672 bytes.
+    """
+
+    def make(text: str = TEXT, **fields: object) -> Plan:
+        workload = chain_workload(2, 1024, tide_bytes=[10, 30, 40, 20, 10])
+        lists = ("param", "param32", "momentum", "variance")
+        values: dict[str, object] = {
+            "policy": "by hand",
+            "workload": workload,
+            "machine": toy_machine,
+            "settings": Settings(),
+            "layout": build_layout(workload, chunk_bytes=2048),
+            "modes": ("cpu", "cpu"),
+            "initial": frozenset(Resident(c, name, Place.HOST) for c in (0, 1) for name in lists),
+            "steps": steps_from_text(text),
+            "gpu_budget_bytes": 4136,
+            "host_budget_bytes": 28_672,
+        }
+        return Plan(**(values | fields))  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture
+def hand_text() -> str:
+    """Its steps as text."""
+    return TEXT.lstrip("\n")
