@@ -1,0 +1,331 @@
+"""Chunk payloads: who has memory where, as torch tensors, under the plan's budgets.
+
+One gpu storage for each (chunk, list), grown and shrunk in place so that every view of it stays valid, also those
+autograd saved. Host payloads are carved from power-of-two slabs allocated once, before anything moves (the pinned
+allocator rounds each request up to a power of two, and pinning inside a hook can deadlock). The arena knows bytes and
+addresses; what the bytes mean is `contents.py`'s matter, when they move is the plan's.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from executor.backend import Backend
+from pstar_sim.core.effects import category_of, takes
+from pstar_sim.core.plan import Plan, Resident
+from pstar_sim.core.step import Place
+from pstar_sim.errors import DoesNotFit, PlanError
+from pstar_sim.units import format_bytes
+
+__all__ = ["DTYPES", "Arena", "ByteChange", "HostRoom", "pack_slabs"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ALIGN_BYTES = 256
+LARGEST_SLAB_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class ByteChange:
+    """`place` holds `change` more bytes of `category` from `time_s` on; payload: of which list of which chunk.
+
+    mark: what the compute queue had last told the arena (`Arena.mark`).
+    """
+
+    time_s: float
+    place: Place
+    category: str
+    change: int
+    chunk: int
+    list: str
+    mark: tuple[str, int]
+
+
+@dataclass(frozen=True)
+class HostRoom:
+    """Where each host payload lies: (chunk, list) -> (slab, byte offset); bytes of each slab, powers of two."""
+
+    where: dict[tuple[int, str], tuple[int, int]]
+    slab_bytes: tuple[int, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.slab_bytes)
+
+
+def pack_slabs(sizes: Iterable[tuple[tuple[int, str], int]], *, largest_bytes: int = LARGEST_SLAB_BYTES) -> HostRoom:
+    """Carve payloads (key, bytes) from power-of-two slabs: first fit, largest first, 256-byte aligned.
+
+    A slab is at least as large as the largest payload; the last ones shrink to what they hold.
+    """
+    rows = sorted(((-(-size // ALIGN_BYTES) * ALIGN_BYTES, key) for key, size in sizes if size), reverse=True)
+    if not rows:
+        return HostRoom({}, ())
+    slab = max(_power_of_two(rows[0][0]), min(largest_bytes, _power_of_two(sum(size for size, _ in rows))))
+    used: list[int] = []
+    where: dict[tuple[int, str], tuple[int, int]] = {}
+    first_open = (
+        0  # slabs before it have no room for what comes (sizes only fall, so they may again: look from 0 on ties)
+    )
+    for size, key in rows:
+        for i in range(first_open, len(used)):
+            if used[i] + size <= slab:
+                break
+        else:
+            used.append(0)
+            i = len(used) - 1
+        where[key] = (i, used[i])
+        used[i] += size
+        while first_open < len(used) and slab - used[first_open] < rows[-1][0]:
+            first_open += 1
+    return HostRoom(where, _shrink(used, where))
+
+
+def _shrink(used: list[int], where: dict[tuple[int, str], tuple[int, int]]) -> tuple[int, ...]:
+    """Slab sizes as powers of two. A slab that is just over half full is split in two where a payload boundary allows."""
+    sizes = [_power_of_two(size) for size in used]
+    for slab in range(len(used)):
+        # e.g. 5 units in a slab of 8: one of 4 and one of 1 hold the same payloads with less left over
+        while True:
+            starts = sorted((offset, key) for key, (i, offset) in where.items() if i == slab)
+            half = sizes[slab] // 2
+            cut = max((offset for offset, _ in starts if offset <= half), default=0)
+            tail = used[slab] - cut
+            if cut == 0 or _power_of_two(cut) + _power_of_two(tail) >= sizes[slab]:
+                break
+            new = len(sizes)
+            for offset, key in starts:
+                if offset >= cut:
+                    where[key] = (new, offset - cut)
+            sizes[slab], used[slab] = _power_of_two(cut), cut
+            sizes.append(_power_of_two(tail))
+            used.append(tail)
+            slab = new
+    return tuple(sizes)
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << max(0, size - 1).bit_length()
+
+
+class Arena:
+    """Payloads of one plan. All byte figures are ints; takes and frees may come from any thread.
+
+    peak_gpu_payload_bytes: most payload (and buffer) bytes on the gpu at once. log: every change, oldest first.
+    """
+
+    def __init__(self, plan: Plan, backend: Backend, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.plan = plan
+        self.layout = plan.layout
+        self.backend = backend
+        self.room = host_room(plan)
+        self.log: list[ByteChange] = []
+        self.peak_gpu_payload_bytes = 0
+        self.tide_bytes = 0
+        self._clock = clock
+        self._mark = ("", -1)
+        self._lock = threading.Lock()
+        self._gpu: dict[tuple[int, str], torch.Tensor] = {}
+        self._host: dict[tuple[int, str], torch.Tensor] = {}
+        self._slabs: list[torch.Tensor] = []
+        self._present: set[tuple[Place, int, str]] = set()
+        self._bytes = {Place.GPU: 0, Place.HOST: 0}
+        for _, place, size in plan.buffers:
+            self._bytes[place] += size
+
+    def allocate_slabs(self) -> None:
+        """Take all host memory at once. `check_host_memory` comes before."""
+        self._slabs = [self.backend.host_slab(size) for size in self.room.slab_bytes]
+
+    # -- addresses ----------------------------------------------------------------------------------------------------
+
+    def dtype(self, chunk: int, list_name: str) -> torch.dtype:
+        return DTYPES[self.layout.chunks[chunk].dtype] if list_name in ("param", "grad") else torch.float32
+
+    def gpu(self, chunk: int, list_name: str) -> torch.Tensor:
+        """Flat [numel] gpu payload; a valid tensor object whether it has memory or not."""
+        key = (chunk, list_name)
+        payload = self._gpu.get(key)
+        if payload is None:
+            payload = self.backend.gpu_payload(self.layout.chunks[chunk].numel, self.dtype(chunk, list_name))
+            self._gpu[key] = payload
+        return payload
+
+    def host(self, chunk: int, list_name: str) -> torch.Tensor:
+        """Flat [numel] host payload. One the plan has no room for (the engine left the plan) gets memory of its own."""
+        key = (chunk, list_name)
+        payload = self._host.get(key)
+        if payload is None:
+            dtype = self.dtype(chunk, list_name)
+            numel = self.layout.chunks[chunk].numel
+            size = numel * dtype.itemsize
+            if key in self.room.where:
+                slab, offset = self.room.where[key]
+                payload = self._slabs[slab][offset : offset + size].view(dtype)
+            else:
+                payload = self.backend.host_slab(size).view(dtype)
+            self._host[key] = payload
+        return payload
+
+    def at(self, place: Place, chunk: int, list_name: str) -> torch.Tensor:
+        return self.gpu(chunk, list_name) if place is Place.GPU else self.host(chunk, list_name)
+
+    # -- bytes --------------------------------------------------------------------------------------------------------
+
+    def has(self, place: Place, chunk: int, list_name: str) -> bool:
+        return (place, chunk, list_name) in self._present
+
+    @property
+    def present(self) -> frozenset[Resident]:
+        """Who has memory now."""
+        with self._lock:
+            return frozenset(Resident(chunk, name, place) for place, chunk, name in self._present)
+
+    def payload_bytes(self, place: Place) -> int:
+        """Bytes of payloads and buffers at the place now."""
+        return self._bytes[place]
+
+    def room_on_gpu(self) -> int:
+        """Bytes the gpu could still take now."""
+        return self.plan.gpu_budget_bytes - self._bytes[Place.GPU] - self.tide_bytes
+
+    def take(self, place: Place, chunk: int, list_name: str) -> None:
+        """Give a payload its memory. Raises PlanError if it has it, or if the place would go over its budget."""
+        size = self.layout.payload_bytes(chunk, list_name)
+        with self._lock:
+            key = (place, chunk, list_name)
+            if key in self._present:
+                raise PlanError(f"{list_name} of chunk {chunk} already has memory on the {place.value}")
+            held = self._bytes[place] + size + (self.tide_bytes if place is Place.GPU else 0)
+            budget = self.plan.gpu_budget_bytes if place is Place.GPU else self.plan.host_budget_bytes
+            if held > budget:
+                raise PlanError(
+                    f"{place.value} over budget: {list_name} of chunk {chunk} ({format_bytes(size)}) would make it "
+                    f"{held} bytes, {held - budget} more than the plan's {budget}"
+                )
+            self._present.add(key)
+            self._bytes[place] += size
+            if place is Place.GPU and self._bytes[place] > self.peak_gpu_payload_bytes:
+                self.peak_gpu_payload_bytes = self._bytes[place]
+            self._note(place, category_of(list_name), size, chunk, list_name)
+        if place is Place.GPU:
+            self.backend.take(self.gpu(chunk, list_name))
+
+    def free(self, place: Place, chunk: int, list_name: str) -> None:
+        """Take a payload's memory away. Raises PlanError if it has none."""
+        with self._lock:
+            key = (place, chunk, list_name)
+            if key not in self._present:
+                raise PlanError(f"{list_name} of chunk {chunk} has no memory on the {place.value} to free")
+        if place is Place.GPU:
+            self.backend.give(self.gpu(chunk, list_name))
+        with self._lock:
+            self._present.remove(key)
+            size = self.layout.payload_bytes(chunk, list_name)
+            self._bytes[place] -= size
+            self._note(place, category_of(list_name), -size, chunk, list_name)
+
+    def set_tide(self, size_bytes: int) -> None:
+        """Non-model bytes the gpu has to leave room for from now on. Raises PlanError if it cannot."""
+        with self._lock:
+            held = self._bytes[Place.GPU] + size_bytes
+            if size_bytes > self.tide_bytes and held > self.plan.gpu_budget_bytes:
+                raise PlanError(
+                    f"gpu over budget: {self._bytes[Place.GPU]} bytes of payloads and {size_bytes} of non-model data are "
+                    f"{held - self.plan.gpu_budget_bytes} more than the plan's {self.plan.gpu_budget_bytes}"
+                )
+            change = size_bytes - self.tide_bytes
+            self.tide_bytes = size_bytes
+            if change:
+                self._note(Place.GPU, "non-model", change, -1, "")
+
+    def mark(self, word: str, moment: int) -> None:
+        """What the compute queue does from now on: ("in", m) during moment m, ("after", m) between m and the next."""
+        self._mark = (word, moment)
+
+    def recategorise(self, place: Place, chunk: int, source: str, target: str) -> None:
+        """The working list of a chunk holds another kind of data now (a gradient in place)."""
+        size = self.layout.payload_bytes(chunk, "param")
+        with self._lock:
+            self._note(place, source, -size, chunk, "param")
+            self._note(place, target, size, chunk, "param")
+
+    def trim(self, before_s: float) -> None:
+        """Forget changes before `before_s`, but for their sum."""
+        with self._lock:
+            kept = [change for change in self.log if change.time_s >= before_s]
+            sums: dict[tuple[Place, str], int] = {}
+            for change in self.log[: len(self.log) - len(kept)]:
+                sums[change.place, change.category] = sums.get((change.place, change.category), 0) + change.change
+            base = [
+                ByteChange(0.0, place, category, size, -1, "", ("", -1)) for (place, category), size in sums.items()
+            ]
+            self.log = base + kept
+
+    def empty(self) -> None:
+        """Give all memory back; the arena is of no further use."""
+        with self._lock:
+            for payload in self._gpu.values():
+                self.backend.give(payload)
+            self._present.clear()
+            self._host.clear()
+            self._slabs.clear()
+
+    def _note(self, place: Place, category: str, change: int, chunk: int, list_name: str) -> None:
+        self.log.append(ByteChange(self._clock(), place, category, change, chunk, list_name, self._mark))
+
+
+def host_room(plan: Plan) -> HostRoom:
+    """Slabs for every host payload the plan ever takes. Permanent ones and passing ones each have their place, so that
+    no order of the queues can run out of addresses."""
+    sizes: dict[tuple[int, str], int] = {}
+    for resident in plan.initial:
+        if resident.chunk >= 0 and resident.place is Place.HOST:
+            sizes[resident.chunk, resident.list] = plan.layout.payload_bytes(resident.chunk, resident.list)
+    for step in plan.steps:
+        taken = takes(step) if step.chunk is not None else None
+        if taken is not None and taken[0].place is Place.HOST:
+            sizes[taken[0].chunk, taken[0].list] = plan.layout.payload_bytes(taken[0].chunk, taken[0].list)
+    return pack_slabs(sizes.items())
+
+
+def check_host_memory(plan: Plan, room: HostRoom, *, available_bytes: int, gpu_is_host: bool, model_bytes: int) -> None:
+    """Raise DoesNotFit before anything is allocated if host memory cannot hold the plan.
+
+    available_bytes: what the process can still take. gpu_is_host: the virtual accelerator's memory comes from the same.
+    model_bytes: of the loaded parameters, given back while they move into their chunks.
+    """
+    permanent = sum(
+        plan.layout.payload_bytes(r.chunk, r.list) for r in plan.initial if r.place is Place.HOST and r.chunk >= 0
+    )
+    if permanent > plan.host_budget_bytes:
+        raise DoesNotFit(
+            policy=plan.policy,
+            place="host",
+            needed_bytes=permanent,
+            available_bytes=plan.host_budget_bytes,
+            what="chunks whose optimizer states live there, in the plan's host budget",
+        )
+    on_gpu = 0
+    if gpu_is_host:
+        every = sum(plan.layout.payload_bytes(c.index, "param") for c in plan.layout.chunks)
+        every += sum(
+            plan.layout.payload_bytes(r.chunk, r.list)
+            for r in plan.initial
+            if r.place is Place.GPU and r.chunk >= 0 and r.list != "param"
+        )
+        on_gpu = min(plan.gpu_budget_bytes, every + plan.workload.peak_non_model_bytes)
+    needed = max(room.total_bytes, room.total_bytes + on_gpu - model_bytes)
+    if needed > available_bytes:
+        also = " and the virtual accelerator's own memory" if gpu_is_host else ""
+        raise DoesNotFit(
+            policy=plan.policy,
+            place="host",
+            needed_bytes=needed,
+            available_bytes=available_bytes,
+            what=f"{format_bytes(room.total_bytes)} of host payloads in {len(room.slab_bytes)} slabs{also}",
+        )

@@ -1,0 +1,175 @@
+"""What the engine asks of an accelerator, and the virtual one: gpu memory, host slabs, counted copies.
+
+`Backend` is the whole interface between engine and hardware. `VirtualBackend` is a real one: its "gpu" is a byte-budgeted
+part of host memory, its links are copies that last as long as the link's bandwidth says. It knows no plan, no chunk and
+no queue order.
+
+[Note: glibc and eviction] glibc gives big blocks back to the system at every eviction and the next refill pays for fresh
+pages (16-47 ms for 32 MiB, 2.5 ms when the pages are kept). `keep_freed_pages` tells malloc, once a process, to keep
+them, and to use one arena so that what one queue's thread frees another can use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from pstar_sim.core.step import Queue
+
+__all__ = ["Backend", "VirtualBackend", "available_host_bytes", "keep_freed_pages"]
+
+
+class Backend(Protocol):
+    """An accelerator as the engine sees it. Every method but `copied_bytes` may be called from any queue's thread.
+
+    A backend whose copies are asynchronous (CUDA) orders them on a stream of the queue that issues them and blocks in
+    `fence` until they have happened: a step's end is announced after its fence.
+    """
+
+    name: str
+    device: torch.device
+
+    def host_slab(self, size_bytes: int) -> torch.Tensor:
+        """uint8 [size_bytes] of host memory that copies can read and write (pinned where that means something)."""
+        ...
+
+    def gpu_payload(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor [numel] on a storage of its own that has no memory yet (0 bytes)."""
+        ...
+
+    def take(self, payload: torch.Tensor) -> None:
+        """Give the payload's storage its memory; contents are undefined."""
+        ...
+
+    def give(self, payload: torch.Tensor) -> None:
+        """Take the memory away; every view stays a valid tensor object but must not be read."""
+        ...
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
+        """Copy across the link (`Queue.H2D` or `Queue.D2H`), casting if the dtypes differ; counts the target's bytes."""
+        ...
+
+    def fence(self, queue: Queue) -> None:
+        """Return when everything this thread issued for `queue` has happened."""
+        ...
+
+    def enter_thread(self) -> None:
+        """Called first in every thread that executes steps."""
+        ...
+
+    @property
+    def copied_bytes(self) -> dict[str, int]:
+        """Bytes copied so far, by direction ("h2d", "d2h"), counted where they are copied."""
+        ...
+
+
+class VirtualBackend:
+    """An accelerator in host memory.
+
+    h2d_bytes_per_s, d2h_bytes_per_s: rate of the link (None = as fast as memory copies). latency_s: of each copy.
+    clock, sleep: passed in so that tests can use their own time.
+    """
+
+    name = "virtual"
+
+    def __init__(
+        self,
+        *,
+        h2d_bytes_per_s: float | None = None,
+        d2h_bytes_per_s: float | None = None,
+        latency_s: float = 0.0,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.device = torch.device("cpu")
+        self._rate = {Queue.H2D: h2d_bytes_per_s, Queue.D2H: d2h_bytes_per_s}
+        self._latency_s = latency_s
+        self._clock = clock
+        self._sleep = sleep
+        self._lock = threading.Lock()
+        self._copied = {Queue.H2D: 0, Queue.D2H: 0}
+
+    def host_slab(self, size_bytes: int) -> torch.Tensor:
+        return torch.zeros(size_bytes, dtype=torch.uint8)
+
+    def gpu_payload(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        payload = torch.empty(numel, dtype=dtype)
+        payload.untyped_storage().resize_(0)
+        return payload
+
+    def take(self, payload: torch.Tensor) -> None:
+        payload.untyped_storage().resize_(payload.numel() * payload.element_size())
+
+    def give(self, payload: torch.Tensor) -> None:
+        payload.untyped_storage().resize_(0)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
+        start_s = self._clock()
+        target.copy_(source)
+        size = target.numel() * target.element_size()
+        with self._lock:
+            self._copied[direction] += size
+        rate = self._rate[direction]
+        if rate is not None:
+            left_s = self._latency_s + size / rate - (self._clock() - start_s)
+            if left_s > 0:
+                self._sleep(left_s)
+
+    def fence(self, queue: Queue) -> None:
+        return None
+
+    def enter_thread(self) -> None:
+        torch.set_num_threads(1)
+
+    @property
+    def copied_bytes(self) -> dict[str, int]:
+        with self._lock:
+            return {queue.value: size for queue, size in self._copied.items()}
+
+
+def keep_freed_pages() -> bool:
+    """See [Note: glibc and eviction]. False where the C library is not glibc (nothing is changed then)."""
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        mallopt = libc.mallopt
+    except (OSError, AttributeError):
+        return False
+    m_trim_threshold, m_mmap_max, m_arena_max = -1, -4, -8
+    most = 2**31 - 1
+    done = [mallopt(m_mmap_max, 0), mallopt(m_trim_threshold, most), mallopt(m_arena_max, 1)]
+    return all(done)
+
+
+def available_host_bytes() -> int:
+    """Host memory a process can still take: MemAvailable, or what the cgroup's limit leaves if that is less."""
+    found: list[int] = []
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists():
+        text = limit.read_text().strip()
+        if text.isdigit():
+            found.append(max(0, int(text) - int(used.read_text()) + _reclaimable_bytes()))
+    if not found:
+        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return min(found)
+
+
+def _reclaimable_bytes() -> int:
+    """Page cache of the cgroup: counted as used, given up on demand."""
+    stat = Path("/sys/fs/cgroup/memory.stat")
+    if stat.exists():
+        for line in stat.read_text().splitlines():
+            if line.startswith("inactive_file "):
+                return int(line.split()[1])
+    return 0

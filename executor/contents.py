@@ -1,0 +1,341 @@
+"""What the payloads hold, and what each kind of step does to them: the executor's half of a step.
+
+`Contents` is the ledger of meaning beside the arena's ledger of bytes: which copy of a chunk's working list is current,
+and where each gradient of the iteration is. Every action checks before it touches anything: a fetch of a working list
+that a gradient has overwritten raises PlanError, it is never computed with. It knows no order and no queue.
+
+[Note: where a gradient is] A gradient that left autograd is in exactly one of the lists of its chunk: in place in
+"param", in "grad" (on its way out) or in "grad32" (accumulated), on the gpu or on the host; `gradients` holds the tensor
+indices by (place, list). A slot of a working list whose tensor is not named there holds the parameter's value.
+The working list always equals cast(param32), so a value that a gradient overwrote can be had from there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from executor.adam import Hyper, adamw, clip_coefficient, runs_of, total_norm
+from executor.arena import Arena
+from pstar_sim.core.layout import Chunk
+from pstar_sim.core.step import Kind, Place, Queue, Step
+from pstar_sim.errors import PlanError
+
+__all__ = ["ChunkState", "Contents", "Update"]
+
+GPU, HOST = Place.GPU, Place.HOST
+
+
+@dataclass
+class ChunkState:
+    """current: places whose copy of the working list holds the current values. gradients: see [Note: where a gradient is]."""
+
+    current: set[Place] = field(default_factory=set)
+    gradients: dict[tuple[Place, str], set[int]] = field(default_factory=dict)
+
+    def where(self, place: Place, list_name: str) -> set[int]:
+        return self.gradients.setdefault((place, list_name), set())
+
+    def with_gradient(self) -> set[int]:
+        return set().union(*self.gradients.values())
+
+
+@dataclass
+class Update:
+    """What the Adam steps of one iteration need, fixed at `optimizer.step()` (with eager updates: when it begins).
+
+    max_grad_norm: None without clipping. norms: of each gradient, taken where it arrived (one micro-batch only).
+    """
+
+    hyper: list[Hyper]
+    max_grad_norm: float | None = None
+    norms: dict[int, torch.Tensor] = field(default_factory=dict)
+    norm: torch.Tensor | None = None
+    _coefficient: torch.Tensor | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def coefficient(self, norms: Callable[[], Iterable[torch.Tensor]]) -> torch.Tensor | None:
+        """What every gradient is multiplied with, None without clipping. norms: called by the first that asks."""
+        if self.max_grad_norm is None:
+            return None
+        with self._lock:
+            if self._coefficient is None:
+                self.norm = total_norm(norms())
+                self._coefficient = clip_coefficient(self.norm, self.max_grad_norm)
+            return self._coefficient
+
+
+class Contents:
+    """Payload contents of one plan's chunks. steps_taken: updates each tensor has had, by tensor index.
+
+    changed(chunk): called whenever the gpu working list of a chunk becomes, or ceases to be, readable.
+    """
+
+    def __init__(self, arena: Arena, changed: Callable[[int], None]) -> None:
+        self.arena = arena
+        self.layout = arena.layout
+        self.chunks = [ChunkState() for _ in self.layout.chunks]
+        self.steps_taken: dict[int, int] = {s.tensor: 0 for c in self.layout.chunks for s in c.slots}
+        self.accumulates = arena.plan.workload.micro_batches > 1
+        self._slot = {s.tensor: (c.index, s.offset, s.numel) for c in self.layout.chunks for s in c.slots}
+        self._changed = changed
+        self._copy = arena.backend.copy
+
+    # -- addresses ----------------------------------------------------------------------------------------------------
+
+    def slot(self, place: Place, tensor: int, list_name: str) -> torch.Tensor:
+        """Flat view of one tensor's part of a list of its chunk."""
+        chunk, offset, numel = self._slot[tensor]
+        return self.arena.at(place, chunk, list_name)[offset : offset + numel]
+
+    def readable(self, tensor: int) -> bool:
+        """The gpu holds the parameter's current value."""
+        chunk = self._slot[tensor][0]
+        state = self.chunks[chunk]
+        return GPU in state.current and tensor not in state.gradients.get((GPU, "param"), ())
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def accept(self, tensor: int, gradient: torch.Tensor, list_name: str) -> None:
+        """Move a gradient that just became final into `list_name` of its chunk on the gpu; adds to one that is there."""
+        chunk = self._slot[tensor][0]
+        if not self.arena.has(GPU, chunk, list_name):
+            raise PlanError(
+                f"the gradient of tensor {tensor} goes to {list_name} of chunk {chunk}, which is not on the gpu"
+            )
+        state = self.chunks[chunk]
+        mine = state.where(GPU, list_name)
+        target = self.slot(GPU, tensor, list_name)
+        if tensor in mine:
+            target.add_(gradient.reshape(-1))
+        else:
+            target.copy_(gradient.reshape(-1))
+            mine.add(tensor)
+            if list_name == "param":
+                self._changed(chunk)
+
+    def gradient_norm(self, tensor: int) -> torch.Tensor:
+        """Norm of the gradient of a tensor wherever it is, in fp32."""
+        state = self.chunks[self._slot[tensor][0]]
+        for (place, list_name), mine in state.gradients.items():
+            if tensor in mine:
+                return torch.linalg.vector_norm(self.slot(place, tensor, list_name), dtype=torch.float32)
+        raise PlanError(f"tensor {tensor} has no gradient")
+
+    def forget_gradients(self) -> None:
+        """Drop every gradient: values that were overwritten come back from the master copy, grad lists become zero."""
+        for chunk in self.layout.chunks:
+            state = self.chunks[chunk.index]
+            for (place, list_name), mine in state.gradients.items():
+                if not mine:
+                    continue
+                if list_name == "param" and self.arena.has(place, chunk.index, "param"):
+                    for tensor in mine:
+                        self.restore(place, tensor)
+                mine.clear()
+            if self.arena.has(HOST, chunk.index, "param") and HOST not in state.current and not chunk.frozen:
+                for slot in chunk.slots:  # spent gradients that were added to grad32
+                    self.restore(HOST, slot.tensor)
+                state.current.add(HOST)
+            self._changed(chunk.index)
+
+    def restore(self, place: Place, tensor: int) -> None:
+        """Rewrite the slot of a working list from the master copy, which may be at the other place."""
+        chunk = self._slot[tensor][0]
+        source = place if self.arena.has(place, chunk, "param32") else (HOST if place is GPU else GPU)
+        value, target = self.slot(source, tensor, "param32"), self.slot(place, tensor, "param")
+        if source is place:
+            target.copy_(value)
+        else:
+            self._copy(target, value, Queue.H2D if place is GPU else Queue.D2H)
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def begin(self, step: Step) -> None:
+        """Take what the step takes at its start."""
+        kind, arena = step.kind, self.arena
+        if kind is Kind.FETCH:
+            self._take_if_absent(GPU, step)
+        elif kind is Kind.WRITEBACK:
+            self._take_if_absent(HOST, step)
+        elif kind is Kind.ALLOC:
+            assert step.place is not None and step.chunk is not None and step.list is not None
+            arena.take(step.place, step.chunk, step.list)
+        elif kind is Kind.CPU_ADD:
+            assert step.chunk is not None
+            if not arena.has(HOST, step.chunk, "grad32"):
+                arena.take(HOST, step.chunk, "grad32")
+
+    def _take_if_absent(self, place: Place, step: Step) -> None:
+        assert step.chunk is not None and step.list is not None
+        if not self.arena.has(place, step.chunk, step.list):
+            self.arena.take(place, step.chunk, step.list)
+
+    def work(self, step: Step, update: Update | None, norms: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """Do what the step is for. update: of the step's iteration (Adam steps need it). norms: see `Update.coefficient`."""
+        kind = step.kind
+        assert step.chunk is not None
+        if kind is Kind.FETCH:
+            self.fetch(step.chunk, self._list(step))
+        elif kind is Kind.WRITEBACK:
+            self.write_back(step.chunk, self._list(step))
+        elif kind is Kind.ALLOC:
+            assert step.place is not None
+            self.arena.at(step.place, step.chunk, self._list(step)).zero_()
+        elif kind is Kind.CPU_ADD:
+            self.cpu_add(step.chunk, step.list)
+        elif kind in (Kind.CPU_ADAM, Kind.GPU_ADAM):
+            if update is None:
+                raise PlanError(f"step {step.id}: {kind.value} of chunk {step.chunk} came before optimizer.step()")
+            place = HOST if kind is Kind.CPU_ADAM else GPU
+            self.adam(step.chunk, place, update, norms)
+
+    def finish(self, step: Step) -> None:
+        """Free what the step frees at its end."""
+        kind = step.kind
+        assert step.chunk is not None
+        if kind is Kind.DROP:
+            self.release(GPU, step.chunk, self._list(step))
+        elif kind is Kind.FREE:
+            assert step.place is not None
+            self.release(step.place, step.chunk, self._list(step))
+        elif kind is Kind.CPU_ADD and step.list != "param" and self.arena.has(HOST, step.chunk, "grad"):
+            self.release(HOST, step.chunk, "grad")
+
+    def _list(self, step: Step) -> str:
+        if step.list is None:
+            raise PlanError(f"step {step.id}: a {step.kind.value} step needs list=")
+        return step.list
+
+    def fetch(self, chunk: int, list_name: str) -> None:
+        """gpu content = host content."""
+        arena, state = self.arena, self.chunks[chunk]
+        if not arena.has(HOST, chunk, list_name):
+            raise PlanError(f"fetch of {list_name} of chunk {chunk}: the host does not hold it")
+        if list_name == "param":
+            if HOST not in state.current or state.where(HOST, "param"):
+                raise PlanError(f"fetch of chunk {chunk}: the host's copy does not hold current parameters")
+            if state.where(GPU, "param"):
+                raise PlanError(f"fetch of chunk {chunk} would overwrite gradients on the gpu")
+        elif state.where(GPU, list_name):
+            raise PlanError(f"fetch of {list_name} of chunk {chunk} would overwrite gradients on the gpu")
+        self._copy(arena.gpu(chunk, list_name), arena.host(chunk, list_name), Queue.H2D)
+        arena.backend.fence(Queue.H2D)
+        if list_name == "param":
+            state.current.add(GPU)
+            self._changed(chunk)
+        elif state.where(HOST, list_name):
+            state.where(GPU, list_name).update(state.where(HOST, list_name))
+            state.where(HOST, list_name).clear()
+
+    def write_back(self, chunk: int, list_name: str) -> None:
+        """host content = gpu content; gradients in it belong to the host from now on."""
+        arena, state = self.arena, self.chunks[chunk]
+        if not arena.has(GPU, chunk, list_name):
+            raise PlanError(f"write-back of {list_name} of chunk {chunk}: the gpu does not hold it")
+        leaving, there = state.where(GPU, list_name), state.where(HOST, list_name)
+        if there:
+            raise PlanError(f"write-back of {list_name} of chunk {chunk} would overwrite gradients on the host")
+        self._copy(arena.host(chunk, list_name), arena.gpu(chunk, list_name), Queue.D2H)
+        arena.backend.fence(Queue.D2H)
+        if list_name == "param":
+            if GPU in state.current:
+                state.current.add(HOST)
+            if leaving:
+                # The gpu's copy still holds the gradients in place; it is dead, and no longer counted as current.
+                state.current.discard(GPU)
+                self._changed(chunk)
+        there.update(leaving)
+        leaving.clear()
+
+    def cpu_add(self, chunk: int, list_name: str | None) -> None:
+        """grad32 (host) += the gradients of `list_name` on the host (grad, or param in place)."""
+        state = self.chunks[chunk]
+        source = list_name if list_name is not None and list_name != "grad32" else "grad"
+        arrived, there = state.where(HOST, source), state.where(HOST, "grad32")
+        whole = self.arena.host(chunk, "grad32")
+        if not there:
+            whole.zero_()
+        if len(arrived) == len(self.layout.chunks[chunk].slots) and not there:
+            whole.copy_(self.arena.host(chunk, source))
+        else:
+            for tensor in arrived:
+                self.slot(HOST, tensor, "grad32").add_(self.slot(HOST, tensor, source))
+        if source == "param":
+            # The slots keep a spent gradient: nobody may read this copy until Adam rewrites it.
+            state.current.discard(HOST)
+        there.update(arrived)
+        arrived.clear()
+
+    def adam(self, chunk: int, place: Place, update: Update, norms: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """One AdamW update of every parameter of the chunk that has a gradient; the working list there becomes current."""
+        arena, state, row = self.arena, self.chunks[chunk], self.layout.chunks[chunk]
+        for list_name in ("param", *self.layout.state_lists):
+            if not arena.has(place, chunk, list_name):
+                raise PlanError(f"Adam of chunk {chunk} on the {place.value}: {list_name} is not there")
+        elsewhere = {key: mine for key, mine in state.gradients.items() if mine and key[0] is not place}
+        if elsewhere:
+            where = ", ".join(f"{name} on the {spot.value}" for spot, name in elsewhere)
+            raise PlanError(f"Adam of chunk {chunk} on the {place.value}: gradients are still in {where}")
+        scale = update.coefficient(norms)
+        source = self._gather_gradients(row, place)
+        if source is not None:
+            mine = state.where(place, source)
+            runs = runs_of(
+                (s.offset, s.numel, self.steps_taken[s.tensor] if s.tensor in mine else None) for s in row.slots
+            )
+            adamw(
+                runs,
+                param=arena.at(place, chunk, "param32"),
+                grad=arena.at(place, chunk, source),
+                momentum=arena.at(place, chunk, "momentum"),
+                variance=arena.at(place, chunk, "variance"),
+                hyper=update.hyper[row.group],
+                scale=scale,
+            )
+            for tensor in mine:
+                self.steps_taken[tensor] += 1
+            mine.clear()
+            arena.at(place, chunk, "param").copy_(arena.at(place, chunk, "param32"))
+            state.current = {place}
+        elif place not in state.current:
+            arena.at(place, chunk, "param").copy_(arena.at(place, chunk, "param32"))
+            state.current.add(place)
+        self._changed(chunk)
+
+    def _gather_gradients(self, row: Chunk, place: Place) -> str | None:
+        """The one list that holds all gradients of the chunk at the place after folding the last one into grad32, or None
+        without any gradient."""
+        state = self.chunks[row.index]
+        filled = [name for name in ("param", "grad", "grad32") if state.where(place, name)]
+        if not filled:
+            return None
+        if len(filled) == 1:
+            return filled[0]
+        sums = state.where(place, "grad32")
+        for name in ("grad", "param"):
+            for tensor in state.where(place, name):
+                target = self.slot(place, tensor, "grad32")
+                if tensor in sums:
+                    target.add_(self.slot(place, tensor, name))
+                else:
+                    target.copy_(self.slot(place, tensor, name))
+            sums.update(state.where(place, name))
+            state.where(place, name).clear()
+        return "grad32"
+
+    def release(self, place: Place, chunk: int, list_name: str) -> None:
+        """Give the payload's memory back. Raises PlanError if the only copy of something would go."""
+        state = self.chunks[chunk]
+        if state.where(place, list_name):
+            raise PlanError(f"{list_name} of chunk {chunk} would be freed on the {place.value} with gradients in it")
+        if list_name == "param":
+            frozen = self.layout.chunks[chunk].frozen
+            if place in state.current and state.current == {place} and frozen:
+                raise PlanError(f"frozen chunk {chunk} would lose its only copy on the {place.value}")
+            state.current.discard(place)
+            self._changed(chunk)
+        self.arena.free(place, chunk, list_name)

@@ -1,0 +1,254 @@
+"""The loop contract: what a training loop may do to a prepared model, and what happens when it does.
+
+Whatever an offloaded optimizer cannot honour raises ContractError before any parameter changes and names the
+replacement; everything else behaves as in plain torch. Silence is the one wrong answer.
+
+| what the loop does | what happens |
+|---|---|
+| `p.grad` after backward | ContractError: gradients left for their chunks; `session.grad_norm` has the norm, `AdamW(max_grad_norm=)` clips |
+| `torch.nn.utils.clip_grad_norm_` | ContractError: use `AdamW(max_grad_norm=)` |
+| `torch.amp.GradScaler` (`unscale_`, `step`) | ContractError: train in bf16 or fp32; loss scaling comes with fp16 plans |
+| `p.grad = tensor` | ContractError |
+| `p.grad = None` after `step()` | as plain torch |
+| `optimizer.zero_grad()`, `model.zero_grad()` after `step()` | as plain torch |
+| the same before `step()` | as plain torch: the gradients are dropped (with eager updates: ContractError, they were applied) |
+| `zero_grad(set_to_none=False)` | ContractError: call `zero_grad()` |
+| no `zero_grad()` before the next backward | ContractError: plain torch would accumulate, the gradients are gone |
+| a backward more than the plan's micro-batches | ContractError: plan with as many micro-batches |
+| fewer backwards than the plan's micro-batches, then `step()` | as plain torch, counted as a deviation |
+| `step()` without a backward | as plain torch: nothing happens |
+| a backward whose `step()` is left out, then the next forward | as plain torch until the next backward, which raises ContractError |
+| `step(closure)` | ContractError: AdamW needs one evaluation |
+| `model.to()`, `.half()`, `.cuda()`, ... | ContractError: do it before `prepare` |
+| `model.load_state_dict()` | ContractError: load before `prepare` |
+| `model.state_dict()`, reading a parameter, `copy.deepcopy(p)` between steps | as plain torch, a copy of the current values |
+| writing a parameter (`p.mul_`, `p.data.copy_`, ...) | ContractError: the master copy would not know |
+| a forward without gradients (evaluation, `generate`) at any point | as plain torch, parameters fetched on demand |
+| a parameter read between forward and backward, outside every module | ContractError: read it in a module's forward |
+| changing `requires_grad` | ContractError: freeze before `prepare` |
+| `optimizer.add_param_group` | ContractError: give the groups to `AdamW` |
+| `optimizer.state_dict()`, `load_state_dict()` | as plain torch (states by parameter; bf16: also the master copy) |
+| learning-rate schedulers, writing `param_groups` | as plain torch: read at each `step()` |
+| writing `param_groups` between forward and `step()` with eager updates | ContractError: change them before the forward |
+| a batch of another shape | runs if it fits the budget, counted as a deviation; DoesNotFit before anything changes otherwise |
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from pstar_sim.errors import ContractError
+
+__all__ = ["ChunkParameter", "ParkedParameter", "Reader", "adopt", "disown", "raw_grad", "set_raw_grad"]
+
+_BASE_GRAD = torch._C.TensorBase.grad
+_BASE_REQUIRES_GRAD = torch._C.TensorBase.requires_grad
+
+
+class Reader(Protocol):
+    """What a prepared parameter asks of its session."""
+
+    def grad_of(self, tensor: int) -> torch.Tensor | None: ...
+
+    def set_grad_of(self, tensor: int, value: torch.Tensor | None) -> None: ...
+
+    def touch(self, func: Any, parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any: ...
+
+    def name_of(self, tensor: int) -> str: ...
+
+    def current_value(self, tensor: int) -> torch.Tensor: ...
+
+
+def raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """What autograd accumulated in `parameter`, past the contract."""
+    with torch._C.DisableTorchFunctionSubclass():
+        grad: torch.Tensor | None = _BASE_GRAD.__get__(parameter)
+        return grad
+
+
+def set_raw_grad(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        _BASE_GRAD.__set__(parameter, value)
+
+
+class ChunkParameter(nn.Parameter):
+    """A parameter whose data is a view of a chunk that the gpu holds. Costs nothing in torch's own calls: like
+    nn.Parameter it has torch functions disabled; only Python's own `.grad` and `.requires_grad` come through here."""
+
+    _reader: weakref.ref[Any]
+    _tensor: int
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        return reader_of(self).grad_of(self._tensor)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        reader_of(self).set_grad_of(self._tensor, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        reader_of(self).set_grad_of(self._tensor, None)
+
+    @property
+    def requires_grad(self) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():
+            return bool(_BASE_REQUIRES_GRAD.__get__(self))
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> ChunkParameter:  # type: ignore[override]
+        if bool(requires_grad) != self.requires_grad:
+            raise ContractError(
+                f"requires_grad of {reader_of(self).name_of(self._tensor)!r} cannot change after prepare: the plan was made "
+                "for what was trainable then; freeze before planning and prepare again"
+            )
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = nn.Parameter(reader_of(self).current_value(self._tensor), requires_grad=self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+
+class ParkedParameter(ChunkParameter):
+    """A parameter that must not be read as it stands: its chunk is elsewhere, holds a gradient, or no module is running.
+    Everything torch does with it in Python goes to the session, which fetches it, copies it out, or refuses."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        found: list[nn.Parameter] = []
+        _parameters_in(args, found)
+        _parameters_in(kwargs.values(), found)
+        return reader_of(next(p for p in found if isinstance(p, ParkedParameter))).touch(func, found, args, kwargs)
+
+
+def reader_of(parameter: Any) -> Reader:
+    reader: Reader | None = parameter._reader()
+    if reader is None:
+        raise ContractError("this parameter's session is gone; keep the optimizer that executor.prepare returned")
+    return reader
+
+
+def adopt(parameter: nn.Parameter, reader: Reader, tensor: int) -> None:
+    """Make a model's own parameter object a parked one of the session."""
+    parameter._reader = weakref.ref(reader)  # type: ignore[attr-defined]
+    parameter._tensor = tensor  # type: ignore[attr-defined]
+    parameter.__class__ = ParkedParameter
+
+
+def disown(parameter: nn.Parameter) -> None:
+    parameter.__class__ = nn.Parameter
+    del parameter._reader, parameter._tensor  # type: ignore[attr-defined]
+
+
+def _parameters_in(values: Iterable[Any], into: list[nn.Parameter]) -> None:
+    for value in values:
+        if isinstance(value, ChunkParameter):
+            into.append(value)
+        elif isinstance(value, (list, tuple)):
+            _parameters_in(value, into)
+        elif isinstance(value, Mapping):
+            _parameters_in(value.values(), into)
+
+
+def map_parameters(value: Any, replace: Callable[[ChunkParameter], Any]) -> Any:
+    """`value` (arguments of a torch function) with every prepared parameter replaced."""
+    if isinstance(value, ChunkParameter):
+        return replace(value)
+    if type(value) in (list, tuple):
+        return type(value)(map_parameters(item, replace) for item in value)
+    if isinstance(value, dict):
+        return {key: map_parameters(item, replace) for key, item in value.items()}
+    return value
+
+
+def writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """The torch function changes its first argument (or `out=`) in place."""
+    name = getattr(func, "__name__", "")
+    if kwargs.get("out") is not None:
+        return True
+    if name.startswith("__"):
+        return name in _WRITING_DUNDERS or (name == "__set__" and func is _DATA_SET)
+    return (name.endswith("_") and name not in ("requires_grad_",)) or name in ("set_", "copy_")
+
+
+_WRITING_DUNDERS = frozenset(
+    f"__{name}__" for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor",
+                               "ilshift", "irshift", "setitem", "delitem")
+)  # fmt: skip
+_DATA_SET = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class Snapshot(torch.Tensor):
+    """A copy of a parameter's current value, or a view of one. Reading it is plain torch; writing it raises, because the
+    model would not see it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if writes(func, kwargs) and args and isinstance(args[0], Snapshot):
+            raise ContractError(_WRITE.format(name="a prepared model's parameter"))
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **kwargs)
+        if isinstance(out, torch.Tensor):
+            shared = any(isinstance(a, Snapshot) and _same_storage(a, out) for a in args)
+            return out.as_subclass(Snapshot if shared else torch.Tensor)
+        return out
+
+
+def _same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+        except (NotImplementedError, RuntimeError):  # a tensor without storage (sparse, ...)
+            return False
+
+
+_WRITE = (
+    "{name} is written outside the optimizer: the master copy and the chunk's other copies would not know; change "
+    "weights before executor.prepare, or end the session with session.close() and prepare again"
+)
+
+
+def write_refused(name: str) -> ContractError:
+    return ContractError(_WRITE.format(name=f"parameter {name!r}"))
+
+
+def _metadata() -> frozenset[Any]:
+    """Torch functions that look at a tensor's form, never at its elements."""
+    getters = (
+        "shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "requires_grad", "is_cpu", "is_cuda", "is_meta",
+        "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_mps", "is_xpu", "itemsize", "nbytes", "names", "_version",
+        "output_nr", "retains_grad", "name", "grad", "_backward_hooks", "_base", "_post_accumulate_grad_hooks", "is_sparse_csr",
+    )  # fmt: skip
+    methods = (
+        "size", "dim", "numel", "nelement", "ndimension", "element_size", "stride", "storage_offset", "is_contiguous",
+        "is_floating_point", "is_complex", "get_device", "__len__", "__hash__", "register_hook",
+        "register_post_accumulate_grad_hook", "is_same_size", "is_signed", "has_names", "untyped_storage", "dim_order",
+        "is_inference", "__cuda_array_interface__", "retain_grad",
+    )  # fmt: skip
+    found: set[Any] = set()
+    for name in getters:
+        attribute = getattr(torch.Tensor, name, None)
+        if hasattr(attribute, "__get__"):
+            found.add(attribute.__get__)
+            if name == "grad":
+                found.add(attribute.__set__)
+    found.update(getattr(torch.Tensor, name) for name in methods if callable(getattr(torch.Tensor, name, None)))
+    found.update({torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size})
+    return frozenset(found)
+
+
+_METADATA = _metadata()

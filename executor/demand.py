@@ -1,0 +1,637 @@
+"""Demand: what the engine does when reality leaves the plan.
+
+A parameter is fetched when somebody reads it and something else is dropped to make room: what the plan's uses need last
+(Belady's rule on what is known). Nothing is overlapped, every update happens in `optimizer.step()`, results are those of
+plain torch. At the step the places are brought back to the plan's cut and the next iteration is on plan again.
+
+The same mode serves an evaluation between two iterations (`visiting`: nothing is counted, the places are put back as
+they were) and a warm-up, which is a session whose plan has no steps.
+
+[Note: reads off plan] In forward (and recompute) every parameter is parked, so that each torch call that takes one comes
+through `touch`, which makes its chunk resident for the call. Autograd reads saved parameters without asking Python, so
+the call is made under saved-tensor hooks that keep (chunk, view) instead of the tensor and fetch when autograd unpacks it.
+What ran on plan before the deviation saved plain views: for those, each event in backward fetches what the plan says its
+moment reads. Chunks used since the enclosing module began (forward) or since the last event (backward) stay.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from executor.contract import (
+    ChunkParameter,
+    Snapshot,
+    map_parameters,
+    raw_grad,
+    set_raw_grad,
+    write_refused,
+    writes,
+)
+from executor.hooks import Event, tensors_of
+from pstar_sim.core.step import Place, Queue
+from pstar_sim.errors import ContractError, DoesNotFit, ModelError, PlanError
+from pstar_sim.units import format_bytes
+from pstar_sim.workload.workload import Moment, Phase
+
+if TYPE_CHECKING:
+    from executor.engine import Session
+
+__all__ = ["Demand"]
+
+log = logging.getLogger("executor")
+
+GPU, HOST = Place.GPU, Place.HOST
+
+
+class Demand:
+    """The on-demand half of a session. active: the current iteration left the plan. visiting: an evaluation runs between
+    two iterations."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.active = False
+        self.visiting = False
+        self.in_a_row = 0
+        self._stash: dict[int, torch.Tensor] = {}  # gradients of pinned chunks, kept on the host until the step
+        self._frames: list[set[int]] = [set()]  # chunks used by each open module call
+        self._recompute: set[int] = set()  # chunks whose views a recomputation holds
+        self._backward_moment = False
+        self._before_visit: frozenset[tuple[Place, int, str]] | None = None
+        self._tide = _Tide(session.plan.workload.moments)
+        self._shapes: dict[Any, tuple[Moment, ...] | None] = {}  # batch shapes -> moments if not the plan's
+        self._batch_moments: tuple[Moment, ...] | None = None
+        self._last_batch: tuple[Any, Any] | None = None
+        self._uses: list[list[int]] = [[] for _ in session.plan.layout.chunks]
+        self._by_name: dict[str, set[int]] = {}
+        for m, chunks in enumerate(session._needed):
+            for chunk in chunks:
+                self._uses[chunk].append(m)
+            self._by_name.setdefault(session.names[m], set()).update(chunks)
+            if m:  # the event that closes it may not come: what follows it belongs to it then
+                self._by_name[session.names[m - 1]].update(chunks)
+        self._position = 0
+        self._storages: dict[int, int] = {}  # storage of a working list -> chunk
+        for c in session.plan.layout.chunks:
+            self._storages[session.arena.gpu(c.index, "param").untyped_storage()._cdata] = c.index
+
+    # -- batches ------------------------------------------------------------------------------------------------------
+
+    def see_batch(self, args: Any, kwargs: Any) -> None:
+        """The root's forward is about to begin with this batch. Raises DoesNotFit before anything changes."""
+        s = self.session
+        if not torch.is_grad_enabled() or s.on_demand_only:
+            self._batch_moments = None
+            return
+        self._last_batch = (args, kwargs)
+        shapes = tuple((tuple(t.shape), t.dtype) for t in tensors_of((args, kwargs)))
+        if shapes not in self._shapes:
+            if self._is_planned(shapes):
+                self._shapes[shapes] = None
+            else:
+                moments = s.moments_of_batch(args, kwargs)
+                self._check_fits(shapes, moments)
+                self._shapes[shapes] = moments
+        self._batch_moments = self._shapes[shapes]
+
+    def _is_planned(self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> bool:
+        """The first batch of the planned size sets the shapes; any other is looked at."""
+        w = self.session.plan.workload
+        if None in self._shapes.values():
+            return False
+        for shape, dtype in shapes:
+            if shape:
+                tokens = len(shape) == 2 and not dtype.is_floating_point
+                return shape[0] == w.batch and (not tokens or shape[1] == w.sequence)
+        return True
+
+    def _check_fits(self, shapes: Any, moments: tuple[Moment, ...]) -> None:
+        s = self.session
+        held = self._permanent_bytes()
+        worst, at = 0, 0
+        for m, moment in enumerate(moments):
+            chunks = self._by_name.get(moment.name, set()) if len(moments) != len(s.names) else s._needed[m]
+            need = sum(s.plan.layout.payload_bytes(c, "param") for c in chunks if self._movable(c))
+            if held + need + moment.peak_bytes > worst:
+                worst, at = held + need + moment.peak_bytes, m
+        if worst > s.plan.gpu_budget_bytes:
+            first = next((shape for shape, _ in shapes if shape), ())
+            w = s.plan.workload
+            raise DoesNotFit(
+                policy=s.plan.policy,
+                place="gpu",
+                needed_bytes=worst,
+                available_bytes=s.plan.gpu_budget_bytes,
+                what=f"a batch of shape {list(first)} where the plan has batch {w.batch}, sequence {w.sequence}: "
+                f"{format_bytes(moments[at].peak_bytes)} of non-model data at moment {at}, {moments[at].name}; "
+                "make a plan for this shape",
+            )
+
+    def batch_fits(self) -> bool:
+        """The batch of the forward that begins may run on plan: its tide is nowhere higher than the plan's."""
+        moments = self._batch_moments
+        if moments is None:
+            return True
+        s = self.session
+        planned = s.plan.workload.moments
+        body = [m for m in planned if m.micro_batch == 0 and m.phase is not Phase.ADAM]
+        lower = len(moments) - 1 == len(body) and all(
+            a.name == b.name and a.peak_bytes <= b.peak_bytes for a, b in zip(moments, body)
+        )
+        if lower:
+            s.note_deviation("a batch of another shape than planned (it fits the plan's tide and runs on plan)")
+        return lower
+
+    # -- leaving the plan and coming back -----------------------------------------------------------------------------
+
+    def on_event(self, event: Event) -> None:
+        s = self.session
+        if event.kind == "grad":
+            s.check_backward(event)
+        if not self.active:
+            if s.cursor < 0 and event.kind == "begin" and not torch.is_grad_enabled():
+                self.visit()
+            elif event.kind != "step":
+                self.leave(self._reason(event))
+        if event.kind == "step":
+            return
+        s.set_open(False)
+        tide = _Tide(self._batch_moments) if self._batch_moments is not None else self._tide
+        if event.kind == "begin":
+            if event.phase is Phase.RECOMPUTE and self._backward_moment:
+                self._recompute = set()
+                self._backward_moment = False
+            if event.module == "" and event.phase is Phase.FWD:
+                self._frames = [set()]
+            self._frames.append(set())
+        elif event.kind == "end":
+            if len(self._frames) > 1:
+                ended = self._frames.pop()
+                if event.phase is Phase.RECOMPUTE:
+                    self._recompute |= ended
+        else:
+            self._frames = [set()]
+            self._backward_moment = True
+            if event.kind == "backward-end":
+                self._recompute = set()
+        size = tide.no_grad_bytes if self.visiting else tide.at(event.name, s.arena.tide_bytes)
+        self._set_tide(size)
+        at = self._next_moment(event.name)
+        if at is not None:
+            self._position = at
+        if event.phase in (Phase.BWD, Phase.RECOMPUTE) and not self.visiting:
+            self.ensure(self._by_name.get(event.name, set()), required=False)
+
+    def _reason(self, event: Event) -> str:
+        s = self.session
+        if s._outstanding:
+            names = ", ".join(repr(s.name_of(t)) for t in sorted(s._outstanding)[:3])
+            return f"{event.name} came before the gradient of {names}"
+        expected = s.names[s.cursor + 1] if s.cursor + 1 < len(s.names) else "nothing more"
+        return (
+            f"{event.name} came where the plan has {expected}" if event.name != expected else "a batch of another shape"
+        )
+
+    def _next_moment(self, name: str) -> int | None:
+        names = self.session.names
+        for m in (*range(self._position, len(names)), *range(self._position)):
+            if names[m] == name:
+                return m
+        return None
+
+    def _set_tide(self, size: int) -> None:
+        """Make the gpu hold no more than leaves room for the tide, as far as it can be."""
+        arena = self.session.arena
+        free = arena.plan.gpu_budget_bytes - arena.payload_bytes(GPU)
+        if size > free:
+            self._make_room(size - arena.tide_bytes, needed=set(), strict=False)
+            free = arena.plan.gpu_budget_bytes - arena.payload_bytes(GPU)
+        arena.set_tide(min(size, max(free, 0)))
+
+    def leave(self, reason: str) -> None:
+        """From here on the iteration is carried on demand."""
+        s = self.session
+        if not s.on_demand_only:
+            s.note_deviation(reason)
+        s.queues.settle(s.iteration - 1)
+        s.queues.pause()
+        if s.cursor < 0:
+            s._begin_iteration()
+        self.active = True
+        self._position = max(s.cursor, 0)
+        s.forget_open_step()
+        with torch.no_grad():
+            self._park_gradients()
+        s.set_open(False)
+        # Whatever runs now was begun on plan: its chunks stay until the next event.
+        self._frames = [set(s._needed[s.cursor]) if s.cursor >= 0 else set()]
+        s.cursor = max(s.cursor, 0)
+
+    def _park_gradients(self) -> None:
+        """Take every gradient off the gpu's working and grad lists, so that parameters can be read again."""
+        s = self.session
+        contents, arena = s.contents, s.arena
+        for c in s.plan.layout.chunks:
+            state = contents.chunks[c.index]
+            for list_name in ("param", "grad"):
+                mine = state.where(GPU, list_name)
+                for t in sorted(mine):
+                    self._to_host(t, contents.slot(GPU, t, list_name))
+                    if list_name == "param" and self._stays(c.index):
+                        contents.restore(GPU, t)
+                had = bool(mine)
+                mine.clear()
+                if list_name == "param" and had:
+                    if not self._stays(c.index):
+                        state.current.discard(GPU)
+                    s.refresh(c.index)
+                if (
+                    list_name == "grad"
+                    and arena.has(GPU, c.index, "grad")
+                    and not self._initially(GPU, c.index, "grad")
+                ):
+                    contents.release(GPU, c.index, "grad")
+            if arena.has(GPU, c.index, "param") and GPU not in state.current and not self._stays(c.index):
+                contents.release(GPU, c.index, "param")
+
+    def _stays(self, chunk: int) -> bool:
+        """The chunk's master copy is on the gpu: its working list can be rewritten there and needs no host."""
+        return self.session.arena.has(GPU, chunk, "param32")
+
+    def _initially(self, place: Place, chunk: int, list_name: str) -> bool:
+        return (place, chunk, list_name) in self.session.cut
+
+    def accept(self, tensor: int, gradient: torch.Tensor) -> None:
+        """A gradient was accumulated: add it to what the tensor has."""
+        s = self.session
+        chunk = s._chunk_of[tensor]
+        if tensor in s.updated_early:
+            raise ContractError(
+                f"another gradient of {s.name_of(tensor)!r} after its eager update: with AdamW(eager=True) a parameter has "
+                "one backward an iteration; use eager=False"
+            )
+        if not s.plan.workload.tensors[tensor].frozen and s.plan.modes[chunk] == "frozen":
+            raise PlanError(
+                f"{s.name_of(tensor)!r} gets a gradient, but the plan was made from a trace in which it never does, and has "
+                "no optimizer states for it; trace the model again with batches that use it"
+            )
+        if s.arena.has(GPU, chunk, "grad32"):
+            mine = s.contents.chunks[chunk].where(GPU, "grad32")
+            target = s.contents.slot(GPU, tensor, "grad32")
+            if tensor in mine:
+                target.add_(gradient.reshape(-1))
+            else:
+                target.copy_(gradient.reshape(-1))
+                mine.add(tensor)
+            return
+        self._to_host(tensor, gradient.reshape(-1))
+
+    def _to_host(self, tensor: int, gradient: torch.Tensor) -> None:
+        """Move (or add) a gradient to where it waits on the host for the step."""
+        s = self.session
+        arena, contents = s.arena, s.contents
+        chunk = s._chunk_of[tensor]
+        state = contents.chunks[chunk]
+        copy = s.backend.copy
+        if arena.has(HOST, chunk, "grad32"):
+            list_name = "grad32"
+        elif arena.has(HOST, chunk, "grad"):
+            list_name = "grad"
+        elif arena.has(HOST, chunk, "param") and arena.has(HOST, chunk, "param32"):
+            list_name = "param"
+        else:
+            kept = self._stash.get(tensor)
+            arrived = torch.empty(gradient.shape, dtype=gradient.dtype)
+            copy(arrived, gradient, Queue.D2H)
+            self._stash[tensor] = arrived if kept is None else kept.add_(arrived)
+            return
+        mine = state.where(HOST, list_name)
+        target = contents.slot(HOST, tensor, list_name)
+        if tensor in mine:
+            arrived = torch.empty(gradient.shape, dtype=gradient.dtype)
+            copy(arrived, gradient, Queue.D2H)
+            target.add_(arrived)
+        else:
+            copy(target, gradient, Queue.D2H)
+            mine.add(tensor)
+
+    def step(self) -> None:
+        """Every update of the iteration, then back to the cut."""
+        s = self.session
+        self._collect_left_over()
+        update = s._updates.get(s.iteration) or s.new_update()
+        s._updates[s.iteration] = update
+        contents = s.contents
+        self._unstash()
+        chunks = [c for c in s.plan.layout.chunks if contents.chunks[c.index].with_gradient()]
+
+        def norms() -> Iterable[torch.Tensor]:
+            return [contents.gradient_norm(t) for c in chunks for t in sorted(contents.chunks[c.index].with_gradient())]
+
+        if s.max_grad_norm is not None and update.norm is None:
+            update.coefficient(norms)
+        for c in chunks:
+            place = GPU if s.arena.has(GPU, c.index, "param32") else HOST
+            if not s.arena.has(place, c.index, "param"):
+                if place is GPU:
+                    self._make_room(s.plan.layout.payload_bytes(c.index, "param"), needed={c.index})
+                s.arena.take(place, c.index, "param")
+            contents.adam(c.index, place, update, norms)
+        if update.norm is not None:
+            s.grad_norm = float(update.norm)
+        self._back_to_cut()
+
+    def _collect_left_over(self) -> None:
+        """Gradients that autograd still holds: fewer firings than the plan counted."""
+        s = self.session
+        for t in s._chunk_of:
+            grad = raw_grad(s.parameters[t])
+            if grad is not None and not s.plan.workload.tensors[t].frozen:
+                self.accept(t, grad)
+                set_raw_grad(s.parameters[t], None)
+
+    def _unstash(self) -> None:
+        """Gradients of pinned chunks go back to the gpu, into the working list: nobody reads it any more."""
+        s = self.session
+        for t, gradient in self._stash.items():
+            chunk = s._chunk_of[t]
+            place = GPU if s.arena.has(GPU, chunk, "param32") else HOST
+            if not s.arena.has(place, chunk, "param"):
+                s.arena.take(place, chunk, "param")
+            mine = s.contents.chunks[chunk].where(place, "param")
+            target = s.contents.slot(place, t, "param")
+            assert t not in mine
+            if place is GPU:
+                s.backend.copy(target, gradient, Queue.H2D)
+            else:
+                target.copy_(gradient)
+            mine.add(t)
+        self._stash.clear()
+
+    def discard(self) -> None:
+        """`zero_grad()` before `step()`: the gradients are dropped, the iteration begins anew."""
+        s = self.session
+        if not self.active:
+            s.queues.settle(s.iteration - 1)
+            s.queues.pause()
+            s.forget_open_step()
+            self.active = True
+        s.contents.forget_gradients()
+        self._stash.clear()
+        self._back_to_cut()
+        s.clock.reset()
+
+    def _back_to_cut(self) -> None:
+        """Bring the places to the plan's cut and let the queues begin the next iteration."""
+        s = self.session
+        self._frames = [set()]
+        self._recompute = set()
+        s.arena.mark("after", len(s.names) - 1)
+        s.arena.set_tide(0)
+        s.set_open(False)
+        self._reach(s.cut)
+        s.arena.set_tide(s._peaks[-1])
+        self.active = False
+        s.queues.jump(s.iteration)
+        s.next_iteration(on_plan=False)
+        s.queues.resume()
+
+    def _reach(self, wanted: frozenset[tuple[Place, int, str]]) -> None:
+        """Make exactly `wanted` resident. Values survive: what leaves its last place is copied first."""
+        s = self.session
+        arena, contents, layout = s.arena, s.contents, s.plan.layout
+        present = {(r.place, r.chunk, r.list) for r in arena.present}
+        wanted = frozenset(row for row in wanted if row[1] >= 0)
+        # Host copies first, so that the gpu can let go.
+        for place, chunk, name in sorted(wanted - present, key=lambda row: (row[0] is GPU, row[1], row[2])):
+            if place is not HOST:
+                continue
+            arena.take(HOST, chunk, name)
+            self._fill(HOST, chunk, name)
+        for place, chunk, name in sorted(present - wanted):
+            if place is HOST and (GPU, chunk, name) in wanted and (GPU, chunk, name) not in present:
+                continue  # the gpu gets it from here first
+            contents.release(place, chunk, name)
+        for place, chunk, name in sorted(wanted - present):
+            if place is GPU:
+                arena.take(GPU, chunk, name)
+                self._fill(GPU, chunk, name)
+        for place, chunk, name in sorted(present - wanted):
+            if arena.has(place, chunk, name):
+                contents.release(place, chunk, name)
+        for chunk in range(len(layout.chunks)):
+            for place in (GPU, HOST):
+                if arena.has(place, chunk, "param") and place not in contents.chunks[chunk].current:
+                    self._fill(place, chunk, "param")
+
+    def _fill(self, place: Place, chunk: int, name: str) -> None:
+        """Current content for a payload that just got its memory (or is out of date)."""
+        s = self.session
+        arena, contents = s.arena, s.contents
+        state = contents.chunks[chunk]
+        other = HOST if place is GPU else GPU
+        target = arena.at(place, chunk, name)
+        if name in ("grad", "grad32"):
+            target.zero_()
+            return
+        direction = Queue.H2D if place is GPU else Queue.D2H
+        if name != "param":
+            if not arena.has(other, chunk, name):
+                raise PlanError(f"{name} of chunk {chunk} is lost: neither place holds it")
+            s.backend.copy(target, arena.at(other, chunk, name), direction)
+            return
+        if other in state.current and not state.where(other, "param"):
+            s.backend.copy(target, arena.at(other, chunk, "param"), direction)
+        elif arena.has(place, chunk, "param32"):
+            target.copy_(arena.at(place, chunk, "param32"))
+        elif arena.has(other, chunk, "param32"):
+            s.backend.copy(target, arena.at(other, chunk, "param32"), direction)
+        else:
+            raise PlanError(f"the parameters of chunk {chunk} are lost: neither place holds them")
+        state.current.add(place)
+        s.refresh(chunk)
+
+    # -- evaluation between iterations --------------------------------------------------------------------------------
+
+    def visit(self) -> None:
+        """An evaluation begins between two iterations: let the updates end, hold the queues."""
+        s = self.session
+        if self.visiting:
+            return
+        s.drain()
+        self._before_visit = frozenset((r.place, r.chunk, r.list) for r in s.arena.present)
+        self.visiting = True
+        self._frames = [set()]
+        s.set_open(False)
+
+    def end_visit(self) -> None:
+        """Training goes on: put the places back as they were."""
+        s = self.session
+        assert self._before_visit is not None
+        self._frames = [set()]
+        s.arena.set_tide(0)
+        with torch.no_grad():
+            self._reach(self._before_visit)
+        s.arena.set_tide(s._peaks[-1])
+        self.visiting = False
+        self._before_visit = None
+        s.clock.reset()
+        s.queues.resume()
+
+    # -- room ---------------------------------------------------------------------------------------------------------
+
+    def _movable(self, chunk: int) -> bool:
+        """Its working list may leave the gpu: it can be had again."""
+        s = self.session
+        if s.arena.has(GPU, chunk, "param32"):
+            return False
+        return s.arena.has(HOST, chunk, "param") or s.arena.has(HOST, chunk, "param32")
+
+    def _permanent_bytes(self) -> int:
+        """Bytes on the gpu that cannot leave it, at the cut."""
+        s = self.session
+        total = sum(size for _, place, size in s.plan.buffers if place is GPU)
+        pinned = {chunk for place, chunk, name in s.cut if place is GPU and name == "param32"}
+        on_host = {chunk for place, chunk, name in s.cut if place is HOST and name in ("param", "param32")}
+        for place, chunk, name in s.cut:
+            if chunk >= 0 and place is GPU and (name != "param" or chunk in pinned or chunk not in on_host):
+                total += s.plan.layout.payload_bytes(chunk, name)
+        return total
+
+    def _next_use(self, chunk: int) -> int:
+        """Moments from now until the plan reads the chunk again, over the iteration's border; far if never."""
+        uses, count = self._uses[chunk], len(self.session.names)
+        if not uses:
+            return 2 * count
+        at = bisect.bisect_right(uses, self._position)
+        return uses[at] - self._position if at < len(uses) else uses[0] + count - self._position
+
+    def _make_room(self, size: int, *, needed: set[int], strict: bool = True) -> None:
+        """Drop working lists, the one used last first, until `size` bytes are free. Raises DoesNotFit if they cannot be."""
+        s = self.session
+        arena = s.arena
+        if arena.room_on_gpu() >= size:
+            return
+        protected = set().union(*self._frames) | self._recompute | needed
+        victims = [
+            c.index
+            for c in s.plan.layout.chunks
+            if arena.has(GPU, c.index, "param")
+            and c.index not in protected
+            and self._movable(c.index)
+            and not s.contents.chunks[c.index].where(GPU, "param")
+        ]
+        victims.sort(key=lambda chunk: (-self._next_use(chunk), chunk))
+        for chunk in victims:
+            s.contents.release(GPU, chunk, "param")
+            if arena.room_on_gpu() >= size:
+                return
+        # The tide known here is that of the plan's moments; give up of it what is only an estimate.
+        short = size - arena.room_on_gpu()
+        if short <= arena.tide_bytes and not self._batch_moments:
+            arena.set_tide(arena.tide_bytes - short)
+        elif strict:
+            raise DoesNotFit(
+                policy=s.plan.policy,
+                place="gpu",
+                needed_bytes=arena.plan.gpu_budget_bytes + short,
+                available_bytes=arena.plan.gpu_budget_bytes,
+                what="what one module reads at once, off plan",
+            )
+
+    def ensure(self, chunks: Iterable[int], *, required: bool = True) -> None:
+        """Make the working lists of `chunks` readable on the gpu."""
+        s = self.session
+        wanted = set(chunks)
+        for chunk in sorted(wanted):
+            state = s.contents.chunks[chunk]
+            if s.arena.has(GPU, chunk, "param") and GPU in state.current and not state.where(GPU, "param"):
+                continue
+            if not s.arena.has(GPU, chunk, "param"):
+                if not required and not self._movable(chunk):
+                    continue
+                self._make_room(s.plan.layout.payload_bytes(chunk, "param"), needed=wanted)
+                s.arena.take(GPU, chunk, "param")
+            with torch.no_grad():
+                self._fill(GPU, chunk, "param")
+        self._frames[-1] |= wanted
+
+    # -- reads through Python -----------------------------------------------------------------------------------------
+
+    def touch(self, func: Any, parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
+        """A torch function takes parked parameters: see [Note: reads off plan]."""
+        s = self.session
+        if s.closed:
+            raise ContractError("the session is closed; call executor.prepare again")
+        if writes(func, kwargs) and args and isinstance(args[0], ChunkParameter):
+            raise write_refused(s.name_of(args[0]._tensor))
+        if not s.clock.inside:
+            return self._outside(func, args, kwargs)
+        if not self.active and not self.visiting:
+            name = s.name_of(parameters[0]._tensor)  # type: ignore[attr-defined]
+            if s.cursor < 0 and not torch.is_grad_enabled():
+                self.visit()
+            else:
+                self.leave(f"{name!r} is read in moment {s.cursor}, where the plan does not have it")
+        self.ensure({s._chunk_of[p._tensor] for p in parameters})  # type: ignore[attr-defined]
+        nested = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # type: ignore[attr-defined]
+        with torch._C.DisableTorchFunctionSubclass():
+            if not torch.is_grad_enabled() or nested:
+                return func(*args, **kwargs)
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                return func(*args, **kwargs)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        chunk = self._storages.get(tensor.untyped_storage()._cdata)
+        return tensor.detach() if chunk is None else (chunk, tensor.detach())
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        chunk, view = packed
+        self.ensure({chunk})
+        assert isinstance(view, torch.Tensor)
+        return view
+
+    def _outside(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A parameter is read while no module runs: the function gets a copy of its current value."""
+        s = self.session
+
+        def copy(parameter: ChunkParameter) -> torch.Tensor:
+            value = s.current_value(parameter._tensor)
+            if torch.is_grad_enabled() and parameter.requires_grad:
+                value.requires_grad_()
+                value.register_hook(_refuse_gradient(s.name_of(parameter._tensor)))
+            return value.as_subclass(Snapshot)
+
+        return func(*map_parameters(args, copy), **map_parameters(kwargs, copy))
+
+
+def _refuse_gradient(name: str) -> Any:
+    def refuse(_: torch.Tensor) -> None:
+        raise ContractError(
+            f"parameter {name!r} was read outside every module call and the loss depends on it; move that code into the "
+            "forward of the model or of one of its modules"
+        )
+
+    return refuse
+
+
+class _Tide:
+    """Peaks of moments by the event that opens them."""
+
+    def __init__(self, moments: Sequence[Moment]) -> None:
+        self._by_name: dict[str, int] = {}
+        for m in moments:
+            self._by_name[m.name] = max(self._by_name.get(m.name, 0), m.peak_bytes)
+        forward = [m for m in moments if m.phase is Phase.FWD] or list(moments)
+        # Without gradients nothing is kept: what one moment adds, twice (input and output of the next one).
+        self.no_grad_bytes = forward[0].start_bytes + 2 * max(m.peak_bytes - m.start_bytes for m in forward)
+
+    def at(self, name: str, otherwise: int) -> int:
+        return self._by_name.get(name, otherwise)

@@ -1,0 +1,617 @@
+"""Session: a model under a plan. Turns the clock's events into the compute queue's steps, gradients into chunk contents.
+
+The user's thread is the compute queue: an event ends the open moment, runs what the plan has for the compute queue
+before the next one, waits for that moment's `after` edges and begins it. The other queues run by themselves
+(`queues.py`). What reality does that the plan does not know is `demand.py`'s matter; what a loop may do at all is
+`contract.py`'s.
+
+[Note: positions] `cursor` is the moment that is open, -1 between two iterations (from the end of `optimizer.step()` to the
+next first event). An iteration is on plan until an event, a gradient or a batch says otherwise; then `demand` carries it
+to its end, and the next begins on plan again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from executor.adam import Hyper
+from executor.arena import Arena
+from executor.backend import Backend
+from executor.contents import Contents, Update
+from executor.contract import ChunkParameter, ParkedParameter, disown, raw_grad, set_raw_grad
+from executor.demand import Demand
+from executor.hooks import Event, MomentClock, tensors_of
+from executor.measured import IterationLog, StepLog, build_timeline
+from executor.queues import Program, Queues
+from pstar_sim.core.effects import gradient_list, needed
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import COPIES, Kind, Place, Queue
+from pstar_sim.core.timeline import Timeline
+from pstar_sim.errors import ContractError, ModelError, PlanError
+from pstar_sim.workload.workload import Moment, Phase, Workload
+
+__all__ = ["Session"]
+
+log = logging.getLogger("executor")
+
+KEPT_ITERATIONS = 16
+
+
+class Session:
+    """One model being trained under one plan. Made by `executor.prepare`; ended by `close()`.
+
+    deviations: iterations or events that left the plan, counted. iteration: number of the current or next one, from 0.
+    grad_norm: global norm of the last step's gradients (None without clipping).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        parameters: Sequence[nn.Parameter],
+        *,
+        arena: Arena,
+        backend: Backend,
+        queues: Queues,
+        hyper: Callable[[], list[Hyper]],
+        max_grad_norm: float | None,
+        eager: bool,
+        skeleton: nn.Module | None = None,
+        replan_after: int = 3,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.model = model
+        self.plan = plan
+        self.parameters = parameters
+        self.arena = arena
+        self.backend = backend
+        self.queues = queues
+        self.iteration = 0
+        self.cursor = -1
+        self.deviations = 0
+        self.deviation_log: deque[str] = deque(maxlen=100)
+        self.replan_after = replan_after
+        self.skeleton = skeleton
+        self.undo_contract: Callable[[], None] = lambda: None
+        self.closed = False
+        self.max_grad_norm = max_grad_norm
+        self.eager = eager
+        self.contents = Contents(arena, self.refresh)
+        self.program = Program(plan)
+        self.grad_norm: float | None = None
+        self._hyper = hyper
+        self._now = clock
+        self._open = False  # parameters may be read as they stand, where they are readable
+        self._updates: dict[int, Update] = {}
+        self._norms: dict[int, torch.Tensor] = {}
+        self._tensors_of = [[s.tensor for s in c.slots] for c in plan.layout.chunks]
+        self._chunk_of = plan.layout.chunk_of
+        self.consumed: set[int] = set()  # tensors whose gradient left autograd and that no zero_grad has cleared yet
+        self.arrived: set[int] = set()  # the same, of the current iteration
+        self.stepped = False  # optimizer.step() came after they arrived
+        self.updated_early: set[int] = set()  # tensors whose eager update of this iteration is done
+        self.cut = frozenset((r.place, r.chunk, r.list) for r in plan.initial)
+        self.logs: deque[IterationLog] = deque(maxlen=KEPT_ITERATIONS)
+        self.span_log: deque[StepLog] = deque(maxlen=KEPT_ITERATIONS * max(1, len(plan.steps)))
+        self.first_s = clock()
+        self._steps: dict[tuple[int, int], StepLog] = {}
+        self._copies_before: dict[int, int] = {}
+        self._compile()
+        self.demand = Demand(self)
+        self.clock = MomentClock(model, self.on_event)
+        self._hooks = [
+            parameters[t].register_post_accumulate_grad_hook(self._gradient_hook(t))
+            for t in sorted(self._chunk_of)
+            if not plan.workload.tensors[t].frozen
+        ]
+
+    def _compile(self) -> None:
+        """Tables of the plan by moment."""
+        plan, program = self.plan, self.program
+        w = plan.workload
+        self.names = [m.name for m in w.moments]
+        self._peaks = [m.peak_bytes for m in w.moments]
+        self._needed = needed(plan.layout, w)
+        self._compute: list[int] = []  # moment -> position of its compute step
+        self._before: list[list[int]] = []  # moment -> other compute-queue steps that come before it
+        waiting: list[int] = []
+        for i in program.order.get(Queue.COMPUTE, []):
+            step = plan.steps[i]
+            if step.kind is Kind.COMPUTE:
+                if step.moment != len(self._compute):
+                    raise PlanError(f"compute step {step.id} is of moment {step.moment}, not {len(self._compute)}")
+                self._compute.append(i)
+                self._before.append(waiting)
+                waiting = []
+            else:
+                waiting.append(i)
+        self._tail = waiting
+        self.on_demand_only = not self._compute
+        if self._compute and len(self._compute) != len(w.moments):
+            raise PlanError(f"the plan has compute steps for {len(self._compute)} of {len(w.moments)} moments")
+        self._goes_to = gradient_list(plan)
+        self._final: dict[tuple[int, int], int] = {}  # (micro-batch, tensor) -> moment of its last gradient
+        self._firings: Counter[tuple[int, int]] = Counter()
+        for m, tensors in enumerate(w.gradients):
+            for t in tensors:
+                self._final[w.moments[m].micro_batch, t] = m
+        self._due: list[set[int]] = [set() for _ in w.moments]  # moment -> tensors whose gradient is final in it
+        self._early: list[set[int]] = [set() for _ in w.moments]
+        for m, tensors in enumerate(w.gradients):
+            for t in tensors:
+                final = self._final[w.moments[m].micro_batch, t] == m
+                (self._due if final else self._early)[m].add(t)
+        self._outstanding: set[int] = set()
+        self._pinned = [mode == "pin" for mode in plan.modes]
+
+    # -- reading parameters -------------------------------------------------------------------------------------------
+
+    def refresh(self, chunk: int) -> None:
+        """The chunk's working list became readable, or ceased to be: put its parameters into the class that says so."""
+        contents, open_ = self.contents, self._open
+        for t in self._tensors_of[chunk]:
+            self.parameters[t].__class__ = ChunkParameter if open_ and contents.readable(t) else ParkedParameter
+
+    def set_open(self, open_: bool) -> None:
+        """Whether a module runs, so that parameters may be read as they stand."""
+        if open_ != self._open:
+            self._open = open_
+            for chunk in range(len(self._tensors_of)):
+                self.refresh(chunk)
+
+    @property
+    def is_open(self) -> bool:
+        return self._open
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin the first iteration: the queues may fetch what its first moments need."""
+        self.arena.set_tide(self._peaks[-1])
+        self.queues.start(self.program, self)
+        self.queues.allow(self.iteration)
+
+    def on_event(self, event: Event) -> None:
+        """The clock's only caller. Between events the user's thread computes."""
+        if self.closed:
+            return
+        with _disable_current_modes():
+            if self.queues.failure is not None:
+                raise self.queues.failure
+            if self.demand.visiting:
+                if not torch.is_grad_enabled() and event.kind in ("begin", "end"):
+                    self.demand.on_event(event)
+                    return
+                self.demand.end_visit()
+            if self.demand.active or not self._on_plan(event):
+                self.demand.on_event(event)
+
+    def _on_plan(self, event: Event) -> bool:
+        """Go to the next moment if the event opens it. False if it does not."""
+        following = self.cursor + 1
+        if self.on_demand_only or self.names[following] != event.name:
+            return False
+        if event.kind == "begin":
+            if self.cursor < 0 and not torch.is_grad_enabled():
+                return False  # an evaluation
+            if event.module == "" and not self.demand.batch_fits():
+                return False
+        elif event.kind == "grad":
+            self.check_backward(event)
+        if self._outstanding:
+            return False  # a gradient the plan counts on has not come
+        self.advance(following)
+        if event.phase is Phase.FWD and event.kind == "end" and event.module == "":
+            self.set_open(bool(self._needed[following]))
+        elif event.kind == "backward-end":
+            self.set_open(bool(self._needed[following]))
+        elif event.kind != "step":
+            self.set_open(True)
+        return True
+
+    def advance(self, moment: int) -> None:
+        """End the open moment, run the compute queue up to `moment`, begin it."""
+        k = self.iteration
+        ready_s = self._now()
+        if self.cursor >= 0:
+            self._end_moment(ready_s)
+        else:
+            self._begin_iteration()
+        for i in self._before[moment]:
+            self._run_inline(i)
+        i = self._compute[moment]
+        waited_for = self.queues.wait(i, k)
+        self.arena.mark("in", moment)
+        self.arena.set_tide(self._peaks[moment])
+        for chunk in self._needed[moment]:
+            if not self.arena.has(Place.GPU, chunk, "param") or Place.GPU not in self.contents.chunks[chunk].current:
+                raise PlanError(
+                    f"moment {moment} ({self.names[moment]}) reads chunk {chunk}, which the gpu does not hold"
+                )
+        self.cursor = moment
+        self._outstanding = set(self._due[moment])
+        self.begin(i, k, ready_s, waited_for, take=False)
+
+    def _end_moment(self, now_s: float) -> None:
+        moment = self.cursor
+        i = self._compute[moment]
+        self.queues.before_end(i, self.iteration)
+        following = self._peaks[(moment + 1) % len(self._peaks)]
+        self.arena.mark("after", moment)
+        if following < self._peaks[moment]:
+            self.arena.set_tide(following)
+        self._steps[i, self.iteration].end_s = now_s
+        self._log(i, self.iteration)
+        self.queues.ended(i, self.iteration)
+
+    def _run_inline(self, i: int) -> None:
+        """A step of the compute queue that is not a moment."""
+        k = self.iteration
+        ready_s = self._now()
+        waited_for = self.queues.wait(i, k)
+        self.begin(i, k, ready_s, waited_for)
+        self.work(i, k)
+        self.queues.before_end(i, k)
+        self.finish(i, k)
+        self.queues.ended(i, k)
+
+    def _begin_iteration(self) -> None:
+        self.arrived = set()
+        self.updated_early = set()
+        self._norms = {}
+        if self.eager:
+            self._updates[self.iteration] = self.new_update()
+
+    def new_update(self) -> Update:
+        return Update(hyper=self._hyper(), max_grad_norm=self.max_grad_norm)
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def check_backward(self, event: Event) -> None:
+        """Raise ContractError where this backward cannot mean what it means in plain torch."""
+        if self.stepped and self.consumed:
+            raise ContractError(
+                "a backward after optimizer.step() without zero_grad(): plain torch would add to gradients that are gone "
+                "here; call optimizer.zero_grad() after each step"
+            )
+
+    def _gradient_hook(self, tensor: int) -> Callable[[torch.Tensor], None]:
+        def hook(parameter: torch.Tensor) -> None:
+            if not self.closed:
+                self.on_gradient(tensor, parameter)
+
+        return hook
+
+    def on_gradient(self, tensor: int, parameter: torch.Tensor) -> None:
+        """A gradient was accumulated into `parameter`."""
+        moment = self.cursor
+        if not self.demand.active:
+            if moment >= 0 and tensor in self._early[moment]:
+                return  # it fires again in this micro-batch
+            if moment < 0 or tensor not in self._due[moment]:
+                self.demand.leave(
+                    f"gradient of {self.name_of(tensor)!r} arrives in moment {moment}, the plan has it elsewhere"
+                )
+        grad = raw_grad(parameter)
+        assert grad is not None
+        with _disable_current_modes(), torch.no_grad():
+            if self.demand.active:
+                self.demand.accept(tensor, grad)
+            else:
+                micro_batch = self.plan.workload.moments[moment].micro_batch
+                goes_to = self._goes_to[self._chunk_of[tensor], micro_batch]
+                self.contents.accept(tensor, grad, goes_to)
+                if self.max_grad_norm is not None and self.plan.workload.micro_batches == 1:
+                    self._norms[tensor] = torch.linalg.vector_norm(
+                        self.contents.slot(Place.GPU, tensor, goes_to), dtype=torch.float32
+                    )
+                self._outstanding.discard(tensor)
+            self.consumed.add(tensor)
+            self.arrived.add(tensor)
+            self.stepped = False
+        set_raw_grad(parameter, None)
+
+    # -- the optimizer ------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """What `optimizer.step()` does. Returns without waiting for what the plan lets run into the next forward."""
+        self.require_running()
+        if not self.arrived:
+            return  # plain torch: no parameter has a gradient
+        if self.stepped:
+            raise ContractError(
+                "optimizer.step() twice for one backward: the gradients are gone after the first; run a backward in between"
+            )
+        with _disable_current_modes(), torch.no_grad():
+            self.set_open(False)
+            if not self.demand.active and self.cursor != len(self.names) - 2:
+                self.demand.leave(f"optimizer.step() came in moment {self.cursor} of {len(self.names)}")
+            if self.demand.active:
+                self.demand.step()
+                self.clock.reset()
+            else:
+                self._step_on_plan()
+            self.stepped = True
+
+    def _step_on_plan(self) -> None:
+        k = self.iteration
+        if self.eager:
+            self._same_hyper(self._updates[k])
+        else:
+            self._updates[k] = self.new_update()
+        update = self._updates[k]
+        update.norms = self._norms
+        self.clock.step()  # the event "step": comes back through on_event
+        assert self.cursor == len(self.names) - 1 or self.demand.active
+        if self.demand.active:
+            self.demand.step()
+            return
+        self._end_moment(self._now())
+        for i in self._tail:
+            self._run_inline(i)
+        if self.max_grad_norm is not None and update.norm is not None:
+            self.grad_norm = float(update.norm)
+        self.next_iteration()
+
+    def _same_hyper(self, update: Update) -> None:
+        if update.hyper != self._hyper():
+            raise ContractError(
+                "param_groups changed between the forward and optimizer.step() with eager updates: chunks were updated with "
+                "the old values; change them after step() and before the next forward"
+            )
+
+    def next_iteration(self, *, on_plan: bool = True) -> None:
+        """The iteration's compute is over; the side queues go on with its steps and begin the next one's."""
+        self.logs.append(IterationLog(self.iteration, self._now(), on_plan))
+        self._updates.pop(self.iteration - 2, None)
+        if len(self.logs) == KEPT_ITERATIONS:
+            self.arena.trim(self.logs[0].end_s)
+        self.iteration += 1
+        self.cursor = -1
+        self._outstanding = set()
+        self.queues.allow(self.iteration)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """What `optimizer.zero_grad()` does."""
+        self.require_running()
+        if not set_to_none:
+            raise ContractError(
+                "zero_grad(set_to_none=False) keeps gradient tensors, which live in chunks here; call zero_grad()"
+            )
+        if self.arrived and not self.stepped:
+            if self.eager:
+                raise ContractError(
+                    "zero_grad() before step() with eager=True: parameters were already updated during backward and the "
+                    "gradients cannot be dropped; use AdamW(eager=False)"
+                )
+            with _disable_current_modes(), torch.no_grad():
+                self.demand.discard()
+        for t in self._chunk_of:
+            set_raw_grad(self.parameters[t], None)
+        self.consumed.clear()
+        self.arrived.clear()
+        self.stepped = False
+
+    def update_norms(self, iteration: int) -> Iterable[torch.Tensor]:
+        """Norms of all gradients of an iteration, called by its first Adam step under clipping."""
+        update = self._updates[iteration]
+        if self.plan.workload.micro_batches == 1:
+            return list(update.norms.values())
+        for i in self.program.order.get(Queue.ADAM, []):
+            if self.plan.steps[i].kind is Kind.CPU_ADD and self.program.done[i] < iteration:
+                raise PlanError(
+                    f"an Adam step of iteration {iteration} runs before {self.program.word(i, iteration)}: the plan's "
+                    "barrier does not hold"
+                )
+        return [self.contents.gradient_norm(t) for state in self.contents.chunks for t in sorted(state.with_gradient())]
+
+    # -- Work: what queues call ---------------------------------------------------------------------------------------
+
+    def enter_thread(self) -> None:
+        self.backend.enter_thread()
+
+    def begin(self, i: int, iteration: int, ready_s: float, waited_for: int | None, *, take: bool = True) -> None:
+        step = self.plan.steps[i]
+        start_s = self._now()
+        cause = ""
+        if waited_for is not None:
+            other = self.plan.steps[waited_for]
+            barrier = other.kind is Kind.COMPUTE and other.moment == len(self.names) - 1
+            cause = "barrier" if barrier else other.queue.value
+        self._steps[i, iteration] = StepLog(step, iteration, ready_s or start_s, start_s, cause)
+        if take:
+            self.contents.begin(step)
+
+    def work(self, i: int, iteration: int) -> None:
+        step = self.plan.steps[i]
+        if step.kind in COPIES:
+            before = self.backend.copied_bytes[step.queue.value]
+        with torch.no_grad():
+            early = self.eager and step.kind in (Kind.CPU_ADAM, Kind.GPU_ADAM) and iteration == self.iteration
+            if early and step.chunk is not None:
+                self.updated_early |= self.contents.chunks[step.chunk].with_gradient()
+            self.contents.work(step, self._updates.get(iteration), lambda: self.update_norms(iteration))
+        if step.kind in COPIES:
+            self._steps[i, iteration].copied_bytes = self.backend.copied_bytes[step.queue.value] - before
+
+    def finish(self, i: int, iteration: int) -> None:
+        self.contents.finish(self.plan.steps[i])
+        self._steps[i, iteration].end_s = self._now()
+        self._log(i, iteration)
+
+    def _log(self, i: int, iteration: int) -> None:
+        self.span_log.append(self._steps.pop((i, iteration)))
+
+    def forget_open_step(self) -> None:
+        """The open moment's step will not end as the plan has it: the iteration left the plan."""
+        if self.cursor >= 0:
+            self._steps.pop((self._compute[self.cursor], self.iteration), None)
+        self._outstanding = set()
+
+    def timeline(self) -> Timeline:
+        """What the last iterations on plan did, in the simulator's schema. Raises PlanError before the first has run."""
+        return build_timeline(self.plan, list(self.span_log), list(self.logs), list(self.arena.log), self.first_s)
+
+    # -- state and end ------------------------------------------------------------------------------------------------
+
+    def require_running(self) -> None:
+        if self.closed:
+            raise ContractError("the session is closed; call executor.prepare again")
+        if self.queues.failure is not None:
+            raise self.queues.failure
+
+    def drain(self) -> None:
+        """Return when every update of the finished iterations is in the parameters, and nothing moves."""
+        self.require_running()
+        self.queues.settle(self.iteration - 1)
+        self.queues.pause()
+
+    @contextlib.contextmanager
+    def still(self) -> Iterator[None]:
+        """Updates of finished iterations are done and nothing moves inside; the queues go on afterwards."""
+        held = self.demand.active or self.demand.visiting  # they stand still already
+        if not held:
+            self.drain()
+        try:
+            yield
+        finally:
+            if not held:
+                self.queues.resume()
+
+    def current_value(self, tensor: int) -> torch.Tensor:
+        """A copy of a parameter's current value, in its shape and working dtype."""
+        contents, arena = self.contents, self.arena
+        chunk = self._chunk_of[tensor]
+        row = self.plan.workload.tensors[tensor]
+        with _disable_current_modes(), torch.no_grad(), self.still():
+            state = contents.chunks[chunk]
+            for place in (Place.HOST, Place.GPU):
+                if place in state.current and tensor not in state.where(place, "param"):
+                    return contents.slot(place, tensor, "param").clone().reshape(row.shape)
+            for place in (Place.HOST, Place.GPU):
+                if arena.has(place, chunk, "param32"):
+                    dtype = arena.dtype(chunk, "param")
+                    return contents.slot(place, tensor, "param32").to(dtype, copy=True).reshape(row.shape)
+        raise PlanError(f"no place holds the current value of {self.name_of(tensor)!r}")
+
+    def state_value(self, tensor: int, list_name: str) -> torch.Tensor:
+        """A copy of a tensor's part of an optimizer state list, in its shape (fp32)."""
+        chunk = self._chunk_of[tensor]
+        with _disable_current_modes(), torch.no_grad(), self.still():
+            place = Place.HOST if self.arena.has(Place.HOST, chunk, list_name) else Place.GPU
+            value = self.contents.slot(place, tensor, list_name).clone()
+        return value.reshape(self.plan.workload.tensors[tensor].shape)
+
+    def set_state_value(self, tensor: int, list_name: str, value: torch.Tensor) -> None:
+        chunk = self._chunk_of[tensor]
+        with _disable_current_modes(), torch.no_grad(), self.still():
+            for place in (Place.HOST, Place.GPU):
+                if self.arena.has(place, chunk, list_name):
+                    self.contents.slot(place, tensor, list_name).copy_(value.reshape(-1))
+
+    def rewrite_from_master(self, tensor: int) -> None:
+        """The master copy changed (a loaded state): every copy of the working list follows."""
+        chunk = self._chunk_of[tensor]
+        with _disable_current_modes(), torch.no_grad(), self.still():
+            for place in (Place.HOST, Place.GPU):
+                if place in self.contents.chunks[chunk].current:
+                    self.contents.restore(place, tensor)
+
+    def see_batch(self, args: Any, kwargs: Any) -> None:
+        with _disable_current_modes():
+            self.demand.see_batch(args, kwargs)
+
+    def add_hook(self, handle: Any) -> None:
+        """A hook that goes when the session ends."""
+        self._hooks.append(handle)
+
+    # -- what parameters ask (contract.Reader) ------------------------------------------------------------------------
+
+    def name_of(self, tensor: int) -> str:
+        return self.plan.workload.tensors[tensor].name
+
+    def grad_of(self, tensor: int) -> torch.Tensor | None:
+        if tensor in self.consumed:
+            raise ContractError(
+                f"the gradient of {self.name_of(tensor)!r} is not in .grad: it left for its chunk as soon as it was final. "
+                "To clip, give AdamW(max_grad_norm=...) instead of clip_grad_norm_; its norm is optimizer.session.grad_norm; "
+                "loss scaling (GradScaler) is not needed in bf16 or fp32"
+            )
+        return raw_grad(self.parameters[tensor])
+
+    def set_grad_of(self, tensor: int, value: torch.Tensor | None) -> None:
+        if value is not None:
+            raise ContractError(
+                f"the gradient of {self.name_of(tensor)!r} cannot be set: gradients live in chunks; change the loss instead"
+            )
+        if tensor in self.consumed and not self.stepped:
+            raise ContractError(
+                f"the gradient of {self.name_of(tensor)!r} has left for its chunk; call optimizer.zero_grad() to drop the "
+                "gradients of all parameters"
+            )
+        self.consumed.discard(tensor)
+        set_raw_grad(self.parameters[tensor], None)
+
+    def touch(self, func: Any, parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
+        return self.demand.touch(func, parameters, args, kwargs)
+
+    # -- deviations ---------------------------------------------------------------------------------------------------
+
+    def note_deviation(self, reason: str) -> None:
+        self.deviations += 1
+        self.deviation_log.append(f"iteration {self.iteration}: {reason}")
+        log.info("iteration %d left the plan: %s", self.iteration, reason)
+
+    def moments_of_batch(self, args: Any, kwargs: Any) -> tuple[Moment, ...]:
+        """Moments (with the exact tide) of one micro-batch of this shape, captured under fake tensors."""
+        return self.capture_batch(args, kwargs).moments
+
+    def capture_batch(self, args: Any, kwargs: Any) -> Workload:
+        """The model's workload for a batch of this shape. Raises ModelError where the model cannot be captured."""
+        from executor.capture import capture_module
+
+        if self.skeleton is None:
+            raise ModelError(
+                f"a batch of another shape than planned, and {type(self.model).__name__} cannot be copied to look at it "
+                "under fake tensors; make a plan for this shape"
+            )
+        return capture_module(self.skeleton, (args, kwargs), name=self.plan.workload.model, loss=_some_loss)
+
+    def close(self, *, restore: bool = True) -> None:
+        """End the session: queues stop, hooks go, and (restore) parameters become plain ones with their current values."""
+        if self.closed:
+            return
+        values: dict[int, torch.Tensor] = {}
+        if restore and self.queues.failure is None:
+            values = {t: self.current_value(t) for t in self._chunk_of}
+        self.closed = True
+        self.queues.stop()
+        self.clock.close()
+        for handle in self._hooks:
+            handle.remove()
+        self.undo_contract()
+        for t, parameter in enumerate(self.parameters):
+            if isinstance(parameter, ChunkParameter):
+                disown(parameter)
+                if t in values:
+                    parameter.data = values[t]
+        self.arena.empty()
+
+
+def _some_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """A scalar to run backward from: the model's loss, or (where the loop computes the loss itself) the sum of its outputs."""
+    args, kwargs = batch
+    outputs = [t for t in tensors_of(model(*args, **kwargs)) if t.requires_grad]
+    if not outputs:
+        raise ModelError(f"no output of {type(model).__name__} depends on a trainable parameter")
+    scalar = next((t for t in outputs if t.numel() == 1), None)
+    return outputs[0].sum() if scalar is None else scalar.reshape(())

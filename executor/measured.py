@@ -1,0 +1,154 @@
+"""What a session logs while it runs, and the Timeline made of it afterwards, in the simulator's schema.
+
+Logging appends to lists; nothing is computed before somebody asks. An iteration is measured as the simulator counts it:
+from the end of the compute queue's last step of the iteration before to that of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from executor.arena import ByteChange
+from pstar_sim.core.effects import CATEGORIES
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Kind, Place, Queue, Step
+from pstar_sim.core.timeline import ByteSample, Span, Timeline
+from pstar_sim.errors import PlanError
+
+__all__ = ["IterationLog", "StepLog", "build_timeline"]
+
+
+@dataclass(slots=True)
+class StepLog:
+    """One step of one iteration, times by the session's clock. copied_bytes: counted in the copy primitive while it ran."""
+
+    step: Step
+    iteration: int
+    ready_s: float
+    start_s: float
+    cause: str
+    end_s: float = 0.0
+    copied_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class IterationLog:
+    """end_s: when the compute queue ended its last step of the iteration. on_plan: it ran as the plan says."""
+
+    number: int
+    end_s: float
+    on_plan: bool
+
+
+def build_timeline(
+    plan: Plan,
+    steps: Iterable[StepLog],
+    iterations: Sequence[IterationLog],
+    changes: Iterable[ByteChange],
+    first_s: float,
+) -> Timeline:
+    """Timeline of the run's last stretch of iterations on plan. first_s: when the run began.
+
+    iteration_s, samples, peaks and stalls are those of the last finished iteration. Raises PlanError if none finished.
+    """
+    done: list[IterationLog] = []
+    for row in reversed(iterations):
+        if not row.on_plan or (done and row.number != done[0].number - 1):
+            break
+        done.insert(0, row)
+    if not done:
+        raise PlanError("no iteration has run on plan yet; nothing was measured")
+    before = [row for row in iterations if row.number == done[0].number - 1]
+    begin_s = before[0].end_s if before else first_s
+    starts = [begin_s, *(row.end_s for row in done[:-1])]
+    numbers = {row.number: index for index, row in enumerate(done)}
+    rows = [row for row in steps if row.iteration in numbers]
+    spans = tuple(
+        Span(
+            step=row.step.id,
+            iteration=numbers[row.iteration],
+            queue=row.step.queue,
+            kind=row.step.kind,
+            chunk=row.step.chunk,
+            moment=row.step.moment,
+            bytes=row.step.bytes,
+            ready_s=row.ready_s - begin_s,
+            start_s=row.start_s - begin_s,
+            end_s=row.end_s - begin_s,
+            cause=row.cause,
+        )
+        for row in sorted(rows, key=lambda row: (row.start_s, row.step.id))
+    )
+    last = done[-1]
+    start_s, end_s = starts[-1], last.end_s
+    stall_s: dict[str, float] = {}
+    busy_s: dict[str, float] = {}
+    moved = {"h2d": 0, "d2h": 0}
+    for row in rows:
+        if row.iteration != last.number:
+            continue
+        busy_s[row.step.queue.value] = busy_s.get(row.step.queue.value, 0.0) + row.end_s - row.start_s
+        if row.step.queue is Queue.COMPUTE and row.start_s > row.ready_s and row.cause:
+            stall_s[row.cause] = stall_s.get(row.cause, 0.0) + row.start_s - row.ready_s
+        if row.step.kind is Kind.FETCH:
+            moved["h2d"] += row.copied_bytes
+        elif row.step.kind is Kind.WRITEBACK:
+            moved["d2h"] += row.copied_bytes
+    samples, peaks = _samples(plan, changes, start_s, end_s)
+    return Timeline(
+        source="measured",
+        iterations=len(done),
+        iteration_s=end_s - start_s,
+        spans=spans,
+        samples=samples,
+        peak_bytes=peaks,
+        moved_bytes=moved,
+        stall_s=stall_s,
+        busy_s=busy_s,
+        label=plan.policy,
+        phases=tuple(m.phase.value for m in plan.workload.moments),
+        budget_bytes={"gpu": plan.gpu_budget_bytes, "host": plan.host_budget_bytes},
+    )
+
+
+def _samples(
+    plan: Plan, changes: Iterable[ByteChange], start_s: float, end_s: float
+) -> tuple[tuple[ByteSample, ...], dict[str, int]]:
+    """Byte samples in [start_s, end_s), the state at start_s first; peaks by place."""
+    held = {(place, category): 0 for place in (Place.GPU, Place.HOST) for category in CATEGORIES}
+    for _, place, size in plan.buffers:
+        held[place, "buffer"] += size
+    samples: list[ByteSample] = []
+    peaks = {"gpu": 0, "host": 0}
+    begun = False
+
+    def begin() -> None:
+        for (place, category), size in held.items():
+            if size:
+                samples.append(ByteSample(0.0, place.value, category, size))
+        for place in (Place.GPU, Place.HOST):
+            peaks[place.value] = _total(held, place)
+
+    for change in changes:
+        if change.time_s >= end_s:
+            break
+        if not begun and change.time_s >= start_s:
+            begin()
+            begun = True
+        held[change.place, change.category] += change.change
+        if begun:
+            samples.append(
+                ByteSample(
+                    change.time_s - start_s, change.place.value, change.category, held[change.place, change.category]
+                )
+            )
+            # The non-model part is the trace's figure for the moment, as in the plan; measure_iteration measures it.
+            peaks[change.place.value] = max(peaks[change.place.value], _total(held, change.place))
+    if not begun:
+        begin()
+    return tuple(samples), peaks
+
+
+def _total(held: dict[tuple[Place, str], int], place: Place) -> int:
+    return sum(size for (spot, _), size in held.items() if spot is place)

@@ -1,0 +1,336 @@
+"""prepare: put a model under a plan. Everything that can be wrong is found before anything is allocated or changed."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from executor.arena import DTYPES, Arena, check_host_memory
+from executor.backend import Backend, VirtualBackend, available_host_bytes, keep_freed_pages
+from executor.contract import adopt
+from executor.engine import Session
+from executor.moments import describe_parameters, working_dtype
+from executor.optimizer import AdamW, OffloadedAdamW, group_of
+from executor.queues import Queues, ThreadQueues
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Place
+from pstar_sim.errors import ContractError, PlanError
+from pstar_sim.units import format_bytes
+from pstar_sim.workload.workload import Tensor
+
+__all__ = ["prepare"]
+
+log = logging.getLogger("executor")
+
+STATES = ("param32", "momentum", "variance")
+
+
+def prepare(
+    model: nn.Module,
+    plan: Plan,
+    optimizer: AdamW,
+    *,
+    device: str = "virtual",
+    machine: Machine | None = None,
+    bandwidth: float | tuple[float | None, float | None] | None = None,
+    queues: Queues | str = "threads",
+    backend: Backend | None = None,
+    threads: int | None = 1,
+    watchdog_s: float = 30.0,
+    replan_after: int = 3,
+    check: bool = True,
+) -> tuple[nn.Module, OffloadedAdamW]:
+    """Run `model` under `plan` from now on: the same model, and the optimizer whose `step` the loop calls.
+
+    machine: the machine the run is on, compared with the plan's. bandwidth: of the virtual accelerator's link, bytes per
+    second, one figure or (to the gpu, to the host); None: as fast as memory. queues: "threads", or a queues object.
+    threads: torch threads of the compute queue (None leaves them). watchdog_s: see ThreadQueues. replan_after: so many
+    iterations off plan in a row make a new plan (0: never). check: run the plan's independent checker first.
+
+    Raises PlanError for a plan that fails its check or was made for another model, dtype, optimizer setting or machine,
+    ContractError for a model that is prepared already, DoesNotFit if host memory is short; the model is then unchanged.
+    """
+    if device != "virtual" and backend is None:
+        raise PlanError(f"device {device!r} is not known; this version runs plans on device='virtual'")
+    if any(hasattr(p, "_reader") for p in model.parameters()):
+        raise ContractError("the model is prepared already; call optimizer.session.close() before preparing it again")
+    groups = optimizer.groups(model)
+    by_id = group_of(groups)
+    tensors, parameters = describe_parameters(model, by_id)
+    _check_model(plan, tensors, parameters, by_id)
+    _check_settings(plan, optimizer)
+    if check and plan.steps:
+        plan.check(machine=machine)
+
+    made = backend or _virtual(plan, bandwidth)
+    arena = Arena(plan, made)
+    model_bytes = sum(t.bytes for t in tensors if t.tied_to is None)
+    check_host_memory(
+        plan,
+        arena.room,
+        available_bytes=available_host_bytes(),
+        gpu_is_host=made.device.type == "cpu",
+        model_bytes=model_bytes,
+    )
+    # Nothing has been changed up to here.
+    if made.device.type == "cpu" and not keep_freed_pages():
+        log.info("the C library is not glibc: evicted memory may go back to the system each time")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    torch_optimizer = OffloadedAdamW(groups, optimizer)
+    skeleton = _skeleton(model) if plan.steps else None
+    if queues == "threads":
+        queues = ThreadQueues(watchdog_s=watchdog_s)
+    if isinstance(queues, str):
+        raise PlanError(f"queues={queues!r} is not known; use 'threads' or a queues object such as SerialQueues")
+    arena.allocate_slabs()
+    session = Session(
+        model,
+        plan,
+        parameters,
+        arena=arena,
+        backend=made,
+        queues=queues,
+        hyper=torch_optimizer.hyper,
+        max_grad_norm=optimizer.max_grad_norm,
+        eager=optimizer.eager,
+        skeleton=skeleton,
+        replan_after=replan_after,
+    )
+    torch_optimizer.session = session
+    with torch.no_grad():
+        _load(session)
+    session.undo_contract = _guard_model(model, session)
+    _watch_batches(model, session)
+    session.start()
+    return model, torch_optimizer
+
+
+def _virtual(plan: Plan, bandwidth: float | tuple[float | None, float | None] | None) -> VirtualBackend:
+    h2d, d2h = bandwidth if isinstance(bandwidth, tuple) else (bandwidth, bandwidth)
+    for rate in (h2d, d2h):
+        if rate is not None and not rate > 0:
+            raise PlanError(f"bandwidth={bandwidth!r}: bytes per second must be > 0, or None for as fast as memory")
+    latency_s = plan.machine.link.latency_s if (h2d or d2h) else 0.0
+    return VirtualBackend(h2d_bytes_per_s=h2d, d2h_bytes_per_s=d2h, latency_s=latency_s)
+
+
+def _check_model(
+    plan: Plan, tensors: Sequence[Tensor], parameters: Sequence[nn.Parameter], groups: dict[int, int]
+) -> None:
+    """The plan is of this model: same parameters, dtypes, ties, freezing and groups."""
+    w = plan.workload
+    if w.dtype == "fp16":
+        raise PlanError(
+            "the plan is for fp16, which needs loss scaling: that comes with the CUDA backend; plan for bf16 or fp32"
+        )
+    if [n for n, _ in w.optimizer.state_bytes] != list(STATES) or any(b != 4 for _, b in w.optimizer.state_bytes):
+        raise PlanError(
+            f"the plan is for optimizer states {w.optimizer.state_bytes}; this executor keeps {', '.join(STATES)} in fp32"
+        )
+    mine, theirs = {t.name: t for t in tensors}, {t.name: t for t in w.tensors}
+    if mine.keys() != theirs.keys():
+        odd = sorted(mine.keys() ^ theirs.keys())
+        whose = "the model" if odd[0] in mine else "the plan"
+        raise PlanError(
+            f"the plan was made for model {w.model!r} ({len(theirs)} parameters, fingerprint {w.fingerprint}), not for this "
+            f"one ({len(mine)} parameters): only {whose} has {odd[0]!r}; make a plan for this model"
+        )
+    here = working_dtype(tensors)
+    if here != w.dtype:
+        raise PlanError(
+            f"the plan was made for {w.dtype}, the model is in {here}; convert the model first (model.to(...)) or make a "
+            f"plan for {here}"
+        )
+    for name, planned in theirs.items():
+        found = mine[name]
+        for what in ("shape", "dtype", "frozen"):
+            if getattr(found, what) != getattr(planned, what):
+                raise PlanError(
+                    f"parameter {name!r}: the plan was made for {what} {getattr(planned, what)}, the model has "
+                    f"{getattr(found, what)}; make a plan for this model"
+                )
+        tied = None if planned.tied_to is None else w.tensors[planned.tied_to].name
+        tied_here = None if found.tied_to is None else tensors[found.tied_to].name
+        if tied != tied_here:
+            raise PlanError(
+                f"parameter {name!r} is tied to {tied or 'none'} in the plan and to {tied_here or 'none'} in the model; make "
+                "a plan for this model (after model.tie_weights())"
+            )
+        if not found.frozen and found.group != planned.group:
+            raise PlanError(
+                f"parameter {name!r} is in optimizer group {found.group}, the plan was made for group {planned.group}; make "
+                "the plan for the groups given to AdamW"
+            )
+    order = [t.name for t in w.tensors]
+    if order != [t.name for t in tensors]:
+        raise PlanError(f"the plan was made for model {w.model!r} with its parameters in another order")
+    for t, parameter in zip(tensors, parameters):
+        if t.tied_to is not None and parameters[t.tied_to] is not parameter:
+            raise PlanError(
+                f"parameters {t.name!r} and {tensors[t.tied_to].name!r} share memory but are two objects, which an optimizer "
+                "would update twice; tie them as one Parameter"
+            )
+        if not t.frozen and t.tied_to is None and id(parameter) not in groups:
+            raise PlanError(
+                f"parameter {t.name!r} is trainable but in no group of AdamW; freeze it or add it to a group"
+            )
+
+
+def _check_settings(plan: Plan, optimizer: AdamW) -> None:
+    settings = plan.settings
+    wanted = "eager" if optimizer.eager else "step"
+    if settings.update != wanted:
+        raise PlanError(
+            f"the plan was made for update={settings.update!r}, AdamW(eager={optimizer.eager}) wants {wanted!r}; use "
+            f"AdamW(eager={settings.update == 'eager'}) or make the plan with update={wanted!r}"
+        )
+    clips = optimizer.max_grad_norm is not None
+    if settings.clip != clips:
+        raise PlanError(
+            f"the plan was made {'with' if settings.clip else 'without'} clipping, AdamW has "
+            f"max_grad_norm={optimizer.max_grad_norm}; "
+            + ("give AdamW(max_grad_norm=...)" if settings.clip else "make the plan with clip=True")
+            + " or make the plan with the same setting"
+        )
+
+
+def _skeleton(model: nn.Module) -> nn.Module | None:
+    """A copy of the model whose parameters have no memory, for captures of other batch shapes; None if it cannot be
+    copied."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(
+            torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
+        )
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:  # a module may hold anything; only captures of other shapes are lost
+        log.info("%s cannot be copied: %s", type(model).__name__, error)
+        return None
+
+
+def _load(session: Session) -> None:
+    """Move the parameters' values into their chunks, one chunk at a time, and make the parameters views of them."""
+    plan, arena, contents = session.plan, session.arena, session.contents
+    present = sorted(plan.initial)
+    for resident in present:
+        if resident.chunk >= 0:
+            arena.take(resident.place, resident.chunk, resident.list)
+            arena.at(resident.place, resident.chunk, resident.list).zero_()
+    for chunk in plan.layout.chunks:
+        for slot in chunk.slots:
+            parameter = session.parameters[slot.tensor]
+            value = parameter.detach().reshape(-1)
+            for place in (Place.GPU, Place.HOST):
+                for list_name in ("param", "param32"):
+                    if arena.has(place, chunk.index, list_name):
+                        contents.slot(place, slot.tensor, list_name).copy_(value)
+            view = arena.gpu(chunk.index, "param")
+            parameter.data = torch.empty(0, dtype=view.dtype).set_(  # type: ignore[call-overload]
+                view.untyped_storage(), slot.offset, parameter.shape, _contiguous(parameter.shape)
+            )
+            adopt(parameter, session, slot.tensor)
+        for place in (Place.GPU, Place.HOST):
+            if arena.has(place, chunk.index, "param"):
+                contents.chunks[chunk.index].current.add(place)
+
+
+def _contiguous(shape: Sequence[int]) -> list[int]:
+    strides: list[int] = []
+    step = 1
+    for extent in reversed(shape):
+        strides.insert(0, step)
+        step *= max(extent, 1)
+    return strides
+
+
+def _guard_model(model: nn.Module, session: Session) -> Callable[[], None]:
+    """Put the module-level half of the contract (contract.py) in place; returns what takes it away."""
+    keeper = weakref.ref(session)
+    undo: list[Callable[[], None]] = []
+
+    def moved(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        raise ContractError(
+            f"{type(self).__name__}.to() and its like (half, float, cuda, cpu) cannot move a prepared model: its memory is the "
+            "plan's; convert the model before executor.prepare"
+        )
+
+    def loaded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        raise ContractError(
+            f"{type(self).__name__}.load_state_dict on a prepared model: the master copies would not know; load the weights "
+            "before executor.prepare"
+        )
+
+    def zeroed(self: nn.Module, set_to_none: bool = True) -> None:
+        held = keeper()
+        if held is not None:
+            held.zero_grad(set_to_none)
+
+    for module in model.modules():
+        for name, function in (("_apply", moved), ("load_state_dict", loaded)):
+            module.__dict__[name] = types.MethodType(function, module)
+            undo.append(_remover(module, name))
+        handle = module.register_state_dict_post_hook(_current_values(keeper))  # type: ignore[no-untyped-call]
+        undo.append(handle.remove)
+    model.__dict__["zero_grad"] = types.MethodType(zeroed, model)
+    undo.append(_remover(model, "zero_grad"))
+
+    def undo_all() -> None:
+        for action in undo:
+            action()
+
+    return undo_all
+
+
+def _remover(module: nn.Module, name: str) -> Callable[[], None]:
+    def remove() -> None:
+        module.__dict__.pop(name, None)
+
+    return remove
+
+
+def _current_values(keeper: Callable[[], Session | None]) -> Callable[..., None]:
+    """A state_dict hook: the module's own parameters are given as copies of their current values."""
+
+    def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        session = keeper()
+        if session is None or session.closed:
+            return
+        for name, parameter in module._parameters.items():
+            key = prefix + name
+            if parameter is not None and key in state_dict and hasattr(parameter, "_tensor"):
+                state_dict[key] = session.current_value(parameter._tensor)
+
+    return hook
+
+
+def _watch_batches(model: nn.Module, session: Session) -> None:
+    keeper = weakref.ref(session)
+
+    def see(module: nn.Module, args: Any, kwargs: Any) -> None:
+        held = keeper()
+        if held is not None and not held.closed:
+            held.see_batch(args, kwargs)
+
+    handle = model.register_forward_pre_hook(see, prepend=True, with_kwargs=True)
+    session.add_hook(handle)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    return DTYPES[name]
+
+
+def describe_memory(session: Session) -> str:
+    """One line for people: slabs and what rounding them up to powers of two cost."""
+    room = session.arena.room
+    used = sum(session.plan.layout.payload_bytes(chunk, name) for chunk, name in room.where)
+    return f"{format_bytes(room.total_bytes)} of host memory in {len(room.slab_bytes)} slabs for {format_bytes(used)} of payloads"
