@@ -272,9 +272,9 @@ def _check_schema(source: Path, found: Any) -> None:
     for field in expected:
         if found.get_field_index(field.name) < 0:
             raise TraceError(f"{source}: field {field.name} is missing")
-        actual = found.field(field.name).type
-        if str(actual).replace("element:", "item:") != str(field.type).replace("element:", "item:"):
-            raise TraceError(f"{source}: field {field.name} is {actual}; expected {field.type}")
+        actual, wanted = (str(t).replace("item:", "element:") for t in (found.field(field.name).type, field.type))
+        if actual != wanted:
+            raise TraceError(f"{source}: field {field.name} is {actual}; expected {wanted}")
     for name in found.names:
         if expected.get_field_index(name) < 0:
             raise TraceError(f"{source}: field {name} is unknown in schema_version {SCHEMA_VERSION}")

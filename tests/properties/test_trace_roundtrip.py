@@ -1,0 +1,85 @@
+"""Whatever a trace file's bytes are, reading it gives the workload that was saved or a TraceError."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import tempfile
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pstar_sim.errors import TraceError
+from pstar_sim.testing import random_workload
+from pstar_sim.workload.trace import load_trace, load_variants, save_trace
+from pstar_sim.workload.workload import Workload, check_workload
+
+
+def same(a: Workload, b: Workload) -> bool:
+    return all(getattr(a, f.name) == getattr(b, f.name) for f in dataclasses.fields(Workload))
+
+
+@given(seed=st.integers(0, 2**32), duration=st.none() | st.floats(0, 1e6), notes=st.text(max_size=20))
+@settings(max_examples=60, deadline=None)
+def test_any_workload_comes_back_exactly(seed: int, duration: float | None, notes: str) -> None:
+    w = random_workload(seed)
+    moments = tuple(dataclasses.replace(m, duration_s=duration) for m in w.moments)
+    machine = None if duration is None else "virtual"
+    w = dataclasses.replace(w, moments=moments, notes=notes, torch_version="2.13.0", recorded_on=machine)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "w.parquet"
+        try:
+            save_trace(w, path)
+        except TraceError:  # text that is not Unicode (lone surrogates) has no form in the file
+            assert not notes.isascii() and not path.exists()
+            return
+        assert same(load_trace(path), w)
+
+
+@given(seeds=st.lists(st.integers(0, 99), min_size=1, max_size=4, unique=True))
+@settings(max_examples=10, deadline=None)
+def test_any_set_of_variants_comes_back_in_order(seeds: list[int]) -> None:
+    variants = [dataclasses.replace(random_workload(seed), batch=seed + 1) for seed in seeds]
+    with tempfile.TemporaryDirectory() as folder:
+        save_trace(variants, Path(folder) / "w.parquet")
+        back = load_variants(Path(folder) / "w.parquet")
+    assert len(back) == len(variants)
+    assert all(same(a, b) for a, b in zip(back, variants, strict=True))
+
+
+def test_damage_is_a_trace_error_or_harmless() -> None:
+    rng = random.Random(20)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "w.parquet"
+        w = random_workload(3, layers=3)
+        save_trace(w, path)
+        data = path.read_bytes()
+        refused = 0
+        for trial in range(400):
+            damaged = bytearray(data)
+            if trial % 4 == 0:
+                damaged = damaged[: rng.randrange(len(data))]
+            elif trial % 4 == 1:
+                start = rng.randrange(len(data))
+                damaged[start : start + rng.randint(1, 40)] = b"\0" * rng.randint(0, 40)
+            else:
+                damaged[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            path.write_bytes(damaged)
+            try:
+                assert same(load_trace(path), w)
+            except TraceError as error:
+                assert "w.parquet" in str(error)
+                refused += 1
+        assert refused > 250  # most damage is noticed; the rest touched nothing that is read
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=200, deadline=None)
+def test_random_workloads_are_whole(seed: int) -> None:
+    w = random_workload(seed)
+    check_workload(w)
+    assert same(w, random_workload(seed))
+    assert w.trainable_params > 0
+    assert w.moments[-1].end_bytes == w.moments[0].start_bytes  # the tide comes back to where it began
+    assert all(a.end_bytes == b.start_bytes for a, b in zip(w.moments[:-2], w.moments[1:-1]))
