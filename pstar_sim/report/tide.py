@@ -150,7 +150,8 @@ def _draw(timeline: Timeline, ax: Axes, x: str, place: str, handles: dict[str, A
         handles["capacity of a static partition"] = ax.axhline(
             constant / GB, color="black", linestyle=":", linewidth=1.2, zorder=3
         )
-    ax.plot(xs, tide_line, color="#1F5F8B", linewidth=0.9, zorder=3)
+    fine = len(curves.edges) > 400  # a line as wide as a moment would hide the teeth it follows
+    ax.plot(xs, tide_line, color="#1F5F8B", linewidth=0.25 if fine else 0.9, zorder=3)
     handles["capacity (the plan's budget)"] = ax.axhline(capacity / GB, color="black", linestyle="--", linewidth=1.4, zorder=4)
     _phases(timeline, ax, x, capacity / GB)
     ax.set_xlim(curves.edges[0], curves.edges[-1])
