@@ -31,6 +31,8 @@ ADAM_TRAFFIC_BYTES_PER_PARAM = 28
 """Host memory traffic of AdamW with fp32 states for which `Host.adam_params_per_s` is quoted (DESIGN.md section 6)."""
 
 _FREE = frozenset({Kind.DROP, Kind.ALLOC, Kind.FREE})
+_UPDATES = frozenset({Kind.CPU_ADAM, Kind.CPU_ADD, Kind.GPU_ADAM})
+_ON_HOST = frozenset({Kind.FETCH, Kind.WRITEBACK, Kind.CPU_ADAM, Kind.CPU_ADD})
 _FALLBACK = {"bf16": ("bf16", "fp16", "fp32"), "fp16": ("fp16", "bf16", "fp32"), "fp32": ("fp32",)}
 
 
@@ -117,28 +119,25 @@ class CostModel:
 
     def seconds(self, step: Step) -> float:
         """Nominal seconds of one step running alone."""
-        match step.kind:
-            case Kind.COMPUTE:
-                if step.moment is None:
-                    raise PlanError(f"step {step.id}: a compute step needs a moment")
-                return self.moments_s[step.moment]
-            case Kind.FETCH:
-                return self.transfer_s(step.bytes, "h2d")
-            case Kind.WRITEBACK:
-                return self.transfer_s(step.bytes, "d2h")
-            case kind if kind in _FREE:
-                return 0.0
-            case Kind.CPU_ADAM | Kind.CPU_ADD | Kind.GPU_ADAM as kind:
-                if step.chunk is None:
-                    raise PlanError(f"step {step.id}: {kind} needs a chunk")
-                if kind is Kind.CPU_ADAM:
-                    return self.cpu_adam_s(step.chunk)
-                return self.cpu_add_s(step.chunk) if kind is Kind.CPU_ADD else self.gpu_adam_s(step.chunk)
-            case kind:
-                raise PlanError(f"step {step.id}: no cost is known for {kind} on one GPU")
+        kind = step.kind
+        if kind is Kind.COMPUTE:
+            if step.moment is None:
+                raise PlanError(f"step {step.id}: a compute step needs a moment")
+            return self.moments_s[step.moment]
+        if kind in _FREE:
+            return 0.0
+        if kind is Kind.FETCH:
+            return self.transfer_s(step.bytes, "h2d")
+        if kind is Kind.WRITEBACK:
+            return self.transfer_s(step.bytes, "d2h")
+        if kind not in _UPDATES:
+            raise PlanError(f"step {step.id}: no cost is known for {kind} on one GPU")
+        if step.chunk is None:
+            raise PlanError(f"step {step.id}: {kind} needs a chunk")
+        if kind is Kind.CPU_ADAM:
+            return self.cpu_adam_s(step.chunk)
+        return self.cpu_add_s(step.chunk) if kind is Kind.CPU_ADD else self.gpu_adam_s(step.chunk)
 
     def dram_bytes(self, step: Step) -> int:
         """Bytes that the step moves through host DRAM: a copy's bytes once, Adam's `step.bytes`, otherwise 0."""
-        if step.kind in (Kind.FETCH, Kind.WRITEBACK, Kind.CPU_ADAM, Kind.CPU_ADD):
-            return step.bytes
-        return 0
+        return step.bytes if step.kind in _ON_HOST else 0

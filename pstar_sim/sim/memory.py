@@ -67,7 +67,7 @@ class Memory:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._index: dict[Resident, int] = {}
+        self._index: dict[tuple[int, str, Place], int] = {}
         self._names: list[Resident] = []
         self._size: list[int] = []
         self._place: list[int] = []
@@ -79,7 +79,7 @@ class Memory:
         self._rise, self._fall = tide_moves(plan.workload)
         self._reads = needed(plan.layout, plan.workload)
         self._in_place = self._overwritten_in_place()
-        initial = [self._payload(r) for r in sorted(plan.initial) if r.chunk >= 0]
+        initial = [self._resident(r) for r in sorted(plan.initial) if r.chunk >= 0]
         self._effects = [self._effect(step) for step in plan.steps]
         self._present = [False] * len(self._names)
         self._category = list(self._home)
@@ -148,15 +148,19 @@ class Memory:
             self._used[place] += size
             self.log.append((now_s, cell, size))
 
-    def _payload(self, resident: Resident) -> int:
-        index = self._index.get(resident)
+    def _payload(self, chunk: int, list_name: str, place: Place) -> int:
+        key = (chunk, list_name, place)
+        index = self._index.get(key)
         if index is None:
-            index = self._index[resident] = len(self._names)
-            self._names.append(resident)
-            self._size.append(self.plan.layout.payload_bytes(resident.chunk, resident.list))
-            self._place.append(PLACES.index(resident.place))
-            self._home.append(CATEGORIES.index(category_of(resident.list)))
+            index = self._index[key] = len(self._names)
+            self._names.append(Resident(*key))
+            self._size.append(self.plan.layout.payload_bytes(chunk, list_name))
+            self._place.append(PLACES.index(place))
+            self._home.append(CATEGORIES.index(category_of(list_name)))
         return index
+
+    def _resident(self, resident: Resident) -> int:
+        return self._payload(resident.chunk, resident.list, resident.place)
 
     def _effect(self, step: Step) -> _Effect:
         kind = step.kind
@@ -164,26 +168,26 @@ class Memory:
             m = step.moment
             if m is None or m >= len(self._rise):
                 raise PlanError(f"step {step.id}: a compute step needs moment=, below {len(self._rise)}")
-            needs = tuple(self._payload(Resident(c, "param", Place.GPU)) for c in self._reads[m])
-            becomes = tuple((self._payload(Resident(c, "param", Place.GPU)), _GRAD) for c in self._in_place.get(m, ()))
+            needs = tuple(self._payload(c, "param", Place.GPU) for c in self._reads[m])
+            becomes = tuple((self._payload(c, "param", Place.GPU), _GRAD) for c in self._in_place.get(m, ()))
             return _Effect(rise=self._rise[m], fall=self._fall[m], needs=needs, becomes=becomes)
         effect = _Effect()
         taken, freed = takes(step), frees(step)
         if taken is not None:
-            effect.take, effect.strict = self._payload(taken[0]), not taken[1]
+            effect.take, effect.strict = self._resident(taken[0]), not taken[1]
         if freed is not None:
-            effect.give, effect.lenient = self._payload(freed[0]), freed[1]
+            effect.give, effect.lenient = self._resident(freed[0]), freed[1]
         if step.chunk is None:
             raise PlanError(f"step {step.id}: a {kind.value} step needs chunk=")
         c = step.chunk
         if kind in (Kind.FETCH, Kind.WRITEBACK):
             assert taken is not None
-            source = self._payload(Resident(c, taken[0].list, Place.HOST if kind is Kind.FETCH else Place.GPU))
+            source = self._payload(c, taken[0].list, Place.HOST if kind is Kind.FETCH else Place.GPU)
             effect.needs, effect.copied = (source,), (source, effect.take)
         elif kind in (Kind.CPU_ADAM, Kind.GPU_ADAM):
             place = Place.HOST if kind is Kind.CPU_ADAM else Place.GPU
             lists = ("param", *self.plan.layout.state_lists)
-            effect.needs = tuple(self._payload(Resident(c, name, place)) for name in lists)
+            effect.needs = tuple(self._payload(c, name, place) for name in lists)
             effect.becomes = ((effect.needs[0], _PARAM),)
         return effect
 
