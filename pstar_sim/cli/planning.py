@@ -71,14 +71,12 @@ def check(args: argparse.Namespace) -> int:
     from pstar_sim.core.plan import load_plan
 
     loaded = load_plan(args.plan)
-    loaded.check()
+    report = loaded.check()
     if args.json:
-        say_json({"plan": str(args.plan), "ok": True, "policy": loaded.policy, "steps": len(loaded.steps)})
+        peaks = {f"peak_{place}_bytes": size for place, size in report.peak_bytes.items()}
+        say_json({"plan": args.plan, "ok": True, "policy": loaded.policy, "steps": report.steps, **peaks})
     else:
-        say(
-            f"{args.plan}: right. {loaded.policy} for {loaded.workload.model} on {loaded.machine.name}: {len(loaded.steps)} steps "
-            "keep both budgets in every legal order, find every chunk where it is used and update every parameter once"
-        )
+        say(f"{args.plan}: {loaded.policy} for {loaded.workload.model} on {loaded.machine.name}\n{report.describe()}")
     return 0
 
 

@@ -80,6 +80,9 @@ class Plan:
     predictions: Mapping[str, float] = field(default_factory=dict)
     choices: Mapping[str, object] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return f"<Plan {self.policy}: {self.workload.model} on {self.machine.name}, {len(self.steps)} steps>"
+
     @cached_property
     def step_by_id(self) -> dict[int, Step]:
         return {step.id: step for step in self.steps}

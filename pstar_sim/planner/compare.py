@@ -80,6 +80,9 @@ class Planned:
         """What lives where and why, what binds, what the tide gains here; see `planner.explain`."""
         return explain(self.plan, self.timeline, bound_by=self.row.bound_by, barrier_cost_s=self.row.barrier_cost_s)
 
+    def __repr__(self) -> str:
+        return f"<Planned {self.plan!r}, {self.row.iteration_s:.3f} s>"
+
     def _repr_html_(self) -> str:
         html: str = importlib.import_module("pstar_sim.report.html").planned_html(self)
         return html
@@ -121,7 +124,7 @@ class Comparison:
 
         return pandas.DataFrame(self.to_json())
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         text: str = importlib.import_module("pstar_sim.report.tables").comparison_text(self)
         return text
 

@@ -139,6 +139,12 @@ class Workload:
     def __post_init__(self) -> None:
         check_workload(self)
 
+    def __repr__(self) -> str:
+        return (
+            f"<Workload {self.model}, {self.dtype}, batch {self.batch} x {self.micro_batches}, sequence {self.sequence}, "
+            f"{self.params} parameters, {len(self.moments)} moments>"
+        )
+
     @cached_property
     def fingerprint(self) -> str:
         """Digest of the parameters (names, shapes, dtypes, ties, freezing): equal for the same model in the same dtype."""

@@ -74,7 +74,7 @@ def test_all_policies_are_compared_when_none_is_named(capsys: pytest.CaptureFixt
 
 def test_plan_check_explain_export_plot(plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(plan_file)]) == 0
-    assert "right" in capsys.readouterr().out
+    assert "correct: " in capsys.readouterr().out
     assert main(["explain", str(plan_file)]) == 0
     words = capsys.readouterr().out
     for heading in ("what lives where", "why", "what binds", "what the tide gains", "first steps"):
