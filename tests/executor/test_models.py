@@ -1,0 +1,174 @@
+"""Models by name: presets, configurations, factories, and what is said of those that cannot be built."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from executor.capture import capture
+from executor.models import build, forward_loss
+from pstar_sim.catalog.models import model_entry
+from pstar_sim.errors import ModelError, UnknownName
+
+TINY_LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 96,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-7b", "qwen2.5-0.5b", "bert-large", "vit-l-16", "175B"])
+def test_presets_have_the_parameters_of_their_shape(name: str) -> None:
+    built = build(name, batch=1, sequence=64, device="meta")
+    assert sum(p.numel() for p in built.module.parameters()) == model_entry(name).params
+    assert {p.dtype for p in built.module.parameters()} == {torch.bfloat16}
+    assert built.module.training
+    assert all(m.p == 0 for m in built.module.modules() if isinstance(m, nn.Dropout))
+
+
+def test_real_models_are_seeded_and_leave_the_generator_alone() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    one, two, other = (build("tiny-gpt2", sequence=16, dtype="fp32", seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+    weights = [next(b.module.parameters()) for b in (one, two, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    assert torch.equal(one.example_batch["input_ids"], two.example_batch["input_ids"])
+    loss = forward_loss(one.module, one.example_batch)
+    assert loss.shape == ()
+    assert float(loss.detach()) == pytest.approx(5.5, abs=0.3)  # ln 256 = 5.545: nothing is learned yet
+
+
+def test_hf_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY_LLAMA))
+    for spec in (f"hf:{path}", f"hf:{tmp_path}"):
+        w = capture(spec, batch=2, sequence=16, dtype="fp32", checkpointing=True)
+        assert (w.model, w.batch, w.sequence, w.checkpointing) == (spec, 2, 16, True)
+        assert w.tensors[0].shape == (96, 32)
+    assert build(f"hf:{path}", sequence=16).vocabulary == 96
+
+
+def test_hf_classifier_gets_a_label_a_sequence(tmp_path: Path) -> None:
+    values = {"model_type": "bert", "architectures": ["BertForSequenceClassification"], "hidden_size": 32,
+              "vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    built = build(f"hf:{tmp_path}", batch=3, sequence=16, dtype="fp32")
+    assert built.example_batch["labels"].shape == (3,)
+    assert forward_loss(built.module, built.example_batch).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{", "not a readable config.json"),
+        ("[1]", "no field 'model_type'"),
+        ('{"model_type": "no-such-model"}', "no-such-model"),
+    ],
+)
+def test_bad_hf_files(tmp_path: Path, content: str, says: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelError, match=says):
+        build(f"hf:{tmp_path}")
+
+
+def test_hf_file_that_is_not_there() -> None:
+    with pytest.raises(ModelError, match=r"nowhere\.json"):
+        build("hf:nowhere.json")
+
+
+def test_hf_name_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    def offline(*_: Any, **__: Any) -> Any:
+        raise OSError("We couldn't connect to the hub")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", offline)
+    with pytest.raises(ModelError, match=r"offline.*give hf:FILE"):
+        build("hf:some-org/some-model")
+
+
+def test_unknown_preset_names_the_nearest() -> None:
+    with pytest.raises(UnknownName, match="gpt2-xl"):
+        build("gpt2-xxl")
+
+
+FACTORIES = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+    def forward(self, x, y):
+        return (self.layer(x) - y).square().mean()
+
+def plain():
+    return Net(), (torch.randn(6, 8), torch.randn(6, 8))
+
+def sized(batch, sequence):
+    return Net(), (torch.randn(batch, sequence, 8), torch.randn(batch, sequence, 8))
+
+def wrong():
+    return Net()
+
+number = 3
+"""
+
+
+def test_factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_models.py").write_text(FACTORIES)
+    monkeypatch.chdir(tmp_path)
+    w = capture("py:own_models:plain")
+    assert (w.batch, w.sequence, w.dtype, w.params) == (6, 8, "fp32", 72)
+    w = capture("py:own_models:sized", batch=2, sequence=5, dtype="bf16", micro_batches=2)
+    assert (w.batch, w.sequence, w.dtype, w.micro_batches) == (2, 5, "bf16", 2)
+    for spec, says in {
+        "py:own_models:wrong": "return \\(nn.Module, example batch\\)",
+        "py:own_models:number": "no callable 'number'",
+        "py:no_such_module:f": "cannot import 'no_such_module'",
+        "py:own_models": "not py:package.module:factory",
+    }.items():
+        with pytest.raises(ModelError, match=says):
+            build(spec)
+    with pytest.raises(ModelError, match="--no-checkpointing"):
+        build("py:own_models:plain", checkpointing=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"batch": 0}, "batch must be at least 1"),
+        ({"dtype": "fp8"}, "'fp8' is not known.*bf16"),
+        ({"attention": "fast"}, "'fast' is not known.*flash"),
+        ({"sequence": 200}, "200 tokens is longer than the model's 128 positions"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        build("tiny-gpt2", device="meta", **arguments)
+
+
+def test_batches_go_in_and_losses_come_out() -> None:
+    class Echo(nn.Module):
+        def __init__(self, wrap: Any) -> None:
+            super().__init__()
+            self.scale, self.wrap = nn.Parameter(torch.ones(())), wrap
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.wrap(self.scale * x.sum())
+
+    x = torch.ones(3)
+    wraps = (lambda loss: loss, lambda loss: {"loss": loss}, lambda loss: (x, loss), lambda loss: loss.reshape(1))
+    for wrap in wraps:
+        for batch in (x, (x,), [x], {"x": x}):
+            assert float(forward_loss(Echo(wrap), batch).detach()) == 3.0
+    with pytest.raises(ModelError, match="a tuple of 1, in which there is no loss"):
+        forward_loss(Echo(lambda loss: (x,)), x)
