@@ -1,0 +1,126 @@
+"""Seconds and DRAM bytes of single steps, by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
+from pstar_sim.core.layout import Layout, build_layout
+from pstar_sim.core.step import Kind, Place, Queue, Step
+from pstar_sim.cost import CostModel, flops_rate
+from pstar_sim.errors import PlanError
+from pstar_sim.testing import chain_workload
+from pstar_sim.workload.workload import OptimizerSpec, Workload
+
+MPARAM = 2**20
+
+MACHINE = Machine(
+    name="toy",
+    ranks=(
+        Rank(
+            gpu=Gpu(
+                name="toy",
+                memory_bytes=2**30,
+                usable_bytes=2**30,
+                context_bytes=0,
+                hbm_bytes_per_s=28e6,
+                flops_per_s={"fp16": 2e9, "fp32": 1e9},
+                measured=True,
+                source="by hand",
+            ),
+            link=Link(
+                name="toy",
+                h2d_bytes_per_s=2e6,
+                d2h_bytes_per_s=1e6,
+                latency_s=0.25,
+                duplex=True,
+                measured=True,
+                source="by hand",
+            ),
+        ),
+    ),
+    host=Host(
+        name="toy",
+        memory_bytes=2**40,
+        reserved_bytes=0,
+        dram_bytes_per_s=1e9,
+        cores=1,
+        adam_params_per_s=MPARAM / 2,
+        measured=True,
+        source="by hand",
+    ),
+)
+DATASHEET = replace(MACHINE, ranks=(replace(MACHINE.ranks[0], gpu=replace(MACHINE.gpu, measured=False)),))
+
+
+def model(w: Workload, m: Machine = MACHINE) -> CostModel:
+    layout: Layout = build_layout(w)
+    return CostModel(w, m, layout)
+
+
+def test_a_calibrated_rate_counts_flops_only() -> None:
+    """1e9 flops at 2e9/s (fp16): 0.5 s forward, 1 s backward, whatever bytes the moment moves."""
+    cost = model(chain_workload(1, MPARAM, dtype="fp16"))
+    assert cost.moments_s == (0.5, 1.0, 0.0)
+
+
+def test_a_datasheet_rate_is_a_roofline() -> None:
+    """The moment reads 2 MiB: at 28e6 B/s 0.0749 s, less than 0.5 s of flops; with 1e6 flops it is what counts."""
+    assert model(chain_workload(1, MPARAM, dtype="fp16"), DATASHEET).moments_s[0] == 0.5
+    light = model(chain_workload(1, MPARAM, dtype="fp16", flops=10**6), DATASHEET)
+    assert light.moments_s[0] == pytest.approx(2 * MPARAM / 28e6)
+
+
+def test_measured_durations_hold_on_their_own_machine_only() -> None:
+    w = chain_workload(1, MPARAM, dtype="fp16", forward_s=7.0)
+    assert model(w).moments_s == (0.5, 1.0, 0.0)
+    assert model(w, replace(MACHINE, name="virtual")).moments_s == (7.0, 14.0, 0.0)
+
+
+def test_a_missing_dtype_takes_the_nearest_rate() -> None:
+    assert flops_rate(MACHINE, "bf16") == 2e9
+    bare = replace(MACHINE, ranks=(replace(MACHINE.ranks[0], gpu=replace(MACHINE.gpu, flops_per_s={"fp8": 1.0})),))
+    with pytest.raises(PlanError, match="no rate for 'fp32'; it has fp8"):
+        flops_rate(bare, "fp32")
+
+
+def test_transfers_have_latency_and_a_rate_each_way() -> None:
+    cost = model(chain_workload(1, MPARAM))
+    assert cost.transfer_s(2_000_000, "h2d") == 1.25
+    assert cost.transfer_s(2_000_000, "d2h") == 2.25
+    assert cost.transfer_s(0, "h2d") == 0.0
+
+
+def test_adam_on_host_and_gpu() -> None:
+    """1 Mi parameters: CPU at half a Mi/s: 2 s; gradient accumulation moves 10 of Adam's 28 B/param: 20/28 s; on the
+    GPU 28 B/param at 28e6 B/s."""
+    cost = model(chain_workload(1, MPARAM))
+    assert cost.cpu_adam_s(0) == pytest.approx(2.0)
+    assert cost.cpu_add_s(0) == pytest.approx(20 / 28)
+    assert cost.gpu_adam_s(0) == pytest.approx(MPARAM / 1e6)
+    assert (cost.cpu_adam_bytes(0), cost.cpu_add_bytes(0)) == (28 * MPARAM, 10 * MPARAM)
+
+
+def test_an_optimizer_with_half_the_traffic_takes_half_the_time() -> None:
+    w = replace(chain_workload(1, MPARAM), optimizer=OptimizerSpec(name="lion", dram_bytes_per_param=14))
+    assert model(w).cpu_adam_s(0) == pytest.approx(1.0)
+
+
+def test_seconds_and_dram_bytes_of_steps() -> None:
+    cost = model(chain_workload(1, MPARAM, dtype="fp16"))
+
+    def step(queue: Queue, kind: Kind, **fields: object) -> Step:
+        return Step(id=0, queue=queue, kind=kind, **fields)  # type: ignore[arg-type]
+
+    fetch = step(Queue.H2D, Kind.FETCH, chunk=0, list="param", bytes=2_000_000)
+    assert (cost.seconds(fetch), cost.dram_bytes(fetch)) == (1.25, 2_000_000)
+    adam = step(Queue.ADAM, Kind.CPU_ADAM, chunk=0, bytes=28 * MPARAM)
+    assert (cost.seconds(adam), cost.dram_bytes(adam)) == (pytest.approx(2.0), 28 * MPARAM)
+    drop = step(Queue.D2H, Kind.DROP, chunk=0, list="param", bytes=5, place=Place.GPU)
+    assert (cost.seconds(drop), cost.dram_bytes(drop)) == (0.0, 0)
+    moment = step(Queue.COMPUTE, Kind.COMPUTE, moment=1)
+    assert (cost.seconds(moment), cost.dram_bytes(moment)) == (1.0, 0)
+    with pytest.raises(PlanError, match="no cost is known for gather"):
+        cost.seconds(step(Queue.NET, Kind.GATHER, chunk=0))
+    with pytest.raises(PlanError, match="needs a chunk"):
+        cost.seconds(step(Queue.ADAM, Kind.CPU_ADAM))
