@@ -1,0 +1,76 @@
+"""A preset is held against a capture of the same model: same parameters, flops and bytes, though one needs no torch.
+
+Required: parameters equal, flops within 2 %, peak non-model bytes within 10 %. Reached: flops equal, peaks within
+0.2 % (what is left: label and position tensors of a few bytes a token, and gradients of biases that a capture sees go
+one by one). The preset's moments are coarser, so only figures that do not depend on the clock are compared.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pstar_sim.catalog.models import ModelEntry
+from pstar_sim.workload.presets import preset, workload_of
+from pstar_sim.workload.workload import Phase, UseKind, Workload
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from executor.capture import capture
+
+
+def assert_alike(shape: Workload, captured: Workload) -> None:
+    assert shape.params == captured.params
+    assert shape.fingerprint == captured.fingerprint  # names, shapes, dtypes and ties too
+    assert shape.attention == captured.attention
+    assert shape.flops == pytest.approx(captured.flops, rel=1e-3)
+    assert shape.peak_non_model_bytes == pytest.approx(captured.peak_non_model_bytes, rel=2e-3)
+    forward = [sum(m.flops for m in w.moments if m.phase is Phase.FWD) for w in (shape, captured)]
+    assert forward[0] == pytest.approx(forward[1], rel=1e-3)
+    peaks = [max(m.peak_bytes for m in w.moments if m.phase is Phase.FWD) for w in (shape, captured)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=5e-3)
+    for kind in UseKind:
+        assert {u.tensor for u in shape.uses if u.kind is kind} == {u.tensor for u in captured.uses if u.kind is kind}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("name", "batch", "sequence", "dtype"),
+    [
+        ("gpt2", 2, 128, "bf16"),
+        ("gpt2", 8, 1024, "bf16"),
+        ("gpt2", 4, 512, "fp32"),
+        ("gpt2-medium", 2, 1024, "bf16"),
+        ("qwen2.5-0.5b", 2, 256, "bf16"),
+        ("qwen2.5-0.5b", 2, 256, "fp32"),
+        ("bert-base", 4, 128, "bf16"),
+        ("vit-b-16", 4, 197, "bf16"),
+    ],
+)
+def test_preset_and_capture_agree(name: str, batch: int, sequence: int, dtype: str, checkpointing: bool) -> None:
+    assert_alike(
+        preset(name, batch=batch, seq=sequence, dtype=dtype, checkpointing=checkpointing),
+        capture(name, batch=batch, sequence=sequence, dtype=dtype, checkpointing=checkpointing),
+    )
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_small_llama_with_grouped_keys_and_its_own_head(tmp_path: Path, dtype: str, checkpointing: bool) -> None:
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 688,
+        "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 500,
+        "max_position_embeddings": 512, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0,
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    captured = capture(f"hf:{path}", batch=2, sequence=128, dtype=dtype, checkpointing=checkpointing)
+    entry = ModelEntry(
+        name="small", family="llama", layers=6, hidden=256, heads=8, kv_heads=2, ffn=688, vocab=500, max_seq=512,
+        tied=False, params=captured.params, source="test",
+    )  # fmt: skip
+    assert_alike(workload_of(entry, batch=2, sequence=128, dtype=dtype, checkpointing=checkpointing), captured)

@@ -1,0 +1,186 @@
+"""Presets: true parameter counts, flops and bytes that can be worked out by hand."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from pstar_sim.catalog.models import ModelEntry, model_entry, model_names
+from pstar_sim.errors import ModelError, UnknownName
+from pstar_sim.workload.presets import ATTENTION, preset, workload_of
+from pstar_sim.workload.workload import Phase, Workload
+
+TOKENS = 2 * 8  # batch 2, sequence 8
+
+
+def entry(
+    family: str = "gpt", *, layers: int = 3, kv_heads: int = 4, tied: bool = True, bias: bool = False
+) -> ModelEntry:
+    return ModelEntry(
+        name="tiny",
+        family=family,
+        layers=layers,
+        hidden=16,
+        heads=4,
+        kv_heads=kv_heads,
+        ffn=64,
+        vocab=100,
+        max_seq=32,
+        tied=tied,
+        params=0,
+        source="test",
+        attention_bias=bias,
+    )
+
+
+def tiny(e: ModelEntry, *, checkpointing: bool = False, attention: str = "flash", dtype: str = "bf16") -> Workload:
+    return workload_of(e, batch=2, sequence=8, checkpointing=checkpointing, attention=attention, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_parameters_are_the_true_ones(name: str) -> None:
+    e = model_entry(name)
+    w = preset(name, batch=1, seq=e.max_seq if e.family == "vit" else 16)
+    assert w.params == e.params
+    assert sum(t.bytes for t in w.tensors) == 2 * e.params
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", ["gpt2", "llama-7b", "qwen2.5-0.5b", "qwen2.5-7b", "bert-base", "vit-b-16"])
+def test_the_tide_comes_back_to_where_it_began(name: str, dtype: str, checkpointing: bool) -> None:
+    for attention in ATTENTION:
+        w = preset(name, batch=2, seq=197 if name == "vit-b-16" else 32, dtype=dtype, checkpointing=checkpointing,
+                   attention=attention)  # fmt: skip
+        assert w.moments[-1].end_bytes == w.moments[0].start_bytes
+        assert all(a.end_bytes == b.start_bytes for a, b in pairwise(w.moments))
+        read = {t for row in w.reads for t in row}
+        fired = [t for row in w.gradients for t in row]
+        own = {i for i, t in enumerate(w.tensors) if t.tied_to is None}
+        assert read == own
+        assert sorted(fired) == sorted(own)  # each gradient arrives once
+
+
+def test_flops_of_a_gpt_by_hand() -> None:
+    # Matrices of 3 layers (12 h^2 each) and the head, 2 flops a token and element: 2 * 16 * (3 * 12 * 256 + 1600).
+    matrices = 2 * TOKENS * (3 * 12 * 16**2 + 100 * 16)
+    attention = 3 * 4 * 2 * 8 * 8 * 16  # layers x 4 b s^2 h
+    w = tiny(entry())
+    assert sum(m.flops for m in w.moments if m.phase is Phase.FWD) == matrices + attention == 346_112 + 24_576
+    assert sum(m.flops for m in w.moments if m.phase is Phase.BWD) == 2 * matrices + attention * 5 // 2
+    # A recompute leaves out the layer's last matmul (4 h^2 of 12), whose output backward does not need.
+    w = tiny(entry(), checkpointing=True)
+    assert sum(m.flops for m in w.moments if m.phase is Phase.RECOMPUTE) == 2 * TOKENS * 3 * 8 * 16**2 + attention
+    # The math kernel does not compute the scores again.
+    w = tiny(entry(), attention="math")
+    assert sum(m.flops for m in w.moments if m.phase is Phase.BWD) == 2 * matrices + 2 * attention
+
+
+def test_peak_of_a_gpt_by_hand() -> None:
+    u = TOKENS * 16 * 2  # one activation of the hidden size in bf16
+    stats = 2 * TOKENS * 2  # mean and deviation of a LayerNorm
+    lse = TOKENS * 4 * 4  # a log-sum for each of 4 heads
+    batch = 16 * TOKENS
+    # In the loss's backward: the log-softmax, its gradient and the logits' gradient, fp32; last hidden state before and
+    # after ln_f. Each layer keeps 28 u without checkpointing and its input with it.
+    loss = 3 * 4 * TOKENS * 100
+    w = tiny(entry())
+    assert w.peak_non_model_bytes == batch + u + 3 * (28 * u + 2 * stats + lse) + u + stats + loss
+    assert w.moments[0].start_bytes == batch
+    w = tiny(entry(), checkpointing=True)
+    at_loss = next(m for m in w.moments if m.name == "grad:<root>")
+    assert at_loss.peak_bytes == batch + u + 3 * u + u + stats + loss
+
+
+def test_without_checkpointing_the_tide_rises_through_forward_and_falls_through_backward() -> None:
+    moments = tiny(entry(layers=5)).moments
+    up = [
+        m.end_bytes
+        for m in moments
+        if m.phase is Phase.FWD and m.name.startswith("end:") and m.module.endswith("mlp.c_fc")
+    ]
+    down = [m.end_bytes for m in moments if m.name.startswith("grad:") and m.module.endswith("attn.c_attn")]
+    layer = up[1] - up[0]
+    assert len(up) == len(down) == 5
+    assert [b - a for a, b in pairwise(up)] == [layer] * 4
+    assert [a - b for a, b in pairwise(down)] == [layer] * 4
+    with_checkpoints = tiny(entry(layers=8), checkpointing=True)
+    assert with_checkpoints.peak_non_model_bytes < tiny(entry(layers=8)).peak_non_model_bytes
+
+
+def test_fp32_keeps_no_second_copy_of_the_logits() -> None:
+    at_loss = [next(m for m in tiny(entry(), dtype=d).moments if m.name == "end:lm_head") for d in ("bf16", "fp32")]
+    taken = [m.peak_bytes - m.start_bytes for m in at_loss]
+    labels = 8 * TOKENS
+    assert taken == [2 * 4 * TOKENS * 100 + labels, 4 * TOKENS * 100 + labels]
+
+
+def test_a_tied_head_is_the_embedding() -> None:
+    w = tiny(entry())
+    names = [t.name for t in w.tensors]
+    head = w.tensors[names.index("lm_head.weight")]
+    assert (head.tied_to, head.bytes) == (0, 0)
+    assert names[0] == "transformer.wte.weight"
+    reading = [w.moments[m].name for m, row in enumerate(w.reads) if 0 in row]
+    assert reading == ["begin:transformer.wte", "begin:lm_head", "grad:lm_head"]
+    assert [w.moments[m].name for m, row in enumerate(w.gradients) if 0 in row] == ["grad:transformer.wte"]
+    loose = tiny(entry(tied=False))
+    assert loose.params == w.params + 100 * 16
+    assert all(t.tied_to is None for t in loose.tensors)
+
+
+def test_llama_groups_its_keys_and_qwen_has_three_biases() -> None:
+    shapes = {t.name.removeprefix("model.layers.0."): t.shape for t in tiny(entry("llama", kv_heads=2)).tensors}
+    assert shapes["self_attn.k_proj.weight"] == (8, 16)  # 2 of 4 heads of 4
+    assert "self_attn.q_proj.bias" not in shapes
+    names = [
+        t.name for t in tiny(entry("llama", kv_heads=2, bias=True)).tensors if "layers.0" in t.name and "bias" in t.name
+    ]
+    assert [n.split(".")[-2] for n in names] == ["q_proj", "k_proj", "v_proj"]
+
+
+def test_the_math_kernel_keeps_the_scores() -> None:
+    peaks = {
+        a: preset("gpt2", batch=4, seq=512, checkpointing=False, attention=a).peak_non_model_bytes for a in ATTENTION
+    }
+    assert peaks["flash"] == peaks["efficient"]
+    scores = 4 * 12 * 512 * 512 * 4  # batch, heads, s^2, fp32
+    assert peaks["math"] - peaks["flash"] >= 12 * scores
+
+
+def test_four_moments_a_layer_each_way() -> None:
+    w = preset("12B", batch=1, seq=128)  # 60 layers: 4 FWD, 4 recompute, 4 BWD
+    count = {p: sum(m.phase is p for m in w.moments) for p in Phase}
+    assert count[Phase.RECOMPUTE] == 240
+    assert len(w.moments) == 12 * 60 + 11
+    assert [m.name for m in w.moments][-2:] == ["backward-end", "step"]
+    assert w.moments[0].name == "begin:<root>"
+
+
+def test_micro_batches_repeat_the_first() -> None:
+    one, four = preset("1B", batch=2, seq=64), preset("1B", batch=2, seq=64, micro_batches=4)
+    assert len(four.moments) == 4 * (len(one.moments) - 1) + 1
+    assert four.flops == 4 * one.flops
+    assert four.tokens == 512
+
+
+def test_a_sequence_left_out_is_all_positions() -> None:
+    assert preset("gpt2", batch=1).sequence == 1024
+    assert preset("vit-b-16", batch=1).sequence == 197
+
+
+def test_names_and_values_a_preset_cannot_have() -> None:
+    with pytest.raises(UnknownName, match=r"unknown model '12b'.*did you mean .*12B"):
+        preset("12b", batch=1)
+    for arguments, words in (
+        ({"batch": 0}, "batch is 0; it must be at least 1"),
+        ({"batch": 1, "seq": 2048}, "sequence is 2048; the model has 1024 positions"),
+        ({"batch": 1, "micro_batches": 0}, "micro_batches is 0"),
+        ({"batch": 1, "dtype": "int8"}, "dtype is 'int8'; known dtypes are fp32, bf16, fp16"),
+        ({"batch": 1, "attention": "eager"}, "attention is 'eager'; known kernels are flash"),
+    ):
+        with pytest.raises(ModelError, match=f"model gpt2: {words}"):
+            preset("gpt2", **arguments)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="sequence is 100; an image of this model is 197 tokens"):
+        preset("vit-b-16", batch=1, seq=100)
