@@ -1,0 +1,87 @@
+"""Batches to train on: real text as bytes, cut into sequences.
+
+A byte is a token (0..255), so every language model with a vocabulary of at least 256 can read any folder. The default
+folder is the Python standard library's own source, which every machine has. Knows no plan and no device.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pstar_sim.errors import ModelError
+
+__all__ = ["ByteText", "batches_like", "open_data"]
+
+_SUFFIXES = (".py", ".txt", ".md", ".rst", ".json", ".html", ".csv", ".c", ".h", ".tex")
+_READ_AT_MOST_BYTES = 8_000_000
+
+
+@dataclass(frozen=True)
+class ByteText:
+    """A folder's text as one run of bytes (uint8, shape [n])."""
+
+    folder: Path
+    bytes: torch.Tensor
+
+    @classmethod
+    def read(cls, folder: Path) -> ByteText:
+        """Read the folder's text files in name order, up to 8 MB. Raises ModelError if there is no folder or no text."""
+        if not folder.is_dir():
+            raise ModelError(
+                f"text folder {str(folder)!r} is not a folder; give --data text:FOLDER one that holds text files"
+            )
+        parts: list[bytes] = []
+        size = 0
+        for file in sorted(p for p in folder.rglob("*") if p.suffix in _SUFFIXES and p.is_file()):
+            content = file.read_bytes()
+            parts.append(content)
+            size += len(content)
+            if size >= _READ_AT_MOST_BYTES:
+                break
+        if size < 2:
+            raise ModelError(f"text folder {str(folder)!r} holds no text ({', '.join(_SUFFIXES)})")
+        return cls(folder, torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8))
+
+    def windows(self, *, batch: int, sequence: int, seed: int) -> Iterator[torch.Tensor]:
+        """Endless int64 tensors [batch, sequence], windows drawn with the seed."""
+        if len(self.bytes) <= sequence:
+            raise ModelError(
+                f"text in {str(self.folder)!r} is {len(self.bytes)} bytes, shorter than one sequence of {sequence}"
+            )
+        draw = torch.Generator().manual_seed(seed)
+        span = torch.arange(sequence)
+        while True:
+            starts = torch.randint(0, len(self.bytes) - sequence, (batch, 1), generator=draw)
+            yield self.bytes[starts + span].long()
+
+
+def open_data(spec: str | None) -> ByteText:
+    """The corpus of "text:FOLDER", or the standard library's source for None."""
+    if spec is None:
+        return ByteText.read(Path(sysconfig.get_paths()["stdlib"]))
+    kind, colon, where = spec.partition(":")
+    if kind != "text" or not colon or not where:
+        raise ModelError(f"--data {spec!r} is not known; write text:FOLDER, a folder of text files")
+    return ByteText.read(Path(where).expanduser())
+
+
+def batches_like(example: Any, text: ByteText, *, vocabulary: int | None, seed: int) -> Iterator[Any]:
+    """Endless batches shaped as `example`: a dict with integer "input_ids" [batch, sequence] gets text (and labels, if it
+    has them); any other example (images, a module's own tuple) is repeated as it is, because text means nothing to it."""
+    if not isinstance(example, Mapping) or "input_ids" not in example:
+        while True:
+            yield example
+    if vocabulary is not None and vocabulary < 256:
+        raise ModelError(f"the model's vocabulary is {vocabulary}; byte-level text needs at least 256 tokens")
+    rows, columns = example["input_ids"].shape
+    for tokens in text.windows(batch=rows, sequence=columns, seed=seed):
+        made = {**example, "input_ids": tokens}
+        if "labels" in example and example["labels"].shape == tokens.shape:
+            made["labels"] = tokens
+        yield made

@@ -1,0 +1,69 @@
+"""The training loop that `pstar run`, the demo and the benchmarks use: the user's own loop, written out once.
+
+The same function trains under the executor and in plain PyTorch, so that the two are compared on equal terms.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from executor.models import forward_loss
+from pstar_sim.errors import ModelError
+
+__all__ = ["StepReport", "train", "train_step"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One optimizer step: its number (from 0), mean loss over the micro-batches, seconds of wall time."""
+
+    step: int
+    loss: float
+    time_s: float
+
+
+def train_step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Any], micro_batches: int
+) -> float:
+    """One step of the usual loop: every micro-batch forward and backward, then step and zero_grad. Returns the mean loss."""
+    total = 0.0
+    for _ in range(micro_batches):
+        loss = forward_loss(model, next(batches)) / micro_batches
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += float(loss.detach())
+    optimizer.step()
+    optimizer.zero_grad()
+    return total
+
+
+def train(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterator[Any],
+    *,
+    steps: int,
+    micro_batches: int,
+    on_step: Callable[[StepReport], None] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[StepReport]:
+    """Train for `steps` optimizer steps. Raises ModelError when a loss is not finite, before another step is taken."""
+    reports: list[StepReport] = []
+    for step in range(steps):
+        start_s = clock()
+        loss = train_step(model, optimizer, batches, micro_batches)
+        report = StepReport(step, loss, clock() - start_s)
+        if not math.isfinite(loss):
+            raise ModelError(
+                f"the loss is {loss} at step {step}; lower the learning rate (--lr), clip gradients (--clip) "
+                "or use fp32, and start again from the last good state"
+            )
+        reports.append(report)
+        if on_step is not None:
+            on_step(report)
+    return reports
