@@ -36,7 +36,7 @@ def chain_workload(
     dtype: str = "bf16",
     forward_s: float | None = None,
 ) -> Workload:
-    """A chain of equal layers: a moment each FWD, one each BWD (with checkpointing a RECOMPUTE one before it), the step.
+    """A chain of equal layers: a moment each FWD, one each BWD (checkpointing: a RECOMPUTE one before it), the step.
 
     params_per_layer is spread over `tensors_per_layer` equal tensors of shape (n,), all read in each moment of their
     layer; every gradient arrives in the layer's BWD moment. flops: of one FWD or RECOMPUTE moment (BWD twice that, the

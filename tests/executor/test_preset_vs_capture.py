@@ -74,3 +74,11 @@ def test_a_small_llama_with_grouped_keys_and_its_own_head(tmp_path: Path, dtype:
         tied=False, params=captured.params, source="test",
     )  # fmt: skip
     assert_alike(workload_of(entry, batch=2, sequence=128, dtype=dtype, checkpointing=checkpointing), captured)
+
+
+def test_the_math_kernel_is_modelled_roughly() -> None:
+    shape = preset("gpt2", batch=2, seq=512, checkpointing=False, attention="math")
+    captured = capture("gpt2", batch=2, sequence=512, dtype="bf16", checkpointing=False, attention="math")
+    assert shape.attention == captured.attention == "math"
+    assert shape.flops == captured.flops
+    assert shape.peak_non_model_bytes == pytest.approx(captured.peak_non_model_bytes, rel=0.1)
