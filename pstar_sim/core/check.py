@@ -621,6 +621,15 @@ class _Walk:
             gradient = self.content.get(key)
             if gradient is not None and gradient.version == k:
                 found |= gradient.marks
+        if place is Place.HOST and self.plan.settings.clip and self.plan.workload.micro_batches > 1:
+            total = self.content.get((chunk, "grad32", place))
+            added = total.marks if total is not None and total.version == k else set()
+            if found - added:
+                u, t = min(found - added)
+                raise PlanError(
+                    f"{_label(step)}: the norm misses the gradient of {self._name(t)} of micro-batch {u}; with "
+                    "clipping and several micro-batches a cpu_add adds each gradient before any Adam"
+                )
         missing = self.expected[chunk] - found
         if missing:
             u, t = min(missing)

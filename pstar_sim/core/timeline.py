@@ -82,7 +82,9 @@ class Timeline:
     budget_bytes: dict[str, int] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return f"<Timeline {self.label or 'of a plan'}, {self.source}: {self.iteration_s:.6g} s, {len(self.spans)} spans>"
+        return (
+            f"<Timeline {self.label or 'of a plan'}, {self.source}: {self.iteration_s:.6g} s, {len(self.spans)} spans>"
+        )
 
     def to_frame(self) -> pandas.DataFrame:
         """A row a span, in the order they are kept: the fields of `Span`; a missing chunk or moment is <NA>."""
