@@ -29,6 +29,9 @@ from pstar_sim.workload.workload import Workload
 __all__ = ["static_partition", "tide"]
 
 LEAD_CHUNKS = 2  # room that fetches ahead leave to urgent ones
+AS_GOOD = 2e-4  # relative difference of two predicted times that is not worth a byte
+CLOSE_TO_BOUND = 2e-3  # so close to the closed form no other number of pins is tried
+LINGER_COPIES = 2  # how many copies long a gradient is expected to stay after it is final
 
 
 def tide(workload: Workload, machine: Machine, settings: Settings) -> Plan:
@@ -40,6 +43,13 @@ def tide(workload: Workload, machine: Machine, settings: Settings) -> Plan:
 def static_partition(workload: Workload, machine: Machine, settings: Settings) -> Plan:
     """Capacity = budget - the highest non-model bytes of any moment, in every moment. Raises DoesNotFit like `tide`."""
     return _Asynchronous("static_partition", workload, machine, settings).plan()
+
+
+def _fastest(attempts: Sequence[_Attempt]) -> _Attempt:
+    """The attempt with the shortest iteration; among those as good as that, the one that copies and pins least."""
+    shortest = min(a.outcome.iteration_s for a in attempts)
+    good = [a for a in attempts if a.outcome.iteration_s <= shortest * (1 + AS_GOOD)]
+    return min(good, key=lambda a: (a.fetched_bytes, a.pins))
 
 
 @dataclass(slots=True)
@@ -108,6 +118,67 @@ class _Asynchronous:
 
     def plan(self) -> Plan:
         self._check_gpu(frozenset())
+        best, most, bound_s = self._scan()
+        attempts = self._search(best, most, bound_s)
+        allowed = attempts
+        if self.several and self.name == "tide":
+            # [Note: no more bytes than static] Low tide gives room for more pins, each worth a little time and many
+            # copies. With several micro-batches tide spends it on copies first: it moves no more bytes to the GPU
+            # than the static partition would, and is the fastest of what is left.
+            rival = self._rival()
+            if rival is not None:
+                for p in range(rival.pins, min(most, rival.pins + 2) + 1):
+                    if p not in {a.pins for a in attempts}:
+                        attempts.append(self._attempt(p))
+                    if next(a for a in attempts if a.pins == p).fetched_bytes > rival.fetched_bytes:
+                        break
+                allowed = [a for a in attempts if a.fetched_bytes <= rival.fetched_bytes] or attempts
+        chosen = _fastest(allowed)
+        return self._emit(chosen, attempts, most, bound_s)
+
+    def _search(self, best: int, most: int, bound_s: float) -> list[_Attempt]:
+        """Attempts: the closed form's number of pins, none, all; its neighbours if the event loop stays behind the
+        closed form. Raises DoesNotFit if the host has no room for what is not pinned."""
+        attempts: dict[int, _Attempt] = {}
+        error: DoesNotFit | None = None
+
+        def attempt(p: int) -> None:
+            nonlocal error
+            if not 0 <= p <= most or p in attempts:
+                return
+            try:
+                self._check_host(p)
+            except DoesNotFit as reason:
+                error = error or reason
+                return
+            attempts[p] = self._attempt(p)
+
+        attempt(best)
+        if most == len(self.candidates):
+            attempt(most)
+        attempt(0)
+        if not attempts or min(a.outcome.iteration_s for a in attempts.values()) > bound_s * (1 + CLOSE_TO_BOUND):
+            for step in (1, 2, 3, 4):
+                attempt(best - step)
+                attempt(best + step)
+        if not attempts:
+            attempt(most)
+        if not attempts:
+            assert error is not None
+            raise error
+        return list(attempts.values())
+
+    def _rival(self) -> _Attempt | None:
+        """What static_partition would choose here; None if it does not fit."""
+        other = _Asynchronous("static_partition", self.workload, self.machine, self.settings)
+        try:
+            other._check_gpu(frozenset())
+            return _fastest(other._search(*other._scan()))
+        except DoesNotFit:
+            return None
+
+    def _scan(self) -> tuple[int, int, float]:
+        """(best number of pins by the closed form, the most that fit, the closed form's seconds at the best)."""
         budget = self.machine.gpu_budget_bytes
         room = [budget - self.small_bytes - block.tide_bytes - sum(self._gradients(n)) for n, block in enumerate(self.blocks)]
         position = {c: n for n, c in enumerate(self.candidates)}
@@ -120,28 +191,8 @@ class _Asynchronous:
             [left - beside for left, beside in zip(room, fixed)],
         )
         bounds = iteration_bounds(self._pin_facts(min(room)), most)
-        best = int(bounds.argmin()) if len(bounds) else 0
-        wanted = sorted({0, most if most == len(self.candidates) else best, *(best + d for d in (-4, -2, -1, 0, 1, 2, 4))})
-        attempts: list[_Attempt] = []
-        host_error: DoesNotFit | None = None
-        for p in wanted:
-            if not 0 <= p <= most:
-                continue
-            try:
-                self._check_host(p)
-            except DoesNotFit as error:
-                host_error = error
-                continue
-            attempts.append(self._attempt(p))
-        if not attempts:
-            try:
-                self._check_host(most)
-                attempts.append(self._attempt(most))
-            except DoesNotFit:
-                assert host_error is not None
-                raise host_error from None
-        chosen = min(attempts, key=lambda a: (round(a.outcome.iteration_s, 9), a.fetched_bytes, a.pins))
-        return self._emit(chosen, attempts, most, float(bounds[best]) if len(bounds) else 0.0)
+        best = int(bounds.argmin())
+        return best, most, float(bounds[best])
 
     def _pin_facts(self, room_bytes: int) -> PinFacts:
         uses, cost, order = self.uses, self.cost, self.candidates
@@ -232,10 +283,10 @@ class _Asynchronous:
 
     # One attempt: which ops there are for p pinned chunks, and how they play.
 
-    def _attempt(self, pins: int) -> _Attempt:
+    def _attempt(self, pins: int, spare: int = 0) -> _Attempt:
         self._pinned = pinned = frozenset(self.candidates[:pins])
         try:
-            program, what, kept, fetched = self._program(pinned)
+            program, what, kept, fetched = self._program(pinned, spare * self.builder.layout.chunk_bytes)
         finally:
             self._pinned = frozenset()
         outcome = run(program)
@@ -244,7 +295,7 @@ class _Asynchronous:
             raise AssertionError(f"{self.name}: {what[op]} wants {wanted} bytes of the {place}, {free} are free")
         return _Attempt(pins, program, what, kept, outcome, fetched)
 
-    def _program(self, pinned: frozenset[int]) -> tuple[Program, list[_What], set[Gap], int]:
+    def _program(self, pinned: frozenset[int], spare_bytes: int) -> tuple[Program, list[_What], set[Gap], int]:
         b, uses, cost, blocks = self.builder, self.uses, self.cost, self.blocks
         count = len(blocks)
         permanent = self.small_bytes + sum(b.permanent_bytes(c) for c in pinned)
@@ -254,11 +305,13 @@ class _Asynchronous:
         for n, block in enumerate(blocks):
             own = sum(self.sizes[c] for c in block.chunks if c not in pinned)
             room.append(free - block.tide_bytes - own - sum(self._gradients(n)))
+        for n, size in enumerate(self._lingering(pinned)):
+            room[n] -= min(size, max(0, room[n]))
         gaps = [gap for c in moving for gap in gaps_of(c, self.touched[c])]
         for c in moving:  # a clean chunk may also stay over the border
             if not uses.updated(c):
                 gaps.append(Gap(self.touched[c][-1], self.touched[c][0] + count, c))
-        kept = belady(gaps, self.sizes, room)
+        kept = belady(gaps, self.sizes, [left - spare_bytes for left in room] if spare_bytes else room)
         for gap in kept:
             for n in range(gap.start + 1, gap.end):
                 room[n % count] -= self.sizes[gap.chunk]
@@ -413,6 +466,23 @@ class _Asynchronous:
             lead_bytes=LEAD_CHUNKS * self.builder.layout.chunk_bytes,
         )
         return program, what, kept, fetched
+
+    def _lingering(self, pinned: frozenset[int]) -> list[int]:
+        """Bytes at each block that gradients on their way down are expected to take still: LINGER_COPIES copies long.
+        Kept chunks and fetches ahead leave this room, so that the next gradient does not wait for the last one."""
+        blocks = self.blocks
+        rows = [0] * len(blocks)
+        for c in self.candidates:
+            if c in pinned:
+                continue
+            for _, _, last in self.uses.spans[c]:
+                left_s = LINGER_COPIES * self.cost.transfer_s(self.sizes[c], "d2h")
+                n = self.block_of[last] + 1
+                while left_s > 0 and n < len(blocks):
+                    rows[n] += self.sizes[c]
+                    left_s -= blocks[n].seconds
+                    n += 1
+        return rows
 
     def _span(self, chunk: int, number: int) -> tuple[int, int]:
         _, first, last = self.uses.spans[chunk][number]
