@@ -99,13 +99,13 @@ class Comparison:
     planned: Mapping[str, Planned]
 
     def best(self) -> Planned:
-        """The fastest that fits (the first of equals). Raises PlanError with every reason if none does."""
+        """The fastest that fits (the last of equals: simpler policies are listed first). Raises PlanError with every reason if none does."""
         fitting = [row for row in self.rows if row.fits and row.iteration_s is not None]
         if not fitting:
             raise PlanError(
                 f"no policy fits {self.workload.model} on {self.machine.name}: " + "; ".join(str(r.reason) for r in self.rows)
             )
-        return self.planned[min(fitting, key=lambda row: row.iteration_s or 0.0).policy]
+        return self.planned[min(reversed(fitting), key=_pace).policy]
 
     def __getitem__(self, policy: str) -> Planned:
         """The plan of one policy. Raises PlanError if it was not compared or does not fit."""
@@ -180,7 +180,7 @@ def compare(
         row = _figures(name, plan, timeline, bound_s, _barrier_cost(policy, timeline, free))
         planned[name] = Planned(row=row, plan=plan, timeline=timeline)
         rows.append(row)
-    others = [r.policy for r in sorted(rows, key=lambda r: r.iteration_s or 0.0) if r.fits]
+    others = [r.policy for r in sorted(reversed(rows), key=_pace) if r.fits]
     for i, row in enumerate(rows):
         if row.policy in failures:
             policy, error = failures[row.policy]
@@ -241,6 +241,11 @@ def _figures(name: str, plan: Plan, timeline: Timeline, bound_s: float, barrier_
         d2h_bytes=timeline.moved_bytes["d2h"],
         barrier_cost_s=barrier_cost_s,
     )
+
+
+def _pace(row: Row) -> float:
+    """Iteration time to a nanosecond, so that rounding does not decide between equals."""
+    return round(row.iteration_s or 0.0, 9)
 
 
 def _named(policy: str | Policy) -> tuple[str, Policy]:

@@ -75,7 +75,7 @@ def cells(row: Row) -> tuple[str, ...]:
         sized(row.peak_host_bytes),
         sized(row.h2d_bytes),
         sized(row.d2h_bytes),
-        format_s(row.barrier_cost_s) if row.barrier_cost_s is not None else "-",
+        "-" if row.barrier_cost_s is None else format_s(row.barrier_cost_s) if row.barrier_cost_s >= 5e-7 else "0 s",
     )
 
 

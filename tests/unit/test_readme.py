@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -51,3 +52,15 @@ def test_a_terminal_session_prints_what_it_claims(
             shown.pop()
             printed = printed[: len(shown)]
         assert printed == shown
+
+
+def test_the_loop_contract_is_that_of_the_executor() -> None:
+    docstring = ast.get_docstring(ast.parse((ROOT / "executor" / "contract.py").read_text(encoding="utf-8"))) or ""
+    table = "\n".join(line for line in docstring.splitlines() if line.startswith("|"))
+    assert table and f"<!-- contract -->\n\n{table}\n" in README, "run .ci/refresh_readme.py"
+
+
+def test_every_link_of_the_readme_leads_somewhere() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    missing = [link for link in links if "://" not in link and not (ROOT / link).exists()]
+    assert links and not missing
