@@ -32,6 +32,7 @@ from executor.models import (
     build,
     forward_loss,
     map_tensors,
+    quiet,
     unpacked_sequences,
 )
 from executor.moments import MomentRecorder, attention_seen, describe_parameters
@@ -155,6 +156,7 @@ def _run(
                 parameters[index].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         if not (isinstance(inputs, Mapping) and "position_ids" in inputs):
             stack.enter_context(unpacked_sequences())
+        stack.enter_context(quiet("torch._subclasses.fake_tensor"))  # it logs what it raises
         with _readable_failures(name, module, live), mode, live, attention_kernel(attention), torch.enable_grad():
             loss(module, inputs).backward()  # type: ignore[no-untyped-call]
             clock.step()

@@ -36,11 +36,21 @@ def _flash_cpu_backward_flops(
     return int(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
 
 
-# torch's registry knows the CUDA attention kernels only; the CPU ones do the same arithmetic.
+def _grouped_flops(a: Any, b: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    """Routed experts: rows (2-d by 3-d) or columns (3-d by 2-d) belong to one group; of 2-d by 2-d the inner extent."""
+    if a.dim() == 2:
+        rows, inner, columns = a.shape[0], a.shape[1], b.shape[-1]
+        return int(2 * rows * inner * columns)
+    groups = a.shape[0] if b.dim() == 3 else 1
+    return int(2 * groups * a.shape[1] * a.shape[2] * b.shape[-1])
+
+
+# torch's registry knows the CUDA attention kernels only (the CPU ones do the same arithmetic), and no grouped products.
 _FLOPS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     aten._scaled_dot_product_flash_attention_for_cpu: _flash_cpu_flops,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_cpu_backward_flops,
+    aten._grouped_mm: _grouped_flops,
 }
 # Return (part of) an input's storage although their schema does not say so, or only reserve memory.
 _NO_TRAFFIC = frozenset(

@@ -32,6 +32,7 @@ __all__ = [
     "build",
     "forward_loss",
     "map_tensors",
+    "quiet",
     "unpacked_sequences",
 ]
 
@@ -183,7 +184,13 @@ def _flash(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: f
     if query.device.type == "cpu":
         dropout_p = 0.0
     attend = torch.nn.functional.scaled_dot_product_attention
-    return attend(query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, **options)
+    try:
+        return attend(query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, **options)
+    except RuntimeError as error:
+        if "No available kernel" not in str(error):
+            raise
+        why = "its mask needs a gradient" if attn_mask is not None and attn_mask.requires_grad else _one_line(error)
+        raise ModelError(f"the flash kernel cannot run this attention ({why}); ask for attention 'math'") from error
 
 
 def _efficient(
@@ -294,11 +301,12 @@ def _hf_config(spec: str) -> tuple[Any, str | None]:
             raise ModelError(f"{spec}: {_one_line(error)}") from error
     else:
         try:
-            config = transformers.AutoConfig.from_pretrained(what, trust_remote_code=False)
+            with quiet("huggingface_hub"):  # tells of each of its retries
+                config = transformers.AutoConfig.from_pretrained(what, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ModelError(
                 f"{spec}: the configuration of {what!r} cannot be fetched (offline, or no such model); "
-                f"download its config.json and give hf:FILE. {_one_line(error)}"
+                f"download its config.json and give hf:FILE ({_one_line(error).split('. ')[0]})"
             ) from error
     architectures = getattr(config, "architectures", None) or [None]
     return config, architectures[0]
@@ -355,6 +363,8 @@ def _from_config(
     device: str,
 ) -> BuiltModel:
     cls = _model_class(spec, config, architecture)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
     with contextlib.ExitStack() as stack:
         if device == "meta":
             stack.enter_context(torch.device("meta"))
@@ -364,8 +374,6 @@ def _from_config(
             raise ModelError(f"{spec}: transformers cannot build {cls.__name__}: {_one_line(error)}") from error
     if cls.__name__.endswith("LMHeadModel") and model.loss_type is None:
         model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning
-    if hasattr(model.config, "use_cache"):
-        model.config.use_cache = False
     if checkpointing:
         _enable_checkpointing(spec, model)
     model.train()
@@ -447,6 +455,20 @@ def _enable_checkpointing(spec: str, model: nn.Module) -> None:
         enable(**{options: {"use_reentrant": False}})
     except ValueError as error:
         raise ModelError(f"{spec}: {_one_line(error)}; give --no-checkpointing") from error
+
+
+@contextlib.contextmanager
+def quiet(logger: str) -> Iterator[None]:
+    """Inside, only critical messages of that logger and those below it."""
+    import logging
+
+    named = logging.getLogger(logger)
+    before = named.level
+    named.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        named.setLevel(before)
 
 
 def _rotary(config: Any) -> bool:

@@ -405,3 +405,34 @@ def test_recorder_leaves_stalls_out() -> None:
     w = recorder.workload(model="m", batch=1, sequence=1, source="recorded", recorded_on="here")
     assert [m.duration_s for m in w.moments] == [2.0, 0.5]
     assert replace(w, notes="x").recorded_on == "here"
+
+
+def test_peak_with_gradients_in_place_equals_that_of_torch_memory_tracker() -> None:
+    """Wide layers on few rows: the peak lies in the backward, where the gradients are most of it."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    from executor.capture import fake_module
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x).square().mean()
+
+    model, batch = Wide(), torch.zeros(8, 256)
+    gradients = 4 * (256 * 256 + 256) * FP32
+    kept = capture_module(model, batch, name="wide", keep_gradients=True)
+    taken = capture_module(model, batch, name="wide")
+    assert kept.peak_non_model_bytes > gradients > 2 * taken.peak_non_model_bytes
+    mode, tracker = FakeTensorMode(allow_non_fake_inputs=True), MemTracker()
+    with fake_module(model, batch, mode) as inputs, mode:
+        tracker.track_external(model)
+        with tracker:
+            forward_loss(model, inputs).backward()
+        (row,) = tracker.get_tracker_snapshot("peak").values()
+    beside = {str(kind): size for kind, size in row.items()}
+    theirs = beside["Total"] - sum(size for kind, size in beside.items() if kind.endswith(("Parameter", "PARAM")))
+    assert kept.peak_non_model_bytes == pytest.approx(theirs, rel=0.02)

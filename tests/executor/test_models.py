@@ -172,3 +172,34 @@ def test_batches_go_in_and_losses_come_out() -> None:
             assert float(forward_loss(Echo(wrap), batch).detach()) == 3.0
     with pytest.raises(ModelError, match="a tuple of 1, in which there is no loss"):
         forward_loss(Echo(lambda loss: (x,)), x)
+
+
+def test_routed_experts_count_the_experts_a_token_goes_to(tmp_path: Path) -> None:
+    """Mixtral: 32 tokens, 2 of 4 experts each, three products of 32 x 64 in an expert, forward and twice backward."""
+    values = {"model_type": "mixtral", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+              "num_key_value_heads": 4, "intermediate_size": 64, "vocab_size": 96, "num_local_experts": 4,
+              "num_experts_per_tok": 2, "tie_word_embeddings": False}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    w = capture(f"hf:{tmp_path}", batch=1, sequence=32, dtype="bf16")
+    experts = 3 * 2 * 32 * 2 * (3 * 32 * 64)
+    others = 3 * 2 * 32 * (4 * 32 * 32 + 32 * 4 + 32 * 96)  # q, k, v, o; router; head
+    attention = (2 + 5) * 2 * 32 * 32 * 32  # two products forward, five in flash's backward
+    assert w.flops == experts + others + attention
+
+
+def test_routed_experts_in_fp32_have_no_fake_kernel(tmp_path: Path) -> None:
+    values = {"model_type": "mixtral", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+              "num_key_value_heads": 4, "intermediate_size": 64, "vocab_size": 96, "num_local_experts": 4}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ModelError, match=r"module 'model\.layers\.0\.mlp\.experts'.*_grouped_mm"):
+        capture(f"hf:{tmp_path}", batch=1, sequence=32, dtype="fp32")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns of why each kernel is not used
+def test_flash_asked_for_where_it_cannot_run(tmp_path: Path) -> None:
+    values = {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4,
+              "vocab_size": 96, "decoder_start_token_id": 0, "pad_token_id": 0}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert capture(f"hf:{tmp_path}", batch=1, sequence=16, dtype="bf16").attention == "math"
+    with pytest.raises(ModelError, match="its mask needs a gradient.*'math'"):
+        capture(f"hf:{tmp_path}", batch=1, sequence=16, dtype="bf16", attention="flash")
