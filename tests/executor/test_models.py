@@ -201,5 +201,5 @@ def test_flash_asked_for_where_it_cannot_run(tmp_path: Path) -> None:
               "vocab_size": 96, "decoder_start_token_id": 0, "pad_token_id": 0}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert capture(f"hf:{tmp_path}", batch=1, sequence=16, dtype="bf16").attention == "math"
-    with pytest.raises(ModelError, match="its mask needs a gradient.*'math'"):
+    with pytest.raises(ModelError, match=r"its mask needs a gradient.*'math'"):
         capture(f"hf:{tmp_path}", batch=1, sequence=16, dtype="bf16", attention="flash")
