@@ -23,9 +23,12 @@ __all__ = [
     "Effect",
     "Move",
     "category_of",
+    "final_gradients",
     "frees",
     "gradient_list",
     "held_at_cut",
+    "name_of",
+    "needed",
     "resolve",
     "takes",
     "tide_at_cut",
@@ -278,6 +281,19 @@ def gradient_list(plan: Plan) -> dict[tuple[int, int], str]:
         for i, batch in enumerate(mine):
             target[chunk, batch] = where if i < count else "param"
     return target
+
+
+def final_gradients(workload: Workload) -> list[tuple[int, ...]]:
+    """Tensors whose gradient becomes final for its micro-batch in each moment: at its last firing there. Before that
+    a gradient that fires several times is non-model data."""
+    last: dict[tuple[int, int], int] = {}
+    for m, tensors in enumerate(workload.gradients):
+        for t in tensors:
+            last[workload.moments[m].micro_batch, t] = m
+    finals: list[list[int]] = [[] for _ in workload.moments]
+    for (_, t), m in last.items():
+        finals[m].append(t)
+    return [tuple(sorted(row)) for row in finals]
 
 
 def needed(layout: Layout, workload: Workload) -> list[tuple[int, ...]]:

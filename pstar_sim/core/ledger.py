@@ -13,6 +13,7 @@ from pstar_sim.core.effects import (
     CATEGORIES,
     NON_MODEL,
     category_of,
+    final_gradients,
     frees,
     gradient_list,
     takes,
@@ -76,7 +77,7 @@ class Ledger:
         chunk_of = plan.layout.chunk_of
         target = gradient_list(plan)
         uses: list[tuple[tuple[int, str], ...]] = []
-        for moment, reads, gradients in zip(w.moments, w.reads, w.gradients):
+        for moment, reads, gradients in zip(w.moments, w.reads, final_gradients(w)):
             used = {(chunk_of[t], "param") for t in reads}
             used |= {(chunk_of[t], target[chunk_of[t], moment.micro_batch]) for t in gradients}
             uses.append(tuple(sorted(used)))

@@ -1,0 +1,381 @@
+"""The checker against brute force and against random timings.
+
+What the checker accepts is run in random legal interleavings by an interpreter written here, which moves values: a
+parameter is the number of its updates, a gradient says whose it is. And the worst case the checker computes as a
+minimum cut is held against enumeration of every state that any legal interleaving can reach.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+
+from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
+from pstar_sim.core.check import _closure, check_plan
+from pstar_sim.core.effects import NON_MODEL, gradient_list, held_at_cut, resolve
+from pstar_sim.core.ledger import Ledger
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.step import Kind, Place, Step
+from pstar_sim.errors import DoesNotFit, PlanError
+from pstar_sim.policy.registry import policies
+from pstar_sim.testing import chain_workload, random_workload
+from pstar_sim.workload.workload import Workload
+
+GPU, HOST = Place.GPU, Place.HOST
+SETTINGS = (Settings(), Settings(clip=False), Settings(clip=False, update="eager"))
+
+
+def machine(gpu_bytes: int) -> Machine:
+    rates = {"bf16": 1e13, "fp16": 1e13, "fp32": 1e13}
+    gpu = Gpu(
+        name="gpu",
+        memory_bytes=gpu_bytes,
+        usable_bytes=gpu_bytes,
+        context_bytes=0,
+        hbm_bytes_per_s=1e12,
+        flops_per_s=rates,
+        measured=False,
+        source="made up",
+    )
+    link = Link(
+        name="link",
+        h2d_bytes_per_s=1e9,
+        d2h_bytes_per_s=1e9,
+        latency_s=0.0,
+        duplex=True,
+        measured=False,
+        source="made up",
+    )
+    host = Host(
+        name="host",
+        memory_bytes=10**10,
+        reserved_bytes=0,
+        dram_bytes_per_s=1e10,
+        cores=2,
+        adam_params_per_s=1e9,
+        measured=False,
+        source="made up",
+    )
+    return Machine(name="made up", ranks=(Rank(gpu=gpu, link=link),), host=host)
+
+
+def plans(workload: Workload, settings: Settings, share: float) -> Iterator[Plan]:
+    """What each policy makes of it, with room for the tide and `share` of the working lists."""
+    m = machine(workload.peak_non_model_bytes + int(share * workload.params * 2))
+    for policy in policies().values():
+        try:
+            yield policy(workload, m, settings)
+        except DoesNotFit:
+            continue
+
+
+# A legal interleaving, event by event.
+
+
+@dataclass
+class Playing:
+    """Which steps may start, and which run, in `iterations` iterations."""
+
+    plan: Plan
+    iterations: int
+
+    def __post_init__(self) -> None:
+        self.queues: dict[str, list[Step]] = {}
+        for step in self.plan.steps:
+            self.queues.setdefault(step.queue, []).append(step)
+        self.ended = dict.fromkeys(self.queues, 0)
+        self.running: dict[str, tuple[Step, int]] = {}
+        self.done: set[tuple[int, int]] = set()
+
+    def choices(self) -> list[tuple[str, bool]]:
+        """(queue, whether its running step may end; else its next may start)."""
+        found = []
+        for queue, steps in self.queues.items():
+            if queue in self.running:
+                found.append((queue, True))
+                continue
+            k, i = divmod(self.ended[queue], len(steps))
+            if k < self.iterations and all((r.id, k - r.back) in self.done or r.back > k for r in steps[i].after):
+                found.append((queue, False))
+        return found
+
+    def go(self, queue: str, ending: bool) -> tuple[Step, int]:
+        if ending:
+            step, k = self.running.pop(queue)
+            self.ended[queue] += 1
+            self.done.add((step.id, k))
+            return step, k
+        k, i = divmod(self.ended[queue], len(self.queues[queue]))
+        self.running[queue] = self.queues[queue][i], k
+        return self.queues[queue][i], k
+
+
+class Values:
+    """What every list says: {tensor: ("param", updates) or ("grad", iteration, micro-batches)}."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        w = plan.workload
+        self.tensors = [[s.tensor for s in c.slots] for c in plan.layout.chunks]
+        self.has_gradient = {t for row in w.gradients for t in row}
+        self.chunk_of = plan.layout.chunk_of
+        self.trained = {self.chunk_of[t] for t in self.has_gradient}
+        self.held: dict[tuple[int, str, Place], dict[int, object]] = {}
+        for r in plan.initial:
+            fresh = r.list not in ("grad", "grad32")
+            self.held[r.chunk, r.list, r.place] = dict.fromkeys(self.tensors[r.chunk], ("param", 0)) if fresh else {}
+        self.target = gradient_list(plan)
+        self.last: dict[tuple[int, int], int] = {}
+        self.batches: dict[int, set[int]] = {}
+        for m, row in enumerate(w.gradients):
+            for t in row:
+                self.last[w.moments[m].micro_batch, t] = m
+                self.batches.setdefault(t, set()).add(w.moments[m].micro_batch)
+
+    def start(self, step: Step, k: int) -> None:
+        c = step.chunk
+        if step.kind is Kind.COMPUTE:
+            self._read(step, k)
+        elif step.kind is Kind.ALLOC:
+            assert (c, step.list, step.place) not in self.held
+            self.held[c, step.list, step.place] = {}
+        elif step.kind in (Kind.FETCH, Kind.WRITEBACK):
+            there, here = (HOST, GPU) if step.kind is Kind.FETCH else (GPU, HOST)
+            assert (c, step.list, there) in self.held
+            self.held[c, step.list, here] = {}  # half written: worth nothing
+        elif step.kind is Kind.CPU_ADD:
+            self.held.setdefault((c, "grad32", HOST), {})
+
+    def end(self, step: Step, k: int) -> None:
+        c = step.chunk
+        if step.kind is Kind.COMPUTE:
+            self._read(step, k)  # still there, still the same
+            self._gradients(step, k)
+        elif step.kind in (Kind.FREE, Kind.DROP):
+            del self.held[c, step.list, GPU if step.kind is Kind.DROP else step.place]
+        elif step.kind in (Kind.FETCH, Kind.WRITEBACK):
+            there, here = (HOST, GPU) if step.kind is Kind.FETCH else (GPU, HOST)
+            self.held[c, step.list, here] = dict(self.held[c, step.list, there])
+        elif step.kind is Kind.CPU_ADD:
+            self._add(c, step.list, k)
+        elif step.kind in (Kind.CPU_ADAM, Kind.GPU_ADAM):
+            self._adam(c, HOST if step.kind is Kind.CPU_ADAM else GPU, k)
+
+    def _read(self, step: Step, k: int) -> None:
+        for t in self.plan.workload.reads[step.moment]:
+            c = self.chunk_of[t]
+            assert self.held[c, "param", GPU].get(t) == ("param", k if c in self.trained else 0), (step, k, t)
+
+    def _gradients(self, step: Step, k: int) -> None:
+        u = self.plan.workload.moments[step.moment].micro_batch
+        for t in self.plan.workload.gradients[step.moment]:
+            if self.last[u, t] != step.moment:
+                continue
+            c = self.chunk_of[t]
+            where = self.held[c, self.target[c, u], GPU]
+            old = where.get(t)
+            sums = self.target[c, u] == "grad32" and old is not None and old[:2] == ("grad", k)
+            where[t] = ("grad", k, (old[2] if sums else frozenset()) | {u})
+
+    def _add(self, c: int, list_name: str | None, k: int) -> None:
+        source, total = self.held[c, list_name, HOST], self.held[c, "grad32", HOST]
+        for t, value in source.items():
+            if value[0] == "grad":
+                assert value[1] == k
+                old = total.get(t)
+                had = old[2] if old is not None and old[1] == k else frozenset()
+                assert not had & value[2]
+                total[t] = ("grad", k, had | value[2])
+        if list_name == "grad":
+            del self.held[c, "grad", HOST]
+
+    def _adam(self, c: int, place: Place, k: int) -> None:
+        for t in self.tensors[c]:
+            if t not in self.has_gradient:
+                continue
+            found: set[int] = set()
+            for name in ("grad32", "grad", "param"):
+                value = self.held.get((c, name, place), {}).get(t)
+                if value is not None and value[:2] == ("grad", k):
+                    found |= value[2]
+            assert found == self.batches[t], (c, place, k, t)
+        for name in self.plan.layout.state_lists:
+            states = self.held[c, name, place]
+            assert all(states[t] == ("param", k) for t in self.tensors[c])
+            self.held[c, name, place] = dict.fromkeys(self.tensors[c], ("param", k + 1))
+        self.held[c, "param", place] = dict.fromkeys(self.tensors[c], ("param", k + 1))
+
+
+def play(plan: Plan, rng: random.Random) -> dict[Place, int]:
+    """Three iterations in a random legal interleaving; the peak of each place. AssertionError, KeyError or PlanError
+    where anything is wrong."""
+    playing, values, ledger = Playing(plan, 3), Values(plan), Ledger.for_plan(plan)
+    bias = {queue: rng.random() ** 2 for queue in playing.queues}  # some queues are slow
+    while choices := playing.choices():
+        queue, ending = rng.choices(choices, [bias[q] + 1e-3 for q, _ in choices])[0]
+        step, k = playing.go(queue, ending)
+        if ending:
+            values.end(step, k)
+            ledger.apply_end(step)
+        else:
+            values.start(step, k)
+            ledger.apply_start(step)
+    assert len(playing.done) == 3 * len(plan.steps), "a deadlock"
+    assert set(ledger.residents()) == {r for r in plan.initial if r.chunk >= 0}
+    return ledger.peak_bytes
+
+
+def enumerate_peaks(plan: Plan, most_states: int) -> dict[Place, int] | None:
+    """The most each place can hold, over all states that two iterations can reach; None if there are too many."""
+    effects = resolve(plan)
+    queues: dict[str, list[Step]] = {}
+    for step in plan.steps:
+        queues.setdefault(step.queue, []).append(step)
+    names = list(queues)
+    where = {s.id: (names.index(q), i) for q, steps in queues.items() for i, s in enumerate(steps)}
+    lengths = [len(queues[q]) for q in names]
+    held = {place: sum(n for (p, _), n in held_at_cut(plan).items() if p is place) for place in (GPU, HOST)}
+    start = (0,) * len(names)  # per queue: events so far; even: idle, odd: a step runs
+    seen: dict[tuple[int, ...], tuple[int, int]] = {start: (held[GPU], held[HOST])}
+    heap = [start]
+    while heap:
+        state = heap.pop()
+        for q, name in enumerate(names):
+            k, i = divmod(state[q] // 2, lengths[q])
+            if k == 2:
+                continue
+            step = queues[name][i]
+            gpu, host = seen[state]
+            if state[q] % 2 == 0:
+                need = [(where[r.id], k - r.back) for r in step.after if r.back <= k]
+                if any(state[p] < 2 * (back * lengths[p] + j + 1) for (p, j), back in need):
+                    continue
+                move, sign = effects[step.id].take, 1
+            else:
+                move, sign = effects[step.id].free, -1
+            if move is not None:
+                gpu, host = (gpu + sign * move.bytes, host) if move.place is GPU else (gpu, host + sign * move.bytes)
+            then = (*state[:q], state[q] + 1, *state[q + 1 :])
+            if then not in seen:
+                seen[then] = (gpu, host)
+                heap.append(then)
+                if len(seen) > most_states:
+                    return None
+    return {GPU: max(g for g, _ in seen.values()), HOST: max(h for _, h in seen.values())}
+
+
+def test_the_worst_case_equals_enumeration():
+    compared = tight = 0
+    for seed in range(25):
+        rng = random.Random(seed)
+        layers = rng.randint(1, 3)
+        tide = [rng.randint(0, 5_000) for _ in range(2 * layers + 1)]
+        w = chain_workload(layers, 1024, tide_bytes=tide)
+        settings = replace(rng.choice(SETTINGS), chunk_bytes=2048)
+        for plan in plans(w, settings, rng.choice([0.7, 1.0, 1.5, 2.0, 4.0])):
+            for p in (plan, without_edges(plan, rng, memory_only=True)):
+                roomy = replace(p, gpu_budget_bytes=10**9, host_budget_bytes=10**9)
+                truth = enumerate_peaks(roomy, 100_000)
+                try:
+                    report = check_plan(roomy)
+                except PlanError:
+                    continue  # a race, now that an edge is gone: not a question of bytes
+                if truth is not None and report.iterations == 2:
+                    assert report.peak_bytes == {"gpu": truth[GPU], "host": truth[HOST]}
+                    compared += 1
+                    tight += truth[GPU] > plan.gpu_budget_bytes
+    assert compared > 40  # of these, with an edge less,
+    assert tight > 0  # some go over the budget, and both say by how much
+
+
+def without_edges(plan: Plan, rng: random.Random, memory_only: bool = False) -> Plan:
+    """The plan with one reference of one step left out (or none, where it has none)."""
+    able = [i for i, step in enumerate(plan.steps) if step.after]
+    if memory_only:
+        able = [i for i in able if plan.steps[i].kind in (Kind.FETCH, Kind.COMPUTE, Kind.ALLOC)]
+    if not able:
+        return plan
+    i = rng.choice(able)
+    step = plan.steps[i]
+    out = rng.randrange(len(step.after))
+    less = replace(step, after=(*step.after[:out], *step.after[out + 1 :]))
+    return replace(plan, steps=(*plan.steps[:i], less, *plan.steps[i + 1 :]))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_is_accepted_runs_in_any_order_and_never_goes_over(seed: int):
+    rng = random.Random(seed)
+    w = random_workload(rng.randrange(10**6))
+    for plan in plans(w, rng.choice(SETTINGS), rng.choice([1.0, 2.0, 4.0, 9.0])):
+        report = check_plan(plan)
+        for _ in range(4):
+            peak = play(plan, rng)
+            assert peak[GPU] <= report.peak_bytes["gpu"] <= plan.gpu_budget_bytes
+            assert peak[HOST] <= report.peak_bytes["host"] <= plan.host_budget_bytes
+
+
+def test_a_plan_with_an_edge_less_is_refused_or_still_runs():
+    refused = accepted = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        w = random_workload(rng.randrange(10**6), layers=rng.randint(1, 3))
+        for plan in plans(w, rng.choice(SETTINGS), rng.choice([1.0, 2.0, 4.0])):
+            less = without_edges(plan, rng)
+            try:
+                report = check_plan(less)
+            except PlanError:
+                refused += 1
+                continue
+            accepted += 1
+            for _ in range(6):
+                peak = play(less, rng)
+                assert peak[GPU] <= report.peak_bytes["gpu"]
+                assert peak[HOST] <= report.peak_bytes["host"]
+    assert refused > 40  # most edges are needed
+
+
+def test_what_random_timings_break_is_refused():
+    """Runs that go wrong prove the plan wrong: the checker must have said so."""
+    broken = 0
+    for seed in range(50):
+        rng = random.Random(1000 + seed)
+        w = random_workload(rng.randrange(10**6), layers=rng.randint(1, 3))
+        for plan in plans(w, rng.choice(SETTINGS), rng.choice([1.0, 2.0, 4.0])):
+            less = without_edges(plan, rng)
+            try:
+                for _ in range(3):
+                    play(less, rng)
+            except (AssertionError, KeyError, PlanError):
+                broken += 1
+                with pytest.raises(PlanError):
+                    check_plan(less)
+    assert broken > 15
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_closure_equals_the_best_of_all_subsets(seed: int):
+    """Up to 9 takes, 3 queues of frees; sizes up to 2**45, so that the 32-bit solver has to be used twice."""
+    rng = random.Random(seed)
+    size = 10 ** rng.choice([1, 4, 8, 13])
+    frees = [[rng.randint(1, size) for _ in range(rng.randint(0, 5))] for _ in range(3)]
+    forced = {tuple(rng.randint(0, len(row)) for row in frees) for _ in range(rng.randint(1, 9))}
+    takes = [(prefix, rng.randint(1, 2 * size)) for prefix in sorted(forced)]
+
+    def worth(subset: int) -> int:
+        mine = [takes[i] for i in range(len(takes)) if subset >> i & 1]
+        lost = sum(sum(row[: max((p[q] for p, _ in mine), default=0)]) for q, row in enumerate(frees))
+        return sum(n for _, n in mine) - lost
+
+    best = max(worth(subset) for subset in range(2 ** len(takes)))
+    gain, chosen = _closure(takes, frees)
+    assert gain == best == worth(sum(1 << i for i in chosen))
+
+
+def test_the_tide_is_never_counted_twice():
+    w = chain_workload(1, 1024, tide_bytes=[500, 700, 300])
+    (plan, *_) = plans(w, Settings(chunk_bytes=2048), 20.0)
+    assert held_at_cut(plan)[GPU, NON_MODEL] == 300
+    assert check_plan(plan).peak_bytes["gpu"] == 700 + sum(
+        plan.layout.payload_bytes(r.chunk, r.list) for r in plan.initial if r.place is GPU
+    )
