@@ -208,3 +208,16 @@ def test_a_damaged_dictionary_names_the_field():
         Layout.from_dict(values)
     with pytest.raises(PlanError, match="layout: -1 is not a whole number"):
         Layout.from_dict(values | {"chunks": [], "chunk_bytes": -1})
+
+
+def test_at_most_two_percent_is_wasted_on_every_preset_of_the_catalog():
+    from pstar_sim.catalog.listing import list_models
+    from pstar_sim.workload.presets import preset
+
+    wasted = {}
+    for row in list_models():
+        name = str(row["name"])
+        layout = build_layout(preset(name, batch=1, seq=197 if name.startswith("vit") else 128))
+        wasted[name] = layout.waste
+    assert len(wasted) > 40
+    assert {name: waste for name, waste in wasted.items() if waste > 0.02} == {}
