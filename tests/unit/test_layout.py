@@ -216,7 +216,7 @@ def test_at_most_two_percent_is_wasted_on_every_preset_of_the_catalog():
 
     wasted = {}
     for row in list_models():
-        name = str(row["name"])
+        name = str(row["model"])
         layout = build_layout(preset(name, batch=1, seq=197 if name.startswith("vit") else 128))
         wasted[name] = layout.waste
     assert len(wasted) > 40
