@@ -331,7 +331,8 @@ class Demand:
         chunks = [c for c in s.plan.layout.chunks if contents.chunks[c.index].with_gradient()]
 
         def norms() -> Iterable[torch.Tensor]:
-            return [contents.gradient_norm(t) for c in chunks for t in sorted(contents.chunks[c.index].with_gradient())]
+            arrived = sorted(t for c in chunks for t in contents.chunks[c.index].with_gradient())
+            return [contents.gradient_norm(t) for t in arrived]
 
         if s.max_grad_norm is not None and update.norm is None:
             update.coefficient(norms)
@@ -395,7 +396,7 @@ class Demand:
         s.arena.set_tide(0)
         s.set_open(False)
         self._reach(s.cut)
-        s.arena.set_tide(s._peaks[-1])
+        s.arena.set_tide(s.cut_tide)
         self.active = False
         s.queues.jump(s.iteration)
         s.next_iteration(on_plan=False)
@@ -477,7 +478,7 @@ class Demand:
         s.arena.set_tide(0)
         with torch.no_grad():
             self._reach(self._before_visit)
-        s.arena.set_tide(s._peaks[-1])
+        s.arena.set_tide(s.cut_tide)
         self.visiting = False
         self._before_visit = None
         s.clock.reset()

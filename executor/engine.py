@@ -120,6 +120,7 @@ class Session:
         w = plan.workload
         self.names = [m.name for m in w.moments]
         self._peaks = [m.peak_bytes for m in w.moments]
+        self.cut_tide = min(self._peaks[-1], self._peaks[0])  # between two iterations
         self._needed = needed(plan.layout, w)
         self._compute: list[int] = []  # moment -> position of its compute step
         self._before: list[list[int]] = []  # moment -> other compute-queue steps that come before it
@@ -176,7 +177,7 @@ class Session:
 
     def start(self) -> None:
         """Begin the first iteration: the queues may fetch what its first moments need."""
-        self.arena.set_tide(self._peaks[-1])
+        self.arena.set_tide(self.cut_tide)
         self.queues.start(self.program, self)
         self.queues.allow(self.iteration)
 
@@ -405,14 +406,15 @@ class Session:
         """Norms of all gradients of an iteration, called by its first Adam step under clipping."""
         update = self._updates[iteration]
         if self.plan.workload.micro_batches == 1:
-            return list(update.norms.values())
+            return [update.norms[t] for t in sorted(update.norms)]  # as clip_grad_norm_ has them
         for i in self.program.order.get(Queue.ADAM, []):
             if self.plan.steps[i].kind is Kind.CPU_ADD and self.program.done[i] < iteration:
                 raise PlanError(
                     f"an Adam step of iteration {iteration} runs before {self.program.word(i, iteration)}: the plan's "
                     "barrier does not hold"
                 )
-        return [self.contents.gradient_norm(t) for state in self.contents.chunks for t in sorted(state.with_gradient())]
+        arrived = sorted(t for state in self.contents.chunks for t in state.with_gradient())
+        return [self.contents.gradient_norm(t) for t in arrived]
 
     # -- Work: what queues call ---------------------------------------------------------------------------------------
 

@@ -21,8 +21,8 @@ class ChunkUses:
     """Uses of every chunk of `layout` in one iteration of `workload`.
 
     touched: chunk -> ascending moments in which its working list has to be on the GPU: every read, and in the last
-    micro-batch that gives it a gradient also every moment in which one becomes final, because it overwrites the working
-    list in place. (In earlier micro-batches a gradient has a list of its own.) spans: chunk -> (micro-batch, first, last
+    micro-batch that gives it a gradient also every moment from that in which the first becomes final, because it
+    overwrites the working list in place, to that of the last. (In earlier micro-batches a gradient has a list of its own.) spans: chunk -> (micro-batch, first, last
     moment in which a gradient of its becomes final), one a micro-batch.
     """
 
@@ -42,9 +42,13 @@ class ChunkUses:
             first, last = mine.get(batch, (m, m))
             mine[batch] = (min(first, m), max(last, m))
         needs: list[set[int]] = [{chunk_of[t] for t in reads} for reads in workload.reads]
-        for (batch, t), m in final.items():
-            if batch == max(spans[chunk_of[t]]):
-                needs[m].add(chunk_of[t])
+        # Once a gradient of its last micro-batch has overwritten a part of it, a working list holds something that is
+        # nowhere else: it stays until the last one has come and it can be written back.
+        for c, mine in enumerate(spans):
+            if mine:
+                first, last = mine[max(mine)]
+                for m in range(first, last + 1):
+                    needs[m].add(c)
         touched: list[list[int]] = [[] for _ in range(count)]
         for m, need in enumerate(needs):
             for c in need:

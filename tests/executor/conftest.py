@@ -1,0 +1,327 @@
+"""What the executor's tests share: small models of each kind, a machine that is too small for them, and plain PyTorch.
+
+Reference in fp32 is torch.optim.AdamW(fused=True) with clip_grad_norm_; in bf16 it is AdamW written out over fp32 master
+weights (master from the loaded weights, working copy = cast(master), gradients cast to fp32 and summed in fp32).
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import executor
+from executor.capture import capture_module
+from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.errors import DoesNotFit
+from pstar_sim.policy.registry import find_policy
+from pstar_sim.workload.workload import Workload, repeat_micro_batch
+
+BATCH, SEQUENCE, VOCABULARY = 2, 12, 96
+
+
+def small_machine(gpu_bytes: int, host_bytes: int = 2 * 10**9) -> Machine:
+    gpu = Gpu(
+        name="test-gpu",
+        memory_bytes=gpu_bytes,
+        usable_bytes=gpu_bytes,
+        context_bytes=0,
+        hbm_bytes_per_s=20e9,
+        flops_per_s={"fp32": 20e9, "bf16": 20e9},
+        measured=False,
+        source="test",
+    )
+    link = Link(
+        name="test-link",
+        h2d_bytes_per_s=2e9,
+        d2h_bytes_per_s=2e9,
+        latency_s=1e-5,
+        duplex=True,
+        measured=False,
+        source="test",
+    )
+    host = Host(
+        name="test-host",
+        memory_bytes=host_bytes,
+        reserved_bytes=0,
+        dram_bytes_per_s=20e9,
+        cores=2,
+        adam_params_per_s=1e9,
+        measured=False,
+        source="test",
+    )
+    return Machine(name="virtual", ranks=(Rank(gpu=gpu, link=link),), host=host)
+
+
+class Mlp(nn.Module):
+    """Six layers of different widths; loss computed inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (24, 64, 48, 80, 32, 64, 24)
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:]))
+        self.checkpointing = False
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if self.checkpointing and self.training:
+                x = torch.utils.checkpoint.checkpoint(layer, torch.relu(x), use_reentrant=False)
+            else:
+                x = layer(torch.relu(x))
+        return ((x - y) ** 2).mean()
+
+
+def mlp(checkpointing: bool) -> tuple[nn.Module, Callable[[torch.Generator], Any]]:
+    model = Mlp()
+    model.checkpointing = checkpointing
+
+    def batch(draw: torch.Generator) -> dict[str, torch.Tensor]:
+        return {"x": torch.randn(BATCH, 24, generator=draw), "y": torch.randn(BATCH, 24, generator=draw)}
+
+    return model, batch
+
+
+def _text(draw: torch.Generator) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=draw)
+    return {"input_ids": ids, "labels": ids}
+
+
+def _hf(name: str, checkpointing: bool) -> tuple[nn.Module, Callable[[torch.Generator], Any]]:
+    import transformers
+
+    if name == "gpt2":
+        config = transformers.GPT2Config(
+            n_layer=3, n_head=2, n_embd=32, vocab_size=VOCABULARY, n_positions=32,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        model: Any = transformers.GPT2LMHeadModel(config)
+    elif name == "llama":
+        config = transformers.LlamaConfig(
+            num_hidden_layers=3, hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2,
+            vocab_size=VOCABULARY, max_position_embeddings=32,
+        )  # fmt: skip
+        model = transformers.LlamaForCausalLM(config)
+    else:
+        config = transformers.BertConfig(
+            num_hidden_layers=3, hidden_size=32, intermediate_size=64, num_attention_heads=2, vocab_size=VOCABULARY,
+            max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+        model = transformers.BertForMaskedLM(config)
+    model.config.use_cache = False
+    if checkpointing:
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    return model, _text
+
+
+def build(name: str, *, checkpointing: bool = False, seed: int = 0) -> tuple[nn.Module, Callable[[torch.Generator], Any]]:
+    """A small model and a function that draws a batch for it. Names: mlp, gpt2 (tied), llama, bert."""
+    torch.manual_seed(seed)
+    return mlp(checkpointing) if name == "mlp" else _hf(name, checkpointing)
+
+
+def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    output = model(**batch)
+    return output if isinstance(output, torch.Tensor) else output.loss
+
+
+def workload_of(model: nn.Module, batch: Any, *, micro_batches: int = 1, name: str = "test") -> Workload:
+    shape = next(iter(batch.values())).shape
+    w = capture_module(model, batch, name=name, batch=shape[0], sequence=shape[1] if "input_ids" in batch else 1)
+    return repeat_micro_batch(w, micro_batches)
+
+
+def tight_plan(policy: str, w: Workload, settings: Settings, *, slack: float = 1.15) -> Plan:
+    """A plan at a gpu budget near the smallest at which the policy fits (found by bisection), so that chunks must move."""
+    plan_for = find_policy(policy)
+
+    def attempt(gpu_bytes: int) -> Plan | None:
+        try:
+            return plan_for(w, small_machine(gpu_bytes), settings)
+        except DoesNotFit:
+            return None
+
+    high = w.peak_non_model_bytes + 20 * sum(t.bytes for t in w.tensors) + 4096
+    low = 0
+    for _ in range(7):
+        middle = (low + high) // 2
+        if attempt(middle) is None:
+            low = middle
+        else:
+            high = middle
+    plan = attempt(int(low + (high - low) * 1.0))
+    roomier = attempt(int(high * slack))
+    chosen = roomier if roomier is not None and sum(roomier.moved_bytes.values()) else plan
+    assert chosen is not None
+    return chosen
+
+
+@dataclass
+class Reference:
+    """Plain training: fp32 with torch's fused AdamW, bf16 with AdamW written out over fp32 master weights."""
+
+    model: nn.Module
+    lr: float
+    weight_decay: float
+    max_grad_norm: float | None
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    master: dict[str, torch.Tensor] = field(default_factory=dict)
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.bf16 = next(self.model.parameters()).dtype == torch.bfloat16
+        if self.bf16:
+            self.master = {n: p.detach().float().clone() for n, p in self.model.named_parameters() if p.requires_grad}
+        else:
+            self.optimizer = torch.optim.AdamW(
+                [p for p in self.model.parameters() if p.requires_grad],
+                lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, fused=True,
+            )  # fmt: skip
+
+    def after_backward(self) -> None:
+        """bf16: take each micro-batch's gradients into fp32 sums."""
+        if not self.bf16:
+            return
+        for name, p in self.model.named_parameters():
+            if p.grad is not None:
+                gradient = p.grad.float()
+                self.sums[name] = gradient if name not in self.sums else self.sums[name] + gradient
+                p.grad = None
+
+    def step(self) -> None:
+        if not self.bf16:
+            if self.max_grad_norm is not None:
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return
+        if self.max_grad_norm is not None:
+            norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in self.sums.values()]))
+            scale = torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
+            self.sums = {name: g * scale for name, g in self.sums.items()}
+        beta1, beta2 = self.betas
+        for name, p in self.model.named_parameters():
+            if name not in self.sums:
+                continue
+            g, master = self.sums[name], self.master[name]
+            state = self.states.setdefault(
+                name, {"step": 0, "momentum": torch.zeros_like(master), "variance": torch.zeros_like(master)}
+            )
+            state["step"] += 1
+            master.mul_(1 - self.lr * self.weight_decay)
+            state["momentum"].lerp_(g, 1 - beta1)
+            state["variance"].mul_(beta2).addcmul_(g, g, value=1 - beta2)
+            c1, c2 = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
+            master.addcdiv_(state["momentum"], (state["variance"] / c2).sqrt().add_(self.eps), value=-self.lr / c1)
+            p.data.copy_(master)
+        self.sums = {}
+
+
+def train_both(
+    model: nn.Module,
+    reference: Reference,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterator[Any],
+    *,
+    steps: int,
+    micro_batches: int,
+) -> tuple[list[float], list[float]]:
+    """The same loop on both; losses of every micro-batch."""
+    mine: list[float] = []
+    theirs: list[float] = []
+    for _ in range(steps):
+        for _ in range(micro_batches):
+            batch = next(batches)
+            loss = loss_of(model, batch) / micro_batches
+            loss.backward()
+            mine.append(float(loss.detach()))
+            loss = loss_of(reference.model, batch) / micro_batches
+            loss.backward()
+            theirs.append(float(loss.detach()))
+            reference.after_backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step()
+    return mine, theirs
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Largest difference, relative to the largest element."""
+    scale = float(b.abs().max())
+    return float((a - b).abs().max()) / scale if scale else float((a - b).abs().max())
+
+
+def batches(draw_batch: Callable[[torch.Generator], Any], seed: int = 1) -> Iterator[Any]:
+    draw = torch.Generator().manual_seed(seed)
+    while True:
+        yield draw_batch(draw)
+
+
+@dataclass
+class Run:
+    """A prepared model beside its reference."""
+
+    model: nn.Module
+    optimizer: executor.OffloadedAdamW
+    reference: Reference
+    plan: Plan
+    batches: Iterator[Any]
+
+    @property
+    def session(self) -> executor.Session:
+        return self.optimizer.session
+
+
+@pytest.fixture
+def kit() -> Any:
+    """The helpers of this file, for tests to call (test modules cannot import a conftest)."""
+    return sys.modules[__name__]
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Run]]:
+    """start(name, policy, ...): a prepared model at a tight budget and its plain twin; sessions are closed at the end."""
+    sessions: list[executor.Session] = []
+
+    def begin(
+        name: str,
+        policy: str,
+        *,
+        checkpointing: bool = False,
+        micro_batches: int = 1,
+        update: str = "step",
+        clip: float | None = None,
+        dtype: torch.dtype = torch.float32,
+        plan: Plan | None = None,
+        **options: Any,
+    ) -> Run:
+        model, draw = build(name, checkpointing=checkpointing)
+        model.to(dtype)
+        if dtype != torch.float32:
+            plain_draw = draw
+
+            def draw(generator: torch.Generator) -> Any:
+                rows = plain_draw(generator)
+                return {k: v.to(dtype) if v.is_floating_point() else v for k, v in rows.items()}
+
+        twin = copy.deepcopy(model)
+        if plan is None:
+            w = workload_of(model, draw(torch.Generator().manual_seed(9)), micro_batches=micro_batches, name=name)
+            plan = tight_plan(policy, w, Settings(update=update, clip=clip is not None))
+        spec = executor.AdamW(lr=1e-2, weight_decay=0.1, max_grad_norm=clip, eager=update == "eager")
+        model, optimizer = executor.prepare(model, plan, spec, watchdog_s=5.0, **options)
+        sessions.append(optimizer.session)
+        return Run(model, optimizer, Reference(twin, 1e-2, 0.1, clip), plan, batches(draw))
+
+    yield begin
+    for session in sessions:
+        session.close(restore=False)
