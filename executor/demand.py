@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from executor.contract import (
     ChunkParameter,
@@ -35,7 +36,7 @@ from executor.contract import (
 )
 from executor.hooks import Event, tensors_of
 from pstar_sim.core.step import Place, Queue
-from pstar_sim.errors import ContractError, DoesNotFit, ModelError, PlanError
+from pstar_sim.errors import ContractError, DoesNotFit, PlanError
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Moment, Phase
 
@@ -550,8 +551,7 @@ class Demand:
         s = self.session
         wanted = set(chunks)
         for chunk in sorted(wanted):
-            state = s.contents.chunks[chunk]
-            if s.arena.has(GPU, chunk, "param") and GPU in state.current and not state.where(GPU, "param"):
+            if self._held(chunk):
                 continue
             if not s.arena.has(GPU, chunk, "param"):
                 if not required and not self._movable(chunk):
@@ -573,29 +573,46 @@ class Demand:
             raise write_refused(s.name_of(args[0]._tensor))
         if not s.clock.inside:
             return self._outside(func, args, kwargs)
-        if not self.active and not self.visiting:
-            name = s.name_of(parameters[0]._tensor)  # type: ignore[attr-defined]
-            if s.cursor < 0 and not torch.is_grad_enabled():
+        if not self.active and not self.visiting and s.cursor < 0 and not torch.is_grad_enabled():
+            with _disable_current_modes():
                 self.visit()
-            else:
-                self.leave(f"{name!r} is read in moment {s.cursor}, where the plan does not have it")
-        self.ensure({s._chunk_of[p._tensor] for p in parameters})  # type: ignore[attr-defined]
-        nested = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # type: ignore[attr-defined]
-        with torch._C.DisableTorchFunctionSubclass():
+        nested = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        with torch._C.DisableTorchFunctionSubclass(), _Reads(self):
             if not torch.is_grad_enabled() or nested:
                 return func(*args, **kwargs)
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 return func(*args, **kwargs)
 
+    def read(self, chunks: set[int]) -> None:
+        """An operator is about to read the working lists of `chunks`."""
+        s = self.session
+        with _disable_current_modes():
+            if not self.active and not self.visiting:
+                missing = [c for c in sorted(chunks) if not self._held(c)]
+                if not missing:
+                    return
+                names = ", ".join(repr(s.name_of(t)) for t in s._tensors_of[missing[0]][:2])
+                self.leave(f"chunk {missing[0]} ({names}, ...) is read in moment {s.cursor}, where the plan does not have it")
+            self.ensure(chunks)
+
+    def _held(self, chunk: int) -> bool:
+        s = self.session
+        state = s.contents.chunks[chunk]
+        return s.arena.has(GPU, chunk, "param") and GPU in state.current and not state.where(GPU, "param")
+
+    def chunk_of_storage(self, tensor: torch.Tensor) -> int | None:
+        return self._storages.get(tensor.untyped_storage()._cdata)
+
     def _pack(self, tensor: torch.Tensor) -> Any:
-        chunk = self._storages.get(tensor.untyped_storage()._cdata)
+        chunk = self.chunk_of_storage(tensor)
         return tensor.detach() if chunk is None else (chunk, tensor.detach())
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
         chunk, view = packed
-        self.ensure({chunk})
+        with _disable_current_modes():
+            self.ensure({chunk})
         assert isinstance(view, torch.Tensor)
         return view
 
@@ -611,6 +628,26 @@ class Demand:
             return value.as_subclass(Snapshot)
 
         return func(*map_parameters(args, copy), **map_parameters(kwargs, copy))
+
+
+class _Reads(TorchDispatchMode):
+    """Entered around one call: tells `demand` of each operator that takes (a view of) a working list. A call may end
+    before it reads all it was given: a recomputation that has restored enough stops in the middle of one."""
+
+    def __init__(self, demand: Demand) -> None:
+        super().__init__()
+        self._demand = demand
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        chunks = {
+            chunk
+            for tensor in tensors_of((args, kwargs))
+            if (chunk := self._demand.chunk_of_storage(tensor)) is not None
+        }
+        if chunks:
+            self._demand.read(chunks)
+        return func(*args, **kwargs)
 
 
 def _refuse_gradient(name: str) -> Any:

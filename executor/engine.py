@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -90,6 +91,7 @@ class Session:
         self.grad_norm: float | None = None
         self._hyper = hyper
         self._now = clock
+        self._classes = threading.Lock()  # a queue's thread and the user's may change a parameter's class at once
         self._open = False  # parameters may be read as they stand, where they are readable
         self._updates: dict[int, Update] = {}
         self._norms: dict[int, torch.Tensor] = {}
@@ -158,9 +160,11 @@ class Session:
 
     def refresh(self, chunk: int) -> None:
         """The chunk's working list became readable, or ceased to be: put its parameters into the class that says so."""
-        contents, open_ = self.contents, self._open
-        for t in self._tensors_of[chunk]:
-            self.parameters[t].__class__ = ChunkParameter if open_ and contents.readable(t) else ParkedParameter
+        contents = self.contents
+        with self._classes:
+            for t in self._tensors_of[chunk]:
+                readable = self._open and contents.readable(t)
+                self.parameters[t].__class__ = ChunkParameter if readable else ParkedParameter
 
     def set_open(self, open_: bool) -> None:
         """Whether a module runs, so that parameters may be read as they stand."""
