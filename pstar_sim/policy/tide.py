@@ -119,20 +119,24 @@ class _Asynchronous:
     def plan(self) -> Plan:
         self._check_gpu(frozenset())
         best, most, bound_s = self._scan()
+        rival = self._rival() if self.name == "tide" else None
+        if rival is not None and not self.several:
+            # [Note: one micro-batch] Every gap between forward and backward contains the peak, so low tide has no room for
+            # anything that the peak has not. What is pinned is decided at the peak in both policies; both then copy the same.
+            attempts = [self._attempt(rival.pins)]
+            return self._emit(attempts[0], attempts, most, bound_s)
         attempts = self._search(best, most, bound_s)
         allowed = attempts
-        if self.several and self.name == "tide":
+        if rival is not None:
             # [Note: no more bytes than static] Low tide gives room for more pins, each worth a little time and many
             # copies. With several micro-batches tide spends it on copies first: it moves no more bytes to the GPU
             # than the static partition would, and is the fastest of what is left.
-            rival = self._rival()
-            if rival is not None:
-                for p in range(rival.pins, min(most, rival.pins + 2) + 1):
-                    if p not in {a.pins for a in attempts}:
-                        attempts.append(self._attempt(p))
-                    if next(a for a in attempts if a.pins == p).fetched_bytes > rival.fetched_bytes:
-                        break
-                allowed = [a for a in attempts if a.fetched_bytes <= rival.fetched_bytes] or attempts
+            for p in range(rival.pins, min(most, rival.pins + 2) + 1):
+                if p not in {a.pins for a in attempts}:
+                    attempts.append(self._attempt(p))
+                if next(a for a in attempts if a.pins == p).fetched_bytes > rival.fetched_bytes:
+                    break
+            allowed = [a for a in attempts if a.fetched_bytes <= rival.fetched_bytes] or attempts
         chosen = _fastest(allowed)
         return self._emit(chosen, attempts, most, bound_s)
 
