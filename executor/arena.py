@@ -125,6 +125,7 @@ class Arena:
         self.room = host_room(plan)
         self.log: list[ByteChange] = []
         self.peak_gpu_payload_bytes = 0
+        self.marks: list[tuple[int, str, int]] | None = None  # (length of the log, word, moment), while measured
         self.tide_bytes = 0
         self._clock = clock
         self._mark = ("", -1)
@@ -246,6 +247,8 @@ class Arena:
     def mark(self, word: str, moment: int) -> None:
         """What the compute queue does from now on: ("in", m) during moment m, ("after", m) between m and the next."""
         self._mark = (word, moment)
+        if self.marks is not None:
+            self.marks.append((len(self.log), word, moment))
 
     def recategorise(self, place: Place, chunk: int, source: str, target: str) -> None:
         """The working list of a chunk holds another kind of data now (a gradient in place)."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from executor.contract import (
     ChunkParameter,
@@ -35,6 +35,7 @@ from executor.contract import (
     writes,
 )
 from executor.hooks import Event, tensors_of
+from executor.measure import unseen
 from pstar_sim.core.step import Place, Queue
 from pstar_sim.errors import ContractError, DoesNotFit, PlanError
 from pstar_sim.units import format_bytes
@@ -574,7 +575,7 @@ class Demand:
         if not s.clock.inside:
             return self._outside(func, args, kwargs)
         if not self.active and not self.visiting and s.cursor < 0 and not torch.is_grad_enabled():
-            with _disable_current_modes():
+            with unseen():
                 self.visit()
         nested = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
         with torch._C.DisableTorchFunctionSubclass(), _Reads(self):
@@ -586,7 +587,7 @@ class Demand:
     def read(self, chunks: set[int]) -> None:
         """An operator is about to read the working lists of `chunks`."""
         s = self.session
-        with _disable_current_modes():
+        with unseen():
             if not self.active and not self.visiting:
                 missing = [c for c in sorted(chunks) if not self._held(c)]
                 if not missing:
@@ -611,7 +612,7 @@ class Demand:
         if isinstance(packed, torch.Tensor):
             return packed
         chunk, view = packed
-        with _disable_current_modes():
+        with unseen():
             self.ensure({chunk})
         assert isinstance(view, torch.Tensor)
         return view

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from executor.adam import Hyper
 from executor.arena import Arena
@@ -31,6 +30,7 @@ from executor.contents import Contents, Update
 from executor.contract import ChunkParameter, ParkedParameter, disown, raw_grad, set_raw_grad
 from executor.demand import Demand
 from executor.hooks import Event, MomentClock, tensors_of
+from executor.measure import Measured, Watch, measure_iteration, unseen
 from executor.measured import IterationLog, StepLog, build_timeline
 from executor.queues import Program, Queues
 from pstar_sim.core.effects import gradient_list, needed
@@ -83,6 +83,7 @@ class Session:
         self.replan_after = replan_after
         self.skeleton = skeleton
         self.undo_contract: Callable[[], None] = lambda: None
+        self.watch: Watch | None = None
         self.closed = False
         self.max_grad_norm = max_grad_norm
         self.eager = eager
@@ -189,7 +190,9 @@ class Session:
         """The clock's only caller. Between events the user's thread computes."""
         if self.closed:
             return
-        with _disable_current_modes():
+        if self.watch is not None and self.cursor >= 0:
+            self.watch.closes(self.cursor)
+        with unseen():
             if self.queues.failure is not None:
                 raise self.queues.failure
             if self.demand.visiting:
@@ -199,6 +202,8 @@ class Session:
                 self.demand.end_visit()
             if self.demand.active or not self._on_plan(event):
                 self.demand.on_event(event)
+        if self.watch is not None:
+            self.watch.opens()
 
     def _on_plan(self, event: Event) -> bool:
         """Go to the next moment if the event opens it. False if it does not."""
@@ -308,7 +313,7 @@ class Session:
                 )
         grad = raw_grad(parameter)
         assert grad is not None
-        with _disable_current_modes(), torch.no_grad():
+        with unseen(), torch.no_grad():
             if self.demand.active:
                 self.demand.accept(tensor, grad)
             else:
@@ -336,7 +341,7 @@ class Session:
             raise ContractError(
                 "optimizer.step() twice for one backward: the gradients are gone after the first; run a backward in between"
             )
-        with _disable_current_modes(), torch.no_grad():
+        with unseen(), torch.no_grad():
             self.set_open(False)
             if not self.demand.active and self.cursor != len(self.names) - 2:
                 self.demand.leave(f"optimizer.step() came in moment {self.cursor} of {len(self.names)}")
@@ -360,6 +365,8 @@ class Session:
         if self.demand.active:
             self.demand.step()
             return
+        if self.watch is not None:
+            self.watch.closes(self.cursor)
         self._end_moment(self._now())
         for i in self._tail:
             self._run_inline(i)
@@ -398,7 +405,7 @@ class Session:
                     "zero_grad() before step() with eager=True: parameters were already updated during backward and the "
                     "gradients cannot be dropped; use AdamW(eager=False)"
                 )
-            with _disable_current_modes(), torch.no_grad():
+            with unseen(), torch.no_grad():
                 self.demand.discard()
         for t in self._chunk_of:
             set_raw_grad(self.parameters[t], None)
@@ -498,7 +505,7 @@ class Session:
         contents, arena = self.contents, self.arena
         chunk = self._chunk_of[tensor]
         row = self.plan.workload.tensors[tensor]
-        with _disable_current_modes(), torch.no_grad(), self.still():
+        with unseen(), torch.no_grad(), self.still():
             state = contents.chunks[chunk]
             for place in (Place.HOST, Place.GPU):
                 if place in state.current and tensor not in state.where(place, "param"):
@@ -512,14 +519,14 @@ class Session:
     def state_value(self, tensor: int, list_name: str) -> torch.Tensor:
         """A copy of a tensor's part of an optimizer state list, in its shape (fp32)."""
         chunk = self._chunk_of[tensor]
-        with _disable_current_modes(), torch.no_grad(), self.still():
+        with unseen(), torch.no_grad(), self.still():
             place = Place.HOST if self.arena.has(Place.HOST, chunk, list_name) else Place.GPU
             value = self.contents.slot(place, tensor, list_name).clone()
         return value.reshape(self.plan.workload.tensors[tensor].shape)
 
     def set_state_value(self, tensor: int, list_name: str, value: torch.Tensor) -> None:
         chunk = self._chunk_of[tensor]
-        with _disable_current_modes(), torch.no_grad(), self.still():
+        with unseen(), torch.no_grad(), self.still():
             for place in (Place.HOST, Place.GPU):
                 if self.arena.has(place, chunk, list_name):
                     self.contents.slot(place, tensor, list_name).copy_(value.reshape(-1))
@@ -527,13 +534,13 @@ class Session:
     def rewrite_from_master(self, tensor: int) -> None:
         """The master copy changed (a loaded state): every copy of the working list follows."""
         chunk = self._chunk_of[tensor]
-        with _disable_current_modes(), torch.no_grad(), self.still():
+        with unseen(), torch.no_grad(), self.still():
             for place in (Place.HOST, Place.GPU):
                 if place in self.contents.chunks[chunk].current:
                     self.contents.restore(place, tensor)
 
     def see_batch(self, args: Any, kwargs: Any) -> None:
-        with _disable_current_modes():
+        with unseen():
             self.demand.see_batch(args, kwargs)
 
     def add_hook(self, handle: Any) -> None:
@@ -569,6 +576,22 @@ class Session:
 
     def touch(self, func: Any, parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
         return self.demand.touch(func, parameters, args, kwargs)
+
+    def use_queues(self, queues: Queues) -> None:
+        """Go on with other queues from where these stand. Both may be used again."""
+        self.queues.pause()
+        standing = self.queues.standing()
+        queues.pause()
+        if queues.program is None:
+            queues.start(self.program, self)
+        queues.stand(standing)
+        queues.allow(self.iteration)
+        self.queues = queues
+        queues.resume()
+
+    def measure_iteration(self, step_fn: Callable[[], Any], order: Timeline | None = None) -> Measured:
+        """See `executor.measure.measure_iteration`: runs `step_fn` twice."""
+        return measure_iteration(self, step_fn, order)
 
     # -- deviations ---------------------------------------------------------------------------------------------------
 

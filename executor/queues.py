@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -121,6 +121,19 @@ class Queues(Protocol):
         """End the queues; returns when they have."""
         ...
 
+    def standing(self) -> dict[Queue, tuple[int, int]]:
+        """While paused: (iteration, index in the queue's order) of each queue's next step."""
+        ...
+
+    def stand(self, at: Mapping[Queue, tuple[int, int]]) -> None:
+        """While paused: go on from there."""
+        ...
+
+    @property
+    def program(self) -> Program | None:
+        """What `start` was given; None before."""
+        ...
+
     @property
     def failure(self) -> BaseException | None:
         """What a queue died of."""
@@ -151,14 +164,27 @@ class ThreadQueues:
         self._paused = False
         self._stopping = False
         self._ended_steps = 0
+        self._started: Program | None = None
         self._failure: BaseException | None = None
 
     @property
     def failure(self) -> BaseException | None:
         return self._failure
 
+    @property
+    def program(self) -> Program | None:
+        return self._started
+
+    def standing(self) -> dict[Queue, tuple[int, int]]:
+        return dict(self._at)
+
+    def stand(self, at: Mapping[Queue, tuple[int, int]]) -> None:
+        with self._lock:
+            self._at.update(at)
+
     def start(self, program: Program, work: Work) -> None:
         self._program, self._work = program, work
+        self._started = program
         for queue in SIDE_QUEUES:
             if program.order.get(queue):
                 self._at[queue] = (0, 0)
@@ -343,6 +369,7 @@ class SerialQueues:
         self._chooser = chooser
         self._works_early = works_early or (lambda step: False)
         self._at: dict[Queue, tuple[int, int]] = {}
+        self._started: Program | None = None
         self._flying: dict[Queue, bool] = {}  # queue -> whether the step it executes has done its work
         self._allowed = -1
         self._paused = False
@@ -352,8 +379,19 @@ class SerialQueues:
     def failure(self) -> BaseException | None:
         return self._failure
 
+    @property
+    def program(self) -> Program | None:
+        return self._started
+
+    def standing(self) -> dict[Queue, tuple[int, int]]:
+        return dict(self._at)
+
+    def stand(self, at: Mapping[Queue, tuple[int, int]]) -> None:
+        self._at.update(at)
+
     def start(self, program: Program, work: Work) -> None:
         self._program, self._work = program, work
+        self._started = program
         self._at = {queue: (0, 0) for queue in SIDE_QUEUES if program.order.get(queue)}
 
     def allow(self, iteration: int) -> None:
@@ -424,7 +462,7 @@ class SerialQueues:
 
     def pause(self) -> None:
         self._paused = True
-        while self._flying:
+        while self._flying and self._started is not None:
             self._happen(*self._possible()[0])
 
     def resume(self) -> None:

@@ -121,7 +121,9 @@ def _hf(name: str, checkpointing: bool) -> tuple[nn.Module, Callable[[torch.Gene
     return model, _text
 
 
-def build(name: str, *, checkpointing: bool = False, seed: int = 0) -> tuple[nn.Module, Callable[[torch.Generator], Any]]:
+def build(
+    name: str, *, checkpointing: bool = False, seed: int = 0
+) -> tuple[nn.Module, Callable[[torch.Generator], Any]]:
     """A small model and a function that draws a batch for it. Names: mlp, gpt2 (tied), llama, bert."""
     torch.manual_seed(seed)
     return mlp(checkpointing) if name == "mlp" else _hf(name, checkpointing)
@@ -217,6 +219,18 @@ def train_both(
         optimizer.zero_grad()
         reference.step()
     return mine, theirs
+
+
+def train_alone(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Any], micro_batches: int
+) -> float:
+    """One iteration of the usual loop; the loss of its last micro-batch."""
+    for _ in range(micro_batches):
+        loss = loss_of(model, next(batches)) / micro_batches
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -1,0 +1,16 @@
+"""The executor tests' helpers (tests/executor/conftest.py) for the tests that hold backends together."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+_SPEC = importlib.util.spec_from_file_location(
+    "executor_test_kit", Path(__file__).parents[1] / "executor" / "conftest.py"
+)
+assert _SPEC is not None and _SPEC.loader is not None
+_KIT = importlib.util.module_from_spec(_SPEC)
+sys.modules["executor_test_kit"] = _KIT
+_SPEC.loader.exec_module(_KIT)
+
+kit = _KIT.kit
+start = _KIT.start
