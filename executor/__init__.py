@@ -4,17 +4,27 @@
 model under fake tensors, `record` a real warm-up iteration.
 """
 
+from executor.backend import Backend, VirtualBackend
+from executor.capture import capture, capture_module
 from executor.engine import Session
+from executor.measure import Measured
 from executor.optimizer import AdamW, OffloadedAdamW
 from executor.prepare import prepare
 from executor.queues import SerialQueues, ThreadQueues, follow
+from executor.record import record
 
 __all__ = [
     "AdamW",
+    "Backend",
+    "Measured",
     "OffloadedAdamW",
     "SerialQueues",
     "Session",
     "ThreadQueues",
+    "VirtualBackend",
+    "capture",
+    "capture_module",
     "follow",
     "prepare",
+    "record",
 ]

@@ -151,7 +151,9 @@ class Demand:
 
     # -- leaving the plan and coming back -----------------------------------------------------------------------------
 
-    def on_event(self, event: Event) -> None:
+    def on_event(self, event: Event, known_tide_bytes: int | None = None) -> None:
+        """known_tide_bytes: non-model bytes of the moment that begins, where they are measured; else the plan's for an
+        event of that name."""
         s = self.session
         if event.kind == "grad":
             s.check_backward(event)
@@ -181,8 +183,9 @@ class Demand:
             self._backward_moment = True
             if event.kind == "backward-end":
                 self._recompute = set()
-        size = tide.no_grad_bytes if self.visiting else tide.at(event.name, s.arena.tide_bytes)
-        self._set_tide(size)
+        if known_tide_bytes is None:
+            known_tide_bytes = tide.no_grad_bytes if self.visiting else tide.at(event.name, s.arena.tide_bytes)
+        self._set_tide(known_tide_bytes)
         at = self._next_moment(event.name)
         if at is not None:
             self._position = at
@@ -593,7 +596,9 @@ class Demand:
                 if not missing:
                     return
                 names = ", ".join(repr(s.name_of(t)) for t in s._tensors_of[missing[0]][:2])
-                self.leave(f"chunk {missing[0]} ({names}, ...) is read in moment {s.cursor}, where the plan does not have it")
+                self.leave(
+                    f"chunk {missing[0]} ({names}, ...) is read in moment {s.cursor}, where the plan does not have it"
+                )
             self.ensure(chunks)
 
     def _held(self, chunk: int) -> bool:

@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +30,11 @@ from executor.contents import Contents, Update
 from executor.contract import ChunkParameter, ParkedParameter, disown, raw_grad, set_raw_grad
 from executor.demand import Demand
 from executor.hooks import Event, MomentClock, tensors_of
+from executor.live_bytes import LiveStorages
 from executor.measure import Measured, Watch, measure_iteration, unseen
+from executor.warm_up import WarmUp
 from executor.measured import IterationLog, StepLog, build_timeline
+from executor.moments import MomentRecorder
 from executor.queues import Program, Queues
 from pstar_sim.core.effects import gradient_list, needed
 from pstar_sim.core.plan import Plan
@@ -84,6 +87,8 @@ class Session:
         self.skeleton = skeleton
         self.undo_contract: Callable[[], None] = lambda: None
         self.watch: Watch | None = None
+        self.takes_norms = False  # a warm-up of a run that will clip does the same work
+        self._warm: WarmUp | None = None
         self.closed = False
         self.max_grad_norm = max_grad_norm
         self.eager = eager
@@ -192,6 +197,9 @@ class Session:
             return
         if self.watch is not None and self.cursor >= 0:
             self.watch.closes(self.cursor)
+        if self._warm is not None:
+            self._warm.on_event(event)
+            return
         with unseen():
             if self.queues.failure is not None:
                 raise self.queues.failure
@@ -311,10 +319,14 @@ class Session:
                 self.demand.leave(
                     f"gradient of {self.name_of(tensor)!r} arrives in moment {moment}, the plan has it elsewhere"
                 )
+        if self._warm is not None and not self._warm.gradient_is_final(tensor):
+            return
         grad = raw_grad(parameter)
         assert grad is not None
         with unseen(), torch.no_grad():
             if self.demand.active:
+                if self.takes_norms:
+                    torch.linalg.vector_norm(grad, dtype=torch.float32)
                 self.demand.accept(tensor, grad)
             else:
                 micro_batch = self.plan.workload.moments[moment].micro_batch
@@ -576,6 +588,25 @@ class Session:
 
     def touch(self, func: Any, parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
         return self.demand.touch(func, parameters, args, kwargs)
+
+    # -- warm-up (record.py) ------------------------------------------------------------------------------------------
+
+    def warm_up(self, recorder: MomentRecorder | None, live: LiveStorages | None, firings: Mapping[int, int]) -> None:
+        """Tell `recorder` of every event and gradient from now on; None: no more."""
+        self._warm = None if recorder is None or live is None else WarmUp(self, firings, recorder=recorder, live=live)
+
+    def time_moments(
+        self, script: Sequence[tuple[set[int], int]], firings: Mapping[int, int], iteration: Callable[[], None]
+    ) -> list[float]:
+        """Seconds of each moment of one iteration, waits left out. script: (chunks read, non-model peak) of each moment."""
+        warm = WarmUp(self, firings, script=script)
+        self._warm = warm
+        try:
+            iteration()
+            warm.close()
+        finally:
+            self._warm = None
+        return warm.durations
 
     def use_queues(self, queues: Queues) -> None:
         """Go on with other queues from where these stand. Both may be used again."""
