@@ -70,13 +70,15 @@ class Demand:
         self._batch_moments: tuple[Moment, ...] | None = None
         self._last_batch: tuple[Any, Any] | None = None
         self._uses: list[list[int]] = [[] for _ in session.plan.layout.chunks]
-        self._by_name: dict[str, set[int]] = {}
+        self._by_name: dict[str, set[int]] = {}  # event -> chunks that the plan's moments of that name read
+        self._by_name_next: dict[str, set[int]] = {}  # and those after them
+        self._prefix = False  # the current iteration began on plan
         for m, chunks in enumerate(session._needed):
             for chunk in chunks:
                 self._uses[chunk].append(m)
             self._by_name.setdefault(session.names[m], set()).update(chunks)
-            if m:  # the event that closes it may not come: what follows it belongs to it then
-                self._by_name[session.names[m - 1]].update(chunks)
+            if m:  # the event that closes a moment may not come: what follows it belongs to it then
+                self._by_name_next.setdefault(session.names[m - 1], set()).update(chunks)
         self._position = 0
         self._storages: dict[int, int] = {}  # storage of a working list -> chunk
         for c in session.plan.layout.chunks:
@@ -157,7 +159,7 @@ class Demand:
         s = self.session
         if event.kind == "grad":
             s.check_backward(event)
-        if not self.active:
+        if not self.active and not self.visiting:
             if s.cursor < 0 and event.kind == "begin" and not torch.is_grad_enabled():
                 self.visit()
             elif event.kind != "step":
@@ -189,8 +191,9 @@ class Demand:
         at = self._next_moment(event.name)
         if at is not None:
             self._position = at
-        if event.phase in (Phase.BWD, Phase.RECOMPUTE) and not self.visiting:
-            self.ensure(self._by_name.get(event.name, set()), required=False)
+        if self._prefix and event.phase in (Phase.BWD, Phase.RECOMPUTE):
+            self.ensure(self._by_name.get(event.name, set()))
+            self.ensure(self._by_name_next.get(event.name, set()), required=False)
 
     def _reason(self, event: Event) -> str:
         s = self.session
@@ -228,6 +231,7 @@ class Demand:
         if s.cursor < 0:
             s._begin_iteration()
         self.active = True
+        self._prefix = s.cursor >= 0
         self._position = max(s.cursor, 0)
         s.forget_open_step()
         with torch.no_grad():
@@ -551,16 +555,17 @@ class Demand:
             )
 
     def ensure(self, chunks: Iterable[int], *, required: bool = True) -> None:
-        """Make the working lists of `chunks` readable on the gpu."""
+        """Make the working lists of `chunks` readable on the gpu; those not `required` only if there is room."""
         s = self.session
         wanted = set(chunks)
         for chunk in sorted(wanted):
             if self._held(chunk):
                 continue
             if not s.arena.has(GPU, chunk, "param"):
-                if not required and not self._movable(chunk):
+                size = s.plan.layout.payload_bytes(chunk, "param")
+                self._make_room(size, needed=wanted, strict=required)
+                if not required and s.arena.room_on_gpu() < size:
                     continue
-                self._make_room(s.plan.layout.payload_bytes(chunk, "param"), needed=wanted)
                 s.arena.take(GPU, chunk, "param")
             with torch.no_grad():
                 self._fill(GPU, chunk, "param")

@@ -1,0 +1,233 @@
+"""Reality leaves the plan: results stay those of plain torch, the deviation is counted, the next iteration is on plan."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import executor
+from pstar_sim.core.plan import Settings
+from pstar_sim.core.step import Place
+from pstar_sim.errors import DoesNotFit
+
+
+class Switch(nn.Module):
+    """Layers whose order, and use, a loop can change from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(6))
+        self.order = list(range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in self.order:
+            x = torch.tanh(self.layers[i](x)) + x
+        return (x**2).mean()
+
+
+@pytest.fixture
+def switch(kit: Any) -> Iterator[Callable[..., Any]]:
+    sessions: list[Any] = []
+
+    def make(
+        policy: str = "tide", *, update: str = "step", clip: float | None = 0.5, micro_batches: int = 1, **options: Any
+    ) -> Any:
+        torch.manual_seed(0)
+        model = Switch()
+        twin = copy.deepcopy(model)
+        x = torch.randn(3, 48)
+        w = kit.workload_of(model, {"x": x}, micro_batches=micro_batches, name="switch")
+        plan = kit.tight_plan(policy, w, Settings(update=update, clip=clip is not None))
+        spec = executor.AdamW(lr=1e-2, weight_decay=0.1, max_grad_norm=clip, eager=update == "eager")
+        model, optimizer = executor.prepare(model, plan, spec, watchdog_s=5.0, **options)
+        sessions.append(optimizer.session)
+        reference = kit.Reference(twin, 1e-2, 0.1, clip)
+        return kit.Run(model, optimizer, reference, plan, iter(lambda: {"x": torch.randn(3, 48)}, None))
+
+    yield make
+    for session in sessions:
+        session.close(restore=False)
+
+
+def assert_same(kit: Any, run: Any) -> None:
+    values = run.model.state_dict()
+    for name, parameter in run.reference.model.named_parameters():
+        assert kit.distance(values[name], parameter.detach()) <= 1e-6, name
+
+
+def both(kit: Any, run: Any, *, micro_batches: int = 1, order: list[int] | None = None) -> None:
+    for model in (run.model, run.reference.model):
+        model.order = order or list(range(6))
+    mine, theirs = kit.train_both(
+        run.model, run.reference, run.optimizer, run.batches, steps=1, micro_batches=micro_batches
+    )
+    assert mine == pytest.approx(theirs, rel=1e-6)
+
+
+POLICIES = ["tide", "static_partition", "patrickstar", "zero_offload", "all_on_gpu"]
+ODD = {
+    "another order": [3, 1, 2, 0, 5, 4],
+    "an unused module": [0, 1, 2, 4, 5],
+    "a module twice": [0, 1, 2, 2, 3, 4, 5],
+    "only one": [4],
+    "backwards": [5, 4, 3, 2, 1, 0],
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize(("update", "micro_batches"), [("step", 1), ("eager", 1), ("step", 2)])
+def test_other_module_order(
+    kit: Any, switch: Callable[..., Any], policy: str, odd: str, update: str, micro_batches: int
+) -> None:
+    run = switch(policy, update=update, clip=0.5 if update == "step" else None, micro_batches=micro_batches)
+    both(kit, run, micro_batches=micro_batches)
+    both(kit, run, micro_batches=micro_batches, order=ODD[odd])
+    assert run.session.deviations == 1
+    both(kit, run, micro_batches=micro_batches)
+    both(kit, run, micro_batches=micro_batches)
+    assert run.session.deviations == 1, list(run.session.deviation_log)
+    assert_same(kit, run)
+    cut = {(r.place, r.chunk, r.list) for r in run.plan.initial}
+    assert run.session.cut == cut
+
+
+@pytest.mark.parametrize("policy", ["tide", "zero_offload"])
+def test_a_layer_left_out_of_the_second_micro_batch(kit: Any, switch: Callable[..., Any], policy: str) -> None:
+    run = switch(policy, micro_batches=2)
+    both(kit, run, micro_batches=2)
+    for model in (run.model, run.reference.model):
+        for order in (list(range(6)), [0, 2, 3, 4, 5]):
+            model.order = order
+            torch.manual_seed(7)
+            (model(torch.randn(3, 48)) / 2).backward()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.reference.step()
+    assert run.session.deviations == 1
+    both(kit, run, micro_batches=2)
+    assert run.session.deviations == 1
+    assert_same(kit, run)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_evaluation_between_steps_and_in_the_middle(kit: Any, switch: Callable[..., Any], policy: str) -> None:
+    run = switch(policy)
+    x = torch.randn(5, 48)
+
+    def evaluate() -> None:
+        run.model.eval()
+        run.reference.model.eval()
+        with torch.no_grad():
+            assert float(run.model(x)) == pytest.approx(float(run.reference.model(x)), rel=1e-6)
+        run.model.train()
+        run.reference.model.train()
+
+    evaluate()
+    both(kit, run)
+    evaluate()
+    evaluate()
+    both(kit, run)
+    assert run.session.deviations == 0
+    batch = next(run.batches)
+    kit.loss_of(run.model, batch).backward()
+    kit.loss_of(run.reference.model, batch).backward()
+    evaluate()  # gradients have overwritten parameters by now
+    assert run.session.deviations == 1
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.reference.step()
+    both(kit, run)
+    assert run.session.deviations == 1
+    assert_same(kit, run)
+
+
+def test_a_forward_with_gradients_but_no_backward(kit: Any, switch: Callable[..., Any]) -> None:
+    run = switch()
+    both(kit, run)
+    run.model(torch.randn(3, 48))
+    both(kit, run)
+    both(kit, run)
+    assert run.session.deviations == 1
+    assert_same(kit, run)
+
+
+def test_a_submodule_called_directly(kit: Any, switch: Callable[..., Any]) -> None:
+    run = switch()
+    both(kit, run)
+    x = torch.randn(2, 48)
+    with torch.no_grad():
+        assert torch.allclose(run.model.layers[3](x), run.reference.model.layers[3](x), rtol=1e-6)
+    both(kit, run)
+    assert run.session.deviations == 0
+    for model in (run.model, run.reference.model):
+        (model.layers[2](x) ** 2).sum().backward()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.reference.step()
+    both(kit, run)
+    assert run.session.deviations == 1
+    assert_same(kit, run)
+
+
+def test_on_demand_keeps_the_gpu_budget(kit: Any, switch: Callable[..., Any]) -> None:
+    run = switch()
+    both(kit, run)
+    both(kit, run, order=ODD["backwards"])
+    held = 0
+    for change in run.session.arena.log:
+        if change.place is Place.GPU:
+            held += change.change
+            assert held <= run.plan.gpu_budget_bytes
+
+
+class TestShapes:
+    """Batches of another shape than the plan's."""
+
+    def test_smaller_ones_run_and_are_counted(self, kit: Any, start: Callable[..., Any]) -> None:
+        run = start("gpt2", "tide", clip=0.5)
+        for length in (12, 6, 12):
+            batch = {k: v[:, :length] for k, v in next(run.batches).items()}
+            mine, theirs = kit.train_both(
+                run.model, run.reference, run.optimizer, iter([batch]), steps=1, micro_batches=1
+            )
+            assert mine == pytest.approx(theirs, rel=1e-6)
+        assert run.session.deviations == 1
+
+    def test_a_longer_one_runs_if_it_fits(self, kit: Any, start: Callable[..., Any]) -> None:
+        model, draw = kit.build("gpt2")
+        w = kit.workload_of(model, draw(torch.Generator().manual_seed(9)))
+        from pstar_sim.policy.registry import find_policy
+
+        machine = kit.small_machine(2 * w.peak_non_model_bytes + sum(t.bytes for t in w.tensors) // 2)
+        run = start("gpt2", "tide", clip=0.5, plan=find_policy("tide")(w, machine, Settings(clip=True)))
+        for length in (12, 15, 12, 15):
+            ids = torch.randint(0, 96, (2, length))
+            mine, theirs = kit.train_both(
+                run.model,
+                run.reference,
+                run.optimizer,
+                iter([{"input_ids": ids, "labels": ids}]),
+                steps=1,
+                micro_batches=1,
+            )
+            assert mine == pytest.approx(theirs, rel=1e-6)
+        assert run.session.deviations == 2
+
+    def test_one_that_does_not_fit_is_refused_before_anything_changes(
+        self, kit: Any, start: Callable[..., Any]
+    ) -> None:
+        run = start("gpt2", "tide", clip=0.5)
+        before = run.model.state_dict()
+        ids = torch.randint(0, 96, (2, 32))
+        with pytest.raises(DoesNotFit, match=r"a batch of shape \[2, 32\] where the plan has batch 2, sequence 12"):
+            run.model(input_ids=ids, labels=ids)
+        assert all(torch.equal(before[name], value) for name, value in run.model.state_dict().items())
+        mine, theirs = kit.train_both(run.model, run.reference, run.optimizer, run.batches, steps=2, micro_batches=1)
+        assert mine == pytest.approx(theirs, rel=1e-6)
+        assert run.session.deviations == 0
