@@ -21,7 +21,7 @@ __all__ = ["measure_virtual_machine"]
 
 _COPY_BYTES = 64 << 20
 _ADAM_PARAMS = 8 << 20
-_MATMUL = 768
+_MATMUL = 512
 
 
 def _median_s(action: Callable[[], object], *, repeats: int = 7) -> float:

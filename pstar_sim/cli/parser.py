@@ -179,6 +179,7 @@ def make_parser() -> argparse.ArgumentParser:
         "demo:demo",
     )
     demo.add_argument("-o", "--out", dest="output", default="demo-out", metavar="FOLDER", help="folder for its files (default: demo-out)")
+    demo.add_argument("--seed", type=_natural, default=0, metavar="N", help="seed of weights and data (default: 0)")
     demo.add_argument("--steps", type=_positive, default=6, metavar="N", help="iterations of training (default: 6)")
 
     for name, what, example in (

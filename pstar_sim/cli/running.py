@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
+from pstar_sim.catalog.machine import Machine
 from pstar_sim.cli.planning import say, say_json
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import ModelError
+from pstar_sim.report.run import Figure, figures, figures_table, losses_table
 from pstar_sim.units import format_bytes, parse_bytes_per_s
 
-__all__ = ["executor_module", "run", "trace"]
+if TYPE_CHECKING:
+    from executor.run import RunResult
+
+__all__ = ["compare_with_run", "executor_module", "explain_run", "figures_as_json", "progress", "run", "trace"]
 
 
 def executor_module(name: str) -> ModuleType:
@@ -62,21 +76,107 @@ def trace(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Load, check, measure this machine's rates, (record,) train, and say what was predicted and what was measured."""
+    from pstar_sim.catalog.writing import save_machine
     from pstar_sim.core.plan import load_plan
+    from pstar_sim.planner.compare import play_plan
+    from pstar_sim.report.tables import render
 
     plan = load_plan(args.plan)
-    bandwidth = parse_bytes_per_s(args.bandwidth) if args.bandwidth is not None else None
-    status: int = executor_module("run").run_plan(
-        plan,
-        model=args.model,
-        data=args.data,
-        steps=args.steps,
-        device=args.device,
-        bandwidth_bytes_per_s=bandwidth,
-        record=args.record,
-        timeline=args.timeline,
-        lr=args.lr,
-        seed=args.seed,
-        as_json=args.json,
+    jobs = executor_module("run")
+    jobs.check_device(plan, args.device)
+    link = plan.machine.link
+    limit = parse_bytes_per_s(args.bandwidth) if args.bandwidth is not None else None
+    bandwidth = (limit or link.h2d_bytes_per_s, limit or link.d2h_bytes_per_s)
+    job = jobs.Job.of_plan(plan, args.model, data=args.data, lr=args.lr, seed=args.seed)
+    measured_machine: Machine = executor_module("rates").measure_virtual_machine(
+        plan.machine, h2d_bytes_per_s=bandwidth[0], d2h_bytes_per_s=bandwidth[1]
     )
-    return status
+    if args.record is not None:
+        from pstar_sim.workload.trace import save_trace
+
+        save_trace(job.record(plan.machine), args.record)
+        machine_file = Path(args.record).with_suffix(".toml")
+        save_machine(measured_machine, machine_file)
+        if not args.json:
+            say(f"warm-up recorded: {args.record}; rates measured here: {machine_file}")
+    predicted = play_plan(replace(plan, machine=measured_machine))
+    with progress(args.steps, plan, quiet=args.json) as on_step:
+        result = job.run(plan, steps=args.steps, bandwidth=bandwidth, order=predicted, on_step=on_step)
+    if args.timeline is not None:
+        result.timeline.save(args.timeline)
+    rows = compare_with_run(predicted, result)
+    if args.json:
+        say_json(
+            {
+                "policy": plan.policy,
+                "model": plan.workload.model,
+                "steps": args.steps,
+                "losses": [r.loss for r in result.reports],
+                "step_s": [r.time_s for r in result.reports],
+                "deviations": list(result.deviations),
+                "figures": figures_as_json(rows),
+            }
+        )
+        return 0
+    losses = [r.loss for r in result.reports]
+    say(render(losses_table({plan.policy: losses[:3] + losses[3:][-3:] if len(losses) > 6 else losses})))
+    say(render(figures_table(rows)))
+    say(explain_run(plan, result))
+    return 0
+
+
+def compare_with_run(predicted: Timeline, result: RunResult) -> list[Figure]:
+    """Predicted beside measured: seconds are the median step after the first, bytes those of the measured iteration."""
+    times = [r.time_s for r in result.reports]
+    steady = times[1:] or times
+    wanted: dict[str, float] = {"iteration_s": predicted.iteration_s}
+    found: dict[str, float] = {"iteration_s": statistics.median(steady)}
+    wanted |= {"h2d_bytes": predicted.moved_bytes["h2d"], "d2h_bytes": predicted.moved_bytes["d2h"]}
+    found |= {"h2d_bytes": result.timeline.moved_bytes["h2d"], "d2h_bytes": result.timeline.moved_bytes["d2h"]}
+    if result.measured is not None and result.measured.on_plan:
+        wanted |= {"GPU peak_bytes": predicted.peak_bytes["gpu"], "host peak_bytes": predicted.peak_bytes["host"]}
+        found |= {"GPU peak_bytes": result.measured.peak_gpu_bytes, "host peak_bytes": result.measured.peak_host_bytes}
+    return figures(wanted, found)
+
+
+def figures_as_json(rows: Sequence[Figure]) -> list[dict[str, object]]:
+    return [{"name": r.name, "unit": r.unit, "predicted": r.predicted, "measured": r.measured} for r in rows]
+
+
+def explain_run(plan: Plan, result: RunResult) -> str:
+    """Two lines below the table: what the figures are, and how the run left the plan if it did."""
+    lines = [
+        "iteration: median of the steps after the first; bytes: counted where they are copied or allocated, the GPU peak in "
+        "one more, untimed iteration in the predicted order"
+    ]
+    if result.deviations:
+        lines.append(f"the run left the plan {len(result.deviations)} times, first: {result.deviations[0]}")
+    return "\n".join(lines)
+
+
+@contextmanager
+def progress(steps: int, plan: Plan, *, quiet: bool) -> Iterator[Callable[[Any], None] | None]:
+    """A progress bar on stderr with loss and throughput; none if quiet."""
+    if quiet:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[state]}"),
+        TimeRemainingColumn(),
+    )
+    peak = format_bytes(plan.gpu_budget_bytes)
+    with Progress(*columns, console=Console(file=sys.stderr)) as bar:
+        task = bar.add_task(plan.policy, total=steps, state="")
+
+        def on_step(report: Any) -> None:
+            speed = plan.workload.tokens / report.time_s
+            bar.update(task, advance=1, state=f"loss {report.loss:.4f}  {speed:,.0f} tokens/s  GPU budget {peak}")
+
+        yield on_step

@@ -1,0 +1,190 @@
+"""A training job by name: build the model, record its warm-up, run a plan, run the same steps in plain PyTorch.
+
+What `pstar run`, the demo and the benchmarks do between loading a plan and printing a table. The loop itself is
+`training.py`, the run is `prepare`'s; this adds the checks before and the clean end whatever happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from executor.data import batches_like, open_data
+from executor.measure import Measured
+from executor.models import BuiltModel, build
+from executor.optimizer import AdamW
+from executor.prepare import prepare
+from executor.record import record
+from executor.training import StepReport, train, train_step
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.timeline import Timeline
+from pstar_sim.errors import PlanError
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["Job", "RunResult", "check_device"]
+
+MAX_GRAD_NORM = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """reports: one a step. timeline: of the last timed iterations, measured. measured: bytes of one untimed iteration that
+    keeps the predicted order of events (None if it was not asked for). deviations: how the run left the plan, if it did."""
+
+    reports: Sequence[StepReport]
+    timeline: Timeline
+    measured: Measured | None
+    deviations: Sequence[str]
+
+
+def check_device(plan: Plan, device: str) -> None:
+    """Raise PlanError if the plan cannot run on `device`: made for other hardware, or not from a trace of a module."""
+    if device != "virtual":
+        raise PlanError(f"device {device!r} is not supported; use --device virtual")
+    if plan.machine.gpu.name != "virtual":
+        raise PlanError(
+            f"the plan was made for machine {plan.machine.name!r} (GPU {plan.machine.gpu.name}), not for the virtual "
+            "accelerator; plan with --machine virtual --gpu-memory SIZE, or with the machine file that --record wrote"
+        )
+    if plan.workload.source == "preset":
+        raise PlanError(
+            f"the plan was made from the preset {plan.workload.model!r}, whose moments are not a module's; trace the model "
+            "first (pstar trace) and plan with --trace"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """model: as for `pstar trace`. batch, sequence: of one micro-batch. data: "text:FOLDER" or None. bandwidth: of the virtual
+    link in bytes per second, (to the gpu, to the host); None = as fast as memory copies."""
+
+    model: str
+    batch: int
+    sequence: int
+    dtype: str
+    checkpointing: bool
+    micro_batches: int = 1
+    data: str | None = None
+    lr: float = 3e-4
+    seed: int = 0
+    attention: str | None = None
+    clip: bool = True
+
+    @classmethod
+    def of_plan(cls, plan: Plan, model: str, *, data: str | None, lr: float, seed: int) -> Job:
+        """The job a plan was made for, on a model given by name."""
+        w = plan.workload
+        return cls(
+            model=model,
+            batch=w.batch,
+            sequence=w.sequence,
+            dtype=w.dtype,
+            checkpointing=w.checkpointing,
+            micro_batches=w.micro_batches,
+            data=data,
+            lr=lr,
+            seed=seed,
+            clip=plan.settings.clip,
+        )
+
+    def build(self) -> BuiltModel:
+        """The model with real weights, the same for the same seed."""
+        return build(
+            self.model,
+            batch=self.batch,
+            sequence=self.sequence,
+            dtype=self.dtype,
+            checkpointing=self.checkpointing,
+            attention=self.attention,
+            device="cpu",
+            seed=self.seed,
+        )
+
+    def batches(self, built: BuiltModel) -> Iterator[Any]:
+        """Endless batches, the same for the same seed."""
+        return batches_like(built.example_batch, open_data(self.data), vocabulary=built.vocabulary, seed=self.seed)
+
+    def record(self, machine: Machine) -> Workload:
+        """The workload of a real warm-up iteration on the virtual accelerator of `machine`."""
+        built = self.build()
+        batches = self.batches(built)
+        return record(
+            built.module,
+            [next(batches) for _ in range(self.micro_batches)],
+            machine,
+            name=self.model,
+            batch=self.batch,
+            sequence=self.sequence,
+            optimizer=AdamW(lr=self.lr, max_grad_norm=MAX_GRAD_NORM if self.clip else None),
+        )
+
+    def run(
+        self,
+        plan: Plan,
+        *,
+        steps: int,
+        bandwidth: tuple[float | None, float | None] = (None, None),
+        order: Timeline | None = None,
+        on_step: Callable[[StepReport], None] | None = None,
+    ) -> RunResult:
+        """Train by the plan. order: the predicted timeline; with it, one more iteration is run untimed in that order, to
+        measure bytes. The session is closed whatever happens; what was raised goes on."""
+        check_device(plan, "virtual")
+        built = self.build()
+        batches = self.batches(built)
+        model, optimizer = prepare(built.module, plan, self._adamw(plan), bandwidth=bandwidth)
+        session = optimizer.session
+        try:
+            reports = train(
+                model, optimizer, batches, steps=steps, micro_batches=plan.workload.micro_batches, on_step=on_step
+            )
+            session.drain()
+            timeline = session.timeline()
+            measured = None
+            if order is not None:
+                measured = session.measure_iteration(
+                    lambda: train_step(model, optimizer, batches, plan.workload.micro_batches), order
+                )
+            return RunResult(
+                reports=reports,
+                timeline=timeline,
+                measured=measured,
+                deviations=tuple(session.deviation_log),
+            )
+        finally:
+            session.close(restore=False)
+
+    def run_plain(
+        self, plan: Plan, *, steps: int, on_step: Callable[[StepReport], None] | None = None
+    ) -> list[StepReport]:
+        """The same steps in plain PyTorch on one thread: `torch.optim.AdamW(fused=True)` and `clip_grad_norm_`. Plain AdamW
+        has no fp32 master weights, so a bf16 job's losses agree only roughly."""
+        built = self.build()
+        parameters = list(built.module.parameters())
+        optimizer = torch.optim.AdamW(parameters, lr=self.lr, fused=True)
+        if plan.settings.clip:
+
+            def clip(*_: Any) -> None:
+                torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
+
+            optimizer.register_step_pre_hook(clip)
+        torch.set_num_threads(1)
+        return train(
+            built.module,
+            optimizer,
+            self.batches(built),
+            steps=steps,
+            micro_batches=plan.workload.micro_batches,
+            on_step=on_step,
+        )
+
+    def _adamw(self, plan: Plan) -> AdamW:
+        return AdamW(
+            lr=self.lr,
+            max_grad_norm=MAX_GRAD_NORM if plan.settings.clip else None,
+            eager=plan.settings.update == "eager",
+        )

@@ -1,0 +1,101 @@
+"""A machine as a catalog file of one's own, which `load_machine` reads back. Sizes come back exactly, rates to rounding."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from datetime import date
+from pathlib import Path
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.errors import CatalogError
+from pstar_sim.units import GB
+
+__all__ = ["machine_toml", "save_machine"]
+
+
+def machine_toml(machine: Machine, *, checked: date) -> str:
+    """The text of the file. Raises CatalogError for a machine whose ranks differ, which one entry cannot say."""
+    if any((r.gpu, r.link) != (machine.gpu, machine.link) for r in machine.ranks):
+        raise CatalogError(f"machine {machine.name!r} has ranks that differ; write its file by hand")
+    gpu, link, host = machine.gpu, machine.link, machine.host
+    rates = {f"{dtype}_tflops": rate / 1e12 for dtype, rate in gpu.flops_per_s.items()}
+    hbm = {"hbm_gb_per_s": gpu.hbm_bytes_per_s / GB}
+    copies = {"h2d_gb_per_s": link.h2d_bytes_per_s / GB, "d2h_gb_per_s": link.d2h_bytes_per_s / GB}
+    adam = {"adam_gparams_per_s": host.adam_params_per_s / 1e9}
+    tables: list[tuple[str, dict[str, object]]] = [
+        (
+            f"gpus.{_key(gpu.name)}",
+            {
+                "memory_gb": gpu.memory_bytes / GB,
+                "usable_gb": gpu.usable_bytes / GB,
+                "context_gb": gpu.context_bytes / GB,
+                "hbm_efficiency": 1,
+                "fp32_efficiency": 1,
+                "tensor_core_efficiency": 1,
+                **hbm,
+                **rates,
+            },
+        ),
+        (
+            f"links.{_key(link.name)}",
+            {
+                "connects": "host-gpu",
+                "efficiency": 1,
+                "latency_us": link.latency_s * 1e6,
+                "duplex": link.duplex,
+                **copies,
+            },
+        ),
+        (
+            f"hosts.{_key(host.name)}",
+            {
+                "memory_gb": host.memory_bytes / GB,
+                "reserved_gb": host.reserved_bytes / GB,
+                "dram_peak_gb_per_s": host.dram_bytes_per_s / GB,
+                "dram_efficiency": 1,
+                "cores": host.cores,
+                **adam,
+            },
+        ),
+        (
+            f"machines.{_key(machine.name)}",
+            {"gpu": gpu.name, "gpus": len(machine.ranks), "link": link.name, "host": host.name, "notes": machine.notes},
+        ),
+    ]
+    parts = [f"machine = {json.dumps(machine.name)}"]
+    measured = ((gpu.measured, gpu.source, {**hbm, **rates}), (link.measured, link.source, copies))
+    for (name, values), part in zip(tables, (*measured, (host.measured, host.source, adam), None)):
+        source = part[1] if part is not None else "written by pstar"
+        parts.append(_table(name, {**values, "source": source, "checked": checked}))
+        if part is not None and part[0]:
+            parts.append(_table(f"{name}.calibrated", {**part[2], "source": source, "checked": checked}))
+    return "\n\n".join(parts) + "\n"
+
+
+def save_machine(machine: Machine, path: str | Path) -> None:
+    """Write the machine's file, whole or not at all."""
+    target = Path(path)
+    text = machine_toml(machine, checked=date.today())
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
+    with os.fdopen(handle, "w", encoding="utf-8") as stream:
+        stream.write(text)
+    Path(name).chmod(0o644)
+    Path(name).replace(target)
+
+
+def _key(name: str) -> str:
+    return json.dumps(name)
+
+
+def _table(name: str, values: dict[str, object]) -> str:
+    return "\n".join([f"[{name}]", *(f"{key} = {_value(value)}" for key, value in values.items())])
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float, date)):
+        return str(value)
+    return json.dumps(value)

@@ -1,0 +1,93 @@
+"""`pstar demo`: the main job from beginning to end on this machine, with a GPT-2 124M and an accelerator too small for it.
+
+Trace, look at the tide, compare policies, plan, run the plan and the same steps in plain PyTorch, and lay what was measured
+beside what was predicted. Everything goes through the functions that the other commands use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from pstar_sim.cli.planning import say
+from pstar_sim.cli.running import compare_with_run, executor_module, explain_run, figures_as_json, progress
+from pstar_sim.core.decoding import write_atomically
+
+__all__ = ["demo"]
+
+MODEL = "gpt2"
+BATCH, SEQUENCE = 2, 64
+GPU_MEMORY = "1.2GB"
+BANDWIDTH_BYTES_PER_S = 1.5e9
+MICRO_BATCHES = (1, 4)
+LEARNING_RATE = 1e-4
+
+
+def demo(args: argparse.Namespace) -> int:
+    """Writes trace, warm-up, plan, timeline, pictures and summary into the folder --out."""
+    from pstar_sim.catalog.loader import load_machine
+    from pstar_sim.planner.compare import compare
+    from pstar_sim.report.run import figures_table, losses_table
+    from pstar_sim.report.tables import comparison_text, render
+    from pstar_sim.report.tide import tide_figure
+    from pstar_sim.units import format_bytes
+    from pstar_sim.workload.trace import save_trace
+    from pstar_sim.workload.workload import repeat_micro_batch
+
+    out = Path(args.output)
+    out.mkdir(parents=True, exist_ok=True)
+    capture = executor_module("capture")
+    rates = executor_module("rates")
+
+    say(f"1. Trace: {MODEL} from transformers, batch {BATCH}, sequence {SEQUENCE}, fp32, under fake tensors")
+    traced = capture.capture(MODEL, batch=BATCH, sequence=SEQUENCE, dtype="fp32", checkpointing=True)
+    save_trace(traced, out / "trace.parquet")
+    need = traced.params * (4 + traced.optimizer.states_bytes_per_param)
+    say(
+        f"   {traced.params / 1e6:.1f} M parameters, {len(traced.moments)} moments, tide between "
+        f"{format_bytes(min(m.peak_bytes for m in traced.moments))} and {format_bytes(traced.peak_non_model_bytes)}; "
+        f"model data {format_bytes(need)}, GPU {GPU_MEMORY}\n"
+    )
+    machine = rates.measure_virtual_machine(
+        load_machine("virtual", gpu_memory=GPU_MEMORY),
+        h2d_bytes_per_s=BANDWIDTH_BYTES_PER_S,
+        d2h_bytes_per_s=BANDWIDTH_BYTES_PER_S,
+    )
+    for micro_batches in MICRO_BATCHES:
+        say(f"2. Compare: {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}, on the rates measured here")
+        say(comparison_text(compare(repeat_micro_batch(traced, micro_batches), machine)))
+
+    job = executor_module("run").Job(
+        model=MODEL, batch=BATCH, sequence=SEQUENCE, dtype="fp32", checkpointing=True, lr=LEARNING_RATE, seed=args.seed
+    )
+    say("3. Warm-up: real iterations, chunks fetched on demand, bytes and seconds of every moment recorded")
+    recorded = job.record(machine)
+    save_trace(recorded, out / "warm_up.parquet")
+    result = compare(recorded, machine)
+    best = result.best()
+    plan, predicted = best.plan, best.timeline
+    best.save(out / "plan.json")
+    say(f"   plan.json: {plan.describe()}\n")
+
+    say(f"4. Run the plan for {args.steps} steps, and the same steps in plain PyTorch")
+    rate = (BANDWIDTH_BYTES_PER_S, BANDWIDTH_BYTES_PER_S)
+    with progress(args.steps, plan, quiet=False) as on_step:
+        ran = job.run(plan, steps=args.steps, bandwidth=rate, order=predicted, on_step=on_step)
+    plain = job.run_plain(plan, steps=args.steps)
+    losses = {"plain PyTorch": [r.loss for r in plain], plan.policy: [r.loss for r in ran.reports]}
+    say(render(losses_table(losses)))
+    rows = compare_with_run(predicted, ran)
+    say(render(figures_table(rows)))
+    say(explain_run(plan, ran))
+    ran.timeline.save(out / "timeline.json")
+    drawn = [one.timeline for one in result.planned.values()]
+    figure = tide_figure(drawn, measured=None, title=f"{MODEL}, batch {BATCH}, sequence {SEQUENCE}, {GPU_MEMORY} of GPU memory")
+    figure.savefig(out / "tide.png", dpi=120)
+    tide_figure([predicted], measured=ran.timeline, title=f"{plan.policy}: predicted (areas) and measured (line)").savefig(
+        out / "measured.png", dpi=120
+    )
+    summary = {"losses": losses, "figures": figures_as_json(rows), "deviations": list(ran.deviations)}
+    write_atomically(out / "summary.json", json.dumps(summary, indent=1) + "\n")
+    say(f"\nin {out}: " + " ".join(sorted(p.name for p in out.iterdir())))
+    return 0
