@@ -180,7 +180,7 @@ def writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
     if kwargs.get("out") is not None:
         return True
     if name.startswith("__"):
-        return name in _WRITING_DUNDERS or (name == "__set__" and func is _DATA_SET)
+        return name in _WRITING_DUNDERS or (name == "__set__" and func == _DATA_SET)
     return (name.endswith("_") and name not in ("requires_grad_",)) or name in ("set_", "copy_")
 
 

@@ -352,8 +352,6 @@ class Demand:
                     self._make_room(s.plan.layout.payload_bytes(c.index, "param"), needed={c.index})
                 s.arena.take(place, c.index, "param")
             contents.adam(c.index, place, update, norms)
-        if update.norm is not None:
-            s.grad_norm = float(update.norm)
         self._back_to_cut()
 
     def _collect_left_over(self) -> None:

@@ -54,7 +54,6 @@ class Session:
     """One model being trained under one plan. Made by `executor.prepare`; ended by `close()`.
 
     deviations: iterations or events that left the plan, counted. iteration: number of the current or next one, from 0.
-    grad_norm: global norm of the last step's gradients (None without clipping).
     """
 
     def __init__(
@@ -94,7 +93,8 @@ class Session:
         self.eager = eager
         self.contents = Contents(arena, self.refresh)
         self.program = Program(plan)
-        self.grad_norm: float | None = None
+        self._last_update: Update | None = None
+        self.backwards = 0  # backwards that ended in the current iteration
         self._hyper = hyper
         self._now = clock
         self._classes = threading.Lock()  # a queue's thread and the user's may change a parameter's class at once
@@ -210,6 +210,8 @@ class Session:
                 self.demand.end_visit()
             if self.demand.active or not self._on_plan(event):
                 self.demand.on_event(event)
+        if event.kind == "backward-end":
+            self.backwards += 1
         if self.watch is not None:
             self.watch.opens()
 
@@ -284,6 +286,7 @@ class Session:
 
     def _begin_iteration(self) -> None:
         self.arrived = set()
+        self.backwards = 0
         self.updated_early = set()
         self._norms = {}
         if self.eager:
@@ -300,6 +303,13 @@ class Session:
             raise ContractError(
                 "a backward after optimizer.step() without zero_grad(): plain torch would add to gradients that are gone "
                 "here; call optimizer.zero_grad() after each step"
+            )
+        planned = self.plan.workload.micro_batches
+        if self.backwards >= planned and self.arrived:
+            raise ContractError(
+                f"backward number {self.backwards + 1} of an iteration that the plan made for {planned} micro-batches: call "
+                "optimizer.step() and zero_grad() first, or make the plan for as many micro-batches as the loop accumulates "
+                "(--micro-batches)"
             )
 
     def _gradient_hook(self, tensor: int) -> Callable[[torch.Tensor], None]:
@@ -372,6 +382,8 @@ class Session:
             self._updates[k] = self.new_update()
         update = self._updates[k]
         update.norms = self._norms
+        if self.plan.workload.micro_batches == 1:
+            update.coefficient(lambda: self.update_norms(k))
         self.clock.step()  # the event "step": comes back through on_event
         assert self.cursor == len(self.names) - 1 or self.demand.active
         if self.demand.active:
@@ -382,9 +394,17 @@ class Session:
         self._end_moment(self._now())
         for i in self._tail:
             self._run_inline(i)
-        if self.max_grad_norm is not None and update.norm is not None:
-            self.grad_norm = float(update.norm)
         self.next_iteration()
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global norm of the last step's gradients before clipping; None without clipping or before the first step."""
+        update = self._last_update
+        if update is None or update.max_grad_norm is None:
+            return None
+        if update.norm is None:
+            self.queues.settle(self.iteration - 1)
+        return None if update.norm is None else float(update.norm)
 
     def _same_hyper(self, update: Update) -> None:
         if update.hyper != self._hyper():
@@ -396,6 +416,7 @@ class Session:
     def next_iteration(self, *, on_plan: bool = True) -> None:
         """The iteration's compute is over; the side queues go on with its steps and begin the next one's."""
         self.logs.append(IterationLog(self.iteration, self._now(), on_plan))
+        self._last_update = self._updates.get(self.iteration, self._last_update)
         self._updates.pop(self.iteration - 2, None)
         if len(self.logs) == KEPT_ITERATIONS:
             self.arena.trim(self.logs[0].end_s)
