@@ -19,6 +19,7 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,9 +38,10 @@ from executor.contract import (
 from executor.hooks import Event, tensors_of
 from executor.measure import unseen
 from pstar_sim.core.step import Place, Queue
-from pstar_sim.errors import ContractError, DoesNotFit, PlanError
+from pstar_sim.errors import ContractError, DoesNotFit, PlanError, PstarError
+from pstar_sim.policy.registry import find_policy
 from pstar_sim.units import format_bytes
-from pstar_sim.workload.workload import Moment, Phase
+from pstar_sim.workload.workload import Moment, Phase, Workload, repeat_micro_batch
 
 if TYPE_CHECKING:
     from executor.engine import Session
@@ -353,6 +355,33 @@ class Demand:
                 s.arena.take(place, c.index, "param")
             contents.adam(c.index, place, update, norms)
         self._back_to_cut()
+
+    def replan(self) -> None:
+        """Called after each step off plan: a new plan if the last iterations all were, by the same policy, for what they did."""
+        s = self.session
+        self.in_a_row += 1
+        if s.on_demand_only or not s.replan_after or self.in_a_row < s.replan_after:
+            return
+        self.in_a_row = 0
+        try:
+            policy = find_policy(s.plan.policy)
+            s.renew(policy(self._lasting_workload(), s.plan.machine, s.plan.settings))
+        except PstarError as error:
+            # Training goes on, on demand: slower, not wrong.
+            log.warning("no new plan after %d iterations off plan: %s", s.replan_after, error)
+            return
+        log.info("new plan after %d iterations off plan", s.replan_after)
+        s.deviation_log.append(f"iteration {s.iteration}: new plan, by policy {s.plan.policy}")
+
+    def _lasting_workload(self) -> Workload:
+        """What the last iteration did, captured anew."""
+        s = self.session
+        if self._last_batch is None:
+            raise PlanError("no forward of the whole model with gradients was seen")
+        args, kwargs = self._last_batch
+        captured = s.capture_batch(args, kwargs)
+        # The same parameters (and their groups, which a capture does not know).
+        return repeat_micro_batch(replace(captured, tensors=s.plan.workload.tensors), max(1, s.backwards))
 
     def _collect_left_over(self) -> None:
         """Gradients that autograd still holds: fewer firings than the plan counted."""

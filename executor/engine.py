@@ -16,7 +16,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from executor.adam import Hyper
-from executor.arena import Arena
-from executor.backend import Backend
+from executor.arena import Arena, check_host_memory
+from executor.backend import Backend, available_host_bytes
 from executor.contents import Contents, Update
 from executor.contract import ChunkParameter, ParkedParameter, disown, raw_grad, set_raw_grad
 from executor.demand import Demand
@@ -73,11 +73,8 @@ class Session:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model = model
-        self.plan = plan
         self.parameters = parameters
-        self.arena = arena
         self.backend = backend
-        self.queues = queues
         self.iteration = 0
         self.cursor = -1
         self.deviations = 0
@@ -91,8 +88,6 @@ class Session:
         self.closed = False
         self.max_grad_norm = max_grad_norm
         self.eager = eager
-        self.contents = Contents(arena, self.refresh)
-        self.program = Program(plan)
         self._last_update: Update | None = None
         self.backwards = 0  # backwards that ended in the current iteration
         self._hyper = hyper
@@ -101,26 +96,34 @@ class Session:
         self._open = False  # parameters may be read as they stand, where they are readable
         self._updates: dict[int, Update] = {}
         self._norms: dict[int, torch.Tensor] = {}
-        self._tensors_of = [[s.tensor for s in c.slots] for c in plan.layout.chunks]
-        self._chunk_of = plan.layout.chunk_of
         self.consumed: set[int] = set()  # tensors whose gradient left autograd and that no zero_grad has cleared yet
         self.arrived: set[int] = set()  # the same, of the current iteration
         self.stepped = False  # optimizer.step() came after they arrived
         self.updated_early: set[int] = set()  # tensors whose eager update of this iteration is done
-        self.cut = frozenset((r.place, r.chunk, r.list) for r in plan.initial)
-        self.logs: deque[IterationLog] = deque(maxlen=KEPT_ITERATIONS)
-        self.span_log: deque[StepLog] = deque(maxlen=KEPT_ITERATIONS * max(1, len(plan.steps)))
-        self.first_s = clock()
-        self._steps: dict[tuple[int, int], StepLog] = {}
-        self._copies_before: dict[int, int] = {}
-        self._compile()
-        self.demand = Demand(self)
+        self._install(plan, arena, queues)
         self.clock = MomentClock(model, self.on_event)
         self._hooks = [
             parameters[t].register_post_accumulate_grad_hook(self._gradient_hook(t))
             for t in sorted(self._chunk_of)
             if not plan.workload.tensors[t].frozen
         ]
+
+    def _install(self, plan: Plan, arena: Arena, queues: Queues) -> None:
+        """Everything that belongs to one plan."""
+        self.plan = plan
+        self.arena = arena
+        self.queues = queues
+        self.contents = Contents(arena, self.refresh)
+        self.program = Program(plan)
+        self.cut = frozenset((r.place, r.chunk, r.list) for r in plan.initial)
+        self.logs: deque[IterationLog] = deque(maxlen=KEPT_ITERATIONS)
+        self.span_log: deque[StepLog] = deque(maxlen=KEPT_ITERATIONS * max(1, len(plan.steps)))
+        self.first_s = self._now()
+        self._steps: dict[tuple[int, int], StepLog] = {}
+        self._tensors_of = [[s.tensor for s in c.slots] for c in plan.layout.chunks]
+        self._chunk_of = plan.layout.chunk_of
+        self._compile()
+        self.demand = Demand(self)
 
     def _compile(self) -> None:
         """Tables of the plan by moment."""
@@ -149,7 +152,6 @@ class Session:
             raise PlanError(f"the plan has compute steps for {len(self._compute)} of {len(w.moments)} moments")
         self._goes_to = gradient_list(plan)
         self._final: dict[tuple[int, int], int] = {}  # (micro-batch, tensor) -> moment of its last gradient
-        self._firings: Counter[tuple[int, int]] = Counter()
         for m, tensors in enumerate(w.gradients):
             for t in tensors:
                 self._final[w.moments[m].micro_batch, t] = m
@@ -160,7 +162,6 @@ class Session:
                 final = self._final[w.moments[m].micro_batch, t] == m
                 (self._due if final else self._early)[m].add(t)
         self._outstanding: set[int] = set()
-        self._pinned = [mode == "pin" for mode in plan.modes]
 
     # -- reading parameters -------------------------------------------------------------------------------------------
 
@@ -186,10 +187,14 @@ class Session:
     # -- events -------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin the first iteration: the queues may fetch what its first moments need."""
+        """Begin the next iteration: the queues may fetch what its first moments need."""
         self.arena.set_tide(self.cut_tide)
+        self.queues.pause()
         self.queues.start(self.program, self)
+        if self.iteration:
+            self.queues.jump(self.iteration - 1)
         self.queues.allow(self.iteration)
+        self.queues.resume()
 
     def on_event(self, event: Event) -> None:
         """The clock's only caller. Between events the user's thread computes."""
@@ -370,12 +375,14 @@ class Session:
             if self.demand.active:
                 self.demand.step()
                 self.clock.reset()
+                self.demand.replan()
             else:
                 self._step_on_plan()
             self.stepped = True
 
     def _step_on_plan(self) -> None:
         k = self.iteration
+        self.demand.in_a_row = 0
         if self.eager:
             self._same_hyper(self._updates[k])
         else:
@@ -558,11 +565,13 @@ class Session:
         return value.reshape(self.plan.workload.tensors[tensor].shape)
 
     def set_state_value(self, tensor: int, list_name: str, value: torch.Tensor) -> None:
-        chunk = self._chunk_of[tensor]
         with unseen(), torch.no_grad(), self.still():
-            for place in (Place.HOST, Place.GPU):
-                if self.arena.has(place, chunk, list_name):
-                    self.contents.slot(place, tensor, list_name).copy_(value.reshape(-1))
+            self._write_state(tensor, list_name, value)
+
+    def _write_state(self, tensor: int, list_name: str, value: torch.Tensor) -> None:
+        for place in (Place.HOST, Place.GPU):
+            if self.arena.has(place, self._chunk_of[tensor], list_name):
+                self.contents.slot(place, tensor, list_name).copy_(value.reshape(-1))
 
     def rewrite_from_master(self, tensor: int) -> None:
         """The master copy changed (a loaded state): every copy of the working list follows."""
@@ -645,6 +654,50 @@ class Session:
         """See `executor.measure.measure_iteration`: runs `step_fn` twice."""
         return measure_iteration(self, step_fn, order)
 
+    def renew(self, plan: Plan) -> None:
+        """Go on under another plan of the same model, between two iterations; values and states move into its chunks.
+
+        Raises DoesNotFit, before anything changes, if the host cannot hold both while they move.
+        """
+        from executor.prepare import load_parameters  # it imports this module
+
+        assert self.cursor < 0 and not self.demand.active
+        arena = Arena(plan, self.backend)
+        check_host_memory(
+            plan,
+            arena.room,
+            available_bytes=available_host_bytes(),
+            gpu_is_host=self.backend.device.type == "cpu",
+            model_bytes=0,
+        )
+        with torch.no_grad():
+            self.drain()
+            old, contents, queues = self.arena, self.contents, self.queues
+            steps_taken = contents.steps_taken
+            lists = plan.layout.state_lists
+            masters = self.plan.layout.chunks
+            values = {t: self.current_value(t) for t in self._chunk_of}
+            states = {
+                (s.tensor, name): self.state_value(s.tensor, name)
+                for c in masters
+                for s in c.slots
+                for name in lists
+                if any(old.has(place, c.index, name) for place in (Place.GPU, Place.HOST))
+            }
+            self.queues.stop()
+            self.set_open(False)
+            arena.allocate_slabs()
+            self._install(plan, arena, queues.renew())
+            for t, value in values.items():
+                self.parameters[t].__class__ = nn.Parameter
+                self.parameters[t].data = value
+            load_parameters(self)
+            for (t, name), value in states.items():
+                self._write_state(t, name, value)
+            self.contents.steps_taken.update(steps_taken)
+            old.empty()
+        self.start()
+
     # -- deviations ---------------------------------------------------------------------------------------------------
 
     def note_deviation(self, reason: str) -> None:
@@ -665,6 +718,7 @@ class Session:
                 f"a batch of another shape than planned, and {type(self.model).__name__} cannot be copied to look at it "
                 "under fake tensors; make a plan for this shape"
             )
+        _follow(self.model, self.skeleton)
         return capture_module(self.skeleton, (args, kwargs), name=self.plan.workload.model, loss=_some_loss)
 
     def close(self, *, restore: bool = True) -> None:
@@ -696,3 +750,15 @@ def _some_loss(model: nn.Module, batch: Any) -> torch.Tensor:
         raise ModelError(f"no output of {type(model).__name__} depends on a trainable parameter")
     scalar = next((t for t in outputs if t.numel() == 1), None)
     return outputs[0].sum() if scalar is None else scalar.reshape(())
+
+
+def _follow(model: nn.Module, skeleton: nn.Module) -> None:
+    """Give the skeleton the plain attributes the model has by now (`training`, switches of its own)."""
+    copies = dict(skeleton.named_modules())
+    for name, module in model.named_modules():
+        twin = copies.get(name)
+        if twin is None:
+            continue
+        for key, value in module.__dict__.items():
+            if not key.startswith("_") and key in twin.__dict__ and not callable(value):
+                twin.__dict__[key] = value

@@ -107,7 +107,7 @@ def prepare(
     )
     torch_optimizer.session = session
     with torch.no_grad():
-        _load(session)
+        load_parameters(session)
     session.undo_contract = _guard_model(model, session)
     _watch_batches(model, session)
     session.start()
@@ -218,7 +218,7 @@ def _skeleton(model: nn.Module) -> nn.Module | None:
         return None
 
 
-def _load(session: Session) -> None:
+def load_parameters(session: Session) -> None:
     """Move the parameters' values into their chunks, one chunk at a time, and make the parameters views of them."""
     plan, arena, contents = session.plan, session.arena, session.contents
     present = sorted(plan.initial)

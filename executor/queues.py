@@ -121,6 +121,10 @@ class Queues(Protocol):
         """End the queues; returns when they have."""
         ...
 
+    def renew(self) -> Queues:
+        """Queues of the same kind that have not been started."""
+        ...
+
     def standing(self) -> dict[Queue, tuple[int, int]]:
         """While paused: (iteration, index in the queue's order) of each queue's next step."""
         ...
@@ -174,6 +178,9 @@ class ThreadQueues:
     @property
     def program(self) -> Program | None:
         return self._started
+
+    def renew(self) -> ThreadQueues:
+        return ThreadQueues(watchdog_s=self._watchdog_s, join_s=self._join_s, clock=self._clock)
 
     def standing(self) -> dict[Queue, tuple[int, int]]:
         return dict(self._at)
@@ -382,6 +389,9 @@ class SerialQueues:
     @property
     def program(self) -> Program | None:
         return self._started
+
+    def renew(self) -> SerialQueues:
+        return SerialQueues(self._chooser, works_early=self._works_early)
 
     def standing(self) -> dict[Queue, tuple[int, int]]:
         return dict(self._at)

@@ -231,3 +231,43 @@ class TestShapes:
         mine, theirs = kit.train_both(run.model, run.reference, run.optimizer, run.batches, steps=2, micro_batches=1)
         assert mine == pytest.approx(theirs, rel=1e-6)
         assert run.session.deviations == 0
+
+
+@pytest.mark.parametrize("policy", ["tide", "patrickstar", "zero_offload"])
+def test_a_new_plan_after_three_in_a_row(kit: Any, switch: Callable[..., Any], policy: str) -> None:
+    run = switch(policy, clip=0.5)
+    first = run.plan
+    both(kit, run)
+    for _ in range(2):
+        both(kit, run, order=ODD["backwards"])
+    both(kit, run)  # on plan again: the count begins anew
+    assert run.session.deviations == 2
+    for _ in range(3):
+        both(kit, run, order=ODD["backwards"])
+    assert run.session.plan is not first
+    assert run.session.plan.policy == policy
+    run.session.plan.check()
+    for _ in range(3):
+        both(kit, run, order=ODD["backwards"])
+    assert run.session.deviations == 5, list(run.session.deviation_log)
+    assert_same(kit, run)
+    state, plain = run.optimizer.state_dict()["state"], run.reference.optimizer.state_dict()["state"]
+    for number, row in plain.items():
+        assert kit.distance(state[number]["exp_avg_sq"], row["exp_avg_sq"]) <= 1e-6
+
+
+def test_a_new_plan_for_a_longer_batch(kit: Any, start: Callable[..., Any]) -> None:
+    from pstar_sim.policy.registry import find_policy
+
+    model, draw = kit.build("gpt2")
+    w = kit.workload_of(model, draw(torch.Generator().manual_seed(9)))
+    machine = kit.small_machine(2 * w.peak_non_model_bytes + sum(t.bytes for t in w.tensors) // 2)
+    run = start("gpt2", "tide", clip=0.5, plan=find_policy("tide")(w, machine, Settings(clip=True)))
+    for _ in range(6):
+        ids = torch.randint(0, 96, (2, 15))
+        batch = iter([{"input_ids": ids, "labels": ids}])
+        mine, theirs = kit.train_both(run.model, run.reference, run.optimizer, batch, steps=1, micro_batches=1)
+        assert mine == pytest.approx(theirs, rel=1e-6)
+    assert run.session.plan.workload.sequence == 15
+    assert run.session.deviations == 3
+    assert_same(kit, run)
