@@ -32,10 +32,10 @@ from executor.demand import Demand
 from executor.hooks import Event, MomentClock, tensors_of
 from executor.live_bytes import LiveStorages
 from executor.measure import Measured, Watch, measure_iteration, unseen
-from executor.warm_up import WarmUp
 from executor.measured import IterationLog, StepLog, build_timeline
 from executor.moments import MomentRecorder
 from executor.queues import Program, Queues
+from executor.warm_up import WarmUp
 from pstar_sim.core.effects import gradient_list, needed
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import COPIES, Kind, Place, Queue
@@ -235,9 +235,7 @@ class Session:
         if self._outstanding:
             return False  # a gradient the plan counts on has not come
         self.advance(following)
-        if event.phase is Phase.FWD and event.kind == "end" and event.module == "":
-            self.set_open(bool(self._needed[following]))
-        elif event.kind == "backward-end":
+        if (event.phase is Phase.FWD and event.kind == "end" and event.module == "") or event.kind == "backward-end":
             self.set_open(bool(self._needed[following]))
         elif event.kind != "step":
             self.set_open(True)

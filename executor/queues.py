@@ -207,6 +207,9 @@ class ThreadQueues:
                 pass
         except BaseException as error:  # handed to the user's thread, which raises it
             with self._lock:
+                iteration, at = self._at[queue]
+                word = self._program.word(self._program.order[queue][at], iteration)
+                error.add_note(f"raised in queue {queue.value}, at {word}")
                 self._busy.discard(queue)
                 self._failure = self._failure or error
                 self._notify_all()

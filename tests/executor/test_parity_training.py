@@ -58,11 +58,15 @@ def test_zero_offload_sends_every_gradient_to_the_host(
     kit: Any, start: Callable[..., Any], model: str, checkpointing: bool, update: str, micro_batches: int
 ) -> None:
     clip = 0.5 if update == "step" else None
-    run = start(model, "zero_offload", checkpointing=checkpointing, update=update, micro_batches=micro_batches, clip=clip)
+    run = start(
+        model, "zero_offload", checkpointing=checkpointing, update=update, micro_batches=micro_batches, clip=clip
+    )
     assert_equal_training(kit, run, micro_batches)
     w = run.plan.workload
     everything = sum(
-        run.plan.layout.payload_bytes(c.index, "grad") for c in run.plan.layout.chunks if run.plan.modes[c.index] == "cpu"
+        run.plan.layout.payload_bytes(c.index, "grad")
+        for c in run.plan.layout.chunks
+        if run.plan.modes[c.index] == "cpu"
     )
     assert {t for row in w.gradients for t in row} <= {s.tensor for c in run.plan.layout.chunks for s in c.slots}
     assert "pin" not in run.plan.modes
@@ -78,7 +82,9 @@ def test_bf16_equals_adamw_over_fp32_master_weights(
     kit: Any, start: Callable[..., Any], policy: str, micro_batches: int, clip: float | None
 ) -> None:
     run = start("gpt2", policy, dtype=torch.bfloat16, micro_batches=micro_batches, clip=clip)
-    mine, theirs = kit.train_both(run.model, run.reference, run.optimizer, run.batches, steps=8, micro_batches=micro_batches)
+    mine, theirs = kit.train_both(
+        run.model, run.reference, run.optimizer, run.batches, steps=8, micro_batches=micro_batches
+    )
     assert run.session.deviations == 0
     assert mine == pytest.approx(theirs, rel=RELATIVE, abs=0)
     state = run.optimizer.state_dict()["state"]

@@ -1,0 +1,317 @@
+"""Parts of the executor on their own: slabs, eviction, runs of Adam, copies, and queues that die or wait."""
+
+from __future__ import annotations
+
+import _thread
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import executor
+from executor import arena as arena_module
+from executor.adam import Hyper, Run, adamw, clip_coefficient, runs_of
+from executor.arena import Arena, pack_slabs
+from executor.backend import VirtualBackend, available_host_bytes, keep_freed_pages
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.step import Place, Queue
+from pstar_sim.errors import ContractError, DoesNotFit, PlanError
+
+KIB = 1024
+
+
+class TestSlabs:
+    def test_payloads_are_aligned_and_do_not_overlap(self) -> None:
+        sizes = {(c, name): size for c, size in enumerate((1000, 4096, 70, 300)) for name in ("param", "momentum")}
+        room = pack_slabs(sizes.items())
+        assert set(room.where) == set(sizes)
+        assert all(size & (size - 1) == 0 for size in room.slab_bytes)
+        taken: dict[int, list[tuple[int, int]]] = {}
+        for key, (slab, offset) in room.where.items():
+            assert offset % 256 == 0
+            assert offset + sizes[key] <= room.slab_bytes[slab]
+            taken.setdefault(slab, []).append((offset, offset + sizes[key]))
+        for rows in taken.values():
+            rows.sort()
+            assert all(end <= start for (_, end), (start, _) in zip(rows, rows[1:]))
+
+    def test_rounding_up_is_cheap(self) -> None:
+        """40 payloads of 3 MiB: 120 MiB, where rounding each up to a power of two would take 160."""
+        room = pack_slabs({(c, "param"): 3 << 20 for c in range(40)}.items())
+        assert room.total_bytes < 130 << 20
+
+    def test_largest_slab(self) -> None:
+        room = pack_slabs({(c, "param"): 100 * KIB for c in range(64)}.items(), largest_bytes=1 << 20)
+        assert max(room.slab_bytes) == 1 << 20
+
+    def test_nothing(self) -> None:
+        assert pack_slabs([]).total_bytes == 0
+
+
+@pytest.fixture
+def small(kit: Any) -> Plan:
+    model, draw = kit.build("mlp")
+    return kit.tight_plan("tide", kit.workload_of(model, draw(torch.Generator())), Settings(clip=False))
+
+
+class TestArena:
+    def test_eviction_lowers_allocated_bytes(self, small: Plan) -> None:
+        arena = Arena(small, VirtualBackend())
+        payload = arena.gpu(1, "param")
+        size = small.layout.payload_bytes(1, "param")
+        assert payload.untyped_storage().nbytes() == 0
+        arena.take(Place.GPU, 1, "param")
+        assert payload.untyped_storage().nbytes() == size == arena.payload_bytes(Place.GPU)
+        payload.fill_(3.0)
+        view = payload[:4].view(2, 2)
+        arena.free(Place.GPU, 1, "param")
+        assert view.untyped_storage().nbytes() == 0 == arena.payload_bytes(Place.GPU)
+        arena.take(Place.GPU, 1, "param")
+        payload.fill_(5.0)
+        assert view.tolist() == [[5.0, 5.0], [5.0, 5.0]]  # views stay valid
+
+    def test_budget(self, small: Plan) -> None:
+        size = small.layout.payload_bytes(1, "param")
+        arena = Arena(replace(small, gpu_budget_bytes=size + 100), VirtualBackend())
+        arena.set_tide(101)
+        with pytest.raises(PlanError, match="gpu over budget: param of chunk 1"):
+            arena.take(Place.GPU, 1, "param")
+        arena.set_tide(100)
+        arena.take(Place.GPU, 1, "param")
+        with pytest.raises(PlanError, match="101 of non-model data are 1 more"):
+            arena.set_tide(101)
+        with pytest.raises(PlanError, match="already has memory"):
+            arena.take(Place.GPU, 1, "param")
+        arena.free(Place.GPU, 1, "param")
+        with pytest.raises(PlanError, match="no memory on the gpu to free"):
+            arena.free(Place.GPU, 1, "param")
+
+    def test_a_run_evicts_memory(self, kit: Any, start: Callable[..., Any]) -> None:
+        run = start("mlp", "tide", clip=0.5)
+        chunks = range(len(run.plan.layout.chunks))
+        kit.train_alone(run.model, run.optimizer, run.batches, 1)
+        run.session.drain()
+        allocated = sum(run.session.arena.gpu(c, "param").untyped_storage().nbytes() for c in chunks)
+        everything = sum(run.plan.layout.payload_bytes(c, "param") for c in chunks)
+        assert allocated < everything
+        run.session.queues.resume()
+
+
+class TestAdam:
+    def test_runs(self) -> None:
+        slots = [(0, 10, 3), (16, 5, 3), (32, 8, None), (48, 8, 3), (64, 4, 2)]
+        assert runs_of(slots) == [Run(0, 21, 3), Run(48, 56, 3), Run(64, 68, 2)]
+
+    def test_one_step_by_hand(self) -> None:
+        """lr 0.1, no decay, first step: p - 0.1 * g / (|g| + eps)."""
+        param, grad = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.5, -4.0, 9.0])
+        momentum, variance = torch.zeros(3), torch.zeros(3)
+        hyper = Hyper(lr=0.1, beta1=0.9, beta2=0.99, eps=0.0, weight_decay=0.0)
+        adamw([Run(0, 2, 0)], param=param, grad=grad, momentum=momentum, variance=variance, hyper=hyper)
+        assert param.tolist() == pytest.approx([0.9, 2.1, 3.0])
+        assert momentum.tolist() == pytest.approx([0.05, -0.4, 0.0])
+        assert variance.tolist() == pytest.approx([0.0025, 0.16, 0.0])
+
+    def test_narrow_gradients(self) -> None:
+        n = (1 << 20) + 37  # more than one block
+        grad = torch.randn(n).to(torch.bfloat16)
+        one, two = torch.randn(n), None
+        two = one.clone()
+        states = [torch.zeros(n) for _ in range(4)]
+        hyper = Hyper(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
+        half = torch.tensor(0.5)
+        adamw([Run(0, n, 0)], param=one, grad=grad, momentum=states[0], variance=states[1], hyper=hyper, scale=half)
+        adamw(
+            [Run(0, n, 0)],
+            param=two,
+            grad=grad.float(),
+            momentum=states[2],
+            variance=states[3],
+            hyper=hyper,
+            scale=half,
+        )
+        assert torch.allclose(one, two, rtol=1e-6)
+
+    def test_clipping_as_torch_does(self) -> None:
+        assert float(clip_coefficient(torch.tensor(4.0), 1.0)) == pytest.approx(0.25, rel=1e-5)
+        assert float(clip_coefficient(torch.tensor(0.5), 1.0)) == 1.0
+
+
+class TestVirtualBackend:
+    def test_copies_are_counted_and_last(self) -> None:
+        now, slept = [0.0], []
+        backend = VirtualBackend(h2d_bytes_per_s=1000.0, latency_s=0.5, clock=lambda: now[0], sleep=slept.append)
+        backend.copy(torch.empty(100), torch.ones(100), Queue.H2D)
+        backend.copy(torch.empty(50, dtype=torch.bfloat16), torch.ones(50), Queue.D2H)  # not throttled
+        assert slept == [pytest.approx(0.5 + 400 / 1000)]
+        assert backend.copied_bytes == {"h2d": 400, "d2h": 100}
+
+    def test_malloc_keeps_pages(self) -> None:
+        assert keep_freed_pages() in (True, False)
+        assert available_host_bytes() > 0
+
+
+class TestPrepareRefuses:
+    """Each before anything is allocated or changed."""
+
+    @pytest.fixture
+    def model(self, kit: Any) -> Any:
+        return kit.build("mlp")[0]
+
+    def refused(self, model: Any, plan: Plan, error: type[Exception], message: str | None, **spec: Any) -> None:
+        kinds = [type(p) for p in model.parameters()]
+        with pytest.raises(error, match=message):
+            executor.prepare(model, plan, executor.AdamW(**spec))
+        assert [type(p) for p in model.parameters()] == kinds
+
+    def test_another_model(self, kit: Any, small: Plan) -> None:
+        self.refused(kit.build("gpt2")[0], small, PlanError, "made for model 'test'.*fingerprint")
+        other, _ = kit.build("mlp")
+        other.layers[1] = torch.nn.Linear(64, 52)
+        self.refused(
+            other, small, PlanError, r"'layers.1.weight': the plan was made for shape \(48, 64\), .*\(52, 64\)"
+        )
+
+    def test_another_dtype(self, model: Any, small: Plan) -> None:
+        self.refused(model.to(torch.bfloat16), small, PlanError, "made for fp32, the model is in bf16")
+
+    def test_other_freezing_and_ties(self, kit: Any, model: Any, small: Plan) -> None:
+        model.layers[0].bias.requires_grad_(False)
+        self.refused(model, small, PlanError, "frozen False, the model has True")
+
+    def test_clipping(self, model: Any, small: Plan) -> None:
+        self.refused(model, small, PlanError, "made without clipping, AdamW has max_grad_norm=1.0", max_grad_norm=1.0)
+
+    def test_update(self, model: Any, small: Plan) -> None:
+        self.refused(model, small, PlanError, r"update='step', AdamW\(eager=True\) wants 'eager'", eager=True)
+
+    def test_fp16(self, kit: Any, model: Any, small: Plan) -> None:
+        w = replace(
+            small.workload, dtype="fp16", tensors=tuple(replace(t, dtype="fp16") for t in small.workload.tensors)
+        )
+        self.refused(model.half(), replace(small, workload=w), PlanError, "fp16.*loss scaling.*CUDA backend")
+
+    def test_host_too_small(self, model: Any, small: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys.modules["executor.prepare"], "available_host_bytes", lambda: 50_000)
+
+        def never(*_: Any) -> None:
+            raise AssertionError("allocated")
+
+        monkeypatch.setattr(arena_module.Arena, "allocate_slabs", never)
+        self.refused(model, small, DoesNotFit, "tide does not fit: host needs .* short by")
+
+    def test_an_edited_plan(self, model: Any, small: Plan) -> None:
+        steps = tuple(replace(s, after=()) for s in small.steps)
+        self.refused(model, replace(small, steps=steps), PlanError, None)
+
+    def test_another_machine(self, kit: Any, model: Any, small: Plan) -> None:
+        with pytest.raises(PlanError, match="machine"):
+            executor.prepare(model, small, executor.AdamW(), machine=replace(small.machine, name="h200"))
+        with pytest.raises(PlanError, match="gpu memory but machine 'virtual' has"):
+            executor.prepare(model, small, executor.AdamW(), machine=kit.small_machine(1000))
+
+    def test_device_bandwidth_and_numbers(self, model: Any, small: Plan) -> None:
+        with pytest.raises(PlanError, match="device 'cuda'"):
+            executor.prepare(model, small, executor.AdamW(), device="cuda")
+        with pytest.raises(PlanError, match="bandwidth"):
+            executor.prepare(model, small, executor.AdamW(), bandwidth=-1.0)
+        with pytest.raises(PlanError, match="max_grad_norm"):
+            executor.AdamW(max_grad_norm=0.0)
+        with pytest.raises(PlanError, match="betas"):
+            executor.AdamW(betas=(1.0, 0.9))
+
+    def test_a_trainable_parameter_in_no_group(self, model: Any, small: Plan) -> None:
+        self.refused(model, small, PlanError, "in no group", params_or_groups=list(model.layers[0].parameters()))
+
+
+class TestTrouble:
+    def test_a_dying_queue_raises_in_the_training_thread(self, kit: Any, start: Callable[..., Any]) -> None:
+        run = start("mlp", "tide", clip=0.5)
+        kit.train_alone(run.model, run.optimizer, run.batches, 1)
+
+        def broken(*_: Any) -> None:
+            raise OSError("the link fell off")
+
+        run.session.contents._copy = broken
+        begun = time.monotonic()
+        with pytest.raises(OSError, match="the link fell off") as raised:
+            for _ in range(3):
+                kit.train_alone(run.model, run.optimizer, run.batches, 1)
+        assert any("step" in note for note in raised.value.__notes__)
+        assert time.monotonic() - begun < 4
+        run.session.close(restore=False)
+        assert not [t for t in run.session.queues._threads if t.is_alive()]
+
+    def test_ctrl_c_while_waiting(self, kit: Any, start: Callable[..., Any]) -> None:
+        """A slow link: the training thread waits for a fetch when Ctrl-C comes."""
+        run = start("mlp", "tide", clip=0.5, bandwidth=20_000.0)
+        timer = threading.Timer(0.3, _thread.interrupt_main)
+        timer.start()
+        begun = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(50):
+                kit.train_alone(run.model, run.optimizer, run.batches, 1)
+        run.session.close(restore=False)
+        assert time.monotonic() - begun < 10
+        assert not [t for t in run.session.queues._threads if t.is_alive()]
+
+    def test_the_watchdog_names_what_waits(self, kit: Any, small: Plan, caplog: pytest.LogCaptureFixture) -> None:
+        model, draw = kit.build("mlp")
+        backend = VirtualBackend()
+        slow = threading.Event()
+        plain_copy = backend.copy
+
+        def copy(target: Any, source: Any, direction: Queue) -> None:
+            slow.wait(0.6)
+            plain_copy(target, source, direction)
+
+        backend.copy = copy  # type: ignore[method-assign]
+        model, optimizer = executor.prepare(model, small, executor.AdamW(), backend=backend, watchdog_s=0.1)
+        with caplog.at_level(logging.WARNING, logger="executor"):
+            kit.loss_of(model, draw(torch.Generator()))
+        slow.set()
+        optimizer.session.close(restore=False)
+        assert "no step has ended for 0.1 s" in caplog.text
+        assert "h2d executes step" in caplog.text
+
+    def test_queues_that_can_never_go_on(self, kit: Any, small: Plan) -> None:
+        """A plan whose fetch waits for a step that comes after it is stuck: said so, not hung."""
+        fetch = next(s for s in small.steps if s.queue is Queue.H2D)
+        last = next(s for s in reversed(small.steps) if s.queue is Queue.COMPUTE)
+        from pstar_sim.core.step import Ref
+
+        steps = tuple(replace(s, after=(*s.after, Ref(last.id))) if s.id == fetch.id else s for s in small.steps)
+        model, draw = kit.build("mlp")
+        model, optimizer = executor.prepare(
+            model, replace(small, steps=steps), executor.AdamW(), check=False, watchdog_s=0.2
+        )
+        with pytest.raises(PlanError, match="the queues are stuck: waiting for step"):
+            kit.loss_of(model, draw(torch.Generator()))
+        optimizer.session.close(restore=False)
+
+    def test_a_user_exception_in_forward_does_not_spoil_the_next(self, kit: Any, start: Callable[..., Any]) -> None:
+        run = start("mlp", "tide", clip=0.5)
+        kit.train_both(run.model, run.reference, run.optimizer, run.batches, steps=1, micro_batches=1)
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("mine")
+
+        handle = run.model.layers[3].register_forward_hook(fail)
+        with pytest.raises(RuntimeError, match="mine"):
+            kit.loss_of(run.model, next(run.batches))
+        handle.remove()
+        mine, theirs = kit.train_both(run.model, run.reference, run.optimizer, run.batches, steps=3, micro_batches=1)
+        assert mine == pytest.approx(theirs, rel=1e-6)
+        assert run.session.deviations == 1
+
+    def test_a_closed_session_refuses(self, kit: Any, start: Callable[..., Any]) -> None:
+        run = start("mlp", "tide", clip=0.5)
+        run.session.close()
+        with pytest.raises(ContractError, match="closed"):
+            run.optimizer.zero_grad()
