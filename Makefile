@@ -43,7 +43,7 @@ notebooks: install
 	$(BIN)/python notebooks/execute.py notebooks/*.ipynb
 
 bench: install
-	set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
+	set -e; for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
 
 clean:
 	rm -rf dist demo-out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,53 @@
+"""Step time of the executor over that of plain PyTorch, everything resident, no throttling, the same threads.
+
+GPT-2 124M in fp32 under the plan of `all_on_gpu` beside `torch.optim.AdamW(fused=True)`, step by step in turns, so that
+both see the same machine. The figure is the ratio of the medians; the goal is at most 1.15.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+
+import torch
+from _results import write_result
+
+from executor import AdamW, prepare
+from executor.run import Job
+from executor.training import train_step
+from pstar_sim.catalog.loader import load_machine
+from pstar_sim.core.plan import Settings
+from pstar_sim.policy.registry import find_policy
+
+PAIRS = 9
+WARM_UP = 2
+
+
+def main() -> None:
+    job = Job(model="gpt2", batch=2, sequence=64, dtype="fp32", checkpointing=False, lr=1e-4, clip=False)
+    machine = load_machine("virtual", gpu_memory="6GB")
+    workload = job.record(machine)
+    plan = find_policy("all_on_gpu")(workload, machine, Settings(update="step", clip=False))
+    ours, theirs = job.build(), job.build()
+    model, optimizer = prepare(ours.module, plan, AdamW(lr=1e-4))
+    plain = torch.optim.AdamW(theirs.module.parameters(), lr=1e-4, fused=True)
+    torch.set_num_threads(1)
+    batches = itertools.tee(job.batches(ours))
+    taken: tuple[list[float], list[float]] = ([], [])
+    losses: tuple[list[float], list[float]] = ([], [])
+    for _ in range(WARM_UP + PAIRS):
+        for which, (module, chosen) in enumerate(((model, optimizer), (theirs.module, plain))):
+            start_s = time.perf_counter()
+            losses[which].append(train_step(module, chosen, batches[which], 1))
+            taken[which].append(time.perf_counter() - start_s)
+    optimizer.session.close(restore=False)
+    executor_s, plain_s = (statistics.median(times[WARM_UP:]) for times in taken)
+    ratio = executor_s / plain_s
+    print(f"executor {executor_s:.3f} s, plain PyTorch {plain_s:.3f} s a step (medians of {PAIRS}, in turns): {ratio:.3f}")
+    print(f"goal at most 1.15: {'met' if ratio <= 1.15 else 'missed'}; losses equal: {losses[0] == losses[1]}")
+    write_result("overhead", {"executor_s": executor_s, "plain_s": plain_s, "ratio": ratio, "pairs": PAIRS})
+
+
+if __name__ == "__main__":
+    main()
