@@ -1,7 +1,7 @@
 """AdamW on flat chunks: one fused torch call for each run of neighbouring parameters that got a gradient.
 
-All tensors of a call are fp32 and flat. A parameter without a gradient in this iteration is left out, as torch does, so a
-chunk is cut into runs; padding between two neighbours belongs to their run (its gradient, states and values are 0).
+All tensors of a call are fp32 and flat. A parameter without a gradient in this iteration is left out, as torch does, so
+a chunk is cut into runs; padding between two neighbours belongs to their run (its gradient, states and values are 0).
 Knows no queue and no place: the caller hands it tensors of the host or of the gpu.
 """
 
@@ -117,7 +117,8 @@ def total_norm(norms: Iterable[torch.Tensor]) -> torch.Tensor:
     stacked = list(norms)
     if not stacked:
         return torch.zeros(())
-    return torch.linalg.vector_norm(torch.stack(stacked))
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(stacked))
+    return norm
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

@@ -86,7 +86,8 @@ def pack_slabs(sizes: Iterable[tuple[tuple[int, str], int]], *, largest_bytes: i
 
 
 def _shrink(used: list[int], where: dict[tuple[int, str], tuple[int, int]]) -> tuple[int, ...]:
-    """Slab sizes as powers of two. A slab that is just over half full is split in two where a payload boundary allows."""
+    """Slab sizes as powers of two. A slab that is just over half full is split in two where a payload boundary
+    allows."""
     sizes = [_power_of_two(size) for size in used]
     for slab in range(len(used)):
         # e.g. 5 units in a slab of 8: one of 4 and one of 1 hold the same payloads with less left over
@@ -236,8 +237,8 @@ class Arena:
             held = self._bytes[Place.GPU] + size_bytes
             if size_bytes > self.tide_bytes and held > self.plan.gpu_budget_bytes:
                 raise PlanError(
-                    f"gpu over budget: {self._bytes[Place.GPU]} bytes of payloads and {size_bytes} of non-model data are "
-                    f"{held - self.plan.gpu_budget_bytes} more than the plan's {self.plan.gpu_budget_bytes}"
+                    f"gpu over budget: {self._bytes[Place.GPU]} bytes of payloads and {size_bytes} of non-model data "
+                    f"are {held - self.plan.gpu_budget_bytes} more than the plan's {self.plan.gpu_budget_bytes}"
                 )
             change = size_bytes - self.tide_bytes
             self.tide_bytes = size_bytes

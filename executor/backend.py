@@ -1,12 +1,12 @@
 """What the engine asks of an accelerator, and the virtual one: gpu memory, host slabs, counted copies.
 
-`Backend` is the whole interface between engine and hardware. `VirtualBackend` is a real one: its "gpu" is a byte-budgeted
-part of host memory, its links are copies that last as long as the link's bandwidth says. It knows no plan, no chunk and
-no queue order.
+`Backend` is the whole interface between engine and hardware. `VirtualBackend` is a real one: its "gpu" is a
+byte-budgeted part of host memory, its links are copies that last as long as the link's bandwidth says. It knows no
+plan, no chunk and no queue order.
 
-[Note: glibc and eviction] glibc gives big blocks back to the system at every eviction and the next refill pays for fresh
-pages (16-47 ms for 32 MiB, 2.5 ms when the pages are kept). `keep_freed_pages` tells malloc, once a process, to keep
-them, and to use one arena so that what one queue's thread frees another can use.
+[Note: glibc and eviction] glibc gives big blocks back to the system at every eviction and the next refill pays for
+fresh pages (16-47 ms for 32 MiB, 2.5 ms when the pages are kept). `keep_freed_pages` tells malloc, once a process, to
+keep them, and to use one arena so that what one queue's thread frees another can use.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Backend(Protocol):
         ...
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
-        """Copy across the link (`Queue.H2D` or `Queue.D2H`), casting if the dtypes differ; counts the target's bytes."""
+        """Copy across the link (`Queue.H2D` or `Queue.D2H`), casting if the dtypes differ; counts the target's
+        bytes."""
         ...
 
     def fence(self, queue: Queue) -> None:

@@ -5,8 +5,8 @@ and where each gradient of the iteration is. Every action checks before it touch
 that a gradient has overwritten raises PlanError, it is never computed with. It knows no order and no queue.
 
 [Note: where a gradient is] A gradient that left autograd is in exactly one of the lists of its chunk: in place in
-"param", in "grad" (on its way out) or in "grad32" (accumulated), on the gpu or on the host; `gradients` holds the tensor
-indices by (place, list). A slot of a working list whose tensor is not named there holds the parameter's value.
+"param", in "grad" (on its way out) or in "grad32" (accumulated), on the gpu or on the host; `gradients` holds the
+tensor indices by (place, list). A slot of a working list whose tensor is not named there holds the parameter's value.
 The working list always equals cast(param32), so a value that a gradient overwrote can be had from there.
 """
 
@@ -31,7 +31,8 @@ GPU, HOST = Place.GPU, Place.HOST
 
 @dataclass
 class ChunkState:
-    """current: places whose copy of the working list holds the current values. gradients: see [Note: where a gradient is]."""
+    """current: places whose copy of the working list holds the current values. gradients: see [Note: where a gradient
+    is]."""
 
     current: set[Place] = field(default_factory=set)
     gradients: dict[tuple[Place, str], set[int]] = field(default_factory=dict)
@@ -100,7 +101,8 @@ class Contents:
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def accept(self, tensor: int, gradient: torch.Tensor, list_name: str) -> None:
-        """Move a gradient that just became final into `list_name` of its chunk on the gpu; adds to one that is there."""
+        """Move a gradient that just became final into `list_name` of its chunk on the gpu; adds to one that is
+        there."""
         chunk = self._slot[tensor][0]
         if not self.arena.has(GPU, chunk, list_name):
             raise PlanError(
@@ -122,7 +124,8 @@ class Contents:
         state = self.chunks[self._slot[tensor][0]]
         for (place, list_name), mine in state.gradients.items():
             if tensor in mine:
-                return torch.linalg.vector_norm(self.slot(place, tensor, list_name), dtype=torch.float32)
+                norm: torch.Tensor = torch.linalg.vector_norm(self.slot(place, tensor, list_name), dtype=torch.float32)
+                return norm
         raise PlanError(f"tensor {tensor} has no gradient")
 
     def forget_gradients(self) -> None:
@@ -175,7 +178,8 @@ class Contents:
             self.arena.take(place, step.chunk, step.list)
 
     def work(self, step: Step, update: Update | None, norms: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Do what the step is for. update: of the step's iteration (Adam steps need it). norms: see `Update.coefficient`."""
+        """Do what the step is for. update: of the step's iteration (Adam steps need it). norms: see
+        `Update.coefficient`."""
         kind = step.kind
         assert step.chunk is not None
         if kind is Kind.FETCH:
@@ -271,7 +275,8 @@ class Contents:
         arrived.clear()
 
     def adam(self, chunk: int, place: Place, update: Update, norms: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """One AdamW update of every parameter of the chunk that has a gradient; the working list there becomes current."""
+        """One AdamW update of every parameter of the chunk that has a gradient; the working list there becomes
+        current."""
         arena, state, row = self.arena, self.chunks[chunk], self.layout.chunks[chunk]
         for list_name in ("param", *self.layout.state_lists):
             if not arena.has(place, chunk, list_name):
@@ -307,8 +312,8 @@ class Contents:
         self._changed(chunk)
 
     def _gather_gradients(self, row: Chunk, place: Place) -> str | None:
-        """The one list that holds all gradients of the chunk at the place after folding the last one into grad32, or None
-        without any gradient."""
+        """The one list that holds all gradients of the chunk at the place after folding the last one into grad32, or
+        None without any gradient."""
         state = self.chunks[row.index]
         filled = [name for name in ("param", "grad", "grad32") if state.where(place, name)]
         if not filled:

@@ -5,23 +5,23 @@ replacement; everything else behaves as in plain torch. Silence is the one wrong
 
 | what the loop does | what happens |
 |---|---|
-| `p.grad` after backward | ContractError: gradients left for their chunks; `session.grad_norm` has the norm, `AdamW(max_grad_norm=)` clips |
+| `p.grad` after backward | ContractError: it left for its chunk; `AdamW(max_grad_norm=)`, `session.grad_norm` |
 | `torch.nn.utils.clip_grad_norm_` | ContractError: use `AdamW(max_grad_norm=)` |
-| `torch.amp.GradScaler` (`unscale_`, `step`) | ContractError: train in bf16 or fp32; loss scaling comes with fp16 plans |
+| `torch.amp.GradScaler` (`unscale_`, `step`) | ContractError: bf16 and fp32 need no loss scaling |
 | `p.grad = tensor` | ContractError |
 | `p.grad = None` after `step()` | as plain torch |
 | `optimizer.zero_grad()`, `model.zero_grad()` after `step()` | as plain torch |
-| the same before `step()` | as plain torch: the gradients are dropped (with eager updates: ContractError, they were applied) |
+| the same before `step()` | as plain torch, they are dropped (eager updates: ContractError) |
 | `zero_grad(set_to_none=False)` | ContractError: call `zero_grad()` |
 | no `zero_grad()` before the next backward | ContractError: plain torch would accumulate, the gradients are gone |
 | a backward more than the plan's micro-batches | ContractError: plan with as many micro-batches |
 | fewer backwards than the plan's micro-batches, then `step()` | as plain torch, counted as a deviation |
 | `step()` without a backward | as plain torch: nothing happens |
-| a backward whose `step()` is left out, then the next forward | as plain torch until the next backward, which raises ContractError |
+| a `step()` left out, then the next forward | as plain torch until the next backward: ContractError |
 | `step(closure)` | ContractError: AdamW needs one evaluation |
 | `model.to()`, `.half()`, `.cuda()`, ... | ContractError: do it before `prepare` |
 | `model.load_state_dict()` | ContractError: load before `prepare` |
-| `model.state_dict()`, reading a parameter, `copy.deepcopy(p)` between steps | as plain torch, a copy of the current values |
+| `model.state_dict()`, reading a parameter, `copy.deepcopy(p)` | as plain torch, a copy of the current value |
 | writing a parameter (`p.mul_`, `p.data.copy_`, ...) | ContractError: the master copy would not know |
 | a forward without gradients (evaluation, `generate`) at any point | as plain torch, parameters fetched on demand |
 | a parameter read between forward and backward, outside every module | ContractError: read it in a module's forward |
@@ -29,8 +29,8 @@ replacement; everything else behaves as in plain torch. Silence is the one wrong
 | `optimizer.add_param_group` | ContractError: give the groups to `AdamW` |
 | `optimizer.state_dict()`, `load_state_dict()` | as plain torch (states by parameter; bf16: also the master copy) |
 | learning-rate schedulers, writing `param_groups` | as plain torch: read at each `step()` |
-| writing `param_groups` between forward and `step()` with eager updates | ContractError: change them before the forward |
-| a batch of another shape | runs if it fits the budget, counted as a deviation; DoesNotFit before anything changes otherwise |
+| the same between forward and `step()` with eager updates | ContractError: change them before the forward |
+| a batch of another shape | runs and counts as a deviation if it fits the budget, DoesNotFit otherwise |
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ from pstar_sim.errors import ContractError
 
 __all__ = ["ChunkParameter", "ParkedParameter", "Reader", "adopt", "disown", "raw_grad", "set_raw_grad"]
 
-_BASE_GRAD = torch._C.TensorBase.grad
-_BASE_REQUIRES_GRAD = torch._C.TensorBase.requires_grad
+# torch's own attributes, below the contract (typed as their values in torch's stubs, hence Any)
+_BASE_GRAD: Any = torch._C.TensorBase.grad
+_BASE_REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
 
 
 class Reader(Protocol):
@@ -84,7 +85,7 @@ class ChunkParameter(nn.Parameter):
     _tensor: int
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         return reader_of(self).grad_of(self._tensor)
 
     @grad.setter
@@ -104,11 +105,11 @@ class ChunkParameter(nn.Parameter):
     def requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
 
-    def requires_grad_(self, requires_grad: bool = True) -> ChunkParameter:  # type: ignore[override]
+    def requires_grad_(self, requires_grad: bool = True) -> ChunkParameter:
         if bool(requires_grad) != self.requires_grad:
             raise ContractError(
-                f"requires_grad of {reader_of(self).name_of(self._tensor)!r} cannot change after prepare: the plan was made "
-                "for what was trainable then; freeze before planning and prepare again"
+                f"requires_grad of {reader_of(self).name_of(self._tensor)!r} cannot change after prepare: the plan "
+                "was made for what was trainable then; freeze before planning and prepare again"
             )
         return self
 
@@ -119,8 +120,9 @@ class ChunkParameter(nn.Parameter):
 
 
 class ParkedParameter(ChunkParameter):
-    """A parameter that must not be read as it stands: its chunk is elsewhere, holds a gradient, or no module is running.
-    Everything torch does with it in Python goes to the session, which fetches it, copies it out, or refuses."""
+    """A parameter that must not be read as it stands: its chunk is elsewhere, holds a gradient, or no module is
+    running. Everything torch does with it in Python goes to the session, which fetches it, copies it out, or
+    refuses."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -192,8 +194,8 @@ _DATA_SET = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Snapshot(torch.Tensor):
-    """A copy of a parameter's current value, or a view of one. Reading it is plain torch; writing it raises, because the
-    model would not see it."""
+    """A copy of a parameter's current value, or a view of one. Reading it is plain torch; writing it raises, because
+    the model would not see it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -211,7 +213,7 @@ class Snapshot(torch.Tensor):
 def _same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
         try:
-            return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+            return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):  # a tensor without storage (sparse, ...)
             return False
 
@@ -228,20 +230,65 @@ def write_refused(name: str) -> ContractError:
 
 def _metadata() -> frozenset[Any]:
     """Torch functions that look at a tensor's form, never at its elements."""
-    getters = (
-        "shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "requires_grad", "is_cpu", "is_cuda", "is_meta",
-        "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_mps", "is_xpu", "itemsize", "nbytes", "names", "_version",
-        "output_nr", "retains_grad", "name", "grad", "_backward_hooks", "_base", "_post_accumulate_grad_hooks", "is_sparse_csr",
-    )  # fmt: skip
-    methods = (
-        "size", "dim", "numel", "nelement", "ndimension", "element_size", "stride", "storage_offset", "is_contiguous",
-        "is_floating_point", "is_complex", "get_device", "__len__", "__hash__", "register_hook",
-        "register_post_accumulate_grad_hook", "is_same_size", "is_signed", "has_names", "untyped_storage", "dim_order",
-        "is_inference", "__cuda_array_interface__", "retain_grad",
-    )  # fmt: skip
+    getters = [
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "is_leaf",
+        "grad_fn",
+        "requires_grad",
+        "is_cpu",
+        "is_cuda",
+        "is_meta",
+        "is_sparse",
+        "is_sparse_csr",
+        "is_quantized",
+        "is_nested",
+        "is_mkldnn",
+        "is_mps",
+        "is_xpu",
+        "itemsize",
+        "nbytes",
+        "names",
+        "_version",
+        "output_nr",
+        "retains_grad",
+        "name",
+        "grad",
+        "_backward_hooks",
+        "_base",
+        "_post_accumulate_grad_hooks",
+    ]
+    methods = [
+        "size",
+        "dim",
+        "numel",
+        "nelement",
+        "ndimension",
+        "element_size",
+        "stride",
+        "storage_offset",
+        "is_contiguous",
+        "is_floating_point",
+        "is_complex",
+        "get_device",
+        "__len__",
+        "__hash__",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "is_same_size",
+        "is_signed",
+        "has_names",
+        "untyped_storage",
+        "dim_order",
+        "is_inference",
+        "retain_grad",
+    ]
     found: set[Any] = set()
     for name in getters:
-        attribute = getattr(torch.Tensor, name, None)
+        attribute: Any = getattr(torch.Tensor, name, None)
         if hasattr(attribute, "__get__"):
             found.add(attribute.__get__)
             if name == "grad":

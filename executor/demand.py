@@ -1,17 +1,18 @@
 """Demand: what the engine does when reality leaves the plan.
 
 A parameter is fetched when somebody reads it and something else is dropped to make room: what the plan's uses need last
-(Belady's rule on what is known). Nothing is overlapped, every update happens in `optimizer.step()`, results are those of
-plain torch. At the step the places are brought back to the plan's cut and the next iteration is on plan again.
+(Belady's rule on what is known). Nothing is overlapped, every update happens in `optimizer.step()`, results are those
+of plain torch. At the step the places are brought back to the plan's cut and the next iteration is on plan again.
 
 The same mode serves an evaluation between two iterations (`visiting`: nothing is counted, the places are put back as
 they were) and a warm-up, which is a session whose plan has no steps.
 
-[Note: reads off plan] In forward (and recompute) every parameter is parked, so that each torch call that takes one comes
-through `touch`, which makes its chunk resident for the call. Autograd reads saved parameters without asking Python, so
-the call is made under saved-tensor hooks that keep (chunk, view) instead of the tensor and fetch when autograd unpacks it.
-What ran on plan before the deviation saved plain views: for those, each event in backward fetches what the plan says its
-moment reads. Chunks used since the enclosing module began (forward) or since the last event (backward) stay.
+[Note: reads off plan] In forward (and recompute) every parameter is parked, so that each torch call that takes one
+comes through `touch`, which makes its chunk resident for the call. Autograd reads saved parameters without asking
+Python, so the call is made under saved-tensor hooks that keep (chunk, view) instead of the tensor and fetch when
+autograd unpacks it. What ran on plan before the deviation saved plain views: for those, each event in backward fetches
+what the plan says its moment reads. Chunks used since the enclosing module began (forward) or since the last event
+(backward) stay.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ GPU, HOST = Place.GPU, Place.HOST
 
 
 class Demand:
-    """The on-demand half of a session. active: the current iteration left the plan. visiting: an evaluation runs between
-    two iterations."""
+    """The on-demand half of a session. active: the current iteration left the plan. visiting: an evaluation runs
+    between two iterations."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -208,10 +209,10 @@ class Demand:
         )
 
     def _next_moment(self, name: str) -> int | None:
-        names = self.session.names
+        names: list[str] = self.session.names
         for m in (*range(self._position, len(names)), *range(self._position)):
             if names[m] == name:
-                return m
+                return int(m)
         return None
 
     def _set_tide(self, size: int) -> None:
@@ -283,13 +284,13 @@ class Demand:
         chunk = s._chunk_of[tensor]
         if tensor in s.updated_early:
             raise ContractError(
-                f"another gradient of {s.name_of(tensor)!r} after its eager update: with AdamW(eager=True) a parameter has "
-                "one backward an iteration; use eager=False"
+                f"another gradient of {s.name_of(tensor)!r} after its eager update: with AdamW(eager=True) a "
+                "parameter has one backward an iteration; use eager=False"
             )
         if not s.plan.workload.tensors[tensor].frozen and s.plan.modes[chunk] == "frozen":
             raise PlanError(
-                f"{s.name_of(tensor)!r} gets a gradient, but the plan was made from a trace in which it never does, and has "
-                "no optimizer states for it; trace the model again with batches that use it"
+                f"{s.name_of(tensor)!r} gets a gradient, but the plan was made from a trace in which it never does, "
+                "and has no optimizer states for it; trace the model again with batches that use it"
             )
         if s.arena.has(GPU, chunk, "grad32"):
             mine = s.contents.chunks[chunk].where(GPU, "grad32")
@@ -357,7 +358,8 @@ class Demand:
         self._back_to_cut()
 
     def replan(self) -> None:
-        """Called after each step off plan: a new plan if the last iterations all were, by the same policy, for what they did."""
+        """Called after each step off plan: a new plan if the last iterations all were, by the same policy, for what
+        they did."""
         s = self.session
         self.in_a_row += 1
         if s.on_demand_only or not s.replan_after or self.in_a_row < s.replan_after:
@@ -549,7 +551,8 @@ class Demand:
         return uses[at] - self._position if at < len(uses) else uses[0] + count - self._position
 
     def _make_room(self, size: int, *, needed: set[int], strict: bool = True) -> None:
-        """Drop working lists, the one used last first, until `size` bytes are free. Raises DoesNotFit if they cannot be."""
+        """Drop working lists, the one used last first, until `size` bytes are free. Raises DoesNotFit if they cannot
+        be."""
         s = self.session
         arena = s.arena
         if arena.room_on_gpu() >= size:
@@ -662,7 +665,7 @@ class Demand:
             value = s.current_value(parameter._tensor)
             if torch.is_grad_enabled() and parameter.requires_grad:
                 value.requires_grad_()
-                value.register_hook(_refuse_gradient(s.name_of(parameter._tensor)))
+                value.register_hook(_refuse_gradient(s.name_of(parameter._tensor)))  # type: ignore[no-untyped-call]
             return value.as_subclass(Snapshot)
 
         return func(*map_parameters(args, copy), **map_parameters(kwargs, copy))
@@ -673,7 +676,7 @@ class _Reads(TorchDispatchMode):
     before it reads all it was given: a recomputation that has restored enough stops in the middle of one."""
 
     def __init__(self, demand: Demand) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._demand = demand
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -691,8 +694,8 @@ class _Reads(TorchDispatchMode):
 def _refuse_gradient(name: str) -> Any:
     def refuse(_: torch.Tensor) -> None:
         raise ContractError(
-            f"parameter {name!r} was read outside every module call and the loss depends on it; move that code into the "
-            "forward of the model or of one of its modules"
+            f"parameter {name!r} was read outside every module call and the loss depends on it; move that code into "
+            "the forward of the model or of one of its modules"
         )
 
     return refuse

@@ -1,13 +1,14 @@
-"""Session: a model under a plan. Turns the clock's events into the compute queue's steps, gradients into chunk contents.
+"""Session: a model under a plan. Turns the clock's events into the compute queue's steps, gradients into chunk
+contents.
 
 The user's thread is the compute queue: an event ends the open moment, runs what the plan has for the compute queue
 before the next one, waits for that moment's `after` edges and begins it. The other queues run by themselves
 (`queues.py`). What reality does that the plan does not know is `demand.py`'s matter; what a loop may do at all is
 `contract.py`'s.
 
-[Note: positions] `cursor` is the moment that is open, -1 between two iterations (from the end of `optimizer.step()` to the
-next first event). An iteration is on plan until an event, a gradient or a batch says otherwise; then `demand` carries it
-to its end, and the next begins on plan again.
+[Note: positions] `cursor` is the moment that is open, -1 between two iterations (from the end of `optimizer.step()` to
+the next first event). An iteration is on plan until an event, a gradient or a batch says otherwise; then `demand`
+carries it to its end, and the next begins on plan again.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class Session:
         self._install(plan, arena, queues)
         self.clock = MomentClock(model, self.on_event)
         self._hooks = [
-            parameters[t].register_post_accumulate_grad_hook(self._gradient_hook(t))
+            parameters[t].register_post_accumulate_grad_hook(self._gradient_hook(t))  # type: ignore[no-untyped-call]
             for t in sorted(self._chunk_of)
             if not plan.workload.tensors[t].frozen
         ]
@@ -304,15 +305,16 @@ class Session:
         """Raise ContractError where this backward cannot mean what it means in plain torch."""
         if self.stepped and self.consumed:
             raise ContractError(
-                "a backward after optimizer.step() without zero_grad(): plain torch would add to gradients that are gone "
-                "here; call optimizer.zero_grad() after each step"
+                "a backward after optimizer.step() without zero_grad(): plain torch would add to gradients that are "
+                "gone here; call optimizer.zero_grad() after each step"
             )
         planned = self.plan.workload.micro_batches
         if self.backwards >= planned and self.arrived:
             raise ContractError(
-                f"backward number {self.backwards + 1} of an iteration that the plan made for {planned} micro-batches: call "
-                "optimizer.step() and zero_grad() first, or make the plan for as many micro-batches as the loop accumulates "
-                "(--micro-batches)"
+                f"backward number {self.backwards + 1} of an iteration that the plan made for {planned} "
+                "micro-batches: call "
+                "optimizer.step() and zero_grad() first, or make the plan for as many micro-batches as the loop "
+                "accumulates (--micro-batches)"
             )
 
     def _gradient_hook(self, tensor: int) -> Callable[[torch.Tensor], None]:
@@ -364,7 +366,8 @@ class Session:
             return  # plain torch: no parameter has a gradient
         if self.stepped:
             raise ContractError(
-                "optimizer.step() twice for one backward: the gradients are gone after the first; run a backward in between"
+                "optimizer.step() twice for one backward: the gradients are gone after the first; run a backward in "
+                "between"
             )
         with unseen(), torch.no_grad():
             self.set_open(False)
@@ -414,8 +417,8 @@ class Session:
     def _same_hyper(self, update: Update) -> None:
         if update.hyper != self._hyper():
             raise ContractError(
-                "param_groups changed between the forward and optimizer.step() with eager updates: chunks were updated with "
-                "the old values; change them after step() and before the next forward"
+                "param_groups changed between the forward and optimizer.step() with eager updates: chunks were "
+                "updated with the old values; change them after step() and before the next forward"
             )
 
     def next_iteration(self, *, on_plan: bool = True) -> None:
@@ -440,8 +443,8 @@ class Session:
         if self.arrived and not self.stepped:
             if self.eager:
                 raise ContractError(
-                    "zero_grad() before step() with eager=True: parameters were already updated during backward and the "
-                    "gradients cannot be dropped; use AdamW(eager=False)"
+                    "zero_grad() before step() with eager=True: parameters were already updated during backward and "
+                    "the gradients cannot be dropped; use AdamW(eager=False)"
                 )
             with unseen(), torch.no_grad():
                 self.demand.discard()
@@ -509,7 +512,8 @@ class Session:
         self._outstanding = set()
 
     def timeline(self) -> Timeline:
-        """What the last iterations on plan did, in the simulator's schema. Raises PlanError before the first has run."""
+        """What the last iterations on plan did, in the simulator's schema. Raises PlanError before the first has
+        run."""
         return build_timeline(self.plan, list(self.span_log), list(self.logs), list(self.arena.log), self.first_s)
 
     # -- state and end ------------------------------------------------------------------------------------------------
@@ -595,21 +599,22 @@ class Session:
     def grad_of(self, tensor: int) -> torch.Tensor | None:
         if tensor in self.consumed:
             raise ContractError(
-                f"the gradient of {self.name_of(tensor)!r} is not in .grad: it left for its chunk as soon as it was final. "
-                "To clip, give AdamW(max_grad_norm=...) instead of clip_grad_norm_; its norm is optimizer.session.grad_norm; "
-                "loss scaling (GradScaler) is not needed in bf16 or fp32"
+                f"the gradient of {self.name_of(tensor)!r} is not in .grad: it left for its chunk as soon as it was "
+                "final. To clip, give AdamW(max_grad_norm=...) instead of clip_grad_norm_; its norm is "
+                "optimizer.session.grad_norm; loss scaling (GradScaler) is not needed in bf16 or fp32"
             )
         return raw_grad(self.parameters[tensor])
 
     def set_grad_of(self, tensor: int, value: torch.Tensor | None) -> None:
         if value is not None:
             raise ContractError(
-                f"the gradient of {self.name_of(tensor)!r} cannot be set: gradients live in chunks; change the loss instead"
+                f"the gradient of {self.name_of(tensor)!r} cannot be set: gradients live in chunks; change the loss "
+                "instead"
             )
         if tensor in self.consumed and not self.stepped:
             raise ContractError(
-                f"the gradient of {self.name_of(tensor)!r} has left for its chunk; call optimizer.zero_grad() to drop the "
-                "gradients of all parameters"
+                f"the gradient of {self.name_of(tensor)!r} has left for its chunk; call optimizer.zero_grad() to drop "
+                "the gradients of all parameters"
             )
         self.consumed.discard(tensor)
         set_raw_grad(self.parameters[tensor], None)
@@ -626,7 +631,8 @@ class Session:
     def time_moments(
         self, script: Sequence[tuple[set[int], int]], firings: Mapping[int, int], iteration: Callable[[], None]
     ) -> list[float]:
-        """Seconds of each moment of one iteration, waits left out. script: (chunks read, non-model peak) of each moment."""
+        """Seconds of each moment of one iteration, waits left out. script: (chunks read, non-model peak) of each
+        moment."""
         warm = WarmUp(self, firings, script=script)
         self._warm = warm
         try:
@@ -713,14 +719,15 @@ class Session:
 
         if self.skeleton is None:
             raise ModelError(
-                f"a batch of another shape than planned, and {type(self.model).__name__} cannot be copied to look at it "
-                "under fake tensors; make a plan for this shape"
+                f"a batch of another shape than planned, and {type(self.model).__name__} cannot be copied to look at "
+                "it under fake tensors; make a plan for this shape"
             )
         _follow(self.model, self.skeleton)
         return capture_module(self.skeleton, (args, kwargs), name=self.plan.workload.model, loss=_some_loss)
 
     def close(self, *, restore: bool = True) -> None:
-        """End the session: queues stop, hooks go, and (restore) parameters become plain ones with their current values."""
+        """End the session: queues stop, hooks go, and (restore) parameters become plain ones with their current
+        values."""
         if self.closed:
             return
         values: dict[int, torch.Tensor] = {}
@@ -741,7 +748,8 @@ class Session:
 
 
 def _some_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """A scalar to run backward from: the model's loss, or (where the loop computes the loss itself) the sum of its outputs."""
+    """A scalar to run backward from: the model's loss, or (where the loop computes the loss itself) the sum of its
+    outputs."""
     args, kwargs = batch
     outputs = [t for t in tensors_of(model(*args, **kwargs)) if t.requires_grad]
     if not outputs:

@@ -1,8 +1,8 @@
 """Measured memory of one iteration: non-model bytes from the run's own live storages, payload bytes from the arena.
 
-Two iterations are run without threads, in the order a timeline predicts (or each step as early as its edges let it): the
-first brings the queues into that order, the second is measured. Counting every operator costs time, so neither is timed.
-The total follows [Note: what a step does to memory]: a moment holds its own peak of non-model bytes throughout.
+Two iterations are run without threads, in the order a timeline predicts (or each step as early as its edges let it):
+the first brings the queues into that order, the second is measured. Counting every operator costs time, so neither is
+timed. The total follows [Note: what a step does to memory]: a moment holds its own peak of non-model bytes throughout.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def unseen() -> contextlib.AbstractContextManager[object]:
 class Measured:
     """One iteration's bytes. non_model_bytes: peak of each moment, from live storages. peak_gpu_bytes: most of payloads
     and non-model data together. payload_peak_bytes, peak_host_bytes: most the arena held. moved_bytes: per direction,
-    counted where bytes are copied. on_plan: the measured iteration followed the plan; otherwise the rest is of no use."""
+    counted where bytes are copied. on_plan: the measured iteration followed the plan; otherwise the rest is of no
+    use."""
 
     non_model_bytes: tuple[int, ...]
     peak_gpu_bytes: int
@@ -100,9 +101,9 @@ def measure_iteration(session: Session, step_fn: Callable[[], Any], order: Timel
     for row in marks[at:]:
         gpu.mark(*row[1:])
     moved = {"h2d": 0, "d2h": 0}
-    for row in session.span_log:
-        if row.iteration == first and row.step.kind in (Kind.FETCH, Kind.WRITEBACK):
-            moved[row.step.queue.value] += row.copied_bytes
+    for step in session.span_log:
+        if step.iteration == first and step.step.kind in (Kind.FETCH, Kind.WRITEBACK):
+            moved[step.step.queue.value] += step.copied_bytes
     return Measured(
         non_model_bytes=peaks,
         peak_gpu_bytes=gpu.peak,

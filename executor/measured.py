@@ -21,7 +21,8 @@ __all__ = ["IterationLog", "StepLog", "build_timeline"]
 
 @dataclass(slots=True)
 class StepLog:
-    """One step of one iteration, times by the session's clock. copied_bytes: counted in the copy primitive while it ran."""
+    """One step of one iteration, times by the session's clock. copied_bytes: counted in the copy primitive while it
+    ran."""
 
     step: Step
     iteration: int
@@ -85,16 +86,16 @@ def build_timeline(
     stall_s: dict[str, float] = {}
     busy_s: dict[str, float] = {}
     moved = {"h2d": 0, "d2h": 0}
-    for row in rows:
-        if row.iteration != last.number:
+    for step in rows:
+        if step.iteration != last.number:
             continue
-        busy_s[row.step.queue.value] = busy_s.get(row.step.queue.value, 0.0) + row.end_s - row.start_s
-        if row.step.queue is Queue.COMPUTE and row.start_s > row.ready_s and row.cause:
-            stall_s[row.cause] = stall_s.get(row.cause, 0.0) + row.start_s - row.ready_s
-        if row.step.kind is Kind.FETCH:
-            moved["h2d"] += row.copied_bytes
-        elif row.step.kind is Kind.WRITEBACK:
-            moved["d2h"] += row.copied_bytes
+        busy_s[step.step.queue.value] = busy_s.get(step.step.queue.value, 0.0) + step.end_s - step.start_s
+        if step.step.queue is Queue.COMPUTE and step.start_s > step.ready_s and step.cause:
+            stall_s[step.cause] = stall_s.get(step.cause, 0.0) + step.start_s - step.ready_s
+        if step.step.kind is Kind.FETCH:
+            moved["h2d"] += step.copied_bytes
+        elif step.step.kind is Kind.WRITEBACK:
+            moved["d2h"] += step.copied_bytes
     samples, peaks = _samples(plan, changes, start_s, end_s)
     return Timeline(
         source="measured",

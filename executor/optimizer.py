@@ -1,7 +1,8 @@
 """AdamW as the user writes it, and the torch optimizer that `prepare` makes of it.
 
 `AdamW` is a description (what torch.optim.AdamW takes, clipping and eager updates besides); `OffloadedAdamW` is a
-torch.optim.Optimizer over the model's parameters, so that schedulers and checkpoints work, whose `step` is the session's.
+torch.optim.Optimizer over the model's parameters, so that schedulers and checkpoints work, whose `step` is the
+session's.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ class AdamW:
     """What to optimize and how; the defaults are torch.optim.AdamW's.
 
     params_or_groups: None (every trainable parameter, one group), parameters, or groups as torch takes them (dicts with
-    "params" and numbers of their own); the plan has to be made for the same groups. max_grad_norm: clip the global norm.
-    eager: update each chunk as soon as its gradient is final, inside backward (the plan has to be made with update
-    "eager"). Raises PlanError for numbers out of range.
+    "params" and numbers of their own); the plan has to be made for the same groups. max_grad_norm: clip the global
+    norm. eager: update each chunk as soon as its gradient is final, inside backward (the plan has to be made with
+    update "eager"). Raises PlanError for numbers out of range.
     """
 
     params_or_groups: Any = None
@@ -117,8 +118,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim.AdamW's: "state" by parameter number with step, exp_avg and exp_avg_sq; for parameters narrower
-        than fp32 also "param32", the master copy. Copies of the current values."""
+        """As torch.optim.AdamW's: "state" by parameter number with step, exp_avg and exp_avg_sq; for parameters
+        narrower than fp32 also "param32", the master copy. Copies of the current values."""
         session = self.session
         with session.still():
             state: dict[int, dict[str, torch.Tensor]] = {}
@@ -143,7 +144,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's. Raises ContractError between backward and step, and for other groups or shapes, before any change."""
+        """As torch's. Raises ContractError between backward and step, and for other groups or shapes, before any
+        change."""
         session = self.session
         if session.cursor >= 0:
             raise ContractError(
@@ -152,8 +154,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         groups = state_dict["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
             raise ContractError(
-                f"optimizer.load_state_dict: the state has groups of {[len(g['params']) for g in groups]} parameters, this "
-                f"optimizer {[len(g['params']) for g in self.param_groups]}"
+                f"optimizer.load_state_dict: the state has groups of {[len(g['params']) for g in groups]} parameters, "
+                f"this optimizer {[len(g['params']) for g in self.param_groups]}"
             )
         tensors = self._tensors()
         names = (("exp_avg", "momentum"), ("exp_avg_sq", "variance"), ("param32", "param32"))
@@ -163,7 +165,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
             for key, _ in names:
                 if key in row and tuple(row[key].shape) != shape:
                     raise ContractError(
-                        f"optimizer.load_state_dict: {key} of parameter {number} has shape {tuple(row[key].shape)}, not {shape}"
+                        f"optimizer.load_state_dict: {key} of parameter {number} has shape {tuple(row[key].shape)}, "
+                        f"not {shape}"
                     )
         for number, tensor in enumerate(tensors):
             row = state_dict["state"].get(number)
@@ -192,6 +195,7 @@ def group_of(groups: Iterable[dict[str, Any]]) -> dict[int, int]:
         for parameter in group["params"]:
             if found.setdefault(id(parameter), index) != index:
                 raise PlanError(
-                    f"AdamW: one parameter (shape {tuple(parameter.shape)}) is in groups {found[id(parameter)]} and {index}"
+                    f"AdamW: one parameter (shape {tuple(parameter.shape)}) is in groups {found[id(parameter)]} and "
+                    f"{index}"
                 )
     return found

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from executor.arena import DTYPES, Arena, check_host_memory
+from executor.arena import Arena, check_host_memory
 from executor.backend import Backend, VirtualBackend, available_host_bytes, keep_freed_pages
 from executor.contract import adopt
 from executor.engine import Session
@@ -23,7 +23,6 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 from pstar_sim.errors import ContractError, PlanError
-from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Tensor
 
 __all__ = ["prepare"]
@@ -50,8 +49,8 @@ def prepare(
 ) -> tuple[nn.Module, OffloadedAdamW]:
     """Run `model` under `plan` from now on: the same model, and the optimizer whose `step` the loop calls.
 
-    machine: the machine the run is on, compared with the plan's. bandwidth: of the virtual accelerator's link, bytes per
-    second, one figure or (to the gpu, to the host); None: as fast as memory. queues: "threads", or a queues object.
+    machine: the machine the run is on, compared with the plan's. bandwidth: of the virtual accelerator's link, bytes
+    per second, one figure or (to the gpu, to the host); None: as fast as memory. queues: "threads", or a queues object.
     threads: torch threads of the compute queue (None leaves them). watchdog_s: see ThreadQueues. replan_after: so many
     iterations off plan in a row make a new plan (0: never). check: run the plan's independent checker first.
 
@@ -134,21 +133,22 @@ def _check_model(
         )
     if [n for n, _ in w.optimizer.state_bytes] != list(STATES) or any(b != 4 for _, b in w.optimizer.state_bytes):
         raise PlanError(
-            f"the plan is for optimizer states {w.optimizer.state_bytes}; this executor keeps {', '.join(STATES)} in fp32"
+            f"the plan is for optimizer states {w.optimizer.state_bytes}; this executor keeps {', '.join(STATES)} in "
+            "fp32"
         )
     mine, theirs = {t.name: t for t in tensors}, {t.name: t for t in w.tensors}
     if mine.keys() != theirs.keys():
         odd = sorted(mine.keys() ^ theirs.keys())
         whose = "the model" if odd[0] in mine else "the plan"
         raise PlanError(
-            f"the plan was made for model {w.model!r} ({len(theirs)} parameters, fingerprint {w.fingerprint}), not for this "
-            f"one ({len(mine)} parameters): only {whose} has {odd[0]!r}; make a plan for this model"
+            f"the plan was made for model {w.model!r} ({len(theirs)} parameters, fingerprint {w.fingerprint}), not "
+            f"for this one ({len(mine)} parameters): only {whose} has {odd[0]!r}; make a plan for this model"
         )
     here = working_dtype(tensors)
     if here != w.dtype:
         raise PlanError(
-            f"the plan was made for {w.dtype}, the model is in {here}; convert the model first (model.to(...)) or make a "
-            f"plan for {here}"
+            f"the plan was made for {w.dtype}, the model is in {here}; convert the model first (model.to(...)) or "
+            f"make a plan for {here}"
         )
     for name, planned in theirs.items():
         found = mine[name]
@@ -162,13 +162,13 @@ def _check_model(
         tied_here = None if found.tied_to is None else tensors[found.tied_to].name
         if tied != tied_here:
             raise PlanError(
-                f"parameter {name!r} is tied to {tied or 'none'} in the plan and to {tied_here or 'none'} in the model; make "
-                "a plan for this model (after model.tie_weights())"
+                f"parameter {name!r} is tied to {tied or 'none'} in the plan and to {tied_here or 'none'} in the "
+                "model; make a plan for this model (after model.tie_weights())"
             )
         if not found.frozen and found.group != planned.group:
             raise PlanError(
-                f"parameter {name!r} is in optimizer group {found.group}, the plan was made for group {planned.group}; make "
-                "the plan for the groups given to AdamW"
+                f"parameter {name!r} is in optimizer group {found.group}, the plan was made for group "
+                f"{planned.group}; make the plan for the groups given to AdamW"
             )
     order = [t.name for t in w.tensors]
     if order != [t.name for t in tensors]:
@@ -176,8 +176,8 @@ def _check_model(
     for t, parameter in zip(tensors, parameters):
         if t.tied_to is not None and parameters[t.tied_to] is not parameter:
             raise PlanError(
-                f"parameters {t.name!r} and {tensors[t.tied_to].name!r} share memory but are two objects, which an optimizer "
-                "would update twice; tie them as one Parameter"
+                f"parameters {t.name!r} and {tensors[t.tied_to].name!r} share memory but are two objects, which an "
+                "optimizer would update twice; tie them as one Parameter"
             )
         if not t.frozen and t.tied_to is None and id(parameter) not in groups:
             raise PlanError(
@@ -235,7 +235,7 @@ def load_parameters(session: Session) -> None:
                     if arena.has(place, chunk.index, list_name):
                         contents.slot(place, slot.tensor, list_name).copy_(value)
             view = arena.gpu(chunk.index, "param")
-            parameter.data = torch.empty(0, dtype=view.dtype).set_(  # type: ignore[call-overload]
+            parameter.data = torch.empty(0, dtype=view.dtype).set_(
                 view.untyped_storage(), slot.offset, parameter.shape, _contiguous(parameter.shape)
             )
             adopt(parameter, session, slot.tensor)
@@ -260,14 +260,14 @@ def _guard_model(model: nn.Module, session: Session) -> Callable[[], None]:
 
     def moved(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
         raise ContractError(
-            f"{type(self).__name__}.to() and its like (half, float, cuda, cpu) cannot move a prepared model: its memory is the "
-            "plan's; convert the model before executor.prepare"
+            f"{type(self).__name__}.to() and its like (half, float, cuda, cpu) cannot move a prepared model: its "
+            "memory is the plan's; convert the model before executor.prepare"
         )
 
     def loaded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         raise ContractError(
-            f"{type(self).__name__}.load_state_dict on a prepared model: the master copies would not know; load the weights "
-            "before executor.prepare"
+            f"{type(self).__name__}.load_state_dict on a prepared model: the master copies would not know; load the "
+            "weights before executor.prepare"
         )
 
     def zeroed(self: nn.Module, set_to_none: bool = True) -> None:
@@ -323,14 +323,3 @@ def _watch_batches(model: nn.Module, session: Session) -> None:
 
     handle = model.register_forward_pre_hook(see, prepend=True, with_kwargs=True)
     session.add_hook(handle)
-
-
-def dtype_of(name: str) -> torch.dtype:
-    return DTYPES[name]
-
-
-def describe_memory(session: Session) -> str:
-    """One line for people: slabs and what rounding them up to powers of two cost."""
-    room = session.arena.room
-    used = sum(session.plan.layout.payload_bytes(chunk, name) for chunk, name in room.where)
-    return f"{format_bytes(room.total_bytes)} of host memory in {len(room.slab_bytes)} slabs for {format_bytes(used)} of payloads"

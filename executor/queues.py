@@ -5,7 +5,8 @@ an order that a chooser decides, inside the user's thread (`SerialQueues`: tests
 follow a predicted order). Neither knows what a step does: they call `Work`.
 
 [Note: iterations] Every queue runs all steps of iteration k before those of k+1. `allow(k)` lets steps of iterations up
-to k run. `done[i]` is the last iteration in which step i ended, -1 before the first, so `id@-1` is satisfied at the start.
+to k run. `done[i]` is the last iteration in which step i ended, -1 before the first, so `id@-1` is satisfied at the
+start.
 """
 
 from __future__ import annotations
@@ -147,9 +148,9 @@ class Queues(Protocol):
 class ThreadQueues:
     """A daemon thread a queue.
 
-    watchdog_s: after so long without any step ending while the user's thread waits, the log names the step that waits; if
-    nothing is being executed either, nothing can ever end and PlanError is raised. join_s: how long `stop` waits for a
-    step that is being executed.
+    watchdog_s: after so long without any step ending while the user's thread waits, the log names the step that waits;
+    if nothing is being executed either, nothing can ever end and PlanError is raised. join_s: how long `stop` waits for
+    a step that is being executed.
     """
 
     def __init__(
@@ -366,14 +367,14 @@ class QueueEvent:
 
 
 Chooser = Callable[[Sequence[QueueEvent], QueueEvent, bool], int | None]
-"""(possible events, what the compute queue is about to do, whether it may) -> index of the event to let happen, or None to
-let compute go on; None where compute may not go on yet stands for the first event."""
+"""(possible events, what the compute queue is about to do, whether it may) -> index of the event to let happen, or None
+to let compute go on; None where compute may not go on yet stands for the first event."""
 
 
 class SerialQueues:
-    """No threads: at each point where the compute queue starts or ends a step, the chooser decides which steps of the other
-    queues start and end first. works_early(step): whether the step's work is done when it starts rather than when it
-    ends (a missing edge then shows as a wrong result either way)."""
+    """No threads: at each point where the compute queue starts or ends a step, the chooser decides which steps of the
+    other queues start and end first. works_early(step): whether the step's work is done when it starts rather than when
+    it ends (a missing edge then shows as a wrong result either way)."""
 
     def __init__(self, chooser: Chooser, *, works_early: Callable[[Step], bool] | None = None) -> None:
         self._chooser = chooser
@@ -492,8 +493,8 @@ class SerialQueues:
 
 
 def follow(timeline: Timeline, plan: Plan) -> Chooser:
-    """A chooser that lets steps start and end in the order a timeline predicts for its steady (last) iteration, which then
-    repeats with the timeline's period. Ends come before starts at equal times."""
+    """A chooser that lets steps start and end in the order a timeline predicts for its steady (last) iteration, which
+    then repeats with the timeline's period. Ends come before starts at equal times."""
     last = timeline.iterations - 1
     begun: dict[int, float] = {}
     ended: dict[int, float] = {}

@@ -1,9 +1,9 @@
 """record: a real warm-up iteration, written down as a Workload with the schema and the moments of a capture.
 
 A warm-up is the engine's on-demand mode under a plan without steps. First one iteration that counts every operator:
-live bytes, reads and gradients, each chunk fetched when an operator is about to read it. Then iterations that are timed and
-count nothing: by then it is known what each moment reads, so its chunks are fetched before it begins and the time that takes
-is left out. The model is left as it was: gradients are dropped, nothing is updated.
+live bytes, reads and gradients, each chunk fetched when an operator is about to read it. Then iterations that are timed
+and count nothing: by then it is known what each moment reads, so its chunks are fetched before it begins and the time
+that takes is left out. The model is left as it was: gradients are dropped, nothing is updated.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from executor.engine import Session
 from executor.hooks import tensors_of
 from executor.live_bytes import LiveStorages
 from executor.models import forward_loss
@@ -45,12 +46,13 @@ def record(
     timed: int = 3,
     threads: int | None = 1,
 ) -> Workload:
-    """The workload of one iteration of `model` on `batches` (one a micro-batch), run for real within `machine`'s gpu budget.
+    """The workload of one iteration of `model` on `batches` (one a micro-batch), run for real within `machine`'s gpu
+    budget.
 
     batch, sequence: by default the first two extents of the batch's first tensor. optimizer: as it will be given to
-    `prepare` (its groups and whether it clips are part of what is recorded). loss: forward pass and loss; it is divided by
-    the number of micro-batches, as the loops here do. timed: iterations whose median gives each moment's seconds, 0 for
-    none. Raises DoesNotFit if what one operator reads does not fit the gpu, ModelError as capture does.
+    `prepare` (its groups and whether it clips are part of what is recorded). loss: forward pass and loss; it is divided
+    by the number of micro-batches, as the loops here do. timed: iterations whose median gives each moment's seconds, 0
+    for none. Raises DoesNotFit if what one operator reads does not fit the gpu, ModelError as capture does.
     """
     if not batches:
         raise PlanError("record: batches is empty; give one batch for each micro-batch of an iteration")
@@ -84,36 +86,41 @@ def record(
     return w
 
 
-def _counted(session: Any, iteration: Callable[[], None]) -> MomentRecorder:
-    """One iteration in which every operator is seen. Twice if some gradient fires more than once a micro-batch: only then
-    is it known when it is final."""
-    own = sorted(session.plan.layout.chunk_of)
-    chunk_of = session.plan.layout.chunk_of
+def _counted(session: Session, iteration: Callable[[], None]) -> MomentRecorder:
+    """One iteration in which every operator is seen. Twice if some gradient fires more than once a micro-batch: only
+    then is it known when it is final."""
     firings: dict[int, int] = {}
     while True:
-        recorder: MomentRecorder
-
-        def read(index: int) -> None:
-            recorder.read(own[index])
-            session.demand.read({chunk_of[own[index]]})
-
-        live = LiveStorages([session.parameters[t] for t in own], session.model.buffers(), on_param_read=read)
-        recorder = MomentRecorder(session.plan.workload.tensors, live, inside=lambda: session.clock.inside)
-        session.warm_up(recorder, live, firings)
-        try:
-            with live:
-                iteration()
-                recorder.finish()
-        finally:
-            session.warm_up(None, None, {})
-        session.zero_grad()
+        recorder = _count_once(session, iteration, firings)
         seen = {tensor: count for tensor, count in recorder.firings().items() if count > 1}
         if seen == firings:
             return recorder
         firings = seen
 
 
-def _timed(session: Any, iteration: Callable[[], None], w: Workload, repeats: int) -> tuple[Moment, ...]:
+def _count_once(session: Session, iteration: Callable[[], None], firings: dict[int, int]) -> MomentRecorder:
+    """firings: tensor index -> gradients it gets in one micro-batch, where more than one."""
+    own = sorted(session.plan.layout.chunk_of)
+    chunk_of = session.plan.layout.chunk_of
+
+    def read(index: int) -> None:
+        recorder.read(own[index])
+        session.demand.read({chunk_of[own[index]]})
+
+    live = LiveStorages([session.parameters[t] for t in own], session.model.buffers(), on_param_read=read)
+    recorder = MomentRecorder(session.plan.workload.tensors, live, inside=lambda: session.clock.inside)
+    session.warm_up(recorder, live, firings)
+    try:
+        with live:
+            iteration()
+            recorder.finish()
+    finally:
+        session.warm_up(None, None, {})
+    session.zero_grad()
+    return recorder
+
+
+def _timed(session: Session, iteration: Callable[[], None], w: Workload, repeats: int) -> tuple[Moment, ...]:
     """The moments with their seconds: the median of `repeats` iterations, what was waited for left out."""
     chunk_of = session.plan.layout.chunk_of
     script = [({chunk_of[t] for t in reads}, m.peak_bytes) for reads, m in zip(w.reads, w.moments)]
@@ -129,8 +136,8 @@ def _timed(session: Any, iteration: Callable[[], None], w: Workload, repeats: in
         durations = session.time_moments(script, firings, iteration)
         if len(durations) != len(w.moments):
             raise PlanError(
-                f"record: a repeated iteration had {len(durations)} moments, the first {len(w.moments)}; a model that does "
-                "something else each time cannot be timed (give timed=0)"
+                f"record: a repeated iteration had {len(durations)} moments, the first {len(w.moments)}; a model that "
+                "does something else each time cannot be timed (give timed=0)"
             )
         for column, duration_s in zip(columns, durations):
             column.append(duration_s)

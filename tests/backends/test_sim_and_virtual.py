@@ -63,8 +63,8 @@ def test_order_edges_and_bytes(
 def test_payload_bytes_are_the_plans(
     kit: Any, start: Callable[..., Any], policy: str, model: str, micro_batches: int
 ) -> None:
-    """At each event of the predicted order the arena holds what the simulator says; the total is within 2 % when the tide
-    comes from a fake capture."""
+    """At each event of the predicted order the arena holds what the simulator says; the total is within 2 % when the
+    tide comes from a fake capture."""
     run = start(model, policy, micro_batches=micro_batches, clip=1.0)
     predicted = play(run.plan)
     iterate(kit, run, micro_batches)()

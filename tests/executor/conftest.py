@@ -1,12 +1,13 @@
 """What the executor's tests share: small models of each kind, a machine that is too small for them, and plain PyTorch.
 
-Reference in fp32 is torch.optim.AdamW(fused=True) with clip_grad_norm_; in bf16 the same over fp32 master weights, written
-out (master from the loaded weights, working copy = cast(master), gradients cast to fp32 and summed in fp32).
+Reference in fp32 is torch.optim.AdamW(fused=True) with clip_grad_norm_; in bf16 the same over fp32 master weights,
+written out (master from the loaded weights, working copy = cast(master), gradients cast to fp32 and summed in fp32).
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -66,7 +67,7 @@ class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         widths = (24, 64, 48, 80, 32, 64, 24)
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:]))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
         self.checkpointing = False
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -268,7 +269,8 @@ def kit() -> Any:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Run]]:
-    """start(name, policy, ...): a prepared model at a tight budget and its plain twin; sessions are closed at the end."""
+    """start(name, policy, ...): a prepared model at a tight budget and its plain twin; sessions are closed at the
+    end."""
     sessions: list[executor.Session] = []
 
     def begin(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import itertools
 import logging
 import sys
 import threading
@@ -39,7 +40,7 @@ class TestSlabs:
             taken.setdefault(slab, []).append((offset, offset + sizes[key]))
         for rows in taken.values():
             rows.sort()
-            assert all(end <= start for (_, end), (start, _) in zip(rows, rows[1:]))
+            assert all(end <= start for (_, end), (start, _) in itertools.pairwise(rows))
 
     def test_rounding_up_is_cheap(self) -> None:
         """40 payloads of 3 MiB: 120 MiB, where rounding each up to a power of two would take 160."""

@@ -1,4 +1,5 @@
-"""Reality leaves the plan: results stay those of plain torch, the deviation is counted, the next iteration is on plan."""
+"""Reality leaves the plan: results stay those of plain torch, the deviation is counted, the next iteration is on
+plan."""
 
 from __future__ import annotations
 

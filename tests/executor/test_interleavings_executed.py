@@ -69,7 +69,8 @@ def test_interleavings_are_bit_identical(
 
 
 def test_a_missing_edge_does_not_pass(kit: Any) -> None:
-    """The same harness on a plan whose fetches no longer wait for the update: it computes with old values or refuses."""
+    """The same harness on a plan whose fetches no longer wait for the update: it computes with old values or
+    refuses."""
     from dataclasses import replace
 
     module, draw = kit.build("mlp")
