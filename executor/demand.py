@@ -38,6 +38,7 @@ from executor.contract import (
 )
 from executor.hooks import Event, tensors_of
 from executor.measure import unseen
+from executor.models import map_tensors
 from pstar_sim.core.step import Place, Queue
 from pstar_sim.errors import ContractError, DoesNotFit, PlanError, PstarError
 from pstar_sim.policy.registry import find_policy
@@ -95,7 +96,8 @@ class Demand:
         if not torch.is_grad_enabled() or s.on_demand_only:
             self._batch_moments = None
             return
-        self._last_batch = (args, kwargs)
+        # Its form only: keeping the batch would keep its memory.
+        self._last_batch = map_tensors((args, kwargs), lambda t: torch.empty_like(t, device="meta"))
         shapes = tuple((tuple(t.shape), t.dtype) for t in tensors_of((args, kwargs)))
         if shapes not in self._shapes:
             if self._is_planned(shapes):

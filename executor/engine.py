@@ -82,7 +82,7 @@ class Session:
         self.deviation_log: deque[str] = deque(maxlen=100)
         self.replan_after = replan_after
         self.skeleton = skeleton
-        self.undo_contract: Callable[[], None] = lambda: None
+        self.on_close: list[Callable[[], object]] = []
         self.watch: Watch | None = None
         self.takes_norms = False  # a warm-up of a run that will clip does the same work
         self._warm: WarmUp | None = None
@@ -738,7 +738,8 @@ class Session:
         self.clock.close()
         for handle in self._hooks:
             handle.remove()
-        self.undo_contract()
+        for action in self.on_close:
+            action()
         for t, parameter in enumerate(self.parameters):
             if isinstance(parameter, ChunkParameter):
                 disown(parameter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import logging
 import types
@@ -51,8 +52,9 @@ def prepare(
 
     machine: the machine the run is on, compared with the plan's. bandwidth: of the virtual accelerator's link, bytes
     per second, one figure or (to the gpu, to the host); None: as fast as memory. queues: "threads", or a queues object.
-    threads: torch threads of the compute queue (None leaves them). watchdog_s: see ThreadQueues. replan_after: so many
-    iterations off plan in a row make a new plan (0: never). check: run the plan's independent checker first.
+    threads: torch threads of the compute queue until the session is closed (None leaves them). watchdog_s: see
+    ThreadQueues. replan_after: so many iterations off plan in a row make a new plan (0: never). check: run the plan's
+    independent checker first.
 
     Raises PlanError for a plan that fails its check or was made for another model, dtype, optimizer setting or machine,
     ContractError for a model that is prepared already, DoesNotFit if host memory is short; the model is then unchanged.
@@ -82,6 +84,7 @@ def prepare(
     # Nothing has been changed up to here.
     if made.device.type == "cpu" and not keep_freed_pages():
         log.info("the C library is not glibc: evicted memory may go back to the system each time")
+    threads_before = torch.get_num_threads()
     if threads is not None:
         torch.set_num_threads(threads)
     torch_optimizer = OffloadedAdamW(groups, optimizer)
@@ -107,9 +110,14 @@ def prepare(
     torch_optimizer.session = session
     with torch.no_grad():
         load_parameters(session)
-    session.undo_contract = _guard_model(model, session)
+    session.on_close.append(_guard_model(model, session))
+    if threads is not None:
+        session.on_close.append(lambda: torch.set_num_threads(threads_before))
     _watch_batches(model, session)
     session.start()
+    stop = _stop_at_exit(session)
+    atexit.register(stop)
+    session.on_close.append(lambda: atexit.unregister(stop))
     return model, torch_optimizer
 
 
@@ -289,6 +297,18 @@ def _guard_model(model: nn.Module, session: Session) -> Callable[[], None]:
             action()
 
     return undo_all
+
+
+def _stop_at_exit(session: Session) -> Callable[[], None]:
+    """A queue's thread must not be inside torch while the interpreter goes down."""
+    keeper = weakref.ref(session)
+
+    def stop() -> None:
+        held = keeper()
+        if held is not None:
+            held.queues.stop()
+
+    return stop
 
 
 def _remover(module: nn.Module, name: str) -> Callable[[], None]:

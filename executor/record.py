@@ -19,7 +19,8 @@ from torch import nn
 from executor.engine import Session
 from executor.hooks import tensors_of
 from executor.live_bytes import LiveStorages
-from executor.models import forward_loss
+from executor.measure import unseen
+from executor.models import forward_loss, map_tensors
 from executor.moments import MomentRecorder, describe_parameters, working_dtype
 from executor.optimizer import AdamW, group_of
 from executor.prepare import prepare
@@ -62,9 +63,15 @@ def record(
     session = prepared.session
     session.takes_norms = optimizer is not None and optimizer.max_grad_norm is not None
 
+    def fresh(one: Any) -> Any:
+        made: dict[int, torch.Tensor] = {}  # ids and labels are often one tensor
+        with unseen():  # a loader made it before; it counts from the first operator that reads it
+            return map_tensors(one, lambda tensor: made.setdefault(id(tensor), tensor.clone()))
+
     def iteration() -> None:
+        # The loop of training.train_step: nobody but the graph keeps a batch after its forward.
         for one in batches:
-            value = loss(model, one) / len(batches)
+            value = loss(model, fresh(one)) / len(batches)
             value.backward()  # type: ignore[no-untyped-call]
         session.clock.step()
 

@@ -32,7 +32,8 @@ def test_total_peak_is_exact(kit: Any, start: Callable[..., Any], policy: str, m
     predicted = play(plan)
     run = start(model, policy, micro_batches=micro_batches, clip=1.0, plan=plan)
     # Drawn beforehand, as a loader does: a batch counts from the first operator that reads it.
-    drawn = iter([next(run.batches) for _ in range(3 * micro_batches)])
+    rows = [next(run.batches) for _ in range(3 * micro_batches)]
+    drawn = iter(lambda: rows.pop(), None)
     kit.train_alone(run.model, run.optimizer, drawn, micro_batches)
     measured = run.session.measure_iteration(
         lambda: kit.train_alone(run.model, run.optimizer, drawn, micro_batches), predicted
