@@ -1,4 +1,5 @@
 """Workloads for tests: random ones that are small but varied, and chains whose figures can be worked out by hand.
+And `check_policy`, which puts a policy of one's own through the checker and the simulator on random ones.
 
 For the tests of this project and of anybody's own policy. Needs neither torch nor hypothesis: all chance comes from
 the `random.Random` that is passed in.
@@ -7,9 +8,14 @@ the `random.Random` that is passed in.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from pstar_sim.units import MIB
+from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.errors import DoesNotFit, PlanError, PstarError
+from pstar_sim.sim.play import Jitter, play
+from pstar_sim.units import MIB, format_bytes
 from pstar_sim.workload.workload import (
     DTYPE_BYTES,
     Moment,
@@ -21,7 +27,15 @@ from pstar_sim.workload.workload import (
     repeat_micro_batch,
 )
 
-__all__ = ["chain_workload", "random_workload"]
+__all__ = [
+    "PolicyReport",
+    "chain_workload",
+    "check_policy",
+    "random_jitter",
+    "random_machine",
+    "random_settings",
+    "random_workload",
+]
 
 
 def chain_workload(
@@ -272,3 +286,130 @@ def _step(*, start_bytes: int, peak_bytes: int, end_bytes: int, duration_s: floa
         end_bytes=end_bytes,
         duration_s=duration_s,
     )
+
+
+def random_machine(rng: random.Random, workload: Workload) -> Machine:
+    """One GPU and a host around what the workload needs: from less GPU memory than its worst moment to room for
+    everything, mostly in between; a host that is now and then too small; rates that let each resource bind in turn."""
+    width = DTYPE_BYTES[workload.dtype]
+    share = rng.choice((0.1, 0.3, 0.5, 0.7, 1.0, 1.5, 2.5, 5.0, 10.0)) * rng.uniform(0.8, 1.2)
+    gpu_bytes = workload.peak_non_model_bytes + int(share * workload.params * width)
+    host_bytes = int(workload.params * 24 * (rng.uniform(0.3, 1.0) if rng.random() < 0.15 else 2.0)) + MIB
+    rate = 10 ** rng.uniform(11, 14)
+    gpu = Gpu(
+        name="random",
+        memory_bytes=gpu_bytes,
+        usable_bytes=gpu_bytes,
+        context_bytes=0,
+        hbm_bytes_per_s=10 ** rng.uniform(10, 12),
+        flops_per_s={"fp32": rate / 2, "fp16": rate, "bf16": rate},
+        measured=rng.random() < 0.5,
+        source="random",
+    )
+    link = Link(
+        name="random",
+        h2d_bytes_per_s=10 ** rng.uniform(8, 11),
+        d2h_bytes_per_s=10 ** rng.uniform(8, 11),
+        latency_s=rng.choice((0.0, 1e-5)),
+        duplex=rng.random() < 0.8,
+        measured=True,
+        source="random",
+    )
+    host = Host(
+        name="random",
+        memory_bytes=host_bytes,
+        reserved_bytes=0,
+        dram_bytes_per_s=10 ** rng.uniform(9, 12),
+        cores=8,
+        adam_params_per_s=10 ** rng.uniform(7, 10),
+        measured=True,
+        source="random",
+    )
+    return Machine(name="random", ranks=(Rank(gpu=gpu, link=link),), host=host)
+
+
+def random_settings(rng: random.Random) -> Settings:
+    """Update step or eager, clipping or not, the chunk size searched or (one time in three) given."""
+    return Settings(
+        update=rng.choice(("step", "eager")),
+        clip=rng.random() < 0.4,
+        chunk_bytes=rng.choice((None, None, rng.randint(MIB // 2, 8 * MIB))),
+    )
+
+
+def random_jitter(rng: random.Random, plan: Plan) -> Jitter:
+    """For `play`: each queue slower or faster than thought by a factor of up to 10, each step by up to 4 on top."""
+    pace = {queue: 10 ** rng.uniform(-1, 1) for queue in sorted({step.queue for step in plan.steps})}
+    queue_of = {step.id: step.queue for step in plan.steps}
+    return lambda step, iteration: pace[queue_of[step]] * 4 ** rng.uniform(-1, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyReport:
+    """What `check_policy` saw. examples: jobs tried. fitted: those for which the policy made a plan, which was then
+    proved and played; for the others it raised DoesNotFit. 0 says nothing good about a policy."""
+
+    policy: str
+    examples: int
+    fitted: int
+
+    def __str__(self) -> str:
+        return f"{self.policy}: {self.fitted} of {self.examples} random jobs fitted, every plan is correct"
+
+
+def check_policy(
+    policy: Callable[[Workload, Machine, Settings], Plan], *, examples: int = 50, seed: int = 0
+) -> PolicyReport:
+    """Put a policy through the checker and the simulator on `examples` random workloads, machines and settings.
+
+    Each plan has to be for what was asked, the same when asked for twice, proved by `check_plan` (every legal
+    interleaving computes the right thing within the budgets), and within the budgets when played, with the durations
+    the cost model gives and with random ones. DoesNotFit is an answer; it has to name more bytes than there are.
+
+    Raises PstarError with the seed of the example and what is wrong; `check_policy(policy, examples=1, seed=SEED)`
+    shows it again.
+    """
+    name = getattr(policy, "__name__", None) or repr(policy)
+    fitted = 0
+    for number in range(seed, seed + examples):
+        try:
+            fitted += _check_example(policy, random.Random(f"check_policy {number}"))
+        except Exception as error:
+            what = str(error) if isinstance(error, PstarError) else f"{type(error).__name__}: {error}"
+            raise PstarError(f"policy {name!r}, seed {number}: {what}") from error
+    return PolicyReport(policy=name, examples=examples, fitted=fitted)
+
+
+def _check_example(policy: Callable[[Workload, Machine, Settings], Plan], rng: random.Random) -> bool:
+    """Whether the policy made a plan. Raises PlanError (or whatever the policy raises) if anything is wrong."""
+    workload = random_workload(rng)
+    machine = random_machine(rng, workload)
+    settings = random_settings(rng)
+    try:
+        plan = policy(workload, machine, settings)
+    except DoesNotFit as error:
+        if error.needed_bytes <= error.available_bytes:
+            raise PlanError(
+                f"DoesNotFit needs {error.needed_bytes} bytes of the {error.place} but has {error.available_bytes}: "
+                "that would fit"
+            ) from error
+        return False
+    if not isinstance(plan, Plan):
+        raise PlanError(f"a policy returns a Plan, not {type(plan).__name__}")
+    if plan.settings != settings:
+        raise PlanError(f"the plan was made for {plan.settings}, not for the settings asked for, {settings}")
+    again = policy(workload, machine, settings)
+    if (again.steps, again.initial, again.modes) != (plan.steps, plan.initial, plan.modes):
+        raise PlanError("a policy is a pure function: asked twice, it made two different plans")
+    proved = plan.check(workload, machine)
+    budgets = {"gpu": plan.gpu_budget_bytes, "host": plan.host_budget_bytes}
+    for jitter in (None, random_jitter(rng, plan)):
+        timeline = play(plan, jitter=jitter, max_iterations=4)
+        for place, budget in budgets.items():
+            peak = timeline.peak_bytes[place]
+            if peak > min(budget, proved.peak_bytes[place]):
+                raise PlanError(
+                    f"the {place} held {format_bytes(peak)} in the simulator; the budget is {format_bytes(budget)}, "
+                    f"the checker proved at most {format_bytes(proved.peak_bytes[place])}"
+                )
+    return True
