@@ -1,4 +1,4 @@
-"""patrickstar: the schedule of PatrickStar as published, from its code (SYSTEMS.md, section 1).
+"""patrickstar: the schedule of PatrickStar (Fang et al., 2021) as published, from its code.
 
 What is reproduced. The capacity for chunks follows the tide: budget - max(non-model of this moment, of the next) - one
 working-list chunk in forward and backward (its reserve of k * 2 * CS bytes, k = 1 on one GPU). Chunks move on demand, on
@@ -22,6 +22,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 from math import ceil
+from statistics import median_low
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
@@ -75,12 +76,15 @@ class _Run:
         small = sum(b.permanent_bytes(c.index) for c in chunks if c.small)
         buffer = max((chunks[c].numel * 4 for c in updated), default=0)
         margin = budget - buffer - uses.tide[self.worst] - small - sum(self.sizes[c] for c in movable)
-        uniform = max((b.permanent_bytes(c) - self.sizes[c] for c in updated), default=1)
-        self.margin_chunks = max(0, ceil(margin / uniform * MARGIN_RATIO) - 1) if margin > 0 else 0
-        self.pinned = frozenset(updated[: self.margin_chunks])
-        for c in chunks:
-            if c.small or c.index in self.pinned:
-                b.reside_on_gpu(c.index)
+        states = [b.permanent_bytes(c) - self.sizes[c] for c in updated]
+        uniform = median_low(states) if states else 1  # its chunks are all of one size
+        count = max(0, ceil(margin / uniform * MARGIN_RATIO) - 1) if margin > 0 else 0
+        while count > 0 and sum(states[:count]) > margin:  # an oversize chunk among the first
+            count -= 1
+        self.pinned = frozenset(updated[:count])
+        for chunk in chunks:
+            if chunk.small or chunk.index in self.pinned:
+                b.reside_on_gpu(chunk.index)
         self.margin = max(0, margin)
         if self.pinned != frozenset(updated):
             b.buffers.append(("fp32 chunk for CPU Adam", Place.GPU, buffer))
