@@ -124,7 +124,14 @@ class Builder:
     ) -> int:
         size = self.payload(chunk, list_name)
         return self.add(
-            queue, Kind.ALLOC, chunk=chunk, list_name=list_name, place=place, moment=moment, size_bytes=size, after=after
+            queue,
+            Kind.ALLOC,
+            chunk=chunk,
+            list_name=list_name,
+            place=place,
+            moment=moment,
+            size_bytes=size,
+            after=after,
         )
 
     def free(
@@ -207,6 +214,7 @@ class Builder:
         count = len(tide)
         present = set(self.initial)
         ops: list[Op] = []
+        last_on: dict[Queue, int] = {}  # queues run in the order of the program
         for step in self._steps:
             gpu_take = gpu_free = host_take = host_free = 0
             resident = None if step.chunk is None or step.list is None else (step.chunk, step.list)
@@ -229,6 +237,8 @@ class Builder:
                 elif step.kind is Kind.FREE or (step.kind is Kind.CPU_ADD and step.list == "grad"):
                     host_free = size if host in present else 0
                     present.discard(host)
+            before = [Ref(last_on[step.queue])] if step.queue in last_on else []
+            last_on[step.queue] = step.id
             ops.append(
                 Op(
                     queue=step.queue,
@@ -237,7 +247,7 @@ class Builder:
                     gpu_free=gpu_free,
                     host_take=host_take,
                     host_free=host_free,
-                    after=tuple((r.id, r.back) for r in step.after),
+                    after=tuple((r.id, r.back) for r in (*step.after, *before)),
                 )
             )
         if present != self.initial:
@@ -255,19 +265,34 @@ class Builder:
                 available_bytes=budget,
                 what="what is resident between iterations",
             )
+        self._check_one_by_one(ops, free_gpu, free_host)
         result = run(Program(ops=tuple(ops), gpu_free_bytes=free_gpu, host_free_bytes=free_host))
         if result.stuck is not None:
-            op, place, wanted, free = result.stuck
-            step = self._steps[op]
+            stuck = self._steps[result.stuck[0]]
+            raise ValueError(f"{self.policy}: step {stuck.id} ({stuck.kind}) can never start, in the order given")
+        return memory_edges(self._steps, ops, [(i, i) for i in range(len(ops))], result)
+
+    def _check_one_by_one(self, ops: Sequence[Op], free_gpu: int, free_host: int) -> None:
+        """Raise DoesNotFit for the step that is shortest of room when the steps run one after the other."""
+        worst: tuple[int, int, str] = (0, -1, "gpu")  # bytes missing, step, place
+        for i, op in enumerate(ops):
+            free_gpu -= op.gpu_take
+            free_host -= op.host_take
+            worst = max(worst, (-free_gpu, i, "gpu"), (-free_host, i, "host"), key=lambda w: w[0])
+            free_gpu += op.gpu_free
+            free_host += op.host_free
+        short, i, place = worst
+        if short > 0:
+            step = self._steps[i]
             budget = self.machine.gpu_budget_bytes if place == "gpu" else self.machine.host_budget_bytes
+            at = "" if step.moment is None else f", {describe_moment(self.workload, step.moment)}"
             raise DoesNotFit(
                 policy=self.policy,
                 place=place,
-                needed_bytes=budget + wanted - free,
+                needed_bytes=budget + short,
                 available_bytes=budget,
-                what=f"step {step.id} ({step.kind.value}) takes {format_bytes(wanted)} where {format_bytes(free)} are free",
+                what=f"what is held when step {step.id} ({step.kind.value}) runs{at}",
             )
-        return memory_edges(self._steps, ops, [(i, i) for i in range(len(ops))], result)
 
 
 def cut_tide(tide: Sequence[int]) -> int:
@@ -300,7 +325,10 @@ def memory_edges(
     """Memory edges of both places from a predicted schedule. ends: op -> the first and the last step it stands for."""
     slots, lengths, _ = slots_of(steps)
     edges: dict[int, list[Ref]] = {}
-    for take, free, room in (("gpu_take", "gpu_free", outcome.gpu_free_bytes), ("host_take", "host_free", outcome.host_free_bytes)):
+    for take, free, room in (
+        ("gpu_take", "gpu_free", outcome.gpu_free_bytes),
+        ("host_take", "host_free", outcome.host_free_bytes),
+    ):
         takes = [getattr(op, take) for op in ops]
         frees = [getattr(op, free) for op in ops]
         window = [
@@ -318,7 +346,9 @@ def _reduced(steps: Sequence[Step], memory: Mapping[int, Sequence[Ref]]) -> tupl
     step of the same queue that waited for the same step or a later one. A reference more than one iteration back
     becomes one to the first step of that queue in the previous iteration, which comes after it."""
     slots, lengths, first = slots_of(steps)
-    waited: dict[tuple[str, str], int] = {}  # (queue, other queue) -> latest position waited for, previous iteration < 0
+    waited: dict[
+        tuple[str, str], int
+    ] = {}  # (queue, other queue) -> latest position waited for, previous iteration < 0
     out: list[Step] = []
     for step in steps:
         mine = slots[step.id]
@@ -341,9 +371,7 @@ def _reduced(steps: Sequence[Step], memory: Mapping[int, Sequence[Ref]]) -> tupl
     return tuple(out)
 
 
-def check_room(
-    builder: Builder, place: Place, needed_bytes: int, what: str
-) -> None:
+def check_room(builder: Builder, place: Place, needed_bytes: int, what: str) -> None:
     """Raise DoesNotFit if `needed_bytes` is more than the place's budget."""
     machine = builder.machine
     budget = machine.gpu_budget_bytes if place is Place.GPU else machine.host_budget_bytes

@@ -1,0 +1,70 @@
+"""The policy in CONTRIBUTING.md works as it is printed there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pstar_sim as ps
+from pstar_sim.core.plan import Settings
+from pstar_sim.core.step import Kind, Queue
+from pstar_sim.errors import DoesNotFit
+from pstar_sim.testing import chain_workload
+from pstar_sim.units import MIB
+
+TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def blocks() -> list[str]:
+    marked = re.search(r"<!-- policy-example: begin -->(.*)<!-- policy-example: end -->", TEXT, re.DOTALL)
+    assert marked is not None
+    return re.findall(r"```python\n(.*?)```", marked[1], re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def example() -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    exec(compile(blocks()[0], "CONTRIBUTING.md", "exec"), names)
+    return names
+
+
+def test_it_is_about_forty_lines() -> None:
+    assert 30 <= len(blocks()[0].split("def layer_by_layer")[1].splitlines()) <= 50
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("clip", [True, False])
+def test_its_plan_is_correct_and_one_thing_happens_at_a_time(
+    example: dict[str, Any], micro_batches: int, clip: bool
+) -> None:
+    w = chain_workload(4, MIB, tide_bytes=MIB, micro_batches=micro_batches)
+    settings = Settings(clip=clip, chunk_bytes=2 * MIB)
+    plan = example["layer_by_layer"](w, ps.machine("rtx4090", gpu_memory="8GB"), settings)
+    plan.check()
+    fetched = sum(step.kind is Kind.FETCH for step in plan.steps)
+    # 8 moments a micro-batch need a chunk each; the last layer stays from forward to backward, the first one from
+    # backward to the next micro-batch.
+    assert fetched == micro_batches * 7 - (micro_batches - 1)
+    timeline = ps.play(plan)
+    assert timeline.iteration_s == pytest.approx(sum(timeline.busy_s.values()))
+    assert {step.queue for step in plan.steps} == {Queue.COMPUTE, Queue.H2D, Queue.D2H, Queue.ADAM}
+
+
+def test_it_says_when_it_does_not_fit(example: dict[str, Any]) -> None:
+    w = chain_workload(4, 256 * MIB, tide_bytes=MIB)  # a layer is 512 MiB
+    with pytest.raises(DoesNotFit, match=r"layer_by_layer does not fit: gpu needs .* short by"):
+        example["layer_by_layer"](w, ps.machine("rtx4090", gpu_memory="1.2GB"), Settings())
+
+
+def test_it_compares_and_passes_as_printed(example: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    code = blocks()[1].replace("check_policy(layer_by_layer)", "check_policy(layer_by_layer, examples=20)")
+    w = ps.preset("1B", batch=2, seq=256)
+    names = {**example, "ps": ps, "workload": w, "machine": ps.machine("rtx4090", gpu_memory="4GB")}
+    exec(compile(code, "CONTRIBUTING.md", "exec"), names)
+    assert re.search(r"layer_by_layer: \d+ of 20 random jobs fitted", capsys.readouterr().out)
+    tide, mine = names["comparison"].rows
+    assert (tide.policy, mine.policy) == ("tide", "layer_by_layer")
+    assert mine.fits and tide.iteration_s < mine.iteration_s
