@@ -46,5 +46,7 @@ def all_on_gpu(workload: Workload, machine: Machine, settings: Settings) -> Plan
         for c in sorted(c for row in final.values() for c in row):
             b.gpu_adam(c)
     b.choices["capacity"] = f"everything is resident: {format_bytes(model)} and the tide's peak"
-    b.choices["adam"] = "on the GPU, " + (f"after the step moment ({barrier})" if barrier else "behind each last gradient")
+    b.choices["adam"] = "on the GPU, " + (
+        f"after the step moment ({barrier})" if barrier else "behind each last gradient"
+    )
     return b.plan()

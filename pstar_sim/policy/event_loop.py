@@ -302,9 +302,7 @@ class _Loop:
             if nearest == COMPUTE and ops[running[0]].position is not None:
                 position += 1
 
-    def _safe(
-        self, i: int, k: int, gpu_free: int, started: Sequence[bytearray], ended: Sequence[bytearray]
-    ) -> bool:
+    def _safe(self, i: int, k: int, gpu_free: int, started: Sequence[bytearray], ended: Sequence[bytearray]) -> bool:
         """The banker's rule: could all earlier steps of the program still run one by one if op i of iteration k took
         its bytes now?"""
         left = gpu_free - self.ops[i].gpu_take
@@ -322,7 +320,11 @@ class _Loop:
         return True
 
     def _repeats(
-        self, marks: list[tuple[float, int, int, int]], log: list[tuple[int, int, bool]], tolerance: float, give_up: bool
+        self,
+        marks: list[tuple[float, int, int, int]],
+        log: list[tuple[int, int, bool]],
+        tolerance: float,
+        give_up: bool,
     ) -> Outcome | None:
         """The outcome if the window that just ended is as long as the one before and contains every step once."""
         lap = len(marks) - 2

@@ -4,8 +4,8 @@
 f_i <= f_j and b_i >= b_j that are updated on the CPU have their Adam between the end of b_j and the next start of f_j:
 T >= compute(f_j .. b_j) + the sum of their Adam times + one copy each way; the same with the copies as the serial
 resource. Behind a barrier the window opens at the end of the iteration instead. Pinning the chunks that are used first
-is best (the r-th unpinned chunk then has the shortest possible span), so a number says it all. PLANNING.md, Lemma 3;
-written for chunks of unequal size and several micro-batches. It ranks numbers of pins, it proves nothing: the
+is best (the r-th unpinned chunk then has the shortest possible span), so a number says it all. Written for chunks of
+unequal size and several micro-batches. It ranks numbers of pins, it proves nothing: the
 certificate is planner/bounds.py.
 """
 
@@ -89,7 +89,9 @@ def iteration_bounds(facts: PinFacts, most: int) -> Array:
     return np.asarray(bounds[: most + 1], dtype=np.float64)
 
 
-def most_pins(working_bytes: Sequence[int], pinned_bytes: Sequence[int], need: Sequence[Sequence[int]], room: Sequence[int]) -> int:
+def most_pins(
+    working_bytes: Sequence[int], pinned_bytes: Sequence[int], need: Sequence[Sequence[int]], room: Sequence[int]
+) -> int:
     """The most chunks that can be pinned, in order. need: per moment the (positions of) chunks it needs; room: bytes for
     chunks at each moment. What a moment needs of the pinned chunks is not needed a second time."""
     working = np.asarray(working_bytes, dtype=np.int64)

@@ -140,8 +140,8 @@ def belady(gaps: Sequence[Gap], sizes: Sequence[int], room: Sequence[int]) -> se
     """Gaps to keep: on overload give up the gap with the farthest end (Belady, with a capacity that varies).
 
     sizes: bytes of each chunk. room: bytes that kept gaps may take at each point of time (what the points need anyway
-    is already taken off). With chunks of equal size no other choice keeps more gaps (PLANNING.md, Lemma 1); with a few
-    larger ones it is a heuristic, so gaps given up are offered the room that is left, shortest first. Gaps that pass
+    is already taken off). With chunks of equal size no other choice keeps more gaps (exchange the one given up for the
+    one that ends farther: it is in nobody's way longer); with a few larger ones it is a heuristic, so gaps given up are offered the room that is left, shortest first. Gaps that pass
     the end of the iteration go on at its beginning.
     """
     length = len(room)

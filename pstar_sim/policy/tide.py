@@ -184,7 +184,10 @@ class _Asynchronous:
     def _scan(self) -> tuple[int, int, float]:
         """(best number of pins by the closed form, the most that fit, the closed form's seconds at the best)."""
         budget = self.machine.gpu_budget_bytes
-        room = [budget - self.small_bytes - block.tide_bytes - sum(self._gradients(n)) for n, block in enumerate(self.blocks)]
+        room = [
+            budget - self.small_bytes - block.tide_bytes - sum(self._gradients(n))
+            for n, block in enumerate(self.blocks)
+        ]
         position = {c: n for n, c in enumerate(self.candidates)}
         need = [tuple(position[c] for c in block.chunks if c in position) for block in self.blocks]
         fixed = [sum(self.sizes[c] for c in block.chunks if c not in position) for block in self.blocks]
@@ -252,9 +255,15 @@ class _Asynchronous:
         block = self.blocks[worst]
         moment = max(range(block.first, block.last + 1), key=lambda m: self.tide[m])
         own = sum(self.sizes[c] for c in block.chunks)
-        parts = [describe_moment(self.workload, moment) if self.name == "tide" else f"the tide's peak, {format_bytes(max(self.tide))}, at every moment"]
+        parts = [
+            describe_moment(self.workload, moment)
+            if self.name == "tide"
+            else f"the tide's peak, {format_bytes(max(self.tide))}, at every moment"
+        ]
         if block.chunks:
-            parts.append(f"{len(block.chunks)} chunk{'s' if len(block.chunks) > 1 else ''} used in moment {moment}, {format_bytes(own)}")
+            parts.append(
+                f"{len(block.chunks)} chunk{'s' if len(block.chunks) > 1 else ''} used in moment {moment}, {format_bytes(own)}"
+            )
         if self._gradients(worst):
             parts.append(f"gradient lists, {format_bytes(sum(self._gradients(worst)))}")
         if self.small_bytes:
@@ -374,7 +383,14 @@ class _Asynchronous:
                 size = self.sizes[c]
                 after = ((latest_drop[c], 0),) if c in latest_drop else ()
                 op = add(
-                    Op(Queue.H2D, cost.transfer_s(size, "h2d"), gpu_take=size, after=after, key=(float(n), float(c)), use=n),
+                    Op(
+                        Queue.H2D,
+                        cost.transfer_s(size, "h2d"),
+                        gpu_take=size,
+                        after=after,
+                        key=(float(n), float(c)),
+                        use=n,
+                    ),
                     _What(Kind.FETCH, c, moment=block.first),
                 )
                 if not after:
@@ -395,9 +411,7 @@ class _Asynchronous:
             )
             end_of.append(here)
             for c in dropped[n]:
-                latest_drop[c] = add(
-                    Op(Queue.COMPUTE, gpu_free=self.sizes[c]), _What(Kind.DROP, c, moment=block.last)
-                )
+                latest_drop[c] = add(Op(Queue.COMPUTE, gpu_free=self.sizes[c]), _What(Kind.DROP, c, moment=block.last))
             for c in eager[n]:
                 add(Op(Queue.COMPUTE, cost.gpu_adam_s(c)), _What(Kind.GPU_ADAM, c))
             for c, number in closes[n]:
@@ -568,5 +582,3 @@ class _Asynchronous:
         b.choices["pins_tried"] = {a.pins: format_s(a.outcome.iteration_s) for a in attempts}
         b.choices["kept_gaps"] = len(chosen.kept)
         b.choices["closed_form_s"] = bound_s
-
-

@@ -1,4 +1,4 @@
-"""zero_offload: the static partition of ZeRO-Offload (SYSTEMS.md, section 2).
+"""zero_offload: the static partition of ZeRO-Offload (Ren et al., 2021).
 
 All working-precision parameters stay on the GPU. Gradients leave it during the backward pass through a bucket of two
 chunks; optimizer states and Adam live on the host. The update is behind the barrier whatever was asked for (the
@@ -83,8 +83,8 @@ def zero_offload(workload: Workload, machine: Machine, settings: Settings) -> Pl
         b,
         Place.GPU,
         parameters + bucket_bytes + uses.tide[worst],
-        f"{format_bytes(parameters)} of parameters, all resident, and a gradient bucket of {format_bytes(bucket_bytes)} "
-        f"beside {describe_moment(workload, worst)}",
+        f"{format_bytes(parameters)} of parameters, all resident, and a gradient bucket of "
+        f"{format_bytes(bucket_bytes)} beside {describe_moment(workload, worst)}",
     )
     host = b.held_bytes(Place.HOST)
     arriving = sum(b.payload(c, "grad") for c in trained) if several else 0
@@ -96,8 +96,8 @@ def zero_offload(workload: Workload, machine: Machine, settings: Settings) -> Pl
         f"{sum(b.cost.params) / 1e9:.2f} B parameters",
     )
     b.choices["capacity"] = (
-        f"all parameters resident ({format_bytes(parameters)}), gradients pass through a bucket of {BUCKET_CHUNKS} chunks "
-        f"({format_bytes(bucket_bytes)})"
+        f"all parameters resident ({format_bytes(parameters)}), gradients pass through a bucket of "
+        f"{BUCKET_CHUNKS} chunks ({format_bytes(bucket_bytes)})"
     )
     b.choices["adam"] = "on the CPU, behind the barrier, each chunk copied back while the next is updated"
     if settings.barrier(workload.dtype) is None:
