@@ -21,6 +21,7 @@ replacement; everything else behaves as in plain torch. Silence is the one wrong
 | `step(closure)` | ContractError: AdamW needs one evaluation |
 | `model.to()`, `.half()`, `.cuda()`, ... | ContractError: do it before `prepare` |
 | `model.load_state_dict()` | ContractError: load before `prepare` |
+| `copy.deepcopy(model)` | ContractError: load its `state_dict()` into a second model |
 | `model.state_dict()`, reading a parameter, `copy.deepcopy(p)` | as plain torch, a copy of the current value |
 | writing a parameter (`p.mul_`, `p.data.copy_`, ...) | ContractError: the master copy would not know |
 | a forward without gradients (evaluation, `generate`) at any point | as plain torch, parameters fetched on demand |

@@ -49,6 +49,7 @@ __all__ = ["Session"]
 log = logging.getLogger("executor")
 
 KEPT_ITERATIONS = 16
+KEPT_CHANGES = 100_000  # of bytes; older ones are summed up
 
 
 class Session:
@@ -426,7 +427,7 @@ class Session:
         self.logs.append(IterationLog(self.iteration, self._now(), on_plan))
         self._last_update = self._updates.get(self.iteration, self._last_update)
         self._updates.pop(self.iteration - 2, None)
-        if len(self.logs) == KEPT_ITERATIONS:
+        if len(self.logs) == KEPT_ITERATIONS and len(self.arena.log) > KEPT_CHANGES:
             self.arena.trim(self.logs[0].end_s)
         self.iteration += 1
         self.cursor = -1

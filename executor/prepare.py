@@ -278,13 +278,20 @@ def _guard_model(model: nn.Module, session: Session) -> Callable[[], None]:
             "weights before executor.prepare"
         )
 
+    def copied(self: nn.Module, memo: Any) -> Any:
+        raise ContractError(
+            f"copy.deepcopy of a prepared {type(self).__name__} would share its session; load model.state_dict() into "
+            "a "
+            "second model instead"
+        )
+
     def zeroed(self: nn.Module, set_to_none: bool = True) -> None:
         held = keeper()
         if held is not None:
             held.zero_grad(set_to_none)
 
     for module in model.modules():
-        for name, function in (("_apply", moved), ("load_state_dict", loaded)):
+        for name, function in (("_apply", moved), ("load_state_dict", loaded), ("__deepcopy__", copied)):
             module.__dict__[name] = types.MethodType(function, module)
             undo.append(_remover(module, name))
         handle = module.register_state_dict_post_hook(_current_values(keeper))  # type: ignore[no-untyped-call]

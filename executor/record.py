@@ -3,11 +3,13 @@
 A warm-up is the engine's on-demand mode under a plan without steps. First one iteration that counts every operator:
 live bytes, reads and gradients, each chunk fetched when an operator is about to read it. Then iterations that are timed
 and count nothing: by then it is known what each moment reads, so its chunks are fetched before it begins and the time
-that takes is left out. The model is left as it was: gradients are dropped, nothing is updated.
+that takes is left out. The model and torch's random numbers are left as they were: gradients are dropped, nothing is
+updated.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -75,7 +77,11 @@ def record(
             value.backward()  # type: ignore[no-untyped-call]
         session.clock.step()
 
-    try:
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with contextlib.ExitStack() as stack:
+        stack.callback(session.close)
+        stack.callback(_restore, buffers)
+        stack.enter_context(torch.random.fork_rng(devices=[]))
         recorder = _counted(session, iteration)
         shape = next((tuple(t.shape) for t in tensors_of(batches[0]) if t.dim()), ())
         w = recorder.workload(
@@ -88,9 +94,14 @@ def record(
         )
         if timed:
             w = replace(w, moments=_timed(session, iteration, w, timed))
-    finally:
-        session.close()
     return w
+
+
+def _restore(buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """A forward may have changed them (running statistics)."""
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
 
 
 def _counted(session: Session, iteration: Callable[[], None]) -> MomentRecorder:

@@ -326,6 +326,10 @@ class TestModel:
         steps(kit, run)
         assert_same(kit, run)
 
+    def test_copying_the_model(self, kit: Any, run: Any) -> None:
+        refused(kit, run, lambda: copy.deepcopy(run.model), r"state_dict\(\) into a second model")
+        refused(kit, run, lambda: copy.deepcopy(run.model.layers[1]), "second model")
+
     def test_evaluation(self, kit: Any, run: Any) -> None:
         steps(kit, run)
         batch = next(run.batches)

@@ -55,6 +55,27 @@ def test_same_numbering_and_bytes_as_a_capture(kit: Any, model: str, checkpointi
     assert all(type(p) is nn.Parameter and p.grad is None for p in module.parameters())
 
 
+def test_buffers_and_random_numbers_are_left_alone(kit: Any) -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.norm = nn.BatchNorm1d(8)
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.drop(self.norm(self.linear(x))) ** 2).mean()
+
+    module, x = Noisy(), torch.randn(4, 8)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    record(module, [{"x": x}], kit.small_machine(10**7), name="noisy", loss=kit.loss_of, timed=1)
+    assert torch.equal(torch.rand(3), expected)
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+
+
 def test_stalls_are_left_out(kit: Any) -> None:
     """The warm-up of a model that does not fit takes longer than its moments say: fetching is not their work."""
     module, draw = kit.build("mlp")
