@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
-from pstar_sim.errors import UnknownName
+from pstar_sim.errors import PstarError, UnknownName
 from pstar_sim.policy.all_on_gpu import all_on_gpu
 from pstar_sim.policy.patrickstar import patrickstar
 from pstar_sim.policy.tide import static_partition, tide
@@ -22,24 +22,46 @@ Policy = Callable[[Workload, Machine, Settings], Plan]
 ENTRY_POINTS = "pstar.policies"
 
 
+_BUILT_IN: dict[str, Policy] = {
+    "all_on_gpu": all_on_gpu,
+    "zero_offload": zero_offload,
+    "static_partition": static_partition,
+    "patrickstar": patrickstar,
+    "tide": tide,
+}
+
+
 def policies() -> dict[str, Policy]:
-    """Name -> policy. A built-in name cannot be taken over by an entry point."""
-    found: dict[str, Policy] = {
-        "all_on_gpu": all_on_gpu,
-        "zero_offload": zero_offload,
-        "static_partition": static_partition,
-        "patrickstar": patrickstar,
-        "tide": tide,
-    }
+    """Name -> policy. A built-in name cannot be taken over by an entry point.
+
+    Raises PstarError for an entry point that cannot be loaded or is no function, naming it and its package.
+    """
+    found = dict(_BUILT_IN)
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda p: p.name):
         if point.name not in found:
-            found[point.name] = point.load()
+            found[point.name] = _load(point)
     return found
 
 
 def find_policy(name: str) -> Policy:
-    """The policy of that name. Raises UnknownName with the nearest names."""
+    """The policy of that name; entry points are looked at only for a name that is not built in. Raises UnknownName with
+    the nearest names, and PstarError as `policies` does."""
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]
     known = policies()
     if name not in known:
         raise UnknownName("policy", name, tuple(known))
     return known[name]
+
+
+def _load(point: EntryPoint) -> Policy:
+    package = "" if point.dist is None else f" of package {point.dist.name!r}"
+    what = f"policy {point.name!r}{package} (entry point {ENTRY_POINTS}: {point.value})"
+    try:
+        policy = point.load()
+    except Exception as error:  # whatever a foreign module raises while it is imported
+        raise PstarError(f"{what} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not callable(policy):
+        raise PstarError(f"{what} is no function (workload, machine, settings) -> Plan but a {type(policy).__name__}")
+    loaded: Policy = policy
+    return loaded
