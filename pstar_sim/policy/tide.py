@@ -432,7 +432,7 @@ class _Asynchronous:
                 )
                 gradient_free[c] = add(Op(Queue.D2H, gpu_free=size), _What(Kind.FREE, c, "grad", moment))
                 latest_add[c] = add(
-                    Op(Queue.ADAM, cost.cpu_add_s(c), host_free=size, after=((down, 0),), key=(0.0, float(sequence))),
+                    Op(Queue.ADAM, cost.cpu_add_s(c), host_free=size, after=((gradient_free[c], 0),), key=(0.0, float(sequence))),
                     _What(Kind.CPU_ADD, c, "grad", moment),
                 )
             for c in leaves[n]:
