@@ -1,0 +1,277 @@
+"""Every policy on random workloads, machines and settings; the keep set against LRU; memory edges found for others."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.step import Kind, Queue, Ref
+from pstar_sim.errors import DoesNotFit, PlanError, PstarError
+from pstar_sim.policy import Builder, find_policy, policies
+from pstar_sim.policy.all_on_gpu import all_on_gpu
+from pstar_sim.policy.residency import belady, gaps_of
+from pstar_sim.sim.play import play
+from pstar_sim.testing import (
+    chain_workload,
+    check_policy,
+    random_jitter,
+    random_machine,
+    random_settings,
+    random_workload,
+)
+from pstar_sim.units import MIB
+from pstar_sim.workload.workload import Workload
+
+
+@pytest.mark.parametrize("policy", ["all_on_gpu", "zero_offload", "static_partition", "patrickstar", "tide"])
+def test_every_plan_is_correct_and_keeps_the_budget(policy: str) -> None:
+    """Proved by the checker, played with the thought-of and with random durations; or DoesNotFit."""
+    report = check_policy(find_policy(policy), examples=60, seed=20_000)
+    assert report.examples == 60
+    assert report.fitted >= 5
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_jitter_never_breaks_the_budget(seed: int) -> None:
+    rng = random.Random(seed)
+    workload = random_workload(rng)
+    machine, settings = random_machine(rng, workload), random_settings(rng)
+    for policy in policies().values():
+        try:
+            plan = policy(workload, machine, settings)
+        except DoesNotFit:
+            continue
+        for _ in range(3):
+            timeline = play(plan, jitter=random_jitter(rng, plan), max_iterations=4)
+            assert timeline.peak_bytes["gpu"] <= machine.gpu_budget_bytes
+            assert timeline.peak_bytes["host"] <= machine.host_budget_bytes
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_more_memory_never_stops_a_plan_from_fitting(seed: int) -> None:
+    rng = random.Random(seed)
+    workload = random_workload(rng)
+    settings = random_settings(rng)
+    machines = sorted((random_machine(rng, workload) for _ in range(5)), key=lambda m: m.gpu_budget_bytes)
+    for policy in policies().values():
+        fitted = False
+        for machine in machines:
+            try:
+                policy(workload, machine, settings)
+                fitted = True
+            except DoesNotFit as error:
+                assert not fitted or error.place == "host"
+
+
+# check_policy itself: what it has to find.
+
+
+def without_a_barrier(workload: Workload, machine: Machine, settings: Settings) -> Plan:
+    return all_on_gpu(workload, machine, Settings(update="eager", clip=False, chunk_bytes=settings.chunk_bytes))
+
+
+def one_edge_short(workload: Workload, machine: Machine, settings: Settings) -> Plan:
+    plan = find_policy("zero_offload")(workload, machine, settings)
+    steps = tuple(replace(s, after=()) if s.kind is Kind.CPU_ADAM else s for s in plan.steps)
+    return replace(plan, steps=steps)
+
+
+def over_budget(workload: Workload, machine: Machine, settings: Settings) -> Plan:
+    plan = find_policy("tide")(workload, machine, settings)
+    return replace(plan, gpu_budget_bytes=2 * plan.gpu_budget_bytes)
+
+
+def moody(workload: Workload, machine: Machine, settings: Settings) -> Plan:
+    name = "tide" if random.random() < 0.5 else "patrickstar"
+    return find_policy(name)(workload, machine, settings)
+
+
+def wrong_reason(workload: Workload, machine: Machine, settings: Settings) -> Plan:
+    budget = machine.gpu_budget_bytes
+    raise DoesNotFit(policy="x", place="gpu", needed_bytes=budget - 1, available_bytes=budget, what="too proud")
+
+
+def broken(workload: Workload, machine: Machine, settings: Settings) -> Plan:
+    raise KeyError("chunk")
+
+
+def nothing(workload: Workload, machine: Machine, settings: Settings) -> Plan:
+    return None  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (without_a_barrier, "not for the settings asked for"),
+        (one_edge_short, "adam"),
+        (over_budget, "gpu memory but machine 'random' has"),
+        (moody, "made two different plans"),
+        (wrong_reason, "that would fit"),
+        (broken, "KeyError: 'chunk'"),
+        (nothing, "returns a Plan, not NoneType"),
+    ],
+)
+def test_what_is_wrong_is_found_and_the_seed_shows_it_again(policy, message: str) -> None:
+    with pytest.raises(PstarError, match=f"policy '{policy.__name__}', seed [0-9]+: .*{message}") as caught:
+        check_policy(policy)
+    if policy is not moody:
+        seed = int(str(caught.value).split("seed ")[1].split(":")[0])
+        with pytest.raises(PstarError, match=f"seed {seed}: .*{message}"):
+            check_policy(policy, examples=1, seed=seed)
+
+
+# The keep set.
+
+
+def lru_misses(uses: Sequence[int], capacity: int) -> int:
+    """Fetches of a cache of `capacity` chunks that gives up the one not used for longest; one use a moment."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    misses = 0
+    for chunk in uses:
+        if chunk in cache:
+            cache.move_to_end(chunk)
+            continue
+        misses += 1
+        if len(cache) == capacity:
+            cache.popitem(last=False)
+        cache[chunk] = None
+    return misses
+
+
+def belady_misses(uses: Sequence[int], capacity: int) -> int:
+    """The first use of each chunk, and each gap that is not kept. A moment needs its own chunk anyway."""
+    chunks = sorted(set(uses))
+    gaps = [gap for c in chunks for gap in gaps_of(c, [m for m, u in enumerate(uses) if u == c])]
+    return len(chunks) + len(gaps) - len(belady(gaps, [1] * (max(chunks) + 1), [capacity - 1] * len(uses)))
+
+
+def fewest_misses(uses: Sequence[int], capacity: int) -> int:
+    """By trying every possible eviction."""
+    states: dict[frozenset[int], int] = {frozenset(): 0}
+    for chunk in uses:
+        following: dict[frozenset[int], int] = {}
+        for held, misses in states.items():
+            if chunk in held:
+                found = [(held, misses)]
+            elif len(held) < capacity:
+                found = [(held | {chunk}, misses + 1)]
+            else:
+                found = [(held - {out} | {chunk}, misses + 1) for out in held]
+            for state, count in found:
+                following[state] = min(count, following.get(state, count))
+        states = following
+    return min(states.values())
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_belady_never_misses_more_than_lru_and_is_optimal(seed: int) -> None:
+    rng = random.Random(seed)
+    count = rng.randint(2, 6)
+    uses = [rng.randrange(count) for _ in range(rng.randint(5, 30))]
+    for capacity in range(1, count + 1):
+        misses = belady_misses(uses, capacity)
+        assert misses <= lru_misses(uses, capacity)
+        assert misses == fewest_misses(uses, capacity)
+
+
+def test_over_forward_and_backward_lru_keeps_little() -> None:
+    """8 layers, 4 fit: LRU keeps the last 4 (12 misses), Belady the same; twice in a row LRU loses all it kept."""
+    there_and_back = [*range(8), *reversed(range(8))]
+    assert (lru_misses(there_and_back, 4), belady_misses(there_and_back, 4)) == (12, 12)
+    round_and_round = [*range(8), *range(8)]
+    assert lru_misses(round_and_round, 4) == 16
+    assert belady_misses(round_and_round, 4) == 12  # 0, 1 and 2 stay beside the one in use; then 7 in the place of 0
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_keep_set_never_takes_more_than_the_room(seed: int) -> None:
+    rng = random.Random(seed)
+    length = rng.randint(4, 40)
+    sizes = [rng.choice((1, 1, 1, 3)) for _ in range(6)]
+    gaps = []
+    for c in range(6):
+        mine = sorted(rng.sample(range(length), rng.randint(1, min(6, length))))
+        gaps += gaps_of(c, mine)
+        if rng.random() < 0.3 and mine[0] + length > mine[-1] + 1:
+            gaps += gaps_of(c, [mine[-1], mine[0] + length])
+    room = [rng.randint(0, 6) for _ in range(length)]
+    held = [0] * length
+    kept = belady(gaps, sizes, room)
+    for gap in kept:
+        for t in range(gap.start + 1, gap.end):
+            held[t % length] += sizes[gap.chunk]
+    assert all(held[t] <= room[t] for t in range(length))
+    for gap in set(gaps) - kept:  # and nothing is given up that still fits
+        assert any(held[t % length] + sizes[gap.chunk] > room[t % length] for t in range(gap.start + 1, gap.end))
+
+
+# A policy that names its data edges only: the builder finds the memory edges.
+
+
+def on_demand(workload: Workload, machine: Machine, settings: Settings) -> Plan:
+    """Fetches as early as memory allows, drops after each use, one micro-batch only."""
+    if workload.micro_batches > 1:
+        raise DoesNotFit(policy="on_demand", place="gpu", needed_bytes=1, available_bytes=0, what="micro-batches")
+    b = Builder("on_demand", workload, machine, settings)
+    uses = b.uses
+    away: dict[int, int] = {}  # chunk -> step that last made its working list leave
+    waiting: dict[int, int] = {}  # chunk -> its first fetch
+    down: dict[int, int] = {}
+    here: set[int] = set()
+    end = -1
+    for chunk in b.layout.chunks:
+        b.reside_on_host(chunk.index)
+    for m, needed in enumerate(uses.by_moment):
+        after = []
+        for c in needed:
+            if c not in here:
+                fetch = b.fetch(c, m, after=[away[c]] if c in away else [])
+                waiting.setdefault(c, fetch)
+                after.append(fetch)
+                here.add(c)
+        end = b.compute(m, after=after)
+        for c in needed:
+            if uses.updated(c) and m == uses.touched[c][-1]:
+                down[c] = b.writeback(c, "param", m, after=[end])
+                away[c] = b.drop(Queue.D2H, c, m)
+            elif m + 1 in uses.touched[c] or (uses.updated(c) and m >= uses.last_gradient(c)):
+                continue
+            else:
+                away[c] = b.drop(Queue.COMPUTE, c, m)
+            here.remove(c)
+    barrier = settings.barrier(workload.dtype) is not None
+    for c in sorted(down, key=uses.first_use):
+        adam = b.cpu_adam(c, after=[down[c], end] if barrier else [down[c]])
+        b.wait(waiting[c], Ref(adam, 1))
+    for c, fetch in waiting.items():
+        b.wait(fetch, Ref(away[c], 1))
+    return b.plan(predict=True)
+
+
+def test_the_builder_finds_memory_edges() -> None:
+    assert check_policy(on_demand, examples=150, seed=7).fitted > 20
+
+
+def test_the_builder_refuses_what_does_not_come_back() -> None:
+    def forgetful(workload: Workload, machine: Machine, settings: Settings) -> Plan:
+        b = Builder("forgetful", workload, machine, settings)
+        for chunk in b.layout.chunks:
+            b.reside_on_host(chunk.index)
+        for m, needed in enumerate(b.uses.by_moment):
+            b.compute(m, after=[b.fetch(c, m) for c in needed])
+        return b.plan(predict=True)
+
+    with pytest.raises(
+        ValueError, match=r"forgetful: .* is not at the end of the iteration as it was at its beginning"
+    ):
+        w = chain_workload(2, MIB)
+        forgetful(w, random_machine(random.Random(0), w), Settings())
+    with pytest.raises(PstarError, match="policy 'forgetful', seed 0: ValueError"):
+        check_policy(forgetful)
+    assert issubclass(PlanError, PstarError)
