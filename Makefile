@@ -16,7 +16,7 @@ help:
 	@echo "make install    the environment in $(VENV), every version pinned by constraints.txt"
 	@echo "make demo       trace, compare, plan and run GPT-2 124M; writes demo-out/"
 	@echo "make test       the whole test suite"
-	@echo "make check      ruff, mypy --strict, import contracts"
+	@echo "make check      ruff format and lint, mypy --strict, import contracts"
 	@echo "make notebooks  runs the notebooks in place"
 	@echo "make bench      runs benchmarks/*.py"
 
@@ -31,10 +31,12 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/python -m pstar_sim demo --out demo-out
 
+# One thread each for torch: two workers with two threads apiece would fight for two cores.
 test: install
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: install
+	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
