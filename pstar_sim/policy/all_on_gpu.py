@@ -30,7 +30,8 @@ def all_on_gpu(workload: Workload, machine: Machine, settings: Settings) -> Plan
         b,
         Place.GPU,
         model + b.uses.tide[worst],
-        f"{format_bytes(model)} of parameters, gradients and optimizer states beside {describe_moment(workload, worst)}",
+        f"{format_bytes(model)} of parameters, gradients and optimizer states beside "
+        f"{describe_moment(workload, worst)}",
     )
     barrier = settings.barrier(workload.dtype)
     final: dict[int, list[int]] = {}  # moment -> chunks whose last gradient arrives in it

@@ -1,9 +1,9 @@
 """Steps into a plan: the builder every policy writes its steps with, and the room checks they share.
 
-A policy calls `Builder.compute`, `fetch`, `writeback` ... in an order in which the steps could run one after the other; each
-returns its id for the `after` of later ones. `Builder.plan` leaves out the edges that others imply and freezes the
-result. `Builder.plan(predict=True)` also plays the steps once (event_loop.py) and adds the memory edges, so that a policy
-of one's own only has to name its data edges.
+A policy calls `Builder.compute`, `fetch`, `writeback` ... in an order in which the steps could run one after the
+other; each returns its id for the `after` of later ones. `Builder.plan` leaves out the edges that others imply and
+freezes the result. `Builder.plan(predict=True)` also plays the steps once (event_loop.py) and adds the memory edges, so
+that a policy of one's own only has to name its data edges.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.core.layout import Layout, build_layout
+from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Plan, Resident, Settings
 from pstar_sim.core.step import Kind, Place, Queue, Ref, Step
 from pstar_sim.cost import CostModel
@@ -23,7 +23,7 @@ from pstar_sim.policy.residency import ChunkUses
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["Builder", "After", "check_room", "describe_moment", "memory_edges", "worst_moment"]
+__all__ = ["After", "Builder", "check_room", "describe_moment", "memory_edges", "worst_moment"]
 
 After = Iterable[int | Ref]
 """Steps to wait for: ids of this iteration, or `Ref(id, 1)` for the previous one."""
@@ -296,8 +296,8 @@ class Builder:
 
 
 def cut_tide(tide: Sequence[int]) -> int:
-    """Non-model bytes reckoned with between two iterations: the last moment's fall has happened, the first one's rise has
-    not."""
+    """Non-model bytes reckoned with between two iterations: the last moment's fall has happened, the first one's rise
+    has not."""
     return min(tide[-1], tide[0])
 
 
@@ -346,9 +346,8 @@ def _reduced(steps: Sequence[Step], memory: Mapping[int, Sequence[Ref]]) -> tupl
     step of the same queue that waited for the same step or a later one. A reference more than one iteration back
     becomes one to the first step of that queue in the previous iteration, which comes after it."""
     slots, lengths, first = slots_of(steps)
-    waited: dict[
-        tuple[str, str], int
-    ] = {}  # (queue, other queue) -> latest position waited for, previous iteration < 0
+    # (queue, other queue) -> latest position waited for, in the previous iteration < 0
+    waited: dict[tuple[str, str], int] = {}
     out: list[Step] = []
     for step in steps:
         mine = slots[step.id]

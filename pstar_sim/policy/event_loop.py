@@ -1,14 +1,15 @@
 """A light event loop: queues, dependencies, bytes and nominal seconds, played until the iteration repeats.
 
-Policies use it to find the order of steps on each queue and the schedule their memory edges are made from. It takes costs as
-given (no shared DRAM bandwidth) and decides only what a policy may decide; the simulator then times the plan. The compute
-queue always runs in program order; the others take, among the steps that are ready, the one with the smallest key.
+Policies use it to find the order of steps on each queue and the schedule their memory edges are made from. It takes
+costs as given (no shared DRAM bandwidth) and decides only what a policy may decide; the simulator then times the plan.
+The compute queue always runs in program order; the others take, among the steps that are ready, the one with the
+smallest key.
 
-[Note: fetching ahead] A fetch for the use at compute position u may start when, at every position from the running one up to u,
-the room that is not needed otherwise (`Program.room`) still holds it, plus a lead unless it is the earliest fetch not yet
-started: memory is reserved when a fetch starts, never before it is ready, and the last slots stay for urgent fetches.
-Without `room` (a program of somebody's own), a step may take bytes before earlier ones of the program only if these could
-still run one after the other in what is left (the banker's rule).
+[Note: fetching ahead] A fetch for the use at compute position u may start when, at every position from the running one
+up to u, the room that is not needed otherwise (`Program.room`) still holds it, plus a lead unless it is the earliest
+fetch not yet started: memory is reserved when a fetch starts, never before it is ready, and the last slots stay for
+urgent fetches. Without `room` (a program of somebody's own), a step may take bytes before earlier ones of the program
+only if these could still run one after the other in what is left (the banker's rule).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -330,7 +332,7 @@ class _Loop:
         lap = len(marks) - 2
         (begin_s, low, gpu_free, host_free), (end_s, high, _, _) = marks[-2], marks[-1]
         period = end_s - begin_s
-        periods = [b[0] - a[0] for a, b in zip(marks, marks[1:])]
+        periods = [b[0] - a[0] for a, b in pairwise(marks)]
         if not give_up and (len(periods) < 2 or abs(period - periods[-2]) > tolerance * period):
             return None
         window = [(i, k - lap, done) for i, k, done in log[low:high]]

@@ -1,20 +1,21 @@
 """patrickstar: the schedule of PatrickStar (Fang et al., 2021) as published, from its code.
 
-What is reproduced. The capacity for chunks follows the tide: budget - max(non-model of this moment, of the next) - one
-working-list chunk in forward and backward (its reserve of k * 2 * CS bytes, k = 1 on one GPU). Chunks move on demand, on
-the critical path, nothing overlaps anything: the time of an iteration is the sum of computing, copying and updating. Room
-is made by Belady's rule, looking at the recorded moments of use (one round further when the list is exhausted). A
-payload exists in one place: fetching frees the host copy, evicting writes back, clean chunks too. After each moment,
-chunks beyond budget - non-model of the next one are evicted (this check leaves the reserve out, as its code does). Adam runs
-after the backward pass in chunk order. The states of the first chunks live on the GPU if there is margin space,
-(budget - peak non-model - all working lists) / states of a chunk * 0.8, of which the counter rule takes ceil - 1 chunks.
-Elsewhere Adam runs on the CPU: where the working list is on the GPU, the gradient goes down in 2 bytes a parameter and
-the parameters come up in 4 (through a GPU buffer of one fp32 chunk, which is held throughout); otherwise directly.
+What is reproduced. The capacity for chunks follows the tide: budget - max(non-model of this moment, of the next) -
+one working-list chunk in forward and backward (its reserve of k * 2 * CS bytes, k = 1 on one GPU). Chunks move on
+demand, on the critical path, nothing overlaps anything: the time of an iteration is the sum of computing, copying and
+updating. Room is made by Belady's rule, looking at the recorded moments of use (one round further when the list is
+exhausted). A payload exists in one place: fetching frees the host copy, evicting writes back, clean chunks too. After
+each moment, chunks beyond budget - non-model of the next one are evicted (this check leaves the reserve out, as its
+code does). Adam runs after the backward pass in chunk order. The states of the first chunks live on the GPU if there
+is margin space, (budget - peak non-model - all working lists) / states of a chunk * 0.8, of which the counter rule
+takes ceil - 1 chunks. Elsewhere Adam runs on the CPU: where the working list is on the GPU, the gradient goes down in
+2 bytes a parameter and the parameters come up in 4 (through a GPU buffer of one fp32 chunk, which is held
+throughout); otherwise directly.
 
-What is not. Its states on the GPU may be evicted in forward and backward; here chunks with states on the GPU stay. Small
-chunks stay too, as in every policy here. The ADAM-phase limit (16 * CS) bears on nothing then. It has no gradient
-accumulation: with several micro-batches gradients are sent down and added by this project's scheme, synchronously.
-Quirks of its multi-GPU modes and of its broken out-of-memory fallback have no counterpart on one GPU.
+What is not. Its states on the GPU may be evicted in forward and backward; here chunks with states on the GPU stay.
+Small chunks stay too, as in every policy here. The ADAM-phase limit (16 * CS) bears on nothing then. It has no
+gradient accumulation: with several micro-batches gradients are sent down and added by this project's scheme,
+synchronously. Quirks of its multi-GPU modes and of its broken out-of-memory fallback have no counterpart on one GPU.
 """
 
 from __future__ import annotations
@@ -151,7 +152,8 @@ class _Run:
                     needed_bytes=self.used + size + non_model + self.reserve,
                     available_bytes=self.machine.gpu_budget_bytes,
                     what=f"{describe_moment(self.workload, m)}; {len(needed)} chunks used in it, "
-                    f"{format_bytes(self.used - self.fixed + size)}; a reserve of one chunk, {format_bytes(self.reserve)}; "
+                    f"{format_bytes(self.used - self.fixed + size)}; "
+                    f"a reserve of one chunk, {format_bytes(self.reserve)}; "
                     f"small parameters, states and the fp32 buffer, {format_bytes(self.fixed)}",
                 )
 

@@ -92,8 +92,8 @@ def iteration_bounds(facts: PinFacts, most: int) -> Array:
 def most_pins(
     working_bytes: Sequence[int], pinned_bytes: Sequence[int], need: Sequence[Sequence[int]], room: Sequence[int]
 ) -> int:
-    """The most chunks that can be pinned, in order. need: per moment the (positions of) chunks it needs; room: bytes for
-    chunks at each moment. What a moment needs of the pinned chunks is not needed a second time."""
+    """The most chunks that can be pinned, in order. need: per moment the (positions of) chunks it needs; room: bytes
+    for chunks at each moment. What a moment needs of the pinned chunks is not needed a second time."""
     working = np.asarray(working_bytes, dtype=np.int64)
     held = np.concatenate(([0], np.cumsum(np.asarray(pinned_bytes, dtype=np.int64))))
     count = len(working)

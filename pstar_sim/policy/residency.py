@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from pstar_sim.core.layout import Layout
 from pstar_sim.workload.workload import Workload
@@ -22,8 +23,8 @@ class ChunkUses:
 
     touched: chunk -> ascending moments in which its working list has to be on the GPU: every read, and in the last
     micro-batch that gives it a gradient also every moment from that in which the first becomes final, because it
-    overwrites the working list in place, to that of the last. (In earlier micro-batches a gradient has a list of its own.) spans: chunk -> (micro-batch, first, last
-    moment in which a gradient of its becomes final), one a micro-batch.
+    overwrites the working list in place, to that of the last. (In earlier micro-batches a gradient has a list of its
+    own.) spans: chunk -> (micro-batch, first, last moment in which a gradient of its becomes final), one a micro-batch.
     """
 
     def __init__(self, workload: Workload, layout: Layout) -> None:
@@ -133,7 +134,7 @@ class Gap:
 
 def gaps_of(chunk: int, uses: Sequence[int]) -> list[Gap]:
     """Gaps within the iteration between successive uses (ascending) that are not neighbours."""
-    return [Gap(a, b, chunk) for a, b in zip(uses, uses[1:]) if b > a + 1]
+    return [Gap(a, b, chunk) for a, b in pairwise(uses) if b > a + 1]
 
 
 def belady(gaps: Sequence[Gap], sizes: Sequence[int], room: Sequence[int]) -> set[Gap]:
@@ -141,8 +142,8 @@ def belady(gaps: Sequence[Gap], sizes: Sequence[int], room: Sequence[int]) -> se
 
     sizes: bytes of each chunk. room: bytes that kept gaps may take at each point of time (what the points need anyway
     is already taken off). With chunks of equal size no other choice keeps more gaps (exchange the one given up for the
-    one that ends farther: it is in nobody's way longer); with a few larger ones it is a heuristic, so gaps given up are offered the room that is left, shortest first. Gaps that pass
-    the end of the iteration go on at its beginning.
+    one that ends farther: it is in nobody's way longer); with a few larger ones it is a heuristic, so gaps given up are
+    offered the room that is left, shortest first. Gaps that pass the end of the iteration go on at its beginning.
     """
     length = len(room)
     opening: dict[int, list[Gap]] = {}

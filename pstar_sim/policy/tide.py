@@ -3,11 +3,11 @@
 tide: what fits beside the non-model data of each single moment. static_partition: the very same, but every moment is
 reckoned to hold the tide's peak. Whatever differs between the two is what following the tide is worth.
 
-How (PLANNING.md, section 7, without streamed states). Chunks that are used first are pinned, as many as a closed form and
-then an event loop find best. Of the others Belady's rule keeps what it can between two uses. The event loop fetches the
-chunk with the earliest deadline among those whose update is done, reserves its memory then, and sends gradients down and
-updates chunks in the order in which the next forward needs them. Its result fixes the order on each queue, and its
-schedule the memory edges.
+How. Chunks that are used first are pinned, as many as a closed form
+and then an event loop find best. Of the others Belady's rule keeps what it can between two uses. The event loop
+fetches the chunk with the earliest deadline among those whose update is done, reserves its memory then, and sends
+gradients down and updates chunks in the order in which the next forward needs them. Its result fixes the order on
+each queue, and its schedule the memory edges.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.emit import Builder, cut_tide, describe_moment, memory_edges
 from pstar_sim.policy.event_loop import Op, Outcome, Program, run
 from pstar_sim.policy.pins import PinFacts, iteration_bounds, most_pins
-from pstar_sim.policy.residency import Block, Gap, belady, blocks_of, gaps_of
+from pstar_sim.policy.residency import Gap, belady, blocks_of, gaps_of
 from pstar_sim.units import format_bytes, format_s
 from pstar_sim.workload.workload import Workload
 
@@ -113,16 +113,23 @@ class _Asynchronous:
         self.touched = [
             sorted({self.block_of[m] for m in uses.touched[c]}) if c not in self.small else [] for c in chunks
         ]
+        # Block -> (chunk, bytes) of the gradient lists that are open in it.
+        self.gradient_lists: list[list[tuple[int, int]]] = [[] for _ in self.blocks]
+        for c in self.moving:
+            for _, first, last in uses.spans[c][:-1]:
+                for n in range(self.block_of[first], self.block_of[last] + 1):
+                    self.gradient_lists[n].append((c, b.payload(c, "grad")))
 
     # Which numbers of pins to try.
 
     def plan(self) -> Plan:
-        self._check_gpu(frozenset())
+        self._check_gpu()
         best, most, bound_s = self._scan()
         rival = self._rival() if self.name == "tide" else None
         if rival is not None and not self.several:
-            # [Note: one micro-batch] Every gap between forward and backward contains the peak, so low tide has no room for
-            # anything that the peak has not. What is pinned is decided at the peak in both policies; both then copy the same.
+            # [Note: one micro-batch] Every gap between forward and backward contains the peak, so low tide has no room
+            # for anything that the peak has not. What is pinned is decided at the peak in both policies; both then copy
+            # the same.
             attempts = [self._attempt(rival.pins)]
             return self._emit(attempts[0], attempts, most, bound_s)
         attempts = self._search(best, most, bound_s)
@@ -176,7 +183,7 @@ class _Asynchronous:
         """What static_partition would choose here; None if it does not fit."""
         other = _Asynchronous("static_partition", self.workload, self.machine, self.settings)
         try:
-            other._check_gpu(frozenset())
+            other._check_gpu()
             return _fastest(other._search(*other._scan()))
         except DoesNotFit:
             return None
@@ -185,8 +192,7 @@ class _Asynchronous:
         """(best number of pins by the closed form, the most that fit, the closed form's seconds at the best)."""
         budget = self.machine.gpu_budget_bytes
         room = [
-            budget - self.small_bytes - block.tide_bytes - sum(self._gradients(n))
-            for n, block in enumerate(self.blocks)
+            budget - self.small_bytes - block.tide_bytes - self._gradients(n) for n, block in enumerate(self.blocks)
         ]
         position = {c: n for n, c in enumerate(self.candidates)}
         need = [tuple(position[c] for c in block.chunks if c in position) for block in self.blocks]
@@ -222,31 +228,16 @@ class _Asynchronous:
 
     # Room.
 
-    def _gradients(self, n: int) -> list[int]:
+    def _gradients(self, n: int, pinned: frozenset[int] = frozenset()) -> int:
         """Bytes of the gradient lists that block n needs, of chunks that are not pinned."""
-        if not self.several:
-            return []
-        return [size for c, size in self._gradient_blocks[n] if c not in self._pinned]
+        return sum(size for c, size in self.gradient_lists[n] if c not in pinned)
 
-    _pinned: frozenset[int] = frozenset()
-
-    @property
-    def _gradient_blocks(self) -> list[list[tuple[int, int]]]:
-        rows = self.__dict__.get("_gradient_rows")
-        if rows is None:
-            rows = [[] for _ in self.blocks]
-            for c in self.moving:
-                for _, first, last in self.uses.spans[c][:-1]:
-                    for n in range(self.block_of[first], self.block_of[last] + 1):
-                        rows[n].append((c, self.builder.payload(c, "grad")))
-            self.__dict__["_gradient_rows"] = rows
-        return rows  # type: ignore[no-any-return]
-
-    def _check_gpu(self, pinned: frozenset[int]) -> None:
+    def _check_gpu(self) -> None:
+        """Raise DoesNotFit if the worst block needs more than the budget with nothing pinned."""
         budget = self.machine.gpu_budget_bytes
         worst, short = 0, -budget
         for n, block in enumerate(self.blocks):
-            own = sum(self.sizes[c] for c in block.chunks) + sum(self._gradients(n))
+            own = sum(self.sizes[c] for c in block.chunks) + self._gradients(n)
             over = self.small_bytes + own + block.tide_bytes - budget
             if over > short:
                 worst, short = n, over
@@ -261,11 +252,10 @@ class _Asynchronous:
             else f"the tide's peak, {format_bytes(max(self.tide))}, at every moment"
         ]
         if block.chunks:
-            parts.append(
-                f"{len(block.chunks)} chunk{'s' if len(block.chunks) > 1 else ''} used in moment {moment}, {format_bytes(own)}"
-            )
+            number = f"{len(block.chunks)} chunk{'s' if len(block.chunks) > 1 else ''}"
+            parts.append(f"{number} used in moment {moment}, {format_bytes(own)}")
         if self._gradients(worst):
-            parts.append(f"gradient lists, {format_bytes(sum(self._gradients(worst)))}")
+            parts.append(f"gradient lists, {format_bytes(self._gradients(worst))}")
         if self.small_bytes:
             parts.append(f"small parameters and their states, {format_bytes(self.small_bytes)}")
         raise DoesNotFit(
@@ -296,19 +286,15 @@ class _Asynchronous:
 
     # One attempt: which ops there are for p pinned chunks, and how they play.
 
-    def _attempt(self, pins: int, spare: int = 0) -> _Attempt:
-        self._pinned = pinned = frozenset(self.candidates[:pins])
-        try:
-            program, what, kept, fetched = self._program(pinned, spare * self.builder.layout.chunk_bytes)
-        finally:
-            self._pinned = frozenset()
+    def _attempt(self, pins: int) -> _Attempt:
+        program, what, kept, fetched = self._program(frozenset(self.candidates[:pins]))
         outcome = run(program)
         if outcome.stuck is not None:
             op, place, wanted, free = outcome.stuck
             raise AssertionError(f"{self.name}: {what[op]} wants {wanted} bytes of the {place}, {free} are free")
         return _Attempt(pins, program, what, kept, outcome, fetched)
 
-    def _program(self, pinned: frozenset[int], spare_bytes: int) -> tuple[Program, list[_What], set[Gap], int]:
+    def _program(self, pinned: frozenset[int]) -> tuple[Program, list[_What], set[Gap], int]:
         b, uses, cost, blocks = self.builder, self.uses, self.cost, self.blocks
         count = len(blocks)
         permanent = self.small_bytes + sum(b.permanent_bytes(c) for c in pinned)
@@ -317,14 +303,14 @@ class _Asynchronous:
         room = []
         for n, block in enumerate(blocks):
             own = sum(self.sizes[c] for c in block.chunks if c not in pinned)
-            room.append(free - block.tide_bytes - own - sum(self._gradients(n)))
+            room.append(free - block.tide_bytes - own - self._gradients(n, pinned))
         for n, size in enumerate(self._lingering(pinned)):
             room[n] -= min(size, max(0, room[n]))
         gaps = [gap for c in moving for gap in gaps_of(c, self.touched[c])]
         for c in moving:  # a clean chunk may also stay over the border
             if not uses.updated(c):
                 gaps.append(Gap(self.touched[c][-1], self.touched[c][0] + count, c))
-        kept = belady(gaps, self.sizes, [left - spare_bytes for left in room] if spare_bytes else room)
+        kept = belady(gaps, self.sizes, room)
         for gap in kept:
             for n in range(gap.start + 1, gap.end):
                 room[n % count] -= self.sizes[gap.chunk]
@@ -378,6 +364,7 @@ class _Asynchronous:
         sequence = 0
         end_of: list[int] = []
         for n, block in enumerate(blocks):
+            after: tuple[tuple[int, int], ...]
             waits: list[tuple[int, int]] = []
             for c in fetches[n]:
                 size = self.sizes[c]
@@ -432,7 +419,13 @@ class _Asynchronous:
                 )
                 gradient_free[c] = add(Op(Queue.D2H, gpu_free=size), _What(Kind.FREE, c, "grad", moment))
                 latest_add[c] = add(
-                    Op(Queue.ADAM, cost.cpu_add_s(c), host_free=size, after=((gradient_free[c], 0),), key=(0.0, float(sequence))),
+                    Op(
+                        Queue.ADAM,
+                        cost.cpu_add_s(c),
+                        host_free=size,
+                        after=((gradient_free[c], 0),),
+                        key=(0.0, float(sequence)),
+                    ),
                     _What(Kind.CPU_ADD, c, "grad", moment),
                 )
             for c in leaves[n]:
@@ -542,7 +535,7 @@ class _Asynchronous:
 
     def _step(self, i: int, op: Op, meaning: _What, ends: Sequence[tuple[int, int]]) -> None:
         b, c = self.builder, meaning.chunk
-        after = [Ref(ends[j][1], back) for j, back in op.after if self.queue_differs(op, j, back)]
+        after = [Ref(ends[j][1], back) for j, back in op.after]
         match meaning.kind:
             case Kind.COMPUTE:
                 block = self.blocks[meaning.block]
@@ -566,9 +559,6 @@ class _Asynchronous:
                 b.gpu_adam(c, after)
             case kind:
                 raise AssertionError(kind)
-
-    def queue_differs(self, op: Op, other: int, back: int) -> bool:
-        return True
 
     def _choices(self, chosen: _Attempt, attempts: Sequence[_Attempt], most: int, bound_s: float) -> None:
         b = self.builder
