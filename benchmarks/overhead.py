@@ -44,7 +44,9 @@ def main() -> None:
     optimizer.session.close(restore=False)
     executor_s, plain_s = (statistics.median(times[WARM_UP:]) for times in taken)
     ratio = executor_s / plain_s
-    print(f"executor {executor_s:.3f} s, plain PyTorch {plain_s:.3f} s a step (medians of {PAIRS}, in turns): {ratio:.3f}")
+    print(
+        f"executor {executor_s:.3f} s, plain PyTorch {plain_s:.3f} s a step (medians of {PAIRS}, in turns): {ratio:.3f}"
+    )
     print(f"goal at most 1.15: {'met' if ratio <= 1.15 else 'missed'}; losses equal: {losses[0] == losses[1]}")
     write_result("overhead", {"executor_s": executor_s, "plain_s": plain_s, "ratio": ratio, "pairs": PAIRS})
 
