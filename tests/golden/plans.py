@@ -1,0 +1,80 @@
+"""The small jobs whose plans are kept as text, and how the text is made. Used by test_golden.py and update.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.policy import find_policy
+from pstar_sim.testing import chain_workload
+from pstar_sim.units import MIB
+
+HERE = Path(__file__).parent
+TIDE = [0, 1, 2, 2, 1, 0, 0]  # MiB of non-model data: F0 F1 F2 B2 B1 B0 step
+
+# file: policy, micro-batches, MiB of GPU memory, update, clip
+JOBS = {
+    "zero_offload": ("zero_offload", 1, 14, "step", True),
+    "patrickstar": ("patrickstar", 1, 10, "step", True),
+    "static_partition": ("static_partition", 1, 6, "eager", False),
+    "tide_eager": ("tide", 1, 6, "eager", False),
+    "tide_clip_two_micro_batches": ("tide", 2, 8, "step", True),
+}
+
+
+def machine(gpu_bytes: int) -> Machine:
+    """A working list (2 MiB) crosses the link in 2 s, Adam takes 1 s a chunk."""
+    gpu = Gpu(
+        name="toy",
+        memory_bytes=gpu_bytes,
+        usable_bytes=gpu_bytes,
+        context_bytes=0,
+        hbm_bytes_per_s=28 * MIB,
+        flops_per_s={"bf16": 1e12},
+        measured=True,
+        source="by hand",
+    )
+    link = Link(
+        name="toy",
+        h2d_bytes_per_s=MIB,
+        d2h_bytes_per_s=MIB,
+        latency_s=0.0,
+        duplex=True,
+        measured=True,
+        source="by hand",
+    )
+    host = Host(
+        name="toy",
+        memory_bytes=2**30,
+        reserved_bytes=0,
+        dram_bytes_per_s=1e12,
+        cores=1,
+        adam_params_per_s=MIB,
+        measured=True,
+        source="by hand",
+    )
+    return Machine(name="virtual", ranks=(Rank(gpu=gpu, link=link),), host=host)
+
+
+def plan(name: str) -> Plan:
+    """Three layers of 2**20 parameters; forward 1 s, backward 2 s each."""
+    policy, micro_batches, gpu_mib, update, clip = JOBS[name]
+    workload = chain_workload(3, MIB, forward_s=1.0, tide_bytes=[n * MIB for n in TIDE], micro_batches=micro_batches)
+    settings = Settings(update=update, clip=clip, chunk_bytes=2 * MIB)
+    return find_policy(policy)(workload, machine(gpu_mib * MIB), settings)
+
+
+def text(name: str) -> str:
+    """What the file holds: the job, who lives where between two iterations, the steps."""
+    policy, micro_batches, gpu_mib, update, clip = JOBS[name]
+    made = plan(name)
+    lines = [
+        f"# {policy}: 3 layers of 2 MiB, {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}, "
+        f"GPU of {gpu_mib} MiB, update {update}, {'clipping' if clip else 'no clipping'}",
+        f"# modes: {' '.join(made.modes)}",
+    ]
+    for place in ("gpu", "host"):
+        held = sorted((r.chunk, r.list) for r in made.initial if r.place == place)
+        lines.append(f"# {place}: {' '.join(f'{c}.{which}' for c, which in held) or 'nothing'}")
+    return "\n".join(lines) + "\n" + made.to_text()
