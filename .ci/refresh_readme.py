@@ -53,7 +53,7 @@ def policies_table() -> str:
 
 def put(text: str, mark: str, content: str) -> str:
     """Replace what stands under the marker, up to the next empty line."""
-    return re.sub(rf"(<!-- {mark} -->\n)(?:\n*(?:\|.*\n)*)", lambda m: f"{m[1]}\n{content}\n", text, count=1)
+    return re.sub(rf"(<!-- {mark} -->\n)\n*(?:\|.*\n)*\n*", lambda m: f"{m[1]}\n{content}\n\n", text, count=1)
 
 
 def main() -> None:
@@ -63,7 +63,7 @@ def main() -> None:
     text = put(text, "contract", contract_table())
     if "--table" in sys.argv[1:]:
         rows, _, verdict = policies_table().partition("\n\n")
-        print(verdict)
+        sys.stdout.write(verdict + "\n")
         text = put(text, "table", rows)
     path.write_text(text, encoding="utf-8")
 

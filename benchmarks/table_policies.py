@@ -1,9 +1,8 @@
 """The README's table: six GPT models at batch 8 on three machines, under every policy.
 
-Setting: bf16 everywhere (forced on v100-32, which has no bf16 units), sequence 1024, activation checkpointing, update eager,
-no clipping, so that no barrier stands between a gradient and its Adam. Prints Markdown; fails if `tide` is more than
-0.1 % slower than `patrickstar` anywhere.
-"""
+Setting: bf16 everywhere (forced on v100-32, which has no bf16 units), sequence 1024, activation checkpointing, update
+eager, no clipping, so that no barrier stands between a gradient and its Adam. Prints Markdown; fails if `tide` is more
+than 0.1 % slower than `patrickstar` anywhere."""
 
 from __future__ import annotations
 

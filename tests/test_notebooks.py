@@ -21,7 +21,9 @@ def test_a_notebook_was_committed_executed_and_is_thin(path: Path) -> None:
     assert all(c["execution_count"] for c in cells), "run `make notebooks`"
     assert sum(bool(c["outputs"]) for c in cells) >= len(cells) / 2
     assert not [o for c in cells for o in c["outputs"] if o["output_type"] == "error" or o.get("name") == "stderr"]
-    assert max(len("".join(c["source"]).splitlines()) for c in cells) <= 25, "load, call, plot: the rest belongs in the package"
+    assert max(len("".join(c["source"]).splitlines()) for c in cells) <= 25, (
+        "load, call, plot: the rest belongs in the package"
+    )
     assert path.stat().st_size < 1_500_000
 
 

@@ -1,8 +1,8 @@
-"""`pstar demo`: the main job from beginning to end on this machine, with a GPT-2 124M and an accelerator too small for it.
+"""`pstar demo`: the main job from beginning to end on this machine, with a GPT-2 124M and an accelerator too small for
+it.
 
-Trace, look at the tide, compare policies, plan, run the plan and the same steps in plain PyTorch, and lay what was measured
-beside what was predicted. Everything goes through the functions that the other commands use.
-"""
+Trace, look at the tide, compare policies, plan, run the plan and the same steps in plain PyTorch, and lay what was
+measured beside what was predicted. Everything goes through the functions that the other commands use."""
 
 from __future__ import annotations
 
@@ -82,11 +82,13 @@ def demo(args: argparse.Namespace) -> int:
     say(explain_run(plan, ran))
     ran.timeline.save(out / "timeline.json")
     drawn = [one.timeline for one in result.planned.values()]
-    figure = tide_figure(drawn, measured=None, title=f"{MODEL}, batch {BATCH}, sequence {SEQUENCE}, {GPU_MEMORY} of GPU memory")
-    figure.savefig(out / "tide.png", dpi=120)
-    tide_figure([predicted], measured=ran.timeline, title=f"{plan.policy}: predicted (areas) and measured (line)").savefig(
-        out / "measured.png", dpi=120
+    figure = tide_figure(
+        drawn, measured=None, title=f"{MODEL}, batch {BATCH}, sequence {SEQUENCE}, {GPU_MEMORY} of GPU memory"
     )
+    figure.savefig(out / "tide.png", dpi=120)
+    tide_figure(
+        [predicted], measured=ran.timeline, title=f"{plan.policy}: predicted (areas) and measured (line)"
+    ).savefig(out / "measured.png", dpi=120)
     summary = {"losses": losses, "figures": figures_as_json(rows), "deviations": list(ran.deviations)}
     write_atomically(out / "summary.json", json.dumps(summary, indent=1) + "\n")
     say(f"\nin {out}: " + " ".join(sorted(p.name for p in out.iterdir())))

@@ -72,7 +72,9 @@ def make_parser() -> argparse.ArgumentParser:
     _workload(plan)
     _machine(plan, required=True)
     _settings(plan)
-    plan.add_argument("--policy", default="auto", metavar="P", help="policy, or auto: the fastest that fits (default: auto)")
+    plan.add_argument(
+        "--policy", default="auto", metavar="P", help="policy, or auto: the fastest that fits (default: auto)"
+    )
     plan.add_argument("-o", "--output", required=True, metavar="FILE", help="the plan file to write")
     plan.add_argument("--json", action="store_true", help="the plan's line of the comparison as a JSON object")
 
@@ -96,9 +98,14 @@ def make_parser() -> argparse.ArgumentParser:
     explain.add_argument("--steps", type=_natural, default=12, metavar="N", help="first steps to show (default: 12)")
 
     plot = command(
-        "plot", "draw pictures", "pstar plot tide --model 15B --batch 8 --seq 1024 --machine v100-32 -o tide.png", "planning:plot_help"
+        "plot",
+        "draw pictures",
+        "pstar plot tide --model 15B --batch 8 --seq 1024 --machine v100-32 -o tide.png",
+        "planning:plot_help",
     )
-    pictures = plot.add_subparsers(dest="picture", metavar="PICTURE", title="pictures", required=True, parser_class=_Parser)
+    pictures = plot.add_subparsers(
+        dest="picture", metavar="PICTURE", title="pictures", required=True, parser_class=_Parser
+    )
     tide = pictures.add_parser(
         "tide",
         help="GPU memory over an iteration, stacked by what fills it, policies side by side",
@@ -143,12 +150,18 @@ def make_parser() -> argparse.ArgumentParser:
     )
     trace.add_argument("--batch", type=_positive, required=True, metavar="B", help="sequences a micro-batch")
     trace.add_argument("--seq", type=_positive, required=True, metavar="S", help="tokens a sequence")
-    trace.add_argument("--micro-batches", type=_positive, default=1, metavar="U", help="micro-batches an iteration (default: 1)")
     trace.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16"), help="working dtype (default: bf16; of a py: factory, the module's own)"
+        "--micro-batches", type=_positive, default=1, metavar="U", help="micro-batches an iteration (default: 1)"
+    )
+    trace.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        help="working dtype (default: bf16; of a py: factory, the module's own)",
     )
     _checkpointing(trace, default=False, note="default: off, as transformers models come")
-    trace.add_argument("--attention", choices=("flash", "efficient", "math"), help="attention kernel (default: torch's choice)")
+    trace.add_argument(
+        "--attention", choices=("flash", "efficient", "math"), help="attention kernel (default: torch's choice)"
+    )
     trace.add_argument("-o", "--output", required=True, metavar="FILE", help="the trace file to write (.parquet)")
     trace.add_argument("--json", action="store_true", help="what was traced as a JSON object")
 
@@ -159,13 +172,19 @@ def make_parser() -> argparse.ArgumentParser:
         "running:run",
     )
     run.add_argument("plan", metavar="PLAN", help="a plan file")
-    run.add_argument("--model", required=True, metavar="MODEL", help="the model the plan was made for, written as for `pstar trace`")
     run.add_argument(
-        "--data", metavar="text:FOLDER", help="text to train on, byte by byte (default: the Python standard library's source)"
+        "--model", required=True, metavar="MODEL", help="the model the plan was made for, written as for `pstar trace`"
+    )
+    run.add_argument(
+        "--data",
+        metavar="text:FOLDER",
+        help="text to train on, byte by byte (default: the Python standard library's source)",
     )
     run.add_argument("--steps", type=_positive, default=10, metavar="N", help="iterations (default: 10)")
     run.add_argument("--device", choices=("virtual",), default="virtual", help="what runs it (default: virtual)")
-    run.add_argument("--bandwidth", metavar="RATE", help="link speed of the virtual accelerator, such as 2GB/s (default: the plan's)")
+    run.add_argument(
+        "--bandwidth", metavar="RATE", help="link speed of the virtual accelerator, such as 2GB/s (default: the plan's)"
+    )
     run.add_argument("--record", metavar="FILE", help="keep the warm-up iteration as a trace")
     run.add_argument("--timeline", metavar="FILE", help="keep the measured timeline")
     run.add_argument("--lr", type=float, default=3e-4, metavar="LR", help="learning rate (default: 3e-4)")
@@ -178,7 +197,14 @@ def make_parser() -> argparse.ArgumentParser:
         "pstar demo -o demo-out",
         "demo:demo",
     )
-    demo.add_argument("-o", "--out", dest="output", default="demo-out", metavar="FOLDER", help="folder for its files (default: demo-out)")
+    demo.add_argument(
+        "-o",
+        "--out",
+        dest="output",
+        default="demo-out",
+        metavar="FOLDER",
+        help="folder for its files (default: demo-out)",
+    )
     demo.add_argument("--seed", type=_natural, default=0, metavar="N", help="seed of weights and data (default: 0)")
     demo.add_argument("--steps", type=_positive, default=6, metavar="N", help="iterations of training (default: 6)")
 
@@ -197,11 +223,17 @@ def _workload(parser: argparse.ArgumentParser, *, required: bool = True) -> None
     one = group.add_mutually_exclusive_group(required=required)
     one.add_argument("--trace", metavar="FILE", help="a trace file (see `pstar trace`)")
     one.add_argument("--model", metavar="NAME", help="a model preset (see `pstar models`)")
-    group.add_argument("--batch", type=_positive, metavar="B", help="sequences a micro-batch (with --trace: picks a variant)")
-    group.add_argument("--seq", type=_positive, metavar="S", help="tokens a sequence (with --trace: picks a variant)")
-    group.add_argument("--micro-batches", type=_positive, metavar="U", help="micro-batches an iteration (default: 1, or the trace's)")
     group.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16"), help="working dtype (default: bf16 where the GPU has it, else fp16; with --trace: picks a variant)"
+        "--batch", type=_positive, metavar="B", help="sequences a micro-batch (with --trace: picks a variant)"
+    )
+    group.add_argument("--seq", type=_positive, metavar="S", help="tokens a sequence (with --trace: picks a variant)")
+    group.add_argument(
+        "--micro-batches", type=_positive, metavar="U", help="micro-batches an iteration (default: 1, or the trace's)"
+    )
+    group.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        help="working dtype (default: bf16 where the GPU has it, else fp16; with --trace: picks a variant)",
     )
     _checkpointing(group, default=None, note="default: on for presets; with --trace: picks a variant")
 
@@ -218,7 +250,10 @@ def _checkpointing(group: argparse._ActionsContainer, *, default: bool | None, n
 def _machine(parser: argparse.ArgumentParser, *, required: bool) -> None:
     group = parser.add_argument_group("machine")
     group.add_argument(
-        "--machine", required=required, metavar="M", help="a machine of the catalog, a .toml file, or here (see `pstar machines`)"
+        "--machine",
+        required=required,
+        metavar="M",
+        help="a machine of the catalog, a .toml file, or here (see `pstar machines`)",
     )
     group.add_argument("--gpu-memory", metavar="SIZE", help="another GPU memory, such as 8GB")
     group.add_argument("--host-memory", metavar="SIZE", help="another host memory, such as 64GB")
@@ -230,10 +265,13 @@ def _settings(parser: argparse.ArgumentParser) -> None:
         "--update",
         choices=("step", "eager"),
         default="step",
-        help="when Adam may run: in optimizer.step(), or inside backward as soon as a gradient is final (default: step)",
+        help="when Adam may run: in optimizer.step(), or in backward as soon as a gradient is final (default: step)",
     )
     group.add_argument(
-        "--clip", action=argparse.BooleanOptionalAction, default=True, help="clip gradients by their global norm (default: on)"
+        "--clip",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="clip gradients by their global norm (default: on)",
     )
     group.add_argument("--chunk", metavar="SIZE", help="chunk size, such as 128MiB (default: searched for least waste)")
 

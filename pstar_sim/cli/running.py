@@ -28,7 +28,7 @@ __all__ = ["compare_with_run", "executor_module", "explain_run", "figures_as_jso
 
 
 def executor_module(name: str) -> ModuleType:
-    """executor.NAME. Raises ModelError where torch or transformers is not installed, naming the extra that brings it."""
+    """executor.NAME. Raises ModelError where torch or transformers is missing, naming the extra that brings it."""
     try:
         return importlib.import_module(f"executor.{name}")
     except ModuleNotFoundError as error:
@@ -147,8 +147,10 @@ def figures_as_json(rows: Sequence[Figure]) -> list[dict[str, object]]:
 def explain_run(plan: Plan, result: RunResult) -> str:
     """Two lines below the table: what the figures are, and how the run left the plan if it did."""
     lines = [
-        "iteration: median of the steps after the first; bytes: counted where they are copied or allocated, the GPU peak in "
-        "one more, untimed iteration in the predicted order"
+        (
+            "iteration: median of the steps after the first; bytes: counted where they are copied or allocated, the "
+            "GPU peak in one more, untimed iteration in the predicted order"
+        )
     ]
     if result.deviations:
         lines.append(f"the run left the plan {len(result.deviations)} times, first: {result.deviations[0]}")

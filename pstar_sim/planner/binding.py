@@ -14,7 +14,7 @@ BINDS = ("compute", "adam", "h2d", "d2h", "dram", "barrier")
 COMPUTE_BOUND_STALL = 0.02
 """Below this share of the iteration the accelerator counts as busy all the time."""
 BARRIER_SHARE = 0.5
-"""CPU Adam behind a barrier is the barrier's fault when removing the barrier saves at least this share of the waiting."""
+"""CPU Adam behind a barrier is the barrier's fault when removing it saves at least this share of the waiting."""
 
 
 def bound_by(timeline: Timeline, *, barrier_cost_s: float | None) -> str:

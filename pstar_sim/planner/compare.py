@@ -1,20 +1,20 @@
 """Compare: several policies on one workload and one machine, each planned, simulated and held against the lower bound.
 
 `compare` asks; `Comparison` is the answer, a table with the plans behind it. Knows policies only as functions from a
-workload, a machine and settings to a plan; knows nothing of printing (its HTML comes from `report`, found when asked for).
+workload, a machine and settings to a plan; knows nothing of printing (its HTML comes from `report`, found when asked
+for).
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.core.layout import Layout, build_layout
+from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import DoesNotFit, PlanError, PstarError
@@ -99,11 +99,14 @@ class Comparison:
     planned: Mapping[str, Planned]
 
     def best(self) -> Planned:
-        """The fastest that fits (the last of equals: simpler policies are listed first). Raises PlanError with every reason if none does."""
+        """The fastest that fits (the last of equals: simpler policies are listed first). Raises PlanError with every
+        reason if none does.
+        """
         fitting = [row for row in self.rows if row.fits and row.iteration_s is not None]
         if not fitting:
             raise PlanError(
-                f"no policy fits {self.workload.model} on {self.machine.name}: " + "; ".join(str(r.reason) for r in self.rows)
+                f"no policy fits {self.workload.model} on {self.machine.name}: "
+                + "; ".join(str(r.reason) for r in self.rows)
             )
         return self.planned[min(reversed(fitting), key=_pace).policy]
 
@@ -180,12 +183,13 @@ def compare(
         row = _figures(name, plan, timeline, bound_s, _barrier_cost(policy, timeline, free))
         planned[name] = Planned(row=row, plan=plan, timeline=timeline)
         rows.append(row)
-    others = [r.policy for r in sorted(reversed(rows), key=_pace) if r.fits]
+    later_first = rows[::-1]
+    others = [r.policy for r in sorted(later_first, key=_pace) if r.fits]
     for i, row in enumerate(rows):
         if row.policy in failures:
-            policy, error = failures[row.policy]
-            hint = nearest(policy, workload, machine, settings, error, fitting=others) if near else ""
-            rows[i] = replace(row, reason=str(error) + (f"; {hint}" if hint else ""))
+            policy, short = failures[row.policy]
+            hint = nearest(policy, workload, machine, settings, short, fitting=others) if near else ""
+            rows[i] = replace(row, reason=str(short) + (f"; {hint}" if hint else ""))
     return Comparison(workload=workload, machine=machine, settings=settings, rows=tuple(rows), planned=planned)
 
 
@@ -211,7 +215,9 @@ def without_barrier(workload: Workload, machine: Machine, settings: Settings) ->
         return workload, machine, free
     tensors = tuple(replace(t, dtype="bf16") if t.dtype == "fp16" else t for t in workload.tensors)
     gpus = [r.gpu for r in machine.ranks]
-    gpus = [replace(g, flops_per_s={**g.flops_per_s, "bf16": g.flops_per_s.get("fp16", 0.0)}) for g in gpus if g.flops_per_s]
+    gpus = [
+        replace(g, flops_per_s={**g.flops_per_s, "bf16": g.flops_per_s.get("fp16", 0.0)}) for g in gpus if g.flops_per_s
+    ]
     ranks = tuple(replace(r, gpu=g) for r, g in zip(machine.ranks, gpus))
     return replace(workload, dtype="bf16", tensors=tensors), replace(machine, ranks=ranks), free
 

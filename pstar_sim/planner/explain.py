@@ -6,6 +6,7 @@ tide's counterpart (`tide` against `static_partition`: the same policy but for t
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from dataclasses import dataclass
 
@@ -48,8 +49,9 @@ _WAITS = {
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A chunk is used in moment `start` and next in moment `end`; between them it could be away. turn: a forward use, then a
-    backward one; otherwise the next micro-batch's forward after a backward use."""
+    """A chunk is used in moment `start` and next in moment `end`; between them it could be away. turn: a forward use,
+    then a backward one; otherwise the next micro-batch's forward after a backward use.
+    """
 
     chunk: int
     start: int
@@ -58,8 +60,9 @@ class Gap:
 
 
 def chunk_gaps(plan: Plan) -> tuple[Gap, ...]:
-    """The long gaps within the iteration of every chunk whose parameters travel: forward to backward of a micro-batch, and
-    backward to the next micro-batch's forward."""
+    """The long gaps within the iteration of every chunk whose parameters travel: forward to backward of a micro-batch,
+    and backward to the next micro-batch's forward.
+    """
     w, chunk_of = plan.workload, plan.layout.chunk_of
     uses: dict[int, list[int]] = {}
     for moment, (reads, gradients) in enumerate(zip(w.reads, w.gradients)):
@@ -71,22 +74,24 @@ def chunk_gaps(plan: Plan) -> tuple[Gap, ...]:
     for chunk, moments in sorted(uses.items()):
         if plan.modes[chunk] == "pin" or plan.layout.chunks[chunk].small:
             continue
-        for a, b in zip(moments, moments[1:]):
+        for a, b in itertools.pairwise(moments):
             forward = (w.moments[a].phase is Phase.FWD, w.moments[b].phase is Phase.FWD)
-            if forward == (True, False) or (forward == (False, True) and w.moments[a].micro_batch < w.moments[b].micro_batch):
+            if forward == (True, False) or (
+                forward == (False, True) and w.moments[a].micro_batch < w.moments[b].micro_batch
+            ):
                 gaps.append(Gap(chunk, a, b, forward[0]))
     return tuple(gaps)
 
 
 def tide_gain(plan: Plan) -> str:
-    """What a capacity that follows the tide gains over one sized for its peak, in bytes to the GPU, and why if nothing."""
+    """What a capacity that follows the tide gains over one sized for its peak, in bytes to the GPU, and why if
+    nothing.
+    """
     w = plan.workload
     both: dict[str, Plan] = {}
     for name in ("static_partition", "tide"):
         try:
-            both[name] = (
-                plan if plan.policy == name else find_policy(name)(w, plan.machine, plan.settings)
-            )
+            both[name] = plan if plan.policy == name else find_policy(name)(w, plan.machine, plan.settings)
         except DoesNotFit as error:
             both.pop(name, None)
             if name == "tide":
@@ -112,28 +117,38 @@ def tide_gain(plan: Plan) -> str:
             "updates instead of fewer copies)"
         )
     if gaps and over == len(gaps):
+        where = f"moment {peak}, {w.moments[peak].name}, {format_bytes(w.moments[peak].peak_bytes)}"
         return (
-            f"no bytes: {figures}. With {w.micro_batches} micro-batch{'es' if w.micro_batches > 1 else ''} every "
-            f"gap between the forward and the backward use of a chunk ({len(gaps)} of {len(gaps)}) contains the peak of the tide "
-            f"(moment {peak}, {w.moments[peak].name}, {format_bytes(w.moments[peak].peak_bytes)}), so a chunk kept over its gap needs "
-            "room at the peak, and the room at low tide can keep nothing more. What low tide does give is room to "
-            "fetch ahead. Several micro-batches would change this"
+            f"no bytes: {figures}. With {_micro_batches(w.micro_batches)} every gap between the forward and the "
+            f"backward use of a chunk ({len(gaps)} of {len(gaps)}) contains the peak of the tide ({where}), so a "
+            "chunk kept over its gap needs room at the peak, and the room at low tide can keep nothing more. What low "
+            "tide does give is room to fetch ahead. Several micro-batches would change this"
         )
     return f"no bytes: {figures}, although {len(gaps) - over} of {len(gaps)} gaps lie beside the peak (moment {peak})"
 
 
 def explain(
-    plan: Plan, timeline: Timeline, *, bound_by: str | None = None, barrier_cost_s: float | None = None, first_steps: int = 12
+    plan: Plan,
+    timeline: Timeline,
+    *,
+    bound_by: str | None = None,
+    barrier_cost_s: float | None = None,
+    first_steps: int = 12,
 ) -> str:
     """The plan in words, for people. bound_by and barrier_cost_s as in the comparison's row, if known."""
     w, m, s = plan.workload, plan.machine, plan.settings
     barrier = s.barrier(w.dtype)
+    when = (
+        f"no Adam may run before all gradients are there ({barrier})"
+        if barrier
+        else "Adam may run as soon as its gradient is final"
+    )
+    what = f"{w.model} ({w.params / 1e9:.2f} B parameters, {w.dtype})"
+    batch = f"batch {w.batch} x {_micro_batches(w.micro_batches)}, sequence {w.sequence}"
+    checkpointing = "with checkpointing" if w.checkpointing else "without checkpointing"
     out = [
-        f"{plan.policy}: {w.model} ({w.params / 1e9:.2f} B parameters, {w.dtype}), batch {w.batch} x {w.micro_batches} "
-        f"micro-batch{'es' if w.micro_batches > 1 else ''}, sequence {w.sequence}, "
-        f"{'with' if w.checkpointing else 'without'} checkpointing, on {m.name}",
-        f"update {s.update}, {'clipping' if s.clip else 'no clipping'}; "
-        + (f"no Adam may run before all gradients are there ({barrier})" if barrier else "Adam may run as soon as its gradient is final"),
+        f"{plan.policy}: {what}, {batch}, {checkpointing}, on {m.name}",
+        f"update {s.update}, {'clipping' if s.clip else 'no clipping'}; {when}",
         "",
         "what lives where",
         *_where(plan, timeline),
@@ -149,8 +164,12 @@ def explain(
         "",
         f"first steps (of {len(plan.steps)})",
         *(f"  {to_text(step)}" for step in plan.steps[:first_steps]),
-    ]  # fmt: skip
+    ]
     return "\n".join(line for text in out for line in _folded(text)) + "\n"
+
+
+def _micro_batches(count: int) -> str:
+    return "1 micro-batch" if count == 1 else f"{count} micro-batches"
 
 
 def _folded(text: str) -> list[str]:
@@ -168,7 +187,9 @@ def _where(plan: Plan, timeline: Timeline) -> list[str]:
         size = sum(plan.layout.payload_bytes(c.index, "param") for c in chunks)
         small = sum(c.small for c in chunks)
         note = f", {small} of them small ones that are not worth moving" if small else ""
-        lines.append(f"  {mode}: {len(chunks)} chunks, {format_bytes(size)} of parameters{note}: {_MODES.get(mode, mode)}")
+        lines.append(
+            f"  {mode}: {len(chunks)} chunks, {format_bytes(size)} of parameters{note}: {_MODES.get(mode, mode)}"
+        )
     held: dict[tuple[Place, str], int] = {}
     for r in plan.initial:
         held[r.place, r.list] = held.get((r.place, r.list), 0) + plan.layout.payload_bytes(r.chunk, r.list)
@@ -213,13 +234,21 @@ def _binds(plan: Plan, timeline: Timeline, bound: str | None, barrier_cost_s: fl
     busy = ", ".join(f"{q} {format_s(s)}" for q, s in timeline.busy_s.items() if s > 0)
     lines.append(f"  an iteration takes {format_s(total)}; busy in it: {busy}")
     stalls = timeline.stall_s
-    parts = [f"{format_s(s)} {_WAITS.get(q, q)}" for q, s in sorted(stalls.items(), key=lambda item: -item[1]) if s > 1e-4 * total]
-    lines.append(f"  the accelerator waits {format_s(sum(stalls.values()))}" + (f": {', '.join(parts)}" if parts else ""))
+    parts = [
+        f"{format_s(s)} {_WAITS.get(q, q)}"
+        for q, s in sorted(stalls.items(), key=lambda item: -item[1])
+        if s > 1e-4 * total
+    ]
+    lines.append(
+        f"  the accelerator waits {format_s(sum(stalls.values()))}" + (f": {', '.join(parts)}" if parts else "")
+    )
     moved = {k: v for k, v in timeline.moved_bytes.items() if v}
     lines.append("  moved: " + (", ".join(f"{v / GB:.2f} GB {k}" for k, v in moved.items()) or "nothing"))
     bound_s = plan.predictions.get("lower_bound_s")
     if bound_s:
-        lines.append(f"  {(total / bound_s - 1) * 100:.2f} % above the lower bound of this setting ({format_s(bound_s)})")
+        lines.append(
+            f"  {(total / bound_s - 1) * 100:.2f} % above the lower bound of this setting ({format_s(bound_s)})"
+        )
     if barrier_cost_s is not None:
         lines.append(f"  the barrier costs {format_s(barrier_cost_s)} an iteration")
     return lines

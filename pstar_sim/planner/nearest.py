@@ -1,8 +1,9 @@
 """Nearest: what would make a policy fit that does not, found by trying.
 
-Tried in this order, stopping at the first success of each kind: a catalog machine with more GPU memory, more host memory,
-smaller micro-batches at the same global batch, checkpointing; then the other policies that are known to fit. Nothing is
-suggested that was not planned by the policy itself. Knows the catalog and the presets; a workload that comes from a trace is not changed.
+Tried in this order, stopping at the first success of each kind: a catalog machine with more GPU memory, more host
+memory, smaller micro-batches at the same global batch, checkpointing; then the other policies that are known to fit.
+Nothing is suggested that was not planned by the policy itself. Knows the catalog and the presets; a workload that
+comes from a trace is not changed.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def _fits(policy: Policy, workload: Workload, machine: Machine, settings: Settin
 def _machines(
     policy: Policy, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit
 ) -> Iterator[str]:
-    """Catalog machines with one GPU that has room enough, smallest GPU first; with more host memory where that is short."""
+    """Catalog machines with one GPU that has room enough, smallest GPU first; with more host memory where that is
+    short.
+    """
     known: list[Machine] = []
     for name in machine_names():
         try:
@@ -88,7 +91,9 @@ def _machines(
 def _gpu_memory(
     policy: Policy, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit
 ) -> str | None:
-    """The smallest multiple of a tenth of a GB that does, where GPU memory is a figure of the user's own: on "virtual"."""
+    """The smallest multiple of a tenth of a GB that does, where GPU memory is a figure of the user's own: on
+    "virtual".
+    """
     if machine.name != "virtual":
         return None
     tenths = -(-(error.needed_bytes + machine.gpu.context_bytes) * 10 // GB)

@@ -127,7 +127,9 @@ def _by_moment(timeline: Timeline, curves: Curves) -> Curves:
 
 
 def phase_bands(timeline: Timeline, *, x: str = "time") -> tuple[PhaseBand, ...]:
-    """FWD, BWD (recomputation inside it counted in) and ADAM as stretches of the x axis; empty if phases are not known."""
+    """FWD, BWD (recomputation inside it counted in) and ADAM as stretches of the x axis; empty if phases are not
+    known.
+    """
     if not timeline.phases:
         return ()
     moments, start_s, end_s = moment_windows(timeline)

@@ -1,4 +1,4 @@
-"""HTML of results for notebooks: small tables without scripts or colours of their own. Reached through `_repr_html_`."""
+"""HTML of results for notebooks: small tables without scripts or colours of their own, behind `_repr_html_`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["comparison_html", "planned_html", "timeline_html"]
 
 _HEADS = (
-    "policy", "fits", "iteration", "tokens/s", "over bound", "binds", "GPU peak", "host peak", "h2d", "d2h", "barrier costs",
+    "policy", "fits", "iteration", "tokens/s", "over bound", "binds", "GPU peak", "host peak", "h2d", "d2h",
+    "barrier costs",
 )  # fmt: skip
 
 
@@ -33,7 +34,9 @@ def planned_html(planned: Planned) -> str:
     for step in planned.plan.steps:
         kinds[step.kind.value] = kinds.get(step.kind.value, 0) + 1
     what = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items(), key=lambda item: -item[1]))
-    return f"{_table(_HEADS, [cells(planned.row)])}<p><small>{len(planned.plan.steps)} steps: {escape(what)}</small></p>"
+    return (
+        f"{_table(_HEADS, [cells(planned.row)])}<p><small>{len(planned.plan.steps)} steps: {escape(what)}</small></p>"
+    )
 
 
 def timeline_html(timeline: Timeline) -> str:

@@ -28,7 +28,9 @@ _PID = 1
 
 
 def to_perfetto(timeline: Timeline, plan: Plan | None = None) -> dict[str, Any]:
-    """The trace as an object ready for `json.dump`. With the plan, moments carry their names and fetches flow to their use."""
+    """The trace as an object ready for `json.dump`. With the plan, moments carry their names and fetches flow to their
+    use.
+    """
     events: list[dict[str, Any]] = [_meta("process_name", 0, f"{timeline.label or 'plan'} ({timeline.source})")]
     lanes = {queue: number for number, queue in enumerate(_LANES, start=1)}
     for queue in sorted({s.queue for s in timeline.spans}, key=lambda q: lanes[q]):
@@ -42,7 +44,13 @@ def to_perfetto(timeline: Timeline, plan: Plan | None = None) -> dict[str, Any]:
         if span.start_s > span.ready_s and span.queue is Queue.COMPUTE and span.cause:
             name = f"waits for {span.cause}"
             events.append(_slice(name, "stall", tid, span.ready_s, span.start_s, {"cause": span.cause}))
-        args = {"step": span.step, "iteration": span.iteration, "bytes": span.bytes, "moment": span.moment, "chunk": span.chunk}
+        args = {
+            "step": span.step,
+            "iteration": span.iteration,
+            "bytes": span.bytes,
+            "moment": span.moment,
+            "chunk": span.chunk,
+        }
         args = {k: v for k, v in args.items() if v is not None}
         events.append(_slice(_name(span, plan), span.kind.value, tid, span.start_s, span.end_s, args))
         use = computes.get((span.iteration, span.moment)) if span.kind is Kind.FETCH else None

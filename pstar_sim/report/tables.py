@@ -33,7 +33,9 @@ def heading(comparison: Comparison) -> str:
         "clipping" if s.clip else "no clipping",
         f"barrier: {barrier}" if barrier else "no barrier",
     ]
-    where = f"{m.name}: {format_bytes(m.gpu_budget_bytes)} of GPU and {format_bytes(m.host_budget_bytes)} of host memory"
+    where = (
+        f"{m.name}: {format_bytes(m.gpu_budget_bytes)} of GPU and {format_bytes(m.host_budget_bytes)} of host memory"
+    )
     return f"{', '.join(parts)}\non {where} ({m.confidence})"
 
 
@@ -62,7 +64,11 @@ def cells(row: Row) -> tuple[str, ...]:
         return (row.policy, "no", *[""] * 9)
 
     def sized(size_bytes: int | None) -> str:
-        return "" if size_bytes is None else (f"{size_bytes / GB:.1f} GB" if size_bytes >= GB else format_bytes(size_bytes))
+        return (
+            ""
+            if size_bytes is None
+            else (f"{size_bytes / GB:.1f} GB" if size_bytes >= GB else format_bytes(size_bytes))
+        )
 
     return (
         row.policy,

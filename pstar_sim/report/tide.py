@@ -1,16 +1,16 @@
 """The tide picture: what fills the GPU at every instant of an iteration.
 
-[Note: reading a tide picture] Model data (optimizer states, param16, gradients, buffers) stands on the floor; non-model data
-hangs from the capacity line, so its lower edge is the capacity that is left for chunks: the tide line. White between the
-two is free. A policy that does not look at the tide plans with one constant capacity, that of the tide's peak: everything
-between this constant (dotted) and the tide line is room it can never use (hatched).
+[Note: reading a tide picture] Model data (optimizer states, param16, gradients, buffers) stands on the floor;
+non-model data hangs from the capacity line, so its lower edge is the capacity that is left for chunks: the tide line.
+White between the two is free. A policy that does not look at the tide plans with one constant capacity, that of the
+tide's peak: everything between this constant (dotted) and the tide line is room it can never use (hatched).
 
 Draws on the axes it is given, opens no window, calls no `show`. Knows matplotlib and `curves`; knows no policy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,7 +49,7 @@ _WASTE = "free, but out of reach of a static partition"
 
 def plot_tide(
     timelines: Timeline | Sequence[Timeline],
-    ax: Axes | Sequence[Axes] | None = None,
+    ax: Axes | Iterable[Axes] | None = None,
     x: str = "time",
     *,
     measured: Timeline | None = None,
@@ -57,10 +57,9 @@ def plot_tide(
 ) -> Any:
     """Draw one timeline, or several side by side with one y axis. Returns the axes (an array of them for several).
 
-    x: "time" (seconds) or "moment". measured: a recorded timeline drawn as lines over the first one.
-    ax: where to draw; as many axes as timelines; None makes a figure. Raises PstarError for an unknown x, for a timeline
-    without bytes to draw, and for a wrong number of axes.
-    """
+    x: "time" (seconds) or "moment". measured: a recorded timeline drawn as lines over the first one. ax: where to
+    draw; as many axes as timelines; None makes a figure. Raises PstarError for an unknown x, for a timeline without
+    bytes to draw, and for a wrong number of axes."""
     many = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     if not many:
         raise PstarError("plot_tide needs at least one timeline")
@@ -70,10 +69,10 @@ def plot_tide(
         width = max(9.0, 2.8 + 4.2 * len(many))
         _, made = pyplot.subplots(1, len(many), sharey=True, figsize=(width, 4.6), layout="constrained", squeeze=False)
         axes = list(made[0])
-    elif isinstance(ax, Sequence) or hasattr(ax, "__len__"):
-        axes = list(ax)
-    else:
+    elif hasattr(ax, "plot"):
         axes = [ax]
+    else:
+        axes = list(ax)
     if len(axes) != len(many):
         raise PstarError(f"plot_tide got {len(many)} timelines and {len(axes)} axes; give as many axes as timelines")
     top = max(_capacity(t, place) for t in many)
@@ -90,9 +89,15 @@ def plot_tide(
 
 
 def tide_figure(
-    timelines: Sequence[Timeline], *, xs: Sequence[str] = ("time", "moment"), measured: Timeline | None = None, title: str = ""
+    timelines: Sequence[Timeline],
+    *,
+    xs: Sequence[str] = ("time", "moment"),
+    measured: Timeline | None = None,
+    title: str = "",
 ) -> Figure:
-    """A whole figure without pyplot: a row for every x of `xs`, a column for every timeline. Save with `.savefig(file)`."""
+    """A whole figure without pyplot: a row for every x of `xs`, a column for every timeline. Save with
+    `.savefig(file)`.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(3.4 + max(6.6, 4.4 * len(timelines)), 0.6 + 3.9 * len(xs)), layout="constrained")
@@ -152,11 +157,15 @@ def _draw(timeline: Timeline, ax: Axes, x: str, place: str, handles: dict[str, A
         )
     fine = len(curves.edges) > 400  # a line as wide as a moment would hide the teeth it follows
     ax.plot(xs, tide_line, color="#1F5F8B", linewidth=0.25 if fine else 0.9, zorder=3)
-    handles["capacity (the plan's budget)"] = ax.axhline(capacity / GB, color="black", linestyle="--", linewidth=1.4, zorder=4)
+    handles["capacity (the plan's budget)"] = ax.axhline(
+        capacity / GB, color="black", linestyle="--", linewidth=1.4, zorder=4
+    )
     _phases(timeline, ax, x, capacity / GB)
     ax.set_xlim(curves.edges[0], curves.edges[-1])
     ax.set_xlabel("time in the iteration [s]" if x == "time" else "moment")
-    ax.set_title(f"{timeline.label or timeline.source}: {format_s(timeline.iteration_s)} an iteration", fontsize=10, loc="left")
+    ax.set_title(
+        f"{timeline.label or timeline.source}: {format_s(timeline.iteration_s)} an iteration", fontsize=10, loc="left"
+    )
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
 

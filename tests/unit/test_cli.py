@@ -38,7 +38,7 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def complaint(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     """The one line on stderr of a command that fails with status 2 and prints no result."""
     assert main(argv) == 2
-    out, err = capsys.readouterr()
+    _out, err = capsys.readouterr()
     assert err.startswith("pstar: ") and err.count("\n") == 1 and err.endswith("\n")
     assert "Traceback" not in err
     return err
@@ -57,7 +57,9 @@ def test_json_is_a_list_of_objects_with_exactly_the_keys(capsys: pytest.CaptureF
 
 
 def test_the_table_names_every_policy_and_the_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", *SMALL, "--policy", "tide", "--policy", "zero_offload", "--update", "eager", "--no-clip"]) == 0
+    assert (
+        main(["compare", *SMALL, "--policy", "tide", "--policy", "zero_offload", "--update", "eager", "--no-clip"]) == 0
+    )
     out = capsys.readouterr().out
     assert "update eager, no clipping" in out and "lower bound of this setting" in out
     assert [line.split()[:2] for line in out.splitlines() if line.startswith(("tide", "zero"))] == [
@@ -192,7 +194,19 @@ def test_no_plan_is_written_when_nothing_fits(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_host_memory_too_small_names_what_would_do(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["compare", "--model", "4B", "--batch", "8", "--seq", "1024", "--machine", "v100-32", "--host-memory", "24GB"]
+    argv = [
+        "compare",
+        "--model",
+        "4B",
+        "--batch",
+        "8",
+        "--seq",
+        "1024",
+        "--machine",
+        "v100-32",
+        "--host-memory",
+        "24GB",
+    ]
     assert main([*argv, "--policy", "zero_offload", "--json"]) == 2
     (row,) = json.loads(capsys.readouterr().out)
     assert "host needs" in row["reason"] and "--host-memory " in row["reason"]
@@ -217,7 +231,7 @@ def test_ctrl_c_is_one_line_and_130(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_every_command_has_help_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    commands = [a for a in make_parser()._actions if a.dest == "command"][0].choices
+    commands = next(a for a in make_parser()._actions if a.dest == "command").choices
     assert commands is not None
     for name in commands:
         with pytest.raises(SystemExit) as done:

@@ -39,7 +39,7 @@ def test_python_runs_as_written(number: int, tmp_path: Path, monkeypatch: pytest
 def test_a_terminal_session_prints_what_it_claims(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Commands begin with "$ "; the lines up to the next one are their output, where "..." on its own skips the rest."""
+    """Commands begin with "$ "; the lines up to the next one are their output, where a last "..." skips the rest."""
     (tmp_path / "traces").symlink_to(ROOT / "traces")
     monkeypatch.chdir(tmp_path)
     for command, claimed in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", SESSIONS[number], re.MULTILINE):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -118,7 +119,7 @@ def test_the_tide_hangs_from_the_capacity_and_model_data_stands_on_the_floor() -
 
 
 def test_what_a_static_partition_wastes_is_the_hatched_area() -> None:
-    """Between the constant 5 GB and the tide line (8, 5, 5, 9 GB), above the model data (all of it at or below 5 GB)."""
+    """Between the constant 5 GB and the tide line (8, 5, 5, 9 GB), above the model data (all at or below 5 GB)."""
     ax = Figure().subplots()
     plot_tide(timeline(label="static_partition"), ax=ax)
     (hatched,) = [a for a in ax.collections if a.get_hatch()]
@@ -200,7 +201,7 @@ def test_slices_of_a_lane_do_not_overlap() -> None:
     events = [e for e in to_perfetto(timeline())["traceEvents"] if e["ph"] == "X"]
     for tid in {e["tid"] for e in events}:
         lane = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == tid)
-        assert all(a[1] <= b[0] + 1e-3 for a, b in zip(lane, lane[1:]))
+        assert all(a[1] <= b[0] + 1e-3 for a, b in itertools.pairwise(lane))
 
 
 def test_html_of_a_timeline_names_its_figures() -> None:
