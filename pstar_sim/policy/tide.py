@@ -444,8 +444,10 @@ class _Asynchronous:
                 latest_drop[c] = add(Op(Queue.D2H, gpu_free=size), _What(Kind.DROP, c, moment=moment))
                 if self.add_last:
                     sequence += 1
+                    # Also behind the chunk's earlier gradients: one of them may still be on its way down.
+                    after = ((down, 0), (latest_add[c], 0)) if c in latest_add else ((down, 0),)
                     latest_add[c] = add(
-                        Op(Queue.ADAM, cost.cpu_add_s(c), after=((down, 0),), key=(0.0, float(sequence))),
+                        Op(Queue.ADAM, cost.cpu_add_s(c), after=after, key=(0.0, float(sequence))),
                         _What(Kind.CPU_ADD, c, "param", moment),
                     )
                     last_adds.append(latest_add[c])

@@ -37,6 +37,11 @@ def test_every_plan_is_correct_and_keeps_the_budget(policy: str) -> None:
     assert report.fitted >= 5
 
 
+def test_the_last_gradient_is_added_behind_the_earlier_ones() -> None:
+    """Seed 50082: with a slow CPU the last write-back overtakes the one of the micro-batch before."""
+    assert check_policy(find_policy("tide"), examples=1, seed=50_082).fitted == 1
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_jitter_never_breaks_the_budget(seed: int) -> None:
     rng = random.Random(seed)
