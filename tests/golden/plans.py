@@ -70,8 +70,10 @@ def text(name: str) -> str:
     policy, micro_batches, gpu_mib, update, clip = JOBS[name]
     made = plan(name)
     lines = [
-        f"# {policy}: 3 layers of 2 MiB, {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}, "
-        f"GPU of {gpu_mib} MiB, update {update}, {'clipping' if clip else 'no clipping'}",
+        (
+            f"# {policy}: 3 layers of 2 MiB, {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}, "
+            f"GPU of {gpu_mib} MiB, update {update}, {'clipping' if clip else 'no clipping'}"
+        ),
         f"# modes: {' '.join(made.modes)}",
     ]
     for place in ("gpu", "host"):
