@@ -10,7 +10,8 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import PstarError, UnknownName
 from pstar_sim.policy.all_on_gpu import all_on_gpu
 from pstar_sim.policy.patrickstar import patrickstar
-from pstar_sim.policy.tide import static_partition, tide
+from pstar_sim.policy.static_partition import static_partition
+from pstar_sim.policy.tide import tide
 from pstar_sim.policy.zero_offload import zero_offload
 from pstar_sim.workload.workload import Workload
 
