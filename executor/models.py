@@ -12,6 +12,7 @@ import importlib
 import inspect
 import json
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from executor.hooks import tensors_of
 from pstar_sim.catalog.models import model_entry
-from pstar_sim.errors import ModelError
+from pstar_sim.errors import ModelError, PstarError
 
 __all__ = [
     "TORCH_DTYPES",
@@ -32,6 +33,7 @@ __all__ = [
     "build",
     "forward_loss",
     "map_tensors",
+    "named_failures",
     "quiet",
     "unpacked_sequences",
 ]
@@ -113,6 +115,24 @@ def forward_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     if not loss.requires_grad:
         raise ModelError(f"the loss of {type(model).__name__} does not depend on any trainable parameter")
     return loss.reshape(()) if loss.dim() else loss
+
+
+@contextlib.contextmanager
+def named_failures(name: str, model: nn.Module) -> Iterator[None]:
+    """What a module of `model` raises in its forward pass becomes a ModelError that names it; what is raised elsewhere
+    goes on as it is."""
+    try:
+        yield
+    except PstarError:
+        raise
+    except Exception as error:
+        names = {id(part): part_name for part_name, part in model.named_modules()}
+        frames = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        inside = [part for part in frames if isinstance(part, nn.Module) and id(part) in names]
+        if not inside:
+            raise
+        where = f"{names[id(inside[-1])] or '<root>'!r} ({type(inside[-1]).__name__})"
+        raise ModelError(f"{name}: module {where} raised {type(error).__name__}: {_one_line(error)}") from error
 
 
 @contextlib.contextmanager
@@ -240,12 +260,21 @@ def _from_factory(
             module = importlib.import_module(where)
     except ImportError as error:
         raise ModelError(f"{spec}: cannot import {where!r}: {error}") from error
+    except Exception as error:
+        raise ModelError(
+            f"{spec}: importing {where!r} raised {type(error).__name__}: {_one_line(error)}"
+        ) from error
     factory = getattr(module, function_name, None)
     if not callable(factory):
         raise ModelError(f"{spec}: module {where!r} has no callable {function_name!r}")
     wanted = {"batch": batch, "sequence": sequence, "dtype": dtype, "checkpointing": checkpointing}
     names = inspect.signature(factory).parameters
-    made = factory(**{name: value for name, value in wanted.items() if name in names})
+    try:
+        made = factory(**{name: value for name, value in wanted.items() if name in names})
+    except PstarError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{spec}: {function_name}() raised {type(error).__name__}: {_one_line(error)}") from error
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise ModelError(f"{spec}: {function_name}() returns {_describe(made)}; return (nn.Module, example batch)")
     model, example = made

@@ -14,7 +14,7 @@ import torch
 
 from executor.data import batches_like, open_data
 from executor.measure import Measured
-from executor.models import BuiltModel, build
+from executor.models import BuiltModel, build, named_failures
 from executor.optimizer import AdamW
 from executor.prepare import prepare
 from executor.record import record
@@ -32,11 +32,11 @@ MAX_GRAD_NORM = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """reports: one a step. timeline: of the last timed iterations, measured. measured: bytes of one untimed iteration that
+    """reports: one a step. timeline: of the last timed iterations, measured; None if the last was not on plan. measured: bytes of one untimed iteration that
     keeps the predicted order of events (None if it was not asked for). deviations: how the run left the plan, if it did."""
 
     reports: Sequence[StepReport]
-    timeline: Timeline
+    timeline: Timeline | None
     measured: Measured | None
     deviations: Sequence[str]
 
@@ -112,15 +112,16 @@ class Job:
         """The workload of a real warm-up iteration on the virtual accelerator of `machine`."""
         built = self.build()
         batches = self.batches(built)
-        return record(
-            built.module,
-            [next(batches) for _ in range(self.micro_batches)],
-            machine,
-            name=self.model,
-            batch=self.batch,
-            sequence=self.sequence,
-            optimizer=AdamW(lr=self.lr, max_grad_norm=MAX_GRAD_NORM if self.clip else None),
-        )
+        with named_failures(self.model, built.module):
+            return record(
+                built.module,
+                [next(batches) for _ in range(self.micro_batches)],
+                machine,
+                name=self.model,
+                batch=self.batch,
+                sequence=self.sequence,
+                optimizer=AdamW(lr=self.lr, max_grad_norm=MAX_GRAD_NORM if self.clip else None),
+            )
 
     def run(
         self,
@@ -139,13 +140,14 @@ class Job:
         model, optimizer = prepare(built.module, plan, self._adamw(plan), bandwidth=bandwidth)
         session = optimizer.session
         try:
-            reports = train(
-                model, optimizer, batches, steps=steps, micro_batches=plan.workload.micro_batches, on_step=on_step
-            )
+            with named_failures(self.model, model):
+                reports = train(
+                    model, optimizer, batches, steps=steps, micro_batches=plan.workload.micro_batches, on_step=on_step
+                )
             session.drain()
-            timeline = session.timeline()
+            timeline = session.timeline() if any(log.on_plan for log in list(session.logs)[-1:]) else None
             measured = None
-            if order is not None:
+            if order is not None and timeline is not None:
                 # Drawn before: the corpus lies in host memory and is no part of what the accelerator holds.
                 drawn = iter([next(batches) for _ in range(2 * plan.workload.micro_batches)])
                 measured = session.measure_iteration(

@@ -69,10 +69,12 @@ class DoesNotFit(PstarError):
     """
 
     def __init__(self, *, policy: str, place: str, needed_bytes: int, available_bytes: int, what: str) -> None:
+        from pstar_sim.units import format_bytes  # units raises PstarError, so it imports this module
+
         short = needed_bytes - available_bytes
         super().__init__(
-            f"{policy} does not fit: {place} needs {needed_bytes / 1e9:.2f} GB ({what}) "
-            f"but has {available_bytes / 1e9:.2f} GB, short by {short / 1e9:.2f} GB"
+            f"{policy} does not fit: {place} needs {format_bytes(needed_bytes)} ({what}) "
+            f"but has {format_bytes(available_bytes)}, short by {format_bytes(short)}"
         )
         self.policy = policy
         self.place = place

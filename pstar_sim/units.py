@@ -20,10 +20,12 @@ def parse_bytes(text: str) -> int:
     match = _SIZE.fullmatch(text)
     if match is None:
         raise PstarError(f"{text!r} is not a size; write a positive number and a unit, such as 8GB or 512MiB")
-    size = round(float(match[1]) * _SCALE[(match[2] or "").lower()])
-    if size <= 0:
+    size = float(match[1]) * _SCALE[(match[2] or "").lower()]
+    if size > 10**18:
+        raise PstarError(f"{text!r} is more than a million TB; write a size such as 8GB or 512MiB")
+    if round(size) <= 0:
         raise PstarError(f"a size must be positive, not {text!r}")
-    return size
+    return round(size)
 
 
 def parse_bytes_per_s(text: str) -> float:

@@ -78,11 +78,20 @@ def save_machine(machine: Machine, path: str | Path) -> None:
     """Write the machine's file, whole or not at all."""
     target = Path(path)
     text = machine_toml(machine, checked=date.today())
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
-    with os.fdopen(handle, "w", encoding="utf-8") as stream:
-        stream.write(text)
-    Path(name).chmod(0o644)
-    Path(name).replace(target)
+    temporary: Path | None = None
+    try:
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
+        temporary = Path(name)
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        temporary.chmod(0o644)
+        temporary.replace(target)
+        temporary = None
+    except OSError as error:
+        raise CatalogError(f"{target}: cannot be written: {error.strerror or error}; choose another place") from None
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
 
 
 def _key(name: str) -> str:

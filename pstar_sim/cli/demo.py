@@ -10,7 +10,7 @@ import argparse
 import json
 from pathlib import Path
 
-from pstar_sim.cli.planning import say
+from pstar_sim.cli.planning import save_picture, say
 from pstar_sim.cli.running import compare_with_run, executor_module, explain_run, figures_as_json, progress
 from pstar_sim.core.decoding import write_atomically
 
@@ -80,15 +80,15 @@ def demo(args: argparse.Namespace) -> int:
     rows = compare_with_run(predicted, ran)
     say(render(figures_table(rows)))
     say(explain_run(plan, ran))
-    ran.timeline.save(out / "timeline.json")
+    if ran.timeline is not None:
+        ran.timeline.save(out / "timeline.json")
     drawn = [one.timeline for one in result.planned.values()]
     figure = tide_figure(
         drawn, measured=None, title=f"{MODEL}, batch {BATCH}, sequence {SEQUENCE}, {GPU_MEMORY} of GPU memory"
     )
-    figure.savefig(out / "tide.png", dpi=120)
-    tide_figure(
-        [predicted], measured=ran.timeline, title=f"{plan.policy}: predicted (areas) and measured (line)"
-    ).savefig(out / "measured.png", dpi=120)
+    save_picture(figure, out / "tide.png", dpi=120)
+    title = f"{plan.policy}: predicted (areas) and measured (line)"
+    save_picture(tide_figure([predicted], measured=ran.timeline, title=title), out / "measured.png", dpi=120)
     summary = {"losses": losses, "figures": figures_as_json(rows), "deviations": list(ran.deviations)}
     write_atomically(out / "summary.json", json.dumps(summary, indent=1) + "\n")
     say(f"\nin {out}: " + " ".join(sorted(p.name for p in out.iterdir())))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from pstar_sim.errors import PstarError
@@ -75,7 +77,7 @@ def make_parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--policy", default="auto", metavar="P", help="policy, or auto: the fastest that fits (default: auto)"
     )
-    plan.add_argument("-o", "--output", required=True, metavar="FILE", help="the plan file to write")
+    plan.add_argument("-o", "--output", type=_new_file, required=True, metavar="FILE", help="the plan file to write")
     plan.add_argument("--json", action="store_true", help="the plan's line of the comparison as a JSON object")
 
     check = command(
@@ -123,7 +125,7 @@ def make_parser() -> argparse.ArgumentParser:
     _policies(tide, "draw this policy; may be given several times (default: static_partition and tide)")
     tide.add_argument("--x", choices=("time", "moment", "both"), default="both", help="against what (default: both)")
     tide.add_argument("--measured", metavar="FILE", help="a timeline file of a run, drawn over the first policy")
-    tide.add_argument("-o", "--output", default="tide.png", metavar="FILE", help="picture to write (default: tide.png)")
+    tide.add_argument("-o", "--output", type=_new_file, default="tide.png", metavar="FILE", help="picture to write (default: tide.png)")
 
     export = command(
         "export",
@@ -135,7 +137,7 @@ def make_parser() -> argparse.ArgumentParser:
     form = export.add_mutually_exclusive_group(required=True)
     form.add_argument("--perfetto", action="store_true", help="Chrome trace JSON: a lane a queue, counters of memory")
     form.add_argument("--timeline", action="store_true", help="our own timeline JSON")
-    export.add_argument("-o", "--output", required=True, metavar="FILE", help="file to write")
+    export.add_argument("-o", "--output", type=_new_file, required=True, metavar="FILE", help="file to write")
 
     trace = command(
         "trace",
@@ -162,7 +164,7 @@ def make_parser() -> argparse.ArgumentParser:
     trace.add_argument(
         "--attention", choices=("flash", "efficient", "math"), help="attention kernel (default: torch's choice)"
     )
-    trace.add_argument("-o", "--output", required=True, metavar="FILE", help="the trace file to write (.parquet)")
+    trace.add_argument("-o", "--output", type=_new_file, required=True, metavar="FILE", help="the trace file to write (.parquet)")
     trace.add_argument("--json", action="store_true", help="what was traced as a JSON object")
 
     run = command(
@@ -185,8 +187,8 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--bandwidth", metavar="RATE", help="link speed of the virtual accelerator, such as 2GB/s (default: the plan's)"
     )
-    run.add_argument("--record", metavar="FILE", help="keep the warm-up iteration as a trace")
-    run.add_argument("--timeline", metavar="FILE", help="keep the measured timeline")
+    run.add_argument("--record", type=_new_file, metavar="FILE", help="keep the warm-up iteration as a trace")
+    run.add_argument("--timeline", type=_new_file, metavar="FILE", help="keep the measured timeline")
     run.add_argument("--lr", type=float, default=3e-4, metavar="LR", help="learning rate (default: 3e-4)")
     run.add_argument("--seed", type=_natural, default=0, metavar="N", help="seed of weights and data (default: 0)")
     run.add_argument("--json", action="store_true", help="one JSON object instead of the tables")
@@ -290,4 +292,23 @@ def _positive(text: str) -> int:
 def _natural(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}")
+    if len(text) > 9:
+        raise argparse.ArgumentTypeError(f"must be less than a billion, not {text}")
     return int(text)
+
+
+def _new_file(text: str) -> str:
+    """A file that can be written, tried before any work is done for it."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {str(path.parent)!r}; make it first")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text}: the folder {str(path.parent)!r} cannot be written to ({error.strerror}); choose another"
+        ) from None
+    return text

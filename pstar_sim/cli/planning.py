@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 from pstar_sim.errors import PstarError
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from pstar_sim.core.timeline import Timeline
     from pstar_sim.planner.compare import Comparison
 
-__all__ = ["check", "compare", "explain", "export", "machines", "models", "plan", "plot_tide", "policies"]
+__all__ = ["check", "compare", "explain", "export", "machines", "models", "plan", "plot_tide", "policies", "save_picture"]
 
 
 def say(text: str) -> None:
@@ -106,12 +108,24 @@ def plot_tide(args: argparse.Namespace) -> int:
         measured = load_timeline(args.measured)
     xs = ("time", "moment") if args.x == "both" else (args.x,)
     figure = tide_figure(timelines, xs=xs, measured=measured, title=title)
-    try:
-        figure.savefig(args.output, dpi=150)
-    except ValueError as error:  # matplotlib's word for a file ending it does not know
-        raise PstarError(f"{args.output}: {error}") from None
+    save_picture(figure, Path(args.output), dpi=150)
     say(f"{args.output}: {', '.join(t.label for t in timelines)}")
     return 0
+
+
+def save_picture(figure: Figure, path: Path, *, dpi: int) -> None:
+    """Write a picture, whole or not at all; its kind is the file's ending, PNG where there is none.
+
+    Raises PstarError for an ending that matplotlib does not know and for a file that cannot be written.
+    """
+    from pstar_sim.core.decoding import replaced_atomically
+
+    kind = path.suffix.removeprefix(".") or "png"
+    known = figure.canvas.get_supported_filetypes()
+    if kind.lower() not in known:
+        raise PstarError(f"{path}: {kind!r} is not a kind of picture; it is one of {', '.join(sorted(known))}")
+    with replaced_atomically(path) as temporary:
+        figure.savefig(temporary, dpi=dpi, format=kind.lower())
 
 
 def export(args: argparse.Namespace) -> int:
@@ -123,10 +137,11 @@ def export(args: argparse.Namespace) -> int:
     if args.timeline:
         timeline.save(args.output)
     else:
+        from pstar_sim.core.decoding import write_atomically
         from pstar_sim.report.perfetto import to_perfetto
 
         text = json.dumps(to_perfetto(timeline, loaded), allow_nan=False, separators=(",", ":"))
-        Path(args.output).write_text(text + "\n", encoding="utf-8")
+        write_atomically(Path(args.output), text + "\n")
     say(f"{args.output}: {len(timeline.spans)} spans of {timeline.iterations} iterations")
     return 0
 

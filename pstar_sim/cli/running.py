@@ -103,8 +103,10 @@ def run(args: argparse.Namespace) -> int:
     predicted = play_plan(replace(plan, machine=measured_machine))
     with progress(args.steps, plan, quiet=args.json) as on_step:
         result = job.run(plan, steps=args.steps, bandwidth=bandwidth, order=predicted, on_step=on_step)
-    if args.timeline is not None:
+    if args.timeline is not None and result.timeline is not None:
         result.timeline.save(args.timeline)
+    elif args.timeline is not None:
+        sys.stderr.write(f"pstar: {args.timeline} is not written: no iteration ran on plan\n")
     rows = compare_with_run(predicted, result)
     if args.json:
         say_json(
@@ -132,8 +134,9 @@ def compare_with_run(predicted: Timeline, result: RunResult) -> list[Figure]:
     steady = times[1:] or times
     wanted: dict[str, float] = {"iteration_s": predicted.iteration_s}
     found: dict[str, float] = {"iteration_s": statistics.median(steady)}
-    wanted |= {"h2d_bytes": predicted.moved_bytes["h2d"], "d2h_bytes": predicted.moved_bytes["d2h"]}
-    found |= {"h2d_bytes": result.timeline.moved_bytes["h2d"], "d2h_bytes": result.timeline.moved_bytes["d2h"]}
+    if result.timeline is not None:
+        wanted |= {"h2d_bytes": predicted.moved_bytes["h2d"], "d2h_bytes": predicted.moved_bytes["d2h"]}
+        found |= {"h2d_bytes": result.timeline.moved_bytes["h2d"], "d2h_bytes": result.timeline.moved_bytes["d2h"]}
     if result.measured is not None and result.measured.on_plan:
         wanted |= {"GPU peak_bytes": predicted.peak_bytes["gpu"], "host peak_bytes": predicted.peak_bytes["host"]}
         found |= {"GPU peak_bytes": result.measured.peak_gpu_bytes, "host peak_bytes": result.measured.peak_host_bytes}
@@ -152,6 +155,8 @@ def explain_run(plan: Plan, result: RunResult) -> str:
             "GPU peak in one more, untimed iteration in the predicted order"
         )
     ]
+    if result.timeline is None:
+        lines.append("no iteration ran on plan: bytes were not measured")
     if result.deviations:
         lines.append(f"the run left the plan {len(result.deviations)} times, first: {result.deviations[0]}")
     return "\n".join(lines)
@@ -159,7 +164,7 @@ def explain_run(plan: Plan, result: RunResult) -> str:
 
 @contextmanager
 def progress(steps: int, plan: Plan, *, quiet: bool) -> Iterator[Callable[[Any], None] | None]:
-    """A progress bar on stderr with loss and throughput; none if quiet."""
+    """A progress bar on stderr with loss and throughput, from the first step on; none if quiet."""
     if quiet:
         yield None
         return
@@ -174,11 +179,19 @@ def progress(steps: int, plan: Plan, *, quiet: bool) -> Iterator[Callable[[Any],
         TimeRemainingColumn(),
     )
     peak = format_bytes(plan.gpu_budget_bytes)
-    with Progress(*columns, console=Console(file=sys.stderr)) as bar:
-        task = bar.add_task(plan.policy, total=steps, state="")
+    bar = Progress(*columns, console=Console(file=sys.stderr))
+    task = bar.add_task(plan.policy, total=steps, state="")
+    try:
 
         def on_step(report: Any) -> None:
+            bar.start()
             speed = plan.workload.tokens / report.time_s
             bar.update(task, advance=1, state=f"loss {report.loss:.4f}  {speed:,.0f} tokens/s  GPU budget {peak}")
 
         yield on_step
+    except BaseException:
+        bar.live.transient = True  # a run that failed leaves one line, which says why
+        raise
+    finally:
+        if bar.live.is_started:
+            bar.stop()

@@ -7,12 +7,15 @@ for).
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pstar_sim.catalog.loader import load_machine, machine_names
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Plan, Settings
@@ -25,12 +28,13 @@ from pstar_sim.planner.nearest import nearest
 from pstar_sim.policy.registry import Policy, find_policy
 from pstar_sim.policy.registry import policies as all_policies
 from pstar_sim.sim.play import play
+from pstar_sim.units import GB
 from pstar_sim.workload.workload import Workload
 
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Comparison", "Planned", "Row", "compare", "plan_and_play", "without_barrier"]
+__all__ = ["Comparison", "Planned", "Row", "compare", "plan_and_play", "require_one_gpu", "without_barrier"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +169,57 @@ def compare(
     names = [name for name, _ in asked]
     if len(set(names)) != len(names):
         raise PstarError(f"policies must have different names, not {', '.join(names)}")
+    require_one_gpu(machine)
+    with _without_garbage_collection():
+        return _compare(workload, machine, settings, asked, barrier_cost=barrier_cost, near=near)
+
+
+def require_one_gpu(machine: Machine) -> None:
+    """Raises PstarError for a machine of several GPUs, and says which machine to ask about instead."""
+    count = len(machine.ranks)
+    if count == 1:
+        return
+    share = f"{machine.host.memory_bytes // count / GB:.4g}GB"
+    like = _one_gpu_machine(machine)
+    instead = f"--machine {like} --host-memory {share}" if like else f"a machine file with gpus = 1, and --host-memory {share}"
+    raise PstarError(
+        f"machine {machine.name!r} has {count} GPUs, and planning across GPUs does not exist yet; plan for one of them "
+        f"with {instead} (its share of the host)"
+    )
+
+
+def _one_gpu_machine(machine: Machine) -> str | None:
+    """The catalog's machine with one such GPU, None if there is none."""
+    named = [name for name in machine_names() if machine.gpu.name in name]
+    for one in (load_machine(name) for name in named):
+        if len(one.ranks) == 1 and one.gpu.name == machine.gpu.name:
+            return one.name
+    return None
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Plans and timelines are hundreds of thousands of small objects that live until the answer is given; the cycle
+    collector walks them again and again and finds nothing, for a third of the CPU time. Reference counts still free what
+    is dropped. The collector is left as it was found."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _compare(
+    workload: Workload,
+    machine: Machine,
+    settings: Settings,
+    asked: Sequence[tuple[str, Policy]],
+    *,
+    barrier_cost: bool,
+    near: bool,
+) -> Comparison:
     layout = build_layout(workload, chunk_bytes=settings.chunk_bytes)
     bound_s = lower_bound(workload, machine, settings, layout).seconds
     free = None
@@ -176,8 +231,8 @@ def compare(
     for name, policy in asked:
         try:
             plan, timeline = plan_and_play(policy, workload, machine, settings, label=name)
-        except DoesNotFit as error:
-            failures[name] = (policy, error)
+        except DoesNotFit as short:
+            failures[name] = (policy, short)
             rows.append(Row(policy=name, fits=False, lower_bound_s=bound_s))
             continue
         row = _figures(name, plan, timeline, bound_s, _barrier_cost(policy, timeline, free))
@@ -187,9 +242,9 @@ def compare(
     others = [r.policy for r in sorted(later_first, key=_pace) if r.fits]
     for i, row in enumerate(rows):
         if row.policy in failures:
-            policy, short = failures[row.policy]
-            hint = nearest(policy, workload, machine, settings, short, fitting=others) if near else ""
-            rows[i] = replace(row, reason=str(short) + (f"; {hint}" if hint else ""))
+            policy, error = failures[row.policy]
+            hint = nearest(policy, workload, machine, settings, error, fitting=others) if near else ""
+            rows[i] = replace(row, reason=str(error) + (f"; {hint}" if hint else ""))
     return Comparison(workload=workload, machine=machine, settings=settings, rows=tuple(rows), planned=planned)
 
 

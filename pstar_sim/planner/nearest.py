@@ -137,7 +137,7 @@ def _workloads(
         changed = variant(workload.batch, workload.micro_batches, True)
         if promising(changed) and _fits(policy, changed, machine, settings) is None:
             yield "with --checkpointing"
-    for batch in (b for b in range(workload.batch - 1, 0, -1) if workload.batch % b == 0):
+    for batch in (workload.batch // n for n in range(2, min(workload.batch, 1024) + 1) if workload.batch % n == 0):
         if not promising(variant(batch, 1, workload.checkpointing)):
             continue
         micro_batches = workload.micro_batches * (workload.batch // batch)

@@ -20,7 +20,7 @@ BINDS_NAMES = {"adam": "CPU Adam", "dram": "host DRAM"}
 
 
 def heading(comparison: Comparison) -> str:
-    """One line: what was compared, where, and under which setting."""
+    """What was compared, under which setting and where; of "here" also what was found and what was assumed."""
     w, m, s = comparison.workload, comparison.machine, comparison.settings
     barrier = s.barrier(w.dtype)
     parts = [
@@ -36,7 +36,10 @@ def heading(comparison: Comparison) -> str:
     where = (
         f"{m.name}: {format_bytes(m.gpu_budget_bytes)} of GPU and {format_bytes(m.host_budget_bytes)} of host memory"
     )
-    return f"{', '.join(parts)}\non {where} ({m.confidence})"
+    lines = [", ".join(parts), f"on {where} ({m.confidence})"]
+    if m.name == "here" and m.notes:
+        lines.append(f"here: {m.notes}")
+    return "\n".join(lines)
 
 
 def comparison_table(comparison: Comparison) -> Table:

@@ -1,0 +1,183 @@
+"""Bad input to the commands that need no torch: one line that names the thing and what would do, nothing half-written."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import pstar_sim.core.decoding as decoding
+from pstar_sim.cli import main
+from pstar_sim.errors import DoesNotFit, PstarError
+
+SMALL = ["--model", "1B", "--batch", "1", "--seq", "128"]
+MACHINE = '[machines.mine]\ngpu = "v100-32"\ngpus = 1\nlink = "pcie3-x16"\nhost = "xeon-ddr4-2666"\n'
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The one line on stderr of a command that fails with status 2 and prints no result."""
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("pstar: ") and err.count("\n") == 1 and "Traceback" not in err
+    return err
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bad-input") / "plan.json"
+    assert main(["plan", *SMALL, "--machine", "v100-32", "--policy", "tide", "-o", str(path)]) == 0
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (MACHINE.replace('gpu = "v100-32"\n', ""), "[mine] gpu is missing"),
+        (MACHINE + 'colour = "red"\n', "colour = 'red' is not a known field; it takes gpu, gpus"),
+        (MACHINE.replace("gpus = 1", "gpus = -1"), "gpus = -1; must be a whole number from 1 to 1024"),
+        (MACHINE.replace("v100-32", "v100-33"), "gpu = 'v100-33'; must be the name of a GPU, such as v100-32"),
+        (MACHINE + "[gpus.v100-32]\nmemory_gb = 1e9\n", "memory_gb = 1000000000.0; must be a number from"),
+        (MACHINE[:20], "not a TOML file"),
+    ],
+)
+def test_a_catalog_entry_that_is_wrong(
+    text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(text)
+    said = complaint(capsys, "compare", *SMALL, "--machine", str(file))
+    assert f"{file}: " in said and says in said
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [("v100-32x8", "v100-32 --host-memory 30GB"), ("a100-80x8", "a100-80 --host-memory 125GB")],
+)
+def test_several_gpus_are_refused_with_the_machine_to_ask_about(
+    name: str, instead: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = complaint(capsys, "compare", *SMALL, "--machine", name)
+    assert f"machine '{name}' has 8 GPUs" in said and "does not exist yet" in said and f"--machine {instead}" in said
+    plan = tmp_path / "plan.json"
+    assert "8 GPUs" in complaint(capsys, "plan", *SMALL, "--machine", name, "-o", str(plan))
+    assert not plan.exists()
+    assert main(["compare", *SMALL, "--policy", "tide", "--machine", *instead.split()]) == 0
+    capsys.readouterr()
+    assert main(["machines", "--json"]) == 0
+    assert name in [row["machine"] for row in json.loads(capsys.readouterr().out)]
+
+
+def test_this_machine_says_what_was_found_and_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", *SMALL, "--policy", "zero_offload", "--machine", "here", "--gpu-memory", "40GB"]) in (0, 2)
+    assert "\nhere: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("size", ["1e400GB", "1e30TB"])
+def test_a_size_beyond_all_machines(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"'{size}'" in complaint(capsys, "compare", *SMALL, "--machine", "v100-32", "--gpu-memory", size)
+
+
+def test_a_batch_beyond_all_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["compare", "--model", "1B", "--seq", "128", "--machine", "v100-32", "--policy", "tide", "--batch"]
+    assert "less than a billion" in complaint(capsys, *argv, "9" * 20)
+    assert main([*argv, "9" * 9]) == 2
+    assert "short by" in capsys.readouterr().out
+
+
+def test_too_large_for_the_chunk_budget_says_by_how_much_and_what_does(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["compare", "--model", "15B", "--batch", "48", "--seq", "1024", "--machine", "v100-32", "--policy", "tide"]
+    assert main([*argv, "--json"]) == 2
+    (row,) = json.loads(capsys.readouterr().out)
+    assert re.search(r"gpu needs [\d.]+ GB .* short by [\d.]+ GB; fits on a100-", row["reason"])
+
+
+def test_shortages_are_written_in_their_own_unit() -> None:
+    said = str(DoesNotFit(policy="tide", place="gpu", needed_bytes=219_700, available_bytes=200_000, what="all"))
+    assert said == "tide does not fit: gpu needs 219.7 kB (all) but has 200 kB, short by 19.7 kB"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["plan", *SMALL, "--machine", "v100-32", "-o"],
+        ["export", "PLAN", "--perfetto", "-o"],
+        ["export", "PLAN", "--timeline", "-o"],
+        ["plot", "tide", "PLAN", "-o"],
+        ["trace", "1B", "--batch", "1", "--seq", "8", "-o"],
+        ["run", "PLAN", "--model", "1B", "--record"],
+        ["run", "PLAN", "--model", "1B", "--timeline"],
+    ],
+    ids=" ".join,
+)
+def test_a_place_that_cannot_be_written_to(
+    argv: list[str], plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [str(plan_file) if word == "PLAN" else word for word in argv]
+    missing = tmp_path / "none" / "file.png"
+    said = complaint(capsys, *argv, str(missing))
+    assert f"{missing}: there is no folder" in said and not missing.parent.exists()
+    assert f"{tmp_path} is a folder" in complaint(capsys, *argv, str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_picture_that_fails_leaves_nothing(
+    plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    def full(self: object, file: Path, **options: object) -> None:
+        Path(file).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Figure, "savefig", full)
+    target = tmp_path / "tide.png"
+    said = complaint(capsys, "plot", "tide", str(plan_file), "-o", str(target))
+    assert f"{target}: cannot be written: No space left on device" in said and list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
+    target = tmp_path / "file.json"
+    decoding.write_atomically(target, "old")
+    with pytest.raises(ZeroDivisionError), decoding.replaced_atomically(target) as temporary:
+        temporary.write_text("ne")
+        raise ZeroDivisionError
+    assert target.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["file.json"]
+    with pytest.raises(PstarError, match="there is no folder"):
+        decoding.write_atomically(tmp_path / "none" / "file.json", "text")
+
+
+def test_a_plan_edited_by_hand_so_that_it_is_wrong(
+    plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A budget a tenth of what the plan was made for: the steps still read well, the checker finds the moment."""
+    plan = json.loads(plan_file.read_text())
+    plan["gpu_budget_bytes"] //= 10_000
+    path = tmp_path / "edited.json"
+    path.write_text(json.dumps(plan))
+    said = complaint(capsys, "check", str(path))
+    assert "gpu" in said and "budget" in said
+
+
+def test_a_plan_for_other_hardware_is_not_run(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    said = complaint(capsys, "run", str(plan_file), "--model", "1B")
+    assert "made for machine 'v100-32'" in said and "--machine virtual" in said
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_compare_leaves_the_garbage_collector_as_it_was(
+    enabled: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr("pstar_sim.planner.compare.lower_bound", lambda *a: seen.append(gc.isenabled()) or 1 / 0)
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(ZeroDivisionError):
+            main(["compare", *SMALL, "--machine", "v100-32"])
+        assert gc.isenabled() is enabled and seen == [False]
+    finally:
+        (gc.enable if before else gc.disable)()
