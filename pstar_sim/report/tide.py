@@ -37,7 +37,7 @@ COLOURS = {
 }
 NAMES = {
     "states": "optimizer states",
-    "param": "param16",
+    "param": "parameters (param16)",
     "grad": "gradients",
     "buffer": "buffers",
     "non-model": "non-model (the tide)",
@@ -201,6 +201,9 @@ def _legend(ax: Axes, handles: dict[str, Any]) -> None:
     order = [NAMES[c] for c in ("non-model", "buffer", "grad", "param", "states")]
     order += [_WASTE, "capacity of a static partition", "capacity (the plan's budget)"]
     names = [n for n in order if n in handles] + [n for n in handles if n not in order]
+    figure = ax.get_figure(root=True)
+    if figure is not None and figure.get_layout_engine() is None:
+        figure.set_layout_engine("constrained")  # makes room for the legend beside the axes
     ax.legend(
         [handles[n] for n in names],
         names,
