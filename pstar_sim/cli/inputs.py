@@ -11,7 +11,7 @@ from pstar_sim.errors import PstarError
 from pstar_sim.units import parse_bytes
 from pstar_sim.workload.presets import preset
 from pstar_sim.workload.trace import load_trace
-from pstar_sim.workload.workload import Workload
+from pstar_sim.workload.workload import Workload, retype
 
 __all__ = ["default_dtype", "machine_of", "settings_of", "workload_of"]
 
@@ -39,14 +39,22 @@ def workload_of(args: argparse.Namespace, machine: Machine) -> Workload:
     Raises PstarError for flags that name no variant of the trace or more than one, and for flags that are missing.
     """
     if args.trace is not None:
-        return load_trace(
+        half = args.dtype in ("bf16", "fp16")
+        found = load_trace(
             args.trace,
             batch=args.batch,
             sequence=args.seq,
             checkpointing=args.checkpointing,
             micro_batches=args.micro_batches,
-            dtype=args.dtype,
+            dtype=None if half else args.dtype,
         )
+        if found.dtype == "fp32":
+            if half:
+                raise PstarError(
+                    f"{args.trace}: --dtype {args.dtype}, but the trace is of fp32; trace the model in {args.dtype}"
+                )
+            return found
+        return retype(found, args.dtype or default_dtype(machine))
     if args.model is None:
         raise PstarError("give --trace FILE, or --model NAME with --batch and --seq")
     if args.batch is None or args.seq is None:

@@ -25,7 +25,7 @@ from pstar_sim.planner.binding import bound_by
 from pstar_sim.planner.bounds import lower_bound
 from pstar_sim.planner.explain import explain
 from pstar_sim.planner.nearest import nearest
-from pstar_sim.policy.registry import Policy, find_policy
+from pstar_sim.policy.registry import Policy, find_policy, is_built_in
 from pstar_sim.policy.registry import policies as all_policies
 from pstar_sim.sim.play import play
 from pstar_sim.units import GB
@@ -181,7 +181,11 @@ def require_one_gpu(machine: Machine) -> None:
         return
     share = f"{machine.host.memory_bytes // count / GB:.4g}GB"
     like = _one_gpu_machine(machine)
-    instead = f"--machine {like} --host-memory {share}" if like else f"a machine file with gpus = 1, and --host-memory {share}"
+    instead = (
+        f"--machine {like} --host-memory {share}"
+        if like
+        else f"a machine file with gpus = 1, and --host-memory {share}"
+    )
     raise PstarError(
         f"machine {machine.name!r} has {count} GPUs, and planning across GPUs does not exist yet; plan for one of them "
         f"with {instead} (its share of the host)"
@@ -251,8 +255,31 @@ def _compare(
 def plan_and_play(
     policy: Policy, workload: Workload, machine: Machine, settings: Settings, *, label: str = ""
 ) -> tuple[Plan, Timeline]:
-    """The policy's plan and its simulated timeline, which carries what its picture needs. Raises DoesNotFit."""
-    plan = policy(workload, machine, settings)
+    """The policy's plan and its simulated timeline, which carries what its picture needs.
+
+    A policy of the user's own is not believed: its plan has to be for this job and to pass the checker. Raises DoesNotFit,
+    and PlanError naming the policy for anything else it does wrong.
+    """
+    if is_built_in(policy):
+        plan = policy(workload, machine, settings)
+        return plan, play_plan(plan, label=label)
+    name = label or getattr(policy, "__name__", "policy")
+    try:
+        plan = policy(workload, machine, settings)
+    except PstarError:
+        raise
+    except Exception as error:
+        raise PlanError(
+            f"policy {name}: {type(error).__name__}: {error}; a policy returns a Plan or raises DoesNotFit"
+        ) from error
+    if not isinstance(plan, Plan):
+        raise PlanError(f"policy {name} returned {type(plan).__name__}; a policy returns a Plan or raises DoesNotFit")
+    asked = (workload, machine, settings, machine.gpu_budget_bytes, machine.host_budget_bytes)
+    made = (plan.workload, plan.machine, plan.settings, plan.gpu_budget_bytes, plan.host_budget_bytes)
+    for what, one, other in zip(("workload", "machine", "settings", "GPU budget", "host budget"), asked, made):
+        if one is not other and one != other:
+            raise PlanError(f"policy {name} made its plan for another {what} than it was asked for")
+    plan.check()
     return plan, play_plan(plan, label=label)
 
 

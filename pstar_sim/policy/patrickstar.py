@@ -47,14 +47,14 @@ def patrickstar(workload: Workload, machine: Machine, settings: Settings) -> Pla
     seen = [start]
     for _ in range(MOST_ITERATIONS):
         run = _Run(workload, machine, settings, seen[-1])
-        run.iteration()
+        run.play()
         end = frozenset(run.resident)
         if end == seen[-1]:
             break
         seen.append(end)
     else:  # it goes round in a circle of several iterations: close it after one
         run = _Run(workload, machine, settings, seen[-1])
-        run.iteration()
+        run.play()
         run.restore(seen[-1])
     return run.plan(rounds=len(seen))
 
@@ -73,10 +73,10 @@ class _Run:
         movable = [c.index for c in chunks if not c.small]
         updated = [c for c in movable if uses.updated(c)]
         budget = machine.gpu_budget_bytes
-        self.worst = max(range(len(uses.tide)), key=lambda m: uses.tide[m])
+        worst = max(range(len(uses.tide)), key=lambda m: uses.tide[m])
         small = sum(b.permanent_bytes(c.index) for c in chunks if c.small)
         buffer = max((chunks[c].numel * 4 for c in updated), default=0)
-        margin = budget - buffer - uses.tide[self.worst] - small - sum(self.sizes[c] for c in movable)
+        margin = budget - buffer - uses.tide[worst] - small - sum(self.sizes[c] for c in movable)
         states = [b.permanent_bytes(c) - self.sizes[c] for c in updated]
         uniform = median_low(states) if states else 1  # its chunks are all of one size
         count = max(0, ceil(margin / uniform * MARGIN_RATIO) - 1) if margin > 0 else 0
@@ -156,6 +156,40 @@ class _Run:
                     f"a reserve of one chunk, {format_bytes(self.reserve)}; "
                     f"small parameters, states and the fp32 buffer, {format_bytes(self.fixed)}",
                 )
+
+    def most_needed(self) -> tuple[int, int]:
+        """(bytes needed, moment) of the moment that needs most: what cannot be evicted, the tide, the reserve."""
+        uses, tide = self.uses, self.uses.tide
+        opening = [0] * (len(tide) + 1)
+        for c in self.movable:
+            for _, first, final in uses.spans[c][:-1]:
+                opening[first] += self.b.payload(c, "grad")
+                opening[final + 1] -= self.b.payload(c, "grad")
+        movable = set(self.movable)
+        gradients, most = 0, (0, 0)
+        for m in range(len(tide)):
+            gradients += opening[m]
+            chunks = sum(self.sizes[c] for c in uses.by_moment[m] if c in movable)
+            beside = max(tide[m], tide[(m + 1) % len(tide)]) + (self.reserve if chunks or gradients else 0)
+            most = max(most, (self.fixed + chunks + gradients + beside, m))
+        return most
+
+    def play(self) -> None:
+        """One iteration. Raises DoesNotFit with what the worst moment needs, not the first that is short."""
+        try:
+            self.iteration()
+        except DoesNotFit as short:
+            needed_bytes, m = self.most_needed()
+            if short.place != "gpu" or needed_bytes <= short.needed_bytes:
+                raise
+            raise DoesNotFit(
+                policy="patrickstar",
+                place="gpu",
+                needed_bytes=needed_bytes,
+                available_bytes=short.available_bytes,
+                what=f"{describe_moment(self.workload, m)}; its chunks and gradient lists; a reserve of one "
+                f"chunk, {format_bytes(self.reserve)}; small parameters, states and the fp32 buffer, {format_bytes(self.fixed)}",
+            ) from None
 
     def iteration(self) -> None:
         b, uses, w = self.b, self.uses, self.workload

@@ -15,7 +15,7 @@ from pstar_sim.policy.tide import tide
 from pstar_sim.policy.zero_offload import zero_offload
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["ENTRY_POINTS", "Policy", "find_policy", "policies"]
+__all__ = ["ENTRY_POINTS", "Policy", "find_policy", "is_built_in", "policies"]
 
 Policy = Callable[[Workload, Machine, Settings], Plan]
 """A policy is a pure function; it raises DoesNotFit where it can place nothing."""
@@ -42,6 +42,11 @@ def policies() -> dict[str, Policy]:
         if point.name not in found:
             found[point.name] = _load(point)
     return found
+
+
+def is_built_in(policy: Policy) -> bool:
+    """Whether the function is one of the policies shipped here."""
+    return policy in _BUILT_IN.values()
 
 
 def find_policy(name: str) -> Policy:

@@ -24,7 +24,7 @@ def heading(comparison: Comparison) -> str:
     w, m, s = comparison.workload, comparison.machine, comparison.settings
     barrier = s.barrier(w.dtype)
     parts = [
-        f"{w.model}, {w.params / 1e9:.2f} B parameters",
+        f"{w.model}, {_params(w.params)} parameters",
         f"batch {w.batch}" + (f" x {w.micro_batches} micro-batches" if w.micro_batches > 1 else ""),
         f"sequence {w.sequence}",
         w.dtype,
@@ -37,9 +37,15 @@ def heading(comparison: Comparison) -> str:
         f"{m.name}: {format_bytes(m.gpu_budget_bytes)} of GPU and {format_bytes(m.host_budget_bytes)} of host memory"
     )
     lines = [", ".join(parts), f"on {where} ({m.confidence})"]
+    if w.dtype not in m.gpu.flops_per_s:
+        lines.append(f"{w.dtype} is forced: {m.gpu.name} has no {w.dtype} units; timed at the rate of another type")
     if m.name == "here" and m.notes:
         lines.append(f"here: {m.notes}")
     return "\n".join(lines)
+
+
+def _params(count: int) -> str:
+    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
 
 
 def comparison_table(comparison: Comparison) -> Table:

@@ -124,10 +124,10 @@ def load_trace(
     micro_batches: int | None = None,
     dtype: str | None = None,
 ) -> Workload:
-    """The one workload of a trace file that agrees with everything named; what is not named may be anything.
+    """The workload of a trace file that agrees with everything named; if several do, the first of them in the file.
 
     micro_batches: a number that the file does not hold is made from the variant with one, by repeating it.
-    Raises TraceError as `load_variants` does, and if no variant agrees, or more than one (the text lists them).
+    Raises TraceError as `load_variants` does, and if no variant agrees (the text lists what there is).
     """
     variants = load_variants(path)
     wanted = {"batch": batch, "sequence": sequence, "checkpointing": checkpointing, "dtype": dtype}
@@ -135,14 +135,12 @@ def load_trace(
     if micro_batches is not None:
         exact = [w for w in found if w.micro_batches == micro_batches]
         found = exact or [repeat_micro_batch(w, micro_batches) for w in found if w.micro_batches == 1]
-    if len(found) == 1:
+    if found:
         return found[0]
     asked = ", ".join(
         f"{name}={value}" for name, value in (wanted | {"micro_batches": micro_batches}).items() if value is not None
     )
-    listed = "; ".join(_words(w) for w in (found or variants)[:12])
-    if found:
-        raise TraceError(f"{path}: holds {len(found)} variants{asked and ' with ' + asked}; choose one of: {listed}")
+    listed = "; ".join(_words(w) for w in variants[:12])
     raise TraceError(f"{path}: no variant has {asked}; it holds: {listed}")
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "UseKind",
     "Workload",
     "repeat_micro_batch",
+    "retype",
 ]
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -227,6 +228,17 @@ def check_workload(w: Workload) -> None:
             raise bad("uses", (u.moment, u.tensor), "a tied tensor is used under the index of the one it is tied to")
         if u.kind is UseKind.GRADIENT and w.tensors[u.tensor].frozen:
             raise bad("uses", (u.moment, u.tensor), "a frozen tensor has no gradient")
+
+
+def retype(w: Workload, dtype: str) -> Workload:
+    """The same workload in the other 16-bit type: bytes and flops are equal, only loss scaling and rates differ. Raises
+    TraceError between types of different size."""
+    if dtype == w.dtype:
+        return w
+    if DTYPE_BYTES.get(dtype) != DTYPE_BYTES[w.dtype]:
+        raise TraceError(f"workload {w.model!r} is in {w.dtype}; it cannot stand for {dtype}, whose size differs")
+    tensors = tuple(replace(t, dtype=dtype) if t.dtype == w.dtype else t for t in w.tensors)
+    return replace(w, dtype=dtype, tensors=tensors)
 
 
 def repeat_micro_batch(w: Workload, micro_batches: int) -> Workload:

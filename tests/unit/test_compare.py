@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -207,3 +208,34 @@ def test_settings_may_be_given_as_a_value_or_piecewise() -> None:
     one = compare(chain(), machine(), policies=[all_on_gpu], settings=FREE)
     two = compare(chain(), machine(), policies=[all_on_gpu], update="eager", clip=False)
     assert one.settings == two.settings == replace(Settings(), update="eager", clip=False)
+
+
+def test_a_policy_of_ones_own_is_not_believed() -> None:
+    """Its plan must be for the job that was asked about, and pass the checker; whatever it raises names it."""
+    from pstar_sim.catalog.loader import load_machine
+    from pstar_sim.policy.tide import tide
+    from pstar_sim.workload.presets import preset
+
+    w, machine = preset("gpt2", batch=2, seq=128), load_machine("t4", gpu_memory="2GB")
+
+    def for_a_larger_gpu(workload: Any, machine: Any, settings: Settings) -> Plan:
+        return tide(workload, load_machine("t4", gpu_memory="16GB"), settings)
+
+    def without_waiting(workload: Any, machine: Any, settings: Settings) -> Plan:
+        plan = tide(workload, machine, settings)
+        return replace(plan, steps=tuple(replace(step, after=()) for step in plan.steps))
+
+    def nothing(workload: Any, machine: Any, settings: Settings) -> None:
+        return None
+
+    def broken(workload: Any, machine: Any, settings: Settings) -> Plan:
+        raise ZeroDivisionError("of my own")
+
+    for policy, words in (
+        (for_a_larger_gpu, "for_a_larger_gpu made its plan for another machine"),
+        (without_waiting, "step"),
+        (nothing, "nothing returned NoneType"),
+        (broken, "broken: ZeroDivisionError: of my own"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            compare(w, machine, policies=[policy])  # type: ignore[list-item]
