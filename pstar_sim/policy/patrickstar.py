@@ -187,8 +187,9 @@ class _Run:
                 place="gpu",
                 needed_bytes=needed_bytes,
                 available_bytes=short.available_bytes,
-                what=f"{describe_moment(self.workload, m)}; its chunks and gradient lists; a reserve of one "
-                f"chunk, {format_bytes(self.reserve)}; small parameters, states and the fp32 buffer, {format_bytes(self.fixed)}",
+                what=f"{describe_moment(self.workload, m)}; its chunks and gradient lists; a reserve of one chunk, "
+                f"{format_bytes(self.reserve)}; small parameters, states and the fp32 buffer, "
+                f"{format_bytes(self.fixed)}",
             ) from None
 
     def iteration(self) -> None:
