@@ -261,9 +261,7 @@ def _from_factory(
     except ImportError as error:
         raise ModelError(f"{spec}: cannot import {where!r}: {error}") from error
     except Exception as error:
-        raise ModelError(
-            f"{spec}: importing {where!r} raised {type(error).__name__}: {_one_line(error)}"
-        ) from error
+        raise ModelError(f"{spec}: importing {where!r} raised {type(error).__name__}: {_one_line(error)}") from error
     factory = getattr(module, function_name, None)
     if not callable(factory):
         raise ModelError(f"{spec}: module {where!r} has no callable {function_name!r}")

@@ -32,8 +32,10 @@ MAX_GRAD_NORM = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """reports: one a step. timeline: of the last timed iterations, measured; None if the last was not on plan. measured: bytes of one untimed iteration that
-    keeps the predicted order of events (None if it was not asked for). deviations: how the run left the plan, if it did."""
+    """reports: one a step. timeline: of the last timed iterations, measured; None if the last was not on plan.
+    measured: bytes of one untimed iteration that
+    keeps the predicted order of events (None if it was not asked for). deviations: how the run left the plan, if it
+    did."""
 
     reports: Sequence[StepReport]
     timeline: Timeline | None
@@ -52,14 +54,15 @@ def check_device(plan: Plan, device: str) -> None:
         )
     if plan.workload.source == "preset":
         raise PlanError(
-            f"the plan was made from the preset {plan.workload.model!r}, whose moments are not a module's; trace the model "
-            "first (pstar trace) and plan with --trace"
+            f"the plan was made from the preset {plan.workload.model!r}, whose moments are not a module's; "
+            "trace the model first (pstar trace) and plan with --trace"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """model: as for `pstar trace`. batch, sequence: of one micro-batch. data: "text:FOLDER" or None. bandwidth: of the virtual
+    """model: as for `pstar trace`. batch, sequence: of one micro-batch. data: "text:FOLDER" or None. bandwidth: of
+    the virtual
     link in bytes per second, (to the gpu, to the host); None = as fast as memory copies."""
 
     model: str
@@ -132,7 +135,8 @@ class Job:
         order: Timeline | None = None,
         on_step: Callable[[StepReport], None] | None = None,
     ) -> RunResult:
-        """Train by the plan. order: the predicted timeline; with it, one more iteration is run untimed in that order, to
+        """Train by the plan. order: the predicted timeline; with it, one more iteration is run untimed in that order,
+        to
         measure bytes. The session is closed whatever happens; what was raised goes on."""
         check_device(plan, "virtual")
         built = self.build()
@@ -165,7 +169,8 @@ class Job:
     def run_plain(
         self, plan: Plan, *, steps: int, on_step: Callable[[StepReport], None] | None = None
     ) -> list[StepReport]:
-        """The same steps in plain PyTorch on one thread: `torch.optim.AdamW(fused=True)` and `clip_grad_norm_`. Plain AdamW
+        """The same steps in plain PyTorch on one thread: `torch.optim.AdamW(fused=True)` and `clip_grad_norm_`. Plain
+        AdamW
         has no fp32 master weights, so a bf16 job's losses agree only roughly."""
         built = self.build()
         parameters = list(built.module.parameters())

@@ -125,7 +125,14 @@ def make_parser() -> argparse.ArgumentParser:
     _policies(tide, "draw this policy; may be given several times (default: static_partition and tide)")
     tide.add_argument("--x", choices=("time", "moment", "both"), default="both", help="against what (default: both)")
     tide.add_argument("--measured", metavar="FILE", help="a timeline file of a run, drawn over the first policy")
-    tide.add_argument("-o", "--output", type=_new_file, default="tide.png", metavar="FILE", help="picture to write (default: tide.png)")
+    tide.add_argument(
+        "-o",
+        "--output",
+        type=_new_file,
+        default="tide.png",
+        metavar="FILE",
+        help="picture to write (default: tide.png)",
+    )
 
     export = command(
         "export",
@@ -164,7 +171,9 @@ def make_parser() -> argparse.ArgumentParser:
     trace.add_argument(
         "--attention", choices=("flash", "efficient", "math"), help="attention kernel (default: torch's choice)"
     )
-    trace.add_argument("-o", "--output", type=_new_file, required=True, metavar="FILE", help="the trace file to write (.parquet)")
+    trace.add_argument(
+        "-o", "--output", type=_new_file, required=True, metavar="FILE", help="the trace file to write (.parquet)"
+    )
     trace.add_argument("--json", action="store_true", help="what was traced as a JSON object")
 
     run = command(

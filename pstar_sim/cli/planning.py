@@ -10,15 +10,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pstar_sim.errors import PstarError
+from pstar_sim.errors import PlanError, PstarError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from pstar_sim.core.check import CheckReport
+    from pstar_sim.core.plan import Plan
     from pstar_sim.core.timeline import Timeline
     from pstar_sim.planner.compare import Comparison
 
-__all__ = ["check", "compare", "explain", "export", "machines", "models", "plan", "plot_tide", "policies", "save_picture"]
+__all__ = [
+    "check",
+    "checked_plan",
+    "compare",
+    "explain",
+    "export",
+    "machines",
+    "models",
+    "plan",
+    "plot_tide",
+    "policies",
+    "save_picture",
+]
 
 
 def say(text: str) -> None:
@@ -69,11 +83,20 @@ def plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def check(args: argparse.Namespace) -> int:
+def checked_plan(path: str) -> tuple[Plan, CheckReport]:
+    """A plan file and what the checker proved of it. Raises PlanError, naming the file, if it is unreadable or
+    wrong."""
     from pstar_sim.core.plan import load_plan
 
-    loaded = load_plan(args.plan)
-    report = loaded.check()
+    plan = load_plan(path)
+    try:
+        return plan, plan.check()
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from None
+
+
+def check(args: argparse.Namespace) -> int:
+    loaded, report = checked_plan(args.plan)
     if args.json:
         peaks = {f"peak_{place}_bytes": size for place, size in report.peak_bytes.items()}
         say_json({"plan": args.plan, "ok": True, "policy": loaded.policy, "steps": report.steps, **peaks})
@@ -83,11 +106,10 @@ def check(args: argparse.Namespace) -> int:
 
 
 def explain(args: argparse.Namespace) -> int:
-    from pstar_sim.core.plan import load_plan
     from pstar_sim.planner.compare import play_plan
     from pstar_sim.planner.explain import explain as words
 
-    loaded = load_plan(args.plan)
+    loaded, _ = checked_plan(args.plan)
     cost = loaded.predictions.get("barrier_cost_s")
     say(words(loaded, play_plan(loaded), barrier_cost_s=cost, first_steps=args.steps))
     return 0
@@ -129,10 +151,9 @@ def save_picture(figure: Figure, path: Path, *, dpi: int) -> None:
 
 
 def export(args: argparse.Namespace) -> int:
-    from pstar_sim.core.plan import load_plan
     from pstar_sim.planner.compare import play_plan
 
-    loaded = load_plan(args.plan)
+    loaded, _ = checked_plan(args.plan)
     timeline = play_plan(loaded)
     if args.timeline:
         timeline.save(args.output)
@@ -198,9 +219,7 @@ def _timelines(args: argparse.Namespace) -> tuple[list[Timeline], str]:
     if args.plans:
         if args.trace is not None or args.model is not None:
             raise PstarError("draw plan files, or plan now with --trace or --model: not both")
-        from pstar_sim.core.plan import load_plan
-
-        loaded = [load_plan(path) for path in args.plans]
+        loaded = [checked_plan(path)[0] for path in args.plans]
         first = loaded[0]
         return [play_plan(p) for p in loaded], f"{first.workload.model} on {first.machine.name}"
     from pstar_sim.cli.inputs import machine_of, settings_of, workload_of

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.cli.planning import say, say_json
+from pstar_sim.cli.planning import checked_plan, say, say_json
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import ModelError
@@ -78,11 +78,10 @@ def trace(args: argparse.Namespace) -> int:
 def run(args: argparse.Namespace) -> int:
     """Load, check, measure this machine's rates, (record,) train, and say what was predicted and what was measured."""
     from pstar_sim.catalog.writing import save_machine
-    from pstar_sim.core.plan import load_plan
     from pstar_sim.planner.compare import play_plan
     from pstar_sim.report.tables import render
 
-    plan = load_plan(args.plan)
+    plan, _ = checked_plan(args.plan)
     jobs = executor_module("run")
     jobs.check_device(plan, args.device)
     link = plan.machine.link

@@ -46,7 +46,8 @@ def write_atomically(path: Path, text: str) -> None:
 def replaced_atomically(path: Path) -> Iterator[Path]:
     """A file beside `path` to write to, which takes its place at the end, or is gone if something was raised.
 
-    Raises PstarError, naming `path`, where it cannot be written: its folder is missing or closed to us, the disk is full.
+    Raises PstarError, naming `path`, where it cannot be written: its folder is missing or closed to us, the disk is
+    full.
     """
     temporary: Path | None = None
     try:

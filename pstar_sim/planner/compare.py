@@ -204,7 +204,8 @@ def _one_gpu_machine(machine: Machine) -> str | None:
 @contextlib.contextmanager
 def _without_garbage_collection() -> Iterator[None]:
     """Plans and timelines are hundreds of thousands of small objects that live until the answer is given; the cycle
-    collector walks them again and again and finds nothing, for a third of the CPU time. Reference counts still free what
+    collector walks them again and again and finds nothing, for a third of the CPU time. Reference counts still free
+    what
     is dropped. The collector is left as it was found."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -257,7 +258,8 @@ def plan_and_play(
 ) -> tuple[Plan, Timeline]:
     """The policy's plan and its simulated timeline, which carries what its picture needs.
 
-    A policy of the user's own is not believed: its plan has to be for this job and to pass the checker. Raises DoesNotFit,
+    A policy of the user's own is not believed: its plan has to be for this job and to pass the checker. Raises
+    DoesNotFit,
     and PlanError naming the policy for anything else it does wrong.
     """
     if is_built_in(policy):

@@ -1,4 +1,5 @@
-"""Bad input to the commands that need no torch: one line that names the thing and what would do, nothing half-written."""
+"""Bad input to the commands that need no torch: one line that names the thing and what would do, nothing
+half-written."""
 
 from __future__ import annotations
 
@@ -157,8 +158,10 @@ def test_a_plan_edited_by_hand_so_that_it_is_wrong(
     plan["gpu_budget_bytes"] //= 10_000
     path = tmp_path / "edited.json"
     path.write_text(json.dumps(plan))
-    said = complaint(capsys, "check", str(path))
-    assert "gpu" in said and "budget" in said
+    for command in (["check"], ["explain"], ["export", "--timeline", "-o", str(tmp_path / "t.json")], ["plot", "tide"]):
+        said = complaint(capsys, *command, str(path))
+        assert str(path) in said and "gpu" in said and "budget" in said
+    assert [p.name for p in tmp_path.iterdir()] == ["edited.json"]
 
 
 def test_a_plan_for_other_hardware_is_not_run(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,6 +52,7 @@ def test_everything_survives_the_file(saved: Path, hand_plan: MakePlan):
 
 def test_saving_what_was_read_gives_the_same_bytes(saved: Path, tmp_path: Path):
     again = tmp_path / "folder" / "again.json"
+    again.parent.mkdir()
     load_plan(saved).save(again)
     assert again.read_bytes() == saved.read_bytes()
     assert [p.name for p in again.parent.iterdir()] == ["again.json"]  # no temporary file is left
