@@ -31,7 +31,8 @@ class ByteText:
 
     @classmethod
     def read(cls, folder: Path) -> ByteText:
-        """Read the folder's text files in name order, up to 8 MB. Raises ModelError if there is no folder or no text."""
+        """Read the folder's text files in name order, up to 8 MB. Raises ModelError if there is no folder or no
+        text."""
         if not folder.is_dir():
             raise ModelError(
                 f"text folder {str(folder)!r} is not a folder; give --data text:FOLDER one that holds text files"
@@ -72,8 +73,10 @@ def open_data(spec: str | None) -> ByteText:
 
 
 def batches_like(example: Any, text: ByteText, *, vocabulary: int | None, seed: int) -> Iterator[Any]:
-    """Endless batches shaped as `example`: a dict with integer "input_ids" [batch, sequence] gets text (and labels, if it
-    has them); any other example (images, a module's own tuple) is repeated as it is, because text means nothing to it."""
+    """Endless batches shaped as `example`: a dict with integer "input_ids" [batch, sequence] gets text (and labels,
+    if it
+    has them); any other example (images, a module's own tuple) is repeated as it is, because text means nothing to
+    it."""
     if not isinstance(example, Mapping) or "input_ids" not in example:
         while True:
             yield example

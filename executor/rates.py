@@ -1,6 +1,7 @@
 """Rates of the virtual accelerator on this machine, measured: copies, CPU Adam, matrix products, memory.
 
-What a plan needs so that predicted seconds mean something here. Takes about two seconds. The virtual accelerator computes on
+What a plan needs so that predicted seconds mean something here. Takes about two seconds. The virtual accelerator
+computes on
 one thread and updates on one other, so both are measured on one thread, side by side as they run in training.
 """
 

@@ -31,7 +31,8 @@ class StepReport:
 def train_step(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Any], micro_batches: int
 ) -> float:
-    """One step of the usual loop: every micro-batch forward and backward, then step and zero_grad. Returns the mean loss."""
+    """One step of the usual loop: every micro-batch forward and backward, then step and zero_grad. Returns the mean
+    loss."""
     total = 0.0
     for _ in range(micro_batches):
         loss = forward_loss(model, next(batches)) / micro_batches

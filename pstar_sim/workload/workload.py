@@ -142,13 +142,14 @@ class Workload:
 
     def __repr__(self) -> str:
         return (
-            f"<Workload {self.model}, {self.dtype}, batch {self.batch} x {self.micro_batches}, sequence {self.sequence}, "
-            f"{self.params} parameters, {len(self.moments)} moments>"
+            f"<Workload {self.model}, {self.dtype}, batch {self.batch} x {self.micro_batches}, "
+            f"sequence {self.sequence}, {self.params} parameters, {len(self.moments)} moments>"
         )
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of the parameters (names, shapes, dtypes, ties, freezing): equal for the same model in the same dtype."""
+        """Digest of the parameters (names, shapes, dtypes, ties, freezing): equal for the same model in the same
+        dtype."""
         rows = [(t.name, t.shape, t.dtype, t.frozen, t.tied_to, t.group) for t in self.tensors]
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
 
