@@ -28,7 +28,7 @@ from pstar_sim.workload.workload import Workload
 __all__ = ["ADAM_TRAFFIC_BYTES_PER_PARAM", "CostModel", "flops_rate"]
 
 ADAM_TRAFFIC_BYTES_PER_PARAM = 28
-"""Host memory traffic of AdamW with fp32 states for which `Host.adam_params_per_s` is quoted (DESIGN.md section 6)."""
+"""Host memory traffic of AdamW with fp32 states for which `Host.adam_params_per_s` is quoted."""
 
 _FREE = frozenset({Kind.DROP, Kind.ALLOC, Kind.FREE})
 _UPDATES = frozenset({Kind.CPU_ADAM, Kind.CPU_ADD, Kind.GPU_ADAM})

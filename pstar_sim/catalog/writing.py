@@ -1,4 +1,5 @@
-"""A machine as a catalog file of one's own, which `load_machine` reads back. Sizes come back exactly, rates to rounding."""
+"""A machine as a catalog file of one's own, which `load_machine` reads back. Sizes come back exactly, rates to
+rounding."""
 
 from __future__ import annotations
 
