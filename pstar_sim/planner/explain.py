@@ -99,6 +99,10 @@ def tide_gain(plan: Plan) -> str:
             return f"the plan itself: with a constant capacity sized for the tide's peak nothing fits ({error})"
     static, tide = both["static_partition"].moved_bytes["h2d"], both["tide"].moved_bytes["h2d"]
     figures = f"{format_bytes(tide)} to the GPU an iteration, against {format_bytes(static)} with a constant capacity"
+    if (
+        plan.policy not in both
+    ):  # the question is what the tide is worth in this job, and those two differ in nothing else
+        figures += f" (tide against static_partition; this plan of {plan.policy} is neither)"
     peak = max(range(len(w.moments)), key=lambda m: w.moments[m].peak_bytes)
     gaps = chunk_gaps(both["tide"])
     over = sum(g.start < peak < g.end for g in gaps)
