@@ -46,7 +46,7 @@ def test_total_peak_is_exact(kit: Any, start: Callable[..., Any], policy: str, m
 
 @pytest.mark.slow
 def test_iteration_time_where_transfers_bind(kit: Any, start: Callable[..., Any], capsys: Any) -> None:
-    """Five runs each of two throttles, in turns. What a busy machine cannot spoil is asserted: a run is never much faster
+    """Five runs each of two throttles, in turns. What a busy machine cannot spoil is asserted: no run is much faster
     than a throttled link allows, and the slower link is the slower run. How near the seconds are, both ways, is
     measured by benchmarks/accuracy.py; this prints them."""
     import transformers
