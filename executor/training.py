@@ -29,15 +29,26 @@ class StepReport:
 
 
 def train_step(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Any], micro_batches: int
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterator[Any],
+    micro_batches: int,
+    *,
+    number: int = 0,
 ) -> float:
     """One step of the usual loop: every micro-batch forward and backward, then step and zero_grad. Returns the mean
-    loss."""
+    loss. Raises ModelError when a loss is not finite, before its backward. number: of the step, for the message."""
     total = 0.0
     for _ in range(micro_batches):
         loss = forward_loss(model, next(batches)) / micro_batches
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            raise ModelError(
+                f"the loss is {value} at step {number}; lower the learning rate (--lr), clip gradients (--clip) "
+                "or use fp32, and start again from the last good state"
+            )
         loss.backward()  # type: ignore[no-untyped-call]
-        total += float(loss.detach())
+        total += value
     optimizer.step()
     optimizer.zero_grad()
     return total
@@ -53,17 +64,12 @@ def train(
     on_step: Callable[[StepReport], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[StepReport]:
-    """Train for `steps` optimizer steps. Raises ModelError when a loss is not finite, before another step is taken."""
+    """Train for `steps` optimizer steps. Raises ModelError when a loss is not finite, before it updates anything."""
     reports: list[StepReport] = []
     for step in range(steps):
         start_s = clock()
-        loss = train_step(model, optimizer, batches, micro_batches)
+        loss = train_step(model, optimizer, batches, micro_batches, number=step)
         report = StepReport(step, loss, clock() - start_s)
-        if not math.isfinite(loss):
-            raise ModelError(
-                f"the loss is {loss} at step {step}; lower the learning rate (--lr), clip gradients (--clip) "
-                "or use fp32, and start again from the last good state"
-            )
         reports.append(report)
         if on_step is not None:
             on_step(report)
