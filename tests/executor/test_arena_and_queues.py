@@ -6,6 +6,7 @@ import _thread
 import itertools
 import logging
 import sys
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -252,12 +253,15 @@ class TestTrouble:
     def test_ctrl_c_while_waiting(self, kit: Any, start: Callable[..., Any]) -> None:
         """A slow link: the training thread waits for a fetch when Ctrl-C comes."""
         run = start("mlp", "tide", clip=0.5, bandwidth=20_000.0)
+        # A shell that starts the tests in the background has them ignore SIGINT, which is not what is tested.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         timer = threading.Timer(0.3, _thread.interrupt_main)
         timer.start()
         begun = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             for _ in range(50):
                 kit.train_alone(run.model, run.optimizer, run.batches, 1)
+        signal.signal(signal.SIGINT, before)
         run.session.close(restore=False)
         assert time.monotonic() - begun < 10
         assert not [t for t in run.session.queues._threads if t.is_alive()]
