@@ -5,8 +5,8 @@ from __future__ import annotations
 import _thread
 import itertools
 import logging
-import sys
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
