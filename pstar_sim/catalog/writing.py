@@ -4,13 +4,12 @@ rounding."""
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from datetime import date
 from pathlib import Path
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.errors import CatalogError
+from pstar_sim.files import write_atomically
 from pstar_sim.units import GB
 
 __all__ = ["machine_toml", "save_machine"]
@@ -77,22 +76,7 @@ def machine_toml(machine: Machine, *, checked: date) -> str:
 
 def save_machine(machine: Machine, path: str | Path) -> None:
     """Write the machine's file, whole or not at all."""
-    target = Path(path)
-    text = machine_toml(machine, checked=date.today())
-    temporary: Path | None = None
-    try:
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
-        temporary = Path(name)
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        temporary.chmod(0o644)
-        temporary.replace(target)
-        temporary = None
-    except OSError as error:
-        raise CatalogError(f"{target}: cannot be written: {error.strerror or error}; choose another place") from None
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
+    write_atomically(Path(path), machine_toml(machine, checked=date.today()), error=CatalogError)
 
 
 def _key(name: str) -> str:

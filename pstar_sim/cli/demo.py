@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pstar_sim.cli.planning import save_picture, say
 from pstar_sim.cli.running import compare_with_run, executor_module, explain_run, figures_as_json, progress
-from pstar_sim.core.decoding import write_atomically
+from pstar_sim.files import write_atomically
 
 __all__ = ["demo"]
 

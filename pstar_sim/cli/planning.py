@@ -140,7 +140,7 @@ def save_picture(figure: Figure, path: Path, *, dpi: int) -> None:
 
     Raises PstarError for an ending that matplotlib does not know and for a file that cannot be written.
     """
-    from pstar_sim.core.decoding import replaced_atomically
+    from pstar_sim.files import replaced_atomically
 
     kind = path.suffix.removeprefix(".") or "png"
     known = figure.canvas.get_supported_filetypes()
@@ -158,7 +158,7 @@ def export(args: argparse.Namespace) -> int:
     if args.timeline:
         timeline.save(args.output)
     else:
-        from pstar_sim.core.decoding import write_atomically
+        from pstar_sim.files import write_atomically
         from pstar_sim.report.perfetto import to_perfetto
 
         text = json.dumps(to_perfetto(timeline, loaded), allow_nan=False, separators=(",", ":"))

@@ -6,18 +6,12 @@ fit raises `Wrong`, which names the field and which the reader of a file turns i
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import os
-import tempfile
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-
-from pstar_sim.errors import PstarError
 
 __all__ = [
     "Wrong",
@@ -26,49 +20,12 @@ __all__ = [
     "decode",
     "from_columns",
     "no_constant",
-    "replaced_atomically",
     "to_columns",
-    "write_atomically",
 ]
 
 
 class Wrong(Exception):
     """A field that is missing or of the wrong kind; becomes a PlanError that names the file."""
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """The file is the old one or the new one, never half of it. Raises PstarError as `replaced_atomically` does."""
-    with replaced_atomically(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-
-
-@contextlib.contextmanager
-def replaced_atomically(path: Path) -> Iterator[Path]:
-    """A file beside `path` to write to, which takes its place at the end, or is gone if something was raised.
-
-    Raises PstarError, naming `path`, where it cannot be written: its folder is missing or closed to us, the disk is
-    full.
-    """
-    temporary: Path | None = None
-    try:
-        if path.is_dir():
-            raise PstarError(f"{path}: cannot be written: it is a folder; name a file")
-        if not path.parent.is_dir():
-            raise PstarError(f"{path}: cannot be written: there is no folder {str(path.parent)!r}; make it first")
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-        os.close(handle)
-        temporary = Path(name)
-        yield temporary
-        mask = os.umask(0)
-        os.umask(mask)
-        temporary.chmod(0o666 & ~mask)  # mkstemp makes files private; these are as public as any other
-        temporary.replace(path)
-        temporary = None
-    except OSError as error:
-        raise PstarError(f"{path}: cannot be written: {error.strerror or error}; choose another place") from None
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
 
 
 def no_constant(name: str) -> object:

@@ -24,12 +24,12 @@ from pstar_sim.core.decoding import (
     from_columns,
     no_constant,
     to_columns,
-    write_atomically,
 )
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import MODES, Plan, Resident, Settings
 from pstar_sim.core.step import Kind, Place, Step, from_text, to_text
 from pstar_sim.errors import PlanError, TraceError
+from pstar_sim.files import write_atomically
 from pstar_sim.workload.workload import Moment, Tensor, Use, Workload
 
 __all__ = ["FORMAT", "VERSION", "read_plan", "save_plan"]

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pstar_sim.core.decoding import Wrong, as_dataclass, from_columns, no_constant, to_columns, write_atomically
+from pstar_sim.core.decoding import Wrong, as_dataclass, from_columns, no_constant, to_columns
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.errors import TraceError
+from pstar_sim.files import write_atomically
 
 if TYPE_CHECKING:
     import pandas

@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pstar_sim.errors import TraceError
+from pstar_sim.files import replaced_atomically
 from pstar_sim.workload.workload import (
     Moment,
     OptimizerSpec,
@@ -84,22 +84,9 @@ def save_trace(workloads: Workload | Sequence[Workload], path: str | os.PathLike
         table = pa.Table.from_pylist([_row(w) for w in variants], schema=schema)
     except (pa.ArrowException, OverflowError, UnicodeEncodeError, TypeError, ValueError) as error:
         raise TraceError(f"{target}: a field does not fit the trace format ({_first_line(error)})") from error
-    temporary = None
-    try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
-        os.close(handle)
+    with replaced_atomically(target, error=TraceError) as temporary:
         pq.write_table(table, temporary, compression="zstd", compression_level=9, row_group_size=1,
                        write_statistics=False, write_page_checksum=True)  # fmt: skip
-        mask = os.umask(0)
-        os.umask(mask)
-        Path(temporary).chmod(0o666 & ~mask)  # mkstemp makes files private; a trace is as public as any other file
-        Path(temporary).replace(target)
-        temporary = None
-    except OSError as error:
-        raise TraceError(f"{target}: cannot be written ({error.strerror or _first_line(error)})") from error
-    finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
 
 
 def load_variants(path: str | os.PathLike[str]) -> tuple[Workload, ...]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import pstar_sim.core.decoding as decoding
+from pstar_sim import files
 from pstar_sim.cli import main
 from pstar_sim.errors import DoesNotFit, PstarError
 
@@ -141,13 +141,13 @@ def test_a_picture_that_fails_leaves_nothing(
 
 def test_a_file_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
     target = tmp_path / "file.json"
-    decoding.write_atomically(target, "old")
-    with pytest.raises(ZeroDivisionError), decoding.replaced_atomically(target) as temporary:
+    files.write_atomically(target, "old")
+    with pytest.raises(ZeroDivisionError), files.replaced_atomically(target) as temporary:
         temporary.write_text("ne")
         raise ZeroDivisionError
     assert target.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["file.json"]
     with pytest.raises(PstarError, match="there is no folder"):
-        decoding.write_atomically(tmp_path / "none" / "file.json", "text")
+        files.write_atomically(tmp_path / "none" / "file.json", "text")
 
 
 def test_a_plan_edited_by_hand_so_that_it_is_wrong(
