@@ -1,0 +1,157 @@
+"""What every command's parser is made of: one-line mistakes, lazily imported functions, and the groups of flags that
+several commands share. argparse only."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from pstar_sim.errors import PstarError
+
+__all__ = [
+    "Commands",
+    "Parser",
+    "call_of",
+    "checkpointing_flag",
+    "machine_flags",
+    "natural",
+    "new_file",
+    "policies_flag",
+    "positive",
+    "settings_flags",
+    "workload_flags",
+]
+
+
+class Parser(argparse.ArgumentParser):
+    """One line for a mistake in the flags, like for every other mistake."""
+
+    def error(self, message: str) -> NoReturn:
+        raise PstarError(f"{message} (see `{self.prog} --help`)")
+
+
+def call_of(where: str) -> Callable[[argparse.Namespace], int]:
+    """The command's function "module:name", imported when the command runs."""
+
+    def call(args: argparse.Namespace) -> int:
+        module, _, name = where.partition(":")
+        status: int = getattr(importlib.import_module(f"pstar_sim.cli.{module}"), name)(args)
+        return status
+
+    return call
+
+
+class Commands:
+    """Adds a command: its name, its help, an example, and the function "module:name" of pstar_sim.cli that runs it."""
+
+    def __init__(self, commands: argparse._SubParsersAction[Parser]) -> None:
+        self._commands = commands
+
+    def __call__(self, name: str, help_: str, example: str, where: str) -> argparse.ArgumentParser:
+        sub = self._commands.add_parser(
+            name,
+            help=help_,
+            description=help_[0].upper() + help_[1:] + ".",
+            epilog=f"example: {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        sub.set_defaults(call=call_of(where))
+        return sub
+
+
+def workload_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    group = parser.add_argument_group("workload")
+    one = group.add_mutually_exclusive_group(required=required)
+    one.add_argument("--trace", metavar="FILE", help="a trace file (see `pstar trace`)")
+    one.add_argument("--model", metavar="NAME", help="a model preset (see `pstar models`)")
+    group.add_argument(
+        "--batch", type=positive, metavar="B", help="sequences a micro-batch (with --trace: picks a variant)"
+    )
+    group.add_argument("--seq", type=positive, metavar="S", help="tokens a sequence (with --trace: picks a variant)")
+    group.add_argument(
+        "--micro-batches", type=positive, metavar="U", help="micro-batches an iteration (default: 1, or the trace's)"
+    )
+    group.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        help="working dtype (default: bf16 where the GPU has it, else fp16; with --trace: picks a variant)",
+    )
+    checkpointing_flag(group, default=None, note="default: on for presets; with --trace: picks a variant")
+
+
+def checkpointing_flag(group: argparse._ActionsContainer, *, default: bool | None, note: str) -> None:
+    group.add_argument(
+        "--checkpointing",
+        action=argparse.BooleanOptionalAction,
+        default=default,
+        help=f"recompute activations in the backward pass ({note})",
+    )
+
+
+def machine_flags(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    group = parser.add_argument_group("machine")
+    group.add_argument(
+        "--machine",
+        required=required,
+        metavar="M",
+        help="a machine of the catalog, a .toml file, or here (see `pstar machines`)",
+    )
+    group.add_argument("--gpu-memory", metavar="SIZE", help="another GPU memory, such as 8GB")
+    group.add_argument("--host-memory", metavar="SIZE", help="another host memory, such as 64GB")
+
+
+def settings_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("setting")
+    group.add_argument(
+        "--update",
+        choices=("step", "eager"),
+        default="step",
+        help="when Adam may run: in optimizer.step(), or in backward as soon as a gradient is final (default: step)",
+    )
+    group.add_argument(
+        "--clip",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="clip gradients by their global norm (default: on)",
+    )
+    group.add_argument("--chunk", metavar="SIZE", help="chunk size, such as 128MiB (default: searched for least waste)")
+
+
+def policies_flag(parser: argparse.ArgumentParser, help_: str) -> None:
+    parser.add_argument("--policy", action="append", metavar="P", help=help_)
+
+
+def positive(text: str) -> int:
+    value = natural(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1, not 0")
+    return value
+
+
+def natural(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}")
+    if len(text) > 9:
+        raise argparse.ArgumentTypeError(f"must be less than a billion, not {text}")
+    return int(text)
+
+
+def new_file(text: str) -> str:
+    """A file that can be written, tried before any work is done for it."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {str(path.parent)!r}; make it first")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text}: the folder {str(path.parent)!r} cannot be written to ({error.strerror}); choose another"
+        ) from None
+    return text
