@@ -9,6 +9,7 @@ from __future__ import annotations
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.policy.asynchronous import Asynchronous
+from pstar_sim.policy.points import Point
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["static_partition"]
@@ -17,4 +18,4 @@ __all__ = ["static_partition"]
 def static_partition(workload: Workload, machine: Machine, settings: Settings) -> Plan:
     """Capacity = budget - the highest non-model bytes of any moment. Raises DoesNotFit if some moment's own chunks, the
     small ones and that peak exceed the GPU, or parameters and states the host."""
-    return Asynchronous("static_partition", workload, machine, settings, follow_tide=False).plan()
+    return Asynchronous("static_partition", workload, machine, settings, point=Point(capacity="peak")).plan()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.policy.asynchronous import Asynchronous
+from pstar_sim.policy.points import Point
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["tide"]
@@ -19,4 +20,4 @@ __all__ = ["tide"]
 def tide(workload: Workload, machine: Machine, settings: Settings) -> Plan:
     """Capacity = budget - non-model bytes of the moment. Raises DoesNotFit only if some moment's own chunks, the small
     ones and its non-model data exceed the GPU, or parameters and states the host."""
-    return Asynchronous("tide", workload, machine, settings, follow_tide=True).plan()
+    return Asynchronous("tide", workload, machine, settings, point=Point()).plan()

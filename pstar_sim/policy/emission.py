@@ -1,0 +1,74 @@
+"""Emission: an attempt that was chosen becomes a plan, its order and its memory edges those of the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Kind, Place, Ref
+from pstar_sim.policy.emit import memory_edges
+from pstar_sim.policy.event_loop import Op
+from pstar_sim.policy.ground import Ground
+from pstar_sim.policy.program import Attempt, What
+
+__all__ = ["emit"]
+
+
+def emit(g: Ground, chosen: Attempt) -> Plan:
+    """The plan; `g.builder` has its choices and predictions already and takes the steps."""
+    b, uses = g.builder, g.uses
+    pinned = chosen.pinned
+    for c in (*g.small, *pinned):
+        b.reside_on_gpu(c)
+    for c in g.moving:
+        if c in pinned:
+            continue
+        b.reside_on_host(c)
+        mine = g.touched[c]
+        if mine and not uses.updated(c):
+            border = g.leaves_at_border(c)
+            if border in chosen.kept or border.end == border.start + 1:
+                b.resident(c, Place.GPU, "param")
+    # The order of one iteration: what the window shows of it early, in it, and late.
+    started = [(i, k) for i, k, done in chosen.outcome.window if not done]
+    order = [i for early in (1, 0, -1) for i, k in started if k == early]
+    ops, what = chosen.program.ops, chosen.what
+    ends: list[tuple[int, int]] = [(0, 0)] * len(ops)
+    total = 0
+    for i in order:
+        block = g.blocks[what[i].block] if what[i].block >= 0 else None
+        length = block.last - block.first + 1 if block is not None else 1
+        ends[i] = (total, total + length - 1)
+        total += length
+    for i in order:
+        _step(g, ops[i], what[i], ends)
+    edges = memory_edges(b.steps, ops, ends, chosen.outcome)
+    return b.plan(memory=edges)
+
+
+def _step(g: Ground, op: Op, meaning: What, ends: Sequence[tuple[int, int]]) -> None:
+    b, c = g.builder, meaning.chunk
+    after = [Ref(ends[j][1], back) for j, back in op.after]
+    match meaning.kind:
+        case Kind.COMPUTE:
+            block = g.blocks[meaning.block]
+            for m in range(block.first, block.last + 1):
+                b.compute(m, after if m == block.first else ())
+        case Kind.FETCH:
+            b.fetch(c, meaning.moment, after)
+        case Kind.WRITEBACK:
+            b.writeback(c, meaning.list_name, meaning.moment, after)
+        case Kind.DROP:
+            b.drop(op.queue, c, meaning.moment, after)
+        case Kind.ALLOC:
+            b.alloc(op.queue, c, meaning.list_name, Place.GPU, meaning.moment, after)
+        case Kind.FREE:
+            b.free(op.queue, c, meaning.list_name, Place.GPU, meaning.moment, after)
+        case Kind.CPU_ADD:
+            b.cpu_add(c, meaning.list_name, meaning.moment, after)
+        case Kind.CPU_ADAM:
+            b.cpu_adam(c, after)
+        case Kind.GPU_ADAM:
+            b.gpu_adam(c, after)
+        case kind:
+            raise AssertionError(kind)

@@ -1,0 +1,180 @@
+"""Ground: what the asynchronous policies know of a job before they decide anything.
+
+Chunks and their uses, blocks of moments (the positions of the compute queue), what each block holds besides chunks, how
+many chunks could be pinned at most, and whether the job fits at all. Decides nothing and plays nothing.
+"""
+
+from __future__ import annotations
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Settings
+from pstar_sim.errors import DoesNotFit
+from pstar_sim.policy.emit import Builder, describe_moment
+from pstar_sim.policy.pins import PinFacts, most_pins
+from pstar_sim.policy.points import Point
+from pstar_sim.policy.residency import Gap, blocks_of
+from pstar_sim.units import format_bytes
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["Ground"]
+
+
+class Ground:
+    """The facts for one workload, machine, settings and point. `builder` collects the steps once a program is chosen.
+
+    candidates: chunks that could be pinned, in the order in which they would be. tide: non-model bytes to reckon with
+    in each moment. touched: chunk -> blocks that need it. small_bytes: what the small chunks hold on the GPU for ever.
+    """
+
+    def __init__(self, name: str, workload: Workload, machine: Machine, settings: Settings, point: Point) -> None:
+        self.name = name
+        self.point = point
+        self.workload = workload
+        self.machine = machine
+        self.settings = settings
+        self.builder = b = Builder(name, workload, machine, settings)
+        self.uses = uses = b.uses
+        self.cost = b.cost
+        self.several = workload.micro_batches > 1
+        self.barrier = settings.barrier(workload.dtype) or ("barrier=on" if point.barrier else None)
+        self.add_last = self.several and settings.clip  # the norm is that of the accumulated gradient
+        self.follow_tide = point.capacity == "tide"
+        peak = max(uses.tide)
+        self.tide = uses.tide if self.follow_tide else (peak,) * len(uses.tide)
+        chunks = [c.index for c in b.layout.chunks]
+        self.small = frozenset(c for c in chunks if b.layout.chunks[c].small)
+        self.moving = [c for c in chunks if c not in self.small]
+        self.sizes = [b.payload(c) for c in chunks]
+        # In the order in which they would be pinned.
+        self.candidates = sorted((c for c in self.moving if uses.updated(c)), key=lambda c: (uses.first_use(c), c))
+        self.small_bytes = sum(b.permanent_bytes(c) for c in self.small)
+        seconds = b.cost.moments_s
+        # A gradient list opens and closes, and an eager GPU Adam follows, at the edge of a block.
+        cuts: set[int] = set()
+        for c in chunks:
+            spans = uses.spans[c] if c not in self.small else uses.spans[c][-1:]
+            for n, (_, first, last) in enumerate(spans):
+                if n < len(spans) - 1:
+                    cuts.add(first)
+                if c not in self.small or self.barrier is None:
+                    cuts.add(last + 1)
+        self.blocks = blocks_of(uses, seconds, self.tide, self.small, frozenset(cuts))
+        self.block_of = [n for n, block in enumerate(self.blocks) for _ in range(block.first, block.last + 1)]
+        self.touched = [
+            sorted({self.block_of[m] for m in uses.touched[c]}) if c not in self.small else [] for c in chunks
+        ]
+        # Block -> (chunk, bytes) of the gradient lists that are open in it.
+        self.gradient_lists: list[list[tuple[int, int]]] = [[] for _ in self.blocks]
+        for c in self.moving:
+            for _, first, last in uses.spans[c][:-1]:
+                for n in range(self.block_of[first], self.block_of[last] + 1):
+                    self.gradient_lists[n].append((c, b.payload(c, "grad")))
+
+    # Which numbers of pins to try.
+    # How many chunks can be pinned.
+
+    def most_pins(self) -> int:
+        """The most chunks, in the order of `candidates`, whose working list and states could stay on the GPU."""
+        budget = self.machine.gpu_budget_bytes
+        room = [budget - self.small_bytes - block.tide_bytes - self.gradients(n) for n, block in enumerate(self.blocks)]
+        position = {c: n for n, c in enumerate(self.candidates)}
+        need = [tuple(position[c] for c in block.chunks if c in position) for block in self.blocks]
+        fixed = [sum(self.sizes[c] for c in block.chunks if c not in position) for block in self.blocks]
+        return most_pins(
+            [self.sizes[c] for c in self.candidates],
+            [self.builder.permanent_bytes(c) for c in self.candidates],
+            need,
+            [left - beside for left, beside in zip(room, fixed)],
+        )
+
+    def least_room_bytes(self) -> int:
+        """Bytes that the tide, gradient lists and small chunks leave for all others in the tightest block."""
+        budget = self.machine.gpu_budget_bytes - self.small_bytes
+        return min(budget - block.tide_bytes - self.gradients(n) for n, block in enumerate(self.blocks))
+
+    def pin_facts(self) -> PinFacts:
+        """What the closed form for the number of pins needs to know."""
+        uses, cost, order = self.uses, self.cost, self.candidates
+        adds = self.workload.micro_batches - (0 if self.add_last else 1) if self.several else 0
+        return PinFacts(
+            first=[uses.first_use(c) for c in order],
+            final=[uses.last_gradient(c) for c in order],
+            working_bytes=[self.sizes[c] for c in order],
+            pinned_bytes=[self.builder.permanent_bytes(c) for c in order],
+            adam_s=[cost.cpu_adam_s(c) for c in order],
+            gpu_adam_s=[cost.gpu_adam_s(c) for c in order],
+            add_s=[cost.cpu_add_s(c) * adds for c in order],
+            down_s=[cost.transfer_s(self.sizes[c], "d2h") for c in order],
+            up_s=[cost.transfer_s(self.sizes[c], "h2d") for c in order],
+            moments_s=cost.moments_s,
+            barrier=self.barrier is not None,
+            room_bytes=self.least_room_bytes(),
+            gaps=2 * self.workload.micro_batches - 1,
+        )
+
+    # Room.
+    def gradients(self, n: int, pinned: frozenset[int] = frozenset()) -> int:
+        """Bytes of the gradient lists that block n needs, of chunks that are not pinned."""
+        return sum(size for c, size in self.gradient_lists[n] if c not in pinned)
+
+    def check_gpu(self) -> None:
+        """Raise DoesNotFit if the worst block needs more than the budget with nothing pinned."""
+        budget = self.machine.gpu_budget_bytes
+        worst, short = 0, -budget
+        for n, block in enumerate(self.blocks):
+            own = sum(self.sizes[c] for c in block.chunks) + self.gradients(n)
+            over = self.small_bytes + own + block.tide_bytes - budget
+            if over > short:
+                worst, short = n, over
+        if short <= 0:
+            return
+        block = self.blocks[worst]
+        moment = max(range(block.first, block.last + 1), key=lambda m: self.tide[m])
+        own = sum(self.sizes[c] for c in block.chunks)
+        parts = [
+            describe_moment(self.workload, moment)
+            if self.follow_tide
+            else f"the tide's peak, {format_bytes(max(self.tide))}, at every moment"
+        ]
+        if block.chunks:
+            number = f"{len(block.chunks)} chunk{'s' if len(block.chunks) > 1 else ''}"
+            parts.append(f"{number} used in moment {moment}, {format_bytes(own)}")
+        if self.gradients(worst):
+            parts.append(f"gradient lists, {format_bytes(self.gradients(worst))}")
+        if self.small_bytes:
+            parts.append(f"small parameters and their states, {format_bytes(self.small_bytes)}")
+        raise DoesNotFit(
+            policy=self.name, place="gpu", needed_bytes=budget + short, available_bytes=budget, what="; ".join(parts)
+        )
+
+    def host_bytes(self, pinned: frozenset[int]) -> tuple[int, int]:
+        """(held for ever, needed to move) on the host."""
+        held = sum(self.builder.permanent_bytes(c) for c in self.moving if c not in pinned)
+        passing = 0
+        if self.several:
+            passing = max((self.builder.payload(c, "grad") for c in self.candidates if c not in pinned), default=0)
+        return held, passing
+
+    def check_host(self, pinned: frozenset[int]) -> None:
+        """Raise DoesNotFit if the host has no room for what is not pinned."""
+        held, passing = self.host_bytes(pinned)
+        budget = self.machine.host_budget_bytes
+        if held + passing > budget:
+            raise DoesNotFit(
+                policy=self.name,
+                place="host",
+                needed_bytes=held + passing,
+                available_bytes=budget,
+                what=f"working list and optimizer states of all chunks but {len(pinned)} pinned ones"
+                + (", accumulated gradients" if self.several else ""),
+            )
+
+    def span(self, chunk: int, number: int) -> tuple[int, int]:
+        """First and last moment in which a gradient of its `number`-th micro-batch becomes final."""
+        _, first, last = self.uses.spans[chunk][number]
+        return first, last
+
+    def leaves_at_border(self, chunk: int) -> Gap:
+        """The gap of a chunk that is not updated, from its last use to its first one of the next iteration."""
+        mine = self.touched[chunk]
+        return Gap(mine[-1], mine[0] + len(self.blocks), chunk)
