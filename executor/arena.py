@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from executor.backend import Backend
-from pstar_sim.core.effects import category_of, takes
+from pstar_sim.core.effects import category_of
 from pstar_sim.core.plan import Plan, Resident
+from pstar_sim.core.slabs import HostRoom, host_room, pack_slabs
 from pstar_sim.core.step import Place
 from pstar_sim.errors import DoesNotFit, PlanError
 from pstar_sim.units import format_bytes
@@ -25,8 +26,6 @@ from pstar_sim.units import format_bytes
 __all__ = ["DTYPES", "Arena", "ByteChange", "HostRoom", "pack_slabs"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-ALIGN_BYTES = 256
-LARGEST_SLAB_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,74 +42,6 @@ class ByteChange:
     chunk: int
     list: str
     mark: tuple[str, int]
-
-
-@dataclass(frozen=True)
-class HostRoom:
-    """Where each host payload lies: (chunk, list) -> (slab, byte offset); bytes of each slab, powers of two."""
-
-    where: dict[tuple[int, str], tuple[int, int]]
-    slab_bytes: tuple[int, ...]
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.slab_bytes)
-
-
-def pack_slabs(sizes: Iterable[tuple[tuple[int, str], int]], *, largest_bytes: int = LARGEST_SLAB_BYTES) -> HostRoom:
-    """Carve payloads (key, bytes) from power-of-two slabs: first fit, largest first, 256-byte aligned.
-
-    A slab is at least as large as the largest payload; the last ones shrink to what they hold.
-    """
-    rows = sorted(((-(-size // ALIGN_BYTES) * ALIGN_BYTES, key) for key, size in sizes if size), reverse=True)
-    if not rows:
-        return HostRoom({}, ())
-    slab = max(_power_of_two(rows[0][0]), min(largest_bytes, _power_of_two(sum(size for size, _ in rows))))
-    used: list[int] = []
-    where: dict[tuple[int, str], tuple[int, int]] = {}
-    first_open = (
-        0  # slabs before it have no room for what comes (sizes only fall, so they may again: look from 0 on ties)
-    )
-    for size, key in rows:
-        for i in range(first_open, len(used)):
-            if used[i] + size <= slab:
-                break
-        else:
-            used.append(0)
-            i = len(used) - 1
-        where[key] = (i, used[i])
-        used[i] += size
-        while first_open < len(used) and slab - used[first_open] < rows[-1][0]:
-            first_open += 1
-    return HostRoom(where, _shrink(used, where))
-
-
-def _shrink(used: list[int], where: dict[tuple[int, str], tuple[int, int]]) -> tuple[int, ...]:
-    """Slab sizes as powers of two. A slab that is just over half full is split in two where a payload boundary
-    allows."""
-    sizes = [_power_of_two(size) for size in used]
-    for slab in range(len(used)):
-        # e.g. 5 units in a slab of 8: one of 4 and one of 1 hold the same payloads with less left over
-        while True:
-            starts = sorted((offset, key) for key, (i, offset) in where.items() if i == slab)
-            half = sizes[slab] // 2
-            cut = max((offset for offset, _ in starts if offset <= half), default=0)
-            tail = used[slab] - cut
-            if cut == 0 or _power_of_two(cut) + _power_of_two(tail) >= sizes[slab]:
-                break
-            new = len(sizes)
-            for offset, key in starts:
-                if offset >= cut:
-                    where[key] = (new, offset - cut)
-            sizes[slab], used[slab] = _power_of_two(cut), cut
-            sizes.append(_power_of_two(tail))
-            used.append(tail)
-            slab = new
-    return tuple(sizes)
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << max(0, size - 1).bit_length()
 
 
 class Arena:
@@ -281,20 +212,6 @@ class Arena:
 
     def _note(self, place: Place, category: str, change: int, chunk: int, list_name: str) -> None:
         self.log.append(ByteChange(self._clock(), place, category, change, chunk, list_name, self._mark))
-
-
-def host_room(plan: Plan) -> HostRoom:
-    """Slabs for every host payload the plan ever takes. Permanent ones and passing ones each have their place, so that
-    no order of the queues can run out of addresses."""
-    sizes: dict[tuple[int, str], int] = {}
-    for resident in plan.initial:
-        if resident.chunk >= 0 and resident.place is Place.HOST:
-            sizes[resident.chunk, resident.list] = plan.layout.payload_bytes(resident.chunk, resident.list)
-    for step in plan.steps:
-        taken = takes(step) if step.chunk is not None else None
-        if taken is not None and taken[0].place is Place.HOST:
-            sizes[taken[0].chunk, taken[0].list] = plan.layout.payload_bytes(taken[0].chunk, taken[0].list)
-    return pack_slabs(sizes.items())
 
 
 def check_host_memory(plan: Plan, room: HostRoom, *, available_bytes: int, gpu_is_host: bool, model_bytes: int) -> None:

@@ -1,0 +1,102 @@
+"""Slabs: where each host payload of a plan lies, in power-of-two pieces of host memory that are pinned once.
+
+The pinned allocator rounds every request up to a power of two (1.78 times the size was seen), so payloads are carved
+from a few slabs that are powers of two themselves. What a plan needs of the host is the sum of its slabs, not that of
+its payloads. The executor allocates by this rule and capacity planning reckons with it. Knows no torch and no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pstar_sim.core.effects import takes
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Place
+
+__all__ = ["ALIGN_BYTES", "LARGEST_SLAB_BYTES", "HostRoom", "host_room", "pack_slabs"]
+
+ALIGN_BYTES = 256
+LARGEST_SLAB_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class HostRoom:
+    """Where each host payload lies: (chunk, list) -> (slab, byte offset); bytes of each slab, powers of two."""
+
+    where: dict[tuple[int, str], tuple[int, int]]
+    slab_bytes: tuple[int, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.slab_bytes)
+
+
+def pack_slabs(sizes: Iterable[tuple[tuple[int, str], int]], *, largest_bytes: int = LARGEST_SLAB_BYTES) -> HostRoom:
+    """Carve payloads (key, bytes) from power-of-two slabs: first fit, largest first, 256-byte aligned.
+
+    A slab is at least as large as the largest payload; the last ones shrink to what they hold.
+    """
+    rows = sorted(((-(-size // ALIGN_BYTES) * ALIGN_BYTES, key) for key, size in sizes if size), reverse=True)
+    if not rows:
+        return HostRoom({}, ())
+    slab = max(_power_of_two(rows[0][0]), min(largest_bytes, _power_of_two(sum(size for size, _ in rows))))
+    used: list[int] = []
+    where: dict[tuple[int, str], tuple[int, int]] = {}
+    first_open = (
+        0  # slabs before it have no room for what comes (sizes only fall, so they may again: look from 0 on ties)
+    )
+    for size, key in rows:
+        for i in range(first_open, len(used)):
+            if used[i] + size <= slab:
+                break
+        else:
+            used.append(0)
+            i = len(used) - 1
+        where[key] = (i, used[i])
+        used[i] += size
+        while first_open < len(used) and slab - used[first_open] < rows[-1][0]:
+            first_open += 1
+    return HostRoom(where, _shrink(used, where))
+
+
+def _shrink(used: list[int], where: dict[tuple[int, str], tuple[int, int]]) -> tuple[int, ...]:
+    """Slab sizes as powers of two. A slab that is just over half full is split in two where a payload boundary
+    allows."""
+    sizes = [_power_of_two(size) for size in used]
+    for slab in range(len(used)):
+        # e.g. 5 units in a slab of 8: one of 4 and one of 1 hold the same payloads with less left over
+        while True:
+            starts = sorted((offset, key) for key, (i, offset) in where.items() if i == slab)
+            half = sizes[slab] // 2
+            cut = max((offset for offset, _ in starts if offset <= half), default=0)
+            tail = used[slab] - cut
+            if cut == 0 or _power_of_two(cut) + _power_of_two(tail) >= sizes[slab]:
+                break
+            new = len(sizes)
+            for offset, key in starts:
+                if offset >= cut:
+                    where[key] = (new, offset - cut)
+            sizes[slab], used[slab] = _power_of_two(cut), cut
+            sizes.append(_power_of_two(tail))
+            used.append(tail)
+            slab = new
+    return tuple(sizes)
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << max(0, size - 1).bit_length()
+
+
+def host_room(plan: Plan) -> HostRoom:
+    """Slabs for every host payload the plan ever takes. Permanent ones and passing ones each have their place, so that
+    no order of the queues can run out of addresses."""
+    sizes: dict[tuple[int, str], int] = {}
+    for resident in plan.initial:
+        if resident.chunk >= 0 and resident.place is Place.HOST:
+            sizes[resident.chunk, resident.list] = plan.layout.payload_bytes(resident.chunk, resident.list)
+    for step in plan.steps:
+        taken = takes(step) if step.chunk is not None else None
+        if taken is not None and taken[0].place is Place.HOST:
+            sizes[taken[0].chunk, taken[0].list] = plan.layout.payload_bytes(taken[0].chunk, taken[0].list)
+    return pack_slabs(sizes.items())
