@@ -181,6 +181,9 @@ def _check_step(plan: Plan, step: Step) -> None:
         raise PlanError(f"{_label(step)} has place={step.place}; drop frees the gpu")
 
 
+_ADAM_OF = {"cpu": Kind.CPU_ADAM, "pin": Kind.GPU_ADAM, "stream": Kind.GPU_ADAM}
+
+
 def _check_updates(plan: Plan) -> None:
     """Every chunk with a gradient has one Adam an iteration, no other chunk has one."""
     trained = {plan.layout.chunk_of[t] for row in plan.workload.gradients for t in row}
@@ -193,6 +196,9 @@ def _check_updates(plan: Plan) -> None:
             raise PlanError(f"{_label(step)} updates a chunk that {_label(done[step.chunk])} updates already")
         if step.chunk not in trained:
             raise PlanError(f"{_label(step)} updates a chunk that gets no gradient")
+        mode = plan.modes[step.chunk] if step.chunk < len(plan.modes) else ""
+        if mode in _ADAM_OF and _ADAM_OF[mode] is not step.kind:
+            raise PlanError(f"{_label(step)} is not how a chunk of mode {mode!r} is updated ({_ADAM_OF[mode].value})")
         done[step.chunk] = step
     for chunk in sorted(trained):
         if chunk not in done:
@@ -435,6 +441,7 @@ class _Walk:
     def _check_cut(self, iteration: int) -> None:
         now = frozenset(self.content)
         if now == self.initial:
+            self._check_no_divergence(iteration)
             return
         extra, missing = sorted(now - self.initial), sorted(self.initial - now)
         what = []
@@ -443,6 +450,20 @@ class _Walk:
         if missing:
             what.append(f"{_key_name(missing[0])} is gone ({len(missing)} in all)")
         raise PlanError(f"not a steady state: after iteration {iteration} {' and '.join(what)}")
+
+    def _check_no_divergence(self, iteration: int) -> None:
+        """Two copies of an optimizer state may differ inside an iteration (between an update and its write-back), not
+        from one to the next."""
+        versions: dict[tuple[int, str], dict[Place, int]] = {}
+        for (chunk, name, place), content in self.content.items():
+            if name in self.states and content is not None:
+                versions.setdefault((chunk, name), {})[place] = content.version
+        for (chunk, name), copies in versions.items():
+            if len(set(copies.values())) > 1:
+                has = ", ".join(f"{version} updates on the {place.value}" for place, version in sorted(copies.items()))
+                raise PlanError(
+                    f"after iteration {iteration} the copies of the {name} list of chunk {chunk} diverge: {has}"
+                )
 
     # races
 
@@ -550,7 +571,22 @@ class _Walk:
         assert step.chunk is not None and step.list is not None
         place = Place.GPU if step.kind is Kind.DROP else step.place
         assert place is not None
-        self._give(s, (step.chunk, step.list, place))
+        key = (step.chunk, step.list, place)
+        content = self.content.get(key)
+        self._give(s, key)
+        if content is not None and (step.list == "param" or step.list in self.states):
+            self._check_not_lost(step, key, content)
+
+    def _check_not_lost(self, step: Step, key: _Key, content: _Content) -> None:
+        """What was given up is somewhere else too, or something newer is."""
+        for place in Place:
+            other = self.content.get((key[0], key[1], place))
+            if other is None:
+                continue
+            if other.version > content.version or (other.version == content.version and other.marks >= content.marks):
+                return
+        what = "gradients" if content.marks else "parameters" if key[1] == "param" else "states"
+        raise PlanError(f"{_label(step)} gives up the only current copy of the {what} in {_key_name(key)}")
 
     def _copy(self, s: int, k: int, step: Step) -> None:
         assert step.chunk is not None and step.list is not None
@@ -621,8 +657,10 @@ class _Walk:
             gradient = self.content.get(key)
             if gradient is not None and gradient.version == k:
                 found |= gradient.marks
-        if place is Place.HOST and self.plan.settings.clip and self.plan.workload.micro_batches > 1:
-            total = self.content.get((chunk, "grad32", place))
+        on_host = (chunk, "grad32", Place.HOST)
+        summed = place is Place.HOST or on_host in self.content  # the sum is kept on the host
+        if summed and self.plan.settings.clip and self.plan.workload.micro_batches > 1:
+            total = self.content.get(on_host)
             added = total.marks if total is not None and total.version == k else set()
             if found - added:
                 u, t = min(found - added)
