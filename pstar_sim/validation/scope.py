@@ -1,0 +1,70 @@
+"""Scope: which published rows are compared with predictions, by the rules of scope.toml."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib.resources import files
+
+from pstar_sim.errors import CatalogError
+from pstar_sim.validation.rows import Row
+
+__all__ = ["USES", "Rule", "published_scope", "read_scope", "rule_of"]
+
+USES = ("fitted", "tested", "no policy", "out")
+_PATTERNS = ("system", "hardware", "metric", "source")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """patterns: column -> shell patterns, one of which has to match; a column that is missing matches anything."""
+
+    name: str
+    patterns: Mapping[str, tuple[str, ...]]
+    use: str
+    why: str
+
+    def matches(self, row: Row) -> bool:
+        return all(
+            any(fnmatchcase(getattr(row, column), p) for p in patterns) for column, patterns in self.patterns.items()
+        )
+
+
+def read_scope(file: str, text: str) -> tuple[Rule, ...]:
+    """Rules in order. Raises CatalogError for a rule without name, use or reason, or with a key nobody knows."""
+    try:
+        raw_rules = tomllib.loads(text).get("rule", [])
+    except tomllib.TOMLDecodeError as error:
+        raise CatalogError(f"{file}: {error}") from error
+    rules: list[Rule] = []
+    for raw in raw_rules:
+        name = raw.get("name")
+        if unknown := set(raw) - {"name", "use", "why", *_PATTERNS}:
+            raise CatalogError(f"{file}, rule {name!r}: unknown key {sorted(unknown)[0]!r}")
+        if not name or not raw.get("why") or raw.get("use") not in USES:
+            raise CatalogError(f"{file}, rule {name!r}: needs a name, a use ({', '.join(USES)}) and why")
+        if name in {r.name for r in rules}:
+            raise CatalogError(f"{file}: two rules are named {name!r}")
+        patterns = {key: tuple(raw[key]) for key in _PATTERNS if key in raw}
+        rules.append(Rule(name=name, patterns=patterns, use=raw["use"], why=raw["why"]))
+    return tuple(rules)
+
+
+def rule_of(row: Row, rules: Iterable[Rule]) -> Rule:
+    """The first rule that matches. Raises CatalogError for a row that none does."""
+    for rule in rules:
+        if rule.matches(row):
+            return rule
+    raise CatalogError(
+        f"measurements.csv, row {row.line} ({row.system}, {row.hardware}, {row.metric}): no rule of scope"
+    )
+
+
+@cache
+def published_scope() -> tuple[Rule, ...]:
+    """The rules shipped with the project."""
+    text = (files("pstar_sim.validation") / "data" / "scope.toml").read_text(encoding="utf-8")
+    return read_scope("scope.toml", text)
