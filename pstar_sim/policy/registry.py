@@ -1,4 +1,6 @@
-"""Policies by name: the built-in ones and those that installed packages offer as entry points `pstar.policies`."""
+"""Policies by name: the built-in ones and those that installed packages offer as entry points `pstar.policies`.
+
+A name may carry options, `tide:capacity=peak,adam=fifo` (options.py)."""
 
 from __future__ import annotations
 
@@ -9,13 +11,14 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import PstarError, UnknownName
 from pstar_sim.policy.all_on_gpu import all_on_gpu
+from pstar_sim.policy.options import Specified, specified, split_spec
 from pstar_sim.policy.patrickstar import patrickstar
 from pstar_sim.policy.static_partition import static_partition
 from pstar_sim.policy.tide import tide
 from pstar_sim.policy.zero_offload import zero_offload
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["ENTRY_POINTS", "Policy", "find_policy", "is_built_in", "policies"]
+__all__ = ["ENTRY_POINTS", "Policy", "find_policy", "is_built_in", "policies", "policy_name"]
 
 Policy = Callable[[Workload, Machine, Settings], Plan]
 """A policy is a pure function; it raises DoesNotFit where it can place nothing."""
@@ -45,19 +48,34 @@ def policies() -> dict[str, Policy]:
 
 
 def is_built_in(policy: Policy) -> bool:
-    """Whether the function is one of the policies shipped here."""
-    return policy in _BUILT_IN.values()
+    """Whether the function is one of the policies shipped here, with or without options."""
+    return (policy.policy if isinstance(policy, Specified) else policy) in _BUILT_IN.values()
 
 
-def find_policy(name: str) -> Policy:
-    """The policy of that name; entry points are looked at only for a name that is not built in. Raises UnknownName with
-    the nearest names, and PstarError as `policies` does."""
-    if name in _BUILT_IN:
-        return _BUILT_IN[name]
-    known = policies()
-    if name not in known:
-        raise UnknownName("policy", name, tuple(known))
-    return known[name]
+def find_policy(spec: str) -> Policy:
+    """The policy of that name, its options set as the spec says (`name[:key=value[,key=value...]]`).
+
+    Entry points are looked at only for a name that is not built in. Raises UnknownName with the nearest names,
+    PstarError for options that the policy does not have, and as `policies` does.
+    """
+    name, options = split_spec(spec)
+    policy = _BUILT_IN.get(name)
+    if policy is None:
+        known = policies()
+        if name not in known:
+            raise UnknownName("policy", name, tuple(known))
+        policy = known[name]
+    if not options and ":" not in spec:
+        return policy
+    return specified(name, policy, options)
+
+
+def policy_name(spec: str | Policy) -> str:
+    """What a policy is called: the spec normalised, or the function's own name. Raises as `find_policy`."""
+    if not isinstance(spec, str):
+        return str(getattr(spec, "__name__", type(spec).__name__))
+    policy = find_policy(spec)
+    return policy.__name__ if isinstance(policy, Specified) else split_spec(spec)[0]
 
 
 def _load(point: EntryPoint) -> Policy:

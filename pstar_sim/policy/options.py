@@ -1,0 +1,218 @@
+"""Options of policies: `name[:key=value[,key=value...]]`, a policy with some of its knobs turned.
+
+A policy's module offers them as `OPTIONS`, key -> Option; its function takes each as a keyword argument of that name. A
+spec is normalised: keys in the order of OPTIONS, those that have their default value left out. The policy that a spec
+names carries it as its `__name__`, and so do its plans and its refusals.
+
+    OPTIONS = {"every": Option(whole_number(least=1), "update every k-th sub-group on the GPU", 2)}
+
+    def deep_optimizer_states(workload, machine, settings, *, every: int = 2) -> Plan: ...
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.errors import DoesNotFit, PstarError
+from pstar_sim.units import parse_bytes
+from pstar_sim.workload.workload import Workload
+
+__all__ = [
+    "Option", "Specified", "Values", "either", "one_of", "options_of", "share", "size", "specified", "split_spec",
+    "switch", "whole_number",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Values:
+    """What an option may be. parse: text -> value, ValueError for anything else. allowed: for messages. words: texts
+    that a misspelt one may be near to."""
+
+    parse: Callable[[str], object]
+    allowed: str
+    words: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Option:
+    """One knob. help: one line. default: the value that the policy's function has without it."""
+
+    values: Values
+    help: str
+    default: object
+
+    def parse(self, text: str) -> object:
+        """The value; ValueError for a text that is none."""
+        return self.values.parse(text)
+
+
+def one_of(*words: str) -> Values:
+    """One of these words."""
+
+    def parse(text: str) -> object:
+        if text not in words:
+            raise ValueError(text)
+        return text
+
+    return Values(parse, " | ".join(words), words)
+
+
+def switch() -> Values:
+    """on or off, as a bool."""
+    words = {"on": True, "off": False}
+
+    def parse(text: str) -> object:
+        if text not in words:
+            raise ValueError(text)
+        return words[text]
+
+    return Values(parse, "on | off", tuple(words))
+
+
+def whole_number(*, least: int = 0) -> Values:
+    """A whole number, also written as 1e9."""
+
+    def parse(text: str) -> object:
+        number = float(text)
+        if not least <= number < 1e18 or number != int(number):  # also refuses NaN
+            raise ValueError(text)
+        return int(number)
+
+    return Values(parse, f"a whole number of at least {least}")
+
+
+def share() -> Values:
+    """A number from 0 to 1."""
+
+    def parse(text: str) -> object:
+        number = float(text)
+        if not 0 <= number <= 1:
+            raise ValueError(text)
+        return number
+
+    return Values(parse, "a number from 0 to 1")
+
+
+def size() -> Values:
+    """Bytes, such as 64MiB; more than none."""
+
+    def parse(text: str) -> object:
+        try:
+            found = parse_bytes(text)
+        except PstarError as error:
+            raise ValueError(text) from error
+        if found <= 0:
+            raise ValueError(text)
+        return found
+
+    return Values(parse, "a size such as 64MiB")
+
+
+def either(*kinds: Values) -> Values:
+    """A value of one of these kinds; the first that takes the text."""
+
+    def parse(text: str) -> object:
+        for kind in kinds:
+            try:
+                return kind.parse(text)
+            except ValueError:
+                continue
+        raise ValueError(text)
+
+    return Values(parse, " | ".join(k.allowed for k in kinds), tuple(w for k in kinds for w in k.words))
+
+
+class Specified:
+    """A policy with some options set (`values`): itself a policy. `__name__` is its normalised spec."""
+
+    def __init__(self, policy: Callable[..., Plan], name: str, values: Mapping[str, object]) -> None:
+        self.policy = policy
+        self.__name__ = name
+        self.values = dict(values)
+
+    def __call__(self, workload: Workload, machine: Machine, settings: Settings) -> Plan:
+        """As the policy, under the spec's name."""
+        try:
+            plan = self.policy(workload, machine, settings, **self.values)
+        except DoesNotFit as short:
+            raise DoesNotFit(
+                policy=self.__name__,
+                place=short.place,
+                needed_bytes=short.needed_bytes,
+                available_bytes=short.available_bytes,
+                what=short.what,
+            ) from short
+        return replace(plan, policy=self.__name__)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Specified) and (self.policy, self.__name__) == (other.policy, other.__name__)
+
+    def __hash__(self) -> int:
+        return hash((self.policy, self.__name__))
+
+    def __repr__(self) -> str:
+        return f"<policy {self.__name__}>"
+
+
+def options_of(policy: Callable[..., Plan]) -> Mapping[str, Option]:
+    """The options that the policy's module offers; none where it offers none."""
+    found: Any = getattr(sys.modules.get(getattr(policy, "__module__", "")), "OPTIONS", {})
+    return dict(found)
+
+
+def split_spec(spec: str) -> tuple[str, str]:
+    """(name of the policy, text of its options)."""
+    name, _, rest = spec.partition(":")
+    return name.strip(), rest.strip()
+
+
+def specified(name: str, policy: Callable[..., Plan], text: str) -> Callable[..., Plan]:
+    """The policy with the options that `text` sets ("key=value,..."); the policy itself where all are as they are
+    anyway. Raises PstarError for a key or value that it does not have, naming what it has and the nearest."""
+    options = options_of(policy)
+    given: dict[str, object] = {}
+    for part in text.split(","):
+        key, equals, written = (piece.strip() for piece in part.partition("="))
+        if not options:
+            raise PstarError(f"policy {name!r} has no options, so {name}:{text} is not one; use {name}")
+        if not equals or not key:
+            raise PstarError(f"policy {name}:{text}: {part.strip()!r} is not key=value; {_keys(name, options)}")
+        if key not in options:
+            raise PstarError(f"policy {name} has no option {key!r}; {_near(key, tuple(options))}{_keys(name, options)}")
+        if key in given:
+            raise PstarError(f"policy {name}:{text} sets {key} twice; give it once")
+        try:
+            given[key] = options[key].parse(written)
+        except ValueError:
+            values = options[key].values
+            near = _near(written, values.words)
+            raise PstarError(
+                f"policy {name}: {key}={written} is not allowed; {near}{key} is {values.allowed}"
+            ) from None
+    turned = {key: given[key] for key in options if key in given and given[key] != options[key].default}
+    if not turned:
+        return policy
+    words = ",".join(f"{key}={show(value)}" for key, value in turned.items())
+    return Specified(policy, f"{name}:{words}", turned)
+
+
+def show(value: object) -> str:
+    """A value as it is written in a spec."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _keys(name: str, options: Mapping[str, Option]) -> str:
+    return f"{name} has " + ", ".join(f"{key}=({option.values.allowed})" for key, option in options.items())
+
+
+def _near(word: str, known: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]}? " if near else ""
