@@ -23,6 +23,7 @@ __all__ = [
     "Flag",
     "Number",
     "Table",
+    "Tables",
     "Text",
     "Texts",
     "one_of",
@@ -111,7 +112,19 @@ class Table:
         return isinstance(value, dict)
 
 
-Field = Number | Text | Choice | Texts | Flag | Date | Table
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """A list of sub-tables ([[ENTRY.field]]), each with the same fields."""
+
+    fields: Mapping[str, Field]
+    required: bool = False
+    want: str = "a list of tables"
+
+    def takes(self, value: object) -> bool:
+        return isinstance(value, list) and bool(value)
+
+
+Field = Number | Text | Choice | Texts | Flag | Date | Table | Tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +156,9 @@ class Entry:
                 raise CatalogError(f"{file}: [{name}] {field} = {value!r}; must be {kind.want}")
             if isinstance(kind, Table):
                 value = cls.read(file, f"{name}.{field}", value, kind.fields)
+            elif isinstance(kind, Tables):
+                assert isinstance(value, list)
+                value = [cls.read(file, f"{name}.{field}[{i}]", row, kind.fields) for i, row in enumerate(value)]
             values[field] = value
         return cls(file=file, name=name, values=values)
 
@@ -178,6 +194,11 @@ class Entry:
         value = self.values.get(field)
         assert value is None or isinstance(value, Entry)
         return value
+
+    def tables(self, field: str) -> tuple[Entry, ...]:
+        value = self.values.get(field, [])
+        assert isinstance(value, list)
+        return tuple(value)
 
     def refuse(self, field: str, want: str) -> CatalogError:
         """The error for a value that is in range but contradicts another field."""

@@ -1,10 +1,10 @@
 """From TOML to Machine: the shipped catalog, a user's file over it, and the machine this runs on.
 
-The shipped files are gpus.toml, links.toml, hosts.toml and machines.toml beside this module; what their fields mean
-is at their heads. A user's file holds the same entries as [gpus.NAME], [links.NAME], [hosts.NAME] and
-[machines.NAME]: a new name extends the catalog (and must be complete, but for source and checked: the file is its
-own source), a known one overrides the fields it gives. `machine = "NAME"` at the head of a user's file says which of
-its machines is meant where it has several.
+The shipped files are gpus.toml, links.toml, hosts.toml, disks.toml and machines.toml beside this module; what their
+fields mean is at their heads. A user's file holds the same entries as [gpus.NAME], [links.NAME], [hosts.NAME],
+[disks.NAME] and [machines.NAME]: a new name extends the catalog (and must be complete, but for source and checked: the
+file is its own source), a known one overrides the fields it gives. `machine = "NAME"` at the head of a user's file
+says which of its machines is meant where it has several.
 
 [Note: which figure is used] An entry's `calibrated` table is preferred, field by field, and used as it is; a datasheet
 peak is multiplied by the entry's efficiency. A user's datasheet figure displaces the calibrated one of the same
@@ -27,17 +27,18 @@ from pstar_sim.catalog.fields import (
     Flag,
     Number,
     Table,
+    Tables,
     Text,
     Texts,
     one_of,
     parse_toml,
     read_toml,
 )
-from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
+from pstar_sim.catalog.machine import Fabric, Gpu, Host, Link, Machine, Nvme, Rank
 from pstar_sim.errors import CatalogError, UnknownName
 from pstar_sim.units import GB, format_bytes, parse_bytes
 
-__all__ = ["Catalog", "load_catalog", "load_machine", "machine_names", "resize"]
+__all__ = ["Catalog", "load_catalog", "load_machine", "machine_names", "resize", "with_nodes"]
 
 TERA = 1e12
 
@@ -80,14 +81,22 @@ _FIELDS: dict[str, dict[str, Field]] = {
         ),
     },
     "links": {
-        "connects": Choice(("host-gpu", "gpu-gpu")),
+        "connects": Choice(("host-gpu", "gpu-gpu", "node-node")),
         "h2d_gb_per_s": _LINK_RATE,
         "d2h_gb_per_s": _LINK_RATE,
         "efficiency": _EFFICIENCY,
         "latency_us": Number(0, 1e5),
         "duplex": Flag(),
+        "pageable_gb_per_s": _optional(_LINK_RATE),
         **_ORIGIN,
-        "calibrated": Table({"h2d_gb_per_s": _optional(_LINK_RATE), "d2h_gb_per_s": _optional(_LINK_RATE), **_ORIGIN}),
+        "calibrated": Table(
+            {
+                "h2d_gb_per_s": _optional(_LINK_RATE),
+                "d2h_gb_per_s": _optional(_LINK_RATE),
+                "pageable_gb_per_s": _optional(_LINK_RATE),
+                **_ORIGIN,
+            }
+        ),
     },
     "hosts": {
         "memory_gb": _GIGABYTES,
@@ -99,11 +108,35 @@ _FIELDS: dict[str, dict[str, Field]] = {
         **_ORIGIN,
         "calibrated": Table({"adam_gparams_per_s": _optional(_ADAM), **_ORIGIN}),
     },
+    "disks": {
+        "size_gb": Number(1, 1e7),
+        "read_gb_per_s": _LINK_RATE,
+        "write_gb_per_s": _LINK_RATE,
+        "efficiency": _EFFICIENCY,
+        "latency_us": Number(0, 1e5),
+        **_ORIGIN,
+        "calibrated": Table(
+            {"read_gb_per_s": _optional(_LINK_RATE), "write_gb_per_s": _optional(_LINK_RATE), **_ORIGIN}
+        ),
+    },
     "machines": {
-        "gpu": Text(),
-        "gpus": Number(1, 1024, whole=True),
-        "link": Text(),
+        "gpu": Text(required=False),
+        "gpus": Number(1, 1024, whole=True, required=False),
+        "link": Text(required=False),
+        "ranks": Tables(
+            {
+                "gpu": Text(),
+                "gpus": Number(1, 1024, whole=True, required=False),
+                "link": Text(),
+                "batch": Number(1, 1e6),
+            }
+        ),
         "peer_link": Text(required=False),
+        "gpus_per_root": Number(1, 64, whole=True, required=False),
+        "root_gb_per_s": _optional(_LINK_RATE),
+        "nodes": Number(1, 4096, whole=True, required=False),
+        "network": Text(required=False),
+        "disks": Text(required=False),
         "host": Text(),
         "notes": Text(required=False),
         "price_usd_per_hour": Number(1e-3, 1e4, required=False),
@@ -119,6 +152,7 @@ class Catalog:
     gpus: Mapping[str, Entry]
     links: Mapping[str, Entry]
     hosts: Mapping[str, Entry]
+    disks: Mapping[str, Entry]
     machines: Mapping[str, Entry]
     own: tuple[str, ...] = ()
     main: str | None = None
@@ -155,6 +189,30 @@ class Catalog:
             duplex=e.flag("duplex"),
             measured=e.has("calibrated"),
             source=_source(e),
+            pageable_bytes_per_s=_pageable(e),
+        )
+
+    def fabric(self, name: str) -> Fabric:
+        """A link between GPUs or nodes: the slower of its two directions."""
+        link = self.link(name)
+        return Fabric(
+            name=name,
+            bytes_per_s=min(link.h2d_bytes_per_s, link.d2h_bytes_per_s),
+            latency_s=link.latency_s,
+            measured=link.measured,
+            source=link.source,
+        )
+
+    def nvme(self, name: str) -> Nvme:
+        e = self.disks[name]
+        return Nvme(
+            name=name,
+            memory_bytes=_bytes(e.number("size_gb")),
+            read_bytes_per_s=_effective(e, "read_gb_per_s", "efficiency") * GB,
+            write_bytes_per_s=_effective(e, "write_gb_per_s", "efficiency") * GB,
+            latency_s=e.number("latency_us") * 1e-6,
+            measured=e.has("calibrated"),
+            source=_source(e),
         )
 
     def host(self, name: str) -> Host:
@@ -177,26 +235,82 @@ class Catalog:
         if name not in self.machines:
             raise UnknownName("machine", name, (*self.machines, "here"))
         e = self.machines[name]
-        gpu = self.gpu(one_of("GPU", e, "gpu", tuple(self.gpus)))
-        link_name = one_of("link", e, "link", tuple(self.links))
-        if self.links[link_name].text("connects") != "host-gpu":
-            raise e.refuse("link", 'a link that connects = "host-gpu"')
-        link = self.link(link_name)
-        count = e.whole("gpus")
-        extra: dict[str, float] = {}
-        if e.has("peer_link"):
-            peer = self.link(one_of("link", e, "peer_link", tuple(self.links)))
-            if self.links[peer.name].text("connects") != "gpu-gpu":
-                raise e.refuse("peer_link", 'a link that connects = "gpu-gpu"')
-            extra["peer_bytes_per_s"] = min(peer.h2d_bytes_per_s, peer.d2h_bytes_per_s)
-        return Machine(
+        nodes = e.whole("nodes", 1)
+        peer = self._joined(e, "peer_link", "gpu-gpu")
+        node = self._ranks(e)
+        root_rate = e.number("root_gb_per_s") * GB if e.has("root_gb_per_s") else None
+        if e.has("gpus_per_root"):
+            size = e.whole("gpus_per_root")
+            if len(node) % size:
+                raise e.refuse("gpus_per_root", f"a number that divides the {len(node)} GPUs of a node")
+            node = [replace(rank, root=i // size) for i, rank in enumerate(node)]
+            if root_rate is None:
+                root_rate = max(max(r.link.h2d_bytes_per_s, r.link.d2h_bytes_per_s) for r in node)
+        elif root_rate is not None:
+            raise e.refuse("root_gb_per_s", "given together with gpus_per_root")
+        machine = Machine(
             name=name,
-            ranks=tuple(Rank(gpu=gpu, link=link, batch_share=1 / count) for _ in range(count)),
+            ranks=tuple(node),
             host=self.host(one_of("host", e, "host", tuple(self.hosts))),
             notes=e.text("notes"),
             price_usd_per_hour=e.number("price_usd_per_hour") if e.has("price_usd_per_hour") else None,
-            extra=extra,
+            peer=peer,
+            network=self._joined(e, "network", "node-node"),
+            root_bytes_per_s=root_rate,
+            nvme=self.nvme(one_of("set of disks", e, "disks", tuple(self.disks))) if e.has("disks") else None,
         )
+        return with_nodes(machine, nodes)
+
+    def _ranks(self, e: Entry) -> list[Rank]:
+        """The ranks of one node: `gpus` equal ones, or the groups of `ranks`, each with its sequences a micro-batch."""
+        if e.has("ranks"):
+            for field in ("gpu", "gpus", "link"):
+                if e.has(field):
+                    raise e.refuse(field, "left out where ranks are listed")
+            groups = [(g, g.whole("gpus", 1), g.number("batch")) for g in e.tables("ranks")]
+        else:
+            for field in ("gpu", "gpus", "link"):
+                if not e.has(field):
+                    raise CatalogError(
+                        f"{e.file}: [{e.name}] {field} is missing; it must be {_FIELDS['machines'][field].want} (or "
+                        f"give [[machines.{e.name}.ranks]] tables with gpu, gpus, link and batch, for GPUs that differ)"
+                    )
+            groups = [(e, e.whole("gpus"), 1.0)]
+        total = sum(count * batch for _, count, batch in groups)
+        ranks: list[Rank] = []
+        for g, count, batch in groups:
+            link = one_of("link", g, "link", tuple(self.links))
+            if self.links[link].text("connects") != "host-gpu":
+                raise g.refuse("link", 'a link that connects = "host-gpu"')
+            gpu = one_of("GPU", g, "gpu", tuple(self.gpus))
+            ranks += [Rank(gpu=self.gpu(gpu), link=self.link(link), batch_share=batch / total)] * count
+        return ranks
+
+    def _joined(self, e: Entry, field: str, connects: str) -> Fabric | None:
+        if not e.has(field):
+            return None
+        name = one_of("link", e, field, tuple(self.links))
+        if self.links[name].text("connects") != connects:
+            raise e.refuse(field, f'a link that connects = "{connects}"')
+        return self.fabric(name)
+
+
+def with_nodes(machine: Machine, nodes: int) -> Machine:
+    """So many nodes like the (first) one of `machine`; its price grows with them. Raises CatalogError for several nodes
+    that no network joins."""
+    if nodes < 1:
+        raise CatalogError(f"machine {machine.name!r}: nodes = {nodes}; must be at least 1")
+    if nodes > 1 and machine.network is None:
+        raise CatalogError(
+            f"machine {machine.name!r}: nodes = {nodes} but it has no network; a machine file gives one with "
+            'network = NAME, a link that connects = "node-node"'
+        )
+    node = machine.ranks[: machine.local_ranks]
+    ranks = tuple(replace(r, batch_share=r.batch_share * machine.nodes / nodes) for r in node) * nodes
+    price = machine.price_usd_per_hour
+    if price is not None:
+        price = price * nodes / machine.nodes
+    return replace(machine, ranks=ranks, nodes=nodes, price_usd_per_hour=price)
 
 
 def _bytes(gigabytes: float) -> int:
@@ -206,6 +320,13 @@ def _bytes(gigabytes: float) -> int:
 def _calibrated(entry: Entry, field: str) -> float | None:
     table = entry.table("calibrated")
     return table.number(field) if table is not None and table.has(field) else None
+
+
+def _pageable(e: Entry) -> float | None:
+    value = _calibrated(e, "pageable_gb_per_s")
+    if value is None:
+        value = e.number("pageable_gb_per_s") if e.has("pageable_gb_per_s") else None
+    return None if value is None else value * GB
 
 
 def _effective(entry: Entry, field: str, efficiency: str) -> float:
@@ -285,6 +406,7 @@ def load_catalog(user_file: str | Path | None = None) -> Catalog:
         gpus=tables["gpus"],
         links=tables["links"],
         hosts=tables["hosts"],
+        disks=tables["disks"],
         machines=tables["machines"],
         own=tuple(own),
         main=main,
@@ -321,12 +443,14 @@ def load_machine(
     *,
     gpu_memory: str | int | None = None,
     host_memory: str | int | None = None,
+    nodes: int | None = None,
     user_file: str | Path | None = None,
 ) -> Machine:
     """A machine by name, "here" for the one this runs on, or the one a .toml file defines.
 
-    gpu_memory, host_memory: sizes ("8GB", or bytes) that replace those of the catalog (see `resize`). user_file: a file
-    that extends or overrides the catalog. Raises UnknownName, CatalogError, and PstarError for a size that is none.
+    gpu_memory, host_memory: sizes ("8GB", or bytes) that replace those of the catalog (see `resize`). nodes: how many
+    of its nodes (see `with_nodes`). user_file: a file that extends or overrides the catalog. Raises UnknownName,
+    CatalogError, and PstarError for a size that is none.
     """
     text = str(name)
     if isinstance(name, Path) or text.endswith(".toml"):
@@ -341,6 +465,8 @@ def load_machine(
         machine = this_machine(load_catalog(user_file))
     else:
         machine = load_catalog(user_file).machine(text)
+    if nodes is not None:
+        machine = with_nodes(machine, nodes)
     return resize(machine, gpu_memory=gpu_memory, host_memory=host_memory)
 
 
@@ -359,8 +485,8 @@ def _only_machine(file: str) -> Machine:
 def resize(machine: Machine, *, gpu_memory: str | int | None = None, host_memory: str | int | None = None) -> Machine:
     """The machine with other memory sizes.
 
-    gpu_memory: what a process can take of each GPU; the context still comes off it. host_memory: DRAM; what is reserved
-    for the system still comes off it. Raises CatalogError where nothing would be left.
+    gpu_memory: what a process can take of each GPU; the context still comes off it. host_memory: DRAM of a node; what
+    is reserved for the system still comes off it. Raises CatalogError where nothing would be left.
     """
     if gpu_memory is not None:
         size = _size(gpu_memory)

@@ -1,4 +1,4 @@
-"""Machine, Rank, Gpu, Link, Host: the hardware a plan is made for, as plain values.
+"""Machine, Rank, Gpu, Link, Host and what joins several GPUs: the hardware a plan is made for, as plain values.
 
 What the fields mean is here; where the numbers come from is in the TOML files and `loader.py`. Knows no
 workload and no clock.
@@ -6,10 +6,11 @@ workload and no clock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
-__all__ = ["Gpu", "Host", "Link", "Machine", "Rank"]
+__all__ = ["Fabric", "Gpu", "Host", "Link", "Machine", "Nvme", "Rank"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,11 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Host to GPU. A transfer lasts latency_s + bytes / rate; full duplex unless duplex is False."""
+    """Host to GPU. A transfer lasts latency_s + bytes / rate; full duplex unless duplex is False.
+
+    pageable_bytes_per_s: rate of a copy from or to host memory that is not pinned, either way; None: not known, and
+    then a plan that copies so cannot be timed.
+    """
 
     name: str
     h2d_bytes_per_s: float
@@ -46,11 +51,37 @@ class Link:
     duplex: bool
     measured: bool
     source: str
+    pageable_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fabric:
+    """What joins the GPUs of a node, or the nodes. bytes_per_s: what one member (GPU, node) sends, and at the same time
+    receives; latency_s: of one hop."""
+
+    name: str
+    bytes_per_s: float
+    latency_s: float
+    measured: bool
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nvme:
+    """Solid-state disks of one node, all together."""
+
+    name: str
+    memory_bytes: int
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    latency_s: float
+    measured: bool
+    source: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """Host memory and its CPU. adam_params_per_s: fused AdamW over fp32 states, all cores given to it.
+    """Host memory of one node and its CPUs. adam_params_per_s: fused AdamW over fp32 states, all cores given to it.
 
     dram_bytes_per_s is shared by DMA (each transfer's bytes once) and CPU Adam (`OptimizerSpec.dram_bytes_per_param`).
     reserved_bytes: left for the operating system and the training process itself; a plan's budget is memory - reserved.
@@ -72,16 +103,24 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """One worker: its GPU, its link to the host, its share of the batch."""
+    """One worker: its GPU, its link to the host, its share of the batch. root: the PCIe switch of its node that its
+    link hangs on, None if it has a root port of its own."""
 
     gpu: Gpu
     link: Link
     batch_share: float = 1.0
+    root: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A host and its ranks (one rank for a single GPU). confidence: "calibrated" or "datasheet" (the weakest part)."""
+    """Nodes and their ranks (one rank for a single GPU). confidence: "calibrated" or "datasheet" (the weakest part).
+
+    ranks: of all nodes, node by node, as many in each. host, nvme: of ONE node; its ranks share them in equal parts
+    (memory, cores) or as they come (bandwidths). root_bytes_per_s: what a PCIe switch passes to or from the host, each
+    way, shared by the ranks on it. peer: joins the GPUs of a node; None: they reach each other over their links.
+    network: joins the nodes. price_usd_per_hour: of all of it.
+    """
 
     name: str
     ranks: tuple[Rank, ...]
@@ -89,24 +128,89 @@ class Machine:
     notes: str = ""
     price_usd_per_hour: float | None = None
     extra: Mapping[str, float] = field(default_factory=dict)
+    nodes: int = 1
+    peer: Fabric | None = None
+    network: Fabric | None = None
+    root_bytes_per_s: float | None = None
+    nvme: Nvme | None = None
 
-    @property
+    @cached_property
     def gpu(self) -> Gpu:
-        return self.ranks[0].gpu
+        """The GPU of every rank; where they differ, one that has the least of each figure."""
+        return _weakest_gpu([r.gpu for r in self.ranks])
+
+    @cached_property
+    def link(self) -> Link:
+        """The link of every rank; where they differ, one that has the least of each figure."""
+        return _weakest_link([r.link for r in self.ranks])
 
     @property
-    def link(self) -> Link:
-        return self.ranks[0].link
+    def local_ranks(self) -> int:
+        """Ranks of one node."""
+        return len(self.ranks) // self.nodes
 
     @property
     def gpu_budget_bytes(self) -> int:
+        """What a plan may use of each GPU."""
         return self.gpu.budget_bytes
 
     @property
     def host_budget_bytes(self) -> int:
-        return self.host.budget_bytes
+        """What a plan may use of the host on each rank: its part of the node."""
+        return self.host.budget_bytes // self.local_ranks
+
+    @property
+    def nvme_budget_bytes(self) -> int:
+        """What a plan may use of the disks on each rank: its part of the node; 0 without disks."""
+        return 0 if self.nvme is None else self.nvme.memory_bytes // self.local_ranks
+
+    @property
+    def adam_params_per_s(self) -> float:
+        """CPU Adam of one rank, with its part of the node's cores."""
+        return self.host.adam_params_per_s / self.local_ranks
 
     @property
     def confidence(self) -> str:
         parts = [self.host.measured, *(r.gpu.measured and r.link.measured for r in self.ranks)]
         return "calibrated" if all(parts) else "datasheet"
+
+
+def _weakest_gpu(gpus: Sequence[Gpu]) -> Gpu:
+    kinds = list({id(g): g for g in gpus}.values())
+    first = kinds[0]
+    kinds = [first, *(g for g in kinds[1:] if g != first)]
+    if len(kinds) == 1:
+        return first
+    budget = min(g.budget_bytes for g in kinds)
+    context = min(g.context_bytes for g in kinds)
+    common = [d for d in first.flops_per_s if all(d in g.flops_per_s for g in kinds)]
+    return Gpu(
+        name=" + ".join(dict.fromkeys(g.name for g in kinds)),
+        memory_bytes=min(g.memory_bytes for g in kinds),
+        usable_bytes=budget + context,
+        context_bytes=context,
+        hbm_bytes_per_s=min(g.hbm_bytes_per_s for g in kinds),
+        flops_per_s={d: min(g.flops_per_s[d] for g in kinds) for d in common},
+        measured=all(g.measured for g in kinds),
+        source="the least of each figure",
+    )
+
+
+def _weakest_link(links: Sequence[Link]) -> Link:
+    kinds = list({id(k): k for k in links}.values())
+    first = kinds[0]
+    kinds = [first, *(k for k in kinds[1:] if k != first)]
+    if len(kinds) == 1:
+        return first
+    pageable = [k.pageable_bytes_per_s for k in kinds if k.pageable_bytes_per_s is not None]
+    return replace(
+        first,
+        name=" + ".join(dict.fromkeys(k.name for k in kinds)),
+        h2d_bytes_per_s=min(k.h2d_bytes_per_s for k in kinds),
+        d2h_bytes_per_s=min(k.d2h_bytes_per_s for k in kinds),
+        latency_s=max(k.latency_s for k in kinds),
+        duplex=all(k.duplex for k in kinds),
+        measured=all(k.measured for k in kinds),
+        source="the least of each figure",
+        pageable_bytes_per_s=min(pageable) if len(pageable) == len(kinds) else None,
+    )

@@ -19,10 +19,17 @@ def machine_toml(machine: Machine, *, checked: date) -> str:
     """The text of the file. Raises CatalogError for a machine whose ranks differ, which one entry cannot say."""
     if any((r.gpu, r.link) != (machine.gpu, machine.link) for r in machine.ranks):
         raise CatalogError(f"machine {machine.name!r} has ranks that differ; write its file by hand")
+    local = machine.local_ranks
+    roots = [r.root for r in machine.ranks[:local]]
+    per_root = next((i for i, root in enumerate(roots) if root != roots[0]), local) if roots[0] is not None else None
+    if roots != [None if per_root is None else i // per_root for i in range(local)]:
+        raise CatalogError(f"machine {machine.name!r} has PCIe switches of different widths; write its file by hand")
     gpu, link, host = machine.gpu, machine.link, machine.host
     rates = {f"{dtype}_tflops": rate / 1e12 for dtype, rate in gpu.flops_per_s.items()}
     hbm = {"hbm_gb_per_s": gpu.hbm_bytes_per_s / GB}
     copies = {"h2d_gb_per_s": link.h2d_bytes_per_s / GB, "d2h_gb_per_s": link.d2h_bytes_per_s / GB}
+    if link.pageable_bytes_per_s is not None:
+        copies["pageable_gb_per_s"] = link.pageable_bytes_per_s / GB
     adam = {"adam_gparams_per_s": host.adam_params_per_s / 1e9}
     tables: list[tuple[str, dict[str, object]]] = [
         (
@@ -59,14 +66,40 @@ def machine_toml(machine: Machine, *, checked: date) -> str:
                 **adam,
             },
         ),
-        (
-            f"machines.{_key(machine.name)}",
-            {"gpu": gpu.name, "gpus": len(machine.ranks), "link": link.name, "host": host.name, "notes": machine.notes},
-        ),
     ]
+    parts_of = [(gpu.measured, gpu.source, {**hbm, **rates}), (link.measured, link.source, copies)]
+    parts_of.append((host.measured, host.source, adam))
+    whole: dict[str, object] = {"gpu": gpu.name, "gpus": local, "link": link.name, "host": host.name}
+    if machine.notes:
+        whole["notes"] = machine.notes
+    if per_root is not None:
+        whole["gpus_per_root"] = per_root
+        if machine.root_bytes_per_s is not None:
+            whole["root_gb_per_s"] = machine.root_bytes_per_s / GB
+    if machine.price_usd_per_hour is not None:
+        whole["price_usd_per_hour"] = machine.price_usd_per_hour / machine.nodes
+    if machine.nodes > 1:
+        whole["nodes"] = machine.nodes
+    for field, connects, fabric in (
+        ("peer_link", "gpu-gpu", machine.peer),
+        ("network", "node-node", machine.network),
+    ):
+        if fabric is not None:
+            whole[field] = fabric.name
+            rate = {"h2d_gb_per_s": fabric.bytes_per_s / GB, "d2h_gb_per_s": fabric.bytes_per_s / GB}
+            fixed = {"connects": connects, "efficiency": 1, "latency_us": fabric.latency_s * 1e6, "duplex": True}
+            tables.append((f"links.{_key(fabric.name)}", {**fixed, **rate}))
+            parts_of.append((fabric.measured, fabric.source, rate))
+    if machine.nvme is not None:
+        disks = machine.nvme
+        whole["disks"] = disks.name
+        rate = {"read_gb_per_s": disks.read_bytes_per_s / GB, "write_gb_per_s": disks.write_bytes_per_s / GB}
+        fixed = {"size_gb": disks.memory_bytes / GB, "efficiency": 1, "latency_us": disks.latency_s * 1e6}
+        tables.append((f"disks.{_key(disks.name)}", {**fixed, **rate}))
+        parts_of.append((disks.measured, disks.source, rate))
+    tables.append((f"machines.{_key(machine.name)}", whole))
     parts = [f"machine = {json.dumps(machine.name)}"]
-    measured = ((gpu.measured, gpu.source, {**hbm, **rates}), (link.measured, link.source, copies))
-    for (name, values), part in zip(tables, (*measured, (host.measured, host.source, adam), None)):
+    for (name, values), part in zip(tables, (*parts_of, None)):
         source = part[1] if part is not None else "written by pstar"
         parts.append(_table(name, {**values, "source": source, "checked": checked}))
         if part is not None and part[0]:

@@ -63,8 +63,8 @@ class Chunk:
         return sum(slot.numel for slot in self.slots)
 
     def payload_bytes(self, list_name: str) -> int:
-        """Bytes of one of its lists: "param" and "grad" in the working dtype, every other list 4 bytes an element
-        (state lists of another width: see Layout.payload_bytes)."""
+        """Bytes of one of its lists, all ranks' slices together: "param" and "grad" in the working dtype, every other
+        list 4 bytes an element (state lists of another width: see Layout.payload_bytes)."""
         return self.numel * (DTYPE_BYTES[self.dtype] if list_name in ("param", "grad") else 4)
 
 
@@ -73,11 +73,14 @@ class Layout:
     """All chunks of a model, in order of first use; small chunks first.
 
     chunk_bytes: payload of the working list of a uniform chunk. state_bytes: optimizer state lists, bytes an element.
+    ranks: how many equal slices each list is cut into, one a rank (1: every rank has it whole). Payloads are those of
+    one rank; with several ranks there are also the lists "remote" and "grad_remote", the slices of all others.
     """
 
     chunk_bytes: int
     chunks: tuple[Chunk, ...]
     state_bytes: tuple[tuple[str, int], ...]
+    ranks: int = 1
 
     @cached_property
     def chunk_of(self) -> dict[int, int]:
@@ -98,19 +101,37 @@ class Layout:
     @cached_property
     def lists(self) -> tuple[str, ...]:
         """Every list a trainable chunk may have."""
-        return ("param", "grad", "grad32", *self.state_lists)
+        others = ("remote", "grad_remote") if self.ranks > 1 else ()
+        return ("param", "grad", "grad32", *self.state_lists, *others)
 
     @cached_property
     def _payloads(self) -> dict[tuple[int, str], int]:
         widths = {"grad32": 4, **dict(self.state_bytes)}
         table: dict[tuple[int, str], int] = {}
         for c in self.chunks:
-            table[c.index, "param"] = c.payload_bytes("param")
+            numel, width = self.slice_numel(c.index), DTYPE_BYTES[c.dtype]
+            table[c.index, "param"] = numel * width
+            if self.ranks > 1:
+                table[c.index, "remote"] = numel * width * (self.ranks - 1)
             if not c.frozen:
-                table[c.index, "grad"] = c.payload_bytes("grad")
-                for name, width in widths.items():
-                    table[c.index, name] = c.numel * width
+                table[c.index, "grad"] = numel * width
+                if self.ranks > 1:
+                    table[c.index, "grad_remote"] = numel * width * (self.ranks - 1)
+                for name, each in widths.items():
+                    table[c.index, name] = numel * each
         return table
+
+    def slice_numel(self, chunk: int) -> int:
+        """Elements of one rank's slice of a list, rounded up so that all slices are equal and aligned."""
+        numel = self.chunks[chunk].numel
+        if self.ranks == 1:
+            return numel
+        unit = self.ranks * ALIGN
+        return (numel + unit - 1) // unit * ALIGN
+
+    def whole_bytes(self, chunk: int) -> int:
+        """Bytes of the working list with the slices of all ranks: what a gather or a reduce-scatter is about."""
+        return self.payload_bytes(chunk, "param") * self.ranks
 
     def payload_bytes(self, chunk: int, list_name: str) -> int:
         """Bytes of a list of a chunk; a frozen one has only "param". Raises PlanError for an unknown chunk or list."""
@@ -121,18 +142,20 @@ class Layout:
         if not 0 <= chunk < len(self.chunks):
             raise PlanError(f"there is no chunk {chunk}; the layout has chunks 0 to {len(self.chunks) - 1}")
         kind = "frozen chunk" if self.chunks[chunk].frozen else "chunk"
-        known = "param" if self.chunks[chunk].frozen else ", ".join(self.lists)
+        frozen = ("param", "remote") if self.ranks > 1 else ("param",)
+        known = ", ".join(frozen if self.chunks[chunk].frozen else self.lists)
         raise PlanError(f"{kind} {chunk} has no list {list_name!r}; it has {known}")
 
     def states_bytes(self, chunk: int) -> int:
-        """Bytes of all optimizer state lists of a chunk; 0 for a frozen one."""
-        c = self.chunks[chunk]
-        return 0 if c.frozen else c.numel * sum(width for _, width in self.state_bytes)
+        """Bytes of all optimizer state lists of a chunk (one rank's); 0 for a frozen one."""
+        frozen = self.chunks[chunk].frozen
+        return 0 if frozen else self.slice_numel(chunk) * sum(width for _, width in self.state_bytes)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values for JSON; `Layout.from_dict` is the reverse."""
         return {
             "chunk_bytes": self.chunk_bytes,
+            "ranks": self.ranks,
             "state_bytes": [[name, width] for name, width in self.state_bytes],
             "chunks": [
                 {
@@ -166,7 +189,12 @@ class Layout:
                 )
                 for index, row in enumerate(values["chunks"])
             )
-            return Layout(chunk_bytes=_natural(values["chunk_bytes"]), chunks=chunks, state_bytes=state_bytes)
+            return Layout(
+                chunk_bytes=_natural(values["chunk_bytes"]),
+                chunks=chunks,
+                state_bytes=state_bytes,
+                ranks=max(1, _natural(values.get("ranks", 1))),
+            )
         except KeyError as error:
             raise PlanError(f"layout: field {error} is missing") from None
         except (TypeError, ValueError) as error:
@@ -202,11 +230,15 @@ _Item = tuple[int, int, int, int]
 _Class = tuple[bool, str, int]  # frozen, dtype, optimizer group
 
 
-def build_layout(workload: Workload, *, chunk_bytes: int | None = None) -> Layout:
-    """Search the chunk size for least waste (or take `chunk_bytes` of the working list) and pack.
+def build_layout(workload: Workload, *, chunk_bytes: int | None = None, ranks: int = 1) -> Layout:
+    """Search the chunk size for least waste (or take `chunk_bytes` of the working list) and pack. ranks: cut each list
+    into that many slices.
 
-    Raises PlanError for a chunk_bytes that is not positive and for a tensor of a dtype without a known width.
+    Raises PlanError for a chunk_bytes that is not positive, for a tensor of a dtype without a known width, and for
+    ranks < 1.
     """
+    if ranks < 1:
+        raise PlanError(f"ranks is {ranks}; a layout needs at least one rank")
     if chunk_bytes is not None and chunk_bytes <= 0:
         raise PlanError(f"chunk_bytes is {chunk_bytes}; a chunk needs a positive number of bytes")
     classes = _in_order_of_first_use(workload)
@@ -231,6 +263,7 @@ def build_layout(workload: Workload, *, chunk_bytes: int | None = None) -> Layou
         chunk_bytes=chunk_bytes,
         chunks=tuple(_chunk(index, *row) for index, row in enumerate(rows)),
         state_bytes=workload.optimizer.state_bytes,
+        ranks=ranks,
     )
 
 

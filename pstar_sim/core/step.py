@@ -13,8 +13,25 @@
 | cpu_add   | adam    | takes grad32 on the host if absent        | grad32 += grad (host); frees grad (host)   |
 | cpu_adam  | adam    | states, working list are on the host      | host param = updated parameters            |
 | gpu_adam  | compute | states, working list are on the gpu       | gpu param = updated parameters             |
+| gather    | net     | takes (chunk, list) on the gpu if absent  | the chunk is whole on this gpu             |
+| reduce_   | net     | (chunk, list) is on the gpu               | own slice = reduced gradient; frees        |
+| scatter   |         |                                           | (chunk, list) on the gpu                   |
+| nvme_read | nvme    | takes (chunk, list) on the host if absent | host content = disk content                |
+| nvme_     | nvme    | takes (chunk, list) on the disk if absent | disk content = host content                |
+| write     |         |                                           |                                            |
 
 (A cpu_add with list=param adds the last gradient, which lies in place in the host's working list, and frees nothing.)
+
+[Note: several ranks] Every rank runs the same program. With Layout.ranks = P > 1 a list of a chunk is this rank's own
+slice of it, 1/P; "remote" (beside "param") and "grad_remote" (beside "grad") are the slices of all others. A chunk is
+read, and its gradient arrives, whole: in "param" and "remote" (in place, in the last micro-batch) or in "grad" and
+"grad_remote". gather list=remote brings the others' parameters (each rank's own slice has to be current), and
+reduce_scatter list=remote or list=grad_remote, once the gradient is complete, leaves the sum over all ranks in the own
+slice; where the chunk has grad32 on the gpu, a reduced grad_remote is added to it as well. Nothing but a gather, a
+reduce_scatter, a drop or a free touches "remote" and "grad_remote" beside the moments themselves. With
+Layout.ranks = 1 on a machine of several ranks everything is whole on every rank (replicated), and a complete gradient
+is made the sum over all by reduce_scatter and then gather of the list it lies in ("param", "grad" or "grad32"), which
+stays where it is.
 
 The tide: before moment m the gpu holds peak(m-1) of non-model bytes, in moment m it holds peak(m). A rise
 (peak(m) > peak(m-1)) is taken when m starts, a fall when m-1 ends; the moment before the first one is the last one
@@ -22,10 +39,11 @@ of the previous iteration.
 
 Lists: "param" (working list; the gradient overwrites it in place in the last micro-batch), the optimizer's state
 lists ("param32", "momentum", "variance"), "grad" (a gradient on its way out, working dtype), "grad32" (gradients
-accumulated over micro-batches, 4 bytes a parameter; on the gpu for chunks whose Adam runs there).
-`bytes` is what crosses the link for copies (normally the payload; more when a policy moves a wider type), the payload
-for alloc, free and drop, the host memory traffic for cpu_add and cpu_adam, the gpu memory traffic for gpu_adam, 0 for
-compute.
+accumulated over micro-batches, 4 bytes a parameter; on the gpu for chunks whose Adam runs there), "remote" and
+"grad_remote" (see above).
+`bytes` is what crosses the link for copies (normally the payload; more when a policy moves a wider type), the whole
+chunk (all slices) for gather and reduce_scatter, the payload for alloc, free and drop, the host memory traffic for
+cpu_add and cpu_adam, the gpu memory traffic for gpu_adam, 0 for compute.
 """
 
 from __future__ import annotations
@@ -36,7 +54,7 @@ from enum import StrEnum
 
 from pstar_sim.errors import PlanError
 
-__all__ = ["COPIES", "Kind", "Place", "Queue", "Ref", "Step", "from_text", "to_text"]
+__all__ = ["COPIES", "PAGEABLE", "Kind", "Place", "Queue", "Ref", "Step", "from_text", "to_text"]
 
 
 class Queue(StrEnum):
@@ -87,7 +105,7 @@ class Ref:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
     """One action. moment: the moment it is (compute), serves (fetch: first use) or comes from (writeback, Adam: last
-    gradient)."""
+    gradient). via: how a copy goes, None for pinned and asynchronous or "pageable" (host memory that is not pinned)."""
 
     id: int
     queue: Queue
@@ -98,9 +116,11 @@ class Step:
     place: Place | None = None
     moment: int | None = None
     after: tuple[Ref, ...] = ()
+    via: str | None = None
 
 
-_FIELDS = ("chunk", "list", "place", "moment", "bytes", "after")
+PAGEABLE = "pageable"
+_FIELDS = ("chunk", "list", "place", "moment", "bytes", "via", "after")
 
 
 def to_text(step: Step) -> str:
@@ -151,6 +171,8 @@ def from_text(line: str) -> Step:
             place = Place(seen["place"])
         except ValueError:
             raise bad(seen["place"], f"is not a place ({', '.join(Place)})") from None
+    if seen.get("via") not in (None, PAGEABLE):
+        raise bad(seen["via"], f"is not a way to copy ({PAGEABLE})")
     refs: list[Ref] = []
     for text in seen["after"].split(",") if "after" in seen else ():
         match = _REF.fullmatch(text)
@@ -167,4 +189,5 @@ def from_text(line: str) -> Step:
         place=place,
         moment=natural("moment", seen["moment"]) if "moment" in seen else None,
         after=tuple(refs),
+        via=seen.get("via"),
     )

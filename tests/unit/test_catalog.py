@@ -125,7 +125,7 @@ def test_calibrated_machines(name: str, usable: float, link: float, flops: float
 
 def test_cards_without_bf16_have_no_rate_for_it() -> None:
     without = {name for name in machine_names() if "bf16" not in load_machine(name).gpu.flops_per_s}
-    assert without == {"v100-16", "v100-32", "v100-32x8", "t4"}
+    assert without == {"v100-16", "v100-32", "v100-32x8", "dgx2", "t4"}
 
 
 def test_nodes_share_one_host() -> None:
@@ -133,7 +133,7 @@ def test_nodes_share_one_host() -> None:
     assert len(node.ranks) == 8
     assert node.host.memory_bytes == 240 * GB
     assert node.ranks[3].batch_share == 1 / 8
-    assert node.extra["peer_bytes_per_s"] == pytest.approx(150e9 * 0.85)
+    assert node.peer is not None and node.peer.bytes_per_s == pytest.approx(150e9 * 0.85)
     assert load_machine("a100-80x8").host.memory_bytes == 1000 * GB
 
 
