@@ -17,7 +17,7 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy.registry import Policy
 from pstar_sim.units import GB
-from pstar_sim.workload.presets import preset
+from pstar_sim.workload.presets import variant
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["nearest"]
@@ -117,29 +117,18 @@ def _workloads(
     if workload.source != "preset":
         return
 
-    def variant(batch: int, micro_batches: int, checkpointing: bool) -> Workload:
-        return preset(
-            workload.model,
-            batch=batch,
-            seq=workload.sequence,
-            micro_batches=micro_batches,
-            dtype=workload.dtype,
-            checkpointing=checkpointing,
-            attention=workload.attention,
-        )
-
     def promising(changed: Workload) -> bool:
         """The policy needs as much less as the tide is lower: worth planning."""
         lower = workload.peak_non_model_bytes - changed.peak_non_model_bytes
         return error.needed_bytes - lower <= error.available_bytes
 
     if not workload.checkpointing:
-        changed = variant(workload.batch, workload.micro_batches, True)
+        changed = variant(workload, checkpointing=True)
         if promising(changed) and _fits(policy, changed, machine, settings) is None:
             yield "with --checkpointing"
     for batch in (workload.batch // n for n in range(2, min(workload.batch, 1024) + 1) if workload.batch % n == 0):
-        if not promising(variant(batch, 1, workload.checkpointing)):
+        if not promising(variant(workload, batch=batch, micro_batches=1)):
             continue
         micro_batches = workload.micro_batches * (workload.batch // batch)
-        if _fits(policy, variant(batch, micro_batches, workload.checkpointing), machine, settings) is None:
+        if _fits(policy, variant(workload, batch=batch, micro_batches=micro_batches), machine, settings) is None:
             yield f"with --batch {batch} --micro-batches {micro_batches}"

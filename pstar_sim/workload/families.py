@@ -116,7 +116,8 @@ def _language_loss_backward(t: Tape, s: Shape, module: str, weight: str, u: int,
     t.open("grad", module, Phase.BWD, [weight])
     flops = 2 * s.flops(m.hidden, m.vocab)
     if tied:
-        t.op(t.size([weight]) + u, dead=logits + u, flops=flops, read=2 * logits + u)
+        kept = flops // 2 + t.weight_flops([weight], flops // 2)
+        t.op(t.size([weight]) + u, dead=logits + u, flops=kept, read=2 * logits + u)
     else:
         t.linear_backward([weight], grad_in=u, grad_out=logits, saved=u, flops=flops, dead=logits + u)
 
@@ -560,7 +561,8 @@ def write_bert(t: Tape, s: Shape) -> None:
     t.op(logits, read=0)
     t.op(logits, dead=2 * logits, read=2 * logits)
     t.open("grad", "cls.predictions.decoder", Phase.BWD, [head])
-    t.op(u + t.size([head, bias]), dead=logits + u, flops=2 * s.flops(h, m.vocab), read=2 * logits + u)
+    flops = s.flops(h, m.vocab) + t.weight_flops([head], s.flops(h, m.vocab))
+    t.op(u + t.size([head, bias]), dead=logits + u, flops=flops, read=2 * logits + u)
     t.gradient([bias] if m.tied else [bias, head])
     names = [*_linear(f"{transform}.dense"), *_norm(f"{transform}.LayerNorm")]
     t.open("grad", f"{transform}.dense", Phase.BWD, names)
@@ -661,7 +663,7 @@ def write_vit(t: Tape, s: Shape) -> None:
     t.open("grad", front, Phase.BWD)
     t.gradient(others, allocated=False)
     t.op(patches * h * w, dead=u)
-    t.op(t.size(patch), flops=convolution, read=pixels * w)
+    t.op(t.size(patch), flops=t.weight_flops(patch, convolution), read=pixels * w)
     t.gradient(patch)
     t.op(dead=patches * h * w)
     t.open("backward-end", ROOT, Phase.BWD)

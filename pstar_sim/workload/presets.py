@@ -6,14 +6,17 @@ Knows the catalog of models and the families that write them; the byte rules are
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from pstar_sim.catalog.models import ModelEntry, model_entry
 from pstar_sim.errors import ModelError
 from pstar_sim.workload.families import Shape, write_bert, write_gpt, write_llama, write_vit
+from pstar_sim.workload.lora import AdaptedTape, Adapter, adapter_of
+from pstar_sim.workload.optimizers import optimizer_spec
 from pstar_sim.workload.tape import Tape
 from pstar_sim.workload.workload import DTYPE_BYTES, Workload, repeat_micro_batch
 
-__all__ = ["ATTENTION", "preset", "workload_of"]
+__all__ = ["ATTENTION", "preset", "variant", "workload_of"]
 
 ATTENTION = ("flash", "efficient", "math")
 
@@ -34,6 +37,8 @@ def preset(
     dtype: str = "bf16",
     checkpointing: bool = True,
     attention: str = "flash",
+    lora: Adapter | None = None,
+    optimizer: str = "adamw",
 ) -> Workload:
     """One iteration of a model of the catalog, trained with its usual loss.
 
@@ -42,7 +47,8 @@ def preset(
     padding. The GPT family stands for the PatrickStar table, whose parameter counts have no head of their own: the
     head is the token embedding (tied) and the loss is the language model's, as the planning figures assume, though the
     published runs classified sequences. Non-model bytes are logical bytes of live storages; the accelerator's context
-    is a term of the machine, not of the workload.
+    is a term of the machine, not of the workload. lora: the model itself is frozen and adapters are trained (lora.py).
+    optimizer: its name (optimizers.py).
 
     Raises UnknownName (with the nearest names) and ModelError for a batch, sequence, dtype or attention the model
     cannot have.
@@ -56,6 +62,8 @@ def preset(
         dtype=dtype,
         checkpointing=checkpointing,
         attention=attention,
+        lora=lora,
+        optimizer=optimizer,
         model=name,
     )
 
@@ -69,6 +77,8 @@ def workload_of(
     dtype: str = "bf16",
     checkpointing: bool = True,
     attention: str = "flash",
+    lora: Adapter | None = None,
+    optimizer: str = "adamw",
     model: str | None = None,
 ) -> Workload:
     """As `preset`, for a shape that need not be in the catalog. Raises ModelError."""
@@ -88,10 +98,16 @@ def workload_of(
         raise refuse("dtype", dtype, f"known dtypes are {', '.join(DTYPE_BYTES)}")
     if attention not in ATTENTION:
         raise refuse("attention", attention, f"known kernels are {', '.join(ATTENTION)}")
-    tape = Tape(dtype)
+    if lora is not None and lora.rank < 1:
+        raise refuse("lora rank", lora.rank, "it must be at least 1")
+    spec = optimizer_spec(optimizer)
+    adapted = None if lora is None else AdaptedTape(dtype, lora, family=entry.family, tokens=batch * sequence)
+    tape = adapted or Tape(dtype)
     shape = Shape(model=entry, batch=batch, sequence=sequence, checkpointing=checkpointing, attention=attention)
     _WRITERS[entry.family](tape, shape)
     tape.close()
+    if adapted is not None and not adapted.adapted:
+        raise refuse("lora targets", ", ".join(adapted.names), f"no matrix has such a name; try {_matrices(tape)}")
     workload = Workload(
         model=name,
         dtype=dtype,
@@ -104,5 +120,38 @@ def workload_of(
         tensors=tuple(tape.tensors),
         moments=tuple(tape.moments),
         uses=tuple(tape.uses),
+        optimizer=spec,
+        notes="" if adapted is None else f"LoRA r={adapted.adapter.rank} on {', '.join(adapted.names)}",
     )
     return repeat_micro_batch(workload, micro_batches) if micro_batches > 1 else workload
+
+
+def variant(
+    workload: Workload,
+    *,
+    batch: int | None = None,
+    micro_batches: int | None = None,
+    checkpointing: bool | None = None,
+) -> Workload:
+    """The same preset, adapter and optimizer with another batch, number of micro-batches or checkpointing.
+
+    Raises ModelError for a workload that is no preset, UnknownName for one of a shape that is not in the catalog.
+    """
+    if workload.source != "preset":
+        raise ModelError(f"workload {workload.model!r} comes from a {workload.source}; trace the model as it should be")
+    made = preset(
+        workload.model,
+        batch=workload.batch if batch is None else batch,
+        seq=workload.sequence,
+        micro_batches=workload.micro_batches if micro_batches is None else micro_batches,
+        dtype=workload.dtype,
+        checkpointing=workload.checkpointing if checkpointing is None else checkpointing,
+        attention=workload.attention,
+        lora=adapter_of(workload),
+    )
+    return replace(made, optimizer=workload.optimizer)
+
+
+def _matrices(tape: Tape) -> str:
+    names = (t.name.removesuffix(".weight").rpartition(".")[2] for t in tape.tensors if len(t.shape) == 2)
+    return ", ".join(dict.fromkeys(names))

@@ -55,6 +55,10 @@ class Tape:
         """Bytes of these parameters."""
         return sum(self.tensors[self._index[name]].bytes for name in names)
 
+    def weight_flops(self, names: Iterable[str], flops: int) -> int:
+        """Flops of the gradients of these weights: `flops`, or nothing where none of them is trained."""
+        return flops
+
     # Moments
 
     def open(self, event: str, module: str, phase: Phase, reads: Sequence[str] = ()) -> None:
@@ -121,8 +125,10 @@ class Tape:
     ) -> None:
         """Backward of a linear layer: gradients of input and parameters together, then the parameters' are taken.
 
-        grad_out, saved: bytes it reads. dead: bytes freed once it is done (those of them nobody else needs).
+        grad_out, saved: bytes it reads. flops: of both, half each. dead: bytes freed once it is done (those of them
+        nobody else needs).
         """
-        self.op(grad_in + self.size(names), flops=flops, read=2 * grad_out + saved)
+        kept = flops - flops // 2 + self.weight_flops(names, flops // 2)
+        self.op(grad_in + self.size(names), flops=kept, read=2 * grad_out + saved)
         self.gradient(names)
         self.op(dead=dead)

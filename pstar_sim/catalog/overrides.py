@@ -1,0 +1,471 @@
+"""Overrides: one figure of a machine replaced by hand, `--set gpu.memory=48GB` and `machine(name, overrides={...})`.
+
+A path names the figure, a value is written as people write it: a size (48GB), a rate (25GB/s), flops (150T), a count, a
+duration (10us), true or false; or a change of what is there: +10%, -25%, x2. Every figure keeps to the range a catalog
+file may give it, and what contradicts another figure is refused. Knows no workload.
+
+[Note: cores and Adam] The rate of CPU Adam is a figure of its own, measured with all cores. `host.cores` scales it in
+proportion, up to what DRAM bandwidth allows (28 bytes a parameter); `host.dram` leaves it as it is unless it would be
+above that. `host.adam` sets it outright, and is refused where the DRAM could not feed it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from pstar_sim.catalog.machine import Fabric, Gpu, Host, Link, Machine, Nvme, Rank
+from pstar_sim.errors import CatalogError, PstarError
+from pstar_sim.units import format_bytes, parse_bytes, parse_bytes_per_s
+
+__all__ = ["ADAM_BYTES_PER_PARAM", "override", "override_paths", "parse_settings"]
+
+ADAM_BYTES_PER_PARAM = 28
+"""DRAM traffic for which `Host.adam_params_per_s` is quoted (cost.py, hosts.toml)."""
+
+Value = str | int | float | bool
+
+
+@dataclass(frozen=True)
+class _Path:
+    """One figure: how it is written, its range, how to read it off a machine (None: the machine has no such part) and
+    how to put another one in its place."""
+
+    kind: str
+    low: float
+    high: float
+    get: Callable[[Machine], float | None]
+    put: Callable[[Machine, float], Machine]
+
+
+def override(machine: Machine, changes: Mapping[str, Value] | Iterable[str]) -> Machine:
+    """The machine with these figures in place of its own: {"gpu.memory": "48GB"} or ["gpu.memory=48GB"].
+
+    Raises CatalogError, naming path and value, for a path or value that is none, out of range, or in contradiction to
+    the rest of the machine; and for a figure of a part the machine does not have.
+    """
+    given = dict(changes) if isinstance(changes, Mapping) else parse_settings(changes)
+    if not given:
+        return machine
+    was = machine
+    for path in sorted(given, key=_order):
+        machine = _put(machine, path, given[path])
+    _check(machine, given)
+    return _named(was, machine, given)
+
+
+def override_paths() -> tuple[str, ...]:
+    """Every path `override` knows."""
+    return tuple(_PATHS)
+
+
+def parse_settings(texts: Iterable[str]) -> dict[str, Value]:
+    """["gpu.memory=48GB", "nodes=2"] as a mapping. Raises CatalogError for a text that is no PATH=VALUE, and for a path
+    given twice."""
+    found: dict[str, Value] = {}
+    for text in texts:
+        path, equals, value = text.partition("=")
+        path, value = path.strip(), value.strip()
+        if not (path and equals and value):
+            raise CatalogError(f"{text!r} is no PATH=VALUE, such as gpu.memory=48GB")
+        if path in found:
+            raise CatalogError(f"{path} is set twice, to {found[path]} and to {value}; give it once")
+        found[path] = value
+    return found
+
+
+def _order(path: str) -> tuple[int, int]:
+    """Counts first (nodes and GPUs multiply what is there), then the rest as listed; cores before Adam's own rate."""
+    first = ("nodes", "gpus")
+    known = list(_PATHS)
+    return (first.index(path) if path in first else len(first), known.index(path) if path in known else len(known))
+
+
+def _put(machine: Machine, path: str, value: Value) -> Machine:
+    figure = _PATHS.get(path)
+    if figure is None:
+        near = difflib.get_close_matches(path, _PATHS, n=3, cutoff=0.4)
+        hint = f"did you mean {', '.join(near)}?" if near else f"it can be {', '.join(_PATHS)}"
+        raise CatalogError(f"{path} = {value!r}: there is no such figure of a machine; {hint}")
+    number = _number(machine, path, figure, value)
+    if not figure.low <= number <= figure.high:
+        raise CatalogError(
+            f"{path} = {value!r} is absurd; it must be between {_shown(figure.kind, figure.low)} and "
+            f"{_shown(figure.kind, figure.high)}"
+        )
+    return figure.put(machine, number)
+
+
+_RELATIVE = re.compile(r"([+-])\s*([0-9]+(?:\.[0-9]*)?)\s*%|[x*]\s*([0-9]+(?:\.[0-9]*)?)")
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*([a-z/]*)", re.IGNORECASE)
+_UNITS: dict[str, dict[str, float]] = {
+    "flops": {"": 1, "g": 1e9, "t": 1e12, "p": 1e15},
+    "params": {"": 1, "m": 1e6, "g": 1e9, "b": 1e9},
+    "seconds": {"": 1, "s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9},
+    "money": {"": 1},
+    "count": {"": 1},
+}
+_EXAMPLES = {
+    "size": "48GB",
+    "rate": "25GB/s",
+    "flops": "150T",
+    "params": "2G",
+    "seconds": "10us",
+    "money": "3.5",
+    "count": "8",
+    "flag": "true or false",
+}
+
+
+def _number(machine: Machine, path: str, figure: _Path, value: Value) -> float:
+    """The value in SI units (a flag as 0 or 1)."""
+    refusal = CatalogError(
+        f"{path} = {value!r} is no {_KINDS[figure.kind]}; write {_EXAMPLES[figure.kind]}"
+        + ("" if figure.kind == "flag" else ", or a change such as +10% or x2")
+    )
+    if figure.kind == "flag":
+        flags = {True: 1.0, False: 0.0, "true": 1.0, "false": 0.0, "on": 1.0, "off": 0.0}
+        key = value.lower() if isinstance(value, str) else value
+        if key not in flags or (not isinstance(key, (str, bool))):
+            raise refusal
+        return flags[key]
+    if isinstance(value, bool):
+        raise refusal
+    if isinstance(value, (int, float)):
+        number = float(value)
+    else:
+        change = _RELATIVE.fullmatch(value.strip())
+        if change is not None:
+            present = figure.get(machine)
+            if present is None:
+                raise CatalogError(
+                    f"{path} = {value!r}: {machine.name} has no {path} to change; give it as {_EXAMPLES[figure.kind]}"
+                )
+            if change[3] is not None:
+                number = present * float(change[3])
+            else:
+                number = present * (1 + float(change[2]) / (100 if change[1] == "+" else -100))
+            if figure.kind == "count":
+                number = float(max(round(number), 1 if change[1] != "-" else 0))
+        else:
+            number = _absolute(figure.kind, value, refusal)
+    if number != number or (number <= 0 and not (figure.low <= 0 == number)):
+        raise CatalogError(f"{path} = {value!r}: it must be positive; write {_EXAMPLES[figure.kind]}")
+    if figure.kind == "count" and number != round(number):
+        raise refusal
+    return number
+
+
+def _absolute(kind: str, text: str, refusal: CatalogError) -> float:
+    if text.startswith("-"):
+        return -1.0
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        raise refusal
+    if float(match[1]) == 0:
+        return 0.0
+    if kind in ("size", "rate"):
+        if float(match[1]) > 1e18:
+            return float("inf")  # out of range in any unit
+        try:
+            return float(parse_bytes(text)) if kind == "size" else parse_bytes_per_s(text)
+        except PstarError:
+            raise refusal from None
+    units = _UNITS[kind]
+    unit = re.sub(r"(flops|flop/s|params|params/s|/s)$", "", match[2].lower())
+    if kind == "flops":
+        unit = unit.removesuffix("flop").removesuffix("flops")
+    if unit not in units:
+        raise refusal
+    return float(match[1]) * units[unit]
+
+
+_KINDS = {
+    "size": "size",
+    "rate": "rate",
+    "flops": "number of flops per second",
+    "params": "number of parameters per second",
+    "seconds": "duration",
+    "money": "price in USD per hour",
+    "count": "count",
+    "flag": "yes or no",
+}
+
+
+def _shown(kind: str, number: float) -> str:
+    if kind == "size":
+        return format_bytes(number)
+    if kind == "rate":
+        return f"{format_bytes(number)}/s"
+    if kind == "seconds":
+        return f"{number:g} s"
+    return f"{number:g}"
+
+
+# Parts of a machine.
+
+
+def _each(machine: Machine, change: Callable[[Rank], Rank]) -> Machine:
+    return replace(machine, ranks=tuple(change(rank) for rank in machine.ranks))
+
+
+def _gpu(machine: Machine, change: Callable[[Gpu], Gpu]) -> Machine:
+    return _each(machine, lambda rank: replace(rank, gpu=change(rank.gpu)))
+
+
+def _link(machine: Machine, change: Callable[[Link], Link]) -> Machine:
+    return _each(machine, lambda rank: replace(rank, link=change(rank.link)))
+
+
+def _host(machine: Machine, change: Callable[[Host], Host]) -> Machine:
+    return replace(machine, host=change(machine.host))
+
+
+def _gpu_memory(machine: Machine, size: float) -> Machine:
+    return _gpu(machine, lambda g: replace(g, memory_bytes=round(size), usable_bytes=round(size)))
+
+
+def _flops(dtype: str) -> _Path:
+    return _Path(
+        "flops",
+        1e8,
+        1e17,
+        lambda m: m.gpu.flops_per_s.get(dtype),
+        lambda m, v: _gpu(m, lambda g: replace(g, flops_per_s={**g.flops_per_s, dtype: v})),
+    )
+
+
+def _cores(machine: Machine, count: float) -> Machine:
+    """[Note: cores and Adam]"""
+    host = machine.host
+    most = max(host.adam_params_per_s, host.dram_bytes_per_s / ADAM_BYTES_PER_PARAM)
+    rate = min(host.adam_params_per_s * count / host.cores, most)
+    return replace(machine, host=replace(host, cores=round(count), adam_params_per_s=rate))
+
+
+def _dram(machine: Machine, rate: float) -> Machine:
+    """[Note: cores and Adam]"""
+    host = machine.host
+    most = max(rate / ADAM_BYTES_PER_PARAM, 0.0)
+    adam = min(host.adam_params_per_s, most) if rate < host.dram_bytes_per_s else host.adam_params_per_s
+    return replace(machine, host=replace(host, dram_bytes_per_s=rate, adam_params_per_s=adam))
+
+
+def _gpus(machine: Machine, count: float) -> Machine:
+    per_node = machine.ranks[: machine.local_ranks]
+    if any((r.gpu, r.link) != (per_node[0].gpu, per_node[0].link) for r in machine.ranks):
+        raise CatalogError(f"gpus = {count:g}: the GPUs of {machine.name} differ; write a machine file that lists them")
+    wanted, nodes = round(count), machine.nodes
+    node = tuple(per_node[i % len(per_node)] for i in range(wanted))
+    share = 1 / (wanted * nodes)
+    price = machine.price_usd_per_hour
+    return replace(
+        machine,
+        ranks=tuple(replace(rank, batch_share=share) for _ in range(nodes) for rank in node),
+        price_usd_per_hour=price if wanted == machine.local_ranks else None,
+    )
+
+
+def _nodes(machine: Machine, count: float) -> Machine:
+    wanted = round(count)
+    node = machine.ranks[: machine.local_ranks]
+    scale = machine.nodes / wanted
+    price = machine.price_usd_per_hour
+    return replace(
+        machine,
+        nodes=wanted,
+        ranks=tuple(replace(rank, batch_share=rank.batch_share * scale) for _ in range(wanted) for rank in node),
+        price_usd_per_hour=None if price is None else price * wanted / machine.nodes,
+    )
+
+
+def _fabric(which: str, field: str) -> _Path:
+    def get(machine: Machine) -> float | None:
+        fabric: Fabric | None = getattr(machine, which)
+        return None if fabric is None else float(getattr(fabric, field))
+
+    def put(machine: Machine, value: float) -> Machine:
+        fabric: Fabric | None = getattr(machine, which)
+        if fabric is None:
+            if field != "bytes_per_s":
+                raise CatalogError(
+                    f"{which}.latency = {value:g} s: {machine.name} has no {which}; set {which}.bandwidth too"
+                )
+            fabric = Fabric(name=which, bytes_per_s=value, latency_s=1e-5, measured=False, source="set by hand")
+        return replace(machine, **{which: replace(fabric, **{field: value})})  # type: ignore[arg-type]
+
+    kind = "rate" if field == "bytes_per_s" else "seconds"
+    return _Path(kind, *((1e5, 2e13) if kind == "rate" else (0.0, 0.1)), get, put)
+
+
+def _nvme(field: str) -> _Path:
+    def get(machine: Machine) -> float | None:
+        return None if machine.nvme is None else float(getattr(machine.nvme, field))
+
+    def put(machine: Machine, value: float) -> Machine:
+        disk = machine.nvme or Nvme(
+            name="nvme",
+            memory_bytes=0,
+            read_bytes_per_s=0.0,
+            write_bytes_per_s=0.0,
+            latency_s=1e-4,
+            measured=False,
+            source="set by hand",
+        )
+        number = round(value) if field == "memory_bytes" else value
+        return replace(machine, nvme=replace(disk, **{field: number}))  # type: ignore[arg-type]
+
+    return _Path(
+        "size" if field == "memory_bytes" else "rate", 1e6, 1e17 if field == "memory_bytes" else 2e13, get, put
+    )
+
+
+def _both_ways(machine: Machine, rate: float) -> Machine:
+    return _link(machine, lambda k: replace(k, h2d_bytes_per_s=rate, d2h_bytes_per_s=rate))
+
+
+_RATES = (1e5, 2e13)
+_SIZES = (1e6, 1e17)
+
+_PATHS: dict[str, _Path] = {
+    "nodes": _Path("count", 1, 4096, lambda m: m.nodes, _nodes),
+    "gpus": _Path("count", 1, 64, lambda m: m.local_ranks, _gpus),
+    "gpu.memory": _Path("size", *_SIZES, lambda m: m.gpu.usable_bytes, _gpu_memory),
+    "gpu.context": _Path(
+        "size",
+        0,
+        1e11,
+        lambda m: m.gpu.context_bytes,
+        lambda m, v: _gpu(m, lambda g: replace(g, context_bytes=round(v))),
+    ),
+    "gpu.hbm": _Path(
+        "rate", *_RATES, lambda m: m.gpu.hbm_bytes_per_s, lambda m, v: _gpu(m, lambda g: replace(g, hbm_bytes_per_s=v))
+    ),
+    "gpu.flops.fp32": _flops("fp32"),
+    "gpu.flops.fp16": _flops("fp16"),
+    "gpu.flops.bf16": _flops("bf16"),
+    "host.memory": _Path(
+        "size",
+        *_SIZES,
+        lambda m: m.host.memory_bytes,
+        lambda m, v: _host(m, lambda h: replace(h, memory_bytes=round(v))),
+    ),
+    "host.reserved": _Path(
+        "size",
+        0,
+        1e13,
+        lambda m: m.host.reserved_bytes,
+        lambda m, v: _host(m, lambda h: replace(h, reserved_bytes=round(v))),
+    ),
+    "host.dram": _Path("rate", *_RATES, lambda m: m.host.dram_bytes_per_s, _dram),
+    "host.cores": _Path("count", 1, 4096, lambda m: m.host.cores, _cores),
+    "host.adam": _Path(
+        "params",
+        1e6,
+        1e12,
+        lambda m: m.host.adam_params_per_s,
+        lambda m, v: _host(m, lambda h: replace(h, adam_params_per_s=v)),
+    ),
+    "link.bandwidth": _Path("rate", *_RATES, lambda m: min(m.link.h2d_bytes_per_s, m.link.d2h_bytes_per_s), _both_ways),
+    "link.h2d": _Path(
+        "rate",
+        *_RATES,
+        lambda m: m.link.h2d_bytes_per_s,
+        lambda m, v: _link(m, lambda k: replace(k, h2d_bytes_per_s=v)),
+    ),
+    "link.d2h": _Path(
+        "rate",
+        *_RATES,
+        lambda m: m.link.d2h_bytes_per_s,
+        lambda m, v: _link(m, lambda k: replace(k, d2h_bytes_per_s=v)),
+    ),
+    "link.latency": _Path(
+        "seconds", 0.0, 0.1, lambda m: m.link.latency_s, lambda m, v: _link(m, lambda k: replace(k, latency_s=v))
+    ),
+    "link.pageable": _Path(
+        "rate",
+        *_RATES,
+        lambda m: m.link.pageable_bytes_per_s,
+        lambda m, v: _link(m, lambda k: replace(k, pageable_bytes_per_s=v)),
+    ),
+    "link.duplex": _Path(
+        "flag", 0, 1, lambda m: m.link.duplex, lambda m, v: _link(m, lambda k: replace(k, duplex=bool(v)))
+    ),
+    "root.bandwidth": _Path("rate", *_RATES, lambda m: m.root_bytes_per_s, lambda m, v: replace(m, root_bytes_per_s=v)),
+    "peer.bandwidth": _fabric("peer", "bytes_per_s"),
+    "peer.latency": _fabric("peer", "latency_s"),
+    "network.bandwidth": _fabric("network", "bytes_per_s"),
+    "network.latency": _fabric("network", "latency_s"),
+    "nvme.memory": _nvme("memory_bytes"),
+    "nvme.read": _nvme("read_bytes_per_s"),
+    "nvme.write": _nvme("write_bytes_per_s"),
+    "price": _Path("money", 1e-3, 1e6, lambda m: m.price_usd_per_hour, lambda m, v: replace(m, price_usd_per_hour=v)),
+}
+
+
+def _check(machine: Machine, given: Mapping[str, Value]) -> None:
+    """Refuse what contradicts the rest of the machine."""
+
+    def refuse(paths: Iterable[str], why: str, instead: str) -> CatalogError:
+        named = [f"{path} = {given[path]}" for path in paths if path in given]
+        return CatalogError(f"{' and '.join(named)} on {machine.name}: {why}; {instead}")
+
+    if "link.bandwidth" in given and ("link.h2d" in given or "link.d2h" in given):
+        raise refuse(
+            ("link.bandwidth", "link.h2d", "link.d2h"),
+            "link.bandwidth sets both directions",
+            "give it, or one or both of the others",
+        )
+    for rank in machine.ranks:
+        usable, context = rank.gpu.usable_bytes, rank.gpu.context_bytes
+        if usable <= context:
+            raise refuse(
+                ("gpu.memory", "gpu.context"),
+                f"the driver context takes {format_bytes(context)} of {format_bytes(usable)}",
+                "nothing would be left for a plan",
+            )
+    host = machine.host
+    if host.memory_bytes <= host.reserved_bytes:
+        raise refuse(
+            ("host.memory", "host.reserved"),
+            f"{format_bytes(host.reserved_bytes)} of {format_bytes(host.memory_bytes)} are reserved for the system",
+            "nothing would be left for a plan",
+        )
+    traffic = host.adam_params_per_s * ADAM_BYTES_PER_PARAM
+    if "host.adam" in given and traffic > host.dram_bytes_per_s * 1.001:
+        raise refuse(
+            ("host.adam", "host.dram"),
+            f"Adam at that rate moves {format_bytes(traffic)}/s, its DRAM only {format_bytes(host.dram_bytes_per_s)}/s",
+            f"give at most {host.dram_bytes_per_s / ADAM_BYTES_PER_PARAM / 1e9:.3g}G, or a higher host.dram",
+        )
+    if machine.nodes > 1 and machine.network is None:
+        raise refuse(("nodes",), "it has no network between nodes", "set network.bandwidth too, such as 25GB/s")
+    disk = machine.nvme
+    if disk is not None and not (disk.memory_bytes and disk.read_bytes_per_s and disk.write_bytes_per_s):
+        raise refuse(
+            ("nvme.memory", "nvme.read", "nvme.write"),
+            "it has no disk of its own",
+            "a disk needs all three: nvme.memory, nvme.read and nvme.write",
+        )
+
+
+def _named(was: Machine, machine: Machine, given: Mapping[str, Value]) -> Machine:
+    """The parts that changed say so in their `source`. Where the GPU's speed changed, the machine is another one: what
+    was recorded on the old one does not hold for it, so it gets another name."""
+    note = "; by hand: " + ", ".join(f"{path} = {value}" for path, value in given.items())
+
+    def marked(prefix: str) -> bool:
+        return any(path.startswith(prefix) for path in given)
+
+    if marked("gpu."):
+        machine = _gpu(machine, lambda g: replace(g, source=g.source + note))
+    if marked("link."):
+        machine = _link(machine, lambda k: replace(k, source=k.source + note))
+    if marked("host."):
+        machine = _host(machine, lambda h: replace(h, source=h.source + note))
+    if was.gpu.flops_per_s != machine.gpu.flops_per_s or was.gpu.hbm_bytes_per_s != machine.gpu.hbm_bytes_per_s:
+        faster = ", ".join(f"{p}={v}" for p, v in given.items() if p.startswith(("gpu.flops", "gpu.hbm")))
+        machine = replace(machine, name=f"{machine.name} ({faster})")
+    return machine
