@@ -8,7 +8,10 @@ What happens when copies and CPU Adam want more host DRAM bandwidth than there i
 2. A GPU with calibrated values (`gpu.measured`): flops / F. F is an end-to-end effective rate (whole iterations over
    their flops), so normalisation, activation functions and kernel launches are already in it; adding a bytes term
    would count them twice. A moment without flops then costs nothing of its own.
-3. Otherwise the roofline: max(flops / rate, (bytes read + bytes written) / HBM bandwidth).
+3. A GPU with kernel rates (`gpu.launch_s` given, see catalog/efficiency.py): flops / rate + bytes / HBM bandwidth +
+   launch_s. Large products and element-wise operators of a module run one after the other, so their times add. A
+   moment without flops and bytes (the optimizer step's) costs nothing.
+4. Otherwise the roofline: max(flops / rate, (bytes read + bytes written) / HBM bandwidth).
 
 A dtype that the catalog does not give for the GPU (bf16 forced on a V100) is timed at the rate of the other 2-byte
 dtype, and at the fp32 rate when that is missing too: the hardware would have to emulate it, so this flatters the
@@ -67,6 +70,10 @@ class CostModel:
                 out.append(m.duration_s)
             elif gpu.measured:
                 out.append(m.flops / rate)
+            elif gpu.launch_s is not None:
+                moved = m.bytes_read + m.bytes_written
+                busy = m.flops or moved
+                out.append(m.flops / rate + moved / gpu.hbm_bytes_per_s + gpu.launch_s if busy else 0.0)
             else:
                 out.append(max(m.flops / rate, (m.bytes_read + m.bytes_written) / gpu.hbm_bytes_per_s))
         return tuple(out)

@@ -19,6 +19,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
+from pstar_sim.catalog.efficiency import Efficiency, fitted, fitted_gpu, fitted_host, fitted_link
 from pstar_sim.catalog.fields import (
     Choice,
     Date,
@@ -138,6 +139,7 @@ _FIELDS: dict[str, dict[str, Field]] = {
         "network": Text(required=False),
         "disks": Text(required=False),
         "host": Text(),
+        "rates": Choice(("catalog", "fitted"), required=False),
         "notes": Text(required=False),
         "price_usd_per_hour": Number(1e-3, 1e4, required=False),
         **_ORIGIN,
@@ -230,14 +232,25 @@ class Catalog:
             source=_source(e),
         )
 
-    def machine(self, name: str) -> Machine:
-        """Raises UnknownName, and CatalogError for a part that no table has."""
+    def machine(self, name: str, efficiency: Efficiency | None = None) -> Machine:
+        """efficiency: instead of the shipped parameters, for a machine with fitted rates; see [Note: fitted rates].
+
+        Raises UnknownName, and CatalogError for a part that no table has.
+        """
         if name not in self.machines:
             raise UnknownName("machine", name, (*self.machines, "here"))
         e = self.machines[name]
         nodes = e.whole("nodes", 1)
         peer = self._joined(e, "peer_link", "gpu-gpu")
         node = self._ranks(e)
+        host = self.host(one_of("host", e, "host", tuple(self.hosts)))
+        if e.text("rates") == "fitted":
+            efficiency = efficiency or fitted()
+            node = [
+                replace(rank, gpu=self._fitted_gpu(rank.gpu, efficiency), link=fitted_link(rank.link, efficiency))
+                for rank in node
+            ]
+            host = fitted_host(host, self.hosts[host.name].number("dram_peak_gb_per_s") * GB, efficiency)
         root_rate = e.number("root_gb_per_s") * GB if e.has("root_gb_per_s") else None
         if e.has("gpus_per_root"):
             size = e.whole("gpus_per_root")
@@ -251,7 +264,7 @@ class Catalog:
         machine = Machine(
             name=name,
             ranks=tuple(node),
-            host=self.host(one_of("host", e, "host", tuple(self.hosts))),
+            host=host,
             notes=e.text("notes"),
             price_usd_per_hour=e.number("price_usd_per_hour") if e.has("price_usd_per_hour") else None,
             peer=peer,
@@ -285,6 +298,11 @@ class Catalog:
             gpu = one_of("GPU", g, "gpu", tuple(self.gpus))
             ranks += [Rank(gpu=self.gpu(gpu), link=self.link(link), batch_share=batch / total)] * count
         return ranks
+
+    def _fitted_gpu(self, gpu: Gpu, efficiency: Efficiency) -> Gpu:
+        e = self.gpus[gpu.name]
+        peaks = {dtype: e.number(f"{dtype}_tflops") * TERA for dtype in gpu.flops_per_s if e.has(f"{dtype}_tflops")}
+        return fitted_gpu(gpu, peaks, e.number("hbm_gb_per_s") * GB, efficiency)
 
     def _joined(self, e: Entry, field: str, connects: str) -> Fabric | None:
         if not e.has(field):

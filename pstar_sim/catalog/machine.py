@@ -20,6 +20,8 @@ class Gpu:
     memory_bytes: what the card has. usable_bytes: what a process can take of it. context_bytes: taken by the
     driver context, workspaces and fragmentation before the first tensor; a plan's budget is usable - context.
     flops_per_s: effective matrix rate by dtype ("fp32", "fp16", "bf16"); a dtype that is missing is not supported.
+    launch_s: None where rates are those of whole iterations; else rates are those of kernels, and a moment lasts
+    flops / rate + bytes / bandwidth + launch_s (catalog/efficiency.py).
     """
 
     name: str
@@ -30,6 +32,7 @@ class Gpu:
     flops_per_s: Mapping[str, float]
     measured: bool
     source: str
+    launch_s: float | None = None
 
     @property
     def budget_bytes(self) -> int:
@@ -193,6 +196,7 @@ def _weakest_gpu(gpus: Sequence[Gpu]) -> Gpu:
         flops_per_s={d: min(g.flops_per_s[d] for g in kinds) for d in common},
         measured=all(g.measured for g in kinds),
         source="the least of each figure",
+        launch_s=None if any(g.launch_s is None for g in kinds) else max(g.launch_s or 0.0 for g in kinds),
     )
 
 
