@@ -13,6 +13,7 @@ from dataclasses import replace
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit
+from pstar_sim.policy.course import Knobs, Modes
 from pstar_sim.policy.emission import emit
 from pstar_sim.policy.ground import Ground
 from pstar_sim.policy.pins import iteration_bounds
@@ -52,7 +53,7 @@ class Asynchronous:
             # [Note: one micro-batch] Every gap between forward and backward contains the peak, so low tide has no room
             # for anything that the peak has not. What is pinned is decided at the peak in both policies; both then copy
             # the same.
-            attempts = [self._attempt(rival.pins, linger=rival.linger)]
+            attempts = [self._attempt(rival.pins, linger=rival.knobs.linger)]
             return self._emit(attempts[0], attempts, most, bound_s)
         attempts = self._search(best, most, bound_s)
         allowed = attempts
@@ -130,7 +131,12 @@ class Asynchronous:
         return best, most, float(bounds[best])
 
     def _attempt(self, pins: int, *, linger: bool = True) -> Attempt:
-        return attempt(self.ground, frozenset(self.ground.candidates[:pins]), linger=linger)
+        g = self.ground
+        made = attempt(g, Modes(frozenset(g.candidates[:pins])), Knobs(linger=linger))
+        if made.outcome.stuck is not None:
+            op, place, wanted, free = made.outcome.stuck
+            raise AssertionError(f"{g.name}: {made.what[op]} wants {wanted} bytes of the {place}, {free} are free")
+        return made
 
     def _emit(self, chosen: Attempt, attempts: Sequence[Attempt], most: int, bound_s: float) -> Plan:
         self._choices(chosen, attempts, most, bound_s)
@@ -150,11 +156,11 @@ class Asynchronous:
         for a in attempts:
             tried[a.pins] = min(a.outcome.iteration_s, tried.get(a.pins, a.outcome.iteration_s))
         b.choices["pins_tried"] = {p: format_s(seconds) for p, seconds in sorted(tried.items())}
-        pinned = chosen.pinned
+        pinned = chosen.modes.pinned
         gaps = [gap for c in g.moving if c not in pinned for gap in gaps_of(c, g.touched[c])]
         peak = max(range(len(g.blocks)), key=lambda n: g.blocks[n].tide_bytes)
         over = sum(gap.start < peak < gap.end for gap in gaps)
-        b.choices["kept_gaps"] = len(chosen.kept)
+        b.choices["kept_gaps"] = len(chosen.course.kept)
         if g.follow_tide:
             b.choices["gaps_over_the_peak"] = f"{over} of {len(gaps)}" + (
                 ", so low tide cannot keep what high tide cannot" if gaps and over == len(gaps) else ""

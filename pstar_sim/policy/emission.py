@@ -16,19 +16,17 @@ __all__ = ["emit"]
 
 def emit(g: Ground, chosen: Attempt) -> Plan:
     """The plan; `g.builder` has its choices and predictions already and takes the steps."""
-    b, uses = g.builder, g.uses
-    pinned = chosen.pinned
-    for c in (*g.small, *pinned):
+    b, course = g.builder, chosen.course
+    for c in (*g.small, *course.modes.pinned):
         b.reside_on_gpu(c)
     for c in g.moving:
-        if c in pinned:
+        if c in course.modes.pinned:
             continue
         b.reside_on_host(c)
-        mine = g.touched[c]
-        if mine and not uses.updated(c):
-            border = g.leaves_at_border(c)
-            if border in chosen.kept or border.end == border.start + 1:
-                b.resident(c, Place.GPU, "param")
+        if c in course.modes.streamed:
+            b.modes[c] = "stream"
+        if c in course.stays:
+            b.resident(c, Place.GPU, "param")
     # The order of one iteration: what the window shows of it early, in it, and late.
     started = [(i, k) for i, k, done in chosen.outcome.window if not done]
     order = [i for early in (1, 0, -1) for i, k in started if k == early]
@@ -55,11 +53,11 @@ def _step(g: Ground, op: Op, meaning: What, ends: Sequence[tuple[int, int]]) -> 
             for m in range(block.first, block.last + 1):
                 b.compute(m, after if m == block.first else ())
         case Kind.FETCH:
-            b.fetch(c, meaning.moment, after)
+            b.fetch(c, meaning.moment, after, list_name=meaning.list_name)
         case Kind.WRITEBACK:
             b.writeback(c, meaning.list_name, meaning.moment, after)
         case Kind.DROP:
-            b.drop(op.queue, c, meaning.moment, after)
+            b.drop(op.queue, c, meaning.moment, after, meaning.list_name)
         case Kind.ALLOC:
             b.alloc(op.queue, c, meaning.list_name, Place.GPU, meaning.moment, after)
         case Kind.FREE:

@@ -142,16 +142,25 @@ class Builder:
             queue, Kind.FREE, chunk=chunk, list_name=list_name, place=place, moment=moment, size_bytes=size, after=after
         )
 
-    def drop(self, queue: Queue, chunk: int, moment: int | None = None, after: After = ()) -> int:
-        """Give up the chunk's working list on the GPU."""
-        size = self.payload(chunk)
-        return self.add(queue, Kind.DROP, chunk=chunk, list_name="param", moment=moment, size_bytes=size, after=after)
+    def drop(
+        self, queue: Queue, chunk: int, moment: int | None = None, after: After = (), list_name: str = "param"
+    ) -> int:
+        """Give up the chunk's working list (or another list) on the GPU."""
+        size = self.payload(chunk, list_name)
+        return self.add(queue, Kind.DROP, chunk=chunk, list_name=list_name, moment=moment, size_bytes=size, after=after)
 
-    def fetch(self, chunk: int, moment: int, after: After = (), size_bytes: int | None = None) -> int:
-        """Working list, host to GPU, for its use in `moment`."""
-        size = self.payload(chunk) if size_bytes is None else size_bytes
+    def fetch(
+        self,
+        chunk: int,
+        moment: int,
+        after: After = (),
+        size_bytes: int | None = None,
+        list_name: str = "param",
+    ) -> int:
+        """Working list (or another list), host to GPU, for its use in `moment`."""
+        size = self.payload(chunk, list_name) if size_bytes is None else size_bytes
         return self.add(
-            Queue.H2D, Kind.FETCH, chunk=chunk, list_name="param", moment=moment, size_bytes=size, after=after
+            Queue.H2D, Kind.FETCH, chunk=chunk, list_name=list_name, moment=moment, size_bytes=size, after=after
         )
 
     def writeback(self, chunk: int, list_name: str, moment: int, after: After = ()) -> int:

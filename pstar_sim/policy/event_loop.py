@@ -1,7 +1,7 @@
 """A light event loop: queues, dependencies, bytes and nominal seconds, played until the iteration repeats.
 
-Policies use it to find the order of steps on each queue and the schedule their memory edges are made from. It takes
-costs as given (no shared DRAM bandwidth) and decides only what a policy may decide; the simulator then times the plan.
+Policies use it to find the order of steps on each queue and the schedule their memory edges are made from. It decides
+only what a policy may decide; the simulator then times the plan.
 The compute queue always runs in program order; the others take, among the steps that are ready, the one with the
 smallest key.
 
@@ -10,11 +10,15 @@ up to u, the room that is not needed otherwise (`Program.room`) still holds it, 
 fetch not yet started: memory is reserved when a fetch starts, never before it is ready, and the last slots stay for
 urgent fetches. Without `room` (a program of somebody's own), a step may take bytes before earlier ones of the program
 only if these could still run one after the other in what is left (the banker's rule).
+
+[Note: what copies and CPU Adam share] Running together they slow each other down where host DRAM or a half-duplex link
+is short, by the rule of the simulator: all that touch DRAM get the same share of what they would take alone.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -37,7 +41,7 @@ class Op:
     takes at its start and frees at its end, in bytes. after: (op, back) it waits for. key: order among ready ops of its
     queue, smallest first (None: program order). then: an op of the same queue that follows at once (a drop behind its
     write-back; it is started by nothing else and has no `after` of its own). use: compute position a fetch serves.
-    position: compute position, on ops that are a moment or a block of them.
+    position: compute position, on ops that are a moment or a block of them. dram_bytes: what crosses host DRAM.
     """
 
     queue: Queue
@@ -51,18 +55,22 @@ class Op:
     then: int | None = None
     use: int | None = None
     position: int | None = None
+    dram_bytes: int = 0
 
 
 @dataclass(slots=True)
 class Program:
     """Ops of one iteration. free bytes: of each place when nothing of the iteration has begun (at the cut). room: per
-    compute position, bytes that fetches ahead of their use may take; lead_bytes: see [Note: fetching ahead]."""
+    compute position, bytes that fetches ahead of their use may take; lead_bytes: see [Note: fetching ahead].
+    dram_bytes_per_s, duplex: see [Note: what copies and CPU Adam share]."""
 
     ops: tuple[Op, ...]
     gpu_free_bytes: int
     host_free_bytes: int
     room: Sequence[int] | None = None
     lead_bytes: int = 0
+    dram_bytes_per_s: float = math.inf
+    duplex: bool = True
 
 
 @dataclass(slots=True)
@@ -116,9 +124,19 @@ class _Loop:
             op = ops[self.compute[n]]
             need = op.gpu_take + (0 if op.position is not None else need)
             self.upcoming[n] = need
+        self.shared = self._rates_may_be_short()
         self.fetch_order = sorted(
             (i for i, op in enumerate(ops) if op.use is not None), key=lambda i: (ops[i].use, self.keys[i])
         )
+
+    def _rates_may_be_short(self) -> bool:
+        if not self.program.duplex:
+            return True
+        most = [0.0] * 4
+        for q, op in zip(self.queue_of, self.ops):
+            if op.seconds > 0.0 and op.dram_bytes:
+                most[q] = max(most[q], op.dram_bytes / op.seconds)
+        return sum(most) > self.program.dram_bytes_per_s
 
     def run(self, most: int, tolerance: float) -> Outcome:
         program, ops = self.program, self.ops
@@ -135,6 +153,10 @@ class _Loop:
         current = [0, 0, 0, 0]  # iteration each queue is at
         busy: list[tuple[int, int] | None] = [None, None, None, None]
         until = [0.0, 0.0, 0.0, 0.0]
+        shared, duplex, dram = self.shared, program.duplex, program.dram_bytes_per_s
+        left = [0.0, 0.0, 0.0, 0.0]  # where rates are shared: nominal seconds still to do, since `settled_s`
+        speed = [1.0, 1.0, 1.0, 1.0]
+        settled_s = 0.0
         compute = self.compute
         length = len(compute)
         at = 0  # index of the next compute op in its iteration
@@ -194,6 +216,33 @@ class _Loop:
             started[k][i] = 1
             log.append((i, k, False))
 
+        def retime() -> None:
+            """New ends for the steps that run now, after one of them has joined or left."""
+            nonlocal settled_s
+            elapsed, settled_s = now - settled_s, now
+            link = 0.5 if not duplex and busy[H2D] is not None and busy[D2H] is not None else 1.0
+            wanted = 0.0
+            for q in (H2D, D2H, ADAM):
+                running = busy[q]
+                if running is not None:
+                    left[q] -= elapsed * speed[q]
+                    speed[q] = 1.0 if q == ADAM else link
+                    op = ops[running[0]]
+                    wanted += op.dram_bytes / op.seconds * speed[q]
+            share = min(1.0, dram / wanted) if wanted > 0 else 1.0
+            for q in (H2D, D2H, ADAM):
+                if busy[q] is not None:
+                    speed[q] *= share
+                    until[q] = now + max(0.0, left[q]) / speed[q]
+
+        def occupy(q: int, i: int, k: int) -> None:
+            busy[q] = (i, k)
+            until[q] = now + ops[i].seconds
+            if shared and q != COMPUTE:
+                left[q] = ops[i].seconds
+                speed[q] = 0.0  # until now
+                retime()
+
         open_iteration()
         open_iteration()
         marks.append((0.0, 0, gpu_free, host_free))
@@ -215,8 +264,7 @@ class _Loop:
                 begin(i, lap)
                 moved = True
                 if op.seconds > 0.0:
-                    busy[COMPUTE] = (i, lap)
-                    until[COMPUTE] = now + op.seconds
+                    occupy(COMPUTE, i, lap)
                 else:
                     finish(i, lap)
                     if op.position is not None:
@@ -241,8 +289,7 @@ class _Loop:
                     begin(i, k)
                     moved = True
                     if op.seconds > 0.0:
-                        busy[q] = (i, k)
-                        until[q] = now + op.seconds
+                        occupy(q, i, k)
                     else:
                         finish(i, k)
             while busy[H2D] is None and ready[H2D]:
@@ -283,8 +330,7 @@ class _Loop:
                 begin(i, k)
                 moved = True
                 if op.seconds > 0.0:
-                    busy[H2D] = (i, k)
-                    until[H2D] = now + op.seconds
+                    occupy(H2D, i, k)
                 else:
                     finish(i, k)
             if moved:
@@ -300,6 +346,8 @@ class _Loop:
             running = busy[nearest]
             assert running is not None
             busy[nearest] = None
+            if shared and nearest != COMPUTE:
+                retime()
             finish(*running)
             if nearest == COMPUTE and ops[running[0]].position is not None:
                 position += 1

@@ -12,7 +12,7 @@ from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.emit import Builder, describe_moment
 from pstar_sim.policy.pins import PinFacts, most_pins
 from pstar_sim.policy.points import Point
-from pstar_sim.policy.residency import Gap, blocks_of
+from pstar_sim.policy.residency import blocks_of
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 
@@ -173,8 +173,3 @@ class Ground:
         """First and last moment in which a gradient of its `number`-th micro-batch becomes final."""
         _, first, last = self.uses.spans[chunk][number]
         return first, last
-
-    def leaves_at_border(self, chunk: int) -> Gap:
-        """The gap of a chunk that is not updated, from its last use to its first one of the next iteration."""
-        mine = self.touched[chunk]
-        return Gap(mine[-1], mine[0] + len(self.blocks), chunk)

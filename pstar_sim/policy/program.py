@@ -1,8 +1,7 @@
-"""A program for one choice of pinned chunks: the steps of an iteration with what they wait for, played once.
+"""A program for one course: the steps of an iteration with what they wait for, played once by the event loop.
 
-Of the chunks that are not pinned the point's rule keeps what it can between two uses. The event loop fetches the chunk
-with the earliest deadline among those whose update is done, reserves its memory then, and sends gradients down and
-updates chunks in the order in which the next forward needs them.
+The event loop fetches what has the earliest deadline among what is ready, reserves its memory then, and sends gradients
+down and updates chunks in the order in which the next forward needs them.
 """
 
 from __future__ import annotations
@@ -10,16 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pstar_sim.core.step import Kind, Queue
+from pstar_sim.policy.course import Course, Knobs, Modes
 from pstar_sim.policy.emit import cut_tide
 from pstar_sim.policy.event_loop import Op, Outcome, Program, run
 from pstar_sim.policy.ground import Ground
-from pstar_sim.policy.residency import Gap, gaps_of
-from pstar_sim.policy.rules import adam_key, adam_waits_for_backward, fetch_floors, keep_set
+from pstar_sim.policy.residency import gaps_of
+from pstar_sim.policy.rules import adam_key, adam_waits_for_backward, fetch_floors
 
 __all__ = ["Attempt", "What", "attempt"]
-
-LEAD_CHUNKS = 2  # room that fetches ahead leave to urgent ones
-LINGER_COPIES = 2  # how many copies long a gradient is expected to stay after it is final
 
 
 @dataclass(slots=True)
@@ -35,235 +32,357 @@ class What:
 
 @dataclass(slots=True)
 class Attempt:
-    """A program for one set of pins, and what the event loop made of it. linger: room is left for gradients on their
-    way down (`_lingering`), which pays unless memory is very tight."""
+    """A program for one course, and what the event loop made of it."""
 
-    pinned: frozenset[int]
-    linger: bool
+    course: Course
     program: Program
     what: list[What]
-    kept: set[Gap]
     outcome: Outcome
     fetched_bytes: int
 
     @property
+    def modes(self) -> Modes:
+        return self.course.modes
+
+    @property
+    def knobs(self) -> Knobs:
+        return self.course.knobs
+
+    @property
     def pins(self) -> int:
-        return len(self.pinned)
+        return len(self.course.modes.pinned)
+
+    @property
+    def iteration_s(self) -> float:
+        return self.outcome.iteration_s
 
 
-def attempt(ground: Ground, pinned: frozenset[int], *, linger: bool = True) -> Attempt:
-    """The program for these pins, and how it plays."""
-    program, what, kept, fetched = _program(ground, pinned, linger)
-    outcome = run(program)
-    if outcome.stuck is not None:
-        op, place, wanted, free = outcome.stuck
-        raise AssertionError(f"{ground.name}: {what[op]} wants {wanted} bytes of the {place}, {free} are free")
-    return Attempt(pinned, linger, program, what, kept, outcome, fetched)
+def attempt(ground: Ground, modes: Modes, knobs: Knobs | None = None) -> Attempt:
+    """The program for these modes, and how it plays. Its outcome is stuck where a step never finds room."""
+    weaver = _Weaver(Course(ground, modes, knobs or Knobs()))
+    program = weaver.weave()
+    fetched = sum(op.gpu_take for op in program.ops if op.queue is Queue.H2D)
+    return Attempt(weaver.course, program, weaver.what, run(program), fetched)
 
 
-def _program(g: Ground, pinned: frozenset[int], linger: bool) -> tuple[Program, list[What], set[Gap], int]:
-    b, uses, cost, blocks = g.builder, g.uses, g.cost, g.blocks
-    count = len(blocks)
-    permanent = g.small_bytes + sum(b.permanent_bytes(c) for c in pinned)
-    free = g.machine.gpu_budget_bytes - permanent
-    moving = [c for c in g.moving if c not in pinned and g.touched[c]]
-    room = []
-    for n, block in enumerate(blocks):
-        own = sum(g.sizes[c] for c in block.chunks if c not in pinned)
-        room.append(free - block.tide_bytes - own - g.gradients(n, pinned))
-    for n, size in enumerate(_lingering(g, pinned) if linger else ()):
-        room[n] -= min(size, max(0, room[n]))
-    gaps = [gap for c in moving for gap in gaps_of(c, g.touched[c])]
-    for c in moving:  # a clean chunk may also stay over the border
-        if not uses.updated(c):
-            gaps.append(g.leaves_at_border(c))
-    kept = keep_set(g.point.eviction, gaps, g.sizes, room)
-    for gap in kept:
-        for n in range(gap.start + 1, gap.end):
-            room[n % count] -= g.sizes[gap.chunk]
+_After = tuple[tuple[int, int], ...]
 
-    ops: list[Op] = []
-    what: list[What] = []
 
-    def add(op: Op, meaning: What) -> int:
-        ops.append(op)
-        what.append(meaning)
-        return len(ops) - 1
+class _Weaver:
+    """Ops and their edges, in an order in which they could run one after the other."""
 
-    # First pass: everything with an index; `after` is filled in as far as the order below allows it.
-    opens: list[list[tuple[int, int]]] = [[] for _ in blocks]  # block -> (chunk, number of the gradient list)
-    closes: list[list[tuple[int, int]]] = [[] for _ in blocks]
-    leaves: list[list[int]] = [[] for _ in blocks]  # last use of an updated chunk
-    dropped: list[list[int]] = [[] for _ in blocks]
-    eager: list[list[int]] = [[] for _ in blocks]
-    fetches: list[list[int]] = [[] for _ in blocks]
-    initial_gpu = 0
-    for c in moving:
-        mine = g.touched[c]
-        if uses.updated(c):
-            leaves[mine[-1]].append(c)
-            fetches[mine[0]].append(c)
-            for number, (_, first, last) in enumerate(uses.spans[c][:-1]):
-                opens[g.block_of[first]].append((c, number))
-                closes[g.block_of[last]].append((c, number))
-        else:
-            border = g.leaves_at_border(c)
-            if border in kept or border.end == border.start + 1:
-                initial_gpu += g.sizes[c]
+    def __init__(self, course: Course) -> None:
+        self.course = course
+        self.g = course.ground
+        self.ops: list[Op] = []
+        self.what: list[What] = []
+        self.end_of: list[int] = []  # position -> its op
+        self.last_drop: dict[tuple[int, str], int] = {}  # (chunk, list) -> op that last freed it on the GPU
+        self.first_fetch: list[tuple[int, str, int]] = []  # ops that take what the previous iteration left behind
+        self.gradient_free: dict[int, int] = {}
+        self.last_add: dict[int, int] = {}
+        self.last_adds: list[int] = []  # of last gradients, where the norm needs them
+        self.down: dict[int, int] = {}  # chunk by CPU Adam -> write-back of its last gradient
+        self.told: dict[int, int] = {}  # streamed chunk -> write-back of its updated parameters
+        self.sequence = 0
+        self._sort()
+
+    def _add(
+        self, queue: Queue, kind: Kind, chunk: int = -1, list_name: str = "param", moment: int = -1, **fields: object
+    ) -> int:
+        self.ops.append(Op(queue, **fields))  # type: ignore[arg-type]
+        self.what.append(What(kind, chunk, list_name, moment))
+        return len(self.ops) - 1
+
+    def _sort(self) -> None:
+        """What happens at each position."""
+        course, g = self.course, self.g
+        uses, at = g.uses, course.at
+        count = len(course.positions)
+        self.fetches: list[list[int]] = [[] for _ in range(count)]  # working lists that come for it
+        self.dropped: list[list[int]] = [[] for _ in range(count)]  # clean ones that go after it
+        self.leaves: list[list[int]] = [[] for _ in range(count)]  # last use of one that is updated on the CPU
+        self.parked: list[list[int]] = [[] for _ in range(count)]  # final gradients of streams that wait on the host
+        self.opens: list[list[tuple[int, int]]] = [[] for _ in range(count)]  # gradient lists: (chunk, number)
+        self.closes: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+        self.final: list[list[int]] = [[] for _ in range(count)]  # last gradient of a stream, which stays
+        self.pins: list[list[int]] = [[] for _ in range(count)]  # GPU Adam of a resident chunk
+        self.overwrites: list[list[int]] = [[] for _ in range(count)]  # first final gradient into parameters that stay
+        for c in course.moving:
+            mine = course.touched[c]
+            if c not in course.stays:
+                self.fetches[mine[0]].append(c)
+                if not uses.updated(c):
+                    self.dropped[mine[-1]].append(c)
+            gaps = gaps_of(c, mine)
+            if uses.updated(c):
+                for number, (_, first, last) in enumerate(uses.spans[c][:-1]):
+                    self.opens[at[g.block_of[first]]].append((c, number))
+                    self.closes[at[g.block_of[last]]].append((c, number))
+                if c not in course.updates:
+                    self.leaves[mine[-1]].append(c)
+                else:
+                    away = [gap for gap in gaps if gap.end == course.updates[c] and gap not in course.kept]
+                    if away:
+                        self.parked[away[0].start].append(c)
+                        self.fetches[course.updates[c]].append(c)
+                        gaps.remove(away[0])
+                    elif g.add_last:
+                        self.final[at[g.block_of[uses.last_gradient(c)]]].append(c)
+                    self.overwrites[at[g.block_of[uses.spans[c][-1][1]]]].append(c)
+            for gap in gaps:
+                if gap not in course.kept:
+                    self.dropped[gap.start].append(c)
+                    self.fetches[gap.end].append(c)
+        self.on_gpu = sorted(
+            (c for c in (*g.small, *course.modes.pinned) if uses.updated(c)), key=lambda c: (uses.first_use(c), c)
+        )
+        if g.barrier is None:
+            for c in self.on_gpu:
+                self.pins[at[g.block_of[uses.last_gradient(c)]]].append(c)
+
+    def weave(self) -> Program:
+        course, g = self.course, self.g
+        served = [n for n, row in enumerate(self.fetches) for _ in row]
+        self.floors = iter(fetch_floors(g.point.prefetch, served))
+        for n, position in enumerate(course.positions):
+            arriving = [self._fetch(c, n) for c in self.fetches[n]]
+            if position.chunk >= 0:
+                self._update(n, position.chunk, arriving)
             else:
-                dropped[mine[-1]].append(c)
-                fetches[mine[0]].append(c)
-        for gap in gaps_of(c, mine):
-            if gap not in kept:
-                dropped[gap.start].append(c)
-                fetches[gap.end].append(c)
-    on_gpu = sorted((c for c in (*g.small, *pinned) if uses.updated(c)), key=lambda c: (uses.first_use(c), c))
-    if g.barrier is None:
-        for c in on_gpu:
-            eager[g.block_of[uses.last_gradient(c)]].append(c)
-
-    latest_drop: dict[int, int] = {}  # chunk -> op that last freed it on the gpu, in this iteration
-    first_fetch: list[tuple[int, int]] = []
-    gradient_free: dict[int, int] = {}
-    latest_add: dict[int, int] = {}
-    adams: list[tuple[int, int]] = []  # chunk, op of its drop
-    last_adds: list[int] = []
-    floors = iter(fetch_floors(g.point.prefetch, [n for n, row in enumerate(fetches) for _ in row]))
-    sequence = 0
-    end_of: list[int] = []
-    for n, block in enumerate(blocks):
-        after: tuple[tuple[int, int], ...]
-        waits: list[tuple[int, int]] = []
-        for c in fetches[n]:
-            size = g.sizes[c]
-            after = ((latest_drop[c], 0),) if c in latest_drop else ()
-            floor = next(floors)
-            behind = ((end_of[floor], 0),) if floor is not None else ()
-            op = add(
-                Op(
-                    Queue.H2D,
-                    cost.transfer_s(size, "h2d"),
-                    gpu_take=size,
-                    after=after + behind,
-                    key=(float(n), float(c)),
-                    use=n,
-                ),
-                What(Kind.FETCH, c, moment=block.first),
-            )
-            if not after:
-                first_fetch.append((c, op))
-            waits.append((op, 0))
-        for c, number in opens[n]:
-            size = b.payload(c, "grad")
-            after = ((gradient_free[c], 0),) if number else ()
-            add(
-                Op(Queue.COMPUTE, gpu_take=size, after=after),
-                What(Kind.ALLOC, c, "grad", g.span(c, number)[0]),
-            )
-        rise = max(0, block.tide_bytes - blocks[n - 1].tide_bytes)
-        fall = max(0, block.tide_bytes - blocks[(n + 1) % count].tide_bytes)
-        here = add(
-            Op(Queue.COMPUTE, block.seconds, gpu_take=rise, gpu_free=fall, after=tuple(waits), position=n),
-            What(Kind.COMPUTE, block=n, moment=block.first),
+                self._moments(n, arriving)
+        self._adam()
+        for c, name, op in self.first_fetch:
+            self.ops[op].after += ((self.last_drop[c, name], 1), *self._updated_before(c))
+        blocks = [block.tide_bytes for block in g.blocks]
+        free = g.machine.gpu_budget_bytes - course.resident_bytes - sum(g.sizes[c] for c in course.stays)
+        held, _ = g.host_bytes(course.modes.pinned)
+        return Program(
+            ops=tuple(self.ops),
+            gpu_free_bytes=free - cut_tide(blocks),
+            host_free_bytes=g.machine.host_budget_bytes - held,
+            room=course.room,
+            lead_bytes=course.knobs.lead_chunks * g.builder.layout.chunk_bytes,
+            dram_bytes_per_s=g.machine.host.dram_bytes_per_s,
+            duplex=g.machine.link.duplex,
         )
-        end_of.append(here)
-        for c in dropped[n]:
-            latest_drop[c] = add(Op(Queue.COMPUTE, gpu_free=g.sizes[c]), What(Kind.DROP, c, moment=block.last))
-        for c in eager[n]:
-            add(Op(Queue.COMPUTE, cost.gpu_adam_s(c)), What(Kind.GPU_ADAM, c))
-        for c, number in closes[n]:
-            size = b.payload(c, "grad")
-            moment = g.span(c, number)[1]
-            after = ((here, 0),) if number == 0 else ((here, 0), (latest_add[c], 0))
-            sequence += 1
-            down = add(
-                Op(
-                    Queue.D2H,
-                    cost.transfer_s(size, "d2h"),
-                    host_take=size,
-                    after=after,
-                    key=(0.0, float(sequence)),
-                    then=len(ops) + 1,
-                ),
-                What(Kind.WRITEBACK, c, "grad", moment),
-            )
-            gradient_free[c] = add(Op(Queue.D2H, gpu_free=size), What(Kind.FREE, c, "grad", moment))
-            latest_add[c] = add(
-                Op(
-                    Queue.ADAM,
-                    cost.cpu_add_s(c),
-                    host_free=size,
-                    after=((gradient_free[c], 0),),
-                    key=(0.0, float(sequence)),
-                ),
-                What(Kind.CPU_ADD, c, "grad", moment),
-            )
-        for c in leaves[n]:
-            size = g.sizes[c]
-            moment = uses.last_gradient(c)
-            down = add(
-                Op(
-                    Queue.D2H,
-                    cost.transfer_s(size, "d2h"),
-                    after=((here, 0),),
-                    key=(1.0, float(uses.first_use(c))),
-                    then=len(ops) + 1,
-                ),
-                What(Kind.WRITEBACK, c, "param", moment),
-            )
-            latest_drop[c] = add(Op(Queue.D2H, gpu_free=size), What(Kind.DROP, c, moment=moment))
-            if g.add_last:
-                sequence += 1
-                # Also behind the chunk's earlier gradients: one of them may still be on its way down.
-                after = ((down, 0), (latest_add[c], 0)) if c in latest_add else ((down, 0),)
-                latest_add[c] = add(
-                    Op(Queue.ADAM, cost.cpu_add_s(c), after=after, key=(0.0, float(sequence))),
-                    What(Kind.CPU_ADD, c, "param", moment),
-                )
-                last_adds.append(latest_add[c])
-            adams.append((c, down))
-    for number, c in enumerate(on_gpu if g.barrier is not None else ()):
-        after = tuple((op, 0) for op in last_adds) if number == 0 else ()
-        add(Op(Queue.COMPUTE, cost.gpu_adam_s(c), after=after), What(Kind.GPU_ADAM, c))
-    adam_of: dict[int, int] = {}
-    for c, down in adams:
-        after = ((down, 0),) + (((latest_add[c], 0),) if c in latest_add else ())
-        if g.barrier is not None or adam_waits_for_backward(g.point.adam):
-            after += ((end_of[-1], 0),)
+
+    def _fetch(self, c: int, n: int, list_name: str = "param", after: _After = ()) -> int:
+        """A list comes to the GPU for position n."""
+        g = self.g
+        size = g.builder.payload(c, list_name)
+        key = (c, list_name)
+        if list_name == "param":
+            floor = next(self.floors)
+            after += ((self.end_of[floor], 0),) if floor is not None else ()
+        if key in self.last_drop:
+            after = ((self.last_drop[key], 0), *after)
+        op = self._add(
+            Queue.H2D,
+            Kind.FETCH,
+            c,
+            list_name,
+            self._moment_of(n),
+            seconds=g.cost.transfer_s(size, "h2d"),
+            dram_bytes=size,
+            gpu_take=size,
+            after=after,
+            key=(float(n), float(c)),
+            use=n,
+        )
+        if key not in self.last_drop:
+            self.first_fetch.append((c, list_name, op))
+        return op
+
+    def _moment_of(self, n: int) -> int:
+        position = self.course.positions[n]
+        if position.block >= 0:
+            return self.g.blocks[position.block].first
+        return self.g.uses.last_gradient(position.chunk)
+
+    def _moments(self, n: int, arriving: list[int]) -> None:
+        """The moments of a block, and what follows them."""
+        g, course = self.g, self.course
+        position = course.positions[n]
+        blocks, count = g.blocks, len(g.blocks)
+        block = blocks[position.block]
+        for c, number in self.opens[n]:
+            after: _After = ((self.gradient_free[c], 0),) if number else ()
+            size = g.builder.payload(c, "grad")
+            self._add(Queue.COMPUTE, Kind.ALLOC, c, "grad", g.span(c, number)[0], gpu_take=size, after=after)
+        waits = [(op, 0) for op in arriving]
+        here = self._add(
+            Queue.COMPUTE,
+            Kind.COMPUTE,
+            moment=block.first,
+            seconds=position.seconds,
+            gpu_take=max(0, block.tide_bytes - blocks[position.block - 1].tide_bytes),
+            gpu_free=max(0, block.tide_bytes - blocks[(position.block + 1) % count].tide_bytes),
+            after=tuple(waits),
+            position=n,
+        )
+        self.what[here].block = position.block
+        self.end_of.append(here)
+        self._drop_clean(n)
+        for c in self.pins[n]:
+            self._add(Queue.COMPUTE, Kind.GPU_ADAM, c, seconds=g.cost.gpu_adam_s(c))
+        for c, number in self.closes[n]:
+            after = ((here, 0),) if number == 0 else ((here, 0), (self.last_add[c], 0))
+            self._send_gradient(c, g.span(c, number)[1], after)
+        for c in self.leaves[n]:
+            self.down[c] = self._send_last(c, here)
+        for c in self.parked[n]:
+            self._send_last(c, here)
+        for c in self.final[n]:
+            self._send_last(c, here, drop=False)
+        if position.block == count - 1 and g.barrier is not None:
+            self._pins_behind_barrier()
+
+    def _drop_clean(self, n: int) -> None:
+        for c in self.dropped[n]:
+            moment = self.g.blocks[self.course.positions[n].block].last
+            op = self._add(Queue.COMPUTE, Kind.DROP, c, moment=moment, gpu_free=self.g.sizes[c])
+            self.last_drop[c, "param"] = op
+
+    def _pins_behind_barrier(self) -> None:
+        for number, c in enumerate(self.on_gpu):
+            after = tuple((op, 0) for op in self.last_adds) if number == 0 else ()
+            self._add(Queue.COMPUTE, Kind.GPU_ADAM, c, seconds=self.g.cost.gpu_adam_s(c), after=after)
+
+    def _send_gradient(self, c: int, moment: int, after: _After) -> None:
+        """The gradient of a micro-batch but the last goes down in a list of its own and is added there."""
+        g = self.g
+        size = g.builder.payload(c, "grad")
+        self.sequence += 1
+        key = (0.0, float(self.sequence))
+        self._add(
+            Queue.D2H,
+            Kind.WRITEBACK,
+            c,
+            "grad",
+            moment,
+            seconds=g.cost.transfer_s(size, "d2h"),
+            dram_bytes=size,
+            host_take=size,
+            after=after,
+            key=key,
+            then=len(self.ops) + 1,
+        )
+        self.gradient_free[c] = self._add(Queue.D2H, Kind.FREE, c, "grad", moment, gpu_free=size)
+        self.last_add[c] = self._add(
+            Queue.ADAM,
+            Kind.CPU_ADD,
+            c,
+            "grad",
+            moment,
+            seconds=g.cost.cpu_add_s(c),
+            dram_bytes=g.cost.cpu_add_bytes(c),
+            host_free=size,
+            after=((self.gradient_free[c], 0),),
+            key=key,
+        )
+
+    def _down_key(self, c: int) -> tuple[float, ...]:
+        self.sequence += 1
+        return (1.0, float(self.g.uses.first_use(c) if self.course.knobs.down == "edf" else self.sequence))
+
+    def _writeback(self, c: int, list_name: str, moment: int, after: _After, key: tuple[float, ...], drop: bool) -> int:
+        """A list goes down and, with `drop`, is given up on the GPU."""
+        g = self.g
+        size = g.builder.payload(c, list_name)
+        down = self._add(
+            Queue.D2H,
+            Kind.WRITEBACK,
+            c,
+            list_name,
+            moment,
+            seconds=g.cost.transfer_s(size, "d2h"),
+            dram_bytes=size,
+            after=after,
+            key=key,
+            then=len(self.ops) + 1 if drop else None,
+        )
+        if drop:
+            op = self._add(Queue.D2H, Kind.DROP, c, list_name, moment, gpu_free=size)
+            self.last_drop[c, list_name] = op
+        return down
+
+    def _send_last(self, c: int, here: int, *, drop: bool = True) -> int:
+        """The last gradient goes down in the working list that it has overwritten; with several micro-batches and
+        clipping it is added there."""
+        g = self.g
+        moment = g.uses.last_gradient(c)
+        down = self._writeback(c, "param", moment, ((here, 0),), self._down_key(c), drop)
         if g.add_last:
-            after += tuple((op, 0) for op in last_adds if op != latest_add[c])
-        adam_of[c] = add(
-            Op(Queue.ADAM, cost.cpu_adam_s(c), after=after, key=adam_key(g.point.adam, uses, c)),
-            What(Kind.CPU_ADAM, c),
+            self.sequence += 1
+            # Also behind the chunk's earlier gradients: one of them may still be on its way down.
+            after: _After = ((down, 0), (self.last_add[c], 0)) if c in self.last_add else ((down, 0),)
+            self.last_add[c] = self._add(
+                Queue.ADAM,
+                Kind.CPU_ADD,
+                c,
+                "param",
+                moment,
+                seconds=g.cost.cpu_add_s(c),
+                dram_bytes=g.cost.cpu_add_bytes(c),
+                after=after,
+                key=(0.0, float(self.sequence)),
+            )
+            self.last_adds.append(self.last_add[c])
+        return down
+
+    def _update(self, n: int, c: int, arriving: list[int]) -> None:
+        """The states of a streamed chunk come, GPU Adam runs, all goes down."""
+        g, course = self.g, self.course
+        moment = g.uses.last_gradient(c)
+        added: _After = ((self.last_add[c], 0),) if c in self.last_add else ()
+        for name in course.visiting_lists(c):
+            arriving.append(self._fetch(c, n, name, added if name == "grad32" else ()))
+        waits = [(op, 0) for op in arriving] + [(op, 0) for op in self.last_adds]
+        here = self._add(
+            Queue.COMPUTE,
+            Kind.GPU_ADAM,
+            c,
+            moment=moment,
+            seconds=g.cost.gpu_adam_s(c),
+            after=tuple(waits),
+            position=n,
         )
-    for c, op in first_fetch:  # the first fetch of an iteration: what the previous one left behind
-        ops[op].after += ((latest_drop[c], 1),) + (((adam_of[c], 1),) if c in adam_of else ())
-    fetched = sum(op.gpu_take for op in ops if op.queue is Queue.H2D)
-    tide_peaks = [block.tide_bytes for block in blocks]
-    held, _ = g.host_bytes(pinned)
-    program = Program(
-        ops=tuple(ops),
-        gpu_free_bytes=free - initial_gpu - cut_tide(tide_peaks),
-        host_free_bytes=g.machine.host_budget_bytes - held,
-        room=room,
-        lead_bytes=LEAD_CHUNKS * g.builder.layout.chunk_bytes,
-    )
-    return program, what, kept, fetched
+        self.end_of.append(here)
+        if g.several:
+            self.last_drop[c, "grad32"] = self._add(
+                Queue.COMPUTE, Kind.DROP, c, "grad32", moment, gpu_free=g.builder.payload(c, "grad32")
+            )
+        key = self._down_key(c)
+        for number, name in enumerate(g.builder.layout.state_lists):
+            self._writeback(c, name, moment, ((here, 0),), (*key, 1.0 + number), drop=True)
+        self.told[c] = self._writeback(c, "param", moment, ((here, 0),), (*key, 0.0), drop=c not in course.stays)
 
+    def _updated_before(self, c: int) -> _After:
+        return ((self.adam_of[c], 1),) if c in self.adam_of else ()
 
-def _lingering(g: Ground, pinned: frozenset[int]) -> list[int]:
-    """Bytes at each block that gradients on their way down are expected to take still: LINGER_COPIES copies long.
-    Kept chunks and fetches ahead leave this room, so that the next gradient does not wait for the last one."""
-    blocks = g.blocks
-    rows = [0] * len(blocks)
-    for c in g.candidates:
-        if c in pinned:
-            continue
-        for _, _, last in g.uses.spans[c]:
-            left_s = LINGER_COPIES * g.cost.transfer_s(g.sizes[c], "d2h")
-            n = g.block_of[last] + 1
-            while left_s > 0 and n < len(blocks):
-                rows[n] += g.sizes[c]
-                left_s -= blocks[n].seconds
-                n += 1
-    return rows
+    def _adam(self) -> None:
+        """CPU Adam, and what waits for the previous iteration."""
+        g = self.g
+        behind_backward = g.barrier is not None or adam_waits_for_backward(g.point.adam)
+        last_block = self.end_of[self.course.at[-1]]
+        self.adam_of: dict[int, int] = {}
+        for c, down in self.down.items():
+            after: _After = ((down, 0),) + (((self.last_add[c], 0),) if c in self.last_add else ())
+            if behind_backward:
+                after += ((last_block, 0),)
+            if g.add_last:
+                after += tuple((op, 0) for op in self.last_adds if op != self.last_add[c])
+            self.adam_of[c] = self._add(
+                Queue.ADAM,
+                Kind.CPU_ADAM,
+                c,
+                seconds=g.cost.cpu_adam_s(c),
+                dram_bytes=g.cost.cpu_adam_bytes(c),
+                after=after,
+                key=adam_key(g.point.adam, g.uses, c),
+            )
+        for n, row in enumerate(self.overwrites):
+            for c in row:
+                if c in self.course.stays:  # the copy down of its parameters reads what the gradient overwrites
+                    self.ops[self.end_of[n]].after += ((self.told[c], 1),)

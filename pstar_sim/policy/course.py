@@ -1,0 +1,186 @@
+"""Course: one choice of modes laid out along the compute queue. Who is needed where, what room is left, who stays.
+
+A position is a block of moments or the update of a streamed chunk. Knows no queue and no clock but the seconds a
+position takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pstar_sim.policy.ground import Ground
+from pstar_sim.policy.residency import Gap, gaps_of
+from pstar_sim.policy.rules import keep_set
+
+__all__ = ["Course", "Knobs", "Modes", "Position"]
+
+LINGER_COPIES = 2  # how many copies long a gradient is expected to stay after it is final
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """Chunks whose states stay on the GPU, and chunks whose states come for one update. All others by CPU Adam."""
+
+    pinned: frozenset[int]
+    streamed: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Knobs:
+    """What a search may turn besides the modes; none changes what a plan means.
+
+    linger: room is left for gradients on their way down, which pays unless memory is very tight. lead_chunks: room that
+    fetches ahead leave to urgent ones. spare_chunks: room that kept chunks leave to copies. down: order of the copies
+    to the host, "edf" (as the next forward needs them) or "fifo". stay: streamed parameters may stay over the border.
+    """
+
+    linger: bool = True
+    lead_chunks: int = 2
+    spare_chunks: int = 0
+    down: str = "edf"
+    stay: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """One place on the compute queue: block >= 0, the block of moments it is; chunk >= 0, the streamed chunk it
+    updates. needs: chunks whose working list has to be there. tide_bytes: non-model bytes."""
+
+    block: int
+    chunk: int
+    needs: tuple[int, ...]
+    tide_bytes: int
+    seconds: float
+
+
+class Course:
+    """positions: in order. at: block -> its position. updates: streamed chunk -> position of its update. touched: chunk
+    that is not resident -> positions that need its working list. stays: (unresident) chunks whose working list is on
+    the GPU at the cut. room: bytes at each position that nobody is known to need. kept: gaps a chunk stays over.
+    """
+
+    def __init__(self, ground: Ground, modes: Modes, knobs: Knobs) -> None:
+        self.ground = g = ground
+        self.modes = modes
+        self.knobs = knobs
+        b, uses = g.builder, g.uses
+        self.resident_bytes = g.small_bytes + sum(b.permanent_bytes(c) for c in modes.pinned)
+        self.moving = [c for c in g.moving if c not in modes.pinned and g.touched[c]]
+        self.positions, self.at, self.updates = self._lay_out()
+        self.touched: dict[int, list[int]] = {}
+        for c in self.moving:
+            mine = [self.at[n] for n in g.touched[c]]
+            if c in self.updates:
+                update = self.updates[c]
+                # Its gradient lies in the working list until then; behind a barrier a gap like others.
+                mine += [update] if g.barrier is not None else range(mine[-1] + 1, update + 1)
+            self.touched[c] = mine
+        free = g.machine.gpu_budget_bytes - self.resident_bytes
+        self.room: list[int] = []
+        for position in self.positions:
+            own = sum(g.sizes[c] for c in position.needs if c not in modes.pinned)
+            if position.chunk >= 0:
+                own += self.visiting_bytes(position.chunk)
+            else:
+                own += g.gradients(position.block, modes.pinned)
+            self.room.append(free - position.tide_bytes - own)
+        self._take(self._leaving() if knobs.linger else [0] * len(self.room))
+        self.least_room_bytes = min(self.room)
+        reserved = self._arriving()
+        spare = knobs.spare_chunks * b.layout.chunk_bytes
+        gaps = [gap for c in self.moving for gap in gaps_of(c, self.touched[c])]
+        for c in self.moving:
+            if not uses.updated(c) or (c in self.updates and knobs.stay):
+                gaps.append(self.border(c))
+        self.kept = keep_set(g.point.eviction, gaps, g.sizes, [r - a - spare for r, a in zip(self.room, reserved)])
+        count = len(self.positions)
+        for gap in self.kept:
+            for n in range(gap.start + 1, gap.end):
+                self.room[n % count] -= g.sizes[gap.chunk]
+        self.stays = frozenset(c for c in self.moving if self._stays(c))
+
+    def visiting_lists(self, chunk: int) -> tuple[str, ...]:
+        """Lists that come to the GPU for the update of a streamed chunk."""
+        accumulated = ("grad32",) if self.ground.several else ()
+        return (*accumulated, *self.ground.builder.layout.state_lists)
+
+    def visiting_bytes(self, chunk: int) -> int:
+        return sum(self.ground.builder.payload(chunk, name) for name in self.visiting_lists(chunk))
+
+    def border(self, chunk: int) -> Gap:
+        """From the last use of a chunk to its first one of the next iteration."""
+        mine = self.touched[chunk]
+        return Gap(mine[-1], mine[0] + len(self.positions), chunk)
+
+    def _stays(self, chunk: int) -> bool:
+        if self.ground.uses.updated(chunk) and chunk not in self.updates:
+            return False  # its gradient has to leave, and parameters to come back
+        border = self.border(chunk)
+        return border in self.kept or border.end == border.start + 1
+
+    def _lay_out(self) -> tuple[list[Position], list[int], dict[int, int]]:
+        g = self.ground
+        behind: dict[int, list[int]] = {}  # block -> streamed chunks updated after it
+        for c in sorted(self.modes.streamed, key=lambda c: (g.uses.first_use(c), c)):
+            last = g.block_of[g.uses.last_gradient(c)] if g.barrier is None else len(g.blocks) - 1
+            behind.setdefault(last, []).append(c)
+        positions: list[Position] = []
+        at: list[int] = []
+        updates: dict[int, int] = {}
+        for n, block in enumerate(g.blocks):
+            at.append(len(positions))
+            positions.append(Position(n, -1, block.chunks, block.tide_bytes, block.seconds))
+            for c in behind.get(n, ()):
+                tide = min(block.tide_bytes, g.blocks[(n + 1) % len(g.blocks)].tide_bytes)
+                updates[c] = len(positions)
+                positions.append(Position(-1, c, (c,), tide, g.cost.gpu_adam_s(c)))
+        return positions, at, updates
+
+    def _take(self, rows: Iterable[int]) -> None:
+        for n, size in enumerate(rows):
+            self.room[n] -= min(size, max(0, self.room[n]))
+
+    def _leaving(self) -> list[int]:
+        """Bytes at each position that are expected to be on their way down still: a gradient for LINGER_COPIES copies,
+        states until their own copies have ended."""
+        g, positions = self.ground, self.positions
+        rows = [0] * len(positions)
+
+        def book(size: int, n: int, seconds: float) -> None:
+            while seconds > 0 and n < len(positions):
+                rows[n] += size
+                seconds -= positions[n].seconds
+                n += 1
+
+        for c in g.candidates:
+            if c in self.modes.pinned:
+                continue
+            down_s = g.cost.transfer_s(g.sizes[c], "d2h")
+            spans = g.uses.spans[c]
+            for _, _, last in spans[:-1] if c in self.updates else spans:
+                book(g.sizes[c], self.at[g.block_of[last]] + 1, LINGER_COPIES * down_s)
+            if c in self.updates:
+                passed_s = 0.0
+                for name in g.builder.layout.state_lists:
+                    size = g.builder.payload(c, name)
+                    passed_s += g.cost.transfer_s(size, "d2h")
+                    book(size, self.updates[c] + 1, passed_s)
+                book(g.sizes[c], self.updates[c] + 1, passed_s + down_s)
+        return rows
+
+    def _arriving(self) -> list[int]:
+        """Bytes at each position that kept chunks leave to the states of streamed chunks on their way up."""
+        g, positions = self.ground, self.positions
+        rows = [0] * len(positions)
+        for c, update in self.updates.items():
+            ahead_s = 0.0
+            for name in reversed(self.visiting_lists(c)):
+                size = g.builder.payload(c, name)
+                ahead_s += g.cost.transfer_s(size, "h2d")
+                left_s, n = ahead_s, update - 1
+                while left_s > 0 and n >= 0:
+                    rows[n] += size
+                    left_s -= positions[n].seconds
+                    n -= 1
+        return rows
