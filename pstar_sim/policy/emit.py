@@ -99,6 +99,7 @@ class Builder:
         moment: int | None = None,
         size_bytes: int = 0,
         after: After = (),
+        via: str | None = None,
     ) -> int:
         """Any step; returns its id."""
         refs = tuple(r if isinstance(r, Ref) else Ref(r) for r in after)
@@ -112,6 +113,7 @@ class Builder:
             place=place,
             moment=moment,
             after=refs,
+            via=via,
         )
         self._steps.append(step)
         return step.id
@@ -156,17 +158,32 @@ class Builder:
         after: After = (),
         size_bytes: int | None = None,
         list_name: str = "param",
+        via: str | None = None,
     ) -> int:
         """Working list (or another list), host to GPU, for its use in `moment`."""
         size = self.payload(chunk, list_name) if size_bytes is None else size_bytes
         return self.add(
-            Queue.H2D, Kind.FETCH, chunk=chunk, list_name=list_name, moment=moment, size_bytes=size, after=after
+            Queue.H2D,
+            Kind.FETCH,
+            chunk=chunk,
+            list_name=list_name,
+            moment=moment,
+            size_bytes=size,
+            after=after,
+            via=via,
         )
 
-    def writeback(self, chunk: int, list_name: str, moment: int, after: After = ()) -> int:
+    def writeback(self, chunk: int, list_name: str, moment: int, after: After = (), via: str | None = None) -> int:
         size = self.payload(chunk, list_name)
         return self.add(
-            Queue.D2H, Kind.WRITEBACK, chunk=chunk, list_name=list_name, moment=moment, size_bytes=size, after=after
+            Queue.D2H,
+            Kind.WRITEBACK,
+            chunk=chunk,
+            list_name=list_name,
+            moment=moment,
+            size_bytes=size,
+            after=after,
+            via=via,
         )
 
     def cpu_add(self, chunk: int, list_name: str, moment: int, after: After = ()) -> int:
