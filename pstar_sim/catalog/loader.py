@@ -36,6 +36,7 @@ from pstar_sim.catalog.fields import (
     read_toml,
 )
 from pstar_sim.catalog.machine import Fabric, Gpu, Host, Link, Machine, Nvme, Rank
+from pstar_sim.catalog.overrides import override, parse_settings
 from pstar_sim.errors import CatalogError, UnknownName
 from pstar_sim.units import GB, format_bytes, parse_bytes
 
@@ -462,13 +463,15 @@ def load_machine(
     gpu_memory: str | int | None = None,
     host_memory: str | int | None = None,
     nodes: int | None = None,
+    overrides: Mapping[str, str | int | float | bool] | Iterable[str] | None = None,
     user_file: str | Path | None = None,
 ) -> Machine:
     """A machine by name, "here" for the one this runs on, or the one a .toml file defines.
 
     gpu_memory, host_memory: sizes ("8GB", or bytes) that replace those of the catalog (see `resize`). nodes: how many
-    of its nodes (see `with_nodes`). user_file: a file that extends or overrides the catalog. Raises UnknownName,
-    CatalogError, and PstarError for a size that is none.
+    of its nodes (see `with_nodes`). overrides: any figure by its path, {"link.bandwidth": "25GB/s"} or
+    ["link.bandwidth=25GB/s"] (see overrides.py). user_file: a file that extends or overrides the catalog. Raises
+    UnknownName, CatalogError, and PstarError for a size that is none.
     """
     text = str(name)
     if isinstance(name, Path) or text.endswith(".toml"):
@@ -485,7 +488,18 @@ def load_machine(
         machine = load_catalog(user_file).machine(text)
     if nodes is not None:
         machine = with_nodes(machine, nodes)
-    return resize(machine, gpu_memory=gpu_memory, host_memory=host_memory)
+    machine = resize(machine, gpu_memory=gpu_memory, host_memory=host_memory)
+    if overrides is None:
+        return machine
+    changes = dict(overrides) if isinstance(overrides, Mapping) else parse_settings(overrides)
+    for path, other, name_of in (
+        ("gpu.memory", gpu_memory, "gpu_memory"),
+        ("host.memory", host_memory, "host_memory"),
+        ("nodes", nodes, "nodes"),
+    ):
+        if other is not None and path in changes:
+            raise CatalogError(f"{path} = {changes[path]} and {name_of} = {other} are the same figure; give it once")
+    return override(machine, changes)
 
 
 def _only_machine(file: str) -> Machine:

@@ -81,6 +81,16 @@ def workload_flags(parser: argparse.ArgumentParser, *, required: bool = True) ->
         help="working dtype (default: bf16 where the GPU has it, else fp16; with --trace: picks a variant)",
     )
     checkpointing_flag(group, default=None, note="default: on for presets; with --trace: picks a variant")
+    group.add_argument(
+        "--lora",
+        metavar="r=R",
+        help="freeze the model and train adapters of rank R, such as r=16 or r=8,targets=all-linear (presets only)",
+    )
+    group.add_argument(
+        "--optimizer",
+        metavar="O",
+        help="adamw, adamw-bf16-states, sgd-momentum or sgd (default: adamw, or the trace's)",
+    )
 
 
 def checkpointing_flag(group: argparse._ActionsContainer, *, default: bool | None, note: str) -> None:
@@ -102,6 +112,14 @@ def machine_flags(parser: argparse.ArgumentParser, *, required: bool) -> None:
     )
     group.add_argument("--gpu-memory", metavar="SIZE", help="another GPU memory, such as 8GB")
     group.add_argument("--host-memory", metavar="SIZE", help="another host memory, such as 64GB")
+    group.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="PATH=VALUE",
+        help="another figure of the machine, such as gpu.memory=48GB, link.bandwidth=x2 or host.cores=+10%%; may be given "
+        "several times",
+    )
 
 
 def settings_flags(parser: argparse.ArgumentParser) -> None:

@@ -9,18 +9,20 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import PstarError
 from pstar_sim.units import parse_bytes
+from pstar_sim.workload.lora import Adapter
+from pstar_sim.workload.optimizers import with_optimizer
 from pstar_sim.workload.presets import preset
 from pstar_sim.workload.trace import load_trace
 from pstar_sim.workload.workload import Workload, retype
 
-__all__ = ["default_dtype", "machine_of", "settings_of", "workload_of"]
+__all__ = ["default_dtype", "lora_of", "machine_of", "settings_of", "workload_of"]
 
 
 def machine_of(args: argparse.Namespace) -> Machine:
-    """The machine named by --machine, with --gpu-memory and --host-memory over it."""
+    """The machine named by --machine, with --gpu-memory, --host-memory and every --set over it."""
     if args.machine is None:
         raise PstarError("--machine is needed (see `pstar machines`)")
-    return load_machine(args.machine, gpu_memory=args.gpu_memory, host_memory=args.host_memory)
+    return load_machine(args.machine, gpu_memory=args.gpu_memory, host_memory=args.host_memory, overrides=args.set)
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
@@ -33,12 +35,35 @@ def default_dtype(machine: Machine) -> str:
     return next((dtype for dtype in ("bf16", "fp16") if dtype in machine.gpu.flops_per_s), "fp32")
 
 
+def lora_of(args: argparse.Namespace) -> Adapter | None:
+    """The adapter of --lora: "r=16", "16", "r=8,targets=q_proj+v_proj". Raises PstarError for anything else."""
+    if args.lora is None:
+        return None
+    rank, targets = 0, None
+    for part in str(args.lora).split(","):
+        key, equals, value = part.partition("=")
+        if not equals:
+            key, value = "r", part
+        if key.strip() in ("r", "rank") and value.strip().isdigit() and int(value) > 0:
+            rank = int(value)
+        elif key.strip() == "targets" and value.strip():
+            targets = tuple(name.strip() for name in value.split("+"))
+        else:
+            raise PstarError(f"--lora {args.lora}: {part!r} is not r=RANK or targets=NAME+NAME; write r=16")
+    if not rank:
+        raise PstarError(f"--lora {args.lora}: a rank is needed, such as r=16")
+    return Adapter(rank=rank, targets=targets)
+
+
 def workload_of(args: argparse.Namespace, machine: Machine) -> Workload:
     """The variant of --trace that agrees with the flags given, or the preset --model with --batch and --seq.
 
     Raises PstarError for flags that name no variant of the trace or more than one, and for flags that are missing.
     """
+    adapter = lora_of(args)
     if args.trace is not None:
+        if adapter is not None:
+            raise PstarError("--lora is for presets (--model); trace the model with its adapters instead")
         half = args.dtype in ("bf16", "fp16")
         found = load_trace(
             args.trace,
@@ -53,8 +78,8 @@ def workload_of(args: argparse.Namespace, machine: Machine) -> Workload:
                 raise PstarError(
                     f"{args.trace}: --dtype {args.dtype}, but the trace is of fp32; trace the model in {args.dtype}"
                 )
-            return found
-        return retype(found, args.dtype or default_dtype(machine))
+            return _optimized(found, args)
+        return _optimized(retype(found, args.dtype or default_dtype(machine)), args)
     if args.model is None:
         raise PstarError("give --trace FILE, or --model NAME with --batch and --seq")
     if args.batch is None or args.seq is None:
@@ -66,4 +91,10 @@ def workload_of(args: argparse.Namespace, machine: Machine) -> Workload:
         micro_batches=args.micro_batches or 1,
         dtype=args.dtype or default_dtype(machine),
         checkpointing=True if args.checkpointing is None else args.checkpointing,
+        lora=adapter,
+        optimizer=args.optimizer or "adamw",
     )
+
+
+def _optimized(workload: Workload, args: argparse.Namespace) -> Workload:
+    return workload if args.optimizer is None else with_optimizer(workload, args.optimizer)
