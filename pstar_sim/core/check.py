@@ -9,6 +9,11 @@ chunk, one of them changing it, are ordered by them, then every legal interleavi
 plan once, in any legal order, shows whether what each step needs is there and what it says. Bytes do depend on the
 interleaving: the most a place can hold is a maximum closure over the start events (which take) and end events (which
 free), found exactly as a minimum cut.
+
+[Note: one rank is enough] All ranks run the same program, so the n-th collective is the same step everywhere, and each
+rank's waits are in the order of one and the same program: what is proved of one rank holds for all, with any durations
+of the collectives, and they cannot wait for each other in a circle. A gather makes the others' slices what the own one
+is at the same step of their run; a gradient counts as whole only after a reduce_scatter has summed it over the ranks.
 """
 
 from __future__ import annotations
@@ -75,7 +80,9 @@ def check_plan(plan: Plan) -> CheckReport:
     _check_barrier(plan, program)
     walk = _Walk(plan, program)
     walk.run()
-    budgets = {Place.GPU: plan.gpu_budget_bytes, Place.HOST: plan.host_budget_bytes}
+    budgets = plan.budgets
+    if any(r.place is Place.NVME for r in plan.initial) or any(s.queue is Queue.NVME for s in plan.steps):
+        budgets[Place.NVME] = plan.nvme_budget_bytes
     peaks: dict[str, int] = {}
     moments: dict[str, int] = {}
     running: dict[str, tuple[int, ...]] = {}
@@ -107,8 +114,14 @@ _QUEUES: dict[Kind, tuple[Queue, ...]] = {
     Kind.CPU_ADD: (Queue.ADAM,),
     Kind.CPU_ADAM: (Queue.ADAM,),
     Kind.GPU_ADAM: (Queue.COMPUTE,),
+    Kind.GATHER: (Queue.NET,),
+    Kind.REDUCE_SCATTER: (Queue.NET,),
+    Kind.NVME_READ: (Queue.NVME,),
+    Kind.NVME_WRITE: (Queue.NVME,),
 }
-_NEEDS_LIST = (Kind.FETCH, Kind.WRITEBACK, Kind.DROP, Kind.ALLOC, Kind.FREE)
+_COLLECTIVES = (Kind.GATHER, Kind.REDUCE_SCATTER)
+_OTHERS = {"remote": "param", "grad_remote": "grad"}  # the slices of the other ranks, and the list of the own one
+_NEEDS_LIST = (Kind.FETCH, Kind.WRITEBACK, Kind.DROP, Kind.ALLOC, Kind.FREE, Kind.NVME_READ, Kind.NVME_WRITE)
 
 
 def _label(step: Step) -> str:
@@ -151,9 +164,9 @@ def _check_structure(plan: Plan) -> list[int]:
 
 
 def _check_step(plan: Plan, step: Step) -> None:
-    queues = _QUEUES.get(step.kind)
-    if queues is None:
-        raise PlanError(f"{_label(step)}: steps of kind {step.kind.value} are not supported by this version")
+    queues = _QUEUES[step.kind]
+    if step.via is not None and step.kind not in (Kind.FETCH, Kind.WRITEBACK):
+        raise PlanError(f"{_label(step)} has via={step.via}; only copies between host and gpu can go another way")
     if step.queue not in queues:
         raise PlanError(f"{_label(step)} is on queue {step.queue.value}; it belongs on {', '.join(queues)}")
     if step.kind is Kind.COMPUTE:
@@ -162,23 +175,41 @@ def _check_step(plan: Plan, step: Step) -> None:
         return
     if step.chunk is None or step.chunk >= len(plan.layout.chunks):
         raise PlanError(f"{_label(step)} needs chunk=, below {len(plan.layout.chunks)}")
-    chunk = plan.layout.chunks[step.chunk]
-    if step.kind in _NEEDS_LIST:
+    if step.kind in _COLLECTIVES:
+        _check_collective(plan, step)
+    elif step.kind in _NEEDS_LIST:
         if step.list is None:
             raise PlanError(f"{_label(step)} needs list=")
         payload = plan.layout.payload_bytes(step.chunk, step.list)
         allowed = {payload}
         if step.kind in (Kind.FETCH, Kind.WRITEBACK):
-            allowed.add(chunk.numel * 4)  # a policy that moves the list in fp32
+            allowed.add(plan.layout.slice_numel(step.chunk) * 4)  # a policy that moves the list in fp32
+        if step.list in _OTHERS and step.kind not in (Kind.DROP, Kind.FREE, Kind.ALLOC):
+            raise PlanError(f"{_label(step)}: the slices of other ranks are gathered, reduced and dropped, not copied")
         if step.bytes not in allowed:
             raise PlanError(f"{_label(step)} has bytes={step.bytes}; the payload has {payload} bytes")
     elif step.bytes <= 0:
         raise PlanError(f"{_label(step)} has bytes={step.bytes}; it needs its memory traffic")
     if step.kind in (Kind.ALLOC, Kind.FREE):
-        if step.place not in (Place.GPU, Place.HOST):
-            raise PlanError(f"{_label(step)} needs place=gpu or place=host")
+        if step.place is None:
+            raise PlanError(f"{_label(step)} needs place=")
     elif step.kind is Kind.DROP and step.place not in (None, Place.GPU):
         raise PlanError(f"{_label(step)} has place={step.place}; drop frees the gpu")
+
+
+def _check_collective(plan: Plan, step: Step) -> None:
+    assert step.chunk is not None
+    ranks = len(plan.machine.ranks)
+    if ranks == 1:
+        raise PlanError(f"{_label(step)}: machine {plan.machine.name!r} has one gpu; there is nobody to exchange with")
+    allowed: tuple[str, ...] = ("param", "grad", "grad32")
+    if plan.layout.ranks > 1:
+        allowed = ("remote",) if step.kind is Kind.GATHER else ("remote", "grad_remote")
+    if step.list not in allowed:
+        raise PlanError(f"{_label(step)} needs list= one of {', '.join(allowed)}")
+    whole = plan.layout.payload_bytes(step.chunk, _OTHERS.get(step.list, step.list)) * plan.layout.ranks
+    if step.bytes != whole:
+        raise PlanError(f"{_label(step)} has bytes={step.bytes}; the whole chunk has {whole} bytes")
 
 
 _ADAM_OF = {"cpu": Kind.CPU_ADAM, "pin": Kind.GPU_ADAM, "stream": Kind.GPU_ADAM}
@@ -336,16 +367,24 @@ _NORM = "the gradient norm (clip) needs all gradients added first"
 @dataclass(slots=True)
 class _Content:
     """What a list says. version: updates applied (parameters, states), iteration (gradients). marks: (micro-batch,
-    tensor) of each gradient in it; in the working list these tensors are no longer parameters."""
+    tensor) of each gradient in it; in the working list these tensors are no longer parameters. summed: how much of
+    these gradients is the sum over all ranks, "no", "slice" or "yes"."""
 
     version: int
     marks: set[tuple[int, int]] = field(default_factory=set)
+    summed: str = "no"
 
     def copy(self) -> _Content:
-        return _Content(self.version, set(self.marks))
+        return _Content(self.version, set(self.marks), self.summed)
 
 
 _Key = tuple[int, str, Place]
+_FROM_TO = {
+    Kind.FETCH: (Place.HOST, Place.GPU),
+    Kind.WRITEBACK: (Place.GPU, Place.HOST),
+    Kind.NVME_READ: (Place.NVME, Place.HOST),
+    Kind.NVME_WRITE: (Place.HOST, Place.NVME),
+}
 
 
 def _key_name(key: _Key) -> str:
@@ -364,9 +403,11 @@ class _Walk:
         for r in plan.initial:
             if r.chunk >= 0:
                 layout.payload_bytes(r.chunk, r.list)
-                fresh = r.list == "param" or r.list in self.states
+                fresh = r.list in ("param", "remote") or r.list in self.states
                 self.content[r.chunk, r.list, r.place] = _Content(0) if fresh else None
         self.initial = frozenset(self.content)
+        self.ranks = len(plan.machine.ranks)
+        self.sliced = layout.ranks > 1
         self.last_change: dict[_Key, int] = {}
         self.looks: dict[_Key, dict[int, int]] = {}
         self.takes: dict[int, tuple[Place, int]] = {}
@@ -394,7 +435,7 @@ class _Walk:
         target: dict[tuple[int, int], str] = {}
         for chunk, marks in self.expected.items():
             batches = sorted({u for u, _ in marks})
-            if (chunk, "grad32", Place.GPU) in self.initial:
+            if (chunk, "grad32", Place.GPU) in self.initial and not self.sliced:
                 lists = ["grad32"] * len(batches)
             elif (chunk, "grad", Place.GPU) in self.initial:
                 lists = ["grad"] * len(batches)
@@ -416,6 +457,10 @@ class _Walk:
             Kind.CPU_ADD: self._add,
             Kind.CPU_ADAM: self._adam,
             Kind.GPU_ADAM: self._adam,
+            Kind.GATHER: self._gather,
+            Kind.REDUCE_SCATTER: self._reduce_scatter,
+            Kind.NVME_READ: self._copy,
+            Kind.NVME_WRITE: self._copy,
         }
         peaks = [m.peak_bytes for m in w.moments]
         self._rise = [max(0, peak - peaks[m - 1]) for m, peak in enumerate(peaks)]
@@ -436,7 +481,7 @@ class _Walk:
         if content is None:
             return None
         version = content.version - iteration if key[0] in self.expected else content.version
-        return version, frozenset(content.marks)
+        return version, frozenset(content.marks), content.summed
 
     def _check_cut(self, iteration: int) -> None:
         now = frozenset(self.content)
@@ -525,43 +570,57 @@ class _Walk:
         moment = w.moments[m]
         for t in w.reads[m]:
             chunk = chunk_of[t]
-            key = (chunk, "param", Place.GPU)
-            self._look(s, key)
-            content = self._present(step, key, f"reads {self._name(t)} in")
-            if content is None:
-                raise PlanError(f"{_label(step)} reads {self._name(t)} in {_key_name(key)}, which nothing has filled")
-            wanted = k if chunk in self.expected else 0
-            if content.version != wanted:
-                raise PlanError(
-                    f"{_label(step)} reads stale parameters: {_key_name(key)} has {content.version} updates where "
-                    f"iteration {k} needs {wanted}"
-                )
-            if content.marks and any((u, t) in content.marks for u in range(w.micro_batches)):
-                raise PlanError(
-                    f"{_label(step)} reads {self._name(t)} in {_key_name(key)} after its gradient has overwritten it"
-                )
+            for name in ("param", "remote") if self.sliced else ("param",):
+                self._read(s, k, step, (chunk, name, Place.GPU), t)
         for t in self.finals[m]:
-            chunk, u = chunk_of[t], moment.micro_batch
-            key = (chunk, self.target[chunk, u], Place.GPU)
-            self._change(s, key)
-            content = self._present(step, key, f"puts the gradient of {self._name(t)} in")
-            if key[1] == "param":
-                if content is None:
-                    raise PlanError(f"{_label(step)} overwrites {_key_name(key)}, which nothing has filled")
-                if any((v, t) in content.marks for v in range(w.micro_batches)):
-                    raise PlanError(
-                        f"{_label(step)} puts the gradient of {self._name(t)} of micro-batch {u} in {_key_name(key)} "
-                        "over the one of an earlier micro-batch; it needs a grad list of its own (alloc)"
-                    )
-            elif (
-                content is None or content.version != k or (key[1] == "grad" and any(v != u for v, _ in content.marks))
-            ):
-                content = self.content[key] = _Content(k)
-            content.marks.add((u, t))
+            own = self.target[chunk_of[t], moment.micro_batch]
+            for name in (own, *(other for other, mine in _OTHERS.items() if mine == own and self.sliced)):
+                self._put_gradient(s, k, step, (chunk_of[t], name, Place.GPU), t)
         if self._rise[m]:
             self.takes[s] = (Place.GPU, self._rise[m])
         if self._fall[m]:
             self.frees[s] = (Place.GPU, self._fall[m])
+
+    def _read(self, s: int, k: int, step: Step, key: _Key, t: int) -> None:
+        """A moment reads tensor t in a working list (or the other ranks' part of it)."""
+        self._look(s, key)
+        content = self._present(step, key, f"reads {self._name(t)} in")
+        if content is None:
+            raise PlanError(f"{_label(step)} reads {self._name(t)} in {_key_name(key)}, which nothing has filled")
+        wanted = k if key[0] in self.expected else 0
+        if content.version != wanted:
+            raise PlanError(
+                f"{_label(step)} reads stale parameters: {_key_name(key)} has {content.version} updates where "
+                f"iteration {k} needs {wanted}"
+            )
+        if content.marks and any((u, t) in content.marks for u in range(self.plan.workload.micro_batches)):
+            raise PlanError(
+                f"{_label(step)} reads {self._name(t)} in {_key_name(key)} after its gradient has overwritten it"
+            )
+
+    def _put_gradient(self, s: int, k: int, step: Step, key: _Key, t: int) -> None:
+        """The gradient of tensor t becomes final in a moment; it goes to this list (or to its part of the gradient)."""
+        w = self.plan.workload
+        assert step.moment is not None
+        u = w.moments[step.moment].micro_batch
+        self._change(s, key)
+        content = self._present(step, key, f"puts the gradient of {self._name(t)} in")
+        if _OTHERS.get(key[1], key[1]) == "param":
+            if content is None:
+                raise PlanError(f"{_label(step)} overwrites {_key_name(key)}, which nothing has filled")
+            if any((v, t) in content.marks for v in range(w.micro_batches)):
+                raise PlanError(
+                    f"{_label(step)} puts the gradient of {self._name(t)} of micro-batch {u} in {_key_name(key)} "
+                    "over the one of an earlier micro-batch; it needs a grad list of its own (alloc)"
+                )
+        elif content is None or content.version != k or (key[1] != "grad32" and any(v != u for v, _ in content.marks)):
+            content = self.content[key] = _Content(k)
+        if content.marks and content.summed != "no":
+            raise PlanError(
+                f"{_label(step)} puts the gradient of {self._name(t)} in {_key_name(key)}, where the sum over all "
+                "ranks of earlier ones is; a reduce_scatter belongs after the last of them"
+            )
+        content.marks.add((u, t))
 
     def _alloc(self, s: int, k: int, step: Step) -> None:
         assert step.chunk is not None and step.list is not None and step.place is not None
@@ -576,6 +635,8 @@ class _Walk:
         self._give(s, key)
         if content is not None and (step.list == "param" or step.list in self.states):
             self._check_not_lost(step, key, content)
+        elif content is not None and step.list == "remote" and content.marks:
+            raise PlanError(f"{_label(step)} gives up gradients that no reduce_scatter has summed over the ranks")
 
     def _check_not_lost(self, step: Step, key: _Key, content: _Content) -> None:
         """What was given up is somewhere else too, or something newer is."""
@@ -590,7 +651,7 @@ class _Walk:
 
     def _copy(self, s: int, k: int, step: Step) -> None:
         assert step.chunk is not None and step.list is not None
-        there, here = (Place.HOST, Place.GPU) if step.kind is Kind.FETCH else (Place.GPU, Place.HOST)
+        there, here = _FROM_TO[step.kind]
         source, target = (step.chunk, step.list, there), (step.chunk, step.list, here)
         self._look(s, source)
         content = self._present(step, source, "copies")
@@ -601,6 +662,66 @@ class _Walk:
         else:
             self._take(s, target)
         self.content[target] = content.copy()
+
+    def _gather(self, s: int, k: int, step: Step) -> None:
+        """Sliced: the others' parameters come. Replicated: the other slices of a gradient's sum come."""
+        assert step.chunk is not None and step.list is not None
+        target = (step.chunk, step.list, Place.GPU)
+        if not self.sliced:
+            self._change(s, target)
+            content = self._present(step, target, "gathers")
+            if content is None or content.summed != "slice":
+                raise PlanError(f"{_label(step)}: no reduce_scatter has summed a slice of {_key_name(target)} before")
+            content.summed = "yes"
+            return
+        own = (step.chunk, "param", Place.GPU)
+        self._look(s, own)
+        content = self._present(step, own, "sends")
+        if content is None or content.marks:
+            raise PlanError(f"{_label(step)} sends {_key_name(own)}, which does not hold parameters")
+        if target in self.content:
+            self._change(s, target)
+        else:
+            self._take(s, target)
+        self.content[target] = _Content(content.version)
+
+    def _reduce_scatter(self, s: int, k: int, step: Step) -> None:
+        assert step.chunk is not None and step.list is not None
+        chunk = step.chunk
+        own = (chunk, _OTHERS.get(step.list, step.list), Place.GPU)
+        for key in {own, (chunk, step.list, Place.GPU)}:
+            self._change(s, key)
+            content = self._present(step, key, "reduces")
+            marks = content.marks if content is not None and content.version == k else set()
+            if not marks or content is None or content.summed != "no":
+                raise PlanError(f"{_label(step)} reduces {_key_name(key)}, which holds no gradient of this rank's")
+            missing = {(u, t) for u, t in self.expected[chunk] if u in {v for v, _ in marks}} - marks
+            if missing:
+                u, t = min(missing)
+                raise PlanError(
+                    f"{_label(step)} reduces {_key_name(key)} before it is complete: the gradient of {self._name(t)} "
+                    f"of micro-batch {u} is not in it"
+                )
+        mine = self.content[own]
+        assert mine is not None
+        if not self.sliced:
+            mine.summed = "slice"
+            return
+        mine.summed = "yes"
+        self._give(s, (chunk, step.list, Place.GPU))
+        total = (chunk, "grad32", Place.GPU)
+        if step.list == "grad_remote" and total in self.content:
+            self._change(s, total)
+            held = self.content[total]
+            if held is None or held.version != k:
+                held = self.content[total] = _Content(k, summed="yes")
+            if held.marks & mine.marks:
+                raise PlanError(f"{_label(step)} adds a gradient to {_key_name(total)} a second time")
+            held.marks |= mine.marks
+
+    def _only_ours(self, content: _Content) -> bool:
+        """Whether its gradients are this rank's own, not (wholly) the sum over all."""
+        return self.ranks > 1 and bool(content.marks) and content.summed != "yes"
 
     def _add(self, s: int, k: int, step: Step) -> None:
         assert step.chunk is not None
@@ -613,6 +734,10 @@ class _Walk:
         expected = self.expected.get(step.chunk, set())
         if content is None or content.version != k or not content.marks:
             raise PlanError(f"{_label(step)} adds {_key_name(source)}, which holds no gradient of this iteration")
+        if self._only_ours(content):
+            raise PlanError(
+                f"{_label(step)} adds {_key_name(source)}, which no reduce_scatter has summed over the ranks"
+            )
         batches = {u for u, _ in content.marks}
         missing = {(u, t) for u, t in expected if u in batches} - content.marks
         if missing:
@@ -627,7 +752,7 @@ class _Walk:
             self._take(s, total)
         held = self.content[total]
         if held is None or held.version != k:
-            held = self.content[total] = _Content(k)
+            held = self.content[total] = _Content(k, summed="yes")
         if held.marks & content.marks:
             raise PlanError(f"{_label(step)} adds the gradient of micro-batch {min(batches)} a second time")
         held.marks |= content.marks
@@ -649,14 +774,22 @@ class _Walk:
         self._change(s, param)
         content = self._present(step, param, "needs")
         found: set[tuple[int, int]] = set()
+        unsummed: list[_Key] = []
         if content is not None and content.version == k:
             found |= content.marks
+            unsummed += [param] if self._only_ours(content) else []
         for name in ("grad", "grad32"):
             key = (chunk, name, place)
             self._change(s, key)
             gradient = self.content.get(key)
             if gradient is not None and gradient.version == k:
                 found |= gradient.marks
+                unsummed += [key] if self._only_ours(gradient) else []
+        if unsummed:
+            raise PlanError(
+                f"{_label(step)} updates with the gradient in {_key_name(unsummed[0])}, which is this rank's own: a "
+                f"reduce_scatter {'' if self.sliced else 'and a gather '}of it belong before"
+            )
         on_host = (chunk, "grad32", Place.HOST)
         summed = place is Place.HOST or on_host in self.content  # the sum is kept on the host
         if summed and self.plan.settings.clip and self.plan.workload.micro_batches > 1:

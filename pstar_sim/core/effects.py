@@ -20,6 +20,7 @@ from pstar_sim.workload.workload import Workload
 __all__ = [
     "CATEGORIES",
     "NON_MODEL",
+    "OTHERS",
     "Effect",
     "Move",
     "category_of",
@@ -29,6 +30,7 @@ __all__ = [
     "held_at_cut",
     "name_of",
     "needed",
+    "reads",
     "resolve",
     "takes",
     "tide_at_cut",
@@ -39,7 +41,10 @@ __all__ = [
 NON_MODEL = "non-model"
 CATEGORIES = (NON_MODEL, "param", "grad", "states", "buffer")
 
-_CATEGORY = {"param": "param", "grad": "grad", "grad32": "grad"}
+OTHERS = {"remote": "param", "grad_remote": "grad"}
+"""Lists of the other ranks' slices -> the list whose slices they are ([Note: several ranks] in core/step.py)."""
+
+_CATEGORY = {"param": "param", "grad": "grad", "grad32": "grad", "remote": "param", "grad_remote": "grad"}
 
 
 def category_of(list_name: str) -> str:
@@ -49,7 +54,7 @@ def category_of(list_name: str) -> str:
 
 def takes(step: Step) -> tuple[Resident, bool] | None:
     """The resident a step takes at its start and whether it takes it only if absent; None if it takes none.
-    The tide's rise of a compute step is in `tide_moves`. Raises PlanError for a kind no single-GPU plan can have."""
+    The tide's rise of a compute step is in `tide_moves`."""
     kind = step.kind
     if kind is Kind.FETCH:
         return _resident(step, Place.GPU), True
@@ -59,9 +64,13 @@ def takes(step: Step) -> tuple[Resident, bool] | None:
         return _resident(step, step.place), False
     if kind is Kind.CPU_ADD:
         return Resident(_chunk(step), "grad32", Place.HOST), True
-    if kind in _KNOWN:
-        return None
-    raise PlanError(f"step {step.id}: {kind.value} steps are not supported by this version")
+    if kind is Kind.NVME_READ:
+        return _resident(step, Place.HOST), True
+    if kind is Kind.NVME_WRITE:
+        return _resident(step, Place.NVME), True
+    if kind is Kind.GATHER and step.list in OTHERS:
+        return _resident(step, Place.GPU), True
+    return None
 
 
 def frees(step: Step) -> tuple[Resident, bool] | None:
@@ -75,24 +84,9 @@ def frees(step: Step) -> tuple[Resident, bool] | None:
         if step.list == "param":  # the last gradient, in place in the working list, which stays
             return None
         return Resident(_chunk(step), "grad", Place.HOST), True
-    if kind in _KNOWN:
-        return None
-    raise PlanError(f"step {step.id}: {kind.value} steps are not supported by this version")
-
-
-_KNOWN = frozenset(
-    {
-        Kind.COMPUTE,
-        Kind.FETCH,
-        Kind.WRITEBACK,
-        Kind.DROP,
-        Kind.ALLOC,
-        Kind.FREE,
-        Kind.CPU_ADD,
-        Kind.CPU_ADAM,
-        Kind.GPU_ADAM,
-    }
-)
+    if kind is Kind.REDUCE_SCATTER and step.list in OTHERS:
+        return _resident(step, Place.GPU), False
+    return None
 
 
 def _chunk(step: Step) -> int:
@@ -256,7 +250,8 @@ def gradient_list(plan: Plan) -> dict[tuple[int, int], str]:
 
     "grad32" where that list stays on the gpu (a pinned chunk that accumulates), "grad" in the micro-batches the plan
     allocates it for (as many, in order, as it has alloc steps) or in all if it stays on the gpu, and "param", in
-    place, in the others: a plan that passes the checker has that in the last micro-batch only.
+    place, in the others: a plan that passes the checker has that in the last micro-batch only. Where lists are sliced
+    gradients arrive whole, in that list and the one of the others' slices; "grad32" is then never such a list.
     """
     w = plan.workload
     chunk_of = plan.layout.chunk_of
@@ -272,7 +267,7 @@ def gradient_list(plan: Plan) -> dict[tuple[int, int], str]:
             allocated[step.chunk] = allocated.get(step.chunk, 0) + 1
     target: dict[tuple[int, int], str] = {}
     for chunk, mine in batches.items():
-        if Resident(chunk, "grad32", Place.GPU) in plan.initial:
+        if Resident(chunk, "grad32", Place.GPU) in plan.initial and plan.layout.ranks == 1:
             count, where = len(mine), "grad32"
         elif Resident(chunk, "grad", Place.GPU) in plan.initial:
             count, where = len(mine), "grad"
@@ -294,6 +289,29 @@ def final_gradients(workload: Workload) -> list[tuple[int, ...]]:
     for (_, t), m in last.items():
         finals[m].append(t)
     return [tuple(sorted(row)) for row in finals]
+
+
+def reads(step: Step) -> tuple[Resident, ...]:
+    """Lists that have to be there when a step starts and that it copies or reduces; none for moments and Adam."""
+    if step.list is None or step.chunk is None:
+        return ()
+    there = _SOURCE.get(step.kind)
+    if there is None:
+        return ()
+    own = OTHERS.get(step.list, step.list)
+    if step.kind is Kind.REDUCE_SCATTER and own != step.list:
+        return Resident(step.chunk, own, there), Resident(step.chunk, step.list, there)
+    return (Resident(step.chunk, own, there),)
+
+
+_SOURCE = {
+    Kind.FETCH: Place.HOST,
+    Kind.WRITEBACK: Place.GPU,
+    Kind.GATHER: Place.GPU,
+    Kind.REDUCE_SCATTER: Place.GPU,
+    Kind.NVME_READ: Place.NVME,
+    Kind.NVME_WRITE: Place.HOST,
+}
 
 
 def needed(layout: Layout, workload: Workload) -> list[tuple[int, ...]]:

@@ -12,10 +12,12 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pstar_sim.core.effects import (
     CATEGORIES,
     NON_MODEL,
+    OTHERS,
     category_of,
     final_gradients,
     frees,
     gradient_list,
+    reads,
     takes,
     tide_at_cut,
     tide_moves,
@@ -68,7 +70,7 @@ class Ledger:
         what the plan holds at the cut is over a budget already."""
         w = plan.workload
         ledger = Ledger(
-            {Place.GPU: plan.gpu_budget_bytes, Place.HOST: plan.host_budget_bytes},
+            plan.budgets,
             plan.layout,
             initial=plan.initial,
             buffers=plan.buffers,
@@ -77,9 +79,11 @@ class Ledger:
         chunk_of = plan.layout.chunk_of
         target = gradient_list(plan)
         uses: list[tuple[tuple[int, str], ...]] = []
-        for moment, reads, gradients in zip(w.moments, w.reads, final_gradients(w)):
-            used = {(chunk_of[t], "param") for t in reads}
+        for moment, read, gradients in zip(w.moments, w.reads, final_gradients(w)):
+            used = {(chunk_of[t], "param") for t in read}
             used |= {(chunk_of[t], target[chunk_of[t], moment.micro_batch]) for t in gradients}
+            if plan.layout.ranks > 1:  # read and written whole
+                used |= {(c, others) for c, name in used for others, own in OTHERS.items() if own == name}
             uses.append(tuple(sorted(used)))
         ledger._uses = uses
         ledger._peaks = [m.peak_bytes for m in w.moments]
@@ -163,7 +167,7 @@ class Ledger:
             if step.kind is Kind.COMPUTE:
                 self._begin_moment(step)
                 return
-            for resident in _reads(step):
+            for resident in reads(step):
                 if (resident, resident.place) not in self._residents:
                     raise PlanError(f"{_name(resident, resident.place)} is needed and is not there")
             taken = takes(step)
@@ -223,17 +227,6 @@ class Ledger:
         self._by_category[place, category] = self._by_category.get((place, category), 0) + size
         if held > self.peak_bytes.get(place, 0):
             self.peak_bytes[place] = held
-
-
-def _reads(step: Step) -> tuple[Resident, ...]:
-    """What has to be there when a step other than a moment starts."""
-    if step.chunk is None or step.list is None:
-        return ()
-    if step.kind is Kind.FETCH:
-        return (Resident(step.chunk, step.list, Place.HOST),)
-    if step.kind is Kind.WRITEBACK:
-        return (Resident(step.chunk, step.list, Place.GPU),)
-    return ()
 
 
 def _name(key: Hashable, place: Place) -> str:

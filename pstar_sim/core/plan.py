@@ -25,7 +25,7 @@ from pstar_sim.workload.workload import Workload
 if TYPE_CHECKING:
     from pstar_sim.core.check import CheckReport
 
-__all__ = ["MODES", "Plan", "Resident", "Settings", "load_plan", "steps_from_text", "steps_to_text"]
+__all__ = ["MODES", "Plan", "Resident", "Settings", "load_plan", "moved_bytes", "steps_from_text", "steps_to_text"]
 
 MODES = ("cpu", "pin", "stream", "frozen")
 
@@ -63,8 +63,9 @@ class Resident:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
     """modes: per chunk "cpu", "pin", "stream" or "frozen". initial: residents at the cut. buffers: (name, place, bytes)
-    the policy holds throughout. predictions: figures by name (iteration_s, peak_gpu_bytes, lower_bound_s ...), may be
-    empty. choices: what the policy decided and why, for `explain` (capacity rule, pins tried, kept gaps ...)."""
+    the policy holds throughout. Budgets are those of one rank; all ranks run the same steps. predictions: figures by
+    name (iteration_s, peak_gpu_bytes, lower_bound_s ...), may be empty. choices: what the policy decided and why, for
+    `explain` (capacity rule, pins tried, kept gaps ...)."""
 
     policy: str
     workload: Workload
@@ -76,6 +77,7 @@ class Plan:
     steps: tuple[Step, ...]
     gpu_budget_bytes: int
     host_budget_bytes: int
+    nvme_budget_bytes: int = 0
     buffers: tuple[tuple[str, Place, int], ...] = ()
     predictions: Mapping[str, float] = field(default_factory=dict)
     choices: Mapping[str, object] = field(default_factory=dict)
@@ -87,16 +89,17 @@ class Plan:
     def step_by_id(self) -> dict[int, Step]:
         return {step.id: step for step in self.steps}
 
+    @property
+    def budgets(self) -> dict[Place, int]:
+        """Bytes the plan may take of each place, on one rank; a place it has nothing to do with is left out."""
+        budgets = {Place.GPU: self.gpu_budget_bytes, Place.HOST: self.host_budget_bytes}
+        return {**budgets, Place.NVME: self.nvme_budget_bytes} if self.nvme_budget_bytes else budgets
+
     @cached_property
     def moved_bytes(self) -> dict[str, int]:
-        """Bytes that cross the link in one iteration: {"h2d": ..., "d2h": ...}."""
-        moved = {"h2d": 0, "d2h": 0}
-        for step in self.steps:
-            if step.kind is Kind.FETCH:
-                moved["h2d"] += step.bytes
-            elif step.kind is Kind.WRITEBACK:
-                moved["d2h"] += step.bytes
-        return moved
+        """Bytes that one rank moves in an iteration: {"h2d": ..., "d2h": ...}, where there are such steps also "net"
+        (what it sends, and receives, in collectives), "nvme_read" and "nvme_write"."""
+        return moved_bytes(self.steps, len(self.machine.ranks))
 
     def check(self, workload: Workload | None = None, machine: Machine | None = None) -> CheckReport:
         """Prove the plan (core/check.py), and that it is for this workload and machine where they are given.
@@ -139,9 +142,12 @@ class Plan:
     def _check_machine(self, machine: Machine) -> None:
         if machine.name != self.machine.name:
             raise PlanError(f"the plan was made for machine {self.machine.name!r}, not {machine.name!r}")
+        if len(machine.ranks) != len(self.machine.ranks):
+            raise PlanError(f"the plan was made for {len(self.machine.ranks)} GPUs, not {len(machine.ranks)}")
         for place, budget, has in (
             ("gpu", self.gpu_budget_bytes, machine.gpu_budget_bytes),
             ("host", self.host_budget_bytes, machine.host_budget_bytes),
+            ("nvme", self.nvme_budget_bytes, machine.nvme_budget_bytes),
         ):
             if budget > has:
                 raise PlanError(
@@ -181,9 +187,35 @@ class Plan:
             f"{len(self.steps)} steps: " + ", ".join(f"{count} {kind}" for kind, count in kinds.items()),
             f"moves {format_bytes(moved['h2d'])} to the gpu and {format_bytes(moved['d2h'])} to the host an iteration",
         ]
+        if len(self.machine.ranks) > 1:
+            lines.append(
+                f"on each of {len(self.machine.ranks)} ranks, which all run these steps; each sends "
+                f"{format_bytes(moved.get('net', 0))} to the others an iteration"
+            )
         if "iteration_s" in self.predictions:
             lines.append(f"predicted iteration: {format_s(self.predictions['iteration_s'])}")
         return "\n".join(lines)
+
+
+def moved_bytes(steps: Iterable[Step], ranks: int) -> dict[str, int]:
+    """What `Plan.moved_bytes` says, of any steps on a machine of so many ranks."""
+    moved = {"h2d": 0, "d2h": 0}
+    for step in steps:
+        lane = _LANES.get(step.kind)
+        if lane is not None:
+            # Of what a collective is about, a rank sends all but its own slice, whichever ring or tree it goes along.
+            moved[lane] = moved.get(lane, 0) + (step.bytes * (ranks - 1) // ranks if lane == "net" else step.bytes)
+    return moved
+
+
+_LANES = {
+    Kind.FETCH: "h2d",
+    Kind.WRITEBACK: "d2h",
+    Kind.GATHER: "net",
+    Kind.REDUCE_SCATTER: "net",
+    Kind.NVME_READ: "nvme_read",
+    Kind.NVME_WRITE: "nvme_write",
+}
 
 
 def steps_to_text(steps: Iterable[Step]) -> str:

@@ -53,6 +53,7 @@ def _to_json(plan: Plan) -> str:
         "settings": dataclasses.asdict(plan.settings),
         "gpu_budget_bytes": plan.gpu_budget_bytes,
         "host_budget_bytes": plan.host_budget_bytes,
+        "nvme_budget_bytes": plan.nvme_budget_bytes,
         "predictions": dict(plan.predictions),
         "choices": dict(plan.choices),
         "machine": dataclasses.asdict(plan.machine),
@@ -132,18 +133,24 @@ _TOP = (
 )
 
 
+_LATER = {"nvme_budget_bytes": 0}  # fields that older files of this version do not have, and what they mean then
+
+
 def _from_values(values: dict[str, Any], text: str) -> Plan:
     for name in _TOP:
         if name not in values:
             raise Wrong(f"field {name!r} is missing")
     for name in values:
-        if name not in _TOP:
+        if name not in _TOP and name not in _LATER:
             raise Wrong(f"field {name!r} is not known")
     return Plan(
         policy=decode(str, values["policy"], "policy"),
         settings=decode(Settings, values["settings"], "settings"),
         gpu_budget_bytes=decode(int, values["gpu_budget_bytes"], "gpu_budget_bytes"),
         host_budget_bytes=decode(int, values["host_budget_bytes"], "host_budget_bytes"),
+        nvme_budget_bytes=decode(
+            int, values.get("nvme_budget_bytes", _LATER["nvme_budget_bytes"]), "nvme_budget_bytes"
+        ),
         predictions=decode(Mapping[str, float], values["predictions"], "predictions"),
         choices=decode(Mapping[str, object], values["choices"], "choices"),
         machine=decode(Machine, values["machine"], "machine"),
@@ -186,8 +193,15 @@ def _validate(plan: Plan) -> None:
     for name in ("gpu_budget_bytes", "host_budget_bytes"):
         if getattr(plan, name) <= 0:
             raise Wrong(f"field {name!r} is {getattr(plan, name)}; it must be positive")
-    if not plan.machine.ranks:
+    if plan.nvme_budget_bytes < 0:
+        raise Wrong(f"field 'nvme_budget_bytes' is {plan.nvme_budget_bytes}; it must not be negative")
+    ranks, nodes = len(plan.machine.ranks), plan.machine.nodes
+    if not ranks:
         raise Wrong("field 'machine.ranks' is empty; a machine needs at least one rank")
+    if nodes < 1 or ranks % nodes:
+        raise Wrong(f"field 'machine.nodes' is {nodes}; it must divide the machine's {ranks} ranks")
+    if plan.layout.ranks not in (1, ranks):
+        raise Wrong(f"field 'layout.ranks' is {plan.layout.ranks}; it must be 1 or the machine's {ranks} ranks")
     _validate_layout(plan)
     chunks = plan.layout.chunks
     if len(plan.modes) != len(chunks):

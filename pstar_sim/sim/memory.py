@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from pstar_sim.core.effects import (
     CATEGORIES,
     NON_MODEL,
+    OTHERS,
     category_of,
     frees,
     gradient_list,
     name_of,
     needed,
+    reads,
     takes,
     tide_at_cut,
     tide_moves,
@@ -34,6 +36,7 @@ __all__ = ["PLACES", "Memory"]
 PLACES = (Place.GPU, Place.HOST, Place.NVME)
 _GPU = PLACES.index(Place.GPU)
 _TIDE, _PARAM, _GRAD, _BUFFER = (CATEGORIES.index(c) for c in (NON_MODEL, "param", "grad", "buffer"))
+_COPIES = (Kind.FETCH, Kind.WRITEBACK, Kind.NVME_READ, Kind.NVME_WRITE)
 _CELLS = len(CATEGORIES)  # a cell of the table is place * _CELLS + category
 
 
@@ -75,7 +78,8 @@ class Memory:
         self.log: list[tuple[float, int, int]] = []
         self.cells = [0] * (len(PLACES) * _CELLS)
         self._used = [0] * len(PLACES)
-        self._budget = [plan.gpu_budget_bytes, plan.host_budget_bytes, 2**62]
+        self._budget = [plan.gpu_budget_bytes, plan.host_budget_bytes, plan.nvme_budget_bytes]
+        self._working = ("param", "remote") if plan.layout.ranks > 1 else ("param",)
         self._rise, self._fall = tide_moves(plan.workload)
         self._reads = needed(plan.layout, plan.workload)
         self._in_place = self._overwritten_in_place()
@@ -168,8 +172,11 @@ class Memory:
             m = step.moment
             if m is None or m >= len(self._rise):
                 raise PlanError(f"step {step.id}: a compute step needs moment=, below {len(self._rise)}")
-            needs = tuple(self._payload(c, "param", Place.GPU) for c in self._reads[m])
-            becomes = tuple((self._payload(c, "param", Place.GPU), _GRAD) for c in self._in_place.get(m, ()))
+            working = self._working
+            needs = tuple(self._payload(c, name, Place.GPU) for c in self._reads[m] for name in working)
+            becomes = tuple(
+                (self._payload(c, name, Place.GPU), _GRAD) for c in self._in_place.get(m, ()) for name in working
+            )
             return _Effect(rise=self._rise[m], fall=self._fall[m], needs=needs, becomes=becomes)
         effect = _Effect()
         taken, freed = takes(step), frees(step)
@@ -180,10 +187,13 @@ class Memory:
         if step.chunk is None:
             raise PlanError(f"step {step.id}: a {kind.value} step needs chunk=")
         c = step.chunk
-        if kind in (Kind.FETCH, Kind.WRITEBACK):
-            assert taken is not None
-            source = self._payload(c, taken[0].list, Place.HOST if kind is Kind.FETCH else Place.GPU)
-            effect.needs, effect.copied = (source,), (source, effect.take)
+        needs = tuple(self._resident(r) for r in reads(step))
+        if kind in _COPIES:
+            effect.needs, effect.copied = needs, (needs[0], effect.take)
+        elif kind in (Kind.GATHER, Kind.REDUCE_SCATTER):
+            effect.needs = needs
+            if kind is Kind.GATHER and step.list in OTHERS:
+                effect.becomes = ((effect.take, _PARAM),)
         elif kind in (Kind.CPU_ADAM, Kind.GPU_ADAM):
             place = Place.HOST if kind is Kind.CPU_ADAM else Place.GPU
             lists = ("param", *self.plan.layout.state_lists)

@@ -292,10 +292,7 @@ class _Run:
             spans=tuple(spans),
             samples=samples,
             peak_bytes=peaks,
-            moved_bytes={
-                "h2d": sum(s.bytes for s in steps if s.kind is Kind.FETCH),
-                "d2h": sum(s.bytes for s in steps if s.kind is Kind.WRITEBACK),
-            },
+            moved_bytes=dict(plan.moved_bytes),
             stall_s=dict(stall_s),
             busy_s=busy_s,
             label=plan.policy,

@@ -177,8 +177,10 @@ def test_what_single_steps_take_and_free():
     assert frees(replace(add, list="param")) is None  # the last gradient lies in place, which stays
     assert takes(from_text("6 d2h writeback chunk=2 list=grad bytes=1")) == (Resident(2, "grad", HOST), True)
     assert takes(from_text("6 adam cpu_adam chunk=2 bytes=1")) is None
-    with pytest.raises(PlanError, match="step 7: gather steps are not supported"):
-        takes(from_text("7 net gather chunk=2 list=param bytes=1"))
+    assert takes(from_text("7 net gather chunk=2 list=remote bytes=1")) == (Resident(2, "remote", GPU), True)
+    assert takes(from_text("7 net gather chunk=2 list=grad bytes=1")) is None, "the sum of what is whole everywhere"
+    reduced = from_text("7 net reduce_scatter chunk=2 list=grad_remote bytes=1")
+    assert (takes(reduced), frees(reduced)) == (None, (Resident(2, "grad_remote", GPU), False))
     with pytest.raises(PlanError, match="step 8: a alloc step needs place="):
         takes(from_text("8 h2d alloc chunk=2 list=grad bytes=1"))
 
