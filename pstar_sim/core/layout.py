@@ -232,7 +232,7 @@ _Class = tuple[bool, str, int]  # frozen, dtype, optimizer group
 
 def build_layout(workload: Workload, *, chunk_bytes: int | None = None, ranks: int = 1) -> Layout:
     """Search the chunk size for least waste (or take `chunk_bytes` of the working list) and pack. ranks: cut each list
-    into that many slices.
+    into that many slices. The same workload object asked again gives the same layout object.
 
     Raises PlanError for a chunk_bytes that is not positive, for a tensor of a dtype without a known width, and for
     ranks < 1.
@@ -241,6 +241,14 @@ def build_layout(workload: Workload, *, chunk_bytes: int | None = None, ranks: i
         raise PlanError(f"ranks is {ranks}; a layout needs at least one rank")
     if chunk_bytes is not None and chunk_bytes <= 0:
         raise PlanError(f"chunk_bytes is {chunk_bytes}; a chunk needs a positive number of bytes")
+    key = ("layout", chunk_bytes, ranks)
+    known = workload.derived.get(key)
+    if not isinstance(known, Layout):
+        workload.derived[key] = known = _built(workload, chunk_bytes, ranks)
+    return known
+
+
+def _built(workload: Workload, chunk_bytes: int | None, ranks: int) -> Layout:
     classes = _in_order_of_first_use(workload)
     total_bytes = sum(item[3] * DTYPE_BYTES[key[1]] for key, items in classes.items() for item in items)
     limit = _small_limit(classes, total_bytes)
