@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from pstar_sim.policy.ground import Ground
 from pstar_sim.policy.residency import Gap, gaps_of
@@ -45,11 +46,10 @@ class Knobs:
 @dataclass(frozen=True, slots=True)
 class Position:
     """One place on the compute queue: block >= 0, the block of moments it is; chunk >= 0, the streamed chunk it
-    updates. needs: chunks whose working list has to be there. tide_bytes: non-model bytes."""
+    updates. tide_bytes: non-model bytes."""
 
     block: int
     chunk: int
-    needs: tuple[int, ...]
     tide_bytes: int
     seconds: float
 
@@ -70,7 +70,9 @@ class Course:
         self.positions, self.at, self.updates = self._lay_out()
         self.touched: dict[int, list[int]] = {}
         for c in self.moving:
-            mine = [self.at[n] for n in g.touched[c]]
+            mine = [self.at[g.touched[c][0]]]
+            for before, n in pairwise(g.touched[c]):  # an update between two neighbours is no gap
+                mine += range(mine[-1] + 1, self.at[n] + 1) if n == before + 1 else [self.at[n]]
             if c in self.updates:
                 update = self.updates[c]
                 # Its gradient lies in the working list until then; behind a barrier a gap like others.
@@ -79,12 +81,15 @@ class Course:
         free = g.machine.gpu_budget_bytes - self.resident_bytes
         self.room: list[int] = []
         for position in self.positions:
-            own = sum(g.sizes[c] for c in position.needs if c not in modes.pinned)
-            if position.chunk >= 0:
-                own += self.visiting_bytes(position.chunk)
-            else:
-                own += g.gradients(position.block, modes.pinned)
-            self.room.append(free - position.tide_bytes - own)
+            beside = (
+                self.visiting_bytes(position.chunk)
+                if position.chunk >= 0
+                else g.gradients(position.block, modes.pinned)
+            )
+            self.room.append(free - position.tide_bytes - beside)
+        for c, mine in self.touched.items():
+            for n in mine:
+                self.room[n] -= g.sizes[c]
         self._take(self._leaving() if knobs.linger else [0] * len(self.room))
         self.least_room_bytes = min(self.room)
         reserved = self._arriving()
@@ -130,11 +135,11 @@ class Course:
         updates: dict[int, int] = {}
         for n, block in enumerate(g.blocks):
             at.append(len(positions))
-            positions.append(Position(n, -1, block.chunks, block.tide_bytes, block.seconds))
+            positions.append(Position(n, -1, block.tide_bytes, block.seconds))
             for c in behind.get(n, ()):
                 tide = min(block.tide_bytes, g.blocks[(n + 1) % len(g.blocks)].tide_bytes)
                 updates[c] = len(positions)
-                positions.append(Position(-1, c, (c,), tide, g.cost.gpu_adam_s(c)))
+                positions.append(Position(-1, c, tide, g.cost.gpu_adam_s(c)))
         return positions, at, updates
 
     def _take(self, rows: Iterable[int]) -> None:

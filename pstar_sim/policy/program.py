@@ -79,6 +79,7 @@ class _Weaver:
         self.end_of: list[int] = []  # position -> its op
         self.last_drop: dict[tuple[int, str], int] = {}  # (chunk, list) -> op that last freed it on the GPU
         self.first_fetch: list[tuple[int, str, int]] = []  # ops that take what the previous iteration left behind
+        self.first_drop: dict[int, int] = {}
         self.gradient_free: dict[int, int] = {}
         self.last_add: dict[int, int] = {}
         self.last_adds: list[int] = []  # of last gradients, where the norm needs them
@@ -242,6 +243,8 @@ class _Weaver:
         for c in self.dropped[n]:
             moment = self.g.blocks[self.course.positions[n].block].last
             op = self._add(Queue.COMPUTE, Kind.DROP, c, moment=moment, gpu_free=self.g.sizes[c])
+            if (c, "param") not in self.last_drop:
+                self.first_drop[c] = op
             self.last_drop[c, "param"] = op
 
     def _pins_behind_barrier(self) -> None:
@@ -384,5 +387,5 @@ class _Weaver:
             )
         for n, row in enumerate(self.overwrites):
             for c in row:
-                if c in self.course.stays:  # the copy down of its parameters reads what the gradient overwrites
-                    self.ops[self.end_of[n]].after += ((self.told[c], 1),)
+                if c in self.course.stays:  # the copy down of its parameters reads what is given up or overwritten
+                    self.ops[self.first_drop.get(c, self.end_of[n])].after += ((self.told[c], 1),)
