@@ -14,7 +14,7 @@ from pstar_sim.core.effects import takes
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 
-__all__ = ["ALIGN_BYTES", "LARGEST_SLAB_BYTES", "HostRoom", "host_room", "pack_slabs"]
+__all__ = ["ALIGN_BYTES", "LARGEST_SLAB_BYTES", "HostRoom", "host_payloads", "host_room", "pack_slabs"]
 
 ALIGN_BYTES = 256
 LARGEST_SLAB_BYTES = 1 << 30
@@ -88,9 +88,8 @@ def _power_of_two(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
 
 
-def host_room(plan: Plan) -> HostRoom:
-    """Slabs for every host payload the plan ever takes. Permanent ones and passing ones each have their place, so that
-    no order of the queues can run out of addresses."""
+def host_payloads(plan: Plan) -> dict[tuple[int, str], int]:
+    """(chunk, list) -> bytes of every payload that the plan ever has on the host."""
     sizes: dict[tuple[int, str], int] = {}
     for resident in plan.initial:
         if resident.chunk >= 0 and resident.place is Place.HOST:
@@ -99,4 +98,10 @@ def host_room(plan: Plan) -> HostRoom:
         taken = takes(step) if step.chunk is not None else None
         if taken is not None and taken[0].place is Place.HOST:
             sizes[taken[0].chunk, taken[0].list] = plan.layout.payload_bytes(taken[0].chunk, taken[0].list)
-    return pack_slabs(sizes.items())
+    return sizes
+
+
+def host_room(plan: Plan) -> HostRoom:
+    """Slabs for every host payload the plan ever takes. Permanent ones and passing ones each have their place, so that
+    no order of the queues can run out of addresses."""
+    return pack_slabs(host_payloads(plan).items())

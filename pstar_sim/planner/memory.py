@@ -1,0 +1,221 @@
+"""Memory: whether a policy has room for a job, and how much of each place it needs at least, without planning it where
+that can be told without.
+
+[Note: what the host really has to give] A plan counts payloads. A machine has to give more, and capacity answers
+reckon with it:
+
+- pinned rounding: payloads are carved from slabs that are powers of two (core/slabs.py, the executor's own rule);
+- start-up: the weights, loaded once a node in the working dtype, lie in host memory beside the slabs until they have
+  been handed out to their chunks (the executor's check before a run counts the same). `loading="in-place"` leaves this
+  out: a model that is initialised chunk by chunk, as PatrickStar's is, never lies there whole.
+
+The asynchronous policies (tide, static_partition) decide what they need before they plan: their own checks are asked
+(policy/ground.py). How many chunks they pin is up to them; where the host is short, as few are pinned as it has no room
+for. Every other policy is asked for its plan: it has no cheaper way to say what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.slabs import host_payloads, pack_slabs
+from pstar_sim.errors import DoesNotFit, PstarError
+from pstar_sim.policy.ground import Ground
+from pstar_sim.policy.points import Point
+from pstar_sim.policy.registry import Policy, find_policy
+from pstar_sim.units import format_bytes
+from pstar_sim.workload.workload import DTYPE_BYTES, Workload
+
+__all__ = ["LOADING", "Need", "least_gpu_bytes", "memory_need", "shortage", "startup_bytes"]
+
+LOADING = ("whole", "in-place")
+
+_POINTS: Mapping[str, Point] = {"tide": Point(), "static_partition": Point(capacity="peak")}
+"""Policies whose own checks of room can be asked without planning."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """What a policy needs of the host of each rank. payload_bytes: what its plan counts. pinned_bytes: those in slabs.
+    startup_bytes: see [Note: what the host really has to give]. pins: chunks on the GPU for ever, None where only the
+    policy's plan knows. plan: the plan, if one had to be made."""
+
+    policy: str
+    payload_bytes: int
+    pinned_bytes: int
+    startup_bytes: int
+    pins: int | None = None
+    plan: Plan | None = None
+
+    @property
+    def host_bytes(self) -> int:
+        """All of it."""
+        return self.pinned_bytes + self.startup_bytes
+
+
+def startup_bytes(workload: Workload, machine: Machine, loading: str = "whole") -> int:
+    """The weights while they are loaded, each rank's part of the node's. Raises PstarError for an unknown `loading`."""
+    if loading not in LOADING:
+        raise PstarError(f"loading must be one of {', '.join(LOADING)}, not {loading!r}")
+    if loading == "in-place":
+        return 0
+    return -(-workload.params * DTYPE_BYTES[workload.dtype] // machine.local_ranks)
+
+
+def shortage(policy: str | Policy, workload: Workload, machine: Machine, settings: Settings) -> DoesNotFit | None:
+    """What the policy's planning would be refused for, None if it can plan. Its own words: rounding and start-up are
+    left out."""
+    point = _POINTS.get(policy) if isinstance(policy, str) else None
+    try:
+        if point is None or len(machine.ranks) > 1:
+            (find_policy(policy) if isinstance(policy, str) else policy)(workload, machine, settings)
+        else:
+            _ground(str(policy), point, workload, machine, settings)
+    except DoesNotFit as error:
+        return error
+    return None
+
+
+def memory_need(
+    policy: str | Policy,
+    workload: Workload,
+    machine: Machine,
+    settings: Settings,
+    *,
+    loading: str = "whole",
+) -> Need:
+    """What the policy needs of the host. Raises DoesNotFit if it has no room, be it for rounding or start-up only."""
+    startup = startup_bytes(workload, machine, loading)
+    point = _POINTS.get(policy) if isinstance(policy, str) else None
+    if point is not None and len(machine.ranks) == 1:
+        return _asynchronous_need(str(policy), point, workload, machine, settings, startup)
+    name = policy if isinstance(policy, str) else getattr(policy, "__name__", "policy")
+    plan = (find_policy(policy) if isinstance(policy, str) else policy)(workload, machine, settings)
+    need = _need_of_plan(name, plan, startup)
+    _check_host(need, machine)
+    return need
+
+
+def _need_of_plan(name: str, plan: Plan, startup: int) -> Need:
+    sizes = host_payloads(plan)
+    payload = sum(sizes.values())
+    return Need(
+        policy=name,
+        payload_bytes=payload,
+        pinned_bytes=pack_slabs(sizes.items()).total_bytes,
+        startup_bytes=startup if payload else 0,
+        pins=plan.modes.count("pin"),
+        plan=plan,
+    )
+
+
+def _check_host(need: Need, machine: Machine) -> None:
+    budget = machine.host_budget_bytes
+    if need.host_bytes <= budget:
+        return
+    parts = [f"{format_bytes(need.payload_bytes)} of payloads"]
+    if need.pinned_bytes > need.payload_bytes:
+        parts.append(f"{format_bytes(need.pinned_bytes - need.payload_bytes)} by which pinning rounds them up")
+    if need.startup_bytes:
+        parts.append(f"{format_bytes(need.startup_bytes)} of weights while they are loaded")
+    raise DoesNotFit(
+        policy=need.policy,
+        place="host",
+        needed_bytes=need.host_bytes,
+        available_bytes=budget,
+        what=", ".join(parts),
+    )
+
+
+# The asynchronous policies.
+
+
+def _ground(name: str, point: Point, workload: Workload, machine: Machine, settings: Settings) -> Ground:
+    """Raises DoesNotFit where the policy would."""
+    ground = Ground(name, workload, machine, settings, point)
+    ground.check_gpu()
+    ground.check_host(frozenset(ground.candidates[: ground.most_pins()]))
+    return ground
+
+
+def _asynchronous_need(
+    name: str, point: Point, workload: Workload, machine: Machine, settings: Settings, startup: int
+) -> Need:
+    """With as few pins as the host allows: bisection, as more pins never need more of it."""
+    ground = _ground(name, point, workload, machine, settings)
+
+    def need(pins: int) -> Need:
+        sizes = _ground_payloads(ground, pins)
+        return Need(
+            policy=name,
+            payload_bytes=sum(sizes.values()),
+            pinned_bytes=pack_slabs(sizes.items()).total_bytes,
+            startup_bytes=startup if sizes else 0,
+            pins=pins,
+        )
+
+    budget = machine.host_budget_bytes
+    low, high = 0, ground.most_pins()
+    best = need(0)
+    if best.host_bytes <= budget:
+        return best
+    best = need(high)
+    _check_host(best, machine)
+    while high - low > 1:
+        middle = (low + high) // 2
+        tried = need(middle)
+        if tried.host_bytes <= budget:
+            high, best = middle, tried
+        else:
+            low = middle
+    return best
+
+
+def _ground_payloads(ground: Ground, pins: int) -> dict[tuple[int, str], int]:
+    """Host payloads of every chunk that is not pinned: what it keeps there, and gradients that pass (each has its own
+    place in a slab)."""
+    pinned = frozenset(ground.candidates[:pins])
+    b = ground.builder
+    sizes = {(c, name): b.payload(c, name) for c in ground.moving if c not in pinned for name in b.permanent_lists(c)}
+    if ground.several:
+        sizes |= {(c, "grad"): b.payload(c, "grad") for c in ground.candidates if c not in pinned}
+    return sizes
+
+
+# The GPU's side.
+
+
+def least_gpu_bytes(policy: str | Policy, workload: Workload, machine: Machine, settings: Settings) -> int | None:
+    """The smallest budget of each GPU with which the policy still has room on this host; None if it has none now.
+
+    Asked with next to no GPU memory a policy names the bytes it needs at its worst moment. Where those do not do (the
+    host is short too, so chunks have to be pinned) the smallest budget is found by bisection, to a hundredth of a GB.
+    """
+    if shortage(policy, workload, machine, settings) is not None:
+        return None
+    error = shortage(policy, workload, _with_gpu_budget(machine, 1), settings)
+    if error is None:
+        return 1
+    low, high = 1, machine.gpu_budget_bytes
+    if error.place == "gpu" and error.needed_bytes <= high:
+        if shortage(policy, workload, _with_gpu_budget(machine, error.needed_bytes), settings) is None:
+            return error.needed_bytes
+        low = error.needed_bytes
+    while high - low > 10**7:
+        middle = (low + high) // 2
+        if shortage(policy, workload, _with_gpu_budget(machine, middle), settings) is None:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _with_gpu_budget(machine: Machine, budget_bytes: int) -> Machine:
+    ranks = tuple(
+        replace(rank, gpu=replace(rank.gpu, usable_bytes=rank.gpu.context_bytes + budget_bytes))
+        for rank in machine.ranks
+    )
+    return replace(machine, ranks=ranks)
