@@ -8,7 +8,7 @@ comes from a trace is not changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from pstar_sim.catalog.loader import load_machine, machine_names, resize
@@ -20,7 +20,10 @@ from pstar_sim.units import GB
 from pstar_sim.workload.presets import variant
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["nearest"]
+__all__ = ["Ask", "nearest"]
+
+Ask = Callable[[Workload, Machine, Settings], DoesNotFit | None]
+"""Why a job does not fit; None if it does."""
 
 
 def nearest(
@@ -31,24 +34,27 @@ def nearest(
     error: DoesNotFit,
     *,
     fitting: Sequence[str] = (),
+    ask: Ask | None = None,
 ) -> str:
     """What would do, in words ("fits on a100-80, or with --batch 4 --micro-batches 2"); "" if nothing tried does.
 
-    fitting: policies known to fit this very job, best first.
+    fitting: policies known to fit this very job, best first. ask: what says whether a job fits (None) or why not, by
+    default the policy's own planning.
     """
+    ask = ask or _planned(policy)
     found: list[str] = []
     if error.place == "host":
-        more = _host_memory(policy, workload, machine, settings, error)
+        more = _host_memory(ask, workload, machine, settings, error)
         if more:
             found.append(more)
     else:
-        other = _gpu_memory(policy, workload, machine, settings, error)
-        other = other or next(_machines(policy, workload, machine, settings, error), None)
+        other = _gpu_memory(ask, workload, machine, settings, error)
+        other = other or next(_machines(ask, workload, machine, settings, error), None)
         if other:
             found.append(other)
         # No batch is small enough where the model data alone are too large.
         possible = error.needed_bytes - workload.peak_non_model_bytes <= error.available_bytes
-        smaller = next(_workloads(policy, workload, machine, settings, error), None) if possible else None
+        smaller = next(_workloads(ask, workload, machine, settings, error), None) if possible else None
         if smaller:
             found.append(smaller)
     if fitting:
@@ -56,17 +62,18 @@ def nearest(
     return f"fits {', or '.join(found)}" if found else "nothing tried would make it fit"
 
 
-def _fits(policy: Policy, workload: Workload, machine: Machine, settings: Settings) -> DoesNotFit | None:
-    try:
-        policy(workload, machine, settings)
-    except DoesNotFit as error:
-        return error
-    return None
+def _planned(policy: Policy) -> Ask:
+    def ask(workload: Workload, machine: Machine, settings: Settings) -> DoesNotFit | None:
+        try:
+            policy(workload, machine, settings)
+        except DoesNotFit as error:
+            return error
+        return None
+
+    return ask
 
 
-def _machines(
-    policy: Policy, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit
-) -> Iterator[str]:
+def _machines(ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit) -> Iterator[str]:
     """Catalog machines with one GPU that has room enough, smallest GPU first; with more host memory where that is
     short.
     """
@@ -79,18 +86,16 @@ def _machines(
         if len(one.ranks) == 1 and one.gpu_budget_bytes >= error.needed_bytes and one.name != machine.name:
             known.append(one)
     for one in sorted(known, key=lambda m: (m.gpu_budget_bytes, -m.host_budget_bytes)):
-        short = _fits(policy, workload, one, settings)
+        short = ask(workload, one, settings)
         if short is None:
             yield f"on {one.name}"
         elif short.place == "host":
-            more = _host_memory(policy, workload, one, settings, short)
+            more = _host_memory(ask, workload, one, settings, short)
             if more:
                 yield f"on {one.name} {more}"
 
 
-def _gpu_memory(
-    policy: Policy, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit
-) -> str | None:
+def _gpu_memory(ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit) -> str | None:
     """The smallest multiple of a tenth of a GB that does, where GPU memory is a figure of the user's own: on
     "virtual".
     """
@@ -98,22 +103,18 @@ def _gpu_memory(
         return None
     tenths = -(-(error.needed_bytes + machine.gpu.context_bytes) * 10 // GB)
     bigger = resize(machine, gpu_memory=tenths * GB // 10)
-    return f"with --gpu-memory {tenths / 10:g}GB" if _fits(policy, workload, bigger, settings) is None else None
+    return f"with --gpu-memory {tenths / 10:g}GB" if ask(workload, bigger, settings) is None else None
 
 
-def _host_memory(
-    policy: Policy, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit
-) -> str | None:
+def _host_memory(ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit) -> str | None:
     """The smallest multiple of 16 GB that does."""
-    wanted = error.needed_bytes + machine.host.reserved_bytes
+    wanted = error.needed_bytes * machine.local_ranks + machine.host.reserved_bytes
     size = -(-wanted // (16 * GB)) * 16
     bigger = replace(machine, host=replace(machine.host, memory_bytes=size * GB))
-    return f"with --host-memory {size}GB" if _fits(policy, workload, bigger, settings) is None else None
+    return f"with --host-memory {size}GB" if ask(workload, bigger, settings) is None else None
 
 
-def _workloads(
-    policy: Policy, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit
-) -> Iterator[str]:
+def _workloads(ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit) -> Iterator[str]:
     if workload.source != "preset":
         return
 
@@ -124,11 +125,11 @@ def _workloads(
 
     if not workload.checkpointing:
         changed = variant(workload, checkpointing=True)
-        if promising(changed) and _fits(policy, changed, machine, settings) is None:
+        if promising(changed) and ask(changed, machine, settings) is None:
             yield "with --checkpointing"
     for batch in (workload.batch // n for n in range(2, min(workload.batch, 1024) + 1) if workload.batch % n == 0):
         if not promising(variant(workload, batch=batch, micro_batches=1)):
             continue
         micro_batches = workload.micro_batches * (workload.batch // batch)
-        if _fits(policy, variant(workload, batch=batch, micro_batches=micro_batches), machine, settings) is None:
+        if ask(variant(workload, batch=batch, micro_batches=micro_batches), machine, settings) is None:
             yield f"with --batch {batch} --micro-batches {micro_batches}"
