@@ -16,54 +16,90 @@ What happens when copies and CPU Adam want more host DRAM bandwidth than there i
 A dtype that the catalog does not give for the GPU (bf16 forced on a V100) is timed at the rate of the other 2-byte
 dtype, and at the fp32 rate when that is missing too: the hardware would have to emulate it, so this flatters the
 machine; whether the dtype may be asked for at all is decided above this module.
+
+[Note: several ranks, in seconds] A figure is that of one rank: its own slices, its part of the node's cores
+(`Machine.adam_params_per_s`) and of the node's disks, which all ranks use at the same time because they run the same
+program. Of a rank that is named, copies go at its own link's rate, and the simulator sees who shares the switch. Where
+none is named the figures are those a policy reckons with: the weakest GPU and link, and of a PCIe switch the part that
+is left when all ranks on it copy at once.
+
+[Note: collectives] A gather and a reduce-scatter of S bytes (all slices together) over P ranks go round a ring: inside
+each node, then between the nodes. Every rank sends and receives the (P-1)/P of S that it does not have, so
+    seconds = (L-1) * latency inside + (N-1) * latency between + (P-1)/P * S / (rate of the slowest hop)
+with N nodes of L ranks. A ring enters and leaves each node once, so the hop between two nodes has the node's whole
+network rate. Without a peer link the hops inside a node are those of the GPUs' links (and of the PCIe switch, where
+they share one); that such traffic also slows the copies to the host down is left out.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from functools import cached_property
 
-from pstar_sim.catalog.machine import Machine
+from pstar_sim.catalog.machine import Gpu, Link, Machine
 from pstar_sim.core.layout import Layout
-from pstar_sim.core.step import Kind, Step
+from pstar_sim.core.step import PAGEABLE, Kind, Step
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["ADAM_TRAFFIC_BYTES_PER_PARAM", "CostModel", "flops_rate"]
+__all__ = ["ADAM_TRAFFIC_BYTES_PER_PARAM", "CostModel", "expected_link", "flops_rate"]
 
 ADAM_TRAFFIC_BYTES_PER_PARAM = 28
 """Host memory traffic of AdamW with fp32 states for which `Host.adam_params_per_s` is quoted."""
 
 _FREE = frozenset({Kind.DROP, Kind.ALLOC, Kind.FREE})
 _UPDATES = frozenset({Kind.CPU_ADAM, Kind.CPU_ADD, Kind.GPU_ADAM})
-_ON_HOST = frozenset({Kind.FETCH, Kind.WRITEBACK, Kind.CPU_ADAM, Kind.CPU_ADD})
+_ON_HOST = frozenset({Kind.FETCH, Kind.WRITEBACK, Kind.CPU_ADAM, Kind.CPU_ADD, Kind.NVME_READ, Kind.NVME_WRITE})
 _FALLBACK = {"bf16": ("bf16", "fp16", "fp32"), "fp16": ("fp16", "bf16", "fp32"), "fp32": ("fp32",)}
 
 
 def flops_rate(machine: Machine, dtype: str) -> float:
     """Effective matrix rate in flops/s for `dtype`, by the module's fallback. PlanError if there is none."""
+    return _rate_of(machine.gpu, dtype)
+
+
+def _rate_of(gpu: Gpu, dtype: str) -> float:
     for name in _FALLBACK.get(dtype, (dtype,)):
-        if name in machine.gpu.flops_per_s:
-            return machine.gpu.flops_per_s[name]
-    raise PlanError(f"gpu {machine.gpu.name!r} has no rate for {dtype!r}; it has {', '.join(machine.gpu.flops_per_s)}")
+        if name in gpu.flops_per_s:
+            return gpu.flops_per_s[name]
+    raise PlanError(f"gpu {gpu.name!r} has no rate for {dtype!r}; it has {', '.join(gpu.flops_per_s)}")
+
+
+def expected_link(machine: Machine) -> Link:
+    """The link a rank can reckon with when all ranks copy at once: the weakest, less where a PCIe switch is shared."""
+    link = machine.link
+    sharing = Counter(r.root for r in machine.ranks[: machine.local_ranks] if r.root is not None)
+    if not sharing or machine.root_bytes_per_s is None:
+        return link
+    part = machine.root_bytes_per_s / max(sharing.values())
+    if part >= max(link.h2d_bytes_per_s, link.d2h_bytes_per_s):
+        return link
+    return replace(
+        link, h2d_bytes_per_s=min(link.h2d_bytes_per_s, part), d2h_bytes_per_s=min(link.d2h_bytes_per_s, part)
+    )
 
 
 class CostModel:
-    """Nominal seconds of every step of a plan for `workload` on `machine` with `layout` (of one rank, its whole batch).
+    """Nominal seconds of every step of a plan for `workload` (one rank's) on `machine` with `layout`.
 
+    rank: that one's GPU and link; None: those a policy reckons with ([Note: several ranks, in seconds]).
     Raises PlanError for a dtype no rate is known for, and for a kind of step it cannot time.
     """
 
-    def __init__(self, workload: Workload, machine: Machine, layout: Layout) -> None:
+    def __init__(self, workload: Workload, machine: Machine, layout: Layout, *, rank: int | None = None) -> None:
         self.workload = workload
         self.machine = machine
         self.layout = layout
+        self.gpu = machine.gpu if rank is None else machine.ranks[rank].gpu
+        self.link = expected_link(machine) if rank is None else machine.ranks[rank].link
 
     @cached_property
     def moments_s(self) -> tuple[float, ...]:
         """Seconds of each moment, by [Note: which rate computes a moment]."""
-        w, gpu = self.workload, self.machine.gpu
+        w, gpu = self.workload, self.gpu
         recorded = w.recorded_on is not None and w.recorded_on == self.machine.name
-        rate = flops_rate(self.machine, w.dtype)
+        rate = _rate_of(gpu, w.dtype)
         out: list[float] = []
         for m in w.moments:
             if recorded and m.duration_s is not None:
@@ -80,25 +116,75 @@ class CostModel:
 
     @cached_property
     def params(self) -> tuple[int, ...]:
-        """Trainable parameters of each chunk (padding left out); 0 for a frozen chunk."""
-        return tuple(0 if c.frozen else sum(s.numel for s in c.slots) for c in self.layout.chunks)
+        """Trainable parameters of each chunk (padding left out), of one rank's slice; 0 for a frozen chunk."""
+        slices = self.layout.ranks
+        return tuple(0 if c.frozen else -(-sum(s.numel for s in c.slots) // slices) for c in self.layout.chunks)
 
     @cached_property
     def adam_bytes_per_s(self) -> float:
-        """Host memory traffic per second of CPU Adam running alone."""
-        return self.machine.host.adam_params_per_s * ADAM_TRAFFIC_BYTES_PER_PARAM
+        """Host memory traffic per second of one rank's CPU Adam running alone."""
+        return self.machine.adam_params_per_s * ADAM_TRAFFIC_BYTES_PER_PARAM
 
     def compute_s(self, moment: int) -> float:
         """Seconds of the moment's own work, waiting left out."""
         return self.moments_s[moment]
 
-    def transfer_s(self, size_bytes: int, direction: str) -> float:
-        """latency + bytes / rate over the link; direction "h2d" or "d2h". A copy of nothing takes no time."""
-        link = self.machine.link
+    def transfer_s(self, size_bytes: int, direction: str, via: str | None = None) -> float:
+        """latency + bytes / rate over the link; direction "h2d" or "d2h"; via "pageable": host memory that is not
+        pinned. A copy of nothing takes no time. Raises PlanError where the link has no rate for it."""
+        link = self.link
         if size_bytes == 0:
             return 0.0
         rate = {"h2d": link.h2d_bytes_per_s, "d2h": link.d2h_bytes_per_s}[direction]
+        if via == PAGEABLE:
+            if link.pageable_bytes_per_s is None:
+                raise PlanError(
+                    f"link {link.name!r} has no rate for copies of memory that is not pinned; give pageable_gb_per_s "
+                    "in a machine file, or measure this machine (pstar calibrate)"
+                )
+            rate = min(rate, link.pageable_bytes_per_s)
         return link.latency_s + size_bytes / rate
+
+    def collective_s(self, size_bytes: int) -> float:
+        """A gather or reduce-scatter over all ranks ([Note: collectives]); size_bytes: all slices together."""
+        if size_bytes == 0:
+            return 0.0
+        latency_s, bytes_per_s = self._ring
+        ranks = len(self.machine.ranks)
+        return latency_s + size_bytes * (ranks - 1) / ranks / bytes_per_s
+
+    @cached_property
+    def _ring(self) -> tuple[float, float]:
+        """(latency of all hops, rate of the slowest hop)."""
+        m = self.machine
+        if len(m.ranks) == 1:
+            raise PlanError(f"machine {m.name!r} has one gpu; it has no collectives")
+        rates: list[float] = []
+        latency_s = 0.0
+        if m.local_ranks > 1:
+            if m.peer is not None:
+                rates.append(m.peer.bytes_per_s)
+                latency_s += (m.local_ranks - 1) * m.peer.latency_s
+            else:
+                rates += [min(m.link.h2d_bytes_per_s, m.link.d2h_bytes_per_s)]
+                if m.root_bytes_per_s is not None:
+                    rates.append(m.root_bytes_per_s)
+                latency_s += (m.local_ranks - 1) * m.link.latency_s
+        if m.nodes > 1:
+            if m.network is None:
+                raise PlanError(f"machine {m.name!r} has {m.nodes} nodes and no network; a machine file gives one")
+            rates.append(m.network.bytes_per_s)
+            latency_s += (m.nodes - 1) * m.network.latency_s
+        return latency_s, min(rates)
+
+    def nvme_s(self, size_bytes: int, direction: str) -> float:
+        """A read from or write to the node's disks, which its ranks use in equal parts; direction "read" or "write".
+        Raises PlanError for a machine without disks."""
+        disks = self.machine.nvme
+        if disks is None:
+            raise PlanError(f"machine {self.machine.name!r} has no disks; a machine file gives them (disks = NAME)")
+        rate = disks.read_bytes_per_s if direction == "read" else disks.write_bytes_per_s
+        return disks.latency_s + size_bytes * self.machine.local_ranks / rate if size_bytes else 0.0
 
     def cpu_adam_bytes(self, chunk: int) -> int:
         """Host memory traffic of one CPU update of the chunk: what `Step.bytes` of its cpu_adam should be."""
@@ -122,7 +208,7 @@ class CostModel:
 
     def gpu_adam_s(self, chunk: int) -> float:
         """One update on the GPU: its traffic over the HBM bandwidth (28 B/param for AdamW)."""
-        return self.gpu_adam_bytes(chunk) / self.machine.gpu.hbm_bytes_per_s
+        return self.gpu_adam_bytes(chunk) / self.gpu.hbm_bytes_per_s
 
     def seconds(self, step: Step) -> float:
         """Nominal seconds of one step running alone."""
@@ -134,11 +220,14 @@ class CostModel:
         if kind in _FREE:
             return 0.0
         if kind is Kind.FETCH:
-            return self.transfer_s(step.bytes, "h2d")
+            return self.transfer_s(step.bytes, "h2d", step.via)
         if kind is Kind.WRITEBACK:
-            return self.transfer_s(step.bytes, "d2h")
-        if kind not in _UPDATES:
-            raise PlanError(f"step {step.id}: no cost is known for {kind} on one GPU")
+            return self.transfer_s(step.bytes, "d2h", step.via)
+        if kind is Kind.GATHER or kind is Kind.REDUCE_SCATTER:
+            return self.collective_s(step.bytes)
+        if kind is Kind.NVME_READ or kind is Kind.NVME_WRITE:
+            return self.nvme_s(step.bytes, "read" if kind is Kind.NVME_READ else "write")
+        assert kind in _UPDATES
         if step.chunk is None:
             raise PlanError(f"step {step.id}: {kind} needs a chunk")
         if kind is Kind.CPU_ADAM:

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.core.layout import build_layout
+from pstar_sim.core.effects import OTHERS, frees, takes
+from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.plan import Plan, Resident, Settings
 from pstar_sim.core.step import Kind, Place, Queue, Ref, Step
 from pstar_sim.cost import CostModel
@@ -33,15 +34,25 @@ class Builder:
     """Collects the steps of one iteration. Public state a policy may fill in: `modes` (per chunk), `initial`,
     `buffers`, `choices`, `predictions`.
 
-    Offers the facts policies decide by: `layout`, `uses` (ChunkUses), `cost` (CostModel), `gpu_free_bytes()`.
+    layout: another one than the settings and the machine's ranks lead to. Offers the facts policies decide by: `ranks`,
+    `layout`, `uses` (ChunkUses), `cost` (CostModel). Everything is one rank's; all ranks run these steps.
     """
 
-    def __init__(self, policy: str, workload: Workload, machine: Machine, settings: Settings) -> None:
+    def __init__(
+        self,
+        policy: str,
+        workload: Workload,
+        machine: Machine,
+        settings: Settings,
+        *,
+        layout: Layout | None = None,
+    ) -> None:
         self.policy = policy
         self.workload = workload
         self.machine = machine
         self.settings = settings
-        self.layout = build_layout(workload, chunk_bytes=settings.chunk_bytes)
+        self.ranks = len(machine.ranks)
+        self.layout = layout or build_layout(workload, chunk_bytes=settings.chunk_bytes, ranks=self.ranks)
         self.uses = ChunkUses(workload, self.layout)
         self.cost = CostModel(workload, machine, self.layout)
         self.modes = ["frozen" if not self.uses.updated(c.index) else "cpu" for c in self.layout.chunks]
@@ -186,6 +197,36 @@ class Builder:
             via=via,
         )
 
+    def gather(self, chunk: int, moment: int, after: After = (), list_name: str | None = None) -> int:
+        """The other ranks' slices of the working list, for their use in `moment` (on a replicated layout: of the sum of
+        the gradient in `list_name`)."""
+        name = list_name or ("remote" if self.layout.ranks > 1 else "param")
+        return self._collective(Kind.GATHER, chunk, name, moment, after)
+
+    def reduce_scatter(self, chunk: int, moment: int, after: After = (), list_name: str | None = None) -> int:
+        """Sum over the ranks of the gradient that is complete after `moment`: "remote" (in place in the working list)
+        or "grad_remote" (in the grad list); on a replicated layout the list it lies in."""
+        name = list_name or ("remote" if self.layout.ranks > 1 else "param")
+        return self._collective(Kind.REDUCE_SCATTER, chunk, name, moment, after)
+
+    def _collective(self, kind: Kind, chunk: int, list_name: str, moment: int, after: After) -> int:
+        size = self.payload(chunk, OTHERS.get(list_name, list_name)) * self.layout.ranks
+        return self.add(Queue.NET, kind, chunk=chunk, list_name=list_name, moment=moment, size_bytes=size, after=after)
+
+    def nvme_read(self, chunk: int, list_name: str, moment: int | None = None, after: After = ()) -> int:
+        """A list, disk to host."""
+        size = self.payload(chunk, list_name)
+        return self.add(
+            Queue.NVME, Kind.NVME_READ, chunk=chunk, list_name=list_name, moment=moment, size_bytes=size, after=after
+        )
+
+    def nvme_write(self, chunk: int, list_name: str, moment: int | None = None, after: After = ()) -> int:
+        """A list, host to disk."""
+        size = self.payload(chunk, list_name)
+        return self.add(
+            Queue.NVME, Kind.NVME_WRITE, chunk=chunk, list_name=list_name, moment=moment, size_bytes=size, after=after
+        )
+
     def cpu_add(self, chunk: int, list_name: str, moment: int, after: After = ()) -> int:
         """grad32 += the gradient in `list_name` ("grad", which is then freed, or "param", in place) on the host."""
         size = self.cost.cpu_add_bytes(chunk)
@@ -230,10 +271,14 @@ class Builder:
             steps=_reduced(self._steps, memory or {}),
             gpu_budget_bytes=self.machine.gpu_budget_bytes,
             host_budget_bytes=self.machine.host_budget_bytes,
+            nvme_budget_bytes=self.machine.nvme_budget_bytes if self._uses_disks() else 0,
             buffers=tuple(self.buffers),
             predictions=dict(self.predictions),
             choices=dict(self.choices),
         )
+
+    def _uses_disks(self) -> bool:
+        return any(s.queue is Queue.NVME for s in self._steps) or any(r.place is Place.NVME for r in self.initial)
 
     def _predicted_memory_edges(self) -> dict[int, list[Ref]]:
         tide = self.uses.tide
@@ -243,26 +288,22 @@ class Builder:
         last_on: dict[Queue, int] = {}  # queues run in the order of the program
         for step in self._steps:
             gpu_take = gpu_free = host_take = host_free = 0
-            resident = None if step.chunk is None or step.list is None else (step.chunk, step.list)
             if step.kind is Kind.COMPUTE:
                 assert step.moment is not None
                 gpu_take = max(0, tide[step.moment] - tide[step.moment - 1])
                 gpu_free = max(0, tide[step.moment] - tide[(step.moment + 1) % count])
-            elif resident is not None:
-                size = self.layout.payload_bytes(*resident)
-                gpu, host = Resident(*resident, Place.GPU), Resident(*resident, Place.HOST)
-                if step.kind is Kind.FETCH or (step.kind is Kind.ALLOC and step.place is Place.GPU):
-                    gpu_take = 0 if gpu in present else size
-                    present.add(gpu)
-                elif step.kind is Kind.WRITEBACK or (step.kind is Kind.ALLOC and step.place is Place.HOST):
-                    host_take = 0 if host in present else size
-                    present.add(host)
-                elif step.kind is Kind.DROP or (step.kind is Kind.FREE and step.place is Place.GPU):
-                    gpu_free = size if gpu in present else 0
-                    present.discard(gpu)
-                elif step.kind is Kind.FREE or (step.kind is Kind.CPU_ADD and step.list == "grad"):
-                    host_free = size if host in present else 0
-                    present.discard(host)
+            else:
+                taken, freed = takes(step), frees(step)
+                if taken is not None and taken[0] not in present:
+                    present.add(taken[0])
+                    size = self.layout.payload_bytes(taken[0].chunk, taken[0].list)
+                    gpu_take = size if taken[0].place is Place.GPU else 0
+                    host_take = size if taken[0].place is Place.HOST else 0
+                if freed is not None and freed[0] in present:
+                    present.remove(freed[0])
+                    size = self.layout.payload_bytes(freed[0].chunk, freed[0].list)
+                    gpu_free = size if freed[0].place is Place.GPU else 0
+                    host_free = size if freed[0].place is Place.HOST else 0
             before = [Ref(last_on[step.queue])] if step.queue in last_on else []
             last_on[step.queue] = step.id
             ops.append(
@@ -399,7 +440,11 @@ def _reduced(steps: Sequence[Step], memory: Mapping[int, Sequence[Ref]]) -> tupl
 def check_room(builder: Builder, place: Place, needed_bytes: int, what: str) -> None:
     """Raise DoesNotFit if `needed_bytes` is more than the place's budget."""
     machine = builder.machine
-    budget = machine.gpu_budget_bytes if place is Place.GPU else machine.host_budget_bytes
+    budget = {
+        Place.GPU: machine.gpu_budget_bytes,
+        Place.HOST: machine.host_budget_bytes,
+        Place.NVME: machine.nvme_budget_bytes,
+    }[place]
     if needed_bytes > budget:
         raise DoesNotFit(
             policy=builder.policy, place=place.value, needed_bytes=needed_bytes, available_bytes=budget, what=what

@@ -12,7 +12,8 @@ urgent fetches. Without `room` (a program of somebody's own), a step may take by
 only if these could still run one after the other in what is left (the banker's rule).
 
 [Note: what copies and CPU Adam share] Running together they slow each other down where host DRAM or a half-duplex link
-is short, by the rule of the simulator: all that touch DRAM get the same share of what they would take alone.
+is short, by the rule of the simulator: all that touch DRAM (the disks, too) get the same share of what they would take
+alone. Collectives go over other wires.
 """
 
 from __future__ import annotations
@@ -30,8 +31,15 @@ from pstar_sim.core.step import Queue
 
 __all__ = ["Op", "Outcome", "Program", "run"]
 
-COMPUTE, H2D, D2H, ADAM = range(4)
-_INDEX = {Queue.COMPUTE: COMPUTE, Queue.H2D: H2D, Queue.D2H: D2H, Queue.ADAM: ADAM}
+COMPUTE, H2D, D2H, ADAM, NET, NVME = range(6)
+_INDEX = {
+    Queue.COMPUTE: COMPUTE,
+    Queue.H2D: H2D,
+    Queue.D2H: D2H,
+    Queue.ADAM: ADAM,
+    Queue.NET: NET,
+    Queue.NVME: NVME,
+}
 
 
 @dataclass(slots=True)
@@ -112,7 +120,10 @@ class _Loop:
         self.queue_of = [_INDEX[op.queue] for op in ops]
         self.compute = [i for i, op in enumerate(ops) if self.queue_of[i] == COMPUTE]
         self.independent = [i not in chained for i in range(count)]
-        self.lengths = [0, 0, 0, 0]
+        self.queues = max(self.queue_of, default=ADAM) + 1 if max(self.queue_of, default=0) > ADAM else 4
+        self.others = (D2H, ADAM, *range(NET, self.queues))
+        self.on_dram = (H2D, D2H, ADAM, NVME) if self.queues > NVME else (H2D, D2H, ADAM)
+        self.lengths = [0] * self.queues
         for i in range(count):
             if self.independent[i]:
                 self.lengths[self.queue_of[i]] += 1
@@ -132,7 +143,7 @@ class _Loop:
     def _rates_may_be_short(self) -> bool:
         if not self.program.duplex:
             return True
-        most = [0.0] * 4
+        most = [0.0] * self.queues
         for q, op in zip(self.queue_of, self.ops):
             if op.seconds > 0.0 and op.dram_bytes:
                 most[q] = max(most[q], op.dram_bytes / op.seconds)
@@ -148,14 +159,15 @@ class _Loop:
         waits: list[list[int]] = []
         started: list[bytearray] = []
         ended: list[bytearray] = []
-        ready: list[list[tuple[int, tuple[float, ...], int]]] = [[], [], [], []]
+        queues, others, on_dram = self.queues, self.others, self.on_dram
+        ready: list[list[tuple[int, tuple[float, ...], int]]] = [[] for _ in range(queues)]
         unstarted: list[list[int]] = []  # per iteration, per queue
-        current = [0, 0, 0, 0]  # iteration each queue is at
-        busy: list[tuple[int, int] | None] = [None, None, None, None]
-        until = [0.0, 0.0, 0.0, 0.0]
+        current = [0] * queues  # iteration each queue is at
+        busy: list[tuple[int, int] | None] = [None] * queues
+        until = [0.0] * queues
         shared, duplex, dram = self.shared, program.duplex, program.dram_bytes_per_s
-        left = [0.0, 0.0, 0.0, 0.0]  # where rates are shared: nominal seconds still to do, since `settled_s`
-        speed = [1.0, 1.0, 1.0, 1.0]
+        left = [0.0] * queues  # where rates are shared: nominal seconds still to do, since `settled_s`
+        speed = [1.0] * queues
         settled_s = 0.0
         compute = self.compute
         length = len(compute)
@@ -222,15 +234,15 @@ class _Loop:
             elapsed, settled_s = now - settled_s, now
             link = 0.5 if not duplex and busy[H2D] is not None and busy[D2H] is not None else 1.0
             wanted = 0.0
-            for q in (H2D, D2H, ADAM):
+            for q in on_dram:
                 running = busy[q]
                 if running is not None:
                     left[q] -= elapsed * speed[q]
-                    speed[q] = 1.0 if q == ADAM else link
+                    speed[q] = link if q in (H2D, D2H) else 1.0
                     op = ops[running[0]]
                     wanted += op.dram_bytes / op.seconds * speed[q]
             share = min(1.0, dram / wanted) if wanted > 0 else 1.0
-            for q in (H2D, D2H, ADAM):
+            for q in on_dram:
                 if busy[q] is not None:
                     speed[q] *= share
                     until[q] = now + max(0.0, left[q]) / speed[q]
@@ -238,7 +250,7 @@ class _Loop:
         def occupy(q: int, i: int, k: int) -> None:
             busy[q] = (i, k)
             until[q] = now + ops[i].seconds
-            if shared and q != COMPUTE:
+            if shared and q in on_dram:
                 left[q] = ops[i].seconds
                 speed[q] = 0.0  # until now
                 retime()
@@ -274,7 +286,7 @@ class _Loop:
                     at, lap = 0, lap + 1
                     if lap + 1 >= len(waits):
                         open_iteration()
-            for q in (D2H, ADAM):
+            for q in others:
                 while busy[q] is None and ready[q]:
                     k, _, i = ready[q][0]
                     op = ops[i]
@@ -337,7 +349,7 @@ class _Loop:
                 continue  # zero-second steps may have made room or set others free
             # Advance to the next end.
             nearest = -1
-            for q in range(4):
+            for q in range(queues):
                 if busy[q] is not None and (nearest < 0 or until[q] < until[nearest]):
                     nearest = q
             if nearest < 0:
@@ -346,7 +358,7 @@ class _Loop:
             running = busy[nearest]
             assert running is not None
             busy[nearest] = None
-            if shared and nearest != COMPUTE:
+            if shared and nearest in on_dram:
                 retime()
             finish(*running)
             if nearest == COMPUTE and ops[running[0]].position is not None:

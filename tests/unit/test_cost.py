@@ -120,7 +120,11 @@ def test_seconds_and_dram_bytes_of_steps() -> None:
     assert (cost.seconds(drop), cost.dram_bytes(drop)) == (0.0, 0)
     moment = step(Queue.COMPUTE, Kind.COMPUTE, moment=1)
     assert (cost.seconds(moment), cost.dram_bytes(moment)) == (1.0, 0)
-    with pytest.raises(PlanError, match="no cost is known for gather"):
-        cost.seconds(step(Queue.NET, Kind.GATHER, chunk=0))
+    with pytest.raises(PlanError, match="has one gpu; it has no collectives"):
+        cost.seconds(step(Queue.NET, Kind.GATHER, chunk=0, bytes=8))
+    with pytest.raises(PlanError, match="has no disks"):
+        cost.seconds(step(Queue.NVME, Kind.NVME_READ, chunk=0, list="param", bytes=8))
+    with pytest.raises(PlanError, match="no rate for copies of memory that is not pinned"):
+        cost.seconds(step(Queue.H2D, Kind.FETCH, chunk=0, list="param", bytes=8, via="pageable"))
     with pytest.raises(PlanError, match="needs a chunk"):
         cost.seconds(step(Queue.ADAM, Kind.CPU_ADAM))
