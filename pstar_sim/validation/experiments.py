@@ -1,0 +1,351 @@
+"""Experiments: what a published run was, as a job for a policy here: machine, workload, settings, batches.
+
+Everything in this file is a fact about the runs (from the rows, the systems' code and logs) or an assumption that NOTES
+states; nothing is fitted to a row. Knows policies by name only.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import as_file, files
+
+from pstar_sim.catalog.efficiency import Efficiency, fitted
+from pstar_sim.catalog.loader import Catalog, load_catalog
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.catalog.models import ModelEntry, count_params, model_entry
+from pstar_sim.core.plan import Settings
+from pstar_sim.errors import CatalogError
+from pstar_sim.units import GIB, MIB
+from pstar_sim.validation.rows import Row
+from pstar_sim.workload.presets import workload_of
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["NOTES", "Experiment", "experiment_of", "first_ranks", "runs_of"]
+
+NOTES = (
+    "memory is what the GPUs report (32 GiB of a V100), not the catalog's nominal 32 GB",
+    "host memory of DeepSpeed: the plan's (24 bytes a parameter) and 20 GiB of operating system and processes",
+    "PatrickStar's runs classified sequences; a language-model head stands for the embedding's share of its 8 N flops",
+    "PatrickStar may use 0.8 of the GPU and of the host (overall_gpu_mem_ratio, overall_cpu_mem_ratio)",
+    "runs before 2023 have no flash attention; those of the Deep Optimizer States logs are taken to have it",
+    "models of these logs: 4 key-value heads and a vocabulary of 50304, which give the published counts exactly",
+)
+
+OTHER_HOST_BYTES = 20 * GIB
+PATRICKSTAR_RATIO = 0.8
+REPORTED_BYTES = {"v100-32": 32510 * MIB, "a100-40": 40536 * MIB, "h100-80": 81559 * MIB}
+"""Memory by nvidia-smi; the DGX-2 log shows 32290 MiB of a V100 in use."""
+KV_HEADS, DOS_VOCAB, GPT_VOCAB = 4, 50304, 50257
+POLARIS_CORES_A_RANK = 7
+_DOS_SOURCE = "deep-optimizer-states-results"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """One published run (rows that differ in the metric only) as a job.
+
+    batches: sequences a rank and micro-batch; where several are given the one with the most tokens a second counts.
+    sizes: models tried for a row that gives the largest trainable one, ascending; otherwise one. loop_s: seconds a
+    micro-batch outside the three phases. other_host_bytes: in use on the node beside the plans of its ranks.
+    """
+
+    rows: tuple[Row, ...]
+    machine: Machine
+    policy: str
+    sizes: tuple[ModelEntry, ...]
+    sequence: int
+    batches: tuple[int, ...]
+    micro_batches: int
+    dtype: str
+    attention: str
+    settings: Settings
+    loop_s: float = 0.0
+    other_host_bytes: int = 0
+
+    def workload(self, batch: int, size: ModelEntry | None = None) -> Workload:
+        """One rank's share. Raises ModelError as `workload_of`."""
+        return workload_of(
+            size or self.sizes[0],
+            batch=batch,
+            sequence=self.sequence,
+            micro_batches=self.micro_batches,
+            dtype=self.dtype,
+            checkpointing=True,
+            attention=self.attention,
+        )
+
+
+def runs_of(rows: Iterable[Row]) -> list[tuple[Row, ...]]:
+    """Rows of one run together, in the order of the first of each."""
+    found: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.run, []).append(row)
+    return [tuple(run) for run in found.values()]
+
+
+def first_ranks(
+    machine: Machine,
+    count: int,
+    *,
+    sockets: int = 1,
+    cores_a_rank: int | None = None,
+    efficiency: Efficiency | None = None,
+) -> Machine:
+    """`machine` with only its first `count` GPUs in use; host memory stays whole.
+
+    sockets: of the node; a process reaches the cores and the DRAM bandwidth of its own only. cores_a_rank: where each
+    rank is bound to so many cores, CPU Adam is at most what those compute.
+    """
+    if not 1 <= count <= len(machine.ranks):
+        raise CatalogError(f"machine {machine.name!r} has {len(machine.ranks)} GPUs, so {count} cannot be in use")
+    host = machine.host
+    used = -(-count * sockets // machine.local_ranks) / sockets
+    if used < 1:
+        host = replace(
+            host,
+            cores=round(host.cores * used),
+            adam_params_per_s=host.adam_params_per_s * used,
+            dram_bytes_per_s=host.dram_bytes_per_s * used,
+        )
+    if cores_a_rank is not None:
+        cores = count * cores_a_rank
+        by_cores = cores * (efficiency or fitted()).adam_params_per_core_s
+        host = replace(host, cores=cores, adam_params_per_s=min(host.adam_params_per_s, by_cores))
+    if count == len(machine.ranks) and host is machine.host:
+        return machine
+    ranks = tuple(replace(rank, batch_share=1 / count) for rank in machine.ranks[:count])
+    return replace(machine, name=f"{machine.name} ({count} in use)", ranks=ranks, host=host)
+
+
+def experiment_of(run: tuple[Row, ...], efficiency: Efficiency | None = None) -> Experiment:
+    """The job that a run in scope was. efficiency: instead of the shipped parameters (for fitting).
+
+    Raises CatalogError for a run that nobody here knows how to set up.
+    """
+    row = run[0]
+    for hardware, make in _KNOWN.items():
+        if row.hardware.startswith(hardware):
+            return make(run, efficiency or fitted())
+    raise CatalogError(f"measurements.csv, row {row.line}: no experiment is known for {row.system} on {row.hardware}")
+
+
+@cache
+def _catalog() -> Catalog:
+    with as_file(files("pstar_sim.validation") / "data" / "machines.toml") as path:
+        return load_catalog(path)
+
+
+def _machine(name: str, efficiency: Efficiency) -> Machine:
+    """By name, with as much GPU memory as the GPUs report."""
+    machine = _catalog().machine(name, efficiency)
+    return _with_gpu_bytes(machine, REPORTED_BYTES[machine.gpu.name])
+
+
+def _with_gpu_bytes(machine: Machine, usable_bytes: int) -> Machine:
+    ranks = tuple(
+        replace(r, gpu=replace(r.gpu, memory_bytes=max(r.gpu.memory_bytes, usable_bytes), usable_bytes=usable_bytes))
+        for r in machine.ranks
+    )
+    return replace(machine, ranks=ranks)
+
+
+@cache
+def _harness() -> Mapping[str, float]:
+    """Source -> seconds a micro-batch."""
+    text = (files("pstar_sim.validation") / "data" / "harness.toml").read_text(encoding="utf-8")
+    return {name: float(entry["loop_ms"]) / 1e3 for name, entry in tomllib.loads(text).items()}
+
+
+def _loop_s(source: str) -> float:
+    return next((seconds for name, seconds in _harness().items() if source.startswith(name)), 0.0)
+
+
+def _whole(row: Row, what: str, text: str) -> int:
+    if not text.isdigit():
+        raise CatalogError(f"measurements.csv, row {row.line}: {what} is {text!r}, not a whole number")
+    return int(text)
+
+
+# Deep Optimizer States logs: ZeRO-3 with the optimizer on the CPU, on Polaris and on the H100 node.
+
+_DOS_SHAPE = re.compile(r"(\d+)/(\d+)/(\d+) ffn(\d+) swiglu")
+_DOS_BATCH = re.compile(r"gbs(\d+) mbs(\d+)")
+
+
+def _dos_model(row: Row) -> ModelEntry:
+    match = _DOS_SHAPE.fullmatch(row.shape)
+    if match is None:
+        raise CatalogError(f"measurements.csv, row {row.line}: {row.shape!r} is no shape such as 32/4096/32 ffn11008")
+    layers, hidden, heads, ffn = map(int, match.groups())
+    entry = ModelEntry(
+        name=f"llama {layers}x{hidden} ffn {ffn}",
+        family="llama",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=KV_HEADS,
+        ffn=ffn,
+        vocab=DOS_VOCAB,
+        max_seq=2048,
+        tied=False,
+        params=0,
+        source=row.source,
+    )
+    entry = replace(entry, params=count_params(entry))
+    if entry.params != int(row.params):
+        raise CatalogError(
+            f"measurements.csv, row {row.line}: {row.shape} has {entry.params} parameters, not {row.params}"
+        )
+    return entry
+
+
+def _dos_policy(system: str) -> str:
+    """The spec of a system as these logs name it."""
+    options: list[str] = ["subgroup=100000000"]
+    if match := re.search(r"ratio([\d.]+)", system):
+        options.append(f"ratio={float(match[1]):g}")
+    if match := re.search(r"gap(\d+)", system):
+        return "deep_optimizer_states:" + ",".join([f"every={match[1]}", *options])
+    flush = "async" if "async flush" in system else "blocking"
+    return "zero3_offload:" + ",".join([f"flush={flush}", *options])
+
+
+def _dos(run: tuple[Row, ...], efficiency: Efficiency) -> Experiment:
+    row = run[0]
+    match = _DOS_BATCH.fullmatch(row.batch)
+    if match is None:
+        raise CatalogError(f"measurements.csv, row {row.line}: batch is {row.batch!r}, not such as gbs16 mbs4")
+    whole, each = map(int, match.groups())
+    if row.hardware.startswith("Polaris"):
+        machine = _machine("polaris-a100-40x4", efficiency)
+        machine = first_ranks(machine, row.gpus, cores_a_rank=POLARIS_CORES_A_RANK, efficiency=efficiency)
+    else:
+        machine = first_ranks(_machine("h100-80x4", efficiency), row.gpus)
+    return Experiment(
+        rows=run,
+        machine=machine,
+        policy=_dos_policy(row.system),
+        sizes=(_dos_model(row),),
+        sequence=_whole(row, "sequence", row.sequence),
+        batches=(each,),
+        micro_batches=whole // (each * row.gpus),
+        dtype="bf16",
+        attention="flash",
+        settings=Settings(update="step", clip=False),
+        loop_s=_loop_s(row.source),
+        other_host_bytes=OTHER_HOST_BYTES,
+    )
+
+
+# GPT shapes: PatrickStar's table, Megatron's.
+
+
+def _gpt(layers: int, hidden: int, heads: int, sequence: int) -> ModelEntry:
+    entry = ModelEntry(
+        name=f"gpt {layers}x{hidden}",
+        family="gpt",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        ffn=4 * hidden,
+        vocab=GPT_VOCAB,
+        max_seq=sequence,
+        tied=True,
+        params=0,
+        source="a published run",
+    )
+    return replace(entry, params=count_params(entry))
+
+
+def _gpt_of(row: Row) -> ModelEntry:
+    layers, hidden, heads = (_whole(row, "shape", part) for part in row.shape.split("/"))
+    return _gpt(layers, hidden, heads, _whole(row, "sequence", row.sequence))
+
+
+def _dgx2(run: tuple[Row, ...], efficiency: Efficiency) -> Experiment:
+    row = run[0]
+    return Experiment(
+        rows=run,
+        machine=first_ranks(_machine("dgx2", efficiency), row.gpus, sockets=2),
+        policy="zero_offload",
+        sizes=(_gpt_of(row),),
+        sequence=_whole(row, "sequence", row.sequence),
+        batches=(_whole(row, "batch", row.batch),),
+        micro_batches=1,
+        dtype="fp16",
+        attention="math",
+        settings=Settings(update="step", clip=False),
+    )
+
+
+_YARD_BATCHES = (8, 16, 32)
+_YARD_SIZES = ("8B", "10B", "11B", "12B", "13B", "15B", "18B", "DS_20B")
+"""PatrickStar's models around its largest one on the Yard."""
+
+
+def _yard(run: tuple[Row, ...], efficiency: Efficiency) -> Experiment:
+    row = run[0]
+    machine = first_ranks(_machine("v100-32x8", efficiency), row.gpus, sockets=2)
+    patrickstar = row.system.startswith("PatrickStar")
+    if patrickstar:
+        machine = _with_ratio(machine, PATRICKSTAR_RATIO)
+    largest = row.metric == "max_trainable_model"
+    one = re.match(r"\d+", row.batch)  # "16 (inferred)", "best of 8/16/32", "best", ""
+    batches = (int(one[0]),) if one else (_YARD_BATCHES[:1] if largest else _YARD_BATCHES)
+    return Experiment(
+        rows=run,
+        machine=machine,
+        policy="patrickstar" if patrickstar else "zero_offload",
+        sizes=tuple(model_entry(name) for name in _YARD_SIZES) if largest else (_gpt_of(row),),
+        sequence=_whole(row, "sequence", row.sequence),
+        batches=batches,
+        micro_batches=1,
+        dtype="fp16",
+        attention="math",
+        settings=Settings(update="step", clip=False),
+    )
+
+
+def _with_ratio(machine: Machine, ratio: float) -> Machine:
+    """PatrickStar's own limits: so much of each GPU as it reports itself, and of the host."""
+    reserved = round(machine.host.memory_bytes * (1 - ratio))
+    machine = replace(machine, host=replace(machine.host, reserved_bytes=reserved))
+    return _with_gpu_bytes(machine, round(REPORTED_BYTES[machine.gpu.name] * ratio) + machine.gpu.context_bytes)
+
+
+_VM_POLICIES = {"Megatron-LM": "all_on_gpu", "ZeRO-Offload": "zero_offload", "ZeRO-Infinity CPU": "zero_infinity"}
+_VM_LAYERS = (16, 24, 32, 48, 64, 78, 100)
+"""Layers of the models that were tried on it (0.9 B to 5.1 B parameters)."""
+
+
+def _vm(run: tuple[Row, ...], efficiency: Efficiency) -> Experiment:
+    row = run[0]
+    sequence = _whole(row, "sequence", row.sequence)
+    largest = row.metric == "max_trainable_model"
+    return Experiment(
+        rows=run,
+        machine=_machine("v100-32-vm", efficiency),
+        policy=_VM_POLICIES[row.system],
+        sizes=tuple(_gpt(n, 2048, 16, sequence) for n in _VM_LAYERS) if largest else (_gpt_of(row),),
+        sequence=sequence,
+        batches=(_whole(row, "batch", row.batch),),
+        micro_batches=1,
+        dtype="fp32",
+        attention="math",
+        settings=Settings(update="step", clip=False),
+    )
+
+
+_KNOWN: Mapping[str, Callable[[tuple[Row, ...], Efficiency], Experiment]] = {
+    "Polaris-A100-40GB": _dos,
+    "4xH100-80GB": _dos,
+    "1xV100-SXM3-32GB (DGX-2 class)": _dgx2,
+    "8xV100-SXM2-32GB 240GB DRAM (Yard)": _yard,
+    "1xV100-32GB (Yard)": _yard,
+    "1xV100-32GB, 12 cores": _vm,
+}

@@ -1,0 +1,185 @@
+"""Replay: a published run planned by its policy here and simulated, read off in the metrics of its rows.
+
+[Note: phases] Published timers wait for the GPU, so their phases meet: forward is from the first moment's start to the
+last forward moment's end (of each micro-batch, added up), the optimizer step from the first update of any chunk to the
+next iteration's first moment, backward what lies between. Simulated phases are cut at the same points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Kind, Queue
+from pstar_sim.core.timeline import Timeline
+from pstar_sim.errors import DoesNotFit, PstarError
+from pstar_sim.planner.compare import plan_and_play
+from pstar_sim.policy.registry import find_policy
+from pstar_sim.units import GIB, MIB
+from pstar_sim.validation.experiments import Experiment
+from pstar_sim.validation.rows import Row
+from pstar_sim.workload.workload import Phase
+
+__all__ = ["Outcome", "Phases", "phases_of", "predict", "replay"]
+
+_UPDATES = (Kind.CPU_ADAM, Kind.GPU_ADAM)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phases:
+    """Seconds of one iteration by [Note: phases]; their sum is the iteration's time."""
+
+    forward_s: float
+    backward_s: float
+    step_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What the simulator says of one experiment: predicted values by metric, or why there are none.
+
+    batch: the one that was used, of several the fastest.
+    """
+
+    experiment: Experiment
+    predicted: Mapping[str, float]
+    batch: int | None = None
+    reason: str = ""
+
+
+def phases_of(plan: Plan, timeline: Timeline) -> Phases:
+    """The steady iteration cut into its phases. Raises PstarError for one without compute or update steps."""
+    moments = plan.workload.moments
+    last = max(span.iteration for span in timeline.spans)
+    spans = [span for span in timeline.spans if span.iteration == last]
+    compute = {s.moment: s for s in spans if s.queue is Queue.COMPUTE and s.kind is Kind.COMPUTE}
+    updates = [s.start_s for s in spans if s.kind in _UPDATES]
+    if not compute or not updates:
+        raise PstarError(f"the plan of {plan.policy} has no {'updates' if compute else 'moments'} to cut phases at")
+    forward_s = 0.0
+    micro_batches = {m.micro_batch for m in moments}
+    for k in micro_batches:
+        ahead = [compute[i] for i, m in enumerate(moments) if m.phase is Phase.FWD and m.micro_batch == k]
+        forward_s += ahead[-1].end_s - ahead[0].start_s
+    before_step_s = min(updates) - compute[0].start_s
+    return Phases(
+        forward_s=forward_s,
+        backward_s=before_step_s - forward_s,
+        step_s=timeline.iteration_s - before_step_s,
+    )
+
+
+def replay(experiment: Experiment) -> Outcome:
+    """Plan and simulate; of several batches the one with the most tokens a second, of several sizes the largest that
+    fits. An experiment that does not fit has a reason instead of predictions."""
+    if len(experiment.sizes) > 1:
+        return _largest(experiment)
+    found: list[tuple[float, int, Plan, Timeline]] = []
+    reason = ""
+    for batch in experiment.batches:
+        try:
+            plan, timeline = _play(experiment, batch)
+        except DoesNotFit as error:
+            reason = str(error)
+            continue
+        found.append((batch / timeline.iteration_s, batch, plan, timeline))
+    if not found:
+        return Outcome(experiment=experiment, predicted={}, reason=reason)
+    _, batch, plan, timeline = max(found, key=lambda f: f[0])
+    predicted = predict(experiment, plan, timeline, batch)
+    return Outcome(experiment=experiment, predicted=predicted, batch=batch)
+
+
+def _play(experiment: Experiment, batch: int, size: int = 0) -> tuple[Plan, Timeline]:
+    policy = find_policy(experiment.policy)
+    workload = experiment.workload(batch, experiment.sizes[size])
+    return plan_and_play(policy, workload, experiment.machine, experiment.settings)
+
+
+def _largest(experiment: Experiment) -> Outcome:
+    """The largest of the sizes that fits, by bisection (what fits is a matter of size here)."""
+    low, high = -1, len(experiment.sizes)
+    batch = experiment.batches[0]
+    policy = find_policy(experiment.policy)
+    while high - low > 1:
+        middle = (low + high) // 2
+        workload = experiment.workload(batch, experiment.sizes[middle])
+        try:
+            policy(workload, experiment.machine, experiment.settings)
+        except DoesNotFit as error:
+            high, reason = middle, str(error)
+        else:
+            low = middle
+    if low < 0:
+        return Outcome(experiment=experiment, predicted={}, reason=reason)
+    predicted = {"max_trainable_model": float(experiment.sizes[low].params)}
+    return Outcome(experiment=experiment, predicted=predicted, batch=batch)
+
+
+def predict(experiment: Experiment, plan: Plan, timeline: Timeline, batch: int) -> dict[str, float]:
+    """Predicted values by the metrics' names, in their units."""
+    phases = phases_of(plan, timeline)
+    iteration_s = timeline.iteration_s + experiment.loop_s * experiment.micro_batches
+    ranks = len(experiment.machine.ranks)
+    tokens = ranks * batch * experiment.sequence * experiment.micro_batches
+    params = experiment.sizes[0].params
+    gpu, host = timeline.peak_bytes["gpu"], timeline.peak_bytes["host"]
+    seconds = {
+        "fwd": phases.forward_s,
+        "bwd": phases.backward_s,
+        "step": phases.step_s,
+        "opt": phases.step_s,
+        "optimizer": phases.step_s,
+        "adam": phases.step_s,
+        "iter": iteration_s,
+    }
+    values = {f"{name}_ms": 1e3 * value for name, value in seconds.items()}
+    values |= {f"{name}_s": value for name, value in seconds.items()}
+    values["total_TFLOPS_8N"] = 8 * params * tokens / iteration_s / 1e12
+    values["gpu_max_alloc_MB"] = gpu / MIB
+    values["peak_gpu_total_GB"] = gpu / 1e9
+    values["gpu_peak_GiB"] = (gpu + experiment.machine.gpu.context_bytes) / GIB
+    values["host_used_GiB_node"] = (host * ranks + experiment.other_host_bytes) / GIB
+    for name, moment in _BORDERS.items():
+        values[name] = _chunk_bytes(plan, timeline, moment(plan)) / 1e9
+    return values
+
+
+def _first_backward(plan: Plan) -> int:
+    return next(i for i, m in enumerate(plan.workload.moments) if m.phase not in (Phase.FWD, Phase.ADAM))
+
+
+def _update(plan: Plan) -> int:
+    return next(i for i, m in enumerate(plan.workload.moments) if m.phase is Phase.ADAM)
+
+
+_BORDERS: Mapping[str, Callable[[Plan], int]] = {
+    "chunk_gpu_start_bwd_GB": _first_backward,
+    "chunk_gpu_end_bwd_GB": _update,
+}
+
+
+def _chunk_bytes(plan: Plan, timeline: Timeline, moment: int) -> int:
+    """Bytes of chunks on the GPU when a moment starts."""
+    last = max(span.iteration for span in timeline.spans)
+    starts = {s.moment: s.start_s for s in timeline.spans if s.iteration == last and s.kind is Kind.COMPUTE}
+    time_s = starts[moment] - starts[0]
+    held: dict[str, int] = {}
+    origin: float | None = None
+    for sample in timeline.samples:
+        if sample.place != "gpu":
+            continue
+        origin = sample.time_s if origin is None else origin
+        if sample.time_s - origin <= time_s + 1e-9:
+            held[sample.category] = sample.bytes
+    return sum(size for category, size in held.items() if category in ("param", "grad", "states"))
+
+
+def row_value(row: Row, outcome: Outcome) -> float | None:
+    """The prediction for a row, None where the run did not fit. Raises PstarError for a metric nobody predicts."""
+    if outcome.reason:
+        return None
+    if row.metric not in outcome.predicted:
+        raise PstarError(f"measurements.csv, row {row.line}: no prediction for {row.metric}")
+    return outcome.predicted[row.metric]

@@ -1,0 +1,256 @@
+"""Results: predicted against published, row by row, and what follows: errors, orders, misses.
+
+An error is predicted / published - 1. A run that was made but does not fit here counts as an error of 100 %: it is a
+miss, not a row to leave out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+from pstar_sim.catalog.efficiency import Efficiency
+from pstar_sim.errors import PstarError
+from pstar_sim.validation.experiments import experiment_of, runs_of
+from pstar_sim.validation.replay import replay, row_value
+from pstar_sim.validation.rows import Row, published_rows
+from pstar_sim.validation.scope import USES, Rule, published_scope, rule_of
+
+if TYPE_CHECKING:
+    import pandas
+
+__all__ = ["FAR", "NEAR", "Errors", "Pair", "Result", "Validation", "errors_of", "validate"]
+
+NEAR, FAR = 0.15, 0.35
+"""What the tested rows are held to: median and 90th percentile of the absolute error. A row beyond FAR is a miss."""
+DIFFERENT = 0.10
+"""Published values that differ by less have no order to keep."""
+_SPEED = {"iter_ms": -1, "iter_s": -1, "total_TFLOPS_8N": 1}
+"""Metrics of a whole iteration; 1: more is faster."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One row in scope. predicted: None where the run does not fit here, `reason` says why. kind: "time" (a whole
+    iteration), "phase", "memory" or "size". machine, policy: what it was replayed as."""
+
+    line: int
+    system: str
+    hardware: str
+    gpus: int
+    params: str
+    shape: str
+    batch: str
+    metric: str
+    kind: str
+    use: str
+    rule: str
+    machine: str
+    gpu: str
+    policy: str
+    published: float
+    predicted: float | None
+    reason: str = ""
+
+    @property
+    def error(self) -> float:
+        """predicted / published - 1; -1 where nothing was predicted."""
+        return -1.0 if self.predicted is None else self.predicted / self.published - 1
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self) | {"error": self.error}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errors:
+    """Of `rows` rows: median and 90th percentile of the absolute error, and the error that is farthest off."""
+
+    rows: int
+    median: float
+    p90: float
+    worst: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Two rows whose published values differ by more than 10 %. kept: the predicted ones have the same order."""
+
+    kind: str
+    first: Result
+    second: Result
+    kept: bool
+
+
+def errors_of(results: Iterable[Result]) -> Errors | None:
+    """None of nothing. The 90th percentile is interpolated linearly, as numpy's."""
+    errors = sorted((r.error for r in results), key=abs)
+    if not errors:
+        return None
+    sizes = [abs(e) for e in errors]
+    return Errors(rows=len(sizes), median=_quantile(sizes, 0.5), p90=_quantile(sizes, 0.9), worst=errors[-1])
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Validation:
+    """counts: rows by use, of the whole file (or of what was asked for). results: the rows in scope, in its order."""
+
+    counts: dict[str, int]
+    results: tuple[Result, ...]
+
+    def errors(self, **wanted: str) -> Errors | None:
+        """Of the results whose fields have these values, as errors(use="tested", kind="time")."""
+        return errors_of(r for r in self.results if all(getattr(r, k) == v for k, v in wanted.items()))
+
+    def pairs(self) -> list[Pair]:
+        """Pairs that differ by more than 10 % as published: "systems" on one machine, model and batch, and "models" of
+        one system on one machine; by the time of an iteration, with at least one of the two tested."""
+        speeds = [r for r in self.results if r.metric in _SPEED]
+        found: list[Pair] = []
+        for a, b in combinations(speeds, 2):
+            if "tested" not in (a.use, b.use) or a.metric != b.metric or (a.hardware, a.gpus) != (b.hardware, b.gpus):
+                continue
+            batches = [x.batch.split(" ")[0] for x in (a, b)]  # "best" and "best of 8/16/32" are the same rule
+            if batches[0] != batches[1] or ("mbs" in a.batch and a.batch != b.batch):
+                continue
+            same_model = (a.params, a.shape) == (b.params, b.shape)
+            if (a.system == b.system) == same_model:
+                continue
+            if max(a.published, b.published) / min(a.published, b.published) - 1 <= DIFFERENT:
+                continue
+            kept = a.predicted is not None and b.predicted is not None
+            if a.predicted is not None and b.predicted is not None:
+                kept = (a.predicted - b.predicted) * (a.published - b.published) > 0
+            found.append(Pair(kind="systems" if same_model else "models", first=a, second=b, kept=kept))
+        return found
+
+    def order(self, kind: str) -> tuple[int, int]:
+        """(pairs whose order is kept, pairs) of that kind, "systems" or "models"."""
+        pairs = [p for p in self.pairs() if p.kind == kind]
+        return sum(p.kept for p in pairs), len(pairs)
+
+    def misses(self) -> list[Result]:
+        """Tested rows that are off by more than FAR, the worst first."""
+        missed = [r for r in self.results if r.use == "tested" and abs(r.error) > FAR]
+        return sorted(missed, key=lambda r: -abs(r.error))
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row a published row in scope: the fields of `Result` and `error`."""
+        import pandas
+
+        return pandas.DataFrame([r.to_json() for r in self.results])
+
+    def to_json(self) -> dict[str, object]:
+        """Counts, errors of the tested rows, orders, misses and every row in scope."""
+
+        def plain(e: Errors | None) -> dict[str, object] | None:
+            return None if e is None else asdict(e)
+
+        pairs = self.pairs()
+        return {
+            "counts": self.counts,
+            "tested": plain(self.errors(use="tested")),
+            "fitted": plain(self.errors(use="fitted")),
+            "by_kind": {k: plain(self.errors(use="tested", kind=k)) for k in ("time", "phase", "memory", "size")},
+            "order": {
+                kind: dict(zip(("kept", "pairs"), self.order(kind), strict=True)) for kind in ("systems", "models")
+            },
+            "order_misses": [
+                {"kind": p.kind, "lines": [p.first.line, p.second.line], "systems": [p.first.system, p.second.system]}
+                for p in pairs
+                if not p.kept
+            ],
+            "misses": [r.line for r in self.misses()],
+            "rows": [r.to_json() for r in self.results],
+        }
+
+    def _repr_html_(self) -> str:
+        html: str = self.to_frame().to_html()
+        return html
+
+
+def validate(
+    *,
+    system: str | None = None,
+    machine: str | None = None,
+    efficiency: Efficiency | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Validation:
+    """Replay the published runs in scope.
+
+    system, machine: only rows whose system, hardware (or the catalog machine they are replayed on) contains the text,
+    case aside. efficiency: instead of the shipped parameters. progress: called with (runs done, runs in all).
+    Raises PstarError where nothing is left of the rows.
+    """
+    rules = published_scope()
+    rows = [r for r in published_rows() if _holds(system, r.system)]
+    of_row = {row.line: rule_of(row, rules) for row in rows}
+    runs = runs_of(r for r in rows if of_row[r.line].use in ("fitted", "tested"))
+    jobs = [(run, experiment_of(run, efficiency)) for run in runs]
+    if machine is not None:
+        jobs = [(run, x) for run, x in jobs if _holds(machine, run[0].hardware) or _holds(machine, x.machine.name)]
+        kept = {row.line for run, _ in jobs for row in run}
+        rows = [r for r in rows if r.line in kept or _holds(machine, r.hardware)]
+    if not rows:
+        hardware = sorted({r.hardware for r in published_rows()})
+        raise PstarError(
+            f"no published row has system {system!r} and machine {machine!r}; systems are "
+            f"{', '.join(sorted({r.system for r in published_rows()}))}; machines are {', '.join(hardware)}"
+        )
+    counts = {use: sum(of_row[r.line].use == use for r in rows) for use in USES}
+    results: list[Result] = []
+    for done, (run, experiment) in enumerate(jobs):
+        if progress is not None:
+            progress(done, len(jobs))
+        outcome = replay(experiment)
+        for row in run:
+            value = row_value(row, outcome)
+            gpu = experiment.machine.gpu.name
+            results.append(
+                _result(row, of_row[row.line], experiment.machine.name, gpu, experiment.policy, value, outcome.reason)
+            )
+    if progress is not None:
+        progress(len(jobs), len(jobs))
+    return Validation(counts=counts, results=tuple(sorted(results, key=lambda r: r.line)))
+
+
+def _holds(text: str | None, where: str) -> bool:
+    return text is None or text.lower() in where.lower()
+
+
+def _result(row: Row, rule: Rule, machine: str, gpu: str, policy: str, value: float | None, reason: str) -> Result:
+    return Result(
+        line=row.line,
+        system=row.system,
+        hardware=row.hardware,
+        gpus=row.gpus,
+        params=row.params,
+        shape=row.shape,
+        batch=row.batch,
+        metric=row.metric,
+        kind=_kind(row.metric),
+        use=rule.use,
+        rule=rule.name,
+        machine=machine,
+        gpu=gpu,
+        policy=policy,
+        published=row.value,
+        predicted=value,
+        reason=reason,
+    )
+
+
+def _kind(metric: str) -> str:
+    if metric in _SPEED:
+        return "time"
+    if metric == "max_trainable_model":
+        return "size"
+    return "phase" if metric.endswith(("_ms", "_s")) else "memory"
