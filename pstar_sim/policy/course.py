@@ -98,7 +98,9 @@ class Course:
         for c in self.moving:
             if not uses.updated(c) or (c in self.updates and knobs.stay):
                 gaps.append(self.border(c))
-        self.kept = keep_set(g.point.eviction, gaps, g.sizes, [r - a - spare for r, a in zip(self.room, reserved)])
+        room = [r - a - spare for r, a in zip(self.room, reserved)]
+        first = [self.touched[c][0] if c in self.touched else 0 for c in range(len(g.sizes))]
+        self.kept = keep_set(g.point.eviction, gaps, g.sizes, room, first)
         count = len(self.positions)
         for gap in self.kept:
             for n in range(gap.start + 1, gap.end):

@@ -6,9 +6,13 @@ points that agree in all others.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TypedDict
 
-__all__ = ["Point"]
+from pstar_sim.policy.options import Option, either, one_of, switch, whole_number
+
+__all__ = ["Coordinates", "Point", "point_options"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,3 +34,35 @@ class Point:
     pins: str | int = "optimal"
     streams: bool = False
     barrier: bool = False
+
+
+class Coordinates(TypedDict, total=False):
+    """Coordinates of a point as keyword arguments."""
+
+    capacity: str
+    eviction: str
+    prefetch: str | int
+    adam: str
+    pins: str | int
+    streams: bool
+    barrier: bool
+
+
+def point_options(base: Point) -> Mapping[str, Option]:
+    """The coordinates as options of a policy whose own place is `base`."""
+    kinds = {
+        "capacity": (one_of("tide", "peak"), "room for chunks: what each moment leaves free, or what the peak does"),
+        "eviction": (one_of("belady", "lru", "fifo"), "which chunks stay between two uses"),
+        "prefetch": (
+            either(one_of("none", "edf"), whole_number(least=1)),
+            "copies on demand, so many chunks ahead, or by deadline as far ahead as there is room",
+        ),
+        "adam": (
+            one_of("after-backward", "fifo", "edf"),
+            "CPU Adam after the backward pass, as gradients arrive, or as the next forward needs parameters",
+        ),
+        "pins": (either(one_of("optimal"), whole_number()), "chunks whose optimizer states stay on the GPU"),
+        "streams": (switch(), "optimizer states may come to the GPU for one update"),
+        "barrier": (switch(), "no Adam before the optimizer step, also where the setting asks for none"),
+    }
+    return {field.name: Option(*kinds[field.name], default=getattr(base, field.name)) for field in fields(Point)}

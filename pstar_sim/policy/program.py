@@ -77,6 +77,8 @@ class _Weaver:
         self.ops: list[Op] = []
         self.what: list[What] = []
         self.end_of: list[int] = []  # position -> its op
+        self.passed: list[int] = []  # position -> last op of the compute queue before the next position's
+        self.behind_border: list[tuple[int, int]] = []  # (fetch, position of the previous iteration it waits for)
         self.last_drop: dict[tuple[int, str], int] = {}  # (chunk, list) -> op that last freed it on the GPU
         self.first_fetch: list[tuple[int, str, int]] = []  # ops that take what the previous iteration left behind
         self.first_drop: dict[int, int] = {}
@@ -144,15 +146,22 @@ class _Weaver:
 
     def weave(self) -> Program:
         course, g = self.course, self.g
-        served = [n for n, row in enumerate(self.fetches) for _ in row]
-        self.floors = iter(fetch_floors(g.point.prefetch, served))
+        count = len(course.positions)
+        served = [(n, c) for n, row in enumerate(self.fetches) for c in row]
+        served += [(n, c) for c, n in course.updates.items() if c not in self.fetches[n]]
+        served.sort()
+        floors = fetch_floors(g.point.prefetch, [n for n, _ in served], count)
+        self.floor_of = dict(zip(served, floors))
         for n, position in enumerate(course.positions):
             arriving = [self._fetch(c, n) for c in self.fetches[n]]
             if position.chunk >= 0:
                 self._update(n, position.chunk, arriving)
             else:
                 self._moments(n, arriving)
+            self.passed.append(self._last_computed())
         self._adam()
+        for op, floor in self.behind_border:
+            self.ops[op].after += ((self.passed[floor + count], 1),)
         for c, name, op in self.first_fetch:
             self.ops[op].after += ((self.last_drop[c, name], 1), *self._updated_before(c))
         blocks = [block.tide_bytes for block in g.blocks]
@@ -173,9 +182,9 @@ class _Weaver:
         g = self.g
         size = g.builder.payload(c, list_name)
         key = (c, list_name)
-        if list_name == "param":
-            floor = next(self.floors)
-            after += ((self.end_of[floor], 0),) if floor is not None else ()
+        floor = self.floor_of[n, c]
+        if floor is not None and floor >= 0:
+            after += ((self.passed[floor], 0),)
         if key in self.last_drop:
             after = ((self.last_drop[key], 0), *after)
         op = self._add(
@@ -191,9 +200,14 @@ class _Weaver:
             key=(float(n), float(c)),
             use=n,
         )
+        if floor is not None and floor < 0:
+            self.behind_border.append((op, floor))
         if key not in self.last_drop:
             self.first_fetch.append((c, list_name, op))
         return op
+
+    def _last_computed(self) -> int:
+        return next(i for i in range(len(self.ops) - 1, -1, -1) if self.ops[i].queue is Queue.COMPUTE)
 
     def _moment_of(self, n: int) -> int:
         position = self.course.positions[n]

@@ -6,16 +6,25 @@ moment. Whatever differs between the two is what following the tide is worth.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Unpack
+
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.policy.asynchronous import Asynchronous
-from pstar_sim.policy.points import Point
+from pstar_sim.policy.points import Coordinates, Point, point_options
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["static_partition"]
+__all__ = ["OPTIONS", "static_partition"]
+
+POINT = Point(capacity="peak")
+OPTIONS = point_options(POINT)
 
 
-def static_partition(workload: Workload, machine: Machine, settings: Settings) -> Plan:
-    """Capacity = budget - the highest non-model bytes of any moment. Raises DoesNotFit if some moment's own chunks, the
-    small ones and that peak exceed the GPU, or parameters and states the host."""
-    return Asynchronous("static_partition", workload, machine, settings, point=Point(capacity="peak")).plan()
+def static_partition(workload: Workload, machine: Machine, settings: Settings, **changes: Unpack[Coordinates]) -> Plan:
+    """Capacity = budget - the highest non-model bytes of any moment. changes: coordinates of another point.
+
+    Raises DoesNotFit if some moment's own chunks, the small ones and that peak exceed the GPU, or parameters and states
+    the host.
+    """
+    return Asynchronous("static_partition", workload, machine, settings, point=replace(POINT, **changes)).plan()

@@ -8,16 +8,23 @@ and tide copies what static_partition copies.
 
 from __future__ import annotations
 
+from typing import Unpack
+
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.policy.asynchronous import Asynchronous
-from pstar_sim.policy.points import Point
+from pstar_sim.policy.points import Coordinates, Point, point_options
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["tide"]
+__all__ = ["OPTIONS", "tide"]
+
+OPTIONS = point_options(Point())
 
 
-def tide(workload: Workload, machine: Machine, settings: Settings) -> Plan:
-    """Capacity = budget - non-model bytes of the moment. Raises DoesNotFit only if some moment's own chunks, the small
-    ones and its non-model data exceed the GPU, or parameters and states the host."""
-    return Asynchronous("tide", workload, machine, settings, point=Point()).plan()
+def tide(workload: Workload, machine: Machine, settings: Settings, **changes: Unpack[Coordinates]) -> Plan:
+    """Capacity = budget - non-model bytes of the moment. changes: coordinates of another point.
+
+    Raises DoesNotFit only if some moment's own chunks, the small ones and its non-model data exceed the GPU, or
+    parameters and states the host.
+    """
+    return Asynchronous("tide", workload, machine, settings, point=Point(**changes)).plan()

@@ -1,0 +1,87 @@
+"""Eviction rules that know nothing of the future: LRU and FIFO, to hold Belady's (residency.py) against.
+
+Both are played along the iteration like a cache: chunks that are idle stay until there is no room, then one goes, by
+the rule. What went in that gap is fetched again for its end. Arguments and result are those of `belady`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from pstar_sim.policy.residency import Gap
+
+__all__ = ["fifo", "lru"]
+
+LAPS = 4  # iterations played where chunks may stay over the border, so that the last one begins as it ends
+
+
+def lru(gaps: Sequence[Gap], sizes: Sequence[int], room: Sequence[int]) -> set[Gap]:
+    """Gaps to keep: on overload the chunk goes that was used the longest ago (of several, that of the lowest index)."""
+    return _play(gaps, sizes, room, None)
+
+
+def fifo(gaps: Sequence[Gap], sizes: Sequence[int], room: Sequence[int], first: Sequence[int]) -> set[Gap]:
+    """Gaps to keep: on overload the chunk goes that has been on the GPU the longest without a break. first: chunk ->
+    point of its first use, with which it comes."""
+    return _play(gaps, sizes, room, first)
+
+
+def _play(gaps: Sequence[Gap], sizes: Sequence[int], room: Sequence[int], first: Sequence[int] | None) -> set[Gap]:
+    """first None: the age of an idle chunk is that of its last use, else that of its arrival."""
+    length = len(room)
+    over_border = {gap.chunk for gap in gaps if gap.end >= length}
+    laps = LAPS if over_border else 1
+    opening: dict[int, list[tuple[int, Gap]]] = {}
+    closing: dict[int, list[tuple[int, Gap]]] = {}
+    for lap in range(laps + 1):
+        for gap in sorted(gaps):
+            opening.setdefault(lap * length + gap.start + 1, []).append((lap, gap))
+            closing.setdefault(lap * length + gap.end, []).append((lap, gap))
+    chunks = {gap.chunk for gap in gaps}
+    arrived: dict[int, int] = {}
+    idle: set[tuple[int, Gap]] = set()
+    oldest: list[tuple[int, int, tuple[int, Gap]]] = []
+    kept: list[set[Gap]] = [set() for _ in range(laps + 1)]
+    held = 0
+    for t in range((laps + 1) * length):
+        if first is not None and t % length == 0:
+            arrived.update((c, t + first[c]) for c in chunks if t == 0 or c not in over_border)
+        for entry in closing.get(t, ()):
+            lap, gap = entry
+            if entry in idle:
+                idle.discard(entry)
+                held -= sizes[gap.chunk]
+                kept[lap].add(gap)
+            else:
+                arrived[gap.chunk] = t
+        for entry in opening.get(t, ()):
+            lap, gap = entry
+            idle.add(entry)
+            held += sizes[gap.chunk]
+            age = lap * length + gap.start if first is None else arrived[gap.chunk]
+            heapq.heappush(oldest, (age, gap.chunk, entry))
+        while held > room[t % length] and oldest:
+            _, chunk, entry = heapq.heappop(oldest)
+            if entry in idle:
+                idle.discard(entry)
+                held -= sizes[chunk]
+    return _that_fit(kept[laps - 1], sizes, room)
+
+
+def _that_fit(kept: set[Gap], sizes: Sequence[int], room: Sequence[int]) -> set[Gap]:
+    """Where iterations do not repeat, one played by itself may hold too much over its border: the oldest go."""
+    length = len(room)
+    left = list(room)
+    for gap in kept:
+        for t in range(gap.start + 1, gap.end):
+            left[t % length] -= sizes[gap.chunk]
+    out = set(kept)
+    for t in (t for t in range(length) if left[t] < 0):
+        covering = [gap for gap in sorted(out) if any(n % length == t for n in range(gap.start + 1, gap.end))]
+        while left[t] < 0 and covering:
+            gap = covering.pop(0)
+            out.discard(gap)
+            for n in range(gap.start + 1, gap.end):
+                left[n % length] += sizes[gap.chunk]
+    return out
