@@ -10,7 +10,9 @@ What happens when copies and CPU Adam want more host DRAM bandwidth than there i
    would count them twice. A moment without flops then costs nothing of its own.
 3. A GPU with kernel rates (`gpu.launch_s` given, see catalog/efficiency.py): flops / rate + bytes / HBM bandwidth +
    launch_s. Large products and element-wise operators of a module run one after the other, so their times add. A
-   moment without flops and bytes (the optimizer step's) costs nothing.
+   moment without flops and bytes (the optimizer step's) costs nothing. Where `pstar calibrate` measured them, the rate
+   is that of a product as large as the moment's, the bandwidth that of a training step's operators, and the bytes are
+   also those of what the engine does to gradients that arrive.
 4. Otherwise the roofline: max(flops / rate, (bytes read + bytes written) / HBM bandwidth).
 
 A dtype that the catalog does not give for the GPU (bf16 forced on a V100) is timed at the rate of the other 2-byte
@@ -37,13 +39,14 @@ from collections import Counter
 from dataclasses import replace
 from functools import cached_property
 
+from pstar_sim.catalog.curves import best_rate, rate_at
 from pstar_sim.catalog.machine import Gpu, Link, Machine
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.step import PAGEABLE, Kind, Step
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["ADAM_TRAFFIC_BYTES_PER_PARAM", "CostModel", "expected_link", "flops_rate"]
+__all__ = ["ADAM_TRAFFIC_BYTES_PER_PARAM", "CostModel", "expected_link", "flops_rate", "gradient_traffic_bytes"]
 
 ADAM_TRAFFIC_BYTES_PER_PARAM = 28
 """Host memory traffic of AdamW with fp32 states for which `Host.adam_params_per_s` is quoted."""
@@ -80,6 +83,11 @@ def expected_link(machine: Machine) -> Link:
     )
 
 
+def gradient_traffic_bytes(w: Workload, moment: int) -> int:
+    """GPU memory traffic of gradients that arrive in a moment: each is copied into its chunk, and its norm taken."""
+    return 3 * sum(w.tensors[t].bytes for t in w.gradients[moment])
+
+
 class CostModel:
     """Nominal seconds of every step of a plan for `workload` (one rank's) on `machine` with `layout`.
 
@@ -101,18 +109,32 @@ class CostModel:
         recorded = w.recorded_on is not None and w.recorded_on == self.machine.name
         rate = _rate_of(gpu, w.dtype)
         out: list[float] = []
-        for m in w.moments:
+        for i, m in enumerate(w.moments):
             if recorded and m.duration_s is not None:
                 out.append(m.duration_s)
+            elif gpu.launch_s is not None:
+                out.append(self._kernels_s(i, rate))
             elif gpu.measured:
                 out.append(m.flops / rate)
-            elif gpu.launch_s is not None:
-                moved = m.bytes_read + m.bytes_written
-                busy = m.flops or moved
-                out.append(m.flops / rate + moved / gpu.hbm_bytes_per_s + gpu.launch_s if busy else 0.0)
             else:
                 out.append(max(m.flops / rate, (m.bytes_read + m.bytes_written) / gpu.hbm_bytes_per_s))
         return tuple(out)
+
+    def _kernels_s(self, moment: int, rate: float) -> float:
+        """Case 3 of [Note: which rate computes a moment]."""
+        w, gpu = self.workload, self.gpu
+        m = w.moments[moment]
+        moved = m.bytes_read + m.bytes_written
+        if not (m.flops or moved):
+            return 0.0
+        assert gpu.launch_s is not None
+        curve = gpu.matmul_tables.get(w.dtype, ())
+        if curve and m.flops:
+            rate *= rate_at(curve, m.flops) / best_rate(curve)  # a rate that was changed by hand keeps the curve's form
+        if gpu.operator_bytes_per_s is not None:
+            moved += gradient_traffic_bytes(w, moment)
+        bandwidth = gpu.operator_bytes_per_s or gpu.hbm_bytes_per_s
+        return m.flops / rate + moved / bandwidth + gpu.launch_s
 
     @cached_property
     def params(self) -> tuple[int, ...]:
@@ -136,6 +158,9 @@ class CostModel:
         if size_bytes == 0:
             return 0.0
         rate = {"h2d": link.h2d_bytes_per_s, "d2h": link.d2h_bytes_per_s}[direction]
+        curve = {"h2d": link.h2d_table, "d2h": link.d2h_table}[direction]
+        # What a copy of this size takes over the best rate stays the same on a link that is throttled.
+        fixed_s = size_bytes / rate_at(curve, size_bytes) - size_bytes / best_rate(curve) if curve else 0.0
         if via == PAGEABLE:
             if link.pageable_bytes_per_s is None:
                 raise PlanError(
@@ -143,7 +168,7 @@ class CostModel:
                     "in a machine file, or measure this machine (pstar calibrate)"
                 )
             rate = min(rate, link.pageable_bytes_per_s)
-        return link.latency_s + size_bytes / rate
+        return link.latency_s + fixed_s + size_bytes / rate
 
     def collective_s(self, size_bytes: int) -> float:
         """A gather or reduce-scatter over all ranks ([Note: collectives]); size_bytes: all slices together."""
@@ -233,6 +258,16 @@ class CostModel:
         if kind is Kind.CPU_ADAM:
             return self.cpu_adam_s(step.chunk)
         return self.cpu_add_s(step.chunk) if kind is Kind.CPU_ADD else self.gpu_adam_s(step.chunk)
+
+    def duty(self, step: Step) -> float:
+        """How much of its nominal seconds the step keeps what it shares with others busy: less than 1 for a copy over a
+        link that is throttled below the rate that was measured."""
+        link = self.link
+        if step.kind is Kind.FETCH and link.h2d_table:
+            return min(1.0, link.h2d_bytes_per_s / best_rate(link.h2d_table))
+        if step.kind is Kind.WRITEBACK and link.d2h_table:
+            return min(1.0, link.d2h_bytes_per_s / best_rate(link.d2h_table))
+        return 1.0
 
     def dram_bytes(self, step: Step) -> int:
         """Bytes that the step moves through host DRAM: a copy's bytes once, Adam's `step.bytes`, otherwise 0."""

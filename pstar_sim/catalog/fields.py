@@ -11,8 +11,10 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
+from itertools import pairwise
 from pathlib import Path
 
+from pstar_sim.catalog.curves import Curve
 from pstar_sim.errors import CatalogError
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "Field",
     "Flag",
     "Number",
+    "Points",
     "Table",
     "Tables",
     "Text",
@@ -83,6 +86,29 @@ class Texts:
 
 
 @dataclass(frozen=True, slots=True)
+class Points:
+    """A measured curve: [size, rate] pairs of finite positive numbers, sizes ascending. size, rate: what they are."""
+
+    size: str
+    rate: str
+    required: bool = False
+
+    @property
+    def want(self) -> str:
+        return f"a list of [{self.size}, {self.rate}] pairs of positive numbers, sizes ascending"
+
+    def takes(self, value: object) -> bool:
+        if not isinstance(value, list) or not value:
+            return False
+        for pair in value:
+            if not isinstance(pair, list) or len(pair) != 2:
+                return False
+            if any(isinstance(v, bool) or not isinstance(v, (int, float)) or not 0 < v < 1e15 for v in pair):
+                return False
+        return all(a[0] < b[0] for a, b in pairwise(value))
+
+
+@dataclass(frozen=True, slots=True)
 class Flag:
     required: bool = True
     want: str = "true or false"
@@ -124,7 +150,7 @@ class Tables:
         return isinstance(value, list) and bool(value)
 
 
-Field = Number | Text | Choice | Texts | Flag | Date | Table | Tables
+Field = Number | Text | Choice | Texts | Points | Flag | Date | Table | Tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +210,12 @@ class Entry:
         value = self.values.get(field, [])
         assert isinstance(value, list)
         return tuple(value)
+
+    def curve(self, field: str, size_unit: float, rate_unit: float) -> Curve:
+        """A curve in base units; () where it is not given."""
+        value = self.values.get(field, [])
+        assert isinstance(value, list)
+        return tuple((float(size) * size_unit, float(rate) * rate_unit) for size, rate in value)
 
     def flag(self, field: str, default: bool = False) -> bool:
         value = self.values.get(field, default)

@@ -19,6 +19,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
+from pstar_sim.catalog.curves import Curve, best_rate
 from pstar_sim.catalog.efficiency import Efficiency, fitted, fitted_gpu, fitted_host, fitted_link
 from pstar_sim.catalog.fields import (
     Choice,
@@ -27,6 +28,7 @@ from pstar_sim.catalog.fields import (
     Field,
     Flag,
     Number,
+    Points,
     Table,
     Tables,
     Text,
@@ -51,6 +53,9 @@ _LINK_RATE = Number(0.001, 2e3)
 _TFLOPS = Number(1e-4, 1e5)
 _EFFICIENCY = Number(0.01, 1)
 _ADAM = Number(1e-3, 1e3)
+_DTYPES = ("fp32", "fp16", "bf16")
+_QUEUES = ("compute", "adam", "h2d", "d2h")
+_SLOWDOWN = Number(1, 1000, required=False)
 
 
 def _optional(kind: Number) -> Number:
@@ -78,6 +83,9 @@ _FIELDS: dict[str, dict[str, Field]] = {
                 "fp32_tflops": _optional(_TFLOPS),
                 "fp16_tflops": _optional(_TFLOPS),
                 "bf16_tflops": _optional(_TFLOPS),
+                **{f"{dtype}_table": Points("GFLOP of a product", "TFLOP/s") for dtype in _DTYPES},
+                "operators_gb_per_s": _optional(_RATE),
+                "launch_us": Number(0, 1e5, required=False),
                 **_ORIGIN,
             }
         ),
@@ -96,6 +104,8 @@ _FIELDS: dict[str, dict[str, Field]] = {
                 "h2d_gb_per_s": _optional(_LINK_RATE),
                 "d2h_gb_per_s": _optional(_LINK_RATE),
                 "pageable_gb_per_s": _optional(_LINK_RATE),
+                "h2d_table": Points("MB of a copy", "GB/s"),
+                "d2h_table": Points("MB of a copy", "GB/s"),
                 **_ORIGIN,
             }
         ),
@@ -108,7 +118,14 @@ _FIELDS: dict[str, dict[str, Field]] = {
         "cores": Number(1, 4096, whole=True),
         "adam_gparams_per_s": _ADAM,
         **_ORIGIN,
-        "calibrated": Table({"adam_gparams_per_s": _optional(_ADAM), **_ORIGIN}),
+        "calibrated": Table(
+            {
+                "adam_gparams_per_s": _optional(_ADAM),
+                "adam_table": Points("threads", "billion parameters/s"),
+                "dram_gb_per_s": _optional(_RATE),
+                **_ORIGIN,
+            }
+        ),
     },
     "disks": {
         "size_gb": Number(1, 1e7),
@@ -143,8 +160,18 @@ _FIELDS: dict[str, dict[str, Field]] = {
         "rates": Choice(("catalog", "fitted"), required=False),
         "notes": Text(required=False),
         "price_usd_per_hour": Number(1e-3, 1e4, required=False),
+        "slowdowns": Table({f"{a}_while_{b}": _SLOWDOWN for a in _QUEUES for b in _QUEUES if a != b}),
         **_ORIGIN,
     },
+}
+
+# Curves go with the figure whose best rate they hold: a user's figure displaces both.
+_CURVES = {
+    "h2d_table": "h2d_gb_per_s",
+    "d2h_table": "d2h_gb_per_s",
+    "adam_table": "adam_gparams_per_s",
+    "dram_gb_per_s": "dram_peak_gb_per_s",
+    **{f"{dtype}_table": f"{dtype}_tflops" for dtype in _DTYPES},
 }
 
 
@@ -165,12 +192,14 @@ class Catalog:
         usable = e.number("usable_gb") if _calibrated(e, "usable_gb") is None else _calibrated(e, "usable_gb")
         assert usable is not None
         rates = {}
-        for dtype in ("fp32", "fp16", "bf16"):
+        for dtype in _DTYPES:
             if e.has(f"{dtype}_tflops") or _calibrated(e, f"{dtype}_tflops") is not None:
                 efficiency = "fp32_efficiency" if dtype == "fp32" else "tensor_core_efficiency"
                 rates[dtype] = _effective(e, f"{dtype}_tflops", efficiency) * TERA
         if not e.number("context_gb") < usable <= e.number("memory_gb"):
             raise e.refuse("usable_gb", "more than context_gb and at most memory_gb, calibrated or not")
+        launch, operators = _calibrated(e, "launch_us"), _calibrated(e, "operators_gb_per_s")
+        tables = {dtype: _curve(e, f"{dtype}_table", f"{dtype}_tflops", 1e9, TERA) for dtype in _DTYPES}
         return Gpu(
             name=name,
             memory_bytes=_bytes(e.number("memory_gb")),
@@ -180,6 +209,9 @@ class Catalog:
             flops_per_s=rates,
             measured=e.has("calibrated"),
             source=_source(e),
+            launch_s=None if launch is None else launch * 1e-6,
+            matmul_tables={dtype: curve for dtype, curve in tables.items() if curve},
+            operator_bytes_per_s=None if operators is None else operators * GB,
         )
 
     def link(self, name: str) -> Link:
@@ -193,6 +225,8 @@ class Catalog:
             measured=e.has("calibrated"),
             source=_source(e),
             pageable_bytes_per_s=_pageable(e),
+            h2d_table=_curve(e, "h2d_table", "h2d_gb_per_s", 1e6, GB),
+            d2h_table=_curve(e, "d2h_table", "d2h_gb_per_s", 1e6, GB),
         )
 
     def fabric(self, name: str) -> Fabric:
@@ -221,16 +255,20 @@ class Catalog:
     def host(self, name: str) -> Host:
         e = self.hosts[name]
         e.at_most("reserved_gb", "memory_gb", strictly=True)
-        adam = _calibrated(e, "adam_gparams_per_s")
+        adam, dram = _calibrated(e, "adam_gparams_per_s"), _calibrated(e, "dram_gb_per_s")
+        if dram is None:
+            dram = e.number("dram_peak_gb_per_s") * e.number("dram_efficiency")
         return Host(
             name=name,
             memory_bytes=_bytes(e.number("memory_gb")),
             reserved_bytes=_bytes(e.number("reserved_gb")),
-            dram_bytes_per_s=e.number("dram_peak_gb_per_s") * e.number("dram_efficiency") * GB,
+            dram_bytes_per_s=dram * GB,
             cores=e.whole("cores"),
             adam_params_per_s=(e.number("adam_gparams_per_s") if adam is None else adam) * 1e9,
             measured=e.has("calibrated"),
             source=_source(e),
+            adam_table=_adam_curve(e),
+            dram_measured=_calibrated(e, "dram_gb_per_s") is not None,
         )
 
     def machine(self, name: str, efficiency: Efficiency | None = None) -> Machine:
@@ -267,6 +305,7 @@ class Catalog:
             ranks=tuple(node),
             host=host,
             notes=e.text("notes"),
+            slowdowns=_slowdowns(e),
             price_usd_per_hour=e.number("price_usd_per_hour") if e.has("price_usd_per_hour") else None,
             peer=peer,
             network=self._joined(e, "network", "node-node"),
@@ -341,6 +380,40 @@ def _calibrated(entry: Entry, field: str) -> float | None:
     return table.number(field) if table is not None and table.has(field) else None
 
 
+def _curve(e: Entry, field: str, best: str, size_unit: float, rate_unit: float) -> Curve:
+    """The calibrated curve `field`; () without one. Raises CatalogError unless its best rate is the entry's `best`."""
+    table = e.table("calibrated")
+    if table is None or not table.has(field):
+        return ()
+    curve = table.curve(field, size_unit, rate_unit)
+    if not table.has(best):
+        raise table.refuse(field, f"given together with {best}, its best rate")
+    if abs(best_rate(curve) / (table.number(best) * rate_unit) - 1) > 0.01:
+        raise table.refuse(best, f"the best rate of {field}, {best_rate(curve) / rate_unit:.6g}")
+    return curve
+
+
+def _adam_curve(e: Entry) -> Curve:
+    """Adam's rate by threads; () where it was not measured. Raises CatalogError unless it has the rate that is used."""
+    table = e.table("calibrated")
+    if table is None or not table.has("adam_table"):
+        return ()
+    curve = table.curve("adam_table", 1, 1e9)
+    if not table.has("adam_gparams_per_s"):
+        raise table.refuse("adam_table", "given together with adam_gparams_per_s, one of its rates")
+    used = table.number("adam_gparams_per_s") * 1e9
+    if all(abs(rate / used - 1) > 0.01 for _, rate in curve):
+        raise table.refuse("adam_gparams_per_s", f"one of the rates of adam_table = {table.values['adam_table']!r}")
+    if curve[-1][0] > e.whole("cores"):
+        raise table.refuse("adam_table", f"of at most cores = {e.whole('cores')} threads")
+    return curve
+
+
+def _slowdowns(e: Entry) -> dict[str, float]:
+    table = e.table("slowdowns")
+    return {} if table is None else {name: table.number(name) for name in table.values}
+
+
 def _pageable(e: Entry) -> float | None:
     value = _calibrated(e, "pageable_gb_per_s")
     if value is None:
@@ -386,7 +459,7 @@ def _merged(file: str, known: object, given: object) -> object:
     merged = {**known, **given}
     calibrated = known.get("calibrated")
     if isinstance(calibrated, dict):
-        kept = {k: v for k, v in calibrated.items() if k not in given or k in _ORIGIN}
+        kept = {k: v for k, v in calibrated.items() if k in _ORIGIN or not {k, _CURVES.get(k, k)} & given.keys()}
         own = given.get("calibrated")
         if isinstance(own, dict):
             kept |= {"source": file} | own

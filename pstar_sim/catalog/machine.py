@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from pstar_sim.catalog.curves import Curve
+
 __all__ = ["Fabric", "Gpu", "Host", "Link", "Machine", "Nvme", "Rank"]
 
 
@@ -22,6 +24,8 @@ class Gpu:
     flops_per_s: effective matrix rate by dtype ("fp32", "fp16", "bf16"); a dtype that is missing is not supported.
     launch_s: None where rates are those of whole iterations; else rates are those of kernels, and a moment lasts
     flops / rate + bytes / bandwidth + launch_s (catalog/efficiency.py).
+    matmul_tables: by dtype, flops/s of a product by its flops, where it was measured; flops_per_s is then their best.
+    operator_bytes_per_s: bandwidth that the operators of a moment reach, where it was measured; None: that of the HBM.
     """
 
     name: str
@@ -33,6 +37,8 @@ class Gpu:
     measured: bool
     source: str
     launch_s: float | None = None
+    matmul_tables: Mapping[str, Curve] = field(default_factory=dict)
+    operator_bytes_per_s: float | None = None
 
     @property
     def budget_bytes(self) -> int:
@@ -44,7 +50,8 @@ class Link:
     """Host to GPU. A transfer lasts latency_s + bytes / rate; full duplex unless duplex is False.
 
     pageable_bytes_per_s: rate of a copy from or to host memory that is not pinned, either way; None: not known, and
-    then a plan that copies so cannot be timed.
+    then a plan that copies so cannot be timed. h2d_table, d2h_table: bytes/s by bytes of a copy, where it was measured;
+    h2d_bytes_per_s and d2h_bytes_per_s are then their best, or less for a link that is throttled.
     """
 
     name: str
@@ -55,6 +62,8 @@ class Link:
     measured: bool
     source: str
     pageable_bytes_per_s: float | None = None
+    h2d_table: Curve = ()
+    d2h_table: Curve = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +97,7 @@ class Host:
 
     dram_bytes_per_s is shared by DMA (each transfer's bytes once) and CPU Adam (`OptimizerSpec.dram_bytes_per_param`).
     reserved_bytes: left for the operating system and the training process itself; a plan's budget is memory - reserved.
+    adam_table: parameters/s by threads, where it was measured. dram_measured: whether dram_bytes_per_s was.
     """
 
     name: str
@@ -98,6 +108,8 @@ class Host:
     adam_params_per_s: float
     measured: bool
     source: str
+    adam_table: Curve = ()
+    dram_measured: bool = False
 
     @property
     def budget_bytes(self) -> int:
@@ -122,7 +134,8 @@ class Machine:
     ranks: of all nodes, node by node, as many in each. host, nvme: of ONE node; its ranks share them in equal parts
     (memory, cores) or as they come (bandwidths). root_bytes_per_s: what a PCIe switch passes to or from the host, each
     way, shared by the ranks on it. peer: joins the GPUs of a node; None: they reach each other over their links.
-    network: joins the nodes. price_usd_per_hour: of all of it.
+    network: joins the nodes. price_usd_per_hour: of all of it. slowdowns: "compute_while_adam" = 1.2 says that compute
+    takes 1.2 times as long while CPU Adam runs; of "compute", "adam", "h2d", "d2h", where it was measured.
     """
 
     name: str
@@ -136,6 +149,7 @@ class Machine:
     network: Fabric | None = None
     root_bytes_per_s: float | None = None
     nvme: Nvme | None = None
+    slowdowns: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def gpu(self) -> Gpu:
@@ -177,6 +191,22 @@ class Machine:
         parts = [self.host.measured, *(r.gpu.measured and r.link.measured for r in self.ranks)]
         return "calibrated" if all(parts) else "datasheet"
 
+    @property
+    def confidence_by_input(self) -> dict[str, str]:
+        """ "calibrated" or "datasheet" for each figure that a prediction rests on; only what this machine has."""
+        found = {
+            "compute": all(r.gpu.measured for r in self.ranks),
+            "link": all(r.link.measured for r in self.ranks),
+            "CPU Adam": self.host.measured,
+            "DRAM": self.host.dram_measured,
+        }
+        if len(self.ranks) > 1:
+            fabrics = [f for f in (self.peer, self.network if self.nodes > 1 else None) if f is not None]
+            found["network"] = bool(fabrics) and all(f.measured for f in fabrics)
+        if self.nvme is not None:
+            found["disk"] = self.nvme.measured
+        return {name: "calibrated" if measured else "datasheet" for name, measured in found.items()}
+
 
 def _weakest_gpu(gpus: Sequence[Gpu]) -> Gpu:
     kinds = list({id(g): g for g in gpus}.values())
@@ -197,6 +227,9 @@ def _weakest_gpu(gpus: Sequence[Gpu]) -> Gpu:
         measured=all(g.measured for g in kinds),
         source="the least of each figure",
         launch_s=None if any(g.launch_s is None for g in kinds) else max(g.launch_s or 0.0 for g in kinds),
+        operator_bytes_per_s=None
+        if any(g.operator_bytes_per_s is None for g in kinds)
+        else min(g.operator_bytes_per_s or 0.0 for g in kinds),
     )
 
 
@@ -217,4 +250,6 @@ def _weakest_link(links: Sequence[Link]) -> Link:
         measured=all(k.measured for k in kinds),
         source="the least of each figure",
         pageable_bytes_per_s=min(pageable) if len(pageable) == len(kinds) else None,
+        h2d_table=(),
+        d2h_table=(),
     )

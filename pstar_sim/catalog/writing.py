@@ -7,7 +7,8 @@ import json
 from datetime import date
 from pathlib import Path
 
-from pstar_sim.catalog.machine import Machine
+from pstar_sim.catalog.curves import Curve
+from pstar_sim.catalog.machine import Gpu, Host, Link, Machine
 from pstar_sim.errors import CatalogError
 from pstar_sim.files import write_atomically
 from pstar_sim.units import GB
@@ -67,8 +68,11 @@ def machine_toml(machine: Machine, *, checked: date) -> str:
             },
         ),
     ]
-    parts_of = [(gpu.measured, gpu.source, {**hbm, **rates}), (link.measured, link.source, copies)]
-    parts_of.append((host.measured, host.source, adam))
+    parts_of: list[tuple[bool, str, dict[str, object]]] = [
+        (gpu.measured, gpu.source, {**hbm, **rates, **_gpu_curves(gpu)}),
+        (link.measured, link.source, {**copies, **_link_curves(link)}),
+        (host.measured, host.source, {**adam, **_host_curves(host)}),
+    ]
     whole: dict[str, object] = {"gpu": gpu.name, "gpus": local, "link": link.name, "host": host.name}
     if machine.notes:
         whole["notes"] = machine.notes
@@ -86,7 +90,7 @@ def machine_toml(machine: Machine, *, checked: date) -> str:
     ):
         if fabric is not None:
             whole[field] = fabric.name
-            rate = {"h2d_gb_per_s": fabric.bytes_per_s / GB, "d2h_gb_per_s": fabric.bytes_per_s / GB}
+            rate: dict[str, object] = {"h2d_gb_per_s": fabric.bytes_per_s / GB, "d2h_gb_per_s": fabric.bytes_per_s / GB}
             fixed = {"connects": connects, "efficiency": 1, "latency_us": fabric.latency_s * 1e6, "duplex": True}
             tables.append((f"links.{_key(fabric.name)}", {**fixed, **rate}))
             parts_of.append((fabric.measured, fabric.source, rate))
@@ -104,12 +108,41 @@ def machine_toml(machine: Machine, *, checked: date) -> str:
         parts.append(_table(name, {**values, "source": source, "checked": checked}))
         if part is not None and part[0]:
             parts.append(_table(f"{name}.calibrated", {**part[2], "source": source, "checked": checked}))
+    if machine.slowdowns:
+        parts.append(_table(f"machines.{_key(machine.name)}.slowdowns", dict(machine.slowdowns)))
     return "\n\n".join(parts) + "\n"
 
 
 def save_machine(machine: Machine, path: str | Path) -> None:
     """Write the machine's file, whole or not at all."""
     write_atomically(Path(path), machine_toml(machine, checked=date.today()), error=CatalogError)
+
+
+def _gpu_curves(gpu: Gpu) -> dict[str, object]:
+    found: dict[str, object] = {
+        f"{dtype}_table": _points(curve, 1e9, 1e12) for dtype, curve in gpu.matmul_tables.items()
+    }
+    if gpu.launch_s is not None:
+        found["launch_us"] = gpu.launch_s * 1e6
+    if gpu.operator_bytes_per_s is not None:
+        found["operators_gb_per_s"] = gpu.operator_bytes_per_s / GB
+    return found
+
+
+def _link_curves(link: Link) -> dict[str, object]:
+    curves = {"h2d_table": link.h2d_table, "d2h_table": link.d2h_table}
+    return {name: _points(curve, 1e6, GB) for name, curve in curves.items() if curve}
+
+
+def _host_curves(host: Host) -> dict[str, object]:
+    found: dict[str, object] = {"adam_table": _points(host.adam_table, 1, 1e9)} if host.adam_table else {}
+    if host.dram_measured:
+        found["dram_gb_per_s"] = host.dram_bytes_per_s / GB
+    return found
+
+
+def _points(curve: Curve, size_unit: float, rate_unit: float) -> list[list[float]]:
+    return [[size / size_unit, rate / rate_unit] for size, rate in curve]
 
 
 def _key(name: str) -> str:

@@ -4,13 +4,16 @@
 slow it down. On a half-duplex link, h2d and d2h running together get half of the link each. And when all that touch
 host DRAM at once want more bytes per second than it has, everyone gets the same share of what he wants:
 DRAM bandwidth / sum of demands, where a demand is the DRAM bytes of the task over its nominal seconds, at its speed on
-the link. Speeds change only when a task joins or leaves. While nothing is short, nothing is rescheduled, so a task
-lasts exactly its nominal seconds.
+the link. On a calibrated machine each also slows the others down by what was measured (`Machine.slowdowns`): a task's
+speed is 1 / product of the factors of those it runs beside, where one that is busy for a part `duty` of its time (a
+copy over a throttled link) counts by that part, and is itself slowed down only where its busy part outgrows the rest.
+Both describe shortage of the same things, so the lower of the two speeds holds. Speeds change only when a task joins
+or leaves. While nothing is short, nothing is rescheduled, so a task lasts exactly its nominal seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import simpy
 
@@ -18,11 +21,16 @@ __all__ = ["Bandwidth", "Task"]
 
 
 class Task:
-    """A running step: nominal seconds still to do, what it wants of DRAM, and the event its queue waits for."""
+    """A running step: nominal seconds still to do, what it wants of DRAM, and the event its queue waits for. queue,
+    duty: see `Bandwidth.run`."""
 
-    __slots__ = ("demand", "done", "left_s", "link", "speed", "version")
+    __slots__ = ("demand", "done", "duty", "left_s", "link", "queue", "speed", "version")
 
-    def __init__(self, left_s: float, demand: float, link: bool, done: simpy.Event) -> None:
+    def __init__(
+        self, left_s: float, demand: float, link: bool, done: simpy.Event, queue: str = "", duty: float = 1.0
+    ) -> None:
+        self.queue = queue
+        self.duty = duty
         self.left_s = left_s
         self.demand = demand
         self.link = link
@@ -33,9 +41,16 @@ class Task:
 
 class Bandwidth:
     """The tasks running now and their speeds. dram_lost_s: integral over time of (1 - DRAM share), which tells how much
-    of any interval was lost to DRAM being short."""
+    of any interval was lost to DRAM being short. slowdowns: "A_while_B" -> factor, see [Note: shared rates]."""
 
-    def __init__(self, env: simpy.Environment, dram_bytes_per_s: float, duplex: bool) -> None:
+    def __init__(
+        self,
+        env: simpy.Environment,
+        dram_bytes_per_s: float,
+        duplex: bool,
+        slowdowns: Mapping[str, float] | None = None,
+    ) -> None:
+        self.slowdowns = dict(slowdowns or {})
         self.env = env
         self.dram_bytes_per_s = dram_bytes_per_s
         self.duplex = duplex
@@ -48,9 +63,10 @@ class Bandwidth:
     def dram_lost_s(self) -> float:
         return self._lost_s + (self.env.now - self._since_s) * (1.0 - self._share)
 
-    def run(self, seconds: float, dram_bytes: float, link: bool) -> simpy.Event:
-        """Start a task of `seconds` nominal seconds (> 0); the event succeeds when it has ended. link: it is a copy."""
-        task = Task(seconds, dram_bytes / seconds, link, self.env.event())
+    def run(self, seconds: float, dram_bytes: float, link: bool, *, queue: str = "", duty: float = 1.0) -> simpy.Event:
+        """Start a task of `seconds` nominal seconds (> 0); the event succeeds when it has ended. link: it is a copy.
+        queue: where it runs. duty: part of its seconds in which it is busy."""
+        task = Task(seconds, dram_bytes / seconds, link, self.env.event(), queue, duty)
         self._settle()
         self._tasks.append(task)
         self._retime()
@@ -73,13 +89,24 @@ class Bandwidth:
         wanted = sum(task.demand * (on_link if task.link else 1.0) for task in self._tasks)
         self._share = min(1.0, self.dram_bytes_per_s / wanted) if wanted > 0 else 1.0
         for task in self._tasks:
-            speed = self._share * (on_link if task.link else 1.0)
+            speed = min(self._share, self._beside(task)) * (on_link if task.link else 1.0)
             if speed != task.speed:
                 task.speed = speed
                 task.version += 1
                 alarm = self.env.timeout(max(0.0, task.left_s) / speed)
                 assert alarm.callbacks is not None
                 alarm.callbacks.append(self._alarm(task, task.version))
+
+    def _beside(self, task: Task) -> float:
+        """Speed of the task beside those that run now, by the measured factors."""
+        if not self.slowdowns:
+            return 1.0
+        factor = 1.0
+        for other in self._tasks:
+            if other is not task:
+                alone = self.slowdowns.get(f"{task.queue}_while_{other.queue}", 1.0)
+                factor *= 1 + (alone - 1) * other.duty
+        return 1 / max(1.0, factor * task.duty)
 
     def _alarm(self, task: Task, version: int) -> Callable[[simpy.Event], None]:
         def ring(_: simpy.Event) -> None:

@@ -92,7 +92,8 @@ class _Run:
         self.lane = self._lanes()
         machine = plan.machine
         self.shared = self._rates_may_be_short()
-        self.bandwidth = Bandwidth(self.env, machine.host.dram_bytes_per_s, machine.link.duplex)
+        self.bandwidth = Bandwidth(self.env, machine.host.dram_bytes_per_s, machine.link.duplex, machine.slowdowns)
+        self.duty = [cost.duty(step) for step in steps] if machine.slowdowns else [1.0] * count
 
         self.done = [0] * count  # iterations in which the step has ended
         self.waiters: list[list[simpy.Event]] = [[] for _ in steps]
@@ -141,9 +142,9 @@ class _Run:
                 if jitter is not None:
                     duration *= jitter(self.plan.steps[i].id, k)
                 if duration > 0:
-                    if self.shared and dram[i]:
+                    if self.shared and (dram[i] or self.plan.machine.slowdowns):
                         lost = self.bandwidth.dram_lost_s
-                        yield self.bandwidth.run(duration, dram[i], self.link[i])
+                        yield self.bandwidth.run(duration, dram[i], self.link[i], queue=queue.value, duty=self.duty[i])
                         self.dram_lost[k][i] = self.bandwidth.dram_lost_s - lost
                     else:
                         yield env.timeout(duration)
@@ -186,7 +187,7 @@ class _Run:
 
     def _rates_may_be_short(self) -> bool:
         """Whether DRAM or link could ever be short, so that the shared rates have to be followed at all."""
-        if not self.plan.machine.link.duplex:
+        if not self.plan.machine.link.duplex or self.plan.machine.slowdowns:
             return True
         most: dict[Queue, float] = {}
         for i, step in enumerate(self.plan.steps):

@@ -1,0 +1,32 @@
+"""Rates that depend on size: measured points, and what lies between them.
+
+A curve is ((size, rate), ...), sizes ascending; () stands for no curve. Between two points the rate is interpolated
+over the logarithm of the size; beyond the ends it is that of the end.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+
+__all__ = ["Curve", "best_rate", "rate_at"]
+
+Curve = tuple[tuple[float, float], ...]
+
+
+def rate_at(curve: Curve, size: float) -> float:
+    """The curve's rate at `size` (> 0). curve: at least one point."""
+    sizes = [point[0] for point in curve]
+    at = bisect_right(sizes, size)
+    if at == 0:
+        return curve[0][1]
+    if at == len(curve):
+        return curve[-1][1]
+    (x0, y0), (x1, y1) = curve[at - 1], curve[at]
+    share = math.log(size / x0) / math.log(x1 / x0)
+    return y0 + share * (y1 - y0)
+
+
+def best_rate(curve: Curve) -> float:
+    """The highest rate at any size."""
+    return max(rate for _, rate in curve)
