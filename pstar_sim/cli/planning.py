@@ -180,15 +180,34 @@ def models(args: argparse.Namespace) -> int:
 
 
 def policies(args: argparse.Namespace) -> int:
+    from pstar_sim.policy.options import options_of, show
     from pstar_sim.policy.registry import policies as all_policies
 
     rows: list[dict[str, object]] = []
+    alike: dict[tuple[str, str, str], dict[str, str]] = {}  # option, its values and meaning -> policy -> default
     for name, policy in all_policies().items():
         said = (policy.__doc__ or "").strip()
         module = getattr(sys.modules.get(policy.__module__), "__doc__", None) or ""
         own = module if module.startswith(f"{name}:") else said
-        rows.append({"policy": name, "what": " ".join(own.split("\n\n")[0].removeprefix(f"{name}:").split())})
-    return _listing(rows, args.json)
+        what = " ".join(own.split("\n\n")[0].removeprefix(f"{name}:").split())
+        options: list[dict[str, str]] = []
+        for key, option in options_of(policy).items():
+            values, default = option.values.allowed, show(option.default)
+            options.append({"option": key, "values": values, "default": default, "what": option.help})
+            alike.setdefault((key, values, option.help), {})[name] = default
+        rows.append({"policy": name, "what": what, **({"options": options} if args.json else {})})
+    _listing(rows, args.json)
+    if alike and not args.json:
+        say("\nOptions, as in --policy tide:capacity=peak,adam=fifo:\n")
+        _listing([_option_row(*meaning, defaults) for meaning, defaults in alike.items()], False)
+    return 0
+
+
+def _option_row(key: str, values: str, what: str, defaults: dict[str, str]) -> dict[str, object]:
+    """One line for an option that several policies offer; its default where all agree, else each one's."""
+    shared = set(defaults.values())
+    default = ", ".join(shared) if len(shared) == 1 else ", ".join(f"{v} ({p})" for p, v in defaults.items())
+    return {"option": key, "values": values, "what": f"{what} ({', '.join(defaults)}; default {default})"}
 
 
 def _listing(rows: Sequence[dict[str, object]], as_json: bool) -> int:
@@ -229,7 +248,7 @@ def _timelines(args: argparse.Namespace) -> tuple[list[Timeline], str]:
     workload = workload_of(args, machine)
     names = args.policy or ["static_partition", "tide"]
     result = ask(workload, machine, policies=names, settings=settings_of(args), barrier_cost=False)
-    drawn = [result.planned[name].timeline for name in names if name in result.planned]
+    drawn = [result.planned[row.policy].timeline for row in result.rows if row.fits]
     missing = [str(row.reason) for row in result.rows if not row.fits]
     if not drawn:
         raise PstarError("there is nothing to draw: " + "; ".join(missing))

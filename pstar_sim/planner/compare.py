@@ -25,7 +25,7 @@ from pstar_sim.planner.binding import bound_by
 from pstar_sim.planner.bounds import lower_bound
 from pstar_sim.planner.explain import explain
 from pstar_sim.planner.nearest import nearest
-from pstar_sim.policy.registry import Policy, find_policy, is_built_in
+from pstar_sim.policy.registry import Policy, find_policy, is_built_in, policy_name
 from pstar_sim.policy.registry import policies as all_policies
 from pstar_sim.sim.play import play
 from pstar_sim.units import GB
@@ -115,7 +115,10 @@ class Comparison:
         return self.planned[min(reversed(fitting), key=_pace).policy]
 
     def __getitem__(self, policy: str) -> Planned:
-        """The plan of one policy. Raises PlanError if it was not compared or does not fit."""
+        """The plan of one policy, named in any spelling of its spec. Raises PlanError if it was not compared or does
+        not fit."""
+        if policy not in self.planned and ":" in policy:
+            policy = policy_name(policy)
         if policy not in self.planned:
             known = {row.policy: row.reason for row in self.rows}
             why = known.get(policy) or f"compared were {', '.join(known)}"
@@ -154,9 +157,9 @@ def compare(
 ) -> Comparison:
     """Plan and simulate every policy (all known ones if none is named) for `workload` on `machine`.
 
-    policies: names, or functions (workload, machine, settings) -> Plan. settings, or any of update / clip / chunk_bytes
-    over the defaults. barrier_cost: also simulate every fitting policy without its barrier. near: for what does not
-    fit, look for the nearest machine or setting that would.
+    policies: names or specs (`tide:capacity=peak`), or functions (workload, machine, settings) -> Plan. settings, or
+    any of update / clip / chunk_bytes over the defaults. barrier_cost: also simulate every fitting policy without its
+    barrier. near: for what does not fit, look for the nearest machine or setting that would.
     Raises UnknownName for a policy nobody knows and PstarError for settings that make no sense.
     """
     changes = {"update": update, "clip": clip, "chunk_bytes": chunk_bytes}
@@ -340,8 +343,7 @@ def _pace(row: Row) -> float:
 
 def _named(policy: str | Policy) -> tuple[str, Policy]:
     if isinstance(policy, str):
-        return policy, find_policy(policy)
+        return policy_name(policy), find_policy(policy)
     if not callable(policy):
         raise PstarError(f"a policy is a name or a function (workload, machine, settings) -> Plan, not {policy!r}")
-    name = getattr(policy, "__name__", type(policy).__name__)
-    return name, policy
+    return policy_name(policy), policy
