@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from pstar_sim.planner.compare import Comparison, Planned, Row, compare
     from pstar_sim.planner.compare import play_plan as play
     from pstar_sim.planner.explain import explain
+    from pstar_sim.planner.fits import fits
+    from pstar_sim.planner.sweep import sweep
     from pstar_sim.report.tide import plot_tide
     from pstar_sim.workload.presets import preset
     from pstar_sim.workload.trace import load_trace
@@ -42,6 +44,7 @@ __all__ = [
     "Workload",
     "compare",
     "explain",
+    "fits",
     "load_plan",
     "load_timeline",
     "load_trace",
@@ -50,6 +53,7 @@ __all__ = [
     "plot_tide",
     "preset",
     "repeat_micro_batch",
+    "sweep",
 ]
 
 __version__ = "0.1.0"
@@ -67,6 +71,7 @@ _WHERE = {
     "Workload": "workload.workload:Workload",
     "compare": "planner.compare:compare",
     "explain": "planner.explain:explain",
+    "fits": "planner.fits:fits",
     "load_plan": "core.plan:load_plan",
     "load_timeline": "core.timeline:load_timeline",
     "load_trace": "workload.trace:load_trace",
@@ -75,6 +80,7 @@ _WHERE = {
     "plot_tide": "report.tide:plot_tide",
     "preset": "workload.presets:preset",
     "repeat_micro_batch": "workload.workload:repeat_micro_batch",
+    "sweep": "planner.sweep:sweep",
 }
 
 

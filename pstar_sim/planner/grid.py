@@ -1,0 +1,348 @@
+"""Grid: the axes of a sweep, its points, and the hash of everything that determines a point's result.
+
+    machine = ["v100-32", "a100-80"]
+    model = ["4B", "12B"]
+    batch = [4, 8]
+    seq = 1024                      # one value: an axis that does not vary
+    policy = ["zero_offload", "tide"]
+    [set]                           # any figure of the machine (catalog/overrides.py)
+    "gpu.memory" = ["24GB", "48GB"]
+
+Names and values are checked before anything is computed. A point that makes no sense by itself (a sequence longer than
+the model's) is an answer of the sweep, not a mistake in the grid.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache, lru_cache
+from importlib.resources import files
+from itertools import product
+from pathlib import Path
+
+from pstar_sim.catalog.fields import read_toml
+from pstar_sim.catalog.loader import load_machine
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.catalog.models import model_entry
+from pstar_sim.catalog.overrides import override, override_paths
+from pstar_sim.core.plan import Settings
+from pstar_sim.errors import PstarError
+from pstar_sim.policy.registry import find_policy
+from pstar_sim.units import parse_bytes
+from pstar_sim.workload.lora import Adapter
+from pstar_sim.workload.optimizers import optimizer_spec, with_optimizer
+from pstar_sim.workload.presets import ATTENTION, preset
+from pstar_sim.workload.trace import load_trace
+from pstar_sim.workload.workload import DTYPE_BYTES, Workload, retype
+
+__all__ = ["AXES", "Grid", "Group", "job_of", "load_grid", "machine_of", "point_hash", "share_of_batch"]
+
+SCHEMA = 1
+"""Of the cached points and the results file; a change of meaning or of columns makes it one more."""
+
+Value = str | int | float | bool
+
+AXES: dict[str, str] = {
+    "model": "a model preset",
+    "trace": "a trace file",
+    "machine": "a machine of the catalog, or a .toml file",
+    "batch": "sequences a micro-batch, all ranks together",
+    "seq": "tokens a sequence",
+    "micro_batches": "micro-batches an iteration",
+    "dtype": "fp32, bf16 or fp16 (default: what the GPU has)",
+    "checkpointing": "true or false",
+    "attention": "flash, efficient or math",
+    "lora": "rank of the adapters, 0 for none",
+    "optimizer": "adamw, adamw-bf16-states, sgd-momentum or sgd",
+    "update": "step or eager",
+    "clip": "true or false",
+    "chunk": "chunk size, such as 128MiB",
+    "policy": "a policy, with its options if any",
+}
+"""Axis -> what its values are; beside them [set] with paths of `override`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Points that differ in their policy only, so that workload, machine and bound are worked out once for all.
+    values: every axis but the policy. policies: with the index of each point in the grid."""
+
+    values: tuple[tuple[str, Value], ...]
+    policies: tuple[tuple[int, str], ...]
+
+    @property
+    def cost(self) -> float:
+        """Roughly how long it takes, for handing out the long ones first: layers x micro-batches."""
+        given = dict(self.values)
+        layers = model_entry(str(given["model"])).layers if "model" in given else 100
+        return layers * float(given.get("micro_batches", 1)) * len(self.policies)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """axes: name -> values, in the order in which points count (the last one fastest)."""
+
+    axes: Mapping[str, tuple[Value, ...]]
+    source: str = "grid"
+
+    def __len__(self) -> int:
+        count = 1
+        for values in self.axes.values():
+            count *= len(values)
+        return count
+
+    def points(self) -> Iterator[dict[str, Value]]:
+        """Every combination, as axis -> value."""
+        for values in product(*self.axes.values()):
+            yield dict(zip(self.axes, values))
+
+    def groups(self) -> list[Group]:
+        """The points by everything but their policy."""
+        rows: dict[tuple[tuple[str, Value], ...], list[tuple[int, str]]] = {}
+        for index, point in enumerate(self.points()):
+            policy = str(point.pop("policy"))
+            rows.setdefault(tuple(point.items()), []).append((index, policy))
+        return [Group(values=values, policies=tuple(policies)) for values, policies in rows.items()]
+
+    @property
+    def digest(self) -> str:
+        """Of axes and values: what tells one grid's results from another's."""
+        text = json.dumps({name: list(values) for name, values in self.axes.items()}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def load_grid(source: str | Path | Mapping[str, object]) -> Grid:
+    """The grid of a TOML file, or of the same as a mapping.
+
+    Raises PstarError, naming file and axis, for an axis nobody knows, a value that is none of the axis, an axis without
+    values or with one twice, and a grid that names no machine, policy, or exactly one of model and trace.
+    """
+    if isinstance(source, Mapping):
+        file, content = "grid", dict(source)
+    else:
+        file, content = str(source), read_toml(Path(source))
+    table = content.pop("set", {})
+    if not isinstance(table, Mapping):
+        raise PstarError(f'{file}: set = {table!r}; write a table: [set] and "gpu.memory" = ["24GB", "48GB"] below it')
+    axes: dict[str, tuple[Value, ...]] = {}
+    for name, given in content.items():
+        if name not in AXES:
+            near = difflib.get_close_matches(name, AXES, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known axes are {', '.join(AXES)} and [set]"
+            raise PstarError(f"{file}: {name!r} is no axis of a sweep; {hint}")
+        axes[name] = _values(file, name, given)
+    for path, given in _flat(table).items():
+        if path not in override_paths():
+            near = difflib.get_close_matches(path, override_paths(), n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it can be {', '.join(override_paths())}"
+            raise PstarError(f"{file}: [set] {path!r} is no figure of a machine; {hint}")
+        axes[f"set.{path}"] = _values(file, f"[set] {path}", given)
+    if ("model" in axes) == ("trace" in axes):
+        raise PstarError(f"{file}: a sweep is over models or over traces; give one of the axes model and trace")
+    needed = ["machine", "policy"] + (["batch", "seq"] if "model" in axes else [])
+    for name in needed:
+        if name not in axes:
+            raise PstarError(f"{file}: the axis {name} is missing; give {AXES[name]}")
+    if "lora" in axes and "trace" in axes:
+        raise PstarError(f"{file}: lora is for models; trace the model with its adapters instead")
+    ordered = {name: axes[name] for name in (*AXES, *sorted(axes)) if name in axes and name != "policy"}
+    grid = Grid(axes={**ordered, "policy": axes["policy"]}, source=file)
+    for name, values in grid.axes.items():
+        for value in values:
+            _check(file, name, value)
+    _check_machines(file, grid)
+    return grid
+
+
+def _flat(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """[set] with dotted keys, quoted or not, as paths."""
+    out: dict[str, object] = {}
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            out |= _flat(value, f"{prefix}{name}.")
+        else:
+            out[prefix + name] = value
+    return out
+
+
+def _values(file: str, name: str, given: object) -> tuple[Value, ...]:
+    values = given if isinstance(given, list | tuple) else [given]
+    if not values:
+        raise PstarError(f"{file}: axis {name} has no values")
+    for value in values:
+        if not isinstance(value, (str, int, float, bool)):
+            raise PstarError(f"{file}: axis {name} has the value {value!r}; a value is a text, a number, true or false")
+    keys = [(type(v).__name__, v) for v in values]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise PstarError(f"{file}: axis {name} has the value {key[1]!r} twice")
+    return tuple(values)
+
+
+_CHOICES: dict[str, tuple[Value, ...]] = {
+    "dtype": tuple(DTYPE_BYTES),
+    "attention": ATTENTION,
+    "update": ("step", "eager"),
+    "clip": (True, False),
+    "checkpointing": (True, False),
+}
+_COUNTS = {"batch": 1, "seq": 1, "micro_batches": 1, "lora": 0}
+
+
+def _check(file: str, name: str, value: Value) -> None:
+    """Raises PstarError for a value the axis cannot have."""
+    if name in _COUNTS:
+        if isinstance(value, bool) or not isinstance(value, int) or value < _COUNTS[name]:
+            raise PstarError(f"{file}: {name} = {value!r}; it must be a whole number of at least {_COUNTS[name]}")
+        return
+    if name in _CHOICES:
+        if value not in _CHOICES[name] or isinstance(value, bool) != isinstance(_CHOICES[name][0], bool):
+            known = ", ".join(json.dumps(v) for v in _CHOICES[name])
+            raise PstarError(f"{file}: {name} = {value!r}; it must be one of {known}")
+        return
+    if name.startswith("set."):
+        return  # checked on each machine
+    if not isinstance(value, str):
+        raise PstarError(f"{file}: {name} = {value!r}; it must be {AXES[name]}")
+    try:
+        if name == "model":
+            model_entry(value)
+        elif name == "policy":
+            find_policy(value)
+        elif name == "optimizer":
+            optimizer_spec(value)
+        elif name == "chunk":
+            parse_bytes(value)
+        elif name == "trace" and not Path(value).is_file():
+            raise PstarError("there is no such file")
+    except PstarError as error:
+        raise PstarError(f"{file}: {name} = {value!r}: {error}") from None
+
+
+def _check_machines(file: str, grid: Grid) -> None:
+    """Every machine under every combination of [set]."""
+    paths = [name for name in grid.axes if name.startswith("set.")]
+    for name in grid.axes["machine"]:
+        for values in product(*(grid.axes[path] for path in paths)):
+            try:
+                machine_of(str(name), tuple(zip(paths, values)))
+            except PstarError as error:
+                raise PstarError(f"{file}: machine = {name!r}: {error}") from None
+
+
+# From a point to what is computed.
+
+
+@lru_cache(maxsize=64)
+def machine_of(name: str, overrides: tuple[tuple[str, Value], ...]) -> Machine:
+    machine = load_machine(name)
+    return override(machine, {path.removeprefix("set."): value for path, value in overrides})
+
+
+@lru_cache(maxsize=16)
+def _preset(values: tuple[tuple[str, Value], ...]) -> Workload:
+    given = dict(values)
+    rank = int(given.get("lora", 0))
+    return preset(
+        str(given["model"]),
+        batch=int(given["batch"]),
+        seq=int(given["seq"]),
+        micro_batches=int(given.get("micro_batches", 1)),
+        dtype=str(given["dtype"]),
+        checkpointing=bool(given.get("checkpointing", True)),
+        attention=str(given.get("attention", "flash")),
+        lora=Adapter(rank=rank) if rank else None,
+        optimizer=str(given.get("optimizer", "adamw")),
+    )
+
+
+_OF_WORKLOAD = ("model", "batch", "seq", "micro_batches", "dtype", "checkpointing", "attention", "lora", "optimizer")
+
+
+def job_of(group: Group) -> tuple[Workload, Machine, Settings]:
+    """What the group's points are about. Raises PstarError for values that make no sense together."""
+    given = dict(group.values)
+    machine = machine_of(str(given["machine"]), tuple((k, v) for k, v in group.values if k.startswith("set.")))
+    chunk = parse_bytes(str(given["chunk"])) if "chunk" in given else None
+    settings = Settings(update=str(given.get("update", "step")), clip=bool(given.get("clip", True)), chunk_bytes=chunk)
+    if "batch" in given:
+        given["batch"] = share_of_batch(int(given["batch"]), machine)
+    if "dtype" not in given and "model" in given:
+        given["dtype"] = next((d for d in ("bf16", "fp16") if d in machine.gpu.flops_per_s), "fp32")
+    if "model" in given:
+        return _preset(tuple((k, given[k]) for k in _OF_WORKLOAD if k in given)), machine, settings
+    return _traced(given), machine, settings
+
+
+def _traced(given: Mapping[str, Value]) -> Workload:
+    wanted = str(given["dtype"]) if "dtype" in given else None
+    half = wanted in ("bf16", "fp16")
+    found = load_trace(
+        str(given["trace"]),
+        batch=int(given["batch"]) if "batch" in given else None,
+        sequence=int(given["seq"]) if "seq" in given else None,
+        checkpointing=bool(given["checkpointing"]) if "checkpointing" in given else None,
+        micro_batches=int(given["micro_batches"]) if "micro_batches" in given else None,
+        dtype=None if half else wanted,
+    )
+    if wanted is not None:
+        found = retype(found, wanted)
+    return with_optimizer(found, str(given["optimizer"])) if "optimizer" in given else found
+
+
+def share_of_batch(batch: int, machine: Machine) -> int:
+    """Sequences of one rank. Raises PstarError for a batch that the ranks cannot share evenly."""
+    ranks = len(machine.ranks)
+    if batch % ranks:
+        below, above = batch // ranks * ranks, -(-batch // ranks) * ranks
+        instead = f"{below} or {above}" if below else f"{above}"
+        raise PstarError(
+            f"batch {batch} cannot be shared evenly by the {ranks} ranks of {machine.name}; give {instead}"
+        )
+    return batch // ranks
+
+
+# Hashes.
+
+
+def point_hash(group: Group, policy: str) -> str:
+    """Of everything that determines the result: the values, the machine and the model they name (or the trace's bytes),
+    the policy, this package's version and its code."""
+    given = dict(group.values)
+    content: dict[str, object] = {"schema": SCHEMA, "code": _code_digest(), "values": given, "policy": policy}
+    overrides = tuple((k, v) for k, v in group.values if k.startswith("set."))
+    content["machine"] = _machine_digest(str(given["machine"]), overrides)
+    if "model" in given:
+        content["model"] = asdict(model_entry(str(given["model"])))
+    else:
+        content["trace"] = _file_digest(str(given["trace"]))
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+@lru_cache(maxsize=4096)
+def _machine_digest(name: str, overrides: tuple[tuple[str, Value], ...]) -> str:
+    text = json.dumps(asdict(machine_of(name, overrides)), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@lru_cache(maxsize=64)
+def _file_digest(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+@cache
+def _code_digest() -> str:
+    """Version and source of this package: the same point under other code is another point."""
+    from pstar_sim import __version__
+
+    digest = hashlib.sha256(__version__.encode())
+    root = files("pstar_sim")
+    for folder in ("", "catalog", "workload", "core", "policy", "sim", "planner"):
+        for entry in sorted((root / folder if folder else root).iterdir(), key=lambda e: e.name):
+            if entry.name.endswith((".py", ".toml")):
+                digest.update(entry.name.encode() + entry.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,257 @@
+"""Sweep: every point of a grid, planned and simulated, on as many processes or machines as joblib has.
+
+Points that differ only in their policy are computed together (workload, layout and bound once), without barrier costs
+and without looking for what would fit. Each point's result is a file of its own in a cache beside the results, written
+whole when it is known and named by the hash of everything that determines it (grid.py): a sweep that was interrupted
+goes on where it stopped, a changed grid computes only what is new, and changed code computes everything.
+
+[Note: any joblib backend] The work is a list of independent calls of one function whose arguments and results are plain
+values, so any backend of joblib does it: loky (processes here) by default, threading, or what other packages register:
+
+    from dask.distributed import Client          # pip install "dask[distributed]"
+    client = Client("scheduler:8786")            # registers the backend "dask"
+    with joblib.parallel_config(backend="dask"):
+        ps.sweep("grid.toml", "results.parquet", jobs=None)
+
+    from ray.util.joblib import register_ray     # pip install ray
+    register_ray()
+    with joblib.parallel_config(backend="ray", n_jobs=64):
+        ps.sweep("grid.toml", "results.parquet", jobs=None)
+
+Only the calling process writes files, so the workers need not share its disk; they need this package, and the files
+that the grid names. A backend that cannot hand results out one by one is given a few groups at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pstar_sim.errors import PstarError
+from pstar_sim.files import replaced_atomically, write_atomically
+from pstar_sim.planner.compare import compare
+from pstar_sim.planner.grid import Grid, Group, job_of, load_grid, point_hash
+
+if TYPE_CHECKING:
+    import pandas
+
+__all__ = ["COLUMNS", "Progress", "Sweep", "evaluate", "sweep"]
+
+Progress = Callable[[int, int, int], None]
+"""Called with (points done, of them found in the cache, points in all)."""
+
+COLUMNS = (
+    "fits",
+    "reason",
+    "iteration_s",
+    "tokens_per_s",
+    "lower_bound_s",
+    "gap",
+    "bound_by",
+    "peak_gpu_bytes",
+    "peak_host_bytes",
+    "h2d_bytes",
+    "d2h_bytes",
+)
+"""What each point's row has beside its axes. fits is null where the point makes no sense (reason says why)."""
+
+_METADATA = b"pstar_sim.sweep"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sweep:
+    """rows: one a point, in the order of the grid: its axes and `COLUMNS`. cached: points that were known already."""
+
+    grid: Grid
+    rows: tuple[Mapping[str, object], ...]
+    cached: int = 0
+
+    def to_json(self) -> list[dict[str, object]]:
+        return [dict(row) for row in self.rows]
+
+    def to_frame(self) -> pandas.DataFrame:
+        import pandas
+
+        return pandas.DataFrame(self.to_json(), columns=[*self.grid.axes, *COLUMNS])
+
+    def __repr__(self) -> str:
+        fitting = sum(row["fits"] is True for row in self.rows)
+        return f"<Sweep of {len(self.rows)} points over {', '.join(self.grid.axes)}; {fitting} fit>"
+
+
+def sweep(
+    grid: str | Path | Mapping[str, object] | Grid,
+    output: str | Path | None = None,
+    *,
+    jobs: int | None = -1,
+    backend: str | None = None,
+    cache: str | Path | None = None,
+    on_progress: Progress | None = None,
+) -> Sweep:
+    """Compute every point of the grid (a TOML file, or the same as a mapping) and write them to `output` (.parquet).
+
+    jobs: processes, -1 for one a core, None for what `joblib.parallel_config` says. backend: any that joblib knows;
+    None for what `joblib.parallel_config` says, loky without it. cache: folder of the points, by default OUTPUT.points;
+    without an output nothing is kept. Raises PstarError for a grid that is wrong, for an `output` that holds another
+    grid's results or is none, and for a backend that joblib does not know.
+    """
+    grid = grid if isinstance(grid, Grid) else load_grid(grid)
+    path = None if output is None else Path(output)
+    if path is not None:
+        _check_output(path, grid)
+    folder = Path(cache) if cache is not None else None if path is None else path.with_name(path.name + ".points")
+    if folder is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PstarError(f"{folder}: the points cannot be kept there: {error.strerror}; choose another") from None
+    total = len(grid)
+    rows: dict[int, dict[str, object]] = {}
+    names: dict[int, str] = {}
+    open_groups: list[Group] = []
+    for group in grid.groups():
+        left = []
+        for index, policy in group.policies:
+            names[index] = point_hash(group, policy) if folder is not None else ""
+            known = None if folder is None else _read_point(folder / f"{names[index]}.json")
+            if known is None:
+                left.append((index, policy))
+            else:
+                rows[index] = known
+        if left:
+            open_groups.append(Group(values=group.values, policies=tuple(left)))
+    cached = len(rows)
+    if on_progress is not None:
+        on_progress(cached, cached, total)
+    open_groups.sort(key=lambda g: -g.cost)  # stable: groups of one workload stay together
+    with contextlib.closing(_results(open_groups, jobs, backend)) as results:
+        for done in results:
+            for index, row in done:
+                rows[index] = row
+                if folder is not None:
+                    write_atomically(folder / f"{names[index]}.json", json.dumps(row))
+            if on_progress is not None:
+                on_progress(len(rows), cached, total)
+    points = list(grid.points())
+    answer = Sweep(grid=grid, rows=tuple({**points[i], **rows[i]} for i in range(total)), cached=cached)
+    if path is not None:
+        _write(path, answer)
+    return answer
+
+
+# One group.
+
+Done = list[tuple[int, dict[str, object]]]
+
+
+def evaluate(group: Group) -> Done:
+    """(index, result) of every point of the group. Plain values in and out, whatever process it runs in."""
+    policies = [policy for _, policy in group.policies]
+    try:
+        workload, machine, settings = job_of(group)
+        answer = compare(workload, machine, policies=policies, settings=settings, barrier_cost=False, near=False)
+        results = [row.to_json() for row in answer.rows]
+    except PstarError as error:
+        results = [{"fits": None, "reason": str(error)} for _ in policies]
+    rows: Done = []
+    for (index, _), result in zip(group.policies, results):
+        rows.append((index, {name: result.get(name) for name in COLUMNS}))
+    gc.collect(0)  # plans and timelines are gone by reference count; this is for what a cycle still holds
+    return rows
+
+
+def _results(groups: Sequence[Group], jobs: int | None, backend: str | None) -> Generator[Done, None, None]:
+    """Results as they come, in any order."""
+    if not groups:
+        return
+    import joblib
+
+    settings: dict[str, Any] = {}
+    if backend is not None:
+        settings["backend"] = backend
+    if jobs is not None:
+        settings["n_jobs"] = jobs
+    try:
+        context = joblib.parallel_config(**settings) if settings else contextlib.nullcontext()
+    except (ValueError, ImportError) as error:
+        raise PstarError(f"backend {backend!r} is not one that joblib knows here: {error}") from None
+    with context:
+        try:
+            parallel = joblib.Parallel(return_as="generator_unordered")
+        except (ValueError, NotImplementedError):  # a backend that only hands out everything at once
+            yield from _in_batches(groups)
+            return
+        yield from parallel(joblib.delayed(evaluate)(group) for group in groups)
+
+
+def _in_batches(groups: Sequence[Group]) -> Iterator[Done]:
+    import joblib
+
+    size = max(1, joblib.effective_n_jobs())
+    for begin in range(0, len(groups), size):
+        yield from joblib.Parallel()(joblib.delayed(evaluate)(group) for group in groups[begin : begin + size])
+
+
+# Files.
+
+
+def _read_point(path: Path) -> dict[str, object] | None:
+    """A cached point, None if there is none or it cannot be read (it is then computed again)."""
+    try:
+        row = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(row, dict) or tuple(row) != COLUMNS:
+        return None
+    return row
+
+
+def _check_output(path: Path, grid: Grid) -> None:
+    """Raises PstarError for a results file of another grid, or a file that is none."""
+    if path.suffix != ".parquet":
+        raise PstarError(f"{path}: results are written as Parquet; name a file that ends in .parquet")
+    if not path.exists():
+        if not path.parent.is_dir():
+            raise PstarError(f"{path}: there is no folder {str(path.parent)!r}; make it first")
+        return
+    import pyarrow.parquet as parquet
+    from pyarrow import ArrowException
+
+    try:
+        found = (parquet.read_schema(path).metadata or {}).get(_METADATA)
+        kept = None if found is None else json.loads(found)
+    except (ArrowException, OSError, ValueError) as error:
+        raise PstarError(f"{path}: exists and is no results file ({error}); choose another output") from None
+    if kept is None:
+        raise PstarError(f"{path}: exists and is no results file of a sweep; choose another output")
+    if kept.get("digest") != grid.digest:
+        differ = _difference(kept.get("axes", {}), grid)
+        raise PstarError(f"{path}: holds the results of another grid ({differ}); choose another output, or remove it")
+
+
+def _difference(axes: Mapping[str, object], grid: Grid) -> str:
+    for name in dict.fromkeys([*axes, *grid.axes]):
+        there, here = axes.get(name), list(grid.axes.get(name, ())) or None
+        if there != here:
+            shown = "no such axis" if there is None else json.dumps(there)
+            return f"{name} there: {shown}, here: {json.dumps(here) if here else 'no such axis'}"
+    return "its values are in another order"
+
+
+def _write(path: Path, answer: Sweep) -> None:
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    from pstar_sim import __version__
+
+    table = pyarrow.Table.from_pandas(answer.to_frame(), preserve_index=False)
+    axes = {name: list(values) for name, values in answer.grid.axes.items()}
+    kept = {"digest": answer.grid.digest, "axes": axes, "version": __version__}
+    metadata = {**(table.schema.metadata or {}), _METADATA: json.dumps(kept).encode()}
+    with replaced_atomically(path) as temporary:
+        parquet.write_table(table.replace_schema_metadata(metadata), temporary)
