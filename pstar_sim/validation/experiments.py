@@ -28,7 +28,7 @@ __all__ = ["NOTES", "Experiment", "experiment_of", "first_ranks", "runs_of"]
 
 NOTES = (
     "memory is what the GPUs report (32 GiB of a V100), not the catalog's nominal 32 GB",
-    "host memory of DeepSpeed: the plan's (24 bytes a parameter) and 20 GiB of operating system and processes",
+    "host memory of DeepSpeed: 24 bytes a parameter (its estimator's 16 x 1.5) and 20 GiB of system and processes",
     "PatrickStar's runs classified sequences; a language-model head stands for the embedding's share of its 8 N flops",
     "PatrickStar may use 0.8 of the GPU and of the host (overall_gpu_mem_ratio, overall_cpu_mem_ratio)",
     "runs before 2023 have no flash attention; those of the Deep Optimizer States logs are taken to have it",
@@ -36,6 +36,7 @@ NOTES = (
 )
 
 OTHER_HOST_BYTES = 20 * GIB
+HOST_BYTES_PER_PARAM = 24.0
 PATRICKSTAR_RATIO = 0.8
 REPORTED_BYTES = {"v100-32": 32510 * MIB, "a100-40": 40536 * MIB, "h100-80": 81559 * MIB}
 """Memory by nvidia-smi; the DGX-2 log shows 32290 MiB of a V100 in use."""
@@ -51,6 +52,7 @@ class Experiment:
     batches: sequences a rank and micro-batch; where several are given the one with the most tokens a second counts.
     sizes: models tried for a row that gives the largest trainable one, ascending; otherwise one. loop_s: seconds a
     micro-batch outside the three phases. other_host_bytes: in use on the node beside the plans of its ranks.
+    host_bytes_per_param: what the system really takes, where that is more than its plan does.
     """
 
     rows: tuple[Row, ...]
@@ -65,6 +67,7 @@ class Experiment:
     settings: Settings
     loop_s: float = 0.0
     other_host_bytes: int = 0
+    host_bytes_per_param: float = 0.0
 
     def workload(self, batch: int, size: ModelEntry | None = None) -> Workload:
         """One rank's share. Raises ModelError as `workload_of`."""
@@ -280,6 +283,8 @@ def _dgx2(run: tuple[Row, ...], efficiency: Efficiency) -> Experiment:
         dtype="fp16",
         attention="math",
         settings=Settings(update="step", clip=False),
+        other_host_bytes=OTHER_HOST_BYTES,
+        host_bytes_per_param=HOST_BYTES_PER_PARAM,
     )
 
 
@@ -308,6 +313,8 @@ def _yard(run: tuple[Row, ...], efficiency: Efficiency) -> Experiment:
         dtype="fp16",
         attention="math",
         settings=Settings(update="step", clip=False),
+        other_host_bytes=OTHER_HOST_BYTES,
+        host_bytes_per_param=0.0 if patrickstar else HOST_BYTES_PER_PARAM,
     )
 
 
@@ -338,6 +345,8 @@ def _vm(run: tuple[Row, ...], efficiency: Efficiency) -> Experiment:
         dtype="fp32",
         attention="math",
         settings=Settings(update="step", clip=False),
+        other_host_bytes=OTHER_HOST_BYTES,
+        host_bytes_per_param=HOST_BYTES_PER_PARAM if row.system == "ZeRO-Offload" else 0.0,
     )
 
 

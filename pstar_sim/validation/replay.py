@@ -92,9 +92,24 @@ def replay(experiment: Experiment) -> Outcome:
 
 
 def _play(experiment: Experiment, batch: int, size: int = 0) -> tuple[Plan, Timeline]:
+    _check_host(experiment, size)
     policy = find_policy(experiment.policy)
     workload = experiment.workload(batch, experiment.sizes[size])
     return plan_and_play(policy, workload, experiment.machine, experiment.settings)
+
+
+def _check_host(experiment: Experiment, size: int) -> None:
+    """Raises DoesNotFit where the system's real use of host memory is more than the node has."""
+    needed = round(experiment.sizes[size].params * experiment.host_bytes_per_param)
+    available = experiment.machine.host.memory_bytes - experiment.other_host_bytes
+    if needed > available:
+        raise DoesNotFit(
+            policy=experiment.policy,
+            place="host",
+            needed_bytes=needed,
+            available_bytes=available,
+            what=f"{experiment.host_bytes_per_param:g} bytes a parameter",
+        )
 
 
 def _largest(experiment: Experiment) -> Outcome:
@@ -106,6 +121,7 @@ def _largest(experiment: Experiment) -> Outcome:
         middle = (low + high) // 2
         workload = experiment.workload(batch, experiment.sizes[middle])
         try:
+            _check_host(experiment, middle)
             policy(workload, experiment.machine, experiment.settings)
         except DoesNotFit as error:
             high, reason = middle, str(error)
