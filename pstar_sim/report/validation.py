@@ -1,0 +1,157 @@
+"""Predicted against published, for a terminal: a summary by machine and system, phases, orders, and every miss."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pstar_sim.report.tables import render
+from pstar_sim.validation.experiments import NOTES
+from pstar_sim.validation.results import FAR, NEAR, Errors, Result, Validation
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["validation_text"]
+
+
+def validation_text(validation: Validation, *, width: int = 120, every_row: bool = False) -> str:
+    """Everything `pstar validate` prints. every_row: also each row in scope."""
+    v = validation
+    counts = ", ".join(f"{count} {_USES[use]}" for use, count in v.counts.items())
+    parts = [f"{sum(v.counts.values())} published rows: {counts}\n", render(summary_table(v), width=width)]
+    parts.append(_verdict(v))
+    if every_row:
+        parts.append(render(_rows_table("Rows in scope", list(v.results)), width=width))
+    if missed := v.misses():
+        parts.append(render(_rows_table(f"Tested rows off by more than {FAR:.0%}", missed), width=width))
+    if wrong := [p for p in v.pairs() if not p.kept]:
+        lines = [
+            f"  {p.first.system} and {p.second.system}, {p.first.params} and {p.second.params}, {p.first.gpus} GPUs: "
+            f"{p.first.metric} {_figure(p.first.published)} and {_figure(p.second.published)}, predicted "
+            f"{_figure(p.first.predicted)} and {_figure(p.second.predicted)}"
+            for p in wrong
+        ]
+        parts.append("Pairs in the wrong order:\n" + "\n".join(lines) + "\n")
+    reasons = sorted({r.reason for r in v.results if r.reason})
+    if reasons:
+        parts.append("Runs that do not fit here:\n" + "\n".join(f"  {reason}" for reason in reasons) + "\n")
+    parts.append("Assumed:\n" + "\n".join(f"  {note}" for note in NOTES) + "\n")
+    return "\n".join(parts)
+
+
+_USES = {"fitted": "fitted", "tested": "tested", "no policy": "of systems without a policy yet", "out": "out of scope"}
+
+
+def summary_table(v: Validation) -> Table:
+    """A line a machine and system: rows, and the absolute error of iteration times, phases and memory."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    for name in ("machine", "system", "use"):
+        table.add_column(name)
+    for name in ("rows", "median", "90th", "time", "phases", "memory"):
+        table.add_column(name, justify="right")
+    lines: dict[tuple[str, str, str], list[Result]] = {}
+    for r in v.results:
+        lines.setdefault((_short(r.hardware), _family(r.system), r.use), []).append(r)
+    for (machine, system, use), results in lines.items():
+        part = Validation(counts={}, results=tuple(results))
+        table.add_row(machine, system, use, *_cells(part))
+    table.add_section()
+    for use in ("tested", "fitted"):
+        part = Validation(counts={}, results=tuple(r for r in v.results if r.use == use))
+        if part.results:
+            table.add_row("all", "", use, *_cells(part), style="bold" if use == "tested" else None)
+    return table
+
+
+def _cells(part: Validation) -> list[str]:
+    whole = part.errors()
+    assert whole is not None
+    kinds = (part.errors(kind="time"), part.errors(kind="phase"), part.errors(kind="memory"))
+    return [str(whole.rows), _share(whole.median), _share(whole.p90), *(_median(e) for e in kinds)]
+
+
+def _verdict(v: Validation) -> str:
+    tested = v.errors(use="tested")
+    lines: list[str] = []
+    if tested is not None:
+        lines.append(
+            f"tested rows: median {_share(tested.median)} (at most {NEAR:.0%} wanted), "
+            f"90th percentile {_share(tested.p90)} (at most {FAR:.0%}), worst {tested.worst:+.0%}"
+        )
+    for kind, what in (("systems", "systems on one machine and model"), ("models", "models of one system")):
+        kept, pairs = v.order(kind)
+        if pairs:
+            lines.append(f"order of {what} that differ by more than 10%: kept in {kept} of {pairs} pairs")
+    return "\n".join(lines) + "\n"
+
+
+def _rows_table(title: str, rows: list[Result]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0)
+    )
+    table.add_column("row", justify="right")
+    for name in ("machine", "system"):
+        table.add_column(name)
+    table.add_column("GPUs", justify="right")
+    for name in ("parameters", "batch", "metric"):
+        table.add_column(name)
+    for name in ("published", "predicted", "error"):
+        table.add_column(name, justify="right")
+    for r in rows:
+        table.add_row(
+            str(r.line),
+            _short(r.hardware),
+            r.system,
+            str(r.gpus),
+            _params(r.params),
+            r.batch,
+            r.metric,
+            _figure(r.published),
+            "does not fit" if r.predicted is None else _figure(r.predicted),
+            "" if r.predicted is None else f"{r.error:+.0%}",
+        )
+    return table
+
+
+def _family(system: str) -> str:
+    """Systems that differ in an option only (gap5, ratio0.8) are one line."""
+    words = [w for w in system.split(" ") if not w.startswith(("gap", "ratio"))]
+    return " ".join(words)
+
+
+def _short(hardware: str) -> str:
+    for text, short in (
+        ("Polaris", "Polaris, 1-4 A100-40"),
+        ("4xH100", "node of 4 H100-80"),
+        ("8xV100", "Yard, 1-8 V100-32"),
+        ("1xV100-32GB (Yard)", "Yard, 1-8 V100-32"),
+        ("1xV100-SXM3", "DGX-2, 1 V100-32"),
+        ("1xV100-32GB, 12 cores", "VM, 1 V100-32, fp32"),
+    ):
+        if hardware.startswith(text):
+            return short
+    return hardware
+
+
+def _params(text: str) -> str:
+    return f"{float(text) / 1e9:.1f} B" if text.replace(".", "").replace("e", "").isdigit() else text
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.1f}%"
+
+
+def _median(errors: Errors | None) -> str:
+    return "" if errors is None else _share(errors.median)
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return "nothing"
+    return f"{value / 1e9:.3g} B" if value >= 1e8 else f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"
