@@ -1,0 +1,344 @@
+"""calibrate: measure the machine this runs on, and describe it as a `Machine` whose figures are its own.
+
+The parts are in `executor/calibration/`, a file an idea; this runs them in order, says what it is at, and turns what
+was found into a machine. What cannot be measured here is left out with its reason; nothing is made up in its place.
+
+[Note: the virtual accelerator's memory] It has none of its own: a quarter of the memory that is available is taken to
+be the device's, the rest the host's, until a plan says otherwise (`--gpu-memory`, `--host-memory`).
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from executor.calibration import collectives, compute, copies, disk, host, moments, together
+from executor.calibration.bench import Bench, Effort
+from executor.calibration.device import Device, VirtualDevice, open_device
+from pstar_sim.catalog.curves import Curve, best_rate, rate_at
+from pstar_sim.catalog.here import read_cores, read_memory
+from pstar_sim.catalog.loader import load_catalog, load_machine
+from pstar_sim.catalog.machine import Fabric, Gpu, Host, Link, Machine, Nvme, Rank
+from pstar_sim.catalog.writing import machine_toml
+from pstar_sim.core.step import Queue
+from pstar_sim.errors import CatalogError, PlanError
+from pstar_sim.files import write_atomically
+from pstar_sim.units import GB, format_bytes
+
+__all__ = ["Findings", "calibrate", "machine_of", "measure", "write_machine"]
+
+_WORKSPACE_BYTES = 512 << 20
+_DISK_BYTES = 256 << 20
+_BUSY = 0.1
+
+
+@dataclass(kw_only=True)
+class Findings:
+    """What was measured. Rates in bytes/s, flops/s, parameters/s. skipped: what was not, each with its reason.
+
+    matmul: by dtype, flops/s by flops of a product. constant_s, operator_bytes_per_s: of [Note: seconds of a moment].
+    adam: by threads. network: (backend, bytes/s, latency in s). disks: (read, write, bytes of the disk).
+    taken_by_others: share of the processor time that other programs had meanwhile.
+    """
+
+    matmul: dict[str, Curve] = field(default_factory=dict)
+    memory_bytes_per_s: float = 0.0
+    constant_s: float = 0.0
+    operator_bytes_per_s: float = 0.0
+    h2d: Curve = ()
+    d2h: Curve = ()
+    pageable_bytes_per_s: float | None = None
+    adam: Curve = ()
+    dram_bytes_per_s: float = 0.0
+    network: tuple[str, float, float] | None = None
+    disks: tuple[float, float, int] | None = None
+    slowdowns: dict[str, float] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    taken_by_others: float = 0.0
+
+
+def calibrate(
+    path: str | Path,
+    *,
+    device: str = "auto",
+    quick: bool = False,
+    on_part: Callable[[str, int, int], object] = lambda name, number, count: None,
+) -> tuple[Machine, Findings]:
+    """Measure this machine and write its catalog file, whole or not at all. The machine is named after the file.
+
+    device: "virtual", "cuda" or "auto" (CUDA where there is one). quick: a quarter of the time, twice the scatter.
+    on_part(name, number, count): called before each part. Raises PlanError for a device that is not there and
+    CatalogError for a file that cannot be written.
+    """
+    path = Path(path)
+    cores = read_cores(Path("/"))
+    opened = open_device(device, cores=cores)
+    found = measure(opened, Effort.quick() if quick else Effort(), cores=cores, folder=path.parent, on_part=on_part)
+    machine = machine_of(found, opened, name=path.stem, cores=cores)
+    write_machine(machine, found, path)
+    return machine, found
+
+
+def write_machine(machine: Machine, found: Findings, path: Path) -> None:
+    """The machine's catalog file with a head that says what it is. Raises CatalogError if it cannot be written."""
+    head = [
+        f"A machine measured by `pstar calibrate` on {date.today()}: {_origin()}.",
+        f"Use it with --machine {path.name}; sizes with --gpu-memory and --host-memory.",
+        "Tables are [size, rate] pairs, sizes ascending: products in GFLOP and TFLOP/s, copies in MB and GB/s, Adam in",
+        "threads and billion parameters a second.",
+        *found.skipped,
+    ]
+    text = "".join(f"# {line}\n" for line in head) + "\n" + machine_toml(machine, checked=date.today())
+    write_atomically(path, text, error=CatalogError)
+
+
+def measure(
+    device: Device,
+    effort: Effort,
+    *,
+    cores: int,
+    folder: Path,
+    on_part: Callable[[str, int, int], object] = lambda name, number, count: None,
+) -> Findings:
+    """Run every measurement on `device`. cores: that this process may run on. folder: whose disk is measured."""
+    found = Findings()
+    bench = Bench(effort)
+    threads = host.thread_counts(cores)
+
+    def products() -> None:
+        found.matmul = compute.matmul_rates(device, bench)
+
+    def memory() -> None:
+        found.memory_bytes_per_s = compute.memory_rate(device, bench)
+
+    def training() -> None:
+        found.constant_s, found.operator_bytes_per_s = _moments(device, bench, found)
+
+    def to_device() -> None:
+        found.h2d = copies.copy_rates(device, bench, Queue.H2D)
+
+    def to_host() -> None:
+        found.d2h = copies.copy_rates(device, bench, Queue.D2H)
+
+    def pageable() -> None:
+        found.pageable_bytes_per_s = copies.pageable_rate(device, bench)
+        if found.pageable_bytes_per_s is None:
+            found.skipped.append("pinned against pageable: the virtual accelerator's host memory is never pinned")
+
+    def adam() -> None:
+        found.adam = tuple((float(count), rate) for count, rate in host.adam_rates(bench, threads))
+
+    def dram() -> None:
+        found.dram_bytes_per_s = host.dram_rate(bench, threads)
+
+    def disks() -> None:
+        answer = disk.disk_rates(folder, min(_DISK_BYTES, effort.memory_bytes // 2))
+        if isinstance(answer, str):
+            found.skipped.append(answer)
+        else:
+            found.disks = answer
+
+    def network() -> None:
+        answer = collectives.collective_rates()
+        if isinstance(answer, str):
+            found.skipped.append(answer)
+        else:
+            found.network = answer
+
+    def beside() -> None:
+        found.slowdowns = _slowdowns(device, bench)
+
+    parts: list[tuple[str, Callable[[], None]]] = [
+        ("products by size and dtype", products),
+        ("device memory", memory),
+        ("moments of training", training),
+        ("copies to the device", to_device),
+        ("copies to the host", to_host),
+        ("pinned against pageable", pageable),
+        ("CPU Adam by threads", adam),
+        ("host memory", dram),
+        ("things that run at once", beside),
+        ("disk", disks),
+        ("collectives", network),
+    ]
+    for number, (name, part) in enumerate(parts):
+        on_part(name, number, len(parts))
+        part()
+    found.taken_by_others = device.taken_by_others()
+    return found
+
+
+def _moments(device: Device, bench: Bench, found: Findings) -> tuple[float, float]:
+    """(seconds a moment takes besides products and bytes, bytes/s of its operators)."""
+    if device.kind != "virtual":
+        # No engine runs there yet: operators alone, and about three kernels too small for anything but their launch.
+        _, rate = max(compute.memory_rates(device, bench))
+        smallest, flops_per_s = min(found.matmul["fp32"])
+        found.skipped.append("moments of training: the executor has no engine for this device; operators timed alone")
+        return 3 * smallest / flops_per_s, rate
+    machine = load_machine("virtual", gpu_memory="1GB", host_memory="3GB")
+    curve = found.matmul["fp32"]
+    samples = moments.recorded_samples(machine)
+    constant_s, bytes_per_s = moments.fit(samples, lambda flops: flops / rate_at(curve, flops) if flops else 0.0)
+    return constant_s + moments.engine_overhead_s(device, bench, machine), bytes_per_s
+
+
+def _slowdowns(device: Device, bench: Bench) -> dict[str, float]:
+    """Compute, CPU Adam and copies both ways, every pair of them at once."""
+    _, multiply = compute.product(device, 1024, torch.float32)
+    _, operate = compute.between_products(device, 64)
+    _, update = host.adam_update(bench.effort.memory_bytes // 4)
+    slab = device.backend.host_slab(bench.effort.memory_bytes // 4)
+    copier = copies.Copier(device, slab, min(8 << 20, slab.numel() // 4))
+    adam_threads = device.adam_threads
+
+    def computing() -> None:
+        multiply()
+        operate()
+        device.finish(Queue.COMPUTE)
+
+    def updating() -> None:
+        torch.set_num_threads(adam_threads)
+        update()
+
+    def watched(actions: Mapping[str, Callable[[], object]], window_s: float) -> dict[str, float]:
+        return together.watch(actions, window_s, enter=device.backend.enter_thread, work_clock=device.work_clock())
+
+    before = torch.get_num_threads()
+    try:
+        return together.slowdowns(
+            {"compute": computing, "adam": updating, "h2d": copier.fetch, "d2h": copier.write_back}, bench, watched
+        )
+    finally:
+        copier.close()
+        torch.set_num_threads(before)
+
+
+# -- what it says about the machine -----------------------------------------------------------------------------------
+
+
+def machine_of(
+    found: Findings, device: Device, *, name: str, cores: int, memory: tuple[int, int] | None = None
+) -> Machine:
+    """The machine that was measured. memory: (bytes, available bytes) of the host, else read."""
+    total, available = read_memory(Path("/")) if memory is None else memory
+    origin = f"measured by pstar calibrate: {device.title}, {_origin()}"
+    notes = list(found.skipped)
+    if found.taken_by_others > _BUSY:
+        notes.append(
+            f"other programs had {found.taken_by_others:.0%} of the processor time meanwhile: measure again when the "
+            "machine is idle"
+        )
+    gpu = _gpu(found, device, available, origin, notes)
+    mine = gpu.usable_bytes if device.kind == "virtual" else 0
+    reserved = min(total - 1, max(total - available, min(GB, total // 8)) + mine)
+    used = int(device.adam_threads)
+    by_threads = {int(count): rate for count, rate in found.adam}
+    adam = by_threads.get(used) or max(by_threads.values())
+    link = Link(
+        name=f"{name}-link",
+        h2d_bytes_per_s=best_rate(found.h2d),
+        d2h_bytes_per_s=best_rate(found.d2h),
+        latency_s=0.0,
+        duplex=True,  # what both ways at once cost is among the slow-downs
+        measured=True,
+        source=origin,
+        pageable_bytes_per_s=found.pageable_bytes_per_s,
+        h2d_table=found.h2d,
+        d2h_table=found.d2h,
+    )
+    ram = Host(
+        name=f"{name}-host",
+        memory_bytes=total,
+        reserved_bytes=reserved,
+        dram_bytes_per_s=found.dram_bytes_per_s,
+        cores=cores,
+        adam_params_per_s=adam,
+        measured=True,
+        source=f"{origin}; Adam on {used} thread{'s' if used > 1 else ''} as the executor runs it",
+        adam_table=found.adam,
+        dram_measured=True,
+    )
+    peer = nvme = None
+    if found.network is not None:
+        backend, rate, latency_s = found.network
+        peer = Fabric(
+            name=f"{name}-{backend}",
+            bytes_per_s=rate,
+            latency_s=latency_s,
+            measured=True,
+            source=f"{origin}; {backend}",
+        )
+    if found.disks is not None:
+        read, write, size = found.disks
+        nvme = Nvme(
+            name=f"{name}-disk",
+            memory_bytes=size,
+            read_bytes_per_s=read,
+            write_bytes_per_s=write,
+            latency_s=0.0,
+            measured=True,
+            source=origin,
+        )
+    return Machine(
+        name=name,
+        ranks=(Rank(gpu=gpu, link=link),),
+        host=ram,
+        notes="; ".join(notes),
+        peer=peer,
+        nvme=nvme,
+        slowdowns=found.slowdowns,
+    )
+
+
+def _gpu(found: Findings, device: Device, available: int, origin: str, notes: list[str]) -> Gpu:
+    own = device.memory()
+    if own is None:
+        total = usable = available // 4
+        context = 0
+        notes.append(f"{format_bytes(usable)} of host memory stand for the virtual accelerator's")
+    else:
+        total, usable = own
+        context = _WORKSPACE_BYTES  # the driver's context exists already and is not among the free bytes
+    if usable <= context:
+        raise PlanError(f"{device.title} has {format_bytes(usable)} free, which leaves nothing; end what uses it")
+    return Gpu(
+        name=_gpu_name(device),
+        memory_bytes=total,
+        usable_bytes=usable,
+        context_bytes=context,
+        hbm_bytes_per_s=found.memory_bytes_per_s,
+        flops_per_s={dtype: best_rate(curve) for dtype, curve in found.matmul.items()},
+        measured=True,
+        source=origin,
+        launch_s=found.constant_s,
+        matmul_tables=found.matmul,
+        operator_bytes_per_s=found.operator_bytes_per_s,
+    )
+
+
+def _gpu_name(device: Device) -> str:
+    """The catalog's name of the GPU, or the one its driver gives it."""
+    if isinstance(device, VirtualDevice) or device.kind == "virtual":
+        return "virtual"
+    known = {alias: name for name, entry in load_catalog().gpus.items() for alias in entry.texts("device_names")}
+    return known.get(device.title, device.title)
+
+
+def _origin() -> str:
+    return f"torch {torch.__version__}, {_processor()}, Python {platform.python_version()}"
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass  # not every system has it; the architecture will do
+    return platform.machine()

@@ -1,0 +1,109 @@
+"""What compute takes: products by size and dtype, and the bandwidth of device memory.
+
+[Note: a product as training has it] One product of a linear layer and the two of its backward, with weights that are
+not in a cache, since a pass reads every weight once. Rows are a quarter of the inner extent: an n x n weight and n/4
+rows are n**3 / 2 flops. The sizes on the axis are flops of one product.
+
+[Note: the operators between products] Activation functions, norms, sums and softmax: what a block of a transformer
+does besides products, forward, forward again (checkpointing) and backward. They are timed together, against the bytes
+that they read and write as a capture counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import cycle
+
+import torch
+from torch.nn import functional
+
+from executor.calibration.bench import Bench
+from executor.calibration.device import Device
+from executor.live_bytes import LiveStorages
+
+__all__ = ["between_products", "matmul_rates", "memory_rate", "memory_rates", "product"]
+
+_EXTENTS = {"virtual": (64, 128, 256, 512, 1024, 1536, 2048), "cuda": (256, 512, 1024, 2048, 4096, 8192, 12288)}
+_LAYER_ROWS = {"virtual": (8, 32, 128, 512), "cuda": (64, 512, 4096, 16384)}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_COLD_BYTES = 96 << 20  # more than the last cache of a CPU or GPU holds of it
+_MOST_WEIGHTS = 64
+_MOST_INPUTS = 8
+_WIDTH = 1024
+_COPY_BYTES = {"virtual": 64 << 20, "cuda": 512 << 20}
+
+
+def product(device: Device, n: int, dtype: torch.dtype) -> tuple[int, Callable[[], object]]:
+    """(flops of one product, an action that does one and the two of its backward); [Note: a product as training has
+    it]."""
+    rows = max(1, n // 4)
+    count = max(1, min(_MOST_WEIGHTS, _COLD_BYTES // (n * n * dtype.itemsize)))
+    weights = cycle([torch.full((n, n), 0.5 / n, dtype=dtype, device=device.device) for _ in range(count)])
+    x = torch.full((rows, n), 0.5, dtype=dtype, device=device.device)
+
+    def action() -> None:
+        weight = next(weights)
+        y = torch.mm(x, weight)
+        torch.mm(y, weight.t())
+        torch.mm(x.t(), y)
+
+    return 2 * rows * n * n, action
+
+
+def matmul_rates(device: Device, bench: Bench) -> dict[str, tuple[tuple[float, float], ...]]:
+    """dtype -> ((flops of one product, flops/s), ...), ascending. A dtype that is emulated ends early."""
+    table: dict[str, tuple[tuple[float, float], ...]] = {}
+    with device.using():
+        for dtype in device.dtypes:
+            points = dict(product(device, n, _DTYPES[dtype]) for n in _EXTENTS[device.kind])
+            seconds = bench.medians(points, device.timed, longest_s=0.25)
+            table[dtype] = tuple((float(flops), 3 * flops / s) for flops, s in seconds.items())
+    return table
+
+
+def between_products(device: Device, rows: int) -> tuple[int, Callable[[], object]]:
+    """(bytes that its operators read and write, an action): [Note: the operators between products] of one block on
+    [rows, 1024] fp32, four times as wide for the activation function. The bytes are counted as a capture counts
+    them."""
+    generator = torch.Generator().manual_seed(0)
+    count = max(1, min(_MOST_INPUTS, _COLD_BYTES // (rows * 5 * _WIDTH * 4)))
+    inputs = cycle(
+        [
+            [torch.randn(rows, width, generator=generator).to(device.device) for width in (_WIDTH, 4 * _WIDTH)]
+            for _ in range(count)
+        ]
+    )
+
+    def forward(x: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+        y = x + functional.layer_norm(x, (_WIDTH,))
+        gelu = 0.5 * wide * (1.0 + torch.tanh(0.8 * (wide + 0.045 * torch.pow(wide, 3.0))))  # as models write it out
+        return torch.log_softmax(y, dim=-1).sum() + gelu.sum()
+
+    def action() -> None:
+        x, wide = next(inputs)
+        with torch.no_grad():
+            forward(x, wide)
+        forward(x.detach().requires_grad_(), wide.detach().requires_grad_()).backward()  # type: ignore[no-untyped-call]
+
+    counted = LiveStorages([])
+    with counted:
+        action()
+    return counted.bytes_read + counted.bytes_written, action
+
+
+def memory_rates(device: Device, bench: Bench) -> tuple[tuple[float, float], ...]:
+    """((bytes moved by the operators of a moment, bytes/s), ...), ascending."""
+    with device.using():
+        points = dict(between_products(device, rows) for rows in _LAYER_ROWS[device.kind])
+        seconds = bench.medians(points, device.timed)
+    return tuple((float(size), size / s) for size, s in seconds.items())
+
+
+def memory_rate(device: Device, bench: Bench) -> float:
+    """Bytes/s that a copy inside device memory reads and writes together."""
+    size = min(_COPY_BYTES[device.kind], bench.effort.memory_bytes // 2)
+    source = torch.ones(size, dtype=torch.uint8, device=device.device)
+    target = torch.empty_like(source)
+    with device.using():
+        seconds = bench.medians({size: lambda: target.copy_(source)}, device.timed)
+    return 2 * size / seconds[size]

@@ -1,0 +1,255 @@
+"""The one interface between the measurements and the hardware, for the virtual accelerator and for CUDA.
+
+Copies go through an executor `Backend`, so what is timed is what a run does. `VirtualDevice` is tested everywhere;
+`CudaDevice` needs a GPU: streams of its own for each direction, pinned host slabs, seconds from CUDA events.
+"""
+
+from __future__ import annotations
+
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+import torch
+
+from executor.backend import Backend, VirtualBackend, keep_freed_pages
+from pstar_sim.core.step import Queue
+from pstar_sim.errors import PlanError
+
+__all__ = ["CudaBackend", "CudaDevice", "Device", "VirtualDevice", "open_device"]
+
+
+class Device(Protocol):
+    """An accelerator to be measured.
+
+    kind: "virtual" or "cuda". title: what it is called. device: where torch puts its tensors. dtypes: working dtypes it
+    multiplies in. compute_threads: CPU threads its compute takes (None: none to speak of). adam_threads: CPU threads
+    the executor gives to Adam beside it.
+    """
+
+    kind: str
+    title: str
+    device: torch.device
+    dtypes: tuple[str, ...]
+    backend: Backend
+    compute_threads: int | None
+    adam_threads: int
+
+    def timed(self, action: Callable[[], object], queue: Queue = Queue.COMPUTE) -> float:
+        """Run the action to its end on `queue` and return its seconds."""
+        ...
+
+    def finish(self, queue: Queue) -> None:
+        """Return when everything issued on the queue has happened."""
+        ...
+
+    def pageable(self, size_bytes: int) -> torch.Tensor | None:
+        """uint8 host memory that is not pinned; None where pinning means nothing."""
+        ...
+
+    def memory(self) -> tuple[int, int] | None:
+        """(bytes it has, bytes free for this process); None where it has no memory of its own."""
+        ...
+
+    def using(self) -> AbstractContextManager[None]:
+        """Context in which compute runs as it does in training (threads)."""
+        ...
+
+    def work_clock(self) -> Callable[[], float]:
+        """What to read the seconds of work in a thread from, when other threads work beside it."""
+        ...
+
+    def taken_by_others(self) -> float:
+        """Share of the time spent in `timed` that this process did not get, from 0 to 1."""
+        ...
+
+
+class VirtualDevice:
+    """The virtual accelerator: copies are memory copies, compute runs on one thread, Adam on one other.
+
+    [Note: CPU seconds] Each of these works in the thread that is timed, so seconds are that thread's CPU seconds: what
+    it takes on a machine that nobody else uses. Wall time would put what others did meanwhile into the figures.
+    """
+
+    kind = "virtual"
+    dtypes: tuple[str, ...] = ("fp32", "bf16")
+    compute_threads: int | None = 1
+    adam_threads = 1
+
+    def __init__(
+        self,
+        *,
+        backend: Backend | None = None,
+        clock: Callable[[], float] = time.thread_time,
+        wall_clock: Callable[[], float] = time.perf_counter,
+        cores: int = 2,
+    ) -> None:
+        self.title = f"virtual accelerator on {platform.machine()}"
+        self.device = torch.device("cpu")
+        self.backend = backend or VirtualBackend()
+        self._clock, self._wall_clock = clock, wall_clock
+        self._cores = cores
+        self._taken = [0.0, 0.0]  # CPU and wall seconds
+        keep_freed_pages()
+
+    def timed(self, action: Callable[[], object], queue: Queue = Queue.COMPUTE) -> float:
+        wall_s, start_s = self._wall_clock(), self._clock()
+        action()
+        self.finish(queue)
+        took_s = self._clock() - start_s
+        self._taken[0] += took_s
+        self._taken[1] += self._wall_clock() - wall_s
+        return took_s
+
+    def finish(self, queue: Queue) -> None:
+        self.backend.fence(queue)
+
+    def pageable(self, size_bytes: int) -> torch.Tensor | None:
+        return None
+
+    def memory(self) -> tuple[int, int] | None:
+        return None
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        with torch_threads(1):
+            yield
+
+    def work_clock(self) -> Callable[[], float]:
+        return self._clock if self._cores > 1 else self._wall_clock  # two on one core do slow each other down
+
+    def taken_by_others(self) -> float:
+        cpu_s, wall_s = self._taken
+        return max(0.0, 1 - cpu_s / wall_s) if wall_s > 0 else 0.0
+
+
+class CudaBackend:
+    """Copies over the real link: pinned slabs, a persistent stream a direction, non-blocking copies, counted.
+
+    A copy waits on the device for what its thread's current stream has done so far; `fence` blocks the host. Only what
+    calibration needs: it runs no plan.
+    """
+
+    name = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._streams = {
+            queue: torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            for queue in (Queue.H2D, Queue.D2H)
+        }
+        self._lock = threading.Lock()
+        self._copied = {Queue.H2D: 0, Queue.D2H: 0}
+
+    def stream(self, queue: Queue) -> torch.cuda.Stream:
+        return self._streams.get(queue) or torch.cuda.current_stream(self.device)
+
+    def host_slab(self, size_bytes: int) -> torch.Tensor:
+        slab = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        return slab.zero_()  # every page is there before anything is timed
+
+    def gpu_payload(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        payload = torch.empty(numel, dtype=dtype, device=self.device)
+        payload.untyped_storage().resize_(0)
+        return payload
+
+    def take(self, payload: torch.Tensor) -> None:
+        payload.untyped_storage().resize_(payload.numel() * payload.element_size())
+
+    def give(self, payload: torch.Tensor) -> None:
+        payload.untyped_storage().resize_(0)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
+        with torch.cuda.stream(self._streams[direction]):
+            target.copy_(source, non_blocking=True)
+        with self._lock:
+            self._copied[direction] += target.numel() * target.element_size()
+
+    def fence(self, queue: Queue) -> None:
+        self.stream(queue).synchronize()
+
+    def enter_thread(self) -> None:
+        torch.cuda.set_device(self.device)
+
+    @property
+    def copied_bytes(self) -> dict[str, int]:
+        with self._lock:
+            return {queue.value: size for queue, size in self._copied.items()}
+
+
+class CudaDevice:
+    """One CUDA device. fp32 products are taken at torch's current precision setting (no TF32 unless it was allowed)."""
+
+    kind = "cuda"
+    compute_threads: int | None = None
+
+    def __init__(self, index: int = 0) -> None:
+        if not torch.cuda.is_available():
+            raise PlanError("device 'cuda' is not there: torch finds no CUDA device; use --device virtual")
+        self.device = torch.device("cuda", index)
+        torch.cuda.set_device(self.device)
+        self.title = torch.cuda.get_device_name(self.device)
+        self.dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16") if torch.cuda.is_bf16_supported() else ("fp32", "fp16")
+        self.adam_threads = torch.get_num_threads()
+        self._cuda = CudaBackend(self.device)
+        self.backend: Backend = self._cuda
+
+    def timed(self, action: Callable[[], object], queue: Queue = Queue.COMPUTE) -> float:
+        """Seconds between two events around the action on the queue's stream."""
+        stream = self._cuda.stream(queue)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record(stream)
+        action()
+        end.record(stream)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def finish(self, queue: Queue) -> None:
+        self.backend.fence(queue)
+
+    def pageable(self, size_bytes: int) -> torch.Tensor | None:
+        return torch.zeros(size_bytes, dtype=torch.uint8)
+
+    def memory(self) -> tuple[int, int] | None:
+        free, total = torch.cuda.mem_get_info(self.device)
+        return int(total), int(free) + int(torch.cuda.memory_reserved(self.device))
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        torch.cuda.synchronize(self.device)
+        yield
+        torch.cuda.synchronize(self.device)
+
+    def work_clock(self) -> Callable[[], float]:
+        return time.perf_counter
+
+    def taken_by_others(self) -> float:
+        return 0.0
+
+
+def open_device(name: str, *, cores: int = 2) -> Device:
+    """The device of that name; "auto": CUDA where there is one. cores: that the process may run on.
+
+    Raises PlanError for one that is not there.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "virtual"
+    if name == "cuda":
+        return CudaDevice()
+    if name == "virtual":
+        return VirtualDevice(cores=cores)
+    raise PlanError(f"device {name!r} is not known; use auto, virtual or cuda")
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """torch's CPU threads of the calling thread inside; what they were afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

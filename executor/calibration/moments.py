@@ -1,0 +1,186 @@
+"""What a moment of training costs besides its products: bandwidth of its operators, and a constant a moment.
+
+[Note: seconds of a moment] seconds = constant + flops / rate of a product that large + bytes / bandwidth, where the
+bytes are what its operators read and write as a capture counts them, and what the engine does to a gradient that
+arrives (copy and norm: three times its bytes). Operators run one after another, so the terms add up. Rates of products
+are measured alone (`compute.matmul_rates`); bandwidth and constant are fitted to moments that the engine recorded of a
+small model of our own, because caches and the allocator treat operators differently inside a training step than
+alone.
+
+The engine's own part of the constant (waits between threads, bookkeeping) is not in a recorded moment. It is the
+difference between the engine and plain torch on a model of many layers too small to compute anything.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from executor.calibration.bench import Bench
+from executor.calibration.device import Device
+from executor.optimizer import AdamW
+from executor.prepare import prepare
+from executor.record import record
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Settings
+from pstar_sim.cost import gradient_traffic_bytes
+from pstar_sim.policy.registry import find_policy
+
+__all__ = ["Sample", "engine_overhead_s", "fit", "recorded_samples"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One recorded moment: its flops, the bytes that it moves, its seconds."""
+
+    flops: float
+    size_bytes: float
+    seconds: float
+
+
+def fit(samples: Sequence[Sample], product_s: Callable[[float], float]) -> tuple[float, float]:
+    """(constant in s, bandwidth in bytes/s) of [Note: seconds of a moment], by least squares of relative errors.
+
+    product_s: seconds of a product of so many flops. The constant is at least 0. Raises ValueError where the samples
+    do not say what the bandwidth is (fewer than two, all of one size, or no time left for bytes).
+    """
+    # With weights 1/seconds: minimise sum of (constant a + slope b - 1 - rest c)**2, all of them over seconds.
+    rows = [(1 / s.seconds, s.size_bytes / s.seconds, 1 - product_s(s.flops) / s.seconds) for s in samples]
+    aa, ab, bb = sum(a * a for a, _, _ in rows), sum(a * b for a, b, _ in rows), sum(b * b for _, b, _ in rows)
+    ac, bc = sum(a * c for a, _, c in rows), sum(b * c for _, b, c in rows)
+    determinant = aa * bb - ab * ab
+    if len(samples) < 2 or determinant <= 1e-12 * aa * bb:
+        raise ValueError("moments of different sizes are needed to tell a bandwidth from a constant")
+    constant, slope = (ac * bb - bc * ab) / determinant, (bc * aa - ac * ab) / determinant
+    if constant < 0:
+        constant, slope = 0.0, bc / bb
+    if slope <= 0:
+        raise ValueError("the recorded moments leave no time for bytes: products alone take longer")
+    return constant, 1 / slope
+
+
+class _Block(nn.Module):
+    """A transformer's block written out, so that each operator reads and writes what it does in most models."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, rows, width = x.shape
+        parts = self.qkv(self.before(x)).view(batch, rows, 3, self.heads, width // self.heads).transpose(1, 3)
+        q, k, v = parts.unbind(2)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(batch, rows, width))
+        u = self.up(self.between(x))
+        u = 0.5 * u * (1.0 + torch.tanh(0.8 * (u + 0.045 * torch.pow(u, 3.0))))
+        out: torch.Tensor = x + self.down(u)
+        return out
+
+
+class _Reference(nn.Module):
+    def __init__(self, width: int, blocks: int, words: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.blocks = nn.Sequential(*(_Block(width, width // 64) for _ in range(blocks)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        scores = self.head(self.norm(self.blocks(self.words(ids))))
+        return functional.cross_entropy(scores.flatten(0, 1), ids.flatten())
+
+
+REFERENCE = (512, 3, 4096)
+BATCHES = ((2, 32), (2, 128))
+
+
+def recorded_samples(
+    machine: Machine, *, shape: tuple[int, int, int] = REFERENCE, batches: Sequence[tuple[int, int]] = BATCHES
+) -> list[Sample]:
+    """Moments of the reference model (width, blocks, words), as the engine records them at each (batch, sequence)."""
+    torch.manual_seed(0)
+    model = _Reference(*shape)
+    samples: list[Sample] = []
+    for batch, rows in batches:
+        ids = torch.randint(shape[2], (batch, rows), generator=torch.Generator().manual_seed(0))
+        w = record(
+            model,
+            [ids],
+            machine,
+            name="reference",
+            optimizer=AdamW(lr=1e-4, max_grad_norm=1.0),
+            loss=lambda module, one: module(one),
+            timed=5,
+        )
+        samples += [
+            Sample(m.flops, m.bytes_read + m.bytes_written + gradient_traffic_bytes(w, i), m.duration_s)
+            for i, m in enumerate(w.moments)
+            if m.duration_s
+        ]
+    return samples
+
+
+_LAYERS, _WIDTH, _ROWS = 60, 8, 4
+
+
+class _Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x).square().mean()
+        return out
+
+
+def engine_overhead_s(
+    device: Device, bench: Bench, machine: Machine, *, clock: Callable[[], float] = time.thread_time
+) -> float:
+    """Seconds that the engine adds to a moment, at least 0. machine: one that the executor runs on and that holds a few
+    kilobytes. clock: CPU seconds of the compute thread."""
+    optimizer = AdamW(lr=1e-4, max_grad_norm=1.0)
+    x = torch.ones(_ROWS, _WIDTH)
+    workload = record(
+        _Tiny(), [x], machine, name="tiny", optimizer=optimizer, loss=lambda module, one: module(one), timed=0
+    )
+    plan = find_policy("all_on_gpu")(workload, machine, Settings(update="step", clip=True))
+    seconds: dict[str, list[float]] = {"plain": [], "engine": []}
+    with device.using():
+        plain, own = _Tiny(), _Tiny()
+        prepared, stepper = prepare(own, plan, optimizer)
+        steps = {
+            "plain": _loop(plain, torch.optim.AdamW(plain.parameters(), lr=1e-4, fused=True), repeat(x)),
+            "engine": _loop(prepared, stepper, repeat(x)),
+        }
+        try:
+            for number in range(3 + 10 * bench.effort.rounds):
+                for name, step in steps.items():
+                    start_s = clock()
+                    step()
+                    if number >= 3:
+                        seconds[name].append(clock() - start_s)
+        finally:
+            stepper.session.close(restore=False)
+    extra = statistics.median(seconds["engine"]) - statistics.median(seconds["plain"])
+    return max(0.0, extra / len(plan.workload.moments))
+
+
+def _loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[torch.Tensor]) -> Callable[[], None]:
+    def step() -> None:
+        loss = model(next(batches))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step

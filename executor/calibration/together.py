@@ -1,0 +1,104 @@
+"""What things that run at once do to each other: every pair of queues alone and side by side.
+
+[Note: slow-downs] `compute_while_adam` = 1.25 says: while a CPU Adam runs, compute takes 1.25 times as long. Cores,
+caches and DRAM are behind it; none of them is modelled, the factor is what is measured. It holds for a partner that
+never pauses; the cost model scales it by how much of the time its copies move bytes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
+
+from executor.calibration.bench import Bench
+
+__all__ = ["Ended", "pace", "slowdowns", "watch"]
+
+Action = Callable[[], object]
+Ended = tuple[float, float]
+"""(when an action ended, what it took), both in seconds."""
+
+
+def pace(rows: Sequence[Ended], begin_s: float, end_s: float) -> float:
+    """Median seconds of the actions that ended inside the window. Raises ValueError if fewer than two did."""
+    inside = [took_s for at_s, took_s in rows if begin_s <= at_s <= end_s]
+    if len(inside) < 2:
+        raise ValueError(f"{len(inside)} actions ended within {end_s - begin_s:.3g} s; watch for longer")
+    return statistics.median(inside)
+
+
+def watch(
+    actions: Mapping[str, Action],
+    window_s: float,
+    *,
+    enter: Callable[[], object] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+    work_clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
+    """Seconds of one action of each kind while all of them run over and over, a thread each.
+
+    The window begins when each has ended twice and lasts `window_s`, longer if one has not ended four times by then.
+    enter: called first in each thread. work_clock: what an action's seconds are read from, in its own thread.
+    """
+    ended: dict[str, list[Ended]] = {name: [] for name in actions}
+    failures: list[BaseException] = []
+    stop = threading.Event()
+
+    def work(name: str) -> None:
+        try:
+            enter()
+            while not stop.is_set():
+                start_s = work_clock()
+                actions[name]()
+                took_s = work_clock() - start_s
+                ended[name].append((clock(), took_s))
+        except BaseException as error:  # handed to the caller's thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(name,), name=f"calibrate-{name}", daemon=True) for name in actions]
+    for thread in threads:
+        thread.start()
+    try:
+        while not failures and any(len(rows) < 2 for rows in ended.values()):
+            time.sleep(0.002)
+        begin_s = max(rows[1][0] for rows in ended.values()) if not failures else 0.0
+        while not failures:
+            late = any(sum(at_s >= begin_s for at_s, _ in rows) < 4 for rows in ended.values())
+            if clock() - begin_s >= window_s and not late:
+                break
+            time.sleep(0.005)
+        end_s = clock()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    if failures:
+        raise failures[0]
+    return {name: pace(rows, begin_s, end_s) for name, rows in ended.items()}
+
+
+def slowdowns(
+    actions: Mapping[str, Action], bench: Bench, watched: Callable[[Mapping[str, Action], float], dict[str, float]]
+) -> dict[str, float]:
+    """ "A_while_B" -> how many times as long A takes while B runs, at least 1; [Note: slow-downs].
+
+    Alone and together are watched in turns, so that a busy spell falls on both; medians over the rounds. watched: as
+    `watch`.
+    """
+    alone: dict[str, list[float]] = defaultdict(list)
+    paired: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for _ in range(bench.effort.rounds):
+        for name, action in actions.items():
+            alone[name].append(watched({name: action}, bench.effort.window_s / 2)[name])
+        for a, b in combinations(actions, 2):
+            both = watched({a: actions[a], b: actions[b]}, bench.effort.window_s)
+            paired[a, b].append(both[a])
+            paired[b, a].append(both[b])
+    return {
+        f"{a}_while_{b}": max(1.0, statistics.median(times) / statistics.median(alone[a]))
+        for (a, b), times in sorted(paired.items())
+    }

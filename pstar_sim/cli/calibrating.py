@@ -1,0 +1,119 @@
+"""`pstar calibrate`. The executor, which needs torch, is imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from pstar_sim.catalog.curves import Curve
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.cli.planning import say, say_json
+from pstar_sim.cli.running import executor_module
+from pstar_sim.errors import PstarError
+from pstar_sim.units import GB
+
+__all__ = ["calibrate"]
+
+
+def calibrate(args: argparse.Namespace) -> int:
+    if not args.output.endswith(".toml"):
+        raise PstarError(f"{args.output!r}: a machine file's name ends in .toml, by which --machine knows it")
+    measure = executor_module("calibrate").calibrate
+    with _progress(quiet=args.json) as on_part:
+        machine, found = measure(args.output, device=args.device, quick=args.quick, on_part=on_part)
+    if args.json:
+        say_json(_facts(machine, args.output, found.skipped))
+        return 0
+    from pstar_sim.report.tables import listing_table, render
+
+    say(render(listing_table(("measured", "figure", "by size"), _rows(machine))))
+    say("\n".join([f"not measured: {reason}" for reason in found.skipped] or ["everything was measured"]))
+    if found.taken_by_others > 0.1:
+        say(
+            f"other programs had {found.taken_by_others:.0%} of the processor time meanwhile; measure again when the "
+            "machine is idle"
+        )
+    say(f"{args.output}: use it with --machine {args.output}")
+    return 0
+
+
+def _rows(machine: Machine) -> list[tuple[str, str, str]]:
+    gpu, link, host = machine.gpu, machine.link, machine.host
+    rows = [
+        (f"products in {dtype}", f"{rate / 1e12:.4g} TFLOP/s", _span(gpu.matmul_tables.get(dtype, ()), 1e12))
+        for dtype, rate in gpu.flops_per_s.items()
+    ]
+    rows.append(("device memory", _gb(gpu.hbm_bytes_per_s), ""))
+    if gpu.operator_bytes_per_s is not None:
+        rows.append(("operators of a moment", _gb(gpu.operator_bytes_per_s), ""))
+    if gpu.launch_s is not None:
+        rows.append(("every moment", f"{gpu.launch_s * 1e6:.1f} us", ""))
+    rows.append(("host to device", _gb(link.h2d_bytes_per_s), _span(link.h2d_table, GB)))
+    rows.append(("device to host", _gb(link.d2h_bytes_per_s), _span(link.d2h_table, GB)))
+    if link.pageable_bytes_per_s is not None:
+        rows.append(("either way, not pinned", _gb(link.pageable_bytes_per_s), ""))
+    threads = ", ".join(f"{rate / 1e9:.3g} on {count:g}" for count, rate in host.adam_table)
+    rows.append(("CPU Adam", f"{host.adam_params_per_s / 1e9:.3g} Gparam/s", f"{threads} threads"))
+    rows.append(("host memory", _gb(host.dram_bytes_per_s), ""))
+    if machine.nvme is not None:
+        rows.append(("disk, read", _gb(machine.nvme.read_bytes_per_s), ""))
+        rows.append(("disk, write", _gb(machine.nvme.write_bytes_per_s), ""))
+    if machine.peer is not None:
+        rows.append((f"collectives ({machine.peer.name})", _gb(machine.peer.bytes_per_s), ""))
+    rows += [
+        (name.replace("_", " "), f"{factor:.2f} times as long", "")
+        for name, factor in sorted(machine.slowdowns.items())
+    ]
+    return rows
+
+
+def _span(curve: Curve, unit: float) -> str:
+    """The rates from the smallest size to the largest."""
+    return ", ".join(f"{rate / unit:.3g}" for _, rate in curve)
+
+
+def _gb(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / GB:.3g} GB/s"
+
+
+def _facts(machine: Machine, path: str, skipped: list[str]) -> dict[str, object]:
+    gpu, link, host = machine.gpu, machine.link, machine.host
+    return {
+        "machine": path,
+        "gpu": gpu.name,
+        "flops_per_s": dict(gpu.flops_per_s),
+        "matmul_tables": {dtype: list(curve) for dtype, curve in gpu.matmul_tables.items()},
+        "memory_bytes_per_s": gpu.hbm_bytes_per_s,
+        "operator_bytes_per_s": gpu.operator_bytes_per_s,
+        "moment_s": gpu.launch_s,
+        "h2d_bytes_per_s": link.h2d_bytes_per_s,
+        "d2h_bytes_per_s": link.d2h_bytes_per_s,
+        "h2d_table": list(link.h2d_table),
+        "d2h_table": list(link.d2h_table),
+        "pageable_bytes_per_s": link.pageable_bytes_per_s,
+        "adam_params_per_s": host.adam_params_per_s,
+        "adam_table": list(host.adam_table),
+        "dram_bytes_per_s": host.dram_bytes_per_s,
+        "disk_read_bytes_per_s": None if machine.nvme is None else machine.nvme.read_bytes_per_s,
+        "disk_write_bytes_per_s": None if machine.nvme is None else machine.nvme.write_bytes_per_s,
+        "collectives_bytes_per_s": None if machine.peer is None else machine.peer.bytes_per_s,
+        "slowdowns": dict(machine.slowdowns),
+        "not_measured": skipped,
+    }
+
+
+@contextmanager
+def _progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar on stderr, a step a measurement; none if quiet."""
+    if quiet:
+        yield lambda name, number, count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda name, number, count: bar.update(task, description=name, completed=number, total=count)
