@@ -33,14 +33,15 @@ class Knobs:
 
     linger: room is left for gradients on their way down, which pays unless memory is very tight. lead_chunks: room that
     fetches ahead leave to urgent ones. spare_chunks: room that kept chunks leave to copies. down: order of the copies
-    to the host, "edf" (as the next forward needs them) or "fifo". stay: streamed parameters may stay over the border.
+    to the host, "edf" (as the next forward needs them) or "fifo". stay: streamed parameters may stay over the border
+    where that is no longer than this share of the iteration.
     """
 
     linger: bool = True
     lead_chunks: int = 2
     spare_chunks: int = 0
     down: str = "edf"
-    stay: bool = True
+    stay: float = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +97,10 @@ class Course:
         spare = knobs.spare_chunks * b.layout.chunk_bytes
         gaps = [gap for c in self.moving for gap in gaps_of(c, self.touched[c])]
         for c in self.moving:
-            if not uses.updated(c) or (c in self.updates and knobs.stay):
-                gaps.append(self.border(c))
+            border = self.border(c)
+            short = border.end - border.start <= knobs.stay * len(self.positions)
+            if not uses.updated(c) or (c in self.updates and short):
+                gaps.append(border)
         room = [r - a - spare for r, a in zip(self.room, reserved)]
         first = [self.touched[c][0] if c in self.touched else 0 for c in range(len(g.sizes))]
         self.kept = keep_set(g.point.eviction, gaps, g.sizes, room, first)

@@ -97,9 +97,10 @@ class Outcome:
     periods_s: list[float] = field(default_factory=list)
 
 
-def run(program: Program, *, most: int = 6, tolerance: float = 1e-6) -> Outcome:
-    """Play the program from the cut until its period and its window repeat, `most` windows at most."""
-    return _Loop(program).run(most, tolerance)
+def run(program: Program, *, most: int = 6, tolerance: float = 1e-6, limit_s: float = math.inf) -> Outcome:
+    """Play the program from the cut until its period and its window repeat, `most` windows at most. A program whose
+    second window takes more than limit_s, and no less than the first, is given up: its outcome has no window."""
+    return _Loop(program).run(most, tolerance, limit_s)
 
 
 class _Loop:
@@ -149,7 +150,7 @@ class _Loop:
                 most[q] = max(most[q], op.dram_bytes / op.seconds)
         return sum(most) > self.program.dram_bytes_per_s
 
-    def run(self, most: int, tolerance: float) -> Outcome:
+    def run(self, most: int, tolerance: float, limit_s: float) -> Outcome:
         program, ops = self.program, self.ops
         keys, queue_of, followers, independent = self.keys, self.queue_of, self.followers, self.independent
         count = len(ops)
@@ -270,6 +271,8 @@ class _Loop:
                     break
                 if at == 0 and lap > 0:
                     marks.append((now, len(log), gpu_free, host_free))
+                    if lap >= 2 and (abandoned := _too_long(marks, limit_s)) is not None:
+                        return abandoned
                     outcome = self._repeats(marks, log, tolerance, lap >= most)
                     if outcome is not None:
                         return outcome
@@ -435,3 +438,11 @@ class _Loop:
         for i in candidates:
             return Outcome(0.0, [], gpu_free, host_free, False, (i, "gpu", self.ops[i].gpu_take, gpu_free))
         raise ValueError("the program's steps wait for each other in a circle")
+
+
+def _too_long(marks: Sequence[tuple[float, int, int, int]], limit_s: float) -> Outcome | None:
+    """An outcome without a window if the last window took more than limit_s and no less than the one before."""
+    periods = [b[0] - a[0] for a, b in pairwise(marks)]
+    if periods[-1] <= limit_s or periods[-1] < periods[-2]:
+        return None
+    return Outcome(periods[-1], [], marks[-1][2], marks[-1][3], False, periods_s=periods)

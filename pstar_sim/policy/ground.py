@@ -7,14 +7,16 @@ many chunks could be pinned at most, and whether the job fits at all. Decides no
 from __future__ import annotations
 
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.emit import Builder, describe_moment
+from pstar_sim.policy.modes import ModeFacts
 from pstar_sim.policy.pins import PinFacts, most_pins
 from pstar_sim.policy.points import Point
 from pstar_sim.policy.residency import blocks_of
 from pstar_sim.units import format_bytes
-from pstar_sim.workload.workload import Workload
+from pstar_sim.workload.workload import Phase, Workload
 
 __all__ = ["Ground"]
 
@@ -26,13 +28,21 @@ class Ground:
     in each moment. touched: chunk -> blocks that need it. small_bytes: what the small chunks hold on the GPU for ever.
     """
 
-    def __init__(self, name: str, workload: Workload, machine: Machine, settings: Settings, point: Point) -> None:
+    def __init__(
+        self,
+        name: str,
+        workload: Workload,
+        machine: Machine,
+        settings: Settings,
+        point: Point,
+        layout: Layout | None = None,
+    ) -> None:
         self.name = name
         self.point = point
         self.workload = workload
         self.machine = machine
         self.settings = settings
-        self.builder = b = Builder(name, workload, machine, settings)
+        self.builder = b = Builder(name, workload, machine, settings, layout=layout)
         self.uses = uses = b.uses
         self.cost = b.cost
         self.several = workload.micro_batches > 1
@@ -113,6 +123,29 @@ class Ground:
         )
 
     # Room.
+    def mode_facts(self) -> ModeFacts:
+        """What the roofline over pinned and streamed chunks needs to know."""
+        b, w, link = self.builder, self.workload, self.cost.link
+        lists = (*(("grad32",) if self.several else ()), *b.layout.state_lists)
+        states = [sum(b.payload(c, name) for name in lists) for c in self.candidates]
+        last = w.micro_batches - 1
+        turn = next(
+            (i for i, m in enumerate(w.moments) if m.micro_batch == last and m.phase is not Phase.FWD), len(w.moments)
+        )
+        largest = max((self.sizes[c] for c in self.candidates), default=0)
+        return ModeFacts(
+            pins=self.pin_facts(),
+            states_bytes=states,
+            h2d_bytes_per_s=link.h2d_bytes_per_s,
+            d2h_bytes_per_s=link.d2h_bytes_per_s,
+            dram_bytes_per_s=self.machine.host.dram_bytes_per_s,
+            duplex=link.duplex,
+            dram_adam_bytes=[self.cost.cpu_adam_bytes(c) for c in self.candidates],
+            passing_bytes=max(states, default=0) + largest,
+            last_room_bytes=self.machine.gpu_budget_bytes - self.small_bytes - self.tide[-1],
+            turn_s=sum(self.cost.moments_s[:turn]),
+        )
+
     def gradients(self, n: int, pinned: frozenset[int] = frozenset()) -> int:
         """Bytes of the gradient lists that block n needs, of chunks that are not pinned."""
         return sum(size for c, size in self.gradient_lists[n] if c not in pinned)

@@ -6,6 +6,7 @@ down and updates chunks in the order in which the next forward needs them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from pstar_sim.core.step import Kind, Queue
@@ -16,7 +17,7 @@ from pstar_sim.policy.ground import Ground
 from pstar_sim.policy.residency import gaps_of
 from pstar_sim.policy.rules import adam_key, adam_waits_for_backward, fetch_floors
 
-__all__ = ["Attempt", "What", "attempt"]
+__all__ = ["Attempt", "What", "attempt", "play"]
 
 
 @dataclass(slots=True)
@@ -59,10 +60,15 @@ class Attempt:
 
 def attempt(ground: Ground, modes: Modes, knobs: Knobs | None = None) -> Attempt:
     """The program for these modes, and how it plays. Its outcome is stuck where a step never finds room."""
-    weaver = _Weaver(Course(ground, modes, knobs or Knobs()))
+    return play(Course(ground, modes, knobs or Knobs()))
+
+
+def play(course: Course, *, limit_s: float = math.inf) -> Attempt:
+    """As `attempt`, of a course that is laid out already. limit_s: see `event_loop.run`."""
+    weaver = _Weaver(course)
     program = weaver.weave()
     fetched = sum(op.gpu_take for op in program.ops if op.queue is Queue.H2D)
-    return Attempt(weaver.course, program, weaver.what, run(program), fetched)
+    return Attempt(course, program, weaver.what, run(program, limit_s=limit_s), fetched)
 
 
 _After = tuple[tuple[int, int], ...]

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+import numpy as np
+
 from pstar_sim.core.layout import Layout
 from pstar_sim.workload.workload import Workload
 
@@ -176,22 +178,30 @@ def belady(gaps: Sequence[Gap], sizes: Sequence[int], room: Sequence[int]) -> se
             if gap.end > length:
                 for early in range(gap.end - length):
                     wrapped[early] -= sizes[gap.chunk]
-    kept = [gap for gap in gaps if gap not in gone]
-    left = list(room)
-    for gap in kept:
-        for t in range(gap.start + 1, gap.end):
-            left[t % length] -= sizes[gap.chunk]
+    left = np.array((*room, *room), dtype=np.int64)  # twice: gaps may pass the end
+
+    def book(gap: Gap, size: int) -> None:
+        """Take `size` bytes of the room for the whole gap; both copies of a point are the same point."""
+        low, high = gap.start + 1, gap.end
+        left[low:high] -= size
+        left[low + length : min(high + length, 2 * length)] -= size
+        left[max(0, low - length) : max(0, high - length)] -= size
+
+    over_border: list[Gap] = []
+    for gap in gaps:
+        if gap not in gone:
+            book(gap, sizes[gap.chunk])
+            if gap.end > length:
+                over_border.append(gap)
     # Gaps over the border that do not fit at the beginning (where they were not on the heap yet) go first.
-    for gap in sorted((g for g in kept if g.end > length), key=lambda g: -g.end):
-        if min((left[t % length] for t in range(gap.start + 1, gap.end)), default=0) < 0:
-            for t in range(gap.start + 1, gap.end):
-                left[t % length] += sizes[gap.chunk]
+    for gap in sorted(over_border, key=lambda g: -g.end):
+        if left[gap.start + 1 : gap.end].min(initial=0) < 0:
+            book(gap, -sizes[gap.chunk])
             gone.add(gap)
             dropped.append(gap)
     for gap in sorted(dropped, key=lambda g: (g.end - g.start, g)):
-        span = range(gap.start + 1, gap.end)
-        if min((left[t % length] for t in span), default=0) >= sizes[gap.chunk]:
-            for t in span:
-                left[t % length] -= sizes[gap.chunk]
+        span = left[gap.start + 1 : gap.end]
+        if span.size and span.min() >= sizes[gap.chunk]:
+            book(gap, sizes[gap.chunk])
             gone.discard(gap)
     return {gap for gap in gaps if gap not in gone}

@@ -1,0 +1,157 @@
+"""How many chunks should be pinned and how many streamed: a roofline over both numbers, and which chunks these are.
+
+[Note: the roofline] Let x be the share of the chunks (by parameters) that are pinned, z the share that is streamed, the
+rest updated on the CPU. All three are spread evenly through the layers, so of every window's updates ([Note: update
+windows] in pins.py) the CPU does the share 1 - x - z. One iteration takes at least: the compute queue's work and its
+Adam steps; CPU Adam in its windows and in all; what crosses the link each way, the states of streamed chunks once up
+and once down, and what cannot be kept between forward and backward again; on a half-duplex link both ways together;
+what crosses host DRAM. From the turn of the last micro-batch on, what its backward pass needs and what is not on the
+GPU by then has to come up. Behind a barrier streamed chunks are all updated before the next forward: what of their
+states did not fit on the GPU by then arrives while it waits. It ranks numbers of chunks and proves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pstar_sim.policy.pins import PinFacts
+
+__all__ = ["ModeFacts", "Roofline", "interleave", "roofline"]
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModeFacts:
+    """pins: what the closed form for pins knows, chunks in order of first use. states_bytes: per chunk, what comes up
+    for its update and goes down after it. h2d, d2h, dram: bytes per second. dram_adam_bytes: DRAM traffic of one CPU
+    update and of all its accumulations, per chunk. passing_bytes: GPU room that streaming one chunk takes, own use
+    and copies. last_room_bytes: room at the last moment, nothing pinned. turn_s: when the last backward pass begins."""
+
+    pins: PinFacts
+    states_bytes: Sequence[int]
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    dram_bytes_per_s: float
+    duplex: bool
+    dram_adam_bytes: Sequence[int]
+    passing_bytes: int
+    last_room_bytes: int
+    turn_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """seconds: for each number of pinned chunks and each streamed share of the others. mean_s: mean of the terms of which
+    that is the largest. floor_s: without the windows, which depend on where the modes lie, but that of the last chunk,
+    and with streamed parameters that need not come up again. Shapes (len(pins), len(shares))."""
+
+    seconds: Array
+    mean_s: Array
+    floor_s: Array
+
+
+def roofline(facts: ModeFacts, pins: Sequence[int], shares: Sequence[float]) -> Roofline:
+    """[Note: the roofline]"""
+    f = facts.pins
+    total_s = float(np.sum(f.moments_s))
+    working, pinned = np.asarray(f.working_bytes, float), np.asarray(f.pinned_bytes, float)
+    everything = max(1.0, float(working.sum()))
+    held = np.concatenate(([0.0], np.cumsum(working))) / everything
+    x = held[np.asarray(pins, dtype=int)][:, None]
+    z = (1 - x) * np.asarray(shares, dtype=float)[None, :]
+    cpu = 1 - x - z
+    gpu_adam, adam = float(np.sum(f.gpu_adam_s)), float(np.sum(f.adam_s))
+    add = float(np.sum(f.add_s))
+    up, down = float(np.sum(f.up_s)), float(np.sum(f.down_s))
+    states = float(np.sum(facts.states_bytes))
+    states_up, states_down = states / facts.h2d_bytes_per_s, states / facts.d2h_bytes_per_s
+    # Copies up: each unpinned chunk once, and again over every gap it cannot be kept.
+    passing = np.where(z > 0, float(facts.passing_bytes), 0.0)
+    left = np.maximum(0.0, f.room_bytes - x * pinned.sum() - passing)
+    again = np.maximum(0.0, (1 - x) * everything - left) * f.gaps / everything * up
+    h2d = (1 - x) * up + z * states_up + again
+    backward = facts.turn_s + np.maximum(0.0, (1 - x) * everything + z * states - left) / facts.h2d_bytes_per_s
+    d2h = (1 - x) * down + z * states_down
+    traffic = h2d * facts.h2d_bytes_per_s + d2h * facts.d2h_bytes_per_s + cpu * float(np.sum(facts.dram_adam_bytes))
+    wait = np.zeros_like(z)
+    if f.barrier:
+        beside = np.maximum(0.0, facts.last_room_bytes - x * pinned.sum() - (1 - x) * everything)
+        wait = np.maximum(0.0, (z * states - beside) / facts.h2d_bytes_per_s - z * gpu_adam)
+    terms = [total_s + (x + z) * gpu_adam + wait, cpu * adam + (1 - x) * add, traffic / facts.dram_bytes_per_s]
+    terms += [d2h] if facts.duplex else []
+    if not f.barrier:
+        terms.append(backward)
+    windows = _windows(facts)
+    last = [np.where(cpu > 1e-9, span + cpu * adams + copies, 0.0) for span, adams, copies in windows[-1:]]
+    least_up = h2d - z * up
+    floor = np.stack(np.broadcast_arrays(*terms, *last, least_up if facts.duplex else least_up + d2h))
+    window = np.zeros_like(z)
+    for span, adams, copies in windows:
+        np.maximum(window, np.where(cpu > 1e-9, span + cpu * adams + copies, 0.0), out=window)
+    terms += [window, h2d if facts.duplex else h2d + d2h]
+    table = np.stack(np.broadcast_arrays(*terms))
+    return Roofline(np.asarray(table.max(axis=0)), np.asarray(table.mean(axis=0)), np.asarray(floor.max(axis=0)))
+
+
+def _windows(facts: ModeFacts) -> list[tuple[float, float, float]]:
+    """(span, CPU Adam inside if all were updated on the CPU, copies) of the windows that can bind: those on the upper
+    envelope of span + share * Adam, and at the end that of the last chunk."""
+    f = facts.pins
+    clock = np.concatenate(([0.0], np.cumsum(f.moments_s)))
+    first, final = np.asarray(f.first), np.asarray(f.final)
+    if not len(first):
+        return []
+    adam, down, up = np.asarray(f.adam_s), np.asarray(f.down_s), np.asarray(f.up_s)
+    inside = first[None, :] <= first[:, None]
+    if f.barrier:
+        span = float(clock[-1]) - clock[first]
+    else:
+        inside &= final[None, :] >= final[:, None]
+        span = np.maximum(0.0, clock[final + 1] - clock[first])
+    adams = inside @ adam
+    copies = up + (0.0 if f.barrier else down)
+    value = span + copies
+    chosen: set[int] = {int(np.argmax(value + share * adams)) for share in np.linspace(0.0, 1.0, 33)}
+    chosen.add(len(first) - 1)
+    return [(float(span[j]), float(adams[j]), float(copies[j])) for j in sorted(chosen)]
+
+
+def interleave(
+    order: Sequence[int], sizes: Sequence[int], pins: int, streams: int, head: int = 0, front: int = 0
+) -> tuple[list[int], list[int]]:
+    """(pinned, streamed) chunks of `order`: the first `front` are streamed, the next `head` pinned, and of the rest so
+    many that there are `pins` and `streams` in all, spread evenly by error diffusion, weighted by bytes, so that any
+    run of layers has its share.
+
+    sizes: bytes by chunk. The numbers are met as closely as unequal sizes allow, never exceeded.
+    """
+    front = min(front, streams, len(order))
+    head = min(head, pins, len(order) - front)
+    streamed, pinned = list(order[:front]), list(order[front : front + head])
+    rest = order[front + head :]
+    whole = float(sum(sizes[c] for c in rest))
+    if not whole:
+        return pinned, streamed
+    left_pin, left_stream = pins - head, streams - front
+    want_pin, want_stream = left_pin / len(rest), left_stream / len(rest)
+    owed_pin = owed_stream = 0.5 * whole / len(rest)  # bytes that should have been taken by now
+    for c in rest:
+        size = sizes[c]
+        owed_pin += want_pin * size
+        owed_stream += want_stream * size
+        may_pin = left_pin > 0 and owed_pin >= size * (1 - 1e-9)
+        may_stream = left_stream > 0 and owed_stream >= size * (1 - 1e-9)
+        if may_pin and (owed_pin >= owed_stream or not may_stream):
+            pinned.append(c)
+            owed_pin -= size
+            left_pin -= 1
+        elif may_stream:
+            streamed.append(c)
+            owed_stream -= size
+            left_stream -= 1
+    return pinned, streamed

@@ -1,0 +1,184 @@
+"""Search: how many chunks to pin, how many to stream, and the knobs around them, each choice played by the event loop.
+
+It begins where the roofline (modes.py) and the closed form for pins alone (pins.py) say, and goes from the best of
+these downhill, one thing at a time, until it is as good as the roofline or its effort is used up. The effort is counted
+in ops played, not in seconds: equal arguments give equal plans.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pstar_sim.errors import DoesNotFit
+from pstar_sim.policy.course import Course, Knobs, Modes
+from pstar_sim.policy.ground import Ground
+from pstar_sim.policy.modes import interleave, roofline
+from pstar_sim.policy.pins import iteration_bounds
+from pstar_sim.policy.program import Attempt, play
+
+__all__ = ["Choice", "Search"]
+
+GOOD_ENOUGH = 3e-4  # relative distance from the floor of the roofline at which nothing more is tried
+BETTER = 1e-5  # relative gain that counts
+HOPELESS = 1.003  # an attempt that is so much slower than the best one is not played to its end
+CALM = 0.02  # weight of the mean of the roofline's terms: of equal maxima the one with slack elsewhere
+USUAL = Knobs()
+TURNS: tuple[Mapping[str, object], ...] = (
+    {"stay": 0.0},
+    {"stay": 1.0},
+    {"spare_chunks": 2},
+    {"down": "fifo"},
+    {"linger": False},
+    {"lead_chunks": 1},
+    {"lead_chunks": 4},
+    {"spare_chunks": 0},
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """pins, streams: numbers of chunks. head: so many of the pins are the chunks used first. front: so many of the
+    streams are, before these."""
+
+    pins: int
+    streams: int
+    head: int
+    front: int = 0
+    knobs: Knobs = USUAL
+
+
+class Search:
+    """tried: choice -> what came of it, None where it does not fit. effort_ops: ops that may still be played."""
+
+    def __init__(self, ground: Ground, effort_ops: int) -> None:
+        self.ground = ground
+        self.effort_ops = effort_ops
+        self.tried: dict[Choice, Attempt | None] = {}
+        self._seen: dict[tuple[Modes, Knobs], Attempt | None] = {}
+        self.best: tuple[float, Choice, Attempt] | None = None
+        self.reason: DoesNotFit | None = None  # why the first choice that did not fit did not
+        self.count = len(ground.candidates)
+        self.facts = ground.mode_facts()
+        self.first_fit = ground.most_pins()
+        asked = ground.point.pins
+        self.most = self._most() if not isinstance(asked, int) else min(asked, self._most())
+        self.fewest = self.most if isinstance(asked, int) else 0
+        pins = np.arange(self.fewest, self.most + 1)
+        shares = np.linspace(0.0, 1.0, self.count + 1) if ground.point.streams else np.zeros(1)
+        roof = roofline(self.facts, pins.tolist(), shares.tolist())
+        row, column = np.unravel_index(int(np.argmin(roof.seconds + CALM * roof.mean_s)), roof.seconds.shape)
+        self.roofline_s = float(roof.seconds.min())
+        self.floor_s = float(roof.floor_s.min())
+        self.start = (int(pins[row]), round(float(shares[column]) * (self.count - int(pins[row]))))
+
+    def _most(self) -> int:
+        """The most chunks of the usual size that could be pinned anywhere."""
+        pinned = self.facts.pins.pinned_bytes
+        if not pinned:
+            return 0
+        room = self.facts.pins.room_bytes
+        usual = sorted(pinned)[len(pinned) // 2]
+        return max(self.first_fit, min(self.count, room // usual))
+
+    @property
+    def good_enough(self) -> bool:
+        return self.best is not None and self.best[0] <= self.floor_s * (1 + GOOD_ENOUGH)
+
+    def try_one(self, choice: Choice) -> bool:
+        """Whether the choice is better than what was found so far."""
+        if choice in self.tried or not (self.fewest <= choice.pins <= self.most):
+            return False
+        if choice.streams < 0 or choice.pins + choice.streams > self.count or self.effort_ops <= 0:
+            return False
+        found = self.tried[choice] = self._play(choice)
+        if found is None or (self.best is not None and found.iteration_s > self.best[0] * (1 - BETTER)):
+            return False
+        self.best = (found.iteration_s, choice, found)
+        return True
+
+    def _play(self, choice: Choice) -> Attempt | None:
+        g = self.ground
+        pinned, streamed = interleave(g.candidates, g.sizes, choice.pins, choice.streams, choice.head, choice.front)
+        modes = Modes(frozenset(pinned), frozenset(streamed))
+        key = (modes, choice.knobs)
+        if key not in self._seen:
+            self._seen[key] = self._fit(modes, choice.knobs)
+        return self._seen[key]
+
+    def _fit(self, modes: Modes, knobs: Knobs) -> Attempt | None:
+        try:
+            self.ground.check_host(modes.pinned)
+        except DoesNotFit as reason:
+            self.reason = self.reason or reason
+            return None
+        course = Course(self.ground, modes, knobs)
+        if course.least_room_bytes < 0:
+            return None
+        found = play(course, limit_s=self.best[0] * HOPELESS if self.best is not None else math.inf)
+        self.effort_ops -= len(found.program.ops) * (len(found.outcome.periods_s) + 1)
+        return found if found.outcome.stuck is None and found.outcome.window else None
+
+    def run(self) -> list[Attempt]:
+        """All attempts that fit, the fastest first; empty if none does."""
+        for choice in self._starts():
+            self.try_one(choice)
+        improved = True
+        while improved and self.best is not None and self.effort_ops > 0:
+            improved = False
+            for step in (8, 4, 2, 1):
+                improved |= self._descend(step)
+        found = {id(a): a for a in self.tried.values() if a is not None}
+        return sorted(found.values(), key=lambda a: (a.iteration_s, a.fetched_bytes))
+
+    def _starts(self) -> Iterator[Choice]:
+        pins, streams = self.start
+        bounds = iteration_bounds(self.facts.pins, self.first_fit)
+        alone = int(bounds.argmin())
+        yield Choice(pins=pins, streams=streams, head=min(2, pins))
+        if self.good_enough:
+            return
+        if streams:
+            yield Choice(pins=pins, streams=streams, head=0, front=min(2, streams))
+        for head in (pins // 2, pins):
+            yield Choice(pins=pins, streams=streams, head=head)
+        yield Choice(pins=alone, streams=0, head=alone)
+        if self.first_fit == self.count:
+            yield Choice(pins=self.count, streams=0, head=self.count)
+        yield Choice(pins=self.fewest, streams=0, head=0)
+
+    def _descend(self, step: int) -> bool:
+        """Whether some change by `step` (or of a knob) was better. A change that is good is made again."""
+        improved = False
+        unit = max(1, round(step * self.count / 256)) if step > 1 else 1
+        for pins, streams in ((-1, 0), (0, -1), (0, 1), (1, 0), (-1, 1), (1, -1)):
+            while self._change(pins=pins * unit, streams=streams * unit):
+                improved = True
+        for head in (-1, 1):
+            while self._change(head=head * 2 * unit):
+                improved = True
+        if step in (8, 2):
+            for knobs in TURNS:
+                improved |= self._change(knobs=knobs)
+        return improved
+
+    def _change(
+        self, pins: int = 0, streams: int = 0, head: int = 0, knobs: Mapping[str, object] | None = None
+    ) -> bool:
+        assert self.best is not None
+        now = self.best[1]
+        if self.good_enough:
+            return False
+        return self.try_one(
+            replace(
+                now,
+                pins=now.pins + pins,
+                streams=now.streams + streams,
+                head=max(0, min(now.pins + pins, now.head + head)),
+                front=min(now.front, max(0, now.streams + streams)),
+                knobs=replace(now.knobs, **(knobs or {})),  # type: ignore[arg-type]
+            )
+        )
