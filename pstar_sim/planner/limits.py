@@ -1,0 +1,287 @@
+"""Limits: the largest model and the largest batch a machine can train, by policy.
+
+Only memory is asked (memory.py), nothing is timed. [Note: an upper bound of any model] The working list and the states
+of every parameter lie somewhere: w + s bytes a parameter, on the GPUs, the hosts and the disks together. No policy fits
+a model above that, so a search begins there. The least memory a policy needs grows with depth and with batch but for
+small steps where the chunk size changes; a search by halves finds a limit L such that L fits and L + 1 does not.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from typing import TYPE_CHECKING
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.catalog.models import ModelEntry, count_params, model_entry, model_names
+from pstar_sim.core.plan import Settings
+from pstar_sim.errors import DoesNotFit, PstarError
+from pstar_sim.planner.grid import share_of_batch
+from pstar_sim.planner.memory import memory_need
+from pstar_sim.policy.registry import policies as all_policies
+from pstar_sim.workload.lora import Adapter
+from pstar_sim.workload.optimizers import optimizer_spec
+from pstar_sim.workload.presets import workload_of
+from pstar_sim.workload.workload import DTYPE_BYTES, Workload
+
+if TYPE_CHECKING:
+    import pandas
+
+__all__ = ["Limit", "Limits", "deeper", "max_batch", "max_model"]
+
+MOST_BATCH = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """One policy's limit. value: layers, or sequences a micro-batch of all ranks; 0 where not even 1 fits. params: of
+    the largest model. catalog_model: the largest of the catalog that fits, None if none does. short_of, short_bytes,
+    reason: what the next one lacks, in one place of one rank."""
+
+    policy: str
+    value: int
+    params: int | None = None
+    catalog_model: str | None = None
+    catalog_params: int | None = None
+    short_of: str | None = None
+    short_bytes: int | None = None
+    reason: str | None = None
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Limits:
+    """what: "layers" or "batch". of: the family or the model, in words. rows: one a policy, in the order asked for.
+    job: what was asked, by name."""
+
+    what: str
+    of: str
+    machine: Machine
+    settings: Settings
+    rows: tuple[Limit, ...]
+    job: Mapping[str, object] = field(default_factory=dict)
+
+    def __getitem__(self, policy: str) -> Limit:
+        return next(row for row in self.rows if row.policy == policy)
+
+    def to_json(self) -> list[dict[str, object]]:
+        return [row.to_json() for row in self.rows]
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row a policy, columns as in `Limit`."""
+        import pandas
+
+        return pandas.DataFrame(self.to_json())
+
+    def __repr__(self) -> str:
+        text: str = importlib.import_module("pstar_sim.report.capacity").limits_text(self)
+        return text
+
+
+def deeper(like: str | ModelEntry, layers: int, *, hidden: int | None = None, heads: int | None = None) -> ModelEntry:
+    """The model `like` with another number of layers; with another hidden size also its feed-forward and key-value
+    widths in proportion, and as many heads as keep their width (or `heads`).
+
+    Raises PstarError for sizes that do not go together.
+    """
+    entry = model_entry(like) if isinstance(like, str) else like
+    width = entry.hidden if hidden is None else hidden
+    if width < 1 or layers < 1:
+        raise PstarError(f"hidden = {width}, layers = {layers}: a model needs at least 1 of each")
+    if heads is None:
+        heads = entry.heads if width == entry.hidden else max(1, round(width / entry.head_dim))
+        while heads > 1 and width % heads:
+            heads -= 1
+    if heads < 1 or width % heads:
+        raise PstarError(f"hidden = {width} is not a multiple of heads = {heads}; give heads that divide it")
+    groups = entry.heads // entry.kv_heads
+    kv_heads = heads if groups == 1 else max(1, heads // groups)
+    if heads % kv_heads:
+        kv_heads = heads
+    made = replace(
+        entry,
+        name=f"{entry.family} {layers} x {width}",
+        layers=layers,
+        hidden=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=round(entry.ffn * width / entry.hidden),
+        aliases=(),
+    )
+    return replace(made, params=count_params(made))
+
+
+def max_model(
+    machine: Machine,
+    *,
+    batch: int,
+    seq: int,
+    like: str = "12B",
+    hidden: int | None = None,
+    heads: int | None = None,
+    policies: Iterable[str] | None = None,
+    settings: Settings | None = None,
+    micro_batches: int = 1,
+    dtype: str | None = None,
+    checkpointing: bool = True,
+    lora: Adapter | None = None,
+    optimizer: str = "adamw",
+    loading: str = "whole",
+    catalog: bool = True,
+) -> Limits:
+    """The deepest model of a family (`like`, or of another `hidden` size) that each policy can train on the machine,
+    and (catalog) the largest known model.
+
+    batch: sequences a micro-batch, of all ranks together. dtype: by default what the GPU has. Raises PstarError for
+    sizes that do not go together and a batch the ranks cannot share, UnknownName for names nobody knows.
+    """
+    settings = settings or Settings()
+    entry = model_entry(like)
+    share = share_of_batch(batch, machine)
+    working = dtype or next((d for d in ("bf16", "fp16") if d in machine.gpu.flops_per_s), "fp32")
+
+    def write(shape: ModelEntry) -> Workload:
+        return workload_of(
+            shape,
+            batch=share,
+            sequence=seq,
+            micro_batches=micro_batches,
+            dtype=working,
+            checkpointing=checkpointing,
+            lora=lora,
+            optimizer=optimizer,
+        )
+
+    @cache
+    def at(layers: int) -> Workload:
+        return write(deeper(entry, layers, hidden=hidden, heads=heads))
+
+    @cache
+    def known(name: str) -> Workload:
+        return write(model_entry(name))
+
+    least = DTYPE_BYTES[working] + (0 if lora else optimizer_spec(optimizer).states_bytes_per_param)
+    most_params = _all_bytes(machine) // least
+    one, two = (count_params(deeper(entry, n, hidden=hidden, heads=heads)) for n in (1, 2))
+    most_layers = max(0, (most_params - one) // (two - one) + 1)
+    names = sorted(
+        (
+            name
+            for name in (model_names() if catalog else ())
+            if model_entry(name).max_seq >= seq
+            and model_entry(name).family != "vit"
+            and model_entry(name).params <= most_params
+        ),
+        key=lambda name: -model_entry(name).params,
+    )
+    rows = []
+    for policy in all_policies() if policies is None else policies:
+        ask = _asker(policy, machine, settings, loading)
+        layers, error = _largest(lambda n, ask=ask: ask(at(n)), most_layers)  # type: ignore[misc]
+        row = _limit(policy, layers, error)
+        if layers:
+            row = replace(row, params=at(layers).params)
+        best = next((name for name in names if ask(known(name)) is None), None)
+        if best is not None:
+            row = replace(row, catalog_model=best, catalog_params=model_entry(best).params)
+        rows.append(row)
+    shape = deeper(entry, 1, hidden=hidden, heads=heads)
+    return Limits(
+        what="layers",
+        of=f"{shape.family} models of hidden size {shape.hidden}, {shape.heads} heads, sequence {seq}, batch {batch}"
+        + (f" x {micro_batches}" if micro_batches > 1 else "")
+        + f", {working}"
+        + ("" if checkpointing else ", no checkpointing")
+        + (f", LoRA r={lora.rank}" if lora else "")
+        + (f", {optimizer}" if optimizer != "adamw" else ""),
+        machine=machine,
+        settings=settings,
+        rows=tuple(rows),
+        job={"seq": seq, "batch": batch, "micro_batches": micro_batches, "dtype": working, "loading": loading},
+    )
+
+
+def max_batch(
+    machine: Machine,
+    write: Callable[[int], Workload],
+    *,
+    policies: Iterable[str] | None = None,
+    settings: Settings | None = None,
+    loading: str = "whole",
+) -> Limits:
+    """The most sequences a micro-batch (all ranks together) with which each policy can train on the machine.
+
+    write: the workload of one rank for a number of sequences a rank, such as
+    `lambda batch: ps.preset("12B", batch=batch, seq=1024)`.
+    """
+    settings = settings or Settings()
+    at = cache(write)
+    ranks = len(machine.ranks)
+    rows = []
+    for policy in all_policies() if policies is None else policies:
+        ask = _asker(policy, machine, settings, loading)
+        high = 1
+        while high < MOST_BATCH and ask(at(high)) is None:
+            high *= 2
+        value, error = _largest(lambda n, ask=ask: ask(at(n)), high)  # type: ignore[misc]
+        rows.append(_limit(policy, value * ranks, error))
+    w = at(1)
+    return Limits(
+        what="batch",
+        of=f"{w.model}, sequence {w.sequence}, {w.dtype}"
+        + (f", {w.micro_batches} micro-batches" if w.micro_batches > 1 else "")
+        + ("" if w.checkpointing else ", no checkpointing")
+        + (f", {w.notes}" if w.notes else ""),
+        machine=machine,
+        settings=settings,
+        rows=tuple(rows),
+        job={"seq": w.sequence, "micro_batches": w.micro_batches, "dtype": w.dtype, "loading": loading},
+    )
+
+
+Ask = Callable[[Workload], DoesNotFit | None]
+
+
+def _asker(policy: str, machine: Machine, settings: Settings, loading: str) -> Ask:
+    def ask(workload: Workload) -> DoesNotFit | None:
+        try:
+            memory_need(policy, workload, machine, settings, loading=loading)
+        except DoesNotFit as error:
+            return error
+        return None
+
+    return ask
+
+
+def _largest(ask: Callable[[int], DoesNotFit | None], most: int) -> tuple[int, DoesNotFit | None]:
+    """(the largest n in 0..most that fits, why n + 1 does not), by halves; `most + 1` is taken not to fit."""
+    low, high = 0, most + 1
+    errors: dict[int, DoesNotFit] = {}
+    while high - low > 1:
+        middle = (low + high) // 2
+        error = ask(middle)
+        if error is None:
+            low = middle
+        else:
+            high, errors[middle] = middle, error
+    return low, errors.get(high) or (ask(high) if high == most + 1 else None)
+
+
+def _limit(policy: str, value: int, error: DoesNotFit | None) -> Limit:
+    return Limit(
+        policy=policy,
+        value=value,
+        short_of=None if error is None else error.place,
+        short_bytes=None if error is None else error.short_bytes,
+        reason=None if error is None else str(error),
+    )
+
+
+def _all_bytes(machine: Machine) -> int:
+    """GPUs, hosts and disks of all ranks."""
+    each = machine.gpu_budget_bytes + machine.host_budget_bytes + machine.nvme_budget_bytes
+    return each * len(machine.ranks)

@@ -1,0 +1,173 @@
+"""Sensitivity: what a tenth more of each part of a machine is worth, in iteration time and in the largest model.
+
+"More RAM or a second GPU?": each part is enlarged by itself (`override`), the job planned and simulated again, and the
+depth of the largest model of the same family searched again. The answer is a difference of predictions, each by the
+fastest of the policies asked about.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.catalog.models import model_entry
+from pstar_sim.catalog.overrides import override
+from pstar_sim.core.plan import Settings
+from pstar_sim.errors import PstarError
+from pstar_sim.planner.compare import compare
+from pstar_sim.planner.limits import max_model
+from pstar_sim.workload.lora import adapter_of
+from pstar_sim.workload.workload import Workload
+
+if TYPE_CHECKING:
+    import pandas
+
+__all__ = ["PARTS", "Effect", "Sensitivity", "sensitivity"]
+
+PARTS: dict[str, tuple[str, ...]] = {
+    "GPU memory": ("gpu.memory",),
+    "GPU speed": ("gpu.flops.fp32", "gpu.flops.fp16", "gpu.flops.bf16", "gpu.hbm"),
+    "host RAM": ("host.memory",),
+    "link": ("link.h2d", "link.d2h"),
+    "DRAM bandwidth": ("host.dram",),
+    "CPU cores": ("host.cores",),
+    "peer link": ("peer.bandwidth",),
+    "network": ("network.bandwidth",),
+    "NVMe": ("nvme.read", "nvme.write"),
+}
+"""What is enlarged -> its figures. Parts that the machine does not have are left out. Cores and Adam: see overrides.py.
+The DRAM alone does not speed up Adam here: its rate is a figure of its own, of the cores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """part: None for the machine as it is. iteration_s: of the fastest policy that fits, None if none does; change: of
+    it, relative (-0.05: 5 % faster). layers, params: of the largest model of the family; more_layers against now."""
+
+    part: str | None
+    policy: str | None
+    iteration_s: float | None
+    change: float | None
+    layers: int | None
+    params: int | None
+    more_layers: int | None
+    largest_policy: str | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sensitivity:
+    """now: the machine as it is. rows: one a part."""
+
+    workload: Workload
+    machine: Machine
+    settings: Settings
+    by: float
+    now: Effect
+    rows: tuple[Effect, ...]
+
+    def to_json(self) -> list[dict[str, object]]:
+        return [asdict(row) for row in (self.now, *self.rows)]
+
+    def to_frame(self) -> pandas.DataFrame:
+        import pandas
+
+        return pandas.DataFrame(self.to_json())
+
+    def __repr__(self) -> str:
+        text: str = importlib.import_module("pstar_sim.report.capacity").sensitivity_text(self)
+        return text
+
+
+def sensitivity(
+    workload: Workload,
+    machine: Machine,
+    *,
+    policies: Sequence[str] = ("all_on_gpu", "zero_offload", "tide"),
+    settings: Settings | None = None,
+    by: float = 0.1,
+    parts: Iterable[str] | None = None,
+    largest: bool = True,
+) -> Sensitivity:
+    """by: how much more, 0.1 for a tenth. parts: of `PARTS`, by default all that the machine has. largest: also search
+    the largest model (presets only; of a trace only times are compared). Raises PstarError for a part that is none."""
+    settings = settings or Settings()
+    if not -1 < by < 100 or by == 0:
+        raise PstarError(f"by = {by:g} is no change; give a share such as 0.1")
+    names = list(PARTS if parts is None else parts)
+    for name in names:
+        if name not in PARTS:
+            raise PstarError(f"{name!r} is no part of a machine; it can be {', '.join(PARTS)}")
+    largest = largest and workload.source == "preset"
+
+    def effect(part: str | None, where: Machine, now: Effect | None) -> Effect:
+        rows = compare(workload, where, policies=policies, settings=settings, barrier_cost=False, near=False).rows
+        fitting = [row for row in rows if row.iteration_s is not None]
+        best = min(fitting, key=lambda row: row.iteration_s or 0.0, default=None)
+        deepest = _deepest(workload, where, policies, settings) if largest else None
+        seconds = None if best is None else best.iteration_s
+        change = None
+        if now is not None and now.iteration_s is not None and seconds is not None:
+            change = seconds / now.iteration_s - 1
+        layers = None if deepest is None else deepest[0]
+        return Effect(
+            part=part,
+            policy=None if best is None else best.policy,
+            iteration_s=seconds,
+            change=change,
+            layers=layers,
+            params=None if deepest is None else deepest[1],
+            more_layers=None if now is None or layers is None or now.layers is None else layers - now.layers,
+            largest_policy=None if deepest is None else deepest[2],
+        )
+
+    now = effect(None, machine, None)
+    changed = [(name, _more(machine, name, by)) for name in names]
+    if parts is not None:
+        for name, where in changed:
+            if where is None:
+                raise PstarError(f"{machine.name} has no {name} to enlarge")
+    return Sensitivity(
+        workload=workload,
+        machine=machine,
+        settings=settings,
+        by=by,
+        now=now,
+        rows=tuple(effect(name, where, now) for name, where in changed if where is not None),
+    )
+
+
+def _more(machine: Machine, part: str, by: float) -> Machine | None:
+    """The machine with more of one part; None if it has no such part."""
+    if part == "network" and machine.nodes == 1:
+        return None
+    if part == "peer link" and (machine.peer is None or machine.local_ranks == 1):
+        return None
+    if part == "NVMe" and machine.nvme is None:
+        return None
+    paths = [p for p in PARTS[part] if not p.startswith("gpu.flops") or p[10:] in machine.gpu.flops_per_s]
+    return override(machine, dict.fromkeys(paths, f"x{1 + by:.6g}"))
+
+
+def _deepest(
+    workload: Workload, machine: Machine, policies: Sequence[str], settings: Settings
+) -> tuple[int, int | None, str]:
+    """(layers, parameters, policy) of the largest model of the workload's family."""
+    limits = max_model(
+        machine,
+        batch=workload.batch * len(machine.ranks),
+        seq=workload.sequence,
+        like=model_entry(workload.model).name,
+        policies=policies,
+        settings=settings,
+        micro_batches=workload.micro_batches,
+        dtype=workload.dtype,
+        checkpointing=workload.checkpointing,
+        lora=adapter_of(workload),
+        optimizer=workload.optimizer.name,
+        catalog=False,
+    )
+    best = max(limits.rows, key=lambda row: row.value)
+    return best.value, best.params, best.policy
