@@ -630,11 +630,15 @@ class Session:
         self._warm = None if recorder is None or live is None else WarmUp(self, firings, recorder=recorder, live=live)
 
     def time_moments(
-        self, script: Sequence[tuple[set[int], int]], firings: Mapping[int, int], iteration: Callable[[], None]
+        self,
+        script: Sequence[tuple[set[int], int]],
+        firings: Mapping[int, int],
+        iteration: Callable[[], None],
+        clock: Callable[[], float] = time.perf_counter,
     ) -> list[float]:
         """Seconds of each moment of one iteration, waits left out. script: (chunks read, non-model peak) of each
         moment."""
-        warm = WarmUp(self, firings, script=script)
+        warm = WarmUp(self, firings, script=script, clock=clock)
         self._warm = warm
         try:
             iteration()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -48,6 +49,7 @@ def record(
     loss: Callable[[nn.Module, Any], torch.Tensor] = forward_loss,
     timed: int = 3,
     threads: int | None = 1,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Workload:
     """The workload of one iteration of `model` on `batches` (one a micro-batch), run for real within `machine`'s gpu
     budget.
@@ -55,7 +57,8 @@ def record(
     batch, sequence: by default the first two extents of the batch's first tensor. optimizer: as it will be given to
     `prepare` (its groups and whether it clips are part of what is recorded). loss: forward pass and loss; it is divided
     by the number of micro-batches, as the loops here do. timed: iterations whose median gives each moment's seconds, 0
-    for none. Raises DoesNotFit if what one operator reads does not fit the gpu, ModelError as capture does.
+    for none. clock: what these are read from. Raises DoesNotFit if what one operator reads does not fit the gpu,
+    ModelError as capture does.
     """
     if not batches:
         raise PlanError("record: batches is empty; give one batch for each micro-batch of an iteration")
@@ -93,7 +96,7 @@ def record(
             recorded_on=machine.name if timed else None,
         )
         if timed:
-            w = replace(w, moments=_timed(session, iteration, w, timed))
+            w = replace(w, moments=_timed(session, iteration, w, timed, clock))
     return w
 
 
@@ -138,7 +141,9 @@ def _count_once(session: Session, iteration: Callable[[], None], firings: dict[i
     return recorder
 
 
-def _timed(session: Session, iteration: Callable[[], None], w: Workload, repeats: int) -> tuple[Moment, ...]:
+def _timed(
+    session: Session, iteration: Callable[[], None], w: Workload, repeats: int, clock: Callable[[], float]
+) -> tuple[Moment, ...]:
     """The moments with their seconds: the median of `repeats` iterations, what was waited for left out."""
     chunk_of = session.plan.layout.chunk_of
     script = [({chunk_of[t] for t in reads}, m.peak_bytes) for reads, m in zip(w.reads, w.moments)]
@@ -151,7 +156,7 @@ def _timed(session: Session, iteration: Callable[[], None], w: Workload, repeats
             firings[t] = max(firings.get(t, 1), final[key])
     columns: list[list[float]] = [[] for _ in w.moments]
     for _ in range(repeats):
-        durations = session.time_moments(script, firings, iteration)
+        durations = session.time_moments(script, firings, iteration, clock)
         if len(durations) != len(w.moments):
             raise PlanError(
                 f"record: a repeated iteration had {len(durations)} moments, the first {len(w.moments)}; a model that "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from executor.hooks import Event
@@ -23,7 +23,7 @@ class WarmUp:
 
     With a recorder (and its live storages): it is told of every event and gradient first. With a script ((chunks read,
     non-model peak) of each moment): the chunks are fetched before the moment begins, and each moment's seconds without
-    that go to `durations`. firings: gradients a tensor gets in one micro-batch, where more than one.
+    that go to `durations`, read from `clock`. firings: gradients a tensor gets in one micro-batch, where more than one.
     """
 
     def __init__(
@@ -34,8 +34,10 @@ class WarmUp:
         recorder: MomentRecorder | None = None,
         live: LiveStorages | None = None,
         script: Sequence[tuple[set[int], int]] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.durations: list[float] = []
+        self._clock = clock
         self._session = session
         self._firings = firings
         self._recorder = recorder
@@ -60,12 +62,12 @@ class WarmUp:
                 session.demand.on_event(event, peak_bytes)
                 session.demand.ensure(chunks)
                 session.set_open(True)
-        self._begun_s = time.perf_counter()
+        self._begun_s = self._clock()
 
     def close(self) -> None:
         """The open moment ends now."""
         if self._begun_s is not None:
-            self.durations.append(time.perf_counter() - self._begun_s)
+            self.durations.append(self._clock() - self._begun_s)
             self._begun_s = None
 
     def gradient_is_final(self, tensor: int) -> bool:

@@ -106,9 +106,14 @@ BATCHES = ((2, 32), (2, 128))
 
 
 def recorded_samples(
-    machine: Machine, *, shape: tuple[int, int, int] = REFERENCE, batches: Sequence[tuple[int, int]] = BATCHES
+    machine: Machine,
+    *,
+    shape: tuple[int, int, int] = REFERENCE,
+    batches: Sequence[tuple[int, int]] = BATCHES,
+    clock: Callable[[], float] = time.thread_time,
 ) -> list[Sample]:
-    """Moments of the reference model (width, blocks, words), as the engine records them at each (batch, sequence)."""
+    """Moments of the reference model (width, blocks, words), as the engine records them at each (batch, sequence).
+    clock: CPU seconds of the compute thread."""
     torch.manual_seed(0)
     model = _Reference(*shape)
     samples: list[Sample] = []
@@ -122,6 +127,7 @@ def recorded_samples(
             optimizer=AdamW(lr=1e-4, max_grad_norm=1.0),
             loss=lambda module, one: module(one),
             timed=5,
+            clock=clock,
         )
         samples += [
             Sample(m.flops, m.bytes_read + m.bytes_written + gradient_traffic_bytes(w, i), m.duration_s)

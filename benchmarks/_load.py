@@ -1,0 +1,39 @@
+"""What other programs took of this machine meanwhile: the reason to measure again, found without looking at the result.
+
+Reads /proc/stat; where there is none, nothing is known and nothing is ever called busy.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+__all__ = ["Others"]
+
+_STAT = Path("/proc/stat")
+
+
+class Others:
+    """Cores that programs other than this process kept busy since the last call of `cores()`, on average."""
+
+    def __init__(self) -> None:
+        self._last = self._read()
+
+    def cores(self) -> float:
+        before, self._last = self._last, self._read()
+        (busy_s, own_s, at_s), (busy0_s, own0_s, at0_s) = self._last, before
+        if at_s <= at0_s:
+            return 0.0
+        return max(0.0, (busy_s - busy0_s - (own_s - own0_s)) / (at_s - at0_s))
+
+    def _read(self) -> tuple[float, float, float]:
+        """(busy seconds of all cores, CPU seconds of this process, wall seconds)."""
+        times = os.times()
+        own_s = times.user + times.system + times.children_user + times.children_system
+        busy_s = own_s
+        if _STAT.exists():
+            ticks = [int(word) for word in _STAT.read_text().splitlines()[0].split()[1:9]]
+            user, nice, system, _idle, _wait, irq, soft, steal = ticks
+            busy_s = (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
+        return busy_s, own_s, time.perf_counter()
