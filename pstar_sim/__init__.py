@@ -21,17 +21,20 @@ if TYPE_CHECKING:
     from pstar_sim.core.plan import Plan, Settings, load_plan
     from pstar_sim.core.timeline import Timeline, load_timeline
     from pstar_sim.errors import DoesNotFit, PstarError
+    from pstar_sim.planner.ablate import Ablation, ablate
     from pstar_sim.planner.compare import Comparison, Planned, Row, compare
     from pstar_sim.planner.compare import play_plan as play
     from pstar_sim.planner.explain import explain
     from pstar_sim.planner.fits import fits
     from pstar_sim.planner.sweep import sweep
     from pstar_sim.report.tide import plot_tide
+    from pstar_sim.report.waterfall import plot_waterfall
     from pstar_sim.workload.presets import preset
     from pstar_sim.workload.trace import load_trace
     from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
 __all__ = [
+    "Ablation",
     "Comparison",
     "DoesNotFit",
     "Machine",
@@ -42,6 +45,7 @@ __all__ = [
     "Settings",
     "Timeline",
     "Workload",
+    "ablate",
     "compare",
     "explain",
     "fits",
@@ -51,6 +55,7 @@ __all__ = [
     "machine",
     "play",
     "plot_tide",
+    "plot_waterfall",
     "preset",
     "repeat_micro_batch",
     "sweep",
@@ -59,6 +64,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _WHERE = {
+    "Ablation": "planner.ablate:Ablation",
     "Comparison": "planner.compare:Comparison",
     "DoesNotFit": "errors:DoesNotFit",
     "Machine": "catalog.machine:Machine",
@@ -69,6 +75,7 @@ _WHERE = {
     "Settings": "core.plan:Settings",
     "Timeline": "core.timeline:Timeline",
     "Workload": "workload.workload:Workload",
+    "ablate": "planner.ablate:ablate",
     "compare": "planner.compare:compare",
     "explain": "planner.explain:explain",
     "fits": "planner.fits:fits",
@@ -78,6 +85,7 @@ _WHERE = {
     "machine": "catalog.loader:load_machine",
     "play": "planner.compare:play_plan",
     "plot_tide": "report.tide:plot_tide",
+    "plot_waterfall": "report.waterfall:plot_waterfall",
     "preset": "workload.presets:preset",
     "repeat_micro_batch": "workload.workload:repeat_micro_batch",
     "sweep": "planner.sweep:sweep",

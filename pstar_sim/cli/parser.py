@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from pstar_sim.cli import parse_calibrate, parse_validate
+from pstar_sim.cli import parse_ablate, parse_calibrate, parse_validate
 from pstar_sim.cli.flags import (
     Commands,
     Parser,
@@ -199,6 +199,7 @@ def make_parser() -> argparse.ArgumentParser:
     demo.add_argument("--seed", type=natural, default=0, metavar="N", help="seed of weights and data (default: 0)")
     demo.add_argument("--steps", type=positive, default=6, metavar="N", help="iterations of training (default: 6)")
 
+    parse_ablate.add(command)
     parse_calibrate.add(command)
     parse_validate.add(command)
 

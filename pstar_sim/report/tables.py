@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pstar_sim.units import GB, format_bytes, format_s
 
@@ -12,16 +12,30 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
+    from pstar_sim.catalog.machine import Machine
+    from pstar_sim.core.plan import Settings
     from pstar_sim.planner.compare import Comparison, Row
+    from pstar_sim.workload.workload import Workload
 
 __all__ = ["comparison_table", "comparison_text", "format_percent", "heading", "listing_table", "reasons", "render"]
 
 BINDS_NAMES = {"adam": "CPU Adam", "dram": "host DRAM"}
 
 
-def heading(comparison: Comparison) -> str:
-    """What was compared, under which setting and where; of "here" also what was found and what was assumed."""
-    w, m, s = comparison.workload, comparison.machine, comparison.settings
+class Answer(Protocol):
+    """What every answer about one job on one machine carries."""
+
+    @property
+    def workload(self) -> Workload: ...
+    @property
+    def machine(self) -> Machine: ...
+    @property
+    def settings(self) -> Settings: ...
+
+
+def heading(answer: Answer) -> str:
+    """What was asked about, under which setting and where; of "here" also what was found and what was assumed."""
+    w, m, s = answer.workload, answer.machine, answer.settings
     barrier = s.barrier(w.dtype)
     parts = [
         f"{w.model}, {_params(w.params)} parameters",

@@ -1,0 +1,242 @@
+"""Ablate: what each idea is worth, from PatrickStar's schedule to a near-optimal one, one change at a time.
+
+[Note: the ladder] It begins at `patrickstar` (copies, updates and computing wait for each other). The next line is the
+plainest point of the asynchronous policies (policy/points.py): every queue goes its own way, and nothing is clever.
+Then one coordinate after the other takes its better values, down to the policy asked about. What a line gains depends
+on those above it; `without` asks the other way round: the policy asked about with one idea taken out.
+
+Where the setting itself makes Adam wait for all gradients, the barrier is no choice and has no line. Where it does not,
+the ladder drops the barrier before it lets Adam begin early, so that one line alone may gain nothing: what the barrier
+costs the best policy is in `without`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Settings
+from pstar_sim.errors import PlanError, PstarError
+from pstar_sim.planner.compare import Row, compare
+from pstar_sim.policy.options import options_of, show
+from pstar_sim.policy.registry import find_policy, policy_name
+from pstar_sim.workload.workload import Workload
+
+if TYPE_CHECKING:
+    import pandas
+
+__all__ = ["Ablation", "Line", "ablate", "ladder", "left_out"]
+
+BASE = "patrickstar"
+
+# Coordinate -> its values from the plainest to the best, each with what it means.
+_VALUES: dict[str, dict[str, str]] = {
+    "capacity": {"peak": "capacity: constant, the peak's", "tide": "capacity: each moment's own"},
+    "eviction": {"lru": "eviction: LRU", "fifo": "eviction: FIFO", "belady": "eviction: Belady"},
+    "prefetch": {"none": "prefetch: none", "1": "prefetch: one chunk", "edf": "prefetch: by deadline"},
+    "barrier": {"on": "barrier: kept", "off": "barrier: none"},
+    "adam": {
+        "after-backward": "Adam: after backward, in layer order",
+        "fifo": "Adam: as gradients arrive",
+        "edf": "Adam: by deadline",
+    },
+    "pins": {"0": "pins: none", "optimal": "pins: as many as pay"},
+    "streams": {"off": "streams: none", "on": "streams: as many as pay"},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One line of an ablation. `change` is what is different from the line above (of `without`: from the policy asked
+    about); what does not fit has a reason and no figures.
+
+    gained_s, gained_h2d_bytes, gained_d2h_bytes: what the change saves (negative: costs), None for the first line.
+    total_s: seconds saved since the first line that fits. gap: as in `compare`.
+    """
+
+    change: str
+    policy: str
+    fits: bool
+    reason: str | None = None
+    iteration_s: float | None = None
+    gained_s: float | None = None
+    total_s: float | None = None
+    h2d_bytes: int | None = None
+    d2h_bytes: int | None = None
+    gained_h2d_bytes: int | None = None
+    gained_d2h_bytes: int | None = None
+    gap: float | None = None
+    bound_by: str | None = None
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ablation:
+    """lines: the ladder, first to last; of those that fit the gains add up to the last one's total_s. without: the
+    policy asked about (`policy`) with one idea taken out, a line each, its gains against that policy (so negative
+    where the idea pays)."""
+
+    workload: Workload
+    machine: Machine
+    settings: Settings
+    policy: str
+    lines: tuple[Line, ...]
+    without: tuple[Line, ...]
+
+    @property
+    def barrier(self) -> str | None:
+        """Why Adam waits for all gradients in this setting; None where it does not."""
+        return self.settings.barrier(self.workload.dtype)
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "policy": self.policy,
+            "barrier": self.barrier,
+            "lines": [line.to_json() for line in self.lines],
+            "without": [line.to_json() for line in self.without],
+        }
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row a line, columns as in `Line`; `part` is "ladder" or "without"."""
+        import pandas
+
+        rows = [{"part": "ladder", **line.to_json()} for line in self.lines]
+        return pandas.DataFrame(rows + [{"part": "without", **line.to_json()} for line in self.without])
+
+    def __repr__(self) -> str:
+        text: str = importlib.import_module("pstar_sim.report.ablation").ablation_text(self)
+        return text
+
+    def _repr_html_(self) -> str:
+        html: str = importlib.import_module("pstar_sim.report.ablation").ablation_html(self)
+        return html
+
+
+def ablate(
+    workload: Workload,
+    machine: Machine,
+    settings: Settings | None = None,
+    *,
+    policy: str = "optimal",
+    progress: Callable[[int, int], None] | None = None,
+) -> Ablation:
+    """What each idea is worth between `patrickstar` and `policy`, a policy of the asynchronous family.
+
+    progress: called with (lines planned, lines in all). Raises UnknownName for a policy nobody knows, PstarError for
+    one that is no point of the family, and PlanError if no line fits.
+    """
+    settings = settings or Settings()
+    free = settings.barrier(workload.dtype) is None
+    steps, taken_out = ladder(policy, barrier=free), left_out(policy, barrier=free)
+    specs = list(dict.fromkeys(spec for _, spec in (*steps, *taken_out)))
+    rows: dict[str, Row] = {}
+    for spec in specs:
+        if progress is not None:
+            progress(len(rows), len(specs))
+        found = compare(workload, machine, policies=[spec], settings=settings, barrier_cost=False, near=False)
+        rows[spec] = found.rows[0]
+    if progress is not None:
+        progress(len(specs), len(specs))
+    if not any(rows[spec].fits for _, spec in steps):
+        raise PlanError("there is nothing to hold against each other: " + str(rows[steps[-1][1]].reason))
+    lines: list[Line] = []
+    first: Row | None = None
+    before: Row | None = None
+    for change, spec in steps:
+        lines.append(_line(change, rows[spec], before, first))
+        if rows[spec].fits:
+            before = rows[spec]
+            first = first or before
+    last = rows[steps[-1][1]]
+    without = [_line(change, rows[spec], last if last.fits else None, None) for change, spec in taken_out]
+    return Ablation(
+        workload=workload,
+        machine=machine,
+        settings=settings,
+        policy=policy_name(policy),
+        lines=tuple(lines),
+        without=tuple(without),
+    )
+
+
+def ladder(policy: str, *, barrier: bool) -> list[tuple[str, str]]:
+    """(change, spec) of every line, `patrickstar` first and `policy` last. barrier: whether the setting leaves it to
+    the policy. Raises PstarError for a policy that is no point of the asynchronous family."""
+    own = _place_of(policy, barrier)
+    now = {key: next(iter(values)) for key, values in _VALUES.items() if key in own}
+    lines = [("as published, one thing at a time", BASE)]
+    lines.append(("queues: none waits for another", _spec(policy, now)))
+    for key, values in _VALUES.items():
+        if key not in own:
+            continue
+        plainer = _before(list(values), own[key])
+        for word in [*plainer[1:], own[key]] if plainer else []:
+            now[key] = word
+            lines.append((_means(key, word), _spec(policy, now)))
+    return lines
+
+
+def left_out(policy: str, *, barrier: bool) -> list[tuple[str, str]]:
+    """(what it has instead, spec) of `policy` with one coordinate at each of its plainer values."""
+    own = _place_of(policy, barrier)
+    return [
+        (_means(key, word), _spec(policy, {**own, key: word}))
+        for key, values in _VALUES.items()
+        if key in own
+        for word in _before(list(values), own[key])
+    ]
+
+
+def _before(words: Sequence[str], own: str) -> Sequence[str]:
+    """The values plainer than the policy's own; of one that is on no scale, the plainest."""
+    return words[: words.index(own)] if own in words else words[:1]
+
+
+def _place_of(policy: str, barrier: bool) -> dict[str, str]:
+    """Coordinate -> value, as texts, of the policy asked about."""
+    name = policy.partition(":")[0].strip()
+    found = find_policy(policy)
+    options = options_of(find_policy(name))
+    if not set(_VALUES) <= set(options):
+        raise PstarError(f"{policy} is no point of the asynchronous policies; ablate optimal, tide or static_partition")
+    values = {key: show(option.default) for key, option in options.items() if key in _VALUES}
+    values |= {key: show(value) for key, value in getattr(found, "values", {}).items()}
+    return {key: value for key, value in values.items() if key != "barrier" or barrier}
+
+
+def _spec(policy: str, place: dict[str, str]) -> str:
+    name = policy.partition(":")[0].strip()
+    return policy_name(name + ":" + ",".join(f"{key}={value}" for key, value in place.items()))
+
+
+def _means(key: str, word: str) -> str:
+    return _VALUES[key].get(word, f"{key}: {word}")
+
+
+def _line(change: str, row: Row, before: Row | None, first: Row | None) -> Line:
+    if not row.fits:
+        return Line(change=change, policy=row.policy, fits=False, reason=row.reason)
+
+    def saved(name: str, since: Row | None) -> float | None:
+        return None if since is None else getattr(since, name) - getattr(row, name)
+
+    h2d, d2h = saved("h2d_bytes", before), saved("d2h_bytes", before)
+    return Line(
+        change=change,
+        policy=row.policy,
+        fits=True,
+        iteration_s=row.iteration_s,
+        gained_s=saved("iteration_s", before),
+        total_s=saved("iteration_s", first) if first is not None else None if before is not None else 0.0,
+        h2d_bytes=row.h2d_bytes,
+        d2h_bytes=row.d2h_bytes,
+        gained_h2d_bytes=None if h2d is None else int(h2d),
+        gained_d2h_bytes=None if d2h is None else int(d2h),
+        gap=row.gap,
+        bound_by=row.bound_by,
+    )

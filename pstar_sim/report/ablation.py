@@ -1,0 +1,110 @@
+"""Tables of an ablation: the ladder, and the policy with one idea taken out. Knows results, computes only wording."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from pstar_sim.report.tables import BINDS_NAMES, format_percent, heading, listing_table, render
+from pstar_sim.units import GB, format_s
+
+if TYPE_CHECKING:
+    from pstar_sim.planner.ablate import Ablation, Line
+
+__all__ = ["ablation_html", "ablation_text"]
+
+LADDER = ("change", "iteration", "gains", "in all", "h2d", "gains ", "d2h", "gains  ", "over bound", "binds")
+WITHOUT = ("instead", "iteration", "costs", "h2d", "more", "d2h", "more ", "over bound", "binds")
+
+
+def ladder_cells(line: Line) -> tuple[str, ...]:
+    """A line of the ladder in words."""
+    if not line.fits:
+        return (line.change, "does not fit", *[""] * (len(LADDER) - 2))
+    return (
+        line.change,
+        _seconds(line.iteration_s),
+        _signed(line.gained_s),
+        _signed(line.total_s),
+        _gigabytes(line.h2d_bytes),
+        _signed_bytes(line.gained_h2d_bytes),
+        _gigabytes(line.d2h_bytes),
+        _signed_bytes(line.gained_d2h_bytes),
+        "" if line.gap is None else format_percent(line.gap),
+        BINDS_NAMES.get(line.bound_by or "", line.bound_by or ""),
+    )
+
+
+def without_cells(line: Line) -> tuple[str, ...]:
+    """A line of the second table: what doing without the idea costs."""
+    if not line.fits:
+        return (line.change, "does not fit", *[""] * (len(WITHOUT) - 2))
+    return (
+        line.change,
+        _seconds(line.iteration_s),
+        _signed(None if line.gained_s is None else -line.gained_s),
+        _gigabytes(line.h2d_bytes),
+        _signed_bytes(None if line.gained_h2d_bytes is None else -line.gained_h2d_bytes),
+        _gigabytes(line.d2h_bytes),
+        _signed_bytes(None if line.gained_d2h_bytes is None else -line.gained_d2h_bytes),
+        "" if line.gap is None else format_percent(line.gap),
+        BINDS_NAMES.get(line.bound_by or "", line.bound_by or ""),
+    )
+
+
+def ablation_text(ablation: Ablation, *, width: int = 120) -> str:
+    """Heading, ladder, what the barrier is, the policy without each idea, and why what does not fit does not."""
+    lines = [heading(ablation), ""]
+    lines += [f"from {ablation.lines[0].policy} to {ablation.policy}, one change at a time"]
+    lines += [render(listing_table(LADDER, [ladder_cells(line) for line in ablation.lines], width=width), width=width)]
+    lines += [f"{ablation.policy} without one of its ideas"]
+    rows = [without_cells(line) for line in ablation.without]
+    lines += [render(listing_table(WITHOUT, rows, width=width), width=width).rstrip()]
+    lines += ["", *_notes(ablation)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def ablation_html(ablation: Ablation) -> str:
+    """The two tables for a notebook."""
+    ladder = _table(LADDER, [ladder_cells(line) for line in ablation.lines])
+    without = _table(WITHOUT, [without_cells(line) for line in ablation.without])
+    notes = "".join(f"<p><small>{escape(note)}</small></p>" for note in _notes(ablation))
+    top = escape(heading(ablation)).replace("\n", "<br>")
+    return f"<p>{top}</p>{ladder}<p>{escape(ablation.policy)} without one of its ideas</p>{without}{notes}"
+
+
+def _notes(ablation: Ablation) -> list[str]:
+    plainest = ablation.lines[1]
+    notes = [f"{plainest.change}: {plainest.policy}"]
+    if ablation.barrier is not None:
+        notes.append(f"every line has the barrier that this setting asks for ({ablation.barrier})")
+    notes += [f"{line.change}: {line.reason}" for line in (*ablation.lines, *ablation.without) if not line.fits]
+    return notes
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    top = "".join(f"<th>{escape(head.strip())}</th>" for head in heads)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _seconds(seconds: float | None) -> str:
+    return "" if seconds is None else format_s(seconds)
+
+
+def _signed(seconds: float | None) -> str:
+    """With its sign; a figure too small to matter is 0."""
+    if seconds is None:
+        return ""
+    return "0 s" if abs(seconds) < 5e-7 else f"{'+' if seconds > 0 else '-'}{format_s(abs(seconds))}"
+
+
+def _gigabytes(size_bytes: int | None) -> str:
+    return "" if size_bytes is None else f"{size_bytes / GB:.1f} GB"
+
+
+def _signed_bytes(size_bytes: int | None) -> str:
+    if size_bytes is None:
+        return ""
+    return "0" if abs(size_bytes) < GB / 20 else f"{size_bytes / GB:+.1f}"

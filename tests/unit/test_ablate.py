@@ -1,0 +1,198 @@
+"""The ablation: its lines, its sums, its tables, its picture and its command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+import pstar_sim as ps
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.cli import main
+from pstar_sim.core.plan import Settings
+from pstar_sim.errors import PlanError, PstarError, UnknownName
+from pstar_sim.planner.ablate import Ablation, ablate, ladder, left_out
+from pstar_sim.report.ablation import ablation_html, ablation_text
+from pstar_sim.report.waterfall import plot_waterfall, waterfall_figure
+from pstar_sim.testing import chain_workload
+from pstar_sim.units import MIB
+
+EAGER = Settings(update="eager", clip=False, chunk_bytes=2 * MIB)
+PLAINEST = "tide:capacity=peak,eviction=lru,prefetch=none,adam=after-backward,pins=0"
+
+
+@pytest.fixture
+def machine(toy_machine: Machine) -> Machine:
+    """20 MiB of GPU memory; 2 MiB cross the link in 2 s and are updated in 1 s."""
+    rank = toy_machine.ranks[0]
+    gpu = replace(rank.gpu, memory_bytes=20 * MIB, usable_bytes=20 * MIB, hbm_bytes_per_s=28.0 * MIB)
+    link = replace(rank.link, h2d_bytes_per_s=float(MIB), d2h_bytes_per_s=float(MIB))
+    host = replace(toy_machine.host, memory_bytes=2**30, dram_bytes_per_s=1e12, adam_params_per_s=float(MIB))
+    return Machine(name="virtual", ranks=(replace(rank, gpu=gpu, link=link),), host=host)
+
+
+@pytest.fixture
+def found(machine: Machine) -> Ablation:
+    return ablate(chain_workload(6, MIB, forward_s=1.0, tide_bytes=MIB), machine, EAGER, policy="tide")
+
+
+def test_the_ladder_changes_one_coordinate_at_a_time() -> None:
+    lines = ladder("tide", barrier=True)
+    assert [spec for _, spec in lines] == [
+        "patrickstar",
+        PLAINEST + ",barrier=on",
+        "tide:eviction=lru,prefetch=none,adam=after-backward,pins=0,barrier=on",
+        "tide:eviction=fifo,prefetch=none,adam=after-backward,pins=0,barrier=on",
+        "tide:prefetch=none,adam=after-backward,pins=0,barrier=on",
+        "tide:prefetch=1,adam=after-backward,pins=0,barrier=on",
+        "tide:adam=after-backward,pins=0,barrier=on",
+        "tide:adam=after-backward,pins=0",
+        "tide:adam=fifo,pins=0",
+        "tide:pins=0",
+        "tide",
+    ]
+    for (_, above), (_, below) in pairwise(lines[1:]):
+        assert len(_place(above) ^ _place(below)) <= 2, below
+
+
+def _place(spec: str) -> frozenset[str]:
+    return frozenset(spec.partition(":")[2].split(","))
+
+
+def test_a_barrier_of_the_setting_is_no_choice() -> None:
+    """And a policy's own values end the ladder, also those that are on no scale."""
+    assert ladder("tide", barrier=False)[1][1] == PLAINEST
+    assert not any("barrier" in spec for _, spec in (*ladder("tide", barrier=False), *left_out("tide", barrier=False)))
+    changes = [change for change, _ in ladder("tide:pins=3,prefetch=2", barrier=False)]
+    assert changes[-1] == "pins: 3"
+    assert "prefetch: 2" in changes
+    assert "prefetch: by deadline" not in changes
+
+
+def test_each_idea_is_taken_out_by_itself() -> None:
+    assert [spec for _, spec in left_out("static_partition", barrier=True)] == [
+        "static_partition:eviction=lru",
+        "static_partition:eviction=fifo",
+        "static_partition:prefetch=none",
+        "static_partition:prefetch=1",
+        "static_partition:barrier=on",
+        "static_partition:adam=after-backward",
+        "static_partition:adam=fifo",
+        "static_partition:pins=0",
+    ]
+
+
+def test_gains_add_up(found: Ablation) -> None:
+    lines = found.lines
+    first, last = lines[0], lines[-1]
+    assert first.policy == "patrickstar"
+    assert first.gained_s is None
+    assert last.policy == found.policy == "tide"
+    assert first.iteration_s is not None
+    assert last.iteration_s is not None
+    assert sum(line.gained_s or 0.0 for line in lines) == pytest.approx(first.iteration_s - last.iteration_s)
+    assert last.total_s == pytest.approx(first.iteration_s - last.iteration_s)
+    for name in ("h2d_bytes", "d2h_bytes"):
+        gained = sum(getattr(line, f"gained_{name}") or 0 for line in lines)
+        assert gained == getattr(first, name) - getattr(last, name)
+    for line in found.without:
+        assert line.fits
+        assert line.gained_s is not None
+        assert line.gained_s == pytest.approx(last.iteration_s - (line.iteration_s or 0.0))
+    assert last.iteration_s < first.iteration_s
+
+
+def test_a_line_is_what_compare_says(found: Ablation) -> None:
+    for line in (found.lines[1], found.lines[-1], found.without[-1]):
+        c = ps.compare(found.workload, found.machine, policies=[line.policy], settings=EAGER, barrier_cost=False)
+        row = c.rows[0]
+        assert (row.policy, row.iteration_s, row.h2d_bytes, row.gap) == (
+            line.policy, line.iteration_s, line.h2d_bytes, line.gap,
+        )  # fmt: skip
+
+
+def test_lines_that_do_not_fit_are_passed_over(machine: Machine) -> None:
+    """patrickstar needs 4 MiB of buffer and 2 of reserve more: the ladder begins below it."""
+    w = chain_workload(6, MIB, forward_s=1.0, tide_bytes=MIB)
+    rank = machine.ranks[0]
+    small = replace(rank.gpu, memory_bytes=7 * MIB, usable_bytes=7 * MIB)
+    found = ablate(w, replace(machine, ranks=(replace(rank, gpu=small),)), EAGER, policy="tide")
+    assert not found.lines[0].fits
+    assert "does not fit" in str(found.lines[0].reason)
+    assert found.lines[1].gained_s is None
+    assert found.lines[1].total_s == 0.0
+    gains = sum(line.gained_s or 0.0 for line in found.lines)
+    assert found.lines[-1].total_s == pytest.approx(gains)
+    assert "does not fit" in ablation_text(found)
+    assert waterfall_figure(found)
+    tiny = replace(rank.gpu, memory_bytes=2 * MIB, usable_bytes=2 * MIB)
+    with pytest.raises(PlanError, match="tide does not fit"):
+        ablate(w, replace(machine, ranks=(replace(rank, gpu=tiny),)), EAGER, policy="tide")
+
+
+def test_what_cannot_be_ablated_is_said(machine: Machine) -> None:
+    w = chain_workload(2, MIB)
+    with pytest.raises(PstarError, match="all_on_gpu is no point of the asynchronous policies"):
+        ablate(w, machine, EAGER, policy="all_on_gpu")
+    with pytest.raises(UnknownName, match="did you mean tide"):
+        ablate(w, machine, EAGER, policy="tida")
+
+
+def test_as_a_table_and_a_frame(found: Ablation) -> None:
+    text = ablation_text(found)
+    assert repr(found) == text
+    for line in (*found.lines, *found.without):
+        assert line.change in text
+    assert f"queues: none waits for another: {PLAINEST},barrier=on" in text
+    assert "<table>" in ablation_html(found)
+    assert found._repr_html_() == ablation_html(found)
+    frame = found.to_frame()
+    assert list(frame["part"]) == ["ladder"] * len(found.lines) + ["without"] * len(found.without)
+    assert frame.loc[0, "policy"] == "patrickstar"
+
+
+def test_the_waterfall_has_a_bar_for_each_line(found: Ablation) -> None:
+    """Each change from where the line above ended to where it ends; the first and the last bar are whole."""
+    figure = waterfall_figure(found)
+    seconds, gigabytes = figure.axes
+    bars = {patch.get_gid(): patch for patch in seconds.patches if patch.get_gid()}
+    before = 0.0
+    for n, line in enumerate(found.lines):
+        bar, now = bars[f"line {n}"], line.iteration_s or 0.0
+        low, high = (0.0, now) if n == 0 else sorted((before, now))
+        assert bar.get_x() == pytest.approx(low)
+        assert bar.get_x() + bar.get_width() == pytest.approx(high)
+        before = now
+    assert bars["last"].get_width() == pytest.approx(before)
+    up = [patch.get_width() for patch in gigabytes.patches][: len(found.lines)]
+    assert up == pytest.approx([(line.h2d_bytes or 0) / 1e9 for line in found.lines])
+    labels = [label.get_text() for label in seconds.get_yticklabels()]
+    assert labels[-1] == "tide"
+    assert labels[1:-1] == [line.change for line in found.lines[1:]]
+
+
+def test_it_draws_on_axes_of_ones_own(found: Ablation) -> None:
+    own = Figure().subplots()
+    assert plot_waterfall(found, ax=own) is own
+    with pytest.raises(PstarError, match="one axes or two, not 3"):
+        plot_waterfall(found, ax=list(Figure().subplots(1, 3)))
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "waterfall.png"
+    flags = "--model 1B --batch 4 --seq 1024 --machine v100-32 --gpu-memory 8GB --chunk 256MiB --policy tide"
+    assert main(["ablate", *flags.split(), "-o", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert "from patrickstar to tide, one change at a time" in out
+    assert "every line has the barrier that this setting asks for (clip)" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["ablate", *flags.split(), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["policy"], answer["barrier"]) == ("tide", "clip")
+    assert [line["policy"] for line in answer["lines"]][:2] == ["patrickstar", PLAINEST]
+    assert main(["ablate", *flags.split(), "--policy", "zero_offload"]) == 2
+    assert "no point of the asynchronous policies" in capsys.readouterr().err
