@@ -139,30 +139,29 @@ class Asynchronous:
         return made
 
     def _emit(self, chosen: Attempt, attempts: Sequence[Attempt], most: int, bound_s: float) -> Plan:
-        self._choices(chosen, attempts, most, bound_s)
-        return emit(self.ground, chosen)
+        return emit(self.ground, chosen, self._choices(chosen, attempts, most, bound_s))
 
-    def _choices(self, chosen: Attempt, attempts: Sequence[Attempt], most: int, bound_s: float) -> None:
+    def _choices(self, chosen: Attempt, attempts: Sequence[Attempt], most: int, bound_s: float) -> dict[str, object]:
         g = self.ground
-        b = g.builder
-        b.predictions["policy_iteration_s"] = chosen.outcome.iteration_s
-        b.choices["capacity"] = (
+        choices: dict[str, object] = {}
+        choices["capacity"] = (
             "GPU budget less the non-model bytes of each moment"
             if g.follow_tide
             else f"GPU budget less the highest non-model bytes of any moment ({format_bytes(max(g.tide))})"
         )
-        b.choices["pins"] = f"{chosen.pins} of {len(g.candidates)} chunks ({most} would fit)"
+        choices["pins"] = f"{chosen.pins} of {len(g.candidates)} chunks ({most} would fit)"
         tried: dict[int, float] = {}
         for a in attempts:
             tried[a.pins] = min(a.outcome.iteration_s, tried.get(a.pins, a.outcome.iteration_s))
-        b.choices["pins_tried"] = {p: format_s(seconds) for p, seconds in sorted(tried.items())}
+        choices["pins_tried"] = {p: format_s(seconds) for p, seconds in sorted(tried.items())}
         pinned = chosen.modes.pinned
         gaps = [gap for c in g.moving if c not in pinned for gap in gaps_of(c, g.touched[c])]
         peak = max(range(len(g.blocks)), key=lambda n: g.blocks[n].tide_bytes)
         over = sum(gap.start < peak < gap.end for gap in gaps)
-        b.choices["kept_gaps"] = len(chosen.course.kept)
+        choices["kept_gaps"] = len(chosen.course.kept)
         if g.follow_tide:
-            b.choices["gaps_over_the_peak"] = f"{over} of {len(gaps)}" + (
+            choices["gaps_over_the_peak"] = f"{over} of {len(gaps)}" + (
                 ", so low tide cannot keep what high tide cannot" if gaps and over == len(gaps) else ""
             )
-        b.choices["closed_form_s"] = bound_s
+        choices["closed_form_s"] = bound_s
+        return choices

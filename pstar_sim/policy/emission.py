@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind, Place, Ref
-from pstar_sim.policy.emit import memory_edges
+from pstar_sim.policy.emit import Builder, memory_edges
 from pstar_sim.policy.event_loop import Op
 from pstar_sim.policy.ground import Ground
 from pstar_sim.policy.program import Attempt, What
@@ -14,9 +14,12 @@ from pstar_sim.policy.program import Attempt, What
 __all__ = ["emit"]
 
 
-def emit(g: Ground, chosen: Attempt) -> Plan:
-    """The plan; `g.builder` has its choices and predictions already and takes the steps."""
-    b, course = g.builder, chosen.course
+def emit(g: Ground, chosen: Attempt, choices: Mapping[str, object] | None = None, policy: str | None = None) -> Plan:
+    """The plan. choices: what `explain` is told, beside the time the event loop predicts."""
+    course = chosen.course
+    b = Builder(policy or g.name, g.workload, g.machine, g.settings, layout=g.builder.layout)
+    b.choices.update(choices or {})
+    b.predictions["policy_iteration_s"] = chosen.outcome.iteration_s
     for c in (*g.small, *course.modes.pinned):
         b.reside_on_gpu(c)
     for c in g.moving:
@@ -39,13 +42,13 @@ def emit(g: Ground, chosen: Attempt) -> Plan:
         ends[i] = (total, total + length - 1)
         total += length
     for i in order:
-        _step(g, ops[i], what[i], ends)
+        _step(g, b, ops[i], what[i], ends)
     edges = memory_edges(b.steps, ops, ends, chosen.outcome)
     return b.plan(memory=edges)
 
 
-def _step(g: Ground, op: Op, meaning: What, ends: Sequence[tuple[int, int]]) -> None:
-    b, c = g.builder, meaning.chunk
+def _step(g: Ground, b: Builder, op: Op, meaning: What, ends: Sequence[tuple[int, int]]) -> None:
+    c = meaning.chunk
     after = [Ref(ends[j][1], back) for j, back in op.after]
     match meaning.kind:
         case Kind.COMPUTE:

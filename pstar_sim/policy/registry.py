@@ -11,6 +11,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import PstarError, UnknownName
 from pstar_sim.policy.all_on_gpu import all_on_gpu
+from pstar_sim.policy.optimal import optimal
 from pstar_sim.policy.options import Specified, specified, split_spec
 from pstar_sim.policy.patrickstar import patrickstar
 from pstar_sim.policy.static_partition import static_partition
@@ -18,7 +19,7 @@ from pstar_sim.policy.tide import tide
 from pstar_sim.policy.zero_offload import zero_offload
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["ENTRY_POINTS", "Policy", "find_policy", "is_built_in", "policies", "policy_name"]
+__all__ = ["ENTRY_POINTS", "Policy", "built_in", "find_policy", "is_built_in", "policies", "policy_name"]
 
 Policy = Callable[[Workload, Machine, Settings], Plan]
 """A policy is a pure function; it raises DoesNotFit where it can place nothing."""
@@ -32,7 +33,13 @@ _BUILT_IN: dict[str, Policy] = {
     "static_partition": static_partition,
     "patrickstar": patrickstar,
     "tide": tide,
+    "optimal": optimal,
 }
+
+
+def built_in() -> dict[str, Policy]:
+    """The policies shipped here, by name."""
+    return dict(_BUILT_IN)
 
 
 def policies() -> dict[str, Policy]:

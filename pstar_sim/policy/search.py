@@ -131,6 +131,10 @@ class Search:
             improved = False
             for step in (8, 4, 2, 1):
                 improved |= self._descend(step)
+        return self.attempts()
+
+    def attempts(self) -> list[Attempt]:
+        """All attempts that fit, the fastest first."""
         found = {id(a): a for a in self.tried.values() if a is not None}
         return sorted(found.values(), key=lambda a: (a.iteration_s, a.fetched_bytes))
 

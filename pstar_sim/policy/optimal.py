@@ -1,0 +1,152 @@
+"""optimal: all three ways to update a chunk, counts by a roofline, the rest by search; never slower than the others.
+
+Chunks are pinned (states on the GPU for ever), streamed (states come for one update) or updated on the CPU; a roofline
+says how many of each, they are interleaved through the layers, and the event loop plays neighbouring numbers and knobs
+(search.py). Where the caller leaves the chunk size open a few sizes are tried. What was found is replayed (replay.py)
+beside the plans of the other policies, and the fastest is taken: under this name, and `choices` say whose it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Unpack
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.layout import Layout, build_layout
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.errors import DoesNotFit, PstarError
+from pstar_sim.policy.emission import emit
+from pstar_sim.policy.ground import Ground
+from pstar_sim.policy.points import Coordinates, Point, point_options
+from pstar_sim.policy.program import Attempt
+from pstar_sim.policy.replay import period_s
+from pstar_sim.policy.search import Search
+from pstar_sim.units import format_bytes, format_s
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["OPTIONS", "optimal"]
+
+EFFORT_OPS = 240_000  # ops played in the search over one chunk size
+FEWEST_CHUNKS, MOST_CHUNKS = 16, 400  # of other chunk sizes that are tried
+WORTH_A_SIZE = 2e-3  # so far from the floor other chunk sizes are tried
+REPLAYED = 2  # of the attempts the event loop finds fastest
+BEATEN = 1e-6  # relative difference at which another policy's plan is really faster
+
+OPTIONS = point_options(Point(streams=True))
+
+
+def optimal(workload: Workload, machine: Machine, settings: Settings, **changes: Unpack[Coordinates]) -> Plan:
+    """The fastest plan this project knows how to make. changes: coordinates of another point; with any, the other
+    policies are left out of it.
+
+    Raises DoesNotFit, with what its own modes would need, where no policy fits.
+    """
+    point = Point(**({"streams": True} | changes))
+    reason: DoesNotFit | None = None
+    found: list[_Found] = []
+    try:
+        found = list(_own(workload, machine, settings, point))
+    except DoesNotFit as short:
+        reason = short
+    if not changes:
+        found += _others(workload, machine, settings, min((f.seconds for f in found), default=None))
+    if not found:
+        assert reason is not None
+        raise reason
+    own = min((f.seconds for f in found if f.of == "optimal"), default=None)
+    best = min(found, key=lambda f: f.seconds * (1 if f.of == "optimal" else 1 + BEATEN))
+    choices = dict(best.plan.choices)
+    if best.of != "optimal":
+        choices["schedule"] = f"that of {best.of}: " + (
+            f"faster than its own best, {format_s(own)}" if own is not None else f"its own modes do not fit ({reason})"
+        )
+    elif len(found) > 1:
+        rivals = {f.of: format_s(f.seconds) for f in found if f.of != "optimal"}
+        if rivals:
+            choices["others"] = rivals
+    predictions = dict(best.plan.predictions) | {"policy_iteration_s": best.seconds}
+    return replace(best.plan, policy="optimal", choices=choices, predictions=predictions)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A plan, whose it is, and its replayed seconds."""
+
+    seconds: float
+    of: str
+    plan: Plan
+
+
+def _own(workload: Workload, machine: Machine, settings: Settings, point: Point) -> Iterator[_Found]:
+    """The best of the search over each chunk size tried. Raises DoesNotFit if no size fits."""
+    usual = build_layout(workload, chunk_bytes=settings.chunk_bytes, ranks=len(machine.ranks))
+    reason: DoesNotFit | None = None
+    best: tuple[float, float, Search, Attempt] | None = None  # seconds, floor
+    tried: dict[str, str] = {}
+
+    def look(layout: Layout, effort_ops: int) -> None:
+        nonlocal reason, best
+        ground = Ground("optimal", workload, machine, settings, point, layout)
+        try:
+            ground.check_gpu()
+        except DoesNotFit as short:
+            reason = reason or short
+            return
+        search = Search(ground, effort_ops)
+        attempts = search.run()
+        if not attempts:
+            reason = reason or search.reason
+            return
+        tried[format_bytes(layout.chunk_bytes)] = format_s(attempts[0].iteration_s)
+        if best is None or attempts[0].iteration_s < best[0]:
+            best = (attempts[0].iteration_s, search.floor_s, search, attempts[0])
+
+    look(usual, EFFORT_OPS)
+    if settings.chunk_bytes is None and (best is None or best[0] > best[1] * (1 + WORTH_A_SIZE)):
+        for factor in (0.5, 2.0):
+            layout = build_layout(workload, chunk_bytes=int(usual.chunk_bytes * factor), ranks=len(machine.ranks))
+            if FEWEST_CHUNKS <= len(layout.chunks) <= MOST_CHUNKS:
+                look(layout, EFFORT_OPS // 4)
+    if best is None:
+        assert reason is not None
+        raise reason
+    _, _, search, _ = best
+    for attempt in search.attempts()[:REPLAYED]:
+        plan = emit(search.ground, attempt, _choices(search, attempt, tried))
+        yield _Found(period_s(plan), "optimal", plan)
+
+
+def _choices(search: Search, attempt: Attempt, sizes: dict[str, str]) -> dict[str, object]:
+    modes, knobs = attempt.modes, attempt.knobs
+    count = len(search.ground.candidates)
+    cpu = count - len(modes.pinned) - len(modes.streamed)
+    return {
+        "capacity": "GPU budget less the non-model bytes of each moment"
+        if search.ground.follow_tide
+        else "GPU budget less the highest non-model bytes of any moment",
+        "modes": f"of {count} chunks {len(modes.pinned)} pinned, {len(modes.streamed)} streamed, {cpu} by CPU Adam",
+        "pins": f"{len(modes.pinned)} of {count} chunks ({search.most} would fit)",
+        "tried": len(search.tried),
+        "chunk_sizes": sizes,
+        "kept_gaps": len(attempt.course.kept),
+        "stay_over_the_border": len(attempt.course.stays),
+        "copies_down": "as the next forward needs them" if knobs.down == "edf" else "in the order they come",
+        "roofline_s": search.floor_s,
+    }
+
+
+def _others(workload: Workload, machine: Machine, settings: Settings, to_beat_s: float | None) -> Iterator[_Found]:
+    """The plans of the other policies shipped here, where they fit and where one could be faster than `to_beat_s`."""
+    for name, policy in _rivals().items():
+        try:
+            plan = policy(workload, machine, settings)
+        except PstarError:  # it does not fit, or does not apply to this machine
+            continue
+        yield _Found(period_s(plan), name, plan)
+
+
+def _rivals() -> dict[str, Callable[[Workload, Machine, Settings], Plan]]:
+    from pstar_sim.policy.registry import built_in  # the registry knows this policy too
+
+    return {name: policy for name, policy in built_in().items() if policy is not optimal}
