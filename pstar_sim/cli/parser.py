@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from pstar_sim.cli import parse_ablate, parse_calibrate, parse_validate
+from pstar_sim.cli import parse_ablate, parse_calibrate, parse_capacity, parse_validate
 from pstar_sim.cli.flags import (
     Commands,
     Parser,
@@ -201,6 +201,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     parse_ablate.add(command)
     parse_calibrate.add(command)
+    parse_capacity.add(command)
     parse_validate.add(command)
 
     for name, what, example in (

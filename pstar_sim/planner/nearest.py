@@ -108,10 +108,18 @@ def _gpu_memory(ask: Ask, workload: Workload, machine: Machine, settings: Settin
 
 def _host_memory(ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit) -> str | None:
     """The smallest multiple of 16 GB that does."""
-    wanted = error.needed_bytes * machine.local_ranks + machine.host.reserved_bytes
-    size = -(-wanted // (16 * GB)) * 16
-    bigger = replace(machine, host=replace(machine.host, memory_bytes=size * GB))
-    return f"with --host-memory {size}GB" if ask(workload, bigger, settings) is None else None
+    short: DoesNotFit | None = error
+    for _ in range(3):  # what was short first may not be all that is
+        assert short is not None
+        wanted = short.needed_bytes * machine.local_ranks + machine.host.reserved_bytes
+        size = -(-wanted // (16 * GB)) * 16
+        bigger = replace(machine, host=replace(machine.host, memory_bytes=size * GB))
+        short = ask(workload, bigger, settings)
+        if short is None:
+            return f"with --host-memory {size}GB"
+        if short.place != "host":
+            return None
+    return None
 
 
 def _workloads(ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit) -> Iterator[str]:

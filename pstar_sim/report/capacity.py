@@ -1,0 +1,214 @@
+"""Tables of the capacity answers: what fits, limits, offers, sensitivities. Knows results; computes only wording."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pstar_sim.report.tables import listing_table, render
+from pstar_sim.units import GB, format_bytes, format_s
+from pstar_sim.validation.limits import published_limits
+
+if TYPE_CHECKING:
+    from pstar_sim.catalog.machine import Machine
+    from pstar_sim.planner.cheapest import Cheapest, Offer
+    from pstar_sim.planner.fits import Fit, Fits
+    from pstar_sim.planner.limits import Limit, Limits
+    from pstar_sim.planner.sensitivity import Effect, Sensitivity
+
+__all__ = ["cheapest_text", "fits_text", "limits_text", "sensitivity_text"]
+
+
+def _gb(size: float | None) -> str:
+    return "" if size is None else f"{size / GB:.1f} GB" if abs(size) >= GB else format_bytes(size)
+
+
+def _params(count: float | None) -> str:
+    return "" if count is None else f"{count / 1e9:.2f} B" if count >= 1e8 else f"{count / 1e6:.1f} M"
+
+
+def _error(error: float | None) -> str:
+    return "?" if error is None else f"± {error * 100:.0f} %"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
+    return render(listing_table(columns, rows, width=width), width=width).rstrip()
+
+
+def _notes(texts: Sequence[str], width: int) -> list[str]:
+    lines: list[str] = []
+    for text in texts:
+        wrapped = textwrap.wrap(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        lines += ["", *wrapped]
+    return lines
+
+
+def _trusted(pairs: Sequence[tuple[str, str | None]]) -> list[str]:
+    """One line about the errors of the times shown."""
+    by_label: dict[str, list[str]] = {}
+    for policy, label in pairs:
+        if label is not None:
+            by_label.setdefault(label, []).append(policy)
+    if not by_label:
+        return []
+    if len(by_label) == 1:
+        return [f"times: {next(iter(by_label))}"]
+    return ["times: " + "; ".join(f"{', '.join(names)}: {label}" for label, names in by_label.items())]
+
+
+_DATA_PARALLEL = (
+    "data parallel only: tensor, pipeline and expert parallelism are not modelled, and are the likely choice where "
+    "many nodes are needed"
+)
+
+
+def _memory(machine: Machine) -> str:
+    gpu, host = format_bytes(machine.gpu_budget_bytes), format_bytes(machine.host_budget_bytes)
+    return f"{gpu} of GPU and {host} of host memory"
+
+
+def fits_text(answer: Fits, *, width: int = 120) -> str:
+    """A line a policy, then why the others do not fit and what would do."""
+    w, m = answer.workload, answer.machine
+    each = "" if len(m.ranks) == 1 else f" for each of {len(m.ranks)} GPUs"
+    lines = [
+        f"{w.model}, {_params(w.params)} parameters, batch {w.batch}"
+        + (f" x {w.micro_batches} micro-batches" if w.micro_batches > 1 else "")
+        + f", sequence {w.sequence}, {w.dtype}"
+        + (f", {w.notes}" if w.notes else "")
+        + ("" if w.optimizer.name == "adamw" else f", {w.optimizer.name}"),
+        f"on {m.name}: {_memory(m)}{each}",
+        "",
+    ]
+    columns = (
+        "policy",
+        "fits",
+        "GPU needs",
+        "to spare",
+        "host needs",
+        "to spare ",
+        "rounding",
+        "start-up",
+        "iteration",
+    )
+    lines.append(_table(columns, [_fit_cells(row) for row in answer.rows], width))
+    lines += _notes(_trusted([(row.policy, row.trust) for row in answer.rows if row.fits]), width)
+    lines += _notes([row.reason for row in answer.rows if row.reason is not None], width)
+    return "\n".join(lines) + "\n"
+
+
+def _fit_cells(row: Fit) -> tuple[str, ...]:
+    if not row.fits:
+        return (row.policy, f"no: {row.short_of}", *[""] * 7)
+    seconds = "" if row.iteration_s is None else format_s(row.iteration_s)
+    return (
+        row.policy,
+        "yes",
+        _gb(row.gpu_needed_bytes),
+        _gb(row.gpu_headroom_bytes),
+        _gb(row.host_needed_bytes),
+        _gb(row.host_headroom_bytes),
+        _gb(row.host_rounding_bytes),
+        _gb(row.host_startup_bytes),
+        f"{seconds} {_error(row.error)}" if seconds and row.error is not None else seconds,
+    )
+
+
+def limits_text(answer: Limits, *, width: int = 120) -> str:
+    """A line a policy, published limits beside them where there are any, and what the next size lacks."""
+    m = answer.machine
+    each = "" if len(m.ranks) == 1 else f" for each of {len(m.ranks)} GPUs"
+    lines = [
+        f"largest {'depth' if answer.what == 'layers' else 'batch'}: {answer.of}",
+        f"on {m.name}: {_memory(m)}{each}; weights are loaded {answer.job.get('loading', 'whole')}",
+        "",
+    ]
+    published = published_limits(m) if answer.what == "layers" else ()
+    if answer.what == "layers":
+        columns = ["policy", "layers", "parameters", "of the catalog", "then short of"]
+        rows = [_depth_cells(row) for row in answer.rows]
+        if published:
+            columns.insert(4, "published")
+            for cells, row in zip(rows, answer.rows):
+                mine = [f"{_params(p.params)} ({p.system})" for p in published if p.policy == row.policy]
+                cells.insert(4, ", ".join(mine))
+    else:
+        columns = ["policy", "batch", "then short of"]
+        rows = [[row.policy, str(row.value), _short(row)] for row in answer.rows]
+    lines.append(_table(columns, rows, width))
+    if published:
+        texts = [f"{p.system} {_params(p.params)}: {p.source}" for p in published]
+        lines += _notes(["published: " + "; ".join(texts)], width)
+    lines += _notes([f"one more: {row.reason}" for row in answer.rows if row.value == 0 and row.reason], width)
+    return "\n".join(lines) + "\n"
+
+
+def _depth_cells(row: Limit) -> list[str]:
+    known = "" if row.catalog_model is None else f"{row.catalog_model} ({_params(row.catalog_params)})"
+    return [row.policy, str(row.value), _params(row.params), known, _short(row)]
+
+
+def _short(row: Limit) -> str:
+    return "" if row.short_bytes is None else f"{_gb(row.short_bytes)} of {row.short_of}"
+
+
+def cheapest_text(answer: Cheapest, *, width: int = 120) -> str:
+    """Offers in time, cheapest first; then the others."""
+    by = "" if answer.deadline_s is None else f" in {answer.deadline_s / 86400:g} days"
+    lines = [f"{answer.model} on {answer.tokens:g} tokens{by}", ""]
+    columns = (
+        "machine", "nodes", "in time", "policy", "tokens/s", "error", "days", "USD/h", "USD", "USD/M tokens",
+    )  # fmt: skip
+    shown = [row for row in answer.rows if row.days is not None]
+    lines.append(_table(columns, [_offer_cells(row) for row in shown], width) if shown else "no machine can train it")
+    best = answer.best
+    if best is None and shown:
+        lines += _notes(
+            [f"none makes the deadline; the nearest is {shown[0].machine}, {shown[0].days:.1f} days"], width
+        )
+    lines += _notes([f"{row.machine}: {row.reason}" for row in answer.rows if row.reason is not None], width)
+    prices = dict.fromkeys(f"{row.machine}: {row.price_of}" for row in shown)
+    lines += _notes([f"prices of a node: {'; '.join(prices)}"] if prices else [], width)
+    if any(row.nodes > 1 for row in answer.rows):
+        lines += _notes([_DATA_PARALLEL], width)
+    return "\n".join(lines) + "\n"
+
+
+def _offer_cells(row: Offer) -> tuple[str, ...]:
+    return (
+        row.machine,
+        str(row.nodes),
+        "yes" if row.in_time else "no",
+        row.policy or "",
+        "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
+        _error(row.error),
+        "" if row.days is None else f"{row.days:.1f}",
+        f"{row.usd_per_hour:,.2f}",
+        "" if row.usd is None else f"{row.usd:,.0f}",
+        "" if row.usd_per_million_tokens is None else f"{row.usd_per_million_tokens:.4f}",
+    )
+
+
+def sensitivity_text(answer: Sensitivity, *, width: int = 120) -> str:
+    """A line a part: what more of it changes."""
+    w = answer.workload
+    by = f"{answer.by * 100:+g} %"
+    lines = [f"{by} of each part of {answer.machine.name}: {w.model}, batch {w.batch}, sequence {w.sequence}", ""]
+    columns = ("part", "iteration", "change", "policy", "largest model", "layers", "change ")
+    rows = [_effect_cells("as it is", answer.now)]
+    rows += [_effect_cells(row.part or "", row) for row in answer.rows]
+    lines.append(_table(columns, rows, width))
+    return "\n".join(lines) + "\n"
+
+
+def _effect_cells(name: str, row: Effect) -> tuple[str, ...]:
+    return (
+        name,
+        "does not fit" if row.iteration_s is None else format_s(row.iteration_s),
+        "" if row.change is None else f"{row.change * 100:+.1f} %",
+        row.policy or "",
+        _params(row.params),
+        "" if row.layers is None else str(row.layers),
+        "" if row.more_layers is None else f"{row.more_layers:+d}",
+    )
