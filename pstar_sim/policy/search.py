@@ -94,6 +94,8 @@ class Search:
             return False
         if choice.streams < 0 or choice.pins + choice.streams > self.count or self.effort_ops <= 0:
             return False
+        if choice.streams and not self.ground.point.streams:
+            return False
         found = self.tried[choice] = self._play(choice)
         if found is None or (self.best is not None and found.iteration_s > self.best[0] * (1 - BETTER)):
             return False
