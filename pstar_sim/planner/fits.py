@@ -157,7 +157,7 @@ def _fit(
         fits=True,
         gpu_available_bytes=gpu,
         host_available_bytes=host,
-        gpu_needed_bytes=least_gpu_bytes(name, workload, machine, settings),
+        gpu_needed_bytes=least_gpu_bytes(lambda where: _asked(name, workload, where, settings, loading), machine),
         host_needed_bytes=need.host_bytes,
         host_payload_bytes=need.payload_bytes,
         host_rounding_bytes=need.pinned_bytes - need.payload_bytes,
@@ -187,10 +187,15 @@ def _nearest(
     fitting: list[str],
 ) -> str:
     def ask(other: Workload, where: Machine, with_settings: Settings) -> DoesNotFit | None:
-        try:
-            memory_need(name, other, where, with_settings, loading=loading)
-        except DoesNotFit as short:
-            return short
-        return None
+        return _asked(name, other, where, with_settings, loading)
 
     return nearest(find_policy(name), workload, machine, settings, error, fitting=fitting, ask=ask)
+
+
+def _asked(name: str, workload: Workload, machine: Machine, settings: Settings, loading: str) -> DoesNotFit | None:
+    """Why the policy has no room, None if it has."""
+    try:
+        memory_need(name, workload, machine, settings, loading=loading)
+    except DoesNotFit as short:
+        return short
+    return None

@@ -16,7 +16,7 @@ for. Every other policy is asked for its plan: it has no cheaper way to say what
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from pstar_sim.catalog.machine import Machine
@@ -33,8 +33,14 @@ __all__ = ["LOADING", "Need", "least_gpu_bytes", "memory_need", "shortage", "sta
 
 LOADING = ("whole", "in-place")
 
-_POINTS: Mapping[str, Point] = {"tide": Point(), "static_partition": Point(capacity="peak")}
+_POINTS: Mapping[str, Point] = {
+    "tide": Point(),
+    "static_partition": Point(capacity="peak"),
+    "optimal": Point(streams=True),
+}
 """Policies whose own checks of room can be asked without planning."""
+_TRIES_OTHERS = frozenset({"optimal"})
+"""Of these, those that also try other chunk sizes and policies: their own no is not the last word."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +76,15 @@ def shortage(policy: str | Policy, workload: Workload, machine: Machine, setting
     left out."""
     point = _POINTS.get(policy) if isinstance(policy, str) else None
     try:
-        if point is None or len(machine.ranks) > 1:
-            (find_policy(policy) if isinstance(policy, str) else policy)(workload, machine, settings)
-        else:
-            _ground(str(policy), point, workload, machine, settings)
+        if point is not None and len(machine.ranks) == 1:
+            try:
+                _ground(str(policy), point, workload, machine, settings)
+            except DoesNotFit:
+                if policy not in _TRIES_OTHERS:
+                    raise
+            else:
+                return None
+        (find_policy(policy) if isinstance(policy, str) else policy)(workload, machine, settings)
     except DoesNotFit as error:
         return error
     return None
@@ -91,7 +102,13 @@ def memory_need(
     startup = startup_bytes(workload, machine, loading)
     point = _POINTS.get(policy) if isinstance(policy, str) else None
     if point is not None and len(machine.ranks) == 1:
-        return _asynchronous_need(str(policy), point, workload, machine, settings, startup)
+        try:
+            ground = _ground(str(policy), point, workload, machine, settings)
+        except DoesNotFit:
+            if policy not in _TRIES_OTHERS:
+                raise
+        else:
+            return _asynchronous_need(ground, machine, startup)
     name = policy if isinstance(policy, str) else getattr(policy, "__name__", "policy")
     plan = (find_policy(policy) if isinstance(policy, str) else policy)(workload, machine, settings)
     need = _need_of_plan(name, plan, startup)
@@ -141,16 +158,13 @@ def _ground(name: str, point: Point, workload: Workload, machine: Machine, setti
     return ground
 
 
-def _asynchronous_need(
-    name: str, point: Point, workload: Workload, machine: Machine, settings: Settings, startup: int
-) -> Need:
+def _asynchronous_need(ground: Ground, machine: Machine, startup: int) -> Need:
     """With as few pins as the host allows: bisection, as more pins never need more of it."""
-    ground = _ground(name, point, workload, machine, settings)
 
     def need(pins: int) -> Need:
         sizes = _ground_payloads(ground, pins)
         return Need(
-            policy=name,
+            policy=ground.name,
             payload_bytes=sum(sizes.values()),
             pinned_bytes=pack_slabs(sizes.items()).total_bytes,
             startup_bytes=startup if sizes else 0,
@@ -188,25 +202,26 @@ def _ground_payloads(ground: Ground, pins: int) -> dict[tuple[int, str], int]:
 # The GPU's side.
 
 
-def least_gpu_bytes(policy: str | Policy, workload: Workload, machine: Machine, settings: Settings) -> int | None:
-    """The smallest budget of each GPU with which the policy still has room on this host; None if it has none now.
+def least_gpu_bytes(ask: Callable[[Machine], DoesNotFit | None], machine: Machine) -> int | None:
+    """The smallest budget of each GPU with which a job still fits this host; None if it does not fit now. ask: why the
+    job does not fit a machine, None if it does.
 
     Asked with next to no GPU memory a policy names the bytes it needs at its worst moment. Where those do not do (the
-    host is short too, so chunks have to be pinned) the smallest budget is found by bisection, to a hundredth of a GB.
+    host is short then, so chunks have to be pinned) the smallest budget is found by bisection, to a hundredth of a GB.
     """
-    if shortage(policy, workload, machine, settings) is not None:
+    if ask(machine) is not None:
         return None
-    error = shortage(policy, workload, _with_gpu_budget(machine, 1), settings)
+    error = ask(_with_gpu_budget(machine, 1))
     if error is None:
         return 1
     low, high = 1, machine.gpu_budget_bytes
     if error.place == "gpu" and error.needed_bytes <= high:
-        if shortage(policy, workload, _with_gpu_budget(machine, error.needed_bytes), settings) is None:
+        if ask(_with_gpu_budget(machine, error.needed_bytes)) is None:
             return error.needed_bytes
         low = error.needed_bytes
     while high - low > 10**7:
         middle = (low + high) // 2
-        if shortage(policy, workload, _with_gpu_budget(machine, middle), settings) is None:
+        if ask(_with_gpu_budget(machine, middle)) is None:
             high = middle
         else:
             low = middle
