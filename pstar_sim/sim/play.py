@@ -24,7 +24,7 @@ copy or an Adam by which short DRAM bandwidth stretched it is "dram". A span car
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -38,8 +38,9 @@ from pstar_sim.cost import CostModel
 from pstar_sim.errors import PlanError
 from pstar_sim.sim.bandwidth import Bandwidth
 from pstar_sim.sim.memory import PLACES, Memory
+from pstar_sim.workload.workload import Workload
 
-__all__ = ["Jitter", "play"]
+__all__ = ["Jitter", "Run", "play", "play_one"]
 
 Jitter = Callable[[int, int], float]
 """(step id, iteration) -> factor on the step's nominal seconds, for tests of other legal interleavings."""
@@ -49,26 +50,50 @@ _ON_LINK = (Kind.FETCH, Kind.WRITEBACK)
 
 
 def play(
-    plan: Plan, *, cost: CostModel | None = None, max_iterations: int = 8, jitter: Jitter | None = None
+    plan: Plan,
+    *,
+    cost: CostModel | None = None,
+    max_iterations: int = 8,
+    jitter: Jitter | None = None,
+    every_rank: bool = False,
+    workloads: Sequence[Workload] | None = None,
 ) -> Timeline:
     """Simulate the plan on its machine until it is steady, at most `max_iterations` (>= 2) iterations.
 
-    cost: by default that of the plan's own workload, machine and layout. Raises PlanError, naming the step, for a plan
-    that deadlocks, goes over a budget, or whose steps contradict each other. Equal arguments give equal timelines.
+    cost: by default that of the plan's own workload, machine and layout. On a machine of several ranks equal ones are
+    simulated once (ranks.py); every_rank: all of them, one by one. workloads: each rank's own, where they are not the
+    plan's. Raises PlanError, naming the step, for a plan that deadlocks, goes over a budget, or whose steps contradict
+    each other. Equal arguments give equal timelines.
     """
     if max_iterations < 2:
         raise PlanError(f"max_iterations must be at least 2 (two that may agree), not {max_iterations}")
-    return _Run(plan, cost or CostModel(plan.workload, plan.machine, plan.layout), max_iterations, jitter).timeline()
+    if len(plan.machine.ranks) > 1:
+        from pstar_sim.sim.ranks import play_ranks
+
+        return play_ranks(plan, cost, max_iterations, jitter, every_rank=every_rank, workloads=workloads)
+    return play_one(plan, cost or CostModel(plan.workload, plan.machine, plan.layout), max_iterations, jitter)
 
 
-class _Run:
+def play_one(plan: Plan, cost: CostModel, max_iterations: int, jitter: Jitter | None) -> Timeline:
+    """One rank that has DRAM and link of the plan's machine to itself."""
+    return Run(plan, cost, max_iterations, jitter).timeline()
+
+
+class Run:
     """One simulation: the compiled plan, the clock, and what has happened so far."""
 
-    def __init__(self, plan: Plan, cost: CostModel, max_iterations: int, jitter: Jitter | None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        cost: CostModel,
+        max_iterations: int,
+        jitter: Jitter | None,
+        env: simpy.Environment | None = None,
+    ) -> None:
         self.plan = plan
         self.max_iterations = max_iterations
         self.jitter = jitter
-        self.env = simpy.Environment()
+        self.env = env or simpy.Environment()
         self.memory = Memory(plan)
         steps = plan.steps
         count = len(steps)
@@ -101,6 +126,8 @@ class _Run:
         self.ready = [[0.0] * count for _ in range(max_iterations)]
         self.begun = [[0.0] * count for _ in range(max_iterations)]
         self.ended = [[0.0] * count for _ in range(max_iterations)]
+        self.arrived = self.begun  # when a step could have started: earlier, where it had to meet those of other ranks
+        self.meets: frozenset[int] = frozenset()
         self.dram_lost = [[0.0] * count for _ in range(max_iterations)] if self.shared else []
         self.waited_for: list[dict[int, int]] = [{} for _ in range(max_iterations)]
         self.queues_done = [0] * max_iterations
@@ -112,13 +139,14 @@ class _Run:
 
         for queue in self.order:
             self.env.process(self._run_queue(queue))
-        self.env.run()
-        if not self.stopped:
-            raise self._deadlock()
+        if env is None:
+            self.env.run()
+            if not self.stopped:
+                raise self.deadlock()
 
     # -- the processes ------------------------------------------------------------------------------------------------
 
-    def _run_queue(self, queue: Queue) -> Generator[simpy.Event, None, None]:
+    def _run_queue(self, queue: Queue) -> Generator[simpy.Event, float, None]:
         env, memory, after, done, waiters = self.env, self.memory, self.after, self.done, self.waiters
         seconds, dram, order, jitter = self.seconds, self.dram, self.order[queue], self.jitter
         at = self.at
@@ -136,15 +164,17 @@ class _Run:
                         waiters[j].append(wake)
                         yield wake
                         waited_for[i] = j
-                begun[i] = env.now
-                memory.start(i, env.now)
                 duration = seconds[i]
                 if jitter is not None:
                     duration *= jitter(self.plan.steps[i].id, k)
+                if i in self.meets:
+                    duration = yield self._meet(i, k, duration)
+                begun[i] = env.now
+                memory.start(i, env.now)
                 if duration > 0:
                     if self.shared and (dram[i] or self.plan.machine.slowdowns):
                         lost = self.bandwidth.dram_lost_s
-                        yield self.bandwidth.run(duration, dram[i], self.link[i], queue=queue.value, duty=self.duty[i])
+                        yield self._work(i, duration)
                         self.dram_lost[k][i] = self.bandwidth.dram_lost_s - lost
                     else:
                         yield env.timeout(duration)
@@ -163,6 +193,15 @@ class _Run:
                 self._iteration_ended(k)
         del at[queue]
 
+    def _work(self, i: int, duration: float) -> simpy.Event:
+        """A step whose rate others may share."""
+        queue = self.plan.steps[i].queue.value
+        return self.bandwidth.run(duration, self.dram[i], self.link[i], queue=queue, duty=self.duty[i])
+
+    def _meet(self, i: int, k: int, duration: float) -> simpy.Event:
+        """Wait for the same step of the other ranks; the event's value is how long it lasts for all."""
+        raise NotImplementedError
+
     def _iteration_ended(self, k: int) -> None:
         self.steady = k >= 1 and self._pace_is_even(k)
         if self.steady or k == self.max_iterations - 1:
@@ -174,7 +213,7 @@ class _Run:
         shift = np.subtract(self.ended[k], self.ended[k - 1])
         return bool(shift.max() - shift.min() <= TOLERANCE * shift.max())
 
-    def _deadlock(self) -> PlanError:
+    def deadlock(self) -> PlanError:
         """Every queue waits: say for what."""
         steps = self.plan.steps
         lines = []
@@ -220,9 +259,9 @@ class _Run:
         kj = self._iteration_of(i, k, j)
         previous = self._previous
         while at_s > since_s:
-            start_s = max(self.begun[kj][j], since_s)
+            start_s = max(self.arrived[kj][j], since_s)
             if start_s < at_s:
-                whole = self.ended[kj][j] - self.begun[kj][j]
+                whole = self.ended[kj][j] - self.arrived[kj][j]
                 lost = self.dram_lost[kj][j] * (at_s - start_s) / whole if self.shared and whole > 0 else 0.0
                 blame[self.lane[j]] += at_s - start_s - lost
                 if lost > 0:
@@ -298,7 +337,7 @@ class _Run:
             busy_s=busy_s,
             label=plan.policy,
             phases=tuple(m.phase.value for m in plan.workload.moments),
-            budget_bytes={"gpu": plan.gpu_budget_bytes, "host": plan.host_budget_bytes},
+            budget_bytes={place.value: size for place, size in plan.budgets.items()},
         )
 
     def _iteration_s(self, k: int) -> float:
