@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from pstar_sim.catalog.machine import Machine
@@ -77,9 +77,9 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ablation:
-    """lines: the ladder, first to last; of those that fit the gains add up to the last one's total_s. without: the
-    policy asked about (`policy`) with one idea taken out, a line each, its gains against that policy (so negative
-    where the idea pays)."""
+    """settings: with the chunk size of every line. lines: the ladder, first to last; of those that fit the gains add
+    up to the last one's total_s. without: the policy asked about (`policy`) with one idea taken out, a line each, its
+    gains against that policy (so negative where the idea pays)."""
 
     workload: Workload
     machine: Machine
@@ -127,23 +127,27 @@ def ablate(
 ) -> Ablation:
     """What each idea is worth between `patrickstar` and `policy`, a policy of the asynchronous family.
 
+    Where `settings` leave the chunk size open, every line has that of `policy`, which is planned first.
     progress: called with (lines planned, lines in all). Raises UnknownName for a policy nobody knows, PstarError for
     one that is no point of the family, and PlanError if no line fits.
     """
     settings = settings or Settings()
     free = settings.barrier(workload.dtype) is None
     steps, taken_out = ladder(policy, barrier=free), left_out(policy, barrier=free)
-    specs = list(dict.fromkeys(spec for _, spec in (*steps, *taken_out)))
+    asked = steps[-1][1]
+    specs = list(dict.fromkeys([asked, *(spec for _, spec in (*steps, *taken_out))]))
     rows: dict[str, Row] = {}
     for spec in specs:
         if progress is not None:
             progress(len(rows), len(specs))
         found = compare(workload, machine, policies=[spec], settings=settings, barrier_cost=False, near=False)
         rows[spec] = found.rows[0]
+        if settings.chunk_bytes is None and asked in found.planned:  # the same for every line
+            settings = replace(settings, chunk_bytes=found[asked].plan.layout.chunk_bytes)
     if progress is not None:
         progress(len(specs), len(specs))
     if not any(rows[spec].fits for _, spec in steps):
-        raise PlanError("there is nothing to hold against each other: " + str(rows[steps[-1][1]].reason))
+        raise PlanError("there is nothing to hold against each other: " + str(rows[asked].reason))
     lines: list[Line] = []
     first: Row | None = None
     before: Row | None = None
@@ -152,7 +156,7 @@ def ablate(
         if rows[spec].fits:
             before = rows[spec]
             first = first or before
-    last = rows[steps[-1][1]]
+    last = rows[asked]
     without = [_line(change, rows[spec], last if last.fits else None, None) for change, spec in taken_out]
     return Ablation(
         workload=workload,

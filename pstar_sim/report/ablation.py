@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from pstar_sim.report.tables import BINDS_NAMES, format_percent, heading, listing_table, render
-from pstar_sim.units import GB, format_s
+from pstar_sim.units import GB, format_bytes, format_s
 
 if TYPE_CHECKING:
     from pstar_sim.planner.ablate import Ablation, Line
@@ -77,6 +77,8 @@ def ablation_html(ablation: Ablation) -> str:
 def _notes(ablation: Ablation) -> list[str]:
     plainest = ablation.lines[1]
     notes = [f"{plainest.change}: {plainest.policy}"]
+    if ablation.settings.chunk_bytes is not None:
+        notes.append(f"every line has chunks of {format_bytes(ablation.settings.chunk_bytes)}")
     if ablation.barrier is not None:
         notes.append(f"every line has the barrier that this setting asks for ({ablation.barrier})")
     notes += [f"{line.change}: {line.reason}" for line in (*ablation.lines, *ablation.without) if not line.fits]

@@ -93,7 +93,8 @@ def _seconds(ablation: Ablation, ax: Axes) -> None:
         bound_s = before / (1 + last.gap)
         ax.axvline(bound_s, color="black", ls=(0, (4, 3)), lw=1.0, zorder=0)
         ends += f", {last.gap * 100:.1f} % above the lower bound (dashed)"
-    ax.text(before + 0.01 * widest, len(lines), ends, va="center", fontsize=8)
+    white = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+    ax.text(before + 0.01 * widest, len(lines), ends, va="center", fontsize=8, bbox=white)
     names = [f"{line.change}" for line in lines]
     names[0] = f"{lines[0].policy} ({names[0]})"
     ax.set_yticks(range(len(lines) + 1), [*names, ablation.policy], fontsize=8.5)

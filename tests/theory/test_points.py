@@ -26,6 +26,7 @@ STEP = replace(EAGER, update="step")
 POINTS = [
     "tide:eviction=lru", "static_partition:eviction=fifo", "tide:prefetch=none", "tide:prefetch=2",
     "tide:adam=after-backward", "tide:adam=fifo", "tide:pins=1", "tide:barrier=on",
+    "optimal:pins=0,prefetch=1,adam=fifo", "optimal:eviction=fifo,prefetch=none,barrier=on",
     "tide:capacity=peak,eviction=lru,prefetch=none,adam=after-backward,pins=0,barrier=on",
 ]  # fmt: skip
 
@@ -153,6 +154,14 @@ def test_a_barrier_of_the_policys_own_holds_every_update_back() -> None:
     updates = [s for s in plan.steps if s.kind is Kind.CPU_ADAM]
     assert any(ref.id >= last for s in updates for ref in s.after if not ref.back)
     assert timeline.iteration_s > 14.0
+
+
+@pytest.mark.parametrize("barrier", ["off", "on"])
+def test_without_streams_nothing_is_streamed(barrier: str) -> None:
+    """Where streaming is what the search would do: Adam on the CPU takes 30 s a chunk."""
+    for streams in ("on", "off"):
+        plan, _ = played(f"optimal:pins=0,streams={streams},barrier={barrier}", 40, adam_s=30.0)
+        assert (plan.modes.count("stream") > 0) == (streams == "on"), streams
 
 
 # eviction

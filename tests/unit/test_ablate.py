@@ -115,6 +115,17 @@ def test_a_line_is_what_compare_says(found: Ablation) -> None:
         )  # fmt: skip
 
 
+def test_optimal_is_the_last_line_and_all_have_its_chunk_size(machine: Machine) -> None:
+    """The policy asked about is planned first, with the chunk size it likes best."""
+    w = chain_workload(6, MIB, tensors_per_layer=4, forward_s=1.0, tide_bytes=MIB)
+    found = ablate(w, machine, replace(EAGER, chunk_bytes=None))
+    assert [line.change for line in found.lines][-2:] == ["pins: as many as pay", "streams: as many as pay"]
+    assert found.lines[-1].policy == found.policy == "optimal"
+    assert found.settings.chunk_bytes is not None
+    assert min(line.iteration_s or 0.0 for line in found.lines) == pytest.approx(found.lines[-1].iteration_s)
+    assert "every line has chunks of" in ablation_text(found)
+
+
 def test_lines_that_do_not_fit_are_passed_over(machine: Machine) -> None:
     """patrickstar needs 4 MiB of buffer and 2 of reserve more: the ladder begins below it."""
     w = chain_workload(6, MIB, forward_s=1.0, tide_bytes=MIB)
