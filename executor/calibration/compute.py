@@ -11,7 +11,7 @@ that they read and write as a capture counts them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import cycle
 
 import torch
@@ -26,7 +26,7 @@ __all__ = ["between_products", "matmul_rates", "memory_rate", "memory_rates", "p
 _EXTENTS = {"virtual": (64, 128, 256, 512, 1024, 1536, 2048), "cuda": (256, 512, 1024, 2048, 4096, 8192, 12288)}
 _LAYER_ROWS = {"virtual": (8, 32, 128, 512), "cuda": (64, 512, 4096, 16384)}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_COLD_BYTES = 96 << 20  # more than the last cache of a CPU or GPU holds of it
+_COLD_BYTES = 48 << 20  # more than the last cache of a CPU or GPU keeps of it
 _MOST_WEIGHTS = 64
 _MOST_INPUTS = 8
 _WIDTH = 1024
@@ -50,12 +50,15 @@ def product(device: Device, n: int, dtype: torch.dtype) -> tuple[int, Callable[[
     return 2 * rows * n * n, action
 
 
-def matmul_rates(device: Device, bench: Bench) -> dict[str, tuple[tuple[float, float], ...]]:
-    """dtype -> ((flops of one product, flops/s), ...), ascending. A dtype that is emulated ends early."""
+def matmul_rates(
+    device: Device, bench: Bench, extents: Sequence[int] | None = None
+) -> dict[str, tuple[tuple[float, float], ...]]:
+    """dtype -> ((flops of one product, flops/s), ...), ascending. A dtype that is emulated ends early. extents: n of
+    each product, ascending; by default what suits the device."""
     table: dict[str, tuple[tuple[float, float], ...]] = {}
     with device.using():
         for dtype in device.dtypes:
-            points = dict(product(device, n, _DTYPES[dtype]) for n in _EXTENTS[device.kind])
+            points = dict(product(device, n, _DTYPES[dtype]) for n in extents or _EXTENTS[device.kind])
             seconds = bench.medians(points, device.timed, longest_s=0.25)
             table[dtype] = tuple((float(flops), 3 * flops / s) for flops, s in seconds.items())
     return table

@@ -1,0 +1,441 @@
+"""Calibration: the arithmetic of each measurement on clocks and backends passed in, and one short real run."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+
+from executor import calibrate as calibration
+from executor.calibration import collectives, compute, copies, disk, host, moments, together
+from executor.calibration.bench import Bench, Effort
+from executor.calibration.device import CudaDevice, VirtualDevice, open_device
+from pstar_sim.catalog.loader import load_machine
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Settings
+from pstar_sim.core.step import Queue
+from pstar_sim.errors import CatalogError, PlanError
+from pstar_sim.planner.compare import compare
+from pstar_sim.testing import chain_workload
+
+SMALL = Effort(point_s=0.0, rounds=2, least=2, most=3, window_s=0.01, memory_bytes=8 << 20)
+
+
+class Ticks:
+    """A clock that goes on by `step_s` at each look; `now_s` may be set."""
+
+    def __init__(self, step_s: float = 0.0) -> None:
+        self.now_s = 0.0
+        self.step_s = step_s
+
+    def __call__(self) -> float:
+        self.now_s += self.step_s
+        return self.now_s
+
+
+class FakeLink:
+    """A backend whose copies take 1 ms and 1 ns a byte on a clock of its own."""
+
+    name = "fake"
+    device = torch.device("cpu")
+
+    def __init__(self, clock: Ticks) -> None:
+        self.clock = clock
+        self.copied = {"h2d": 0, "d2h": 0}
+        self.parts: list[int] = []
+
+    def host_slab(self, size_bytes: int) -> torch.Tensor:
+        return torch.zeros(size_bytes, dtype=torch.uint8)
+
+    def gpu_payload(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        payload = torch.empty(numel, dtype=dtype)
+        payload.untyped_storage().resize_(0)
+        return payload
+
+    def take(self, payload: torch.Tensor) -> None:
+        payload.untyped_storage().resize_(payload.numel() * payload.element_size())
+
+    def give(self, payload: torch.Tensor) -> None:
+        payload.untyped_storage().resize_(0)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
+        target.copy_(source)
+        self.clock.now_s += 1e-3 + target.numel() * 1e-9
+        self.copied[direction.value] += target.numel()
+        self.parts.append((source if direction is Queue.H2D else target).storage_offset())
+
+    def fence(self, queue: Queue) -> None:
+        return None
+
+    def enter_thread(self) -> None:
+        return None
+
+    @property
+    def copied_bytes(self) -> dict[str, int]:
+        return dict(self.copied)
+
+
+def bench() -> Bench:
+    return Bench(SMALL)
+
+
+# -- bench ------------------------------------------------------------------------------------------------------------
+
+
+def scripted(seconds: Mapping[object, list[float]]) -> tuple[dict[object, Callable[[], object]], Callable[..., float]]:
+    """Actions by key, and a timer that hands out each one's seconds in turn."""
+    left: dict[object, Iterator[float]] = {key: iter(values) for key, values in seconds.items()}
+    actions: dict[object, Callable[[], object]] = {key: (lambda key=key: key) for key in seconds}  # type: ignore[misc]
+    return actions, lambda action: next(left[action()])
+
+
+def test_medians_leave_the_first_call_out_and_take_all_rounds() -> None:
+    # The first, 9 s, warms up. Two rounds of two calls: 1, 2 and 3, 4.
+    actions, timed = scripted({"a": [0.9, 0.1, 0.2, 0.3, 0.4]})
+    assert Bench(SMALL).medians(actions, timed) == {"a": pytest.approx(0.25)}
+
+
+def test_rounds_go_over_all_points_in_turn() -> None:
+    order: list[str] = []
+
+    def timed(action: Callable[[], object]) -> float:
+        action()
+        return 0.1
+
+    actions = {name: (lambda name=name: order.append(name)) for name in ("a", "b")}  # type: ignore[misc]
+    Bench(Effort(point_s=0.0, rounds=2, least=1, most=1)).medians(actions, timed)
+    assert order == ["a", "a", "b", "b", "a", "b"]  # the first of each is the warm-up
+
+
+def test_a_curve_ends_where_a_call_takes_too_long() -> None:
+    actions, timed = scripted({1: [0.1] * 9, 2: [2.0] * 9, 3: [0.1] * 9})
+    assert Bench(SMALL).medians(actions, timed, longest_s=1.0) == {1: pytest.approx(0.1), 2: pytest.approx(2.0)}
+
+
+def test_a_point_takes_its_time_but_no_more_calls_than_allowed() -> None:
+    calls = count()
+    effort = Effort(point_s=1.0, rounds=1, least=1, most=7)
+    Bench(effort).medians({"a": lambda: next(calls)}, lambda action: (action(), 0.001)[1])  # type: ignore[func-returns-value]
+    assert next(calls) == 8  # one warm-up and seven
+
+
+# -- compute ----------------------------------------------------------------------------------------------------------
+
+
+def test_products_by_size() -> None:
+    # Every look at the clock is a millisecond: an action takes one. n = 64: 16 rows, 3 * 2 * 16 * 64 * 64 flops.
+    device = VirtualDevice(clock=Ticks(1e-3), wall_clock=Ticks())
+    found = compute.matmul_rates(device, bench(), extents=(64, 128))
+    assert set(found) == {"fp32", "bf16"}
+    (flops, rate), (more, _) = found["fp32"]
+    assert flops == 2 * 16 * 64 * 64 == 131072
+    assert more == 2 * 32 * 128 * 128
+    assert rate == pytest.approx(3 * 131072 / 1e-3)
+
+
+def test_bytes_of_operators_are_those_a_capture_counts() -> None:
+    device = VirtualDevice()
+    with device.using():
+        size, action = compute.between_products(device, 4)
+        twice, _ = compute.between_products(device, 8)
+        action()
+    # 4 rows x 1024 fp32 are 16 KiB; the block reads and writes that dozens of times, four times as wide in the GELU.
+    assert 50 * 16384 < size < 500 * 16384
+    assert twice == pytest.approx(2 * size, rel=0.05)
+
+
+def test_device_memory_counts_a_copys_bytes_twice() -> None:
+    device = VirtualDevice(clock=Ticks(1e-3), wall_clock=Ticks())
+    assert compute.memory_rate(device, bench()) == pytest.approx(2 * (4 << 20) / 1e-3)
+
+
+# -- copies -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("queue", [Queue.H2D, Queue.D2H])
+def test_copies_by_size_go_through_the_backend(queue: Queue) -> None:
+    clock = Ticks()
+    link = FakeLink(clock)
+    device = VirtualDevice(backend=link, clock=clock, wall_clock=Ticks())
+    found = copies.copy_rates(device, bench(), queue)
+    assert [size for size, _ in found] == [65536, 524288, 2 << 20]  # of a slab of 4 MiB, at most half
+    for size, rate in found:
+        assert rate == pytest.approx(size / (1e-3 + size * 1e-9))
+    other = "d2h" if queue is Queue.H2D else "h2d"
+    assert link.copied[queue.value] > 0
+    assert link.copied[other] == 0
+    assert len(set(link.parts)) > 3  # it goes on through the slab
+
+
+def test_pageable_copies_where_pinning_means_something() -> None:
+    clock = Ticks()
+
+    class Pinning(VirtualDevice):
+        def pageable(self, size_bytes: int) -> torch.Tensor | None:
+            return torch.zeros(size_bytes, dtype=torch.uint8)
+
+    device = Pinning(backend=FakeLink(clock), clock=clock, wall_clock=Ticks())
+    size = 64 << 20
+    assert copies.pageable_rate(device, bench()) == pytest.approx(size / (1e-3 + size * 1e-9))
+    assert copies.pageable_rate(VirtualDevice(), bench()) is None
+
+
+# -- host -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cores", "counts"), [(1, [1]), (2, [1, 2]), (4, [1, 2, 4]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])]
+)
+def test_thread_counts(cores: int, counts: list[int]) -> None:
+    assert host.thread_counts(cores) == counts
+
+
+def test_adam_by_threads_reads_two_clocks() -> None:
+    rare = Bench(Effort(point_s=0.0, rounds=1, least=1, most=1, memory_bytes=1))
+    found = host.adam_rates(rare, [1, 2], clock=Ticks(0.002), wall_clock=Ticks(0.001))
+    assert found == ((1, pytest.approx((2 << 20) / 0.002)), (2, pytest.approx((2 << 20) / 0.001)))
+    assert torch.get_num_threads() >= 1
+
+
+def test_one_adam_update_is_the_executors() -> None:
+    params, update = host.adam_update(1)
+    before = torch.get_num_threads()
+    update()
+    assert params == 2 << 20
+    assert torch.get_num_threads() == before
+
+
+def test_host_memory_counts_what_is_read_and_written() -> None:
+    # One thread: it looks at the clock when it begins and when it ends, a second apart.
+    found = host.dram_rate(Bench(Effort(rounds=1, window_s=0.001, memory_bytes=2 << 20)), [1], clock=Ticks(1.0))
+    repeats = max(2, round(0.001 * 4e9 / (1 << 20)))
+    assert found == pytest.approx(2 * (1 << 20) * repeats)
+
+
+# -- disk and collectives ---------------------------------------------------------------------------------------------
+
+
+def test_disk_is_written_and_read_back(tmp_path: Path) -> None:
+    answer = disk.disk_rates(tmp_path, 8 << 20, clock=Ticks(0.5))
+    assert not isinstance(answer, str)
+    read, write, size = answer
+    assert read == write == pytest.approx((8 << 20) / 0.5)
+    assert size > 8 << 20
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_room_is_skipped_with_the_reason(tmp_path: Path) -> None:
+    answer = disk.disk_rates(tmp_path, 1 << 60)
+    assert isinstance(answer, str)
+    assert "GB wanted" in answer
+
+
+def test_a_disk_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int, data: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    assert disk.disk_rates(tmp_path, 8 << 20) == "disk: No space left on device"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_collectives_from_seconds() -> None:
+    # 4 KiB take half a millisecond; 1 GB more takes a second more.
+    rate, latency_s = collectives.from_seconds({4096: 0.0005, 4096 + 10**9: 1.0005})
+    assert rate == pytest.approx(1e9)
+    assert latency_s == 0.0005
+
+
+@pytest.mark.slow
+def test_two_processes_gather_for_real() -> None:
+    answer = collectives.collective_rates()
+    if isinstance(answer, str):
+        pytest.skip(answer)  # a machine too busy for two processes that wait for each other
+    backend, rate, latency_s = answer
+    assert backend in ("gloo", "nccl")
+    assert rate > 1e5
+    assert 0 < latency_s < 10
+
+
+def test_collectives_that_do_not_answer_are_skipped_with_the_reason() -> None:
+    answer = collectives.collective_rates(timeout_s=0.01)
+    assert isinstance(answer, str)
+    assert "did not answer" in answer or "NCCL needs two" in answer
+
+
+# -- moments ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_fit_finds_constant_and_bandwidth_again() -> None:
+    def product_s(flops: float) -> float:
+        return flops / 100e9
+
+    rows = [(0.0, 1e6), (1e9, 1e6), (5e8, 4e7), (0.0, 2e7), (2e8, 0.0)]
+    samples = [moments.Sample(f, b, 8e-5 + f / 100e9 + b / 15e9) for f, b in rows]
+    constant_s, bytes_per_s = moments.fit(samples, product_s)
+    assert constant_s == pytest.approx(8e-5)
+    assert bytes_per_s == pytest.approx(15e9)
+
+
+def test_a_negative_constant_is_none() -> None:
+    samples = [moments.Sample(0, 1e6, 1e-4), moments.Sample(0, 2e6, 3e-4)]  # a line through them starts below zero
+    constant_s, bytes_per_s = moments.fit(samples, lambda flops: 0.0)
+    assert constant_s == 0
+    # least squares of relative errors of seconds = bytes / B: slope (0.01 + 2/3 * 0.01) * 1e-6...
+    ratios = [s.size_bytes / s.seconds for s in samples]
+    assert 1 / bytes_per_s == pytest.approx(sum(ratios) / sum(r * r for r in ratios))
+
+
+def test_samples_that_say_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="different sizes"):
+        moments.fit([moments.Sample(0, 1e6, 1e-3), moments.Sample(0, 1e6, 1e-3)], lambda flops: 0.0)
+    slow = [moments.Sample(1e9, 1e6, 1e-3), moments.Sample(1e9, 5e6, 1e-3)]
+    with pytest.raises(ValueError, match="no time for bytes"):
+        moments.fit(slow, lambda flops: 1.0)
+
+
+# -- things that run at once ------------------------------------------------------------------------------------------
+
+
+def test_pace_is_the_median_inside_the_window() -> None:
+    rows = [(0.5, 9.0), (1.0, 1.0), (2.0, 3.0), (3.0, 2.0), (9.0, 9.0)]
+    assert together.pace(rows, 1.0, 3.0) == 2.0
+    with pytest.raises(ValueError, match="1 actions ended"):
+        together.pace(rows, 8.0, 9.0)
+
+
+def test_slowdowns_are_ratios_of_medians_and_at_least_one() -> None:
+    def watched(actions: Mapping[str, object], window_s: float) -> dict[str, float]:
+        if len(actions) == 1:
+            return dict.fromkeys(actions, 1.0)
+        return {"compute": 1.25, "adam": 0.9}
+
+    found = together.slowdowns({"compute": lambda: 0, "adam": lambda: 0}, bench(), watched)
+    assert found == {"compute_while_adam": 1.25, "adam_while_compute": 1.0}
+
+
+def test_watching_two_threads_counts_both() -> None:
+    seen: set[str] = set()
+
+    def action() -> None:
+        seen.add(threading.current_thread().name)
+
+    found = together.watch({"compute": action, "adam": action}, 0.01, work_clock=Ticks(0.5))
+    assert seen == {"calibrate-compute", "calibrate-adam"}
+    assert set(found) == {"compute", "adam"}
+    assert all(seconds >= 0.5 for seconds in found.values())
+
+
+def test_what_a_watched_action_raises_is_raised() -> None:
+    def broken() -> None:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        together.watch({"compute": broken, "adam": lambda: None}, 0.01)
+
+
+# -- the machine ------------------------------------------------------------------------------------------------------
+
+FOUND = calibration.Findings(
+    matmul={"fp32": ((1e6, 50e9), (1e9, 100e9), (1e10, 90e9))},
+    memory_bytes_per_s=20e9,
+    constant_s=1e-4,
+    operator_bytes_per_s=15e9,
+    h2d=((1e6, 5e9), (1e8, 10e9)),
+    d2h=((1e6, 4e9), (1e8, 8e9)),
+    adam=((1.0, 1e9), (2.0, 1.9e9)),
+    dram_bytes_per_s=25e9,
+    network=("gloo", 3e8, 5e-4),
+    disks=(2e9, 1e9, 10**11),
+    slowdowns={"compute_while_adam": 1.2},
+    skipped=["pinned against pageable: never pinned"],
+    taken_by_others=0.3,
+)
+
+
+def machine() -> Machine:
+    device = VirtualDevice(clock=Ticks())
+    return calibration.machine_of(FOUND, device, name="my", cores=2, memory=(16 * 10**9, 12 * 10**9))
+
+
+def test_the_machine_has_what_was_found() -> None:
+    m = machine()
+    assert m.gpu.name == "virtual"  # what `pstar run` asks for
+    assert m.gpu.flops_per_s == {"fp32": 100e9}  # the best of the curve
+    assert m.gpu.memory_bytes == 3 * 10**9  # a quarter of what is available
+    assert m.host.budget_bytes == 12 * 10**9 - 3 * 10**9  # the rest
+    assert (m.link.h2d_bytes_per_s, m.link.d2h_bytes_per_s) == (10e9, 8e9)
+    assert m.host.adam_params_per_s == 1e9  # one thread, as the executor runs it
+    assert m.confidence == "calibrated"
+    assert set(m.confidence_by_input.values()) == {"calibrated"}
+    assert "other programs had 30% of the processor time" in m.notes
+
+
+def test_the_file_says_what_it_is_and_comes_back(tmp_path: Path) -> None:
+    file = tmp_path / "my.toml"
+    calibration.write_machine(machine(), FOUND, file)
+    text = file.read_text()
+    assert text.startswith("# A machine measured by `pstar calibrate` on ")
+    assert f"torch {torch.__version__}" in text
+    assert "# pinned against pageable: never pinned" in text
+    back = load_machine(file)
+    assert back.slowdowns == {"compute_while_adam": 1.2}
+    assert back.gpu.matmul_tables["fp32"][1] == pytest.approx((1e9, 100e9))
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(CatalogError, match="there is no folder"):
+        calibration.write_machine(machine(), FOUND, tmp_path / "none" / "my.toml")
+
+
+def test_an_interrupted_calibration_leaves_nothing(tmp_path: Path) -> None:
+    def interrupt(name: str, number: int, of: int) -> None:
+        if number == 1:
+            raise KeyboardInterrupt
+
+    file = tmp_path / "my.toml"
+    file.write_text("the old one")
+    quick = Effort(point_s=0.0, rounds=1, least=1, most=1)
+    with pytest.raises(KeyboardInterrupt):
+        calibration.measure(VirtualDevice(), quick, cores=1, folder=tmp_path, on_part=interrupt)
+    assert file.read_text() == "the old one"
+    assert [p.name for p in tmp_path.iterdir()] == ["my.toml"]
+
+
+def test_devices_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert open_device("auto").kind == "virtual"
+    with pytest.raises(PlanError, match="torch finds no CUDA device"):
+        CudaDevice()
+    with pytest.raises(PlanError, match="'tpu' is not known"):
+        open_device("tpu")
+
+
+def test_cpu_seconds_tell_what_others_took() -> None:
+    device = VirtualDevice(clock=Ticks(0.001), wall_clock=Ticks(0.004))
+    device.timed(lambda: None)
+    assert device.taken_by_others() == pytest.approx(0.75)
+
+
+@pytest.mark.slow
+def test_a_short_calibration_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "collective_rates", lambda: "collectives: left out here")
+    parts: list[str] = []
+    effort = Effort(point_s=0.002, rounds=1, least=1, most=2, window_s=0.02, memory_bytes=64 << 20)
+    device = VirtualDevice()
+    found = calibration.measure(
+        device, effort, cores=2, folder=tmp_path, on_part=lambda name, number, of: parts.append(name)
+    )
+    assert len(parts) == 11
+    file = tmp_path / "my.toml"
+    calibration.write_machine(calibration.machine_of(found, device, name="my", cores=2), found, file)
+    assert [p.name for p in tmp_path.iterdir()] == ["my.toml"]
+    m = load_machine(file, gpu_memory="100MB")
+    assert m.confidence == "calibrated"
+    assert len(m.slowdowns) == 12
+    assert m.gpu.launch_s is not None and 0 < m.gpu.launch_s < 0.1
+    answer = compare(chain_workload(8, 4 << 20, dtype="fp32"), m, settings=Settings(update="step"), policies=["tide"])
+    assert answer.best().row.iteration_s is not None

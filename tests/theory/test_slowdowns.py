@@ -1,0 +1,60 @@
+"""What queues do to each other on a calibrated machine: finish times of small cases, by hand."""
+
+from collections.abc import Mapping
+
+import pytest
+import simpy
+
+from pstar_sim.sim.bandwidth import Bandwidth
+
+
+def ends(
+    tasks: list[tuple[str, float, float]], slowdowns: Mapping[str, float], *, dram: float = 1e9, demand: float = 0.0
+) -> list[float]:
+    """When each (queue, seconds, duty) ends, all begun at 0."""
+    env = simpy.Environment()
+    shared = Bandwidth(env, dram, True, slowdowns)
+    found = [0.0] * len(tasks)
+
+    def work(i: int) -> object:
+        queue, seconds, duty = tasks[i]
+        yield shared.run(seconds, demand * seconds, queue in ("h2d", "d2h"), queue=queue, duty=duty)
+        found[i] = env.now
+
+    for i in range(len(tasks)):
+        env.process(work(i))  # type: ignore[arg-type]
+    env.run()
+    return found
+
+
+def test_alone_nothing_is_slowed_down() -> None:
+    assert ends([("compute", 3.0, 1.0)], {"compute_while_adam": 2.0}) == [3.0]
+
+
+def test_compute_while_adam_runs() -> None:
+    # Adam ends at 2; until then compute does 2 / 1.25 = 1.6 of its 3 seconds, the other 1.4 at full speed.
+    assert ends([("compute", 3.0, 1.0), ("adam", 2.0, 1.0)], {"compute_while_adam": 1.25}) == pytest.approx([3.4, 2.0])
+
+
+def test_factors_of_two_partners_multiply() -> None:
+    slow = {"compute_while_h2d": 1.5, "compute_while_d2h": 2.0}
+    tasks = [("compute", 1.0, 1.0), ("h2d", 10.0, 1.0), ("d2h", 10.0, 1.0)]
+    assert ends(tasks, slow)[0] == pytest.approx(3.0)
+
+
+def test_a_throttled_copy_counts_by_how_busy_it_is() -> None:
+    # Busy for a fifth of its time: 1 + (1.5 - 1) / 5 = 1.1
+    assert ends([("compute", 1.0, 1.0), ("h2d", 10.0, 0.2)], {"compute_while_h2d": 1.5})[0] == pytest.approx(1.1)
+
+
+def test_a_throttled_copy_hides_its_own_slow_down() -> None:
+    slow = {"h2d_while_compute": 2.0}
+    assert ends([("h2d", 1.0, 0.4), ("compute", 10.0, 1.0)], slow)[0] == pytest.approx(1.0)
+    assert ends([("h2d", 1.0, 0.8), ("compute", 10.0, 1.0)], slow)[0] == pytest.approx(1.6)
+
+
+def test_the_lower_of_dram_share_and_factor_holds() -> None:
+    # Two tasks that want 1 B/s each of 1 B/s: a half each; a factor of 1.5 changes nothing, one of 4 does.
+    tasks = [("adam", 1.0, 1.0), ("h2d", 1.0, 1.0)]
+    assert ends(tasks, {"adam_while_h2d": 1.5}, dram=1.0, demand=1.0) == pytest.approx([2.0, 2.0])
+    assert ends(tasks, {"adam_while_h2d": 4.0}, dram=1.0, demand=1.0) == pytest.approx([2.5, 2.0])
