@@ -98,8 +98,9 @@ class Outcome:
 
 
 def run(program: Program, *, most: int = 6, tolerance: float = 1e-6, limit_s: float = math.inf) -> Outcome:
-    """Play the program from the cut until its period and its window repeat, `most` windows at most. A program whose
-    second window takes more than limit_s, and no less than the first, is given up: its outcome has no window."""
+    """Play the program from the cut until its period and its window repeat, `most` windows at most. A program is
+    given up, its outcome without a window, once a window takes more than limit_s and no less than the one before: the
+    first one, which waits for nothing of an iteration before it, is the shortest as a rule."""
     return _Loop(program).run(most, tolerance, limit_s)
 
 
@@ -271,7 +272,7 @@ class _Loop:
                     break
                 if at == 0 and lap > 0:
                     marks.append((now, len(log), gpu_free, host_free))
-                    if lap >= 2 and (abandoned := _too_long(marks, limit_s)) is not None:
+                    if (abandoned := _too_long(marks, limit_s)) is not None:
                         return abandoned
                     outcome = self._repeats(marks, log, tolerance, lap >= most)
                     if outcome is not None:
@@ -373,7 +374,8 @@ class _Loop:
         left = gpu_free - self.ops[i].gpu_take
         for lap in range(max(0, k - 1), k + 1):
             on, off = started[lap], ended[lap]
-            for j in range(len(self.ops) if lap < k else i):
+            first = off.find(0)  # what has ended counts for nothing
+            for j in range(len(off) if first < 0 else first, len(self.ops) if lap < k else i):
                 if off[j]:
                     continue
                 op = self.ops[j]
@@ -443,6 +445,6 @@ class _Loop:
 def _too_long(marks: Sequence[tuple[float, int, int, int]], limit_s: float) -> Outcome | None:
     """An outcome without a window if the last window took more than limit_s and no less than the one before."""
     periods = [b[0] - a[0] for a, b in pairwise(marks)]
-    if periods[-1] <= limit_s or periods[-1] < periods[-2]:
+    if periods[-1] <= limit_s or (len(periods) > 1 and periods[-1] < periods[-2]):
         return None
     return Outcome(periods[-1], [], marks[-1][2], marks[-1][3], False, periods_s=periods)

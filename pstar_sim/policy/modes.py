@@ -46,9 +46,9 @@ class ModeFacts:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """seconds: for each number of pinned chunks and each streamed share of the others. mean_s: mean of the terms of which
-    that is the largest. floor_s: without the windows, which depend on where the modes lie, but that of the last chunk,
-    and with streamed parameters that need not come up again. Shapes (len(pins), len(shares))."""
+    """seconds: for each number of pinned chunks and each streamed share of the others. mean_s: mean of the terms of
+    which that is the largest. floor_s: without the windows, which depend on where the modes lie, but that of the last
+    chunk, and with streamed parameters that need not come up again. Shapes (len(pins), len(shares))."""
 
     seconds: Array
     mean_s: Array
@@ -61,8 +61,8 @@ def roofline(facts: ModeFacts, pins: Sequence[int], shares: Sequence[float]) -> 
     total_s = float(np.sum(f.moments_s))
     working, pinned = np.asarray(f.working_bytes, float), np.asarray(f.pinned_bytes, float)
     everything = max(1.0, float(working.sum()))
-    held = np.concatenate(([0.0], np.cumsum(working))) / everything
-    x = held[np.asarray(pins, dtype=int)][:, None]
+    first = np.concatenate(([0.0], np.cumsum(working))) / everything
+    x = first[np.asarray(pins, dtype=int)][:, None]
     z = (1 - x) * np.asarray(shares, dtype=float)[None, :]
     cpu = 1 - x - z
     gpu_adam, adam = float(np.sum(f.gpu_adam_s)), float(np.sum(f.adam_s))
@@ -75,7 +75,8 @@ def roofline(facts: ModeFacts, pins: Sequence[int], shares: Sequence[float]) -> 
     left = np.maximum(0.0, f.room_bytes - x * pinned.sum() - passing)
     again = np.maximum(0.0, (1 - x) * everything - left) * f.gaps / everything * up
     h2d = (1 - x) * up + z * states_up + again
-    backward = facts.turn_s + np.maximum(0.0, (1 - x) * everything + z * states - left) / facts.h2d_bytes_per_s
+    held = np.maximum(0.0, f.room_bytes - x * pinned.sum())
+    backward = facts.turn_s + np.maximum(0.0, (1 - x) * everything + z * states - held) / facts.h2d_bytes_per_s
     d2h = (1 - x) * down + z * states_down
     traffic = h2d * facts.h2d_bytes_per_s + d2h * facts.d2h_bytes_per_s + cpu * float(np.sum(facts.dram_adam_bytes))
     wait = np.zeros_like(z)

@@ -27,7 +27,7 @@ from pstar_sim.workload.workload import Workload
 
 __all__ = ["OPTIONS", "optimal"]
 
-EFFORT_OPS = 240_000  # ops played in the search over one chunk size
+EFFORT_OPS = 160_000  # ops played in the search over one chunk size
 FEWEST_CHUNKS, MOST_CHUNKS = 16, 400  # of other chunk sizes that are tried
 WORTH_A_SIZE = 2e-3  # so far from the floor other chunk sizes are tried
 REPLAYED = 2  # of the attempts the event loop finds fastest

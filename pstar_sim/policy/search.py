@@ -22,21 +22,13 @@ from pstar_sim.policy.program import Attempt, play
 
 __all__ = ["Choice", "Search"]
 
-GOOD_ENOUGH = 3e-4  # relative distance from the floor of the roofline at which nothing more is tried
+GOOD_ENOUGH = 1e-3  # relative distance from the floor of the roofline at which nothing more is tried
 BETTER = 1e-5  # relative gain that counts
 HOPELESS = 1.003  # an attempt that is so much slower than the best one is not played to its end
+MOST_TRIED = 48
 CALM = 0.02  # weight of the mean of the roofline's terms: of equal maxima the one with slack elsewhere
 USUAL = Knobs()
-TURNS: tuple[Mapping[str, object], ...] = (
-    {"stay": 0.0},
-    {"stay": 1.0},
-    {"spare_chunks": 2},
-    {"down": "fifo"},
-    {"linger": False},
-    {"lead_chunks": 1},
-    {"lead_chunks": 4},
-    {"spare_chunks": 0},
-)
+TURNS: tuple[Mapping[str, object], ...] = ({"linger": False}, {"stay": 0.0}, {"down": "fifo"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,10 +62,15 @@ class Search:
         pins = np.arange(self.fewest, self.most + 1)
         shares = np.linspace(0.0, 1.0, self.count + 1) if ground.point.streams else np.zeros(1)
         roof = roofline(self.facts, pins.tolist(), shares.tolist())
-        row, column = np.unravel_index(int(np.argmin(roof.seconds + CALM * roof.mean_s)), roof.seconds.shape)
+        calm = roof.seconds + CALM * roof.mean_s
+        best = self.fewest + int(calm.min(axis=1).argmin())
+        self.starts: list[tuple[int, int]] = []  # (pins, streams): the best by the roofline, and fewer pins
+        for part in (1.0, 0.8, 0.6):
+            number = max(self.fewest, round(part * best))
+            share = float(shares[int(calm[number - self.fewest].argmin())])
+            self.starts.append((number, round(share * (self.count - number))))
         self.roofline_s = float(roof.seconds.min())
         self.floor_s = float(roof.floor_s.min())
-        self.start = (int(pins[row]), round(float(shares[column]) * (self.count - int(pins[row]))))
 
     def _most(self) -> int:
         """The most chunks of the usual size that could be pinned anywhere."""
@@ -88,11 +85,15 @@ class Search:
     def good_enough(self) -> bool:
         return self.best is not None and self.best[0] <= self.floor_s * (1 + GOOD_ENOUGH)
 
+    @property
+    def spent(self) -> bool:
+        return self.effort_ops <= 0 or len(self.tried) >= MOST_TRIED
+
     def try_one(self, choice: Choice) -> bool:
         """Whether the choice is better than what was found so far."""
         if choice in self.tried or not (self.fewest <= choice.pins <= self.most):
             return False
-        if choice.streams < 0 or choice.pins + choice.streams > self.count or self.effort_ops <= 0:
+        if choice.streams < 0 or choice.pins + choice.streams > self.count or self.spent:
             return False
         if choice.streams and not self.ground.point.streams:
             return False
@@ -128,11 +129,13 @@ class Search:
         """All attempts that fit, the fastest first; empty if none does."""
         for choice in self._starts():
             self.try_one(choice)
-        improved = True
-        while improved and self.best is not None and self.effort_ops > 0:
-            improved = False
-            for step in (8, 4, 2, 1):
-                improved |= self._descend(step)
+        step = max(1, self.count // 32)
+        while self.best is not None and not self.good_enough and not self.spent:
+            if self._descend(step):
+                continue
+            if step == 1:
+                break
+            step = max(1, step // 2)
         return self.attempts()
 
     def attempts(self) -> list[Attempt]:
@@ -141,32 +144,33 @@ class Search:
         return sorted(found.values(), key=lambda a: (a.iteration_s, a.fetched_bytes))
 
     def _starts(self) -> Iterator[Choice]:
-        pins, streams = self.start
-        bounds = iteration_bounds(self.facts.pins, self.first_fit)
-        alone = int(bounds.argmin())
-        yield Choice(pins=pins, streams=streams, head=min(2, pins))
-        if self.good_enough:
-            return
-        if streams:
-            yield Choice(pins=pins, streams=streams, head=0, front=min(2, streams))
-        for head in (pins // 2, pins):
-            yield Choice(pins=pins, streams=streams, head=head)
+        alone = int(iteration_bounds(self.facts.pins, self.first_fit).argmin())
+        alone = max(self.fewest, min(alone, self.most))
         yield Choice(pins=alone, streams=0, head=alone)
         if self.first_fit == self.count:
             yield Choice(pins=self.count, streams=0, head=self.count)
-        yield Choice(pins=self.fewest, streams=0, head=0)
+        if self.good_enough:
+            return
+        for pins, streams in self.starts:
+            yield Choice(pins=pins, streams=streams, head=pins // 5, front=min(2, streams))
+        if self.best is not None and (now := self.best[1]).streams:
+            yield replace(now, head=0)
+            yield replace(now, head=now.pins // 2)
+        if self.best is None:
+            yield Choice(pins=self.fewest, streams=0, head=0)
+            yield Choice(pins=self.most, streams=0, head=self.most)
 
     def _descend(self, step: int) -> bool:
-        """Whether some change by `step` (or of a knob) was better. A change that is good is made again."""
+        """Whether some change by `step` was better (on the last round, step 1, also of a knob). A change that is good
+        is made again."""
         improved = False
-        unit = max(1, round(step * self.count / 256)) if step > 1 else 1
-        for pins, streams in ((-1, 0), (0, -1), (0, 1), (1, 0), (-1, 1), (1, -1)):
-            while self._change(pins=pins * unit, streams=streams * unit):
+        for pins, streams in ((-1, 1), (-1, 0), (1, -1), (0, -1), (0, 1), (1, 0)):
+            while self._change(pins=pins * step, streams=streams * step):
                 improved = True
-        for head in (-1, 1):
-            while self._change(head=head * 2 * unit):
+        for head in (1, -1):
+            while self._change(head=head * 2 * step):
                 improved = True
-        if step in (8, 2):
+        if step == 1:
             for knobs in TURNS:
                 improved |= self._change(knobs=knobs)
         return improved
