@@ -2,11 +2,15 @@
 
 The reference every offloading policy is measured against where it fits. Uses 14 bytes a parameter in 2-byte training
 (the gradient overwrites the working list), 18 with several micro-batches.
+
+On several ranks this is plain data parallelism: every GPU holds everything, a chunk's gradient is all-reduced
+(reduce-scatter, then gather) as soon as it is complete, and each GPU updates all parameters in optimizer.step().
 """
 
 from __future__ import annotations
 
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place
 from pstar_sim.policy.emit import Builder, check_room, describe_moment, worst_moment
@@ -21,7 +25,8 @@ def all_on_gpu(workload: Workload, machine: Machine, settings: Settings) -> Plan
 
     Raises DoesNotFit where model data and the tide's peak exceed the GPU.
     """
-    b = Builder("all_on_gpu", workload, machine, settings)
+    whole = build_layout(workload, chunk_bytes=settings.chunk_bytes)
+    b = Builder("all_on_gpu", workload, machine, settings, layout=whole)
     for chunk in b.layout.chunks:
         b.reside_on_gpu(chunk.index)
     model = b.held_bytes(Place.GPU)
@@ -38,16 +43,22 @@ def all_on_gpu(workload: Workload, machine: Machine, settings: Settings) -> Plan
     for chunk in b.layout.chunks:
         if b.uses.updated(chunk.index):
             final.setdefault(b.uses.last_gradient(chunk.index), []).append(chunk.index)
+    at_once = barrier is None and b.ranks == 1  # an update behind its gradient would wait for the all-reduce
+    gradient = "grad32" if workload.micro_batches > 1 else "param"
+    summed: dict[int, list[int]] = {}
     for m in range(len(workload.moments)):
-        b.compute(m)
-        if barrier is None:
-            for c in final.get(m, ()):
+        computed = b.compute(m)
+        for c in final.get(m, ()):
+            if b.ranks > 1:
+                summed[c] = [b.gather(c, m, [b.reduce_scatter(c, m, [computed], gradient)], gradient)]
+            if at_once:
                 b.gpu_adam(c)
-    if barrier is not None:
-        for c in sorted(c for row in final.values() for c in row):
-            b.gpu_adam(c)
+    if not at_once:
+        for row in final.values() if b.ranks > 1 else [sorted(c for row in final.values() for c in row)]:
+            for c in row:
+                b.gpu_adam(c, after=summed.get(c, ()))
     b.choices["capacity"] = f"everything is resident: {format_bytes(model)} and the tide's peak"
     b.choices["adam"] = "on the GPU, " + (
-        f"after the step moment ({barrier})" if barrier else "behind each last gradient"
+        "behind each last gradient" if at_once else f"after the step moment ({barrier or 'all-reduced by then'})"
     )
     return b.plan()

@@ -4,6 +4,10 @@ All working-precision parameters stay on the GPU. Gradients leave it during the 
 chunks; optimizer states and Adam live on the host. The update is behind the barrier whatever was asked for (the
 original knows no other), each chunk is copied back while the next one is updated, and optimizer.step() blocks: the
 first moment of the next iteration waits for the last copy.
+
+On several ranks this is ZeRO-2 with offloading: the parameters are whole on every GPU, gradients are reduce-scattered
+and each rank sends its slice to the host, where its slice of the states is updated; the slices of the parameters come
+back and are gathered.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ def zero_offload(workload: Workload, machine: Machine, settings: Settings) -> Pl
     chunks = [c.index for c in b.layout.chunks]
     trained = [c for c in chunks if uses.updated(c)]
     for c in chunks:
-        b.resident(c, Place.GPU, "param")
+        b.resident(c, Place.GPU, *(("param", "remote") if b.ranks > 1 else ("param",)))
         if uses.updated(c):
             b.reside_on_host(c)
             if not several:  # with several micro-batches cpu_add frees the gradient each time
@@ -41,6 +45,7 @@ def zero_offload(workload: Workload, machine: Machine, settings: Settings) -> Pl
     # Gradients of a micro-batch open (alloc) and close (write-back) in the order the backward pass produces them.
     opened: dict[int, list[int]] = {}
     closed: dict[int, list[int]] = {}
+    lists = ("grad", "grad_remote") if b.ranks > 1 else ("grad",)
     for c in trained:
         for _, first, last in uses.spans[c]:
             opened.setdefault(first, []).append(c)
@@ -57,13 +62,15 @@ def zero_offload(workload: Workload, machine: Machine, settings: Settings) -> Pl
             # Chunks still filling up cannot leave; of the others as many may linger as the bucket has room for.
             stay = max(0, BUCKET_CHUNKS - 1 - len(filling))
             gone, leaving = leaving[: max(0, len(leaving) - stay)], leaving[max(0, len(leaving) - stay) :]
-            b.alloc(Queue.COMPUTE, c, "grad", Place.GPU, m, after=[free_of[g] for g in {*gone, c} if g in free_of])
+            for name in lists:
+                b.alloc(Queue.COMPUTE, c, name, Place.GPU, m, after=[free_of[g] for g in {*gone, c} if g in free_of])
             leaving = [g for g in leaving if g != c]
             filling.append(c)
-            bucket_bytes = max(bucket_bytes, sum(b.payload(g, "grad") for g in (*filling, *leaving)))
+            bucket_bytes = max(bucket_bytes, sum(b.payload(g, n) for g in (*filling, *leaving) for n in lists))
         computed.append(b.compute(m))
         for c in closed.get(m, ()):
-            b.writeback(c, "grad", m, after=[computed[m], *([add_of[c]] if c in add_of else [])])
+            final = computed[m] if b.ranks == 1 else b.reduce_scatter(c, m, [computed[m]], "grad_remote")
+            b.writeback(c, "grad", m, after=[final, *([add_of[c]] if c in add_of else [])])
             free_of[c] = b.free(Queue.D2H, c, "grad", Place.GPU, m)
             filling.remove(c)
             leaving.append(c)
@@ -74,6 +81,8 @@ def zero_offload(workload: Workload, machine: Machine, settings: Settings) -> Pl
     for c in sorted(trained, key=lambda c: (uses.first_use(c), c)):
         adam = b.cpu_adam(c, after=[computed[-1], add_of.get(c, free_of[c])])
         copied = b.fetch(c, 0, after=[adam])
+        if b.ranks > 1:
+            copied = b.gather(c, 0, after=[copied, computed[-1]])
     if copied >= 0:
         b.wait(computed[0], Ref(copied, 1))
 
