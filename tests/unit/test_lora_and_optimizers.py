@@ -1,0 +1,135 @@
+"""LoRA adapters and other optimizers: counts and flops by hand, and plans of every policy that pass the checker."""
+
+from __future__ import annotations
+
+import pytest
+
+import pstar_sim as ps
+from pstar_sim.cli import main
+from pstar_sim.errors import ModelError, UnknownName
+from pstar_sim.policy.registry import find_policy
+from pstar_sim.workload.lora import Adapter, adapter_of
+from pstar_sim.workload.optimizers import OPTIMIZERS, with_optimizer
+from pstar_sim.workload.presets import preset, variant
+from pstar_sim.workload.workload import Phase, UseKind, Workload
+
+POLICIES = ("all_on_gpu", "zero_offload", "static_partition", "patrickstar", "tide")
+
+
+def forward_flops(w: Workload) -> int:
+    return sum(m.flops for m in w.moments if m.phase is Phase.FWD)
+
+
+def test_parameters_and_flops_of_gpt2_adapters_by_hand() -> None:
+    plain = preset("gpt2", batch=2, seq=64, checkpointing=False)
+    w = preset("gpt2", batch=2, seq=64, checkpointing=False, lora=Adapter(rank=8))
+    # c_attn of 12 layers, 768 x 2304: A is 8 x 768, B is 2304 x 8
+    assert w.trainable_params == 12 * 8 * (768 + 2304)
+    assert w.params == plain.params + w.trainable_params
+    assert forward_flops(w) - forward_flops(plain) == 12 * 2 * 128 * 8 * (768 + 2304)
+    # Backward: no gradient of the base's matrices (as many flops as its forward has, attention left out), and twice
+    # the adapters' forward.
+    tokens, hidden, layers, vocab = 128, 768, 12, 50257
+    matrices = 2 * tokens * (12 * hidden * hidden * layers + vocab * hidden)
+    saved = (plain.flops - forward_flops(plain)) - (w.flops - forward_flops(w))
+    assert saved == matrices - 2 * (12 * 2 * 128 * 8 * (768 + 2304))
+
+
+def test_only_adapters_get_gradients_and_the_base_is_frozen() -> None:
+    w = preset("llama-7b", batch=1, seq=64, lora=Adapter())
+    trained = {w.tensors[u.tensor].name for u in w.uses if u.kind is UseKind.GRADIENT}
+    assert len(trained) == 2 * 2 * 32  # A and B of q_proj and v_proj in 32 layers
+    assert all(".lora_" in name for name in trained)
+    assert all(t.frozen is (".lora_" not in t.name) for t in w.tensors if t.tied_to is None)
+    assert adapter_of(w) == Adapter(rank=16, targets=("q_proj", "v_proj"))
+
+
+def test_activations_of_an_adapter_are_kept_for_backward() -> None:
+    """Without checkpointing A x of each target stays: tokens x rank values of 2 bytes, 24 targets."""
+    plain = preset("bert-base", batch=1, seq=128, checkpointing=False)
+    w = preset("bert-base", batch=1, seq=128, checkpointing=False, lora=Adapter(rank=16))
+    last = max(i for i, m in enumerate(plain.moments) if m.phase is Phase.FWD and m.module.startswith("bert.encoder"))
+    assert w.moments[last].end_bytes - plain.moments[last].end_bytes == 24 * 128 * 16 * 2
+
+
+def test_a_last_matrix_with_an_adapter_is_recomputed_too() -> None:
+    """Early stop ends a GPT layer's recompute before its last matmul; an adapter on it needs that matmul again."""
+    w = preset("gpt2", batch=1, seq=64, lora=Adapter(rank=4, targets=("c_attn",)))
+    all_of_it = preset("gpt2", batch=1, seq=64, lora=Adapter(rank=4, targets=("c_attn", "c_proj")))
+
+    def recompute(one: Workload) -> int:
+        return sum(m.flops for m in one.moments if m.phase is Phase.RECOMPUTE)
+
+    adapters = 2 * 64 * 4 * ((768 + 768) + (3072 + 768))  # attn.c_proj and mlp.c_proj
+    assert recompute(all_of_it) - recompute(w) == 12 * (2 * 64 * 3072 * 768 + adapters)
+
+
+def test_a_variant_keeps_adapter_and_optimizer() -> None:
+    w = preset("gpt2", batch=4, seq=64, lora=Adapter(rank=4), optimizer="sgd")
+    other = variant(w, batch=2, micro_batches=2)
+    assert (other.batch, other.micro_batches, other.fingerprint) == (2, 2, w.fingerprint)
+    assert other.optimizer == w.optimizer
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"lora r=768: .* is 768 x 2304; the rank must be less than 768"):
+        preset("gpt2", batch=1, seq=64, lora=Adapter(rank=768))
+    with pytest.raises(ModelError, match=r"lora targets is 'nothing'; no matrix has such a name; try .*c_attn"):
+        preset("gpt2", batch=1, seq=64, lora=Adapter(targets=("nothing",)))
+    with pytest.raises(ModelError, match="lora rank is 0; it must be at least 1"):
+        preset("gpt2", batch=1, seq=64, lora=Adapter(rank=0))
+    with pytest.raises(UnknownName, match="unknown optimizer 'adamv'; did you mean adamw"):
+        preset("gpt2", batch=1, seq=64, optimizer="adamv")
+
+
+def test_bytes_and_traffic_of_the_optimizers() -> None:
+    """States a parameter; traffic: each read and written, 2 bytes of gradient in, 2 of parameter out."""
+    assert {name: (o.states_bytes_per_param, o.dram_bytes_per_param) for name, o in OPTIMIZERS.items()} == {
+        "adamw": (12, 28),
+        "adamw-bf16-states": (8, 20),
+        "sgd-momentum": (8, 20),
+        "sgd": (4, 12),
+    }
+
+
+@pytest.mark.parametrize("job", ["lora", "adamw-bf16-states", "sgd-momentum", "sgd"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_every_policy_plans_them_and_the_checker_agrees(job: str, micro_batches: int) -> None:
+    adapter = Adapter(rank=8, targets=("all-linear",)) if job == "lora" else None
+    w = preset("gpt2-medium", batch=1, seq=64, micro_batches=micro_batches, lora=adapter)
+    w = w if job == "lora" else with_optimizer(w, job)
+    m = ps.machine("virtual", gpu_memory="1GB" if job == "lora" else "1.3GB")
+    for name in POLICIES:
+        for settings in (ps.Settings(), ps.Settings(update="eager", clip=False)):
+            try:
+                plan = find_policy(name)(w, m, settings)
+            except ps.DoesNotFit:
+                assert name in ("all_on_gpu", "zero_offload")
+                continue
+            plan.check()
+
+
+def test_fewer_state_bytes_take_less_room_and_less_time() -> None:
+    m = ps.machine("v100-32")
+    adamw = ps.compare(preset("1B", batch=1, seq=64), m, policies=["zero_offload"]).best().row
+    sgd = ps.compare(preset("1B", batch=1, seq=64, optimizer="sgd"), m, policies=["zero_offload"]).best().row
+    assert adamw.peak_host_bytes is not None and sgd.peak_host_bytes is not None
+    assert sgd.peak_host_bytes == pytest.approx(adamw.peak_host_bytes * 8 / 16, rel=1e-3)  # 2 + 2 + 4 of 2 + 2 + 12
+    assert sgd.iteration_s is not None and adamw.iteration_s is not None
+    assert sgd.iteration_s < adamw.iteration_s * 0.6  # 12 of 28 bytes of traffic
+
+
+def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["fits", "--model", "gpt2", "--batch", "1", "--seq", "64", "--machine", "v100-16", "--policy", "all_on_gpu"]
+    assert main([*job, "--lora", "r=8", "--optimizer", "sgd"]) == 0
+    assert "LoRA r=8 on c_attn, sgd" in capsys.readouterr().out
+    for wrong, said in (
+        ("r=x", "'r=x' is not r=RANK"),
+        ("targets=c_attn", "a rank is needed"),
+        ("r=0", "'r=0' is not"),
+    ):
+        assert main([*job, "--lora", wrong]) == 2
+        assert said in capsys.readouterr().err
+    trace = ["fits", "--trace", "traces/gpt2.parquet", "--machine", "v100-16", "--lora", "r=8"]
+    assert main(trace) == 2
+    assert "--lora is for presets" in capsys.readouterr().err
