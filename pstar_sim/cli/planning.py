@@ -68,17 +68,20 @@ def plan(args: argparse.Namespace) -> int:
     result = _compared(args, None if args.policy == "auto" else [args.policy])
     best = result.best()
     best.save(args.output)
+    from pstar_sim.planner.confidence import confidence, confidence_line
+
     if args.json:
-        say_json(best.row.to_json())
+        say_json({**best.row.to_json(), "confidence": confidence(result.workload, result.machine)})
         return 0
     from pstar_sim.report.tables import format_percent
     from pstar_sim.units import format_bytes, format_s
 
     row = best.row
+    sources = confidence_line(confidence(result.workload, result.machine))
     say(
         f"{args.output}: {row.policy}, {format_s(row.iteration_s or 0)} an iteration, "
         f"{format_percent(row.gap or 0)} above the bound, at most {format_bytes(row.peak_gpu_bytes or 0)} of the GPU; "
-        f"{len(best.plan.steps)} steps"
+        f"{len(best.plan.steps)} steps; {sources}"
     )
     return 0
 

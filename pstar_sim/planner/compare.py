@@ -23,6 +23,7 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import DoesNotFit, PlanError, PstarError
 from pstar_sim.planner.binding import bound_by
 from pstar_sim.planner.bounds import lower_bound
+from pstar_sim.planner.confidence import confidence
 from pstar_sim.planner.explain import explain
 from pstar_sim.planner.nearest import nearest
 from pstar_sim.policy.registry import Policy, find_policy, is_built_in, policy_name
@@ -76,9 +77,15 @@ class Planned:
         self.with_predictions().save(path)
 
     def with_predictions(self) -> Plan:
-        """The plan with the figures of its line of the table (those that are numbers) as its predictions."""
+        """The plan with the figures of its line of the table (those that are numbers) as its predictions, and among its
+        choices where the figures behind them come from."""
         figures = {k: float(v) for k, v in self.row.to_json().items() if isinstance(v, int | float) and k != "fits"}
-        return replace(self.plan, predictions={**self.plan.predictions, **figures})
+        sources = confidence(self.plan.workload, self.plan.machine)
+        return replace(
+            self.plan,
+            predictions={**self.plan.predictions, **figures},
+            choices={**self.plan.choices, "confidence": sources},
+        )
 
     def explain(self) -> str:
         """What lives where and why, what binds, what the tide gains here; see `planner.explain`."""

@@ -6,6 +6,7 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from pstar_sim.planner.confidence import confidence, confidence_line
 from pstar_sim.units import GB, format_bytes, format_s
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ def comparison_text(comparison: Comparison, *, width: int = 120) -> str:
     bound = next((row.lower_bound_s for row in comparison.rows if row.lower_bound_s is not None), None)
     if bound is not None:
         lines += ["", f"lower bound of this setting: {format_s(bound)} an iteration"]
+    lines += ["", confidence_line(confidence(comparison.workload, comparison.machine))]
     for reason in reasons(comparison):
         lines += ["", *_wrap(reason, width)]
     return "\n".join(lines) + "\n"

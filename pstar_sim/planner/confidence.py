@@ -1,0 +1,26 @@
+"""Where the figures behind a prediction come from: measured on the machine itself, or from a datasheet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["confidence", "confidence_line"]
+
+
+def confidence(workload: Workload, machine: Machine) -> dict[str, str]:
+    """ "calibrated", "datasheet" or (compute only) "recorded" for each input; recorded: the moments' own durations on
+    this very machine."""
+    found = machine.confidence_by_input
+    if workload.recorded_on is not None and workload.recorded_on == machine.name:
+        found["compute"] = "recorded"
+    return found
+
+
+def confidence_line(found: Mapping[str, str]) -> str:
+    """ "calibrated: compute, link; datasheet: CPU Adam, DRAM"; both words always, "none" where nothing is."""
+    words = [word for word in ("recorded", "calibrated", "datasheet") if word != "recorded" or word in found.values()]
+    named = {word: [name for name, source in found.items() if source == word] for word in words}
+    return "; ".join(f"{word}: {', '.join(names) or 'none'}" for word, names in named.items())

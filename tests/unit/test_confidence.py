@@ -1,0 +1,48 @@
+"""Which inputs of a prediction were measured: in words, in a plan's file, in JSON."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pstar_sim.catalog.loader import load_machine
+from pstar_sim.cli import main
+from pstar_sim.core.plan import load_plan
+from pstar_sim.planner.compare import compare
+from pstar_sim.planner.confidence import confidence, confidence_line
+from pstar_sim.testing import chain_workload
+
+
+def test_both_words_always() -> None:
+    assert confidence_line({"compute": "calibrated", "DRAM": "datasheet"}) == "calibrated: compute; datasheet: DRAM"
+    assert confidence_line({"compute": "calibrated"}) == "calibrated: compute; datasheet: none"
+    assert confidence_line({"compute": "recorded"}) == "recorded: compute; calibrated: none; datasheet: none"
+
+
+def test_durations_recorded_on_the_machine_count_as_recorded() -> None:
+    machine = load_machine("virtual")
+    workload = replace(chain_workload(2, 1024), recorded_on=None)
+    assert confidence(workload, machine)["compute"] == "datasheet"
+    assert confidence(replace(workload, recorded_on="virtual"), machine)["compute"] == "recorded"
+    assert confidence(replace(workload, recorded_on="another"), machine)["compute"] == "datasheet"
+
+
+def test_a_plan_carries_it(tmp_path: Path) -> None:
+    workload = chain_workload(3, 1 << 20, dtype="fp32")
+    answer = compare(workload, load_machine("v100-32"), policies=["tide"])
+    answer.best().save(tmp_path / "plan.json")
+    found = load_plan(tmp_path / "plan.json").choices["confidence"]
+    assert found == {"compute": "calibrated", "link": "calibrated", "CPU Adam": "calibrated", "DRAM": "datasheet"}
+    assert "calibrated: compute, link, CPU Adam; datasheet: DRAM" in repr(answer)
+
+
+def test_the_command_line_says_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    flags = ["--model", "1B", "--batch", "4", "--seq", "1024", "--machine", "v100-32"]
+    assert main(["compare", *flags, "--policy", "tide"]) == 0
+    assert "calibrated: compute, link, CPU Adam; datasheet: DRAM" in capsys.readouterr().out
+    plan = str(tmp_path / "plan.json")
+    assert main(["plan", *flags, "--policy", "tide", "-o", plan, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["confidence"]["DRAM"] == "datasheet"
+    assert main(["explain", plan]) == 0
+    assert "compute: calibrated" in capsys.readouterr().out
