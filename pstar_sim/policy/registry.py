@@ -11,11 +11,14 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import PstarError, UnknownName
 from pstar_sim.policy.all_on_gpu import all_on_gpu
+from pstar_sim.policy.deep_optimizer_states import deep_optimizer_states
 from pstar_sim.policy.optimal import optimal
 from pstar_sim.policy.options import Specified, specified, split_spec
 from pstar_sim.policy.patrickstar import patrickstar
 from pstar_sim.policy.static_partition import static_partition
 from pstar_sim.policy.tide import tide
+from pstar_sim.policy.zero3_offload import zero3_offload
+from pstar_sim.policy.zero3_resident import zero3_resident
 from pstar_sim.policy.zero_offload import zero_offload
 from pstar_sim.workload.workload import Workload
 
@@ -34,6 +37,9 @@ _BUILT_IN: dict[str, Policy] = {
     "patrickstar": patrickstar,
     "tide": tide,
     "optimal": optimal,
+    "zero3_resident": zero3_resident,
+    "zero3_offload": zero3_offload,
+    "deep_optimizer_states": deep_optimizer_states,
 }
 
 

@@ -82,5 +82,5 @@ def test_two_hundred_timings_keep_every_plan_within_its_room(name: str) -> None:
         moved += bool(t.moved_bytes["h2d"])
         if played >= 200:
             break
-    assert played >= (60 if name == "all_on_gpu" else 200)
-    assert moved or name == "all_on_gpu"
+    assert played >= (60 if name in ("all_on_gpu", "zero3_resident") else 200)
+    assert moved or name in ("all_on_gpu", "zero3_resident")

@@ -38,6 +38,10 @@ def test_one_that_is_offered_is_known_by_its_name(offer) -> None:
         "static_partition",
         "patrickstar",
         "tide",
+        "optimal",
+        "zero3_resident",
+        "zero3_offload",
+        "deep_optimizer_states",
         "theirs",
     ]
     assert registry.find_policy("theirs") is all_on_gpu

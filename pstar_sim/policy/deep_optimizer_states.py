@@ -1,0 +1,95 @@
+"""deep_optimizer_states: every k-th sub-group of the offloaded optimizer is updated on the GPU (Maurya et al., 2024).
+
+ZeRO-3 with the optimizer on the host, as zero3_offload, but: gradients go down asynchronously; in optimizer.step() the
+states of every k-th sub-group come up to the GPU, are updated there and go down again while the CPU updates the
+others; parameters that the CPU has updated go up beside the next sub-group's Adam.
+"""
+
+from __future__ import annotations
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.step import Place
+from pstar_sim.policy.options import Option, share, whole_number
+from pstar_sim.policy.sharded import MAX_REUSE_PARAMS, PREFETCH_PARAMS, REDUCE_BUCKET_PARAMS
+from pstar_sim.policy.zero3_offload import TRACED_OPTIONS, Offloaded
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["HOST_BYTES_PER_PARAM", "OPTIONS", "SUB_GROUP_PARAMS", "deep_optimizer_states"]
+
+SUB_GROUP_PARAMS = 100_000_000
+"""Of the published runs."""
+
+HOST_BYTES_PER_PARAM = 27
+"""With its prefetch buffers nodes show 27 to 45 bytes a parameter; the least of it, so that no run is refused that was
+made."""
+
+OPTIONS = {
+    "every": Option(whole_number(least=1), "every so many-th sub-group is updated on the GPU", 2),
+    "subgroup": Option(whole_number(least=1), "parameters (of one rank) that are updated at a time", SUB_GROUP_PARAMS),
+    "ratio": Option(share(), "share of the optimizer that is on the CPU; the rest stays on the GPU", 1.0),
+    **TRACED_OPTIONS,
+}
+
+
+def deep_optimizer_states(
+    workload: Workload,
+    machine: Machine,
+    settings: Settings,
+    *,
+    every: int = 2,
+    subgroup: int = SUB_GROUP_PARAMS,
+    ratio: float = 1.0,
+    bucket: int = REDUCE_BUCKET_PARAMS,
+    reuse: int = MAX_REUSE_PARAMS,
+    prefetch: int = PREFETCH_PARAMS,
+) -> Plan:
+    """Host bytes a rank: 27 a parameter of its own slices. GPU bytes as zero3_offload, and in optimizer.step() the
+    states of one sub-group that is on the GPU and of the next one on its way.
+
+    Raises DoesNotFit where either exceeds what there is.
+    """
+    o = Offloaded(
+        "deep_optimizer_states",
+        workload,
+        machine,
+        settings,
+        home=Place.GPU,
+        subgroup=subgroup,
+        ratio=ratio,
+        blocking=False,
+        bucket=bucket,
+        reuse=reuse,
+        prefetch=prefetch,
+        every=every,
+    )
+    b, s = o.b, o.s
+    o.run()
+    updated: dict[int, list[int]] = {}
+    ends: list[int] = []
+    gone: list[int] = []  # staged sub-group -> the step with which its states have left the GPU
+    for group in o.groups:
+        if group[0] in o.staged:
+            left = -1
+            for c in group:
+                update, left = s.stage(c, gone[-2:-1])  # two sub-groups at most are on the GPU
+                updated[c] = [update]
+            gone.append(left)
+            ends += [*updated[group[-1]], left]
+            continue
+        for c in group:
+            if c in o.resident:
+                updated[c] = [s.gpu_adam(c)]
+            else:
+                updated[c] = s.copy_up(c, [s.cpu_adam(c)])
+        ends += updated[group[-1]]
+    s.finish(ends, updated)
+    o.hold(host_bytes_per_param=HOST_BYTES_PER_PARAM)
+    b.choices["capacity"] = o.describe()
+    b.choices["moves"] = s.describe_moves()
+    b.choices["flush"] = "gradients go to pinned host memory beside the backward pass"
+    b.choices["adam"] = (
+        f"after the barrier, {len(o.groups)} sub-groups: states of {len(gone)} of them (every {every}.) are staged up, "
+        "updated on the GPU and sent down while the CPU updates the others"
+    )
+    return b.plan(predict=True)

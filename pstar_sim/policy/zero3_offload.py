@@ -1,0 +1,210 @@
+"""zero3_offload: DeepSpeed's ZeRO-3 with the optimizer on the CPU, as it really runs.
+
+Parameters live in slices on the GPUs (`params=gpu`) or on the hosts (`params=cpu`), are gathered as the traced order
+needs them and kept if they are used again soon. Gradients leave in buckets of 5e8 parameters; the last micro-batch's
+go into host memory that is not pinned, and the GPU waits for each of them (`flush=blocking`, a few GB/s), or they go
+asynchronously (`flush=async`). optimizer.step() is behind the barrier and goes sub-group by sub-group: Adam on the CPU,
+then the updated parameters up, then the next. Twin-flow (`ratio` < 1) keeps the last sub-groups' states on the GPU.
+"""
+
+from __future__ import annotations
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.step import Place
+from pstar_sim.policy.emit import Builder
+from pstar_sim.policy.options import Option, one_of, share, switch, whole_number
+from pstar_sim.policy.sharded import (
+    MAX_REUSE_PARAMS,
+    PREFETCH_PARAMS,
+    REDUCE_BUCKET_PARAMS,
+    SUB_GROUP_PARAMS,
+    Sharded,
+    params_before,
+    sub_groups,
+    traced_visits,
+)
+from pstar_sim.units import format_bytes
+from pstar_sim.workload.workload import DTYPE_BYTES, Workload
+
+__all__ = [
+    "BUFFER_FACTOR",
+    "OPTIMIZER_BYTES_PER_PARAM",
+    "OPTIONS",
+    "TRACED_OPTIONS",
+    "Offloaded",
+    "zero3_offload",
+]  # fmt: skip
+
+OPTIMIZER_BYTES_PER_PARAM = 16
+"""fp32 parameter, momentum, variance and gradient, wherever the optimizer is."""
+
+BUFFER_FACTOR = 1.5
+"""What DeepSpeed's memory estimators multiply host use by. 16 x 1.5 = 24 bytes a parameter is what nodes that run it
+show (24 to 28), and what the GPU holds of twin-flow's resident share (24.8 measured)."""
+
+TRACED_OPTIONS = {
+    "bucket": Option(whole_number(), "parameters whose gradients leave together", REDUCE_BUCKET_PARAMS),
+    "reuse": Option(whole_number(), "keep parameters that are used again within so many", MAX_REUSE_PARAMS),
+    "prefetch": Option(whole_number(), "gather parameters so many ahead", PREFETCH_PARAMS),
+}
+"""Options of every policy that is DeepSpeed's ZeRO-3 underneath."""
+
+OPTIONS = {
+    "subgroup": Option(whole_number(least=1), "parameters (of one rank) that are updated at a time", SUB_GROUP_PARAMS),
+    "ratio": Option(share(), "share of the optimizer that is on the CPU; the rest stays on the GPU", 1.0),
+    "flush": Option(one_of("blocking", "async"), "how the last gradients go to the host", "blocking"),
+    "params": Option(one_of("gpu", "cpu"), "where parameters live between uses", "gpu"),
+    "pinned": Option(switch(), "updated parameters go up from pinned memory", True),
+    **TRACED_OPTIONS,
+}
+
+
+def zero3_offload(
+    workload: Workload,
+    machine: Machine,
+    settings: Settings,
+    *,
+    subgroup: int = SUB_GROUP_PARAMS,
+    ratio: float = 1.0,
+    flush: str = "blocking",
+    params: str = "gpu",
+    pinned: bool = True,
+    bucket: int = REDUCE_BUCKET_PARAMS,
+    reuse: int = MAX_REUSE_PARAMS,
+    prefetch: int = PREFETCH_PARAMS,
+) -> Plan:
+    """Host bytes a rank: 24 (`params=cpu`: 27) a parameter of its own slices. GPU bytes a rank: 2 N / P (with
+    `params=gpu`), what is gathered, the gradient bucket, 24 a parameter that twin-flow keeps there, the tide.
+
+    Raises DoesNotFit where either exceeds what there is.
+    """
+    o = Offloaded(
+        "zero3_offload",
+        workload,
+        machine,
+        settings,
+        home=Place.GPU if params == "gpu" else Place.HOST,
+        subgroup=subgroup,
+        ratio=ratio,
+        blocking=flush == "blocking",
+        bucket=bucket,
+        reuse=reuse,
+        prefetch=prefetch,
+    )
+    o.run()
+    s, ends, updated = o.s, [], {}
+    behind: list[int] = []  # what the next sub-group's update waits for
+    for group in o.groups:
+        if group[0] in o.resident:
+            for c in group:
+                updated[c] = [s.gpu_adam(c)]
+        else:
+            done = {c: s.cpu_adam(c, behind) for c in group}
+            for c in group:
+                up = s.copy_up(c, done.values(), pinned=pinned)
+                updated[c] = up or [done[c]]
+            behind = updated[group[-1]]
+        ends += updated[group[-1]]
+    s.finish(ends, updated)
+    o.hold(host_bytes_per_param=BUFFER_FACTOR * (OPTIMIZER_BYTES_PER_PARAM + (0 if params == "gpu" else o.width)))
+    b = o.b
+    b.choices["capacity"] = o.describe()
+    b.choices["moves"] = s.describe_moves()
+    b.choices["flush"] = (
+        "gradients go to unpinned host memory, the GPU waits for each bucket"
+        if flush == "blocking"
+        else "gradients go to pinned host memory beside the backward pass"
+    )
+    if s.unpinned is None and (flush == "blocking" or not pinned):
+        b.choices["unpinned"] = "the machine gives no rate for copies of unpinned memory; they are timed as pinned ones"
+    b.choices["adam"] = (
+        f"after the barrier, {len(o.groups)} sub-groups one after the other, updated parameters go up behind each"
+        if params == "gpu"
+        else f"after the barrier, {len(o.groups)} sub-groups one after the other"
+    )
+    return b.plan(predict=True)
+
+
+class Offloaded:
+    """What zero3_offload and its successors share: sub-groups of the optimizer, which of them are resident on the GPU,
+    and what the systems hold beside the lists of the plan."""
+
+    def __init__(
+        self,
+        name: str,
+        workload: Workload,
+        machine: Machine,
+        settings: Settings,
+        *,
+        home: Place,
+        subgroup: int,
+        ratio: float,
+        blocking: bool,
+        bucket: int,
+        reuse: int,
+        prefetch: int,
+        every: int = 0,
+    ) -> None:
+        """every: of the sub-groups that are not resident every so many-th has its Adam on the GPU too (`staged`)."""
+        self.b = b = Builder(name, workload, machine, settings)
+        trained = [c.index for c in b.layout.chunks if b.uses.updated(c.index)]
+        self.groups = sub_groups(b, trained, subgroup)
+        self.bucket = bucket
+        self.width = DTYPE_BYTES[workload.dtype]
+        own = {c: b.layout.slice_numel(c) for c in trained}
+        wanted = ratio * sum(own.values())
+        held = 0
+        self.resident: frozenset[int] = frozenset()
+        self.staged: frozenset[int] = frozenset()
+        offloaded = 0
+        for group in self.groups:  # the first sub-groups are on the CPU, as far as the ratio goes
+            size = sum(own[c] for c in group)
+            if held + size <= wanted * (1 + 1e-12):
+                held += size
+                offloaded += 1
+                if every and offloaded % every == 0:
+                    self.staged |= frozenset(group)
+            else:
+                self.resident |= frozenset(group)
+        self.resident_params = sum(own[c] for c in self.resident)
+        self.offloaded_params = sum(own.values()) - self.resident_params
+        self.visits = traced_visits(b.uses, reuse)
+        self.prefetch = prefetch
+        self.s = Sharded(
+            b,
+            home=home,
+            visits=self.visits,
+            resident=self.resident,
+            staged=self.staged,
+            bucket_params=bucket,
+            blocking=blocking,
+        )
+
+    def run(self) -> None:
+        """Residents, and the iteration up to the barrier."""
+        self.s.reside()
+        ahead = params_before(self.visits, self.b.uses, self.prefetch)
+        self.s.forward_and_backward(ahead, ahead)
+
+    def hold(self, *, host_bytes_per_param: float) -> None:
+        """Buffers: what the system holds beyond the plan's lists, on the host and on the GPU."""
+        b, s = self.b, self.s
+        arriving = sum(b.payload(c, "grad") for c in s.trained if c not in self.resident) if s.several else 0
+        wanted = int(host_bytes_per_param * self.offloaded_params)
+        s.hold("the optimizer's own host buffers", Place.HOST, wanted - b.held_bytes(Place.HOST) - arriving)
+        whole = sum(b.layout.whole_bytes(c) for c in s.trained)  # no bucket holds more than all gradients
+        s.hold("gradient bucket", Place.GPU, min(self.bucket * self.width, whole) - s.bucket_peak_bytes)
+        listed = sum(b.permanent_bytes(c) - b.payload(c) for c in self.resident)
+        resident = int(BUFFER_FACTOR * OPTIMIZER_BYTES_PER_PARAM * self.resident_params)
+        s.hold("the resident optimizer's own buffers", Place.GPU, resident - listed)
+
+    def describe(self) -> str:
+        """For `choices["capacity"]`."""
+        b = self.b
+        share = self.offloaded_params / max(1, self.offloaded_params + self.resident_params)
+        where = "the GPU" if self.s.home is Place.GPU else "the host"
+        return (
+            f"parameters live on {where}; {share:.0%} of the optimizer on the host, "
+            f"{format_bytes(b.held_bytes(Place.HOST))} a rank with its buffers"
+        )

@@ -1,0 +1,67 @@
+"""zero3_resident: FSDP, or ZeRO-3 without offloading (Rajbhandari et al., 2020). Everything is on the GPUs, in slices.
+
+A block's parameters are gathered one block ahead of their use and given up behind it, in forward and again in backward
+(recomputation included); gradients are reduce-scattered as they are complete, each rank updates its own slice on its
+GPU in optimizer.step(). Nothing crosses the link. With one rank it is all_on_gpu with the real systems' bytes.
+"""
+
+from __future__ import annotations
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.step import Place
+from pstar_sim.policy.emit import Builder
+from pstar_sim.policy.options import Option, switch
+from pstar_sim.policy.sharded import Sharded, block_visits, operators_before, traced_visits
+from pstar_sim.units import format_bytes
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["GRADIENT_BYTES_PER_PARAM", "OPTIONS", "zero3_resident"]
+
+GRADIENT_BYTES_PER_PARAM = 4
+"""ZeRO keeps a rank's slice of the gradients in fp32: with 2-byte parameters and 12 bytes of states that makes the 18
+bytes a parameter of DeepSpeed's memory estimator."""
+
+OPTIONS = {
+    "reshard": Option(switch(), "give parameters up after forward and gather them again for backward", True),
+}
+
+
+def zero3_resident(workload: Workload, machine: Machine, settings: Settings, *, reshard: bool = True) -> Plan:
+    """GPU bytes a rank: 18 N / P, a block's parameters whole and the next block's, its gradients beside them, the tide.
+
+    reshard: False keeps what forward has gathered until backward (FSDP's SHARD_GRAD_OP).
+    Raises DoesNotFit where that exceeds the GPU.
+    """
+    b = Builder("zero3_resident", workload, machine, settings)
+    updated = frozenset(c.index for c in b.layout.chunks if b.uses.updated(c.index))
+    visits = block_visits(b.uses) if reshard else traced_visits(b.uses, workload.params * len(workload.moments))
+    s = Sharded(b, home=Place.GPU, visits=visits, resident=updated, bucket_params=0, blocking=False)
+    s.reside()
+    ahead = operators_before(visits, 1)
+    s.forward_and_backward(ahead, ahead)
+    ends = {c: [s.gpu_adam(c)] for c in sorted(updated)}
+    s.finish([i for row in ends.values() for i in row], ends)
+
+    own = sum(b.layout.slice_numel(c) for c in updated)
+    gradients = own * GRADIENT_BYTES_PER_PARAM
+    listed = sum(b.payload(c, "grad32") for c in updated) if s.several else 0
+    s.hold("gradients of this rank's slices, fp32", Place.GPU, gradients - listed)
+    if not s.several or s.ranks == 1:  # the gradient lists of several micro-batches on several ranks are in the plan
+        s.hold("whole gradients of a block", Place.GPU, _largest_block_bytes(s))
+    b.choices["capacity"] = (
+        f"everything on the GPU, {format_bytes(b.held_bytes(Place.GPU))} of slices and gradients, blocks gathered one "
+        "ahead"
+    )
+    b.choices["moves"] = s.describe_moves()
+    b.choices["adam"] = "on the GPU, in optimizer.step(), each rank its own slices"
+    return b.plan(predict=True)
+
+
+def _largest_block_bytes(s: Sharded) -> int:
+    """Bytes of the gradients of the block that has most of them, beside its parameters."""
+    opened: dict[int, int] = {}
+    for v in block_visits(s.uses):
+        if s.uses.updated(v.chunk) and v.chunk not in s.kept:
+            opened[v.first] = opened.get(v.first, 0) + s.b.layout.whole_bytes(v.chunk)
+    return max(opened.values(), default=0)
