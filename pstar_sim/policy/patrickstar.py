@@ -12,10 +12,19 @@ takes ceil - 1 chunks. Elsewhere Adam runs on the CPU: where the working list is
 2 bytes a parameter and the parameters come up in 4 (through a GPU buffer of one fp32 chunk, which is held
 throughout); otherwise directly.
 
+On P ranks. Chunks form groups of P, one of which each rank owns; here a group is one unit of P * CS elements of which
+each rank holds its 1/P, which is the same bytes in the same places. To use a tensor of a group that is not there, the
+own chunk is brought to the GPU and all P are gathered, synchronously. A group's remote chunks are dropped when all its
+tensors are HOLD_AFTER_FWD (so a group within one checkpoint segment is gathered a third time), and the gradients are
+reduce-scattered, synchronously, when all are HOLD_AFTER_BWD. k = P: the reserve is a group; margin space leaves out the
+own chunks and one group's remote ones.
+
 What is not. Its states on the GPU may be evicted in forward and backward; here chunks with states on the GPU stay.
 Small chunks stay too, as in every policy here. The ADAM-phase limit (16 * CS) bears on nothing then. It has no
 gradient accumulation: with several micro-batches gradients are sent down and added by this project's scheme,
-synchronously. Quirks of its multi-GPU modes and of its broken out-of-memory fallback have no counterpart on one GPU.
+synchronously. Of its quirks on several GPUs the reserve of k * k in backward (k is multiplied twice) is left out, and
+remote chunks that have to make room are dropped where it may write them back. Its broken out-of-memory fallback has no
+counterpart.
 """
 
 from __future__ import annotations
@@ -26,12 +35,13 @@ from math import ceil
 from statistics import median_low
 
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place, Queue, Ref
-from pstar_sim.errors import DoesNotFit
+from pstar_sim.errors import DoesNotFit, PlanError
 from pstar_sim.policy.emit import Builder, describe_moment
 from pstar_sim.units import format_bytes
-from pstar_sim.workload.workload import Workload
+from pstar_sim.workload.workload import Phase, Workload
 
 __all__ = ["MARGIN_RATIO", "patrickstar"]
 
@@ -41,7 +51,7 @@ MOST_ITERATIONS = 8  # until the chunks on the GPU at the cut repeat
 
 def patrickstar(workload: Workload, machine: Machine, settings: Settings) -> Plan:
     """PatrickStar's steady iteration. Raises DoesNotFit where a moment's chunks, its non-model data and the reserve
-    exceed the GPU, or parameters and states the host."""
+    exceed the GPU, or parameters and states the host; PlanError for more ranks than chunks."""
     run = _Run(workload, machine, settings, frozenset())
     start = frozenset(run.resident)
     seen = [start]
@@ -59,24 +69,42 @@ def patrickstar(workload: Workload, machine: Machine, settings: Settings) -> Pla
     return run.plan(rounds=len(seen))
 
 
+def _layout(workload: Workload, settings: Settings, ranks: int) -> Layout:
+    """On several ranks the unit is a group of as many chunks. Raises PlanError where there are not that many."""
+    if ranks == 1:
+        return build_layout(workload, chunk_bytes=settings.chunk_bytes)
+    single = build_layout(workload, chunk_bytes=settings.chunk_bytes)
+    count = sum(not c.small for c in single.chunks)
+    if count < ranks:
+        raise PlanError(
+            f"patrickstar: {ranks} ranks but {count} chunk{'s' if count != 1 else ''} of "
+            f"{format_bytes(single.chunk_bytes)}; each rank owns whole chunks, so take smaller ones (chunk_bytes, "
+            "--chunk) or fewer ranks"
+        )
+    return build_layout(workload, chunk_bytes=single.chunk_bytes * ranks, ranks=ranks)
+
+
 class _Run:
     """One iteration from a given set of chunks on the GPU, one action after the other."""
 
     def __init__(self, workload: Workload, machine: Machine, settings: Settings, resident: frozenset[int]) -> None:
         self.workload, self.machine, self.settings = workload, machine, settings
-        self.b = b = Builder("patrickstar", workload, machine, settings)
+        layout = _layout(workload, settings, len(machine.ranks))
+        self.b = b = Builder("patrickstar", workload, machine, settings, layout=layout)
         self.uses = uses = b.uses
         self.several = workload.micro_batches > 1
         chunks = b.layout.chunks
         self.sizes = [b.payload(c.index) for c in chunks]
+        self.others = [b.payload(c.index, "remote") if b.ranks > 1 else 0 for c in chunks]
         self.reserve = b.layout.chunk_bytes
         movable = [c.index for c in chunks if not c.small]
         updated = [c for c in movable if uses.updated(c)]
         budget = machine.gpu_budget_bytes
         worst = max(range(len(uses.tide)), key=lambda m: uses.tide[m])
-        small = sum(b.permanent_bytes(c.index) for c in chunks if c.small)
-        buffer = max((chunks[c].numel * 4 for c in updated), default=0)
+        small = sum(b.permanent_bytes(c.index) + self.others[c.index] for c in chunks if c.small)
+        buffer = max((b.layout.slice_numel(c) * 4 for c in updated), default=0)
         margin = budget - buffer - uses.tide[worst] - small - sum(self.sizes[c] for c in movable)
+        margin -= max((self.others[c] for c in movable), default=0)
         states = [b.permanent_bytes(c) - self.sizes[c] for c in updated]
         uniform = median_low(states) if states else 1  # its chunks are all of one size
         count = max(0, ceil(margin / uniform * MARGIN_RATIO) - 1) if margin > 0 else 0
@@ -86,6 +114,8 @@ class _Run:
         for chunk in chunks:
             if chunk.small or chunk.index in self.pinned:
                 b.reside_on_gpu(chunk.index)
+                if chunk.small and b.ranks > 1:
+                    b.resident(chunk.index, Place.GPU, "remote")
         self.margin = max(0, margin)
         if self.pinned != frozenset(updated):
             b.buffers.append(("fp32 chunk for CPU Adam", Place.GPU, buffer))
@@ -99,6 +129,20 @@ class _Run:
         self.host_used = self.host_peak = b.held_bytes(Place.HOST)
         self.last = -1  # the step everything waits for
         self.moment = 0
+        # Groups whose remote chunks are there, and of each group's tensors what they are: H(OLD), F(WD), B(WD).
+        self.whole = {c.index for c in chunks if c.small and b.ranks > 1}
+        self.sliced = b.ranks > 1
+        self._small = {c.index for c in chunks if c.small}
+        # Chunks whose gradients of earlier micro-batches go to lists of their own. What is summed over the ranks is
+        # added to grad32 afterwards; on one rank what stays on the GPU adds its gradients in place.
+        self.listed = [c.index for c in chunks if uses.updated(c.index)] if self.sliced else self.movable
+        self.grad_lists = ("grad", "grad_remote") if self.sliced else ("grad",)
+        self.tensors = [[s.tensor for s in c.slots] for c in chunks]
+        self.state = dict.fromkeys((t for row in self.tensors for t in row), "H")
+        self.final: dict[tuple[int, int], int] = {}  # (micro-batch, tensor) -> moment of its last gradient
+        for m, gradients in enumerate(workload.gradients):
+            for t in gradients:
+                self.final[workload.moments[m].micro_batch, t] = m
 
     # One thing after the other: every step waits for the one before.
 
@@ -110,13 +154,78 @@ class _Run:
         self.host_peak = max(self.host_peak, self.host_used)
 
     def _evict_one(self, keep: Iterable[int]) -> bool:
-        """The chunk whose next use is farthest goes to the host; clean or not, it is written back."""
+        """The chunk whose next use is farthest goes to the host; clean or not, it is written back. Of a group that is
+        whole the remote chunks go first."""
         kept = set(keep)
-        candidates = [c for c in self.resident if c not in kept]
+        candidates = [c for c in self.resident | (self.whole & self.pinned) if c not in kept]
         if not candidates:
             return False
-        self._evict(max(candidates, key=lambda c: (self._next_use(c), -c)))
+        farthest = max(candidates, key=lambda c: (self._next_use(c), -c))
+        if farthest in self.whole:
+            self._disperse(farthest)
+        else:
+            self._evict(farthest)
         return True
+
+    # Groups.
+
+    def _gather(self, c: int) -> None:
+        self.last = self.b.gather(c, self.moment, self._then())
+        self.whole.add(c)
+        self.used += self.others[c]
+
+    def _disperse(self, c: int) -> None:
+        """Drop the remote chunks of a group."""
+        self.last = self.b.drop(Queue.NET, c, self.moment, self._then(), "remote")
+        self.whole.remove(c)
+        self.used -= self.others[c]
+
+    def _reduce(self, c: int) -> None:
+        """The gradients in place of a group: summed, of which the own chunk stays."""
+        self.last = self.b.reduce_scatter(c, self.moment, self._then())
+        self.whole.remove(c)
+        self.used -= self.others[c] if c not in self._small else 0
+
+    def _after_moment(self, m: int) -> None:
+        """Tensors change state; groups that are all HOLD_AFTER_FWD or all HOLD_AFTER_BWD are given up."""
+        w = self.workload
+        moment = w.moments[m]
+        chunk_of = self.b.layout.chunk_of
+        last_batch = moment.micro_batch == w.micro_batches - 1
+        touched: set[int] = set()
+        for t in w.reads[m]:
+            touched.add(chunk_of[t])
+            if moment.phase is not Phase.BWD:
+                self.state[t] = "F"
+            elif self.final.get((moment.micro_batch, t), m) <= m:
+                self.state[t] = "B"
+        for t in w.gradients[m]:
+            touched.add(chunk_of[t])
+            if self.final[moment.micro_batch, t] == m:
+                self.state[t] = "B"
+        for c in sorted(touched):
+            uses = self.uses
+            if m == uses.last_gradient(c):
+                self._reduce(c)
+            elif c in self.whole and c not in self._small:
+                states = {self.state[t] for t in self.tensors[c]}
+                dirty = last_batch and uses.updated(c) and uses.spans[c][-1][1] <= m
+                if states in ({"F"}, {"B"}) and not dirty:
+                    self._disperse(c)
+
+    def _turn(self, m: int) -> None:
+        """The end of FWD, and of a micro-batch (its groups that are still whole are given up)."""
+        moments = self.workload.moments
+        before = moments[m - 1]
+        if m > 0 and moments[m].micro_batch != before.micro_batch:
+            self._disperse_all()
+            self.state = dict.fromkeys(self.state, "H")
+        elif m > 0 and before.phase is Phase.FWD and moments[m].phase is not Phase.FWD:
+            self.state = {t: "H" if state == "F" else state for t, state in self.state.items()}
+
+    def _disperse_all(self) -> None:
+        for c in sorted(self.whole - self._small):
+            self._disperse(c)
 
     def _evict(self, c: int) -> None:
         self.b.writeback(c, "param", self.moment, self._then())
@@ -153,7 +262,7 @@ class _Run:
                     available_bytes=self.machine.gpu_budget_bytes,
                     what=f"{describe_moment(self.workload, m)}; {len(needed)} chunks used in it, "
                     f"{format_bytes(self.used - self.fixed + size)}; "
-                    f"a reserve of one chunk, {format_bytes(self.reserve)}; "
+                    f"a reserve of one {'group' if self.sliced else 'chunk'}, {format_bytes(self.reserve)}; "
                     f"small parameters, states and the fp32 buffer, {format_bytes(self.fixed)}",
                 )
 
@@ -161,18 +270,22 @@ class _Run:
         """(bytes needed, moment) of the moment that needs most: what cannot be evicted, the tide, the reserve."""
         uses, tide = self.uses, self.uses.tide
         opening = [0] * (len(tide) + 1)
-        for c in self.movable:
+        for c in self.listed:
             for _, first, final in uses.spans[c][:-1]:
-                opening[first] += self.b.payload(c, "grad")
-                opening[final + 1] -= self.b.payload(c, "grad")
+                opening[first] += self._gradient_bytes(c)
+                opening[final + 1] -= self._gradient_bytes(c)
         movable = set(self.movable)
         gradients, most = 0, (0, 0)
         for m in range(len(tide)):
             gradients += opening[m]
-            chunks = sum(self.sizes[c] for c in uses.by_moment[m] if c in movable)
+            chunks = sum(self.sizes[c] + self.others[c] for c in uses.by_moment[m] if c in movable)
+            chunks += sum(self.others[c] for c in uses.by_moment[m] if c in self.pinned)
             beside = max(tide[m], tide[(m + 1) % len(tide)]) + (self.reserve if chunks or gradients else 0)
             most = max(most, (self.fixed + chunks + gradients + beside, m))
         return most
+
+    def _gradient_bytes(self, c: int) -> int:
+        return sum(self.b.payload(c, name) for name in self.grad_lists)
 
     def play(self) -> None:
         """One iteration. Raises DoesNotFit with what the worst moment needs, not the first that is short."""
@@ -187,35 +300,41 @@ class _Run:
                 place="gpu",
                 needed_bytes=needed_bytes,
                 available_bytes=short.available_bytes,
-                what=f"{describe_moment(self.workload, m)}; its chunks and gradient lists; a reserve of one chunk, "
-                f"{format_bytes(self.reserve)}; small parameters, states and the fp32 buffer, "
-                f"{format_bytes(self.fixed)}",
+                what=f"{describe_moment(self.workload, m)}; its chunks and gradient lists; a reserve of one "
+                f"{'group' if self.sliced else 'chunk'}, {format_bytes(self.reserve)}; "
+                f"small parameters, states and the fp32 buffer, {format_bytes(self.fixed)}",
             ) from None
 
     def iteration(self) -> None:
         b, uses, w = self.b, self.uses, self.workload
         opens: dict[int, list[int]] = {}
         closes: dict[int, list[int]] = {}
-        for c in self.movable:
+        for c in self.listed:
             for _, first, final in uses.spans[c][:-1]:
                 opens.setdefault(first, []).append(c)
                 closes.setdefault(final, []).append(c)
-        pinned = set(range(len(self.sizes))) - set(self.movable)
+        movable = set(self.movable)
+        stays = self._small if self.sliced else set(range(len(self.sizes))) - movable
         budget = self.machine.gpu_budget_bytes
         for m in range(len(w.moments)):
             self.moment = m
-            needed = tuple(c for c in uses.by_moment[m] if c not in pinned)
+            if self.sliced:
+                self._turn(m)
+            needed = tuple(c for c in uses.by_moment[m] if c not in stays)
             while self.used > budget - uses.tide[m] and self._evict_one(needed):
                 pass
             for c in needed:
-                if c not in self.resident:
+                if c in movable and c not in self.resident:
                     self._make_room(self.sizes[c], needed)
                     self._fetch(c)
+                if self.sliced and c not in self.whole:
+                    self._make_room(self.others[c], needed)
+                    self._gather(c)
             for c in opens.get(m, ()):
-                size = b.payload(c, "grad")
-                self._make_room(size, needed)
-                self.last = b.alloc(Queue.COMPUTE, c, "grad", Place.GPU, m, self._then())
-                self.used += size
+                self._make_room(self._gradient_bytes(c), needed)
+                for name in self.grad_lists:
+                    self.last = b.alloc(Queue.COMPUTE, c, name, Place.GPU, m, self._then())
+                self.used += self._gradient_bytes(c)
             if self.used + uses.tide[m] > budget:
                 raise DoesNotFit(
                     policy="patrickstar",
@@ -226,12 +345,21 @@ class _Run:
                 )
             self.last = b.compute(m, self._then())
             for c in closes.get(m, ()):
-                b.writeback(c, "grad", m, self._then())
-                self._host(b.payload(c, "grad"))
-                freed = b.free(Queue.D2H, c, "grad", Place.GPU, m)
-                self.last = b.cpu_add(c, "grad", m, [freed])
-                self.used -= b.payload(c, "grad")
-                self._host(-b.payload(c, "grad"))
+                if self.sliced:
+                    self.last = b.reduce_scatter(c, m, self._then(), "grad_remote")
+                if c in movable:
+                    b.writeback(c, "grad", m, self._then())
+                    self._host(b.payload(c, "grad"))
+                    freed = b.free(Queue.D2H, c, "grad", Place.GPU, m)
+                    self.last = b.cpu_add(c, "grad", m, [freed])
+                    self._host(-b.payload(c, "grad"))
+                else:
+                    self.last = b.free(Queue.NET, c, "grad", Place.GPU, m)
+                self.used -= self._gradient_bytes(c)
+            if self.sliced:
+                self._after_moment(m)
+        if self.sliced:
+            self._disperse_all()
         self._adam()
 
     def _adam(self) -> None:
@@ -248,11 +376,13 @@ class _Run:
                 continue
             if b.modes[c] == "pin":
                 self.last = b.gpu_adam(c, self._then())
+                if self.sliced and c in self._small:
+                    self.last = b.gather(c, 0, self._then())
                 continue
             self._send_down(c, down)
             self.last = b.cpu_adam(c, self._then())
             if c in down:
-                b.fetch(c, uses.last_gradient(c), self._then(), size_bytes=b.layout.chunks[c].numel * 4)
+                b.fetch(c, uses.last_gradient(c), self._then(), size_bytes=b.layout.slice_numel(c) * 4)
                 self.last = b.free(Queue.H2D, c, "param", Place.HOST)
                 self._host(-self.sizes[c])
 
@@ -282,13 +412,17 @@ class _Run:
         b.wait(first.id, Ref(self.last, 1))
         b.predictions["policy_iteration_s"] = sum(b.cost.seconds(step) for step in b.steps)
         b.choices["capacity"] = (
-            "GPU budget less the higher non-model peak of this moment and the next, less a reserve of one chunk "
-            f"({format_bytes(self.reserve)})"
+            "GPU budget less the higher non-model peak of this moment and the next, less a reserve of one "
+            f"{'group of chunks' if self.sliced else 'chunk'} ({format_bytes(self.reserve)})"
         )
         b.choices["margin_space"] = (
             f"{format_bytes(self.margin)}: states of {len(self.pinned)} chunks on the GPU (0.8 of it, ceil - 1)"
         )
         b.choices["moves"] = "on demand and synchronous; evicted chunks are written back, clean ones too"
+        if self.sliced:
+            b.choices["groups"] = (
+                f"of {b.ranks} chunks, one a rank, gathered for use and given up when all their tensors were used"
+            )
         b.choices["adam"] = "after backward, in chunk order; nothing overlaps it"
         if self.several:
             b.choices["micro_batches"] = "not in the original: gradients are sent down and added synchronously"

@@ -304,8 +304,8 @@ class Run:
                         if it == k:
                             for name, seconds in blame.items():
                                 stall_s[name] += seconds
-                    else:
-                        cause = self.lane[waited_for[i]]
+                    else:  # a collective may also have waited for other ranks only
+                        cause = self.lane[waited_for.get(i, i)]
                 spans.append(
                     Span(
                         step=step.id,
