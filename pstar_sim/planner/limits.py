@@ -20,6 +20,7 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.planner.grid import share_of_batch
 from pstar_sim.planner.memory import memory_need
+from pstar_sim.policy.registry import Policy, policy_name
 from pstar_sim.policy.registry import policies as all_policies
 from pstar_sim.workload.lora import Adapter
 from pstar_sim.workload.optimizers import optimizer_spec
@@ -123,7 +124,7 @@ def max_model(
     like: str = "12B",
     hidden: int | None = None,
     heads: int | None = None,
-    policies: Iterable[str] | None = None,
+    policies: Iterable[str | Policy] | None = None,
     settings: Settings | None = None,
     micro_batches: int = 1,
     dtype: str | None = None,
@@ -209,7 +210,7 @@ def max_batch(
     machine: Machine,
     write: Callable[[int], Workload],
     *,
-    policies: Iterable[str] | None = None,
+    policies: Iterable[str | Policy] | None = None,
     settings: Settings | None = None,
     loading: str = "whole",
 ) -> Limits:
@@ -246,7 +247,7 @@ def max_batch(
 Ask = Callable[[Workload], DoesNotFit | None]
 
 
-def _asker(policy: str, machine: Machine, settings: Settings, loading: str) -> Ask:
+def _asker(policy: str | Policy, machine: Machine, settings: Settings, loading: str) -> Ask:
     def ask(workload: Workload) -> DoesNotFit | None:
         try:
             memory_need(policy, workload, machine, settings, loading=loading)
@@ -271,9 +272,9 @@ def _largest(ask: Callable[[int], DoesNotFit | None], most: int) -> tuple[int, D
     return low, errors.get(high) or (ask(high) if high == most + 1 else None)
 
 
-def _limit(policy: str, value: int, error: DoesNotFit | None) -> Limit:
+def _limit(policy: str | Policy, value: int, error: DoesNotFit | None) -> Limit:
     return Limit(
-        policy=policy,
+        policy=policy_name(policy),
         value=value,
         short_of=None if error is None else error.place,
         short_bytes=None if error is None else error.short_bytes,

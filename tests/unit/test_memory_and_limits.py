@@ -1,0 +1,188 @@
+"""Room without planning agrees with the policies; pinned rounding and start-up; limits worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+import pstar_sim as ps
+from pstar_sim.core.slabs import host_payloads, pack_slabs
+from pstar_sim.errors import PstarError
+from pstar_sim.planner.fits import fits
+from pstar_sim.planner.limits import _largest, deeper, max_batch, max_model
+from pstar_sim.planner.memory import least_gpu_bytes, memory_need, shortage, startup_bytes
+from pstar_sim.policy.registry import find_policy
+from pstar_sim.workload.presets import preset, workload_of
+
+QUICK = ("static_partition", "tide")
+
+
+def planned(name: str, w: ps.Workload, m: ps.Machine, s: ps.Settings) -> ps.DoesNotFit | None:
+    try:
+        find_policy(name)(w, m, s)
+    except ps.DoesNotFit as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("clip", [True, False])
+def test_a_quick_answer_is_what_planning_says(micro_batches: int, clip: bool) -> None:
+    """On GPUs and hosts around the least that does: the same yes, or the same place and bytes."""
+    w = preset("gpt2", batch=1, seq=64, micro_batches=micro_batches)
+    s = ps.Settings(clip=clip, update="eager")
+    seen = set()
+    for name in QUICK:
+        for gpu in ("220MB", "320MB", "400MB", "2GB"):
+            for host in ("2.6GB", "3.7GB", "3.9GB"):
+                m = ps.machine("virtual", gpu_memory=gpu, host_memory=host)
+                quick, slow = shortage(name, w, m, s), planned(name, w, m, s)
+                assert (quick is None) == (slow is None), (name, gpu, host)
+                seen.add(None if quick is None else quick.place)
+                if quick is not None and slow is not None:
+                    assert quick.place == slow.place
+                    if quick.place == "gpu":
+                        assert quick.needed_bytes == slow.needed_bytes
+    assert seen == {None, "gpu", "host"}
+
+
+def test_pinned_bytes_are_the_executors_slabs() -> None:
+    """tide with nothing pinned: the slabs that the plan of the same pins would be given."""
+    w = preset("gpt2", batch=1, seq=64)
+    m = ps.machine("virtual", gpu_memory="400MB", host_memory="16GB")
+    need = memory_need("tide", w, m, ps.Settings(), loading="in-place")
+    plan = find_policy("tide:pins=0")(w, m, ps.Settings())
+    sizes = host_payloads(plan)
+    assert need.pins == 0
+    assert need.payload_bytes == sum(sizes.values())
+    assert need.pinned_bytes == pack_slabs(sizes.items()).total_bytes > need.payload_bytes
+
+
+def test_start_up_by_hand_and_what_it_can_break() -> None:
+    w = preset("gpt2", batch=1, seq=64)
+    m = ps.machine("virtual", gpu_memory="1GB")
+    assert startup_bytes(w, m) == 124_439_808 * 2
+    assert startup_bytes(w, m, "in-place") == 0
+    with pytest.raises(PstarError, match="loading must be one of whole, in-place, not 'lazy'"):
+        startup_bytes(w, m, "lazy")
+    need = memory_need("zero_offload", w, m, ps.Settings())
+    assert need.host_bytes == need.pinned_bytes + 248_879_616
+    # a host with room for the slabs but not for the weights beside them
+    tight = ps.machine("virtual", gpu_memory="1GB", host_memory=2_000_000_000 + need.pinned_bytes + 1)
+    assert shortage("zero_offload", w, tight, ps.Settings()) is None
+    with pytest.raises(ps.DoesNotFit) as error:
+        memory_need("zero_offload", w, tight, ps.Settings())
+    assert error.value.short_bytes == 248_879_615
+    assert "248.9 MB of weights while they are loaded" in str(error.value)
+    assert memory_need("zero_offload", w, tight, ps.Settings(), loading="in-place").startup_bytes == 0
+
+
+def test_the_least_gpu_budget_does_and_one_byte_less_does_not() -> None:
+    w = preset("gpt2", batch=1, seq=64)
+    m = ps.machine("virtual", gpu_memory="1GB")
+    least = least_gpu_bytes(lambda where: shortage("tide", w, where, ps.Settings()), m)
+    assert least is not None
+    assert shortage("tide", w, ps.machine("virtual", gpu_memory=least), ps.Settings()) is None
+    assert shortage("tide", w, ps.machine("virtual", gpu_memory=least - 1), ps.Settings()) is not None
+
+
+def test_where_the_host_is_short_chunks_are_pinned() -> None:
+    w = preset("gpt2", batch=1, seq=64)
+    roomy = memory_need("tide", w, ps.machine("virtual", gpu_memory="1.5GB"), ps.Settings(), loading="in-place")
+    tight = memory_need(
+        "tide", w, ps.machine("virtual", gpu_memory="1.5GB", host_memory="3GB"), ps.Settings(), loading="in-place"
+    )
+    assert roomy.pins == 0
+    assert tight.pins is not None and tight.pins > 0
+    assert tight.host_bytes <= 10**9 < roomy.host_bytes
+
+
+# Limits.
+
+
+def test_the_largest_that_fits_is_found_by_halves() -> None:
+    def ask(n: int) -> ps.DoesNotFit | None:
+        return None if n <= 37 else ps.DoesNotFit(policy="p", place="gpu", needed_bytes=n, available_bytes=37, what="n")
+
+    value, error = _largest(ask, 100)
+    assert value == 37
+    assert error is not None and error.short_bytes == 1
+    assert _largest(ask, 20) == (20, None)
+    assert _largest(ask, 37)[0] == 37
+
+
+def test_the_deepest_model_by_hand() -> None:
+    """all_on_gpu in bf16: 14 bytes a parameter and the tide's peak, which here does not depend on depth: it is that of
+    the embedding's gradient, when all checkpoints are gone.
+
+    Hidden size 64: a layer has 12 x 64 x 64 + 13 x 64 = 49,984 parameters, the rest (50257 + 1024) x 64 + 2 x 64 =
+    3,282,112. With chunks of 64 bytes each tensor has a chunk of its own size: nothing is padded. So a GPU for seven
+    layers and half of one holds seven, and the eighth is short by the other half.
+    """
+    one = workload_of(deeper("1B", 1, hidden=64), batch=1, sequence=16)
+    assert one.params == 3_282_112 + 49_984
+    budget = 14 * (3_282_112 + 7 * 49_984) + one.peak_non_model_bytes + 7 * 49_984
+    m = ps.machine("virtual", gpu_memory=budget, host_memory="2.01GB")
+    answer = max_model(
+        m,
+        batch=1,
+        seq=16,
+        like="1B",
+        hidden=64,
+        policies=["all_on_gpu"],
+        settings=ps.Settings(chunk_bytes=64),
+        dtype="bf16",
+        catalog=False,
+    )
+    row = answer["all_on_gpu"]
+    assert (row.value, row.params) == (7, 3_282_112 + 7 * 49_984)
+    assert (row.short_of, row.short_bytes) == ("gpu", 7 * 49_984)
+
+
+def test_the_largest_batch_by_hand() -> None:
+    """From some batch on each sequence adds the same bytes to the tide: the room over them, rounded down."""
+    some, more = (preset("tiny-gpt2", batch=b, seq=32) for b in (100, 101))
+    each = more.peak_non_model_bytes - some.peak_non_model_bytes
+    m = ps.machine("virtual", gpu_memory="30MB")
+    short = shortage("all_on_gpu", some, ps.machine("virtual", gpu_memory="1MB"), ps.Settings())
+    assert short is not None
+    answer = max_batch(m, lambda b: preset("tiny-gpt2", batch=b, seq=32), policies=["all_on_gpu"])
+    assert answer["all_on_gpu"].value == 100 + (30_000_000 - short.needed_bytes) // each
+    assert answer["all_on_gpu"].short_of == "gpu"
+
+
+def test_tide_trains_larger_models_than_zero_offload_and_the_catalog_is_searched() -> None:
+    m = ps.machine("v100-32", host_memory="128GB")
+    answer = max_model(m, batch=4, seq=1024, policies=["zero_offload", "tide"])
+    small, large = answer["zero_offload"], answer["tide"]
+    assert small.params is not None and large.params is not None and large.params > small.params
+    assert large.catalog_params is not None and large.catalog_params <= large.params * 1.05
+    assert [row["policy"] for row in answer.to_json()] == ["zero_offload", "tide"]
+    assert "tide" in repr(answer)
+    frame = answer.to_frame()
+    assert list(frame["value"]) == [small.value, large.value]
+
+
+def test_shapes_that_cannot_be_are_refused() -> None:
+    assert deeper("12B", 3, hidden=1024).heads == 4  # as wide as before: 256
+    assert deeper("llama-2-70b", 2, hidden=4096).kv_heads == 4  # groups of 8
+    with pytest.raises(PstarError, match="hidden = 100 is not a multiple of heads = 3"):
+        deeper("12B", 3, hidden=100, heads=3)
+    with pytest.raises(PstarError, match="needs at least 1 of each"):
+        deeper("12B", 0)
+
+
+def test_fits_says_what_is_short_and_the_nearest_yes() -> None:
+    w = preset("2B", batch=4, seq=1024)
+    answer = fits(w, ps.machine("rtx3090-64gb"), policies=["all_on_gpu", "tide"])
+    no, yes = answer.rows
+    assert (no.fits, yes.fits) == (False, True)
+    assert no.short_of == "gpu"
+    assert no.short_bytes is not None and no.gpu_needed_bytes is not None
+    assert no.gpu_needed_bytes - no.gpu_available_bytes == no.short_bytes
+    assert no.reason is not None and "with --policy tide" in no.reason
+    assert yes.gpu_headroom_bytes is not None and yes.gpu_headroom_bytes > 0
+    assert yes.host_needed_bytes is not None and yes.host_rounding_bytes is not None
+    assert yes.host_startup_bytes == 2 * w.params
+    assert yes.iteration_s == ps.compare(w, ps.machine("rtx3090-64gb"), policies=["tide"]).best().row.iteration_s
+    assert "all_on_gpu" in repr(answer)
+    assert answer.to_json()[1]["gpu_headroom_bytes"] == yes.gpu_headroom_bytes
