@@ -29,7 +29,7 @@ __all__ = ["NOTES", "Experiment", "experiment_of", "first_ranks", "runs_of"]
 NOTES = (
     "memory is what the GPUs report (32 GiB of a V100), not the catalog's nominal 32 GB",
     "host memory of DeepSpeed: 24 bytes a parameter (its estimator's 16 x 1.5) and 20 GiB of system and processes",
-    "PatrickStar's runs classified sequences; a language-model head stands for the embedding's share of its 8 N flops",
+    "the Yard's runs classify sequences, as PatrickStar's code has it, DeepSpeed's for comparison too: no logits",
     "PatrickStar may use 0.8 of the GPU and of the host (overall_gpu_mem_ratio, overall_cpu_mem_ratio)",
     "runs before 2023 have no flash attention; those of the Deep Optimizer States logs are taken to have it",
     "models of these logs: 4 key-value heads and a vocabulary of 50304, which give the published counts exactly",
@@ -68,6 +68,7 @@ class Experiment:
     loop_s: float = 0.0
     other_host_bytes: int = 0
     host_bytes_per_param: float = 0.0
+    language_head: bool = True
 
     def workload(self, batch: int, size: ModelEntry | None = None) -> Workload:
         """One rank's share. Raises ModelError as `workload_of`."""
@@ -79,6 +80,7 @@ class Experiment:
             dtype=self.dtype,
             checkpointing=True,
             attention=self.attention,
+            language_head=self.language_head,
         )
 
 
@@ -315,6 +317,7 @@ def _yard(run: tuple[Row, ...], efficiency: Efficiency) -> Experiment:
         settings=Settings(update="step", clip=False),
         other_host_bytes=OTHER_HOST_BYTES,
         host_bytes_per_param=0.0 if patrickstar else HOST_BYTES_PER_PARAM,
+        language_head=False,
     )
 
 

@@ -26,13 +26,15 @@ ROOT = "<root>"
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A model with the batch that runs through it. attention: "flash", "efficient" or "math"."""
+    """A model with the batch that runs through it. attention: "flash", "efficient" or "math". language_head: False for
+    a GPT that classifies sequences: no logits over the vocabulary (its own head, of a few labels, is left out)."""
 
     model: ModelEntry
     batch: int
     sequence: int
     checkpointing: bool
     attention: str
+    language_head: bool = True
 
     @property
     def tokens(self) -> int:
@@ -214,7 +216,9 @@ def write_gpt(t: Tape, s: Shape) -> None:
         _declare(t, f"{block}.mlp.c_proj", (m.ffn, h), h)
     _declare_norm(t, "transformer.ln_f", h)
     head = "lm_head.weight"
-    if m.tied:
+    if not s.language_head:
+        pass
+    elif m.tied:
         t.tie(head, wte)
     else:
         t.parameter(head, m.vocab, h)
@@ -286,8 +290,12 @@ def write_gpt(t: Tape, s: Shape) -> None:
     kept = _layers_forward(t, s, forward)
     t.open("begin", "transformer.ln_f", Phase.FWD, ln_f)
     t.op(u + stats, dead=u + positions)
-    _language_loss(t, s, "lm_head", head, u)
-    _language_loss_backward(t, s, "lm_head", head, u, tied=m.tied)
+    if s.language_head:
+        _language_loss(t, s, "lm_head", head, u)
+        _language_loss_backward(t, s, "lm_head", head, u, tied=m.tied)
+    else:
+        t.open("grad", ROOT, Phase.BWD)
+        t.op(u, dead=u)
     t.open("grad", "transformer.ln_f", Phase.BWD, ln_f)
     _layer_norm_backward(t, "transformer.ln_f", u, stats, residual=False)
     _layers_backward(t, s, forward, backward, kept)
@@ -295,7 +303,7 @@ def write_gpt(t: Tape, s: Shape) -> None:
     t.op(positions, read=u)
     t.gradient([wpe], allocated=False)
     t.op(dead=positions)
-    _embedding_backward(t, [wte], wte if m.tied else None, u)
+    _embedding_backward(t, [wte], wte if m.tied and s.language_head else None, u)
     t.open("backward-end", ROOT, Phase.BWD)
 
 

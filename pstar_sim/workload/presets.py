@@ -80,8 +80,10 @@ def workload_of(
     lora: Adapter | None = None,
     optimizer: str = "adamw",
     model: str | None = None,
+    language_head: bool = True,
 ) -> Workload:
-    """As `preset`, for a shape that need not be in the catalog. Raises ModelError."""
+    """As `preset`, for a shape that need not be in the catalog. language_head: False for a GPT that classifies
+    sequences, without logits over the vocabulary. Raises ModelError."""
     name = model or entry.name
 
     def refuse(what: str, value: object, want: str) -> ModelError:
@@ -103,7 +105,16 @@ def workload_of(
     spec = optimizer_spec(optimizer)
     adapted = None if lora is None else AdaptedTape(dtype, lora, family=entry.family, tokens=batch * sequence)
     tape = adapted or Tape(dtype)
-    shape = Shape(model=entry, batch=batch, sequence=sequence, checkpointing=checkpointing, attention=attention)
+    if not language_head and entry.family != "gpt":
+        raise refuse("language_head", language_head, "only a gpt can do without")
+    shape = Shape(
+        model=entry,
+        batch=batch,
+        sequence=sequence,
+        checkpointing=checkpointing,
+        attention=attention,
+        language_head=language_head,
+    )
     _WRITERS[entry.family](tape, shape)
     tape.close()
     if adapted is not None and not adapted.adapted:

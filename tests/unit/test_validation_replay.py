@@ -1,0 +1,157 @@
+"""A published run becomes a job, and what is read off its timeline are the metrics of its rows."""
+
+from dataclasses import replace
+
+import pytest
+
+from pstar_sim.catalog.efficiency import fitted, read_efficiency
+from pstar_sim.catalog.loader import load_catalog, load_machine
+from pstar_sim.core.layout import build_layout
+from pstar_sim.core.step import Kind, Queue
+from pstar_sim.core.timeline import Span, Timeline
+from pstar_sim.cost import CostModel
+from pstar_sim.errors import CatalogError
+from pstar_sim.validation.experiments import experiment_of, first_ranks, runs_of
+from pstar_sim.validation.replay import phases_of, predict, replay
+from pstar_sim.validation.rows import Row, published_rows
+from pstar_sim.workload.presets import preset
+
+GB = 10**9
+
+
+def run_at(line: int) -> tuple[Row, ...]:
+    """The published run that the row of this line is part of."""
+    return next(run for run in runs_of(published_rows()) if any(row.line == line for row in run))
+
+
+def test_an_experiment_by_hand() -> None:
+    """Row 226: Polaris, 4 GPUs, 16 sequences in all, 4 at a time: one micro-batch of 4 a rank."""
+    x = experiment_of(run_at(226))
+    assert x.policy == "zero3_offload:flush=blocking,subgroup=100000000"
+    assert x.machine.name == "polaris-a100-40x4 (4 in use)"
+    assert (x.batches, x.micro_batches, x.sequence, x.dtype) == ((4,), 1, 2048, "bf16")
+    # 40 layers of q, o 2 x 5120^2, k, v 2 x 5120 x 4 x 128, feed-forward 3 x 5120 x 13632, two norms; two embeddings
+    layer = 2 * 5120**2 + 2 * 5120 * 512 + 3 * 5120 * 13632 + 2 * 5120
+    assert x.sizes[0].params == 40 * layer + 2 * 50304 * 5120 + 5120 == 11_197_895_680
+    assert x.workload(4).tokens == 4 * 2048
+    # 28 cores bound by 7 a rank: DRAM binds, not the cores
+    e = fitted()
+    assert x.machine.host.adam_params_per_s == min(204.8e9 * e.adam_dram / 28, 28 * e.adam_params_per_core_s)
+
+
+def test_accumulation_and_options_come_from_the_row() -> None:
+    accumulated = experiment_of(run_at(264))  # gbs64 mbs4 on one GPU
+    assert (accumulated.batches, accumulated.micro_batches, len(accumulated.machine.ranks)) == ((4,), 16, 1)
+    mixed = experiment_of(run_at(349))  # Deep Optimizer States gap2 ratio1.0
+    assert mixed.policy.startswith("deep_optimizer_states:every=2,")
+    assert "ratio=1" in mixed.policy
+
+
+def test_every_run_in_scope_is_an_experiment() -> None:
+    from pstar_sim.validation.scope import published_scope, rule_of
+
+    rules = published_scope()
+    rows = [r for r in published_rows() if rule_of(r, rules).use in ("fitted", "tested")]
+    jobs = [experiment_of(run) for run in runs_of(rows)]
+    assert sum(len(x.rows) for x in jobs) == 396
+    assert all(len(x.machine.ranks) == x.rows[0].gpus for x in jobs)
+
+
+def test_a_run_nobody_can_set_up_is_named() -> None:
+    with pytest.raises(CatalogError, match="row 598: no experiment is known for ZeRO-Offload on 2xA100"):
+        experiment_of(run_at(598))
+
+
+def test_one_gpu_of_two_sockets_reaches_half_the_dram() -> None:
+    node = load_machine("dgx2")
+    one = first_ranks(node, 1, sockets=2)
+    assert len(one.ranks) == 1 and one.host.memory_bytes == node.host.memory_bytes
+    assert one.host.adam_params_per_s == node.host.adam_params_per_s / 2
+    assert first_ranks(node, 16, sockets=2) is node
+    with pytest.raises(CatalogError, match="has 16 GPUs, so 17 cannot be in use"):
+        first_ranks(node, 17)
+
+
+def test_phases_are_cut_where_timers_wait_for_the_gpu() -> None:
+    """Two moments, the update, and a stall before the next iteration."""
+    run = replay(experiment_of(run_at(136)))  # Megatron-LM on the VM: any plan will do for its moments
+    assert run.predicted["fwd_ms"] + run.predicted["bwd_ms"] + run.predicted["opt_ms"] == pytest.approx(
+        run.predicted["iter_ms"]
+    )
+
+
+def test_metrics_of_a_timeline_by_hand() -> None:
+    x = experiment_of(run_at(136))
+    workload = replace(x.workload(4), moments=x.workload(4).moments)
+    moments = workload.moments
+    forward = sum(m.phase == "FWD" for m in moments)
+    # every moment lasts 1 s, one update of 3 s follows after 0.5 s; the next iteration starts 1 s later
+    spans = [
+        Span(i, 0, Queue.COMPUTE, Kind.COMPUTE, None, i, 0, i + 0.0, i + 0.0, i + 1.0) for i in range(len(moments))
+    ]
+    end = len(moments) + 0.5
+    spans.append(Span(len(moments), 0, Queue.ADAM, Kind.CPU_ADAM, 0, None, 0, end, end, end + 3))
+    timeline = Timeline(
+        source="simulated",
+        iterations=1,
+        iteration_s=end + 4,
+        spans=tuple(spans),
+        samples=(),
+        peak_bytes={"gpu": 2 * 2**20, "host": 0},
+    )
+
+    class Plan:
+        pass
+
+    plan = Plan()
+    plan.workload = workload  # type: ignore[attr-defined]
+    phases = phases_of(plan, timeline)  # type: ignore[arg-type]
+    assert (phases.forward_s, phases.backward_s, phases.step_s) == (forward, end - forward, 4.0)
+    values = predict(replace(x, loop_s=0.25), plan, timeline, 4)  # type: ignore[arg-type]
+    assert values["fwd_ms"] == 1e3 * forward
+    assert values["iter_ms"] == 1e3 * (end + 4.25)
+    assert values["gpu_max_alloc_MB"] == 2
+    assert values["total_TFLOPS_8N"] == pytest.approx(8 * x.sizes[0].params * 4 * 1024 / (end + 4.25) / 1e12)
+
+
+def test_kernel_rates_add_up() -> None:
+    """A moment of the fitted model: flops over 0.7 of the peak, bytes over the bandwidth, the launch."""
+    machine = load_machine("polaris-a100-40x4")
+    e, gpu = fitted(), machine.gpu
+    assert gpu.flops_per_s["bf16"] == 312e12 * e.matmul
+    assert gpu.hbm_bytes_per_s == 1555e9 * e.hbm
+    workload = preset("1B", batch=1, seq=128)
+    cost = CostModel(workload, machine, build_layout(workload))
+    m = workload.moments[3]
+    by_hand = m.flops / (312e12 * e.matmul) + (m.bytes_read + m.bytes_written) / (1555e9 * e.hbm) + e.launch_s
+    assert cost.moments_s[3] == pytest.approx(by_hand)
+    assert cost.moments_s[-1] == 0.0  # optimizer.step() has no kernels of its own
+
+
+def test_other_parameters_make_another_machine_and_the_calibrated_ones_stay() -> None:
+    slow = replace(fitted(), matmul=0.1, pageable_bytes_per_s=1e9, adam_dram=0.01)
+    machine = load_catalog().machine("h100-80x4", slow)
+    assert machine.gpu.flops_per_s["bf16"] == pytest.approx(98.9e12)
+    assert machine.link.pageable_bytes_per_s == 1e9
+    assert machine.host.adam_params_per_s == pytest.approx(614.4e9 * 0.01 / 28)
+    calibrated = load_catalog().machine("h100-80", slow)
+    assert calibrated.gpu.flops_per_s["bf16"] == 450e12 and calibrated.gpu.launch_s is None
+
+
+def test_a_parameter_out_of_range_is_named() -> None:
+    with pytest.raises(CatalogError, match=r"e.toml: \[fitted\] matmul = 1.5"):
+        read_efficiency("e.toml", "[fitted]\nmatmul = 1.5\n")
+
+
+def test_a_gpt_that_classifies_has_no_logits() -> None:
+    from pstar_sim.catalog.models import model_entry
+    from pstar_sim.workload.presets import workload_of
+
+    entry = model_entry("1B")
+    language = workload_of(entry, batch=1, sequence=1024)
+    labels = workload_of(entry, batch=1, sequence=1024, language_head=False)
+    assert labels.params == language.params
+    assert max(m.peak_bytes for m in labels.moments) < max(m.peak_bytes for m in language.moments)
+    # the head's product, forward and twice backward: 6 x tokens x hidden x vocabulary
+    flops = sum(m.flops for m in language.moments) - sum(m.flops for m in labels.moments)
+    assert flops == 6 * 1024 * 2048 * 50257
