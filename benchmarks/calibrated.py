@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from _load import Others
@@ -28,10 +28,10 @@ from _results import write_result
 
 from executor.calibrate import calibrate
 from executor.capture import capture
+from executor.rates import throttled
 from executor.run import Job
 from executor.training import StepReport
 from pstar_sim.catalog.loader import load_machine, resize
-from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.planner.compare import play_plan
 from pstar_sim.policy.registry import find_policy
@@ -40,7 +40,6 @@ BANDWIDTHS_BYTES_PER_S = (0.25e9, 0.5e9, 2e9)
 BUDGETS = ("0.9GB", "1.3GB", "2GB")
 SETTINGS = Settings(update="step", clip=True)
 BUSY_CORES = 0.2
-ATTEMPTS = 4
 
 
 @dataclass(frozen=True)
@@ -50,17 +49,6 @@ class Iteration:
     seconds: float
     compute_s: float
     others_cores: float
-
-
-def throttled(machine: Machine, bytes_per_s: float) -> Machine:
-    """The machine over a link of that speed, each way."""
-    link = machine.link
-    link = replace(
-        link,
-        h2d_bytes_per_s=min(link.h2d_bytes_per_s, bytes_per_s),
-        d2h_bytes_per_s=min(link.d2h_bytes_per_s, bytes_per_s),
-    )
-    return replace(machine, ranks=(replace(machine.ranks[0], link=link),))
 
 
 def one_run(job: Job, plan: Plan, bandwidth: float, steps: int) -> list[Iteration]:
@@ -91,6 +79,7 @@ def main() -> None:
     parser.add_argument("--policy", default="tide", help="policy of the plans (default: tide)")
     parser.add_argument("--runs", type=int, default=5, help="interleaved runs of each plan (default: 5)")
     parser.add_argument("--steps", type=int, default=3, help="iterations of a run, the first left out (default: 3)")
+    parser.add_argument("--attempts", type=int, default=4, help="runs at most for one that counts (default: 4)")
     parser.add_argument("--recorded", action="store_true", help="also predict from a recorded warm-up")
     args = parser.parse_args()
     begun_s = time.perf_counter()
@@ -108,7 +97,7 @@ def main() -> None:
     cases = [(bandwidth, budget) for bandwidth in BANDWIDTHS_BYTES_PER_S for budget in BUDGETS]
     plans, predicted_s, by_record_s, busy = [], [], [], []
     for bandwidth, budget in cases:
-        here = throttled(resize(machine, gpu_memory=budget), bandwidth)
+        here = throttled(resize(machine, gpu_memory=budget), bandwidth, bandwidth)
         plan = find_policy(args.policy)(workload, here, SETTINGS)
         timeline = play_plan(plan)
         plans.append(plan)
@@ -123,7 +112,7 @@ def main() -> None:
     loud = 0
     for _ in range(args.runs):
         for column, cpu, plan, (bandwidth, _) in zip(measured, compute_s, plans, cases):
-            for _ in range(ATTEMPTS):
+            for _ in range(args.attempts):
                 rows_of = one_run(job, plan, bandwidth, args.steps)
                 if quiet(rows_of):
                     break

@@ -1,8 +1,8 @@
 """Rates of the virtual accelerator on this machine, measured: copies, CPU Adam, matrix products, memory.
 
-What a plan needs so that predicted seconds mean something here. Takes about two seconds. The virtual accelerator
-computes on
-one thread and updates on one other, so both are measured on one thread, side by side as they run in training.
+What a plan for a machine that was not calibrated needs so that predicted seconds mean something here. Takes about two
+seconds; `executor.calibrate` takes its time and finds much more. The virtual accelerator computes on one thread and
+updates on one other, so both are measured on one thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from pstar_sim.catalog.machine import Machine
 
-__all__ = ["measure_virtual_machine"]
+__all__ = ["measure_virtual_machine", "throttled"]
 
 _COPY_BYTES = 64 << 20
 _ADAM_PARAMS = 8 << 20
@@ -62,6 +62,17 @@ def _adam_s() -> float:
 def _flops_per_s(dtype: torch.dtype) -> float:
     a = torch.randn(_MATMUL, _MATMUL).to(dtype)
     return 2 * _MATMUL**3 / _median_s(lambda: a @ a, repeats=5)
+
+
+def throttled(machine: Machine, h2d_bytes_per_s: float, d2h_bytes_per_s: float) -> Machine:
+    """The machine over a link of at most these rates."""
+    link = machine.link
+    link = replace(
+        link,
+        h2d_bytes_per_s=min(link.h2d_bytes_per_s, h2d_bytes_per_s),
+        d2h_bytes_per_s=min(link.d2h_bytes_per_s, d2h_bytes_per_s),
+    )
+    return replace(machine, ranks=(replace(machine.ranks[0], link=link),))
 
 
 def measure_virtual_machine(

@@ -381,15 +381,16 @@ def _calibrated(entry: Entry, field: str) -> float | None:
 
 
 def _curve(e: Entry, field: str, best: str, size_unit: float, rate_unit: float) -> Curve:
-    """The calibrated curve `field`; () without one. Raises CatalogError unless its best rate is the entry's `best`."""
+    """The calibrated curve `field`; () without one. Raises CatalogError for an entry's `best` that is more than its best
+    rate (less is a link that is throttled)."""
     table = e.table("calibrated")
     if table is None or not table.has(field):
         return ()
     curve = table.curve(field, size_unit, rate_unit)
     if not table.has(best):
         raise table.refuse(field, f"given together with {best}, its best rate")
-    if abs(best_rate(curve) / (table.number(best) * rate_unit) - 1) > 0.01:
-        raise table.refuse(best, f"the best rate of {field}, {best_rate(curve) / rate_unit:.6g}")
+    if table.number(best) * rate_unit > 1.001 * best_rate(curve):
+        raise table.refuse(best, f"at most the best rate of {field}, {best_rate(curve) / rate_unit:.6g}")
     return curve
 
 

@@ -76,7 +76,8 @@ def trace(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load, check, measure this machine's rates, (record,) train, and say what was predicted and what was measured."""
+    """Load, check, measure this machine's rates (unless the plan's machine was calibrated), (record,) train, and say
+    what was predicted and what was measured."""
     from pstar_sim.catalog.writing import save_machine
     from pstar_sim.planner.compare import play_plan
     from pstar_sim.report.tables import render
@@ -88,9 +89,14 @@ def run(args: argparse.Namespace) -> int:
     limit = parse_bytes_per_s(args.bandwidth) if args.bandwidth is not None else None
     bandwidth = (limit or link.h2d_bytes_per_s, limit or link.d2h_bytes_per_s)
     job = jobs.Job.of_plan(plan, args.model, data=args.data, lr=args.lr, seed=args.seed)
-    measured_machine: Machine = executor_module("rates").measure_virtual_machine(
-        plan.machine, h2d_bytes_per_s=bandwidth[0], d2h_bytes_per_s=bandwidth[1]
-    )
+    rates = executor_module("rates")
+    measured_machine: Machine
+    if plan.machine.gpu.launch_s is not None and plan.machine.confidence == "calibrated":
+        measured_machine = rates.throttled(plan.machine, *bandwidth)  # the plan's own prediction stands
+    else:
+        measured_machine = rates.measure_virtual_machine(
+            plan.machine, h2d_bytes_per_s=bandwidth[0], d2h_bytes_per_s=bandwidth[1]
+        )
     if args.record is not None:
         from pstar_sim.workload.trace import save_trace
 
