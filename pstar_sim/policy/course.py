@@ -34,7 +34,8 @@ class Knobs:
     linger: room is left for gradients on their way down, which pays unless memory is very tight. lead_chunks: room that
     fetches ahead leave to urgent ones. spare_chunks: room that kept chunks leave to copies. down: order of the copies
     to the host, "edf" (as the next forward needs them) or "fifo". stay: streamed parameters may stay over the border
-    where that is no longer than this share of the iteration.
+    where that is no longer than this share of the iteration. states_first: states, which take room, go down before
+    parameters that stay; the next forward may then have to wait before it can give these up.
     """
 
     linger: bool = True
@@ -42,6 +43,7 @@ class Knobs:
     spare_chunks: int = 0
     down: str = "edf"
     stay: float = 0.25
+    states_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ class Course:
         gaps = [gap for c in self.moving for gap in gaps_of(c, self.touched[c])]
         for c in self.moving:
             border = self.border(c)
-            short = border.end - border.start <= knobs.stay * len(self.positions)
+            short = knobs.stay > 0 and border.end - border.start <= max(3, knobs.stay * len(self.positions))
             if not uses.updated(c) or (c in self.updates and short):
                 gaps.append(border)
         room = [r - a - spare for r, a in zip(self.room, reserved)]

@@ -98,7 +98,8 @@ class Outcome:
 
 
 def run(program: Program, *, most: int = 6, tolerance: float = 1e-6, limit_s: float = math.inf) -> Outcome:
-    """Play the program from the cut until its period and its window repeat, `most` windows at most. A program is
+    """Play the program from the cut until its window repeats and its period does, within the relative tolerance; `most`
+    windows at most. A program is
     given up, its outcome without a window, once a window takes more than limit_s and no less than the one before: the
     first one, which waits for nothing of an iteration before it, is the shortest as a rule."""
     return _Loop(program).run(most, tolerance, limit_s)

@@ -8,7 +8,7 @@ beside the plans of the other policies, and the fastest is taken: under this nam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Unpack
 
@@ -29,8 +29,9 @@ __all__ = ["OPTIONS", "optimal"]
 
 EFFORT_OPS = 160_000  # ops played in the search over one chunk size
 FEWEST_CHUNKS, MOST_CHUNKS = 16, 400  # of other chunk sizes that are tried
-WORTH_A_SIZE = 2e-3  # so far from the floor other chunk sizes are tried
+WORTH_A_SIZE = 1e-2  # so far from the floor other chunk sizes are tried
 REPLAYED = 2  # of the attempts the event loop finds fastest
+FAR_AHEAD = 0.97  # of the closed form for pins alone: no policy without streams comes there
 BEATEN = 1e-6  # relative difference at which another policy's plan is really faster
 
 OPTIONS = point_options(Point(streams=True))
@@ -50,7 +51,7 @@ def optimal(workload: Workload, machine: Machine, settings: Settings, **changes:
     except DoesNotFit as short:
         reason = short
     if not changes:
-        found += _others(workload, machine, settings, min((f.seconds for f in found), default=None))
+        found += _others(workload, machine, settings, found)
     if not found:
         assert reason is not None
         raise reason
@@ -71,11 +72,12 @@ def optimal(workload: Workload, machine: Machine, settings: Settings, **changes:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A plan, whose it is, and its replayed seconds."""
+    """A plan, whose it is, and its replayed seconds. pins_alone_s: what the closed form allows without streams."""
 
     seconds: float
     of: str
     plan: Plan
+    pins_alone_s: float = 0.0
 
 
 def _own(workload: Workload, machine: Machine, settings: Settings, point: Point) -> Iterator[_Found]:
@@ -114,7 +116,7 @@ def _own(workload: Workload, machine: Machine, settings: Settings, point: Point)
     _, _, search, _ = best
     for attempt in search.attempts()[:REPLAYED]:
         plan = emit(search.ground, attempt, _choices(search, attempt, tried))
-        yield _Found(period_s(plan), "optimal", plan)
+        yield _Found(period_s(plan), "optimal", plan, search.alone_s)
 
 
 def _choices(search: Search, attempt: Attempt, sizes: dict[str, str]) -> dict[str, object]:
@@ -136,9 +138,13 @@ def _choices(search: Search, attempt: Attempt, sizes: dict[str, str]) -> dict[st
     }
 
 
-def _others(workload: Workload, machine: Machine, settings: Settings, to_beat_s: float | None) -> Iterator[_Found]:
-    """The plans of the other policies shipped here, where they fit and where one could be faster than `to_beat_s`."""
+def _others(workload: Workload, machine: Machine, settings: Settings, own: Sequence[_Found]) -> Iterator[_Found]:
+    """The plans of the other policies shipped here, where they fit. Those that are points of this one's space without
+    streams are left out where the closed form says that no number of pins alone comes near."""
+    beaten = any(f.seconds < f.pins_alone_s * FAR_AHEAD for f in own)
     for name, policy in _rivals().items():
+        if beaten and name in ("static_partition", "tide"):
+            continue
         try:
             plan = policy(workload, machine, settings)
         except PstarError:  # it does not fit, or does not apply to this machine

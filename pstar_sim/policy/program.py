@@ -63,12 +63,12 @@ def attempt(ground: Ground, modes: Modes, knobs: Knobs | None = None) -> Attempt
     return play(Course(ground, modes, knobs or Knobs()))
 
 
-def play(course: Course, *, limit_s: float = math.inf) -> Attempt:
-    """As `attempt`, of a course that is laid out already. limit_s: see `event_loop.run`."""
+def play(course: Course, *, limit_s: float = math.inf, tolerance: float = 1e-6) -> Attempt:
+    """As `attempt`, of a course that is laid out already. limit_s, tolerance: see `event_loop.run`."""
     weaver = _Weaver(course)
     program = weaver.weave()
     fetched = sum(op.gpu_take for op in program.ops if op.queue is Queue.H2D)
-    return Attempt(course, program, weaver.what, run(program, limit_s=limit_s), fetched)
+    return Attempt(course, program, weaver.what, run(program, limit_s=limit_s, tolerance=tolerance), fetched)
 
 
 _After = tuple[tuple[int, int], ...]
@@ -379,7 +379,9 @@ class _Weaver:
         key = self._down_key(c)
         for number, name in enumerate(g.builder.layout.state_lists):
             self._writeback(c, name, moment, ((here, 0),), (*key, 1.0 + number), drop=True)
-        self.told[c] = self._writeback(c, "param", moment, ((here, 0),), (*key, 0.0), drop=c not in course.stays)
+        stays = c in course.stays
+        order = (*key, 1.0 + len(g.builder.layout.state_lists) if stays and course.knobs.states_first else 0.0)
+        self.told[c] = self._writeback(c, "param", moment, ((here, 0),), order, drop=not stays)
 
     def _updated_before(self, c: int) -> _After:
         return ((self.adam_of[c], 1),) if c in self.adam_of else ()

@@ -28,7 +28,12 @@ HOPELESS = 1.003  # an attempt that is so much slower than the best one is not p
 MOST_TRIED = 48
 CALM = 0.02  # weight of the mean of the roofline's terms: of equal maxima the one with slack elsewhere
 USUAL = Knobs()
-TURNS: tuple[Mapping[str, object], ...] = ({"linger": False}, {"stay": 0.0}, {"down": "fifo"})
+TURNS: tuple[Mapping[str, object], ...] = (
+    {"linger": False},
+    {"stay": 0.0},
+    {"down": "fifo"},
+    {"states_first": True},
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +74,7 @@ class Search:
             number = max(self.fewest, round(part * best))
             share = float(shares[int(calm[number - self.fewest].argmin())])
             self.starts.append((number, round(share * (self.count - number))))
+        self.alone_s = float(iteration_bounds(self.facts.pins, self.first_fit).min())
         self.roofline_s = float(roof.seconds.min())
         self.floor_s = float(roof.floor_s.min())
 
@@ -121,7 +127,8 @@ class Search:
         course = Course(self.ground, modes, knobs)
         if course.least_room_bytes < 0:
             return None
-        found = play(course, limit_s=self.best[0] * HOPELESS if self.best is not None else math.inf)
+        limit_s = self.best[0] * HOPELESS if self.best is not None else math.inf
+        found = play(course, limit_s=limit_s, tolerance=BETTER * 5)
         self.effort_ops -= len(found.program.ops) * (len(found.outcome.periods_s) + 1)
         return found if found.outcome.stuck is None and found.outcome.window else None
 

@@ -1,0 +1,85 @@
+"""optimal on random workloads, machines and settings: correct, never behind another policy, fits wherever one fits."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from pstar_sim.errors import DoesNotFit, PstarError
+from pstar_sim.policy import find_policy
+from pstar_sim.policy.course import Course, Knobs, Modes
+from pstar_sim.policy.emission import emit
+from pstar_sim.policy.ground import Ground
+from pstar_sim.policy.points import Point
+from pstar_sim.policy.program import play as play_course
+from pstar_sim.policy.registry import built_in
+from pstar_sim.policy.replay import period_s
+from pstar_sim.sim.play import play
+from pstar_sim.testing import check_policy, random_machine, random_settings, random_workload
+
+
+def test_every_plan_is_correct_and_keeps_the_budget() -> None:
+    report = check_policy(find_policy("optimal"), examples=25, seed=30_000)
+    assert report.fitted >= 5
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_never_behind_another_policy(seed: int) -> None:
+    rng = random.Random(7_000 + seed)
+    workload = random_workload(rng)
+    machine, settings = random_machine(rng, workload), random_settings(rng)
+    if seed % 2:  # host DRAM that copies and Adam have to share
+        scarce = machine.link.h2d_bytes_per_s * rng.choice((1, 2, 3))
+        machine = replace(machine, host=replace(machine.host, dram_bytes_per_s=scarce))
+    fastest: dict[str, float] = {}
+    for name, policy in built_in().items():
+        try:
+            plan = policy(workload, machine, settings)
+        except PstarError:
+            continue
+        fastest[name] = play(plan).iteration_s
+        assert period_s(plan) == pytest.approx(fastest[name], rel=1e-9)
+        if name == "optimal":
+            plan.check()
+            assert plan.predictions["policy_iteration_s"] == pytest.approx(fastest[name], rel=1e-9)
+    if fastest:
+        assert fastest["optimal"] <= min(fastest.values()) * (1 + 2e-6), fastest
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_choice_of_modes_that_has_room_makes_a_correct_plan(seed: int) -> None:
+    rng = random.Random(seed)
+    workload = random_workload(rng)
+    machine, settings = random_machine(rng, workload), random_settings(rng)
+    if rng.random() < 0.2:
+        machine = replace(machine, ranks=(replace(machine.ranks[0], link=replace(machine.link, duplex=False)),))
+    ground = Ground("any", workload, machine, settings, Point(streams=True))
+    order = list(ground.candidates)
+    rng.shuffle(order)
+    pins = rng.randint(0, len(order) // 2)
+    streams = rng.randint(0, len(order) - pins)
+    modes = Modes(frozenset(order[:pins]), frozenset(order[pins : pins + streams]))
+    knobs = Knobs(
+        linger=rng.random() < 0.5,
+        lead_chunks=rng.randint(0, 3),
+        spare_chunks=rng.randint(0, 2),
+        down=rng.choice(("edf", "fifo")),
+        stay=rng.choice((0.0, 0.25, 1.0)),
+    )
+    try:
+        ground.check_gpu()
+        ground.check_host(modes.pinned)
+    except DoesNotFit:
+        return
+    course = Course(ground, modes, knobs)
+    if min(course.room) < 0:
+        return
+    made = play_course(course)
+    assert made.outcome.stuck is None
+    plan = emit(ground, made)
+    plan.check()
+    timeline = play(plan)
+    assert timeline.peak_bytes["gpu"] <= machine.gpu_budget_bytes
+    assert timeline.peak_bytes["host"] <= machine.host_budget_bytes
