@@ -195,7 +195,7 @@ class Search:
                 pins=now.pins + pins,
                 streams=now.streams + streams,
                 head=max(0, min(now.pins + pins, now.head + head)),
-                front=min(now.front, max(0, now.streams + streams)),
+                front=min(now.front if now.streams else 2, max(0, now.streams + streams)),
                 knobs=replace(now.knobs, **(knobs or {})),  # type: ignore[arg-type]
             )
         )
