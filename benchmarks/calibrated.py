@@ -3,8 +3,8 @@
     python benchmarks/calibrated.py                      # calibrates first, under a minute; about eight minutes in all
     python benchmarks/calibrated.py --machine my.toml    # with what `pstar calibrate -o my.toml` wrote
 
-An iteration during which other programs kept more than a fifth of a core busy does not count; a run without one that
-counts is repeated a few times. What counts is decided by the machine's load, never by the result. The processor time of
+A run waits for a quiet moment. An iteration during which other programs kept more than a fifth of a core busy does not
+count; a run without one that counts is repeated a few times. What counts is decided by the machine's load, never by the result. The processor time of
 the compute thread is printed beside the predicted one: it hardly depends on what others do.
 
 GPT-2 is traced without being run, each plan is made for the calibrated machine, and what it predicts is held against
@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5, help="interleaved runs of each plan (default: 5)")
     parser.add_argument("--steps", type=int, default=3, help="iterations of a run, the first left out (default: 3)")
     parser.add_argument("--attempts", type=int, default=4, help="runs at most for one that counts (default: 4)")
+    parser.add_argument("--patience", type=float, default=20.0, help="seconds to wait for a quiet moment (default: 20)")
     parser.add_argument("--recorded", action="store_true", help="also predict from a recorded warm-up")
     args = parser.parse_args()
     begun_s = time.perf_counter()
@@ -113,6 +114,7 @@ def main() -> None:
     for _ in range(args.runs):
         for column, cpu, plan, (bandwidth, _) in zip(measured, compute_s, plans, cases):
             for _ in range(args.attempts):
+                Others().wait(BUSY_CORES, args.patience)
                 rows_of = one_run(job, plan, bandwidth, args.steps)
                 if quiet(rows_of):
                     break
