@@ -19,6 +19,7 @@ from pstar_sim.policy.static_partition import static_partition
 from pstar_sim.policy.tide import tide
 from pstar_sim.policy.zero3_offload import zero3_offload
 from pstar_sim.policy.zero3_resident import zero3_resident
+from pstar_sim.policy.zero_infinity import zero_infinity
 from pstar_sim.policy.zero_offload import zero_offload
 from pstar_sim.workload.workload import Workload
 
@@ -40,6 +41,7 @@ _BUILT_IN: dict[str, Policy] = {
     "zero3_resident": zero3_resident,
     "zero3_offload": zero3_offload,
     "deep_optimizer_states": deep_optimizer_states,
+    "zero_infinity": zero_infinity,
 }
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -149,10 +149,11 @@ def sub_groups(b: Builder, chunks: Iterable[int], params: int) -> list[list[int]
 class Sharded:
     """Writes one iteration into `b`.
 
-    home: where parameters live between visits (the GPU or the host). resident: chunks whose states stay on the GPU.
-    staged: chunks whose states come to the GPU for the update (their parameters have to live on the GPU). All others
-    are updated on the host. bucket_params: gradients (whole, not sliced) that leave together; 0: each chunk's as soon
-    as it is complete. blocking: the last micro-batch's gradients go to host memory that is not pinned and the next
+    home: where parameters live between visits (the GPU, the host or the disks). states: where the states and the
+    gradients of chunks that are updated on the host are (the host or the disks). resident: chunks whose states stay on
+    the GPU. staged: chunks whose states come to the GPU for the update (their parameters have to live there). All
+    others are updated on the host. bucket_params: gradients (whole, not sliced) that leave together; 0: each chunk's as
+    soon as it is complete. blocking: the last micro-batch's gradients go to host memory that is not pinned and the next
     moment waits for them, as does everything the training process would launch.
 
     [Note: gradients of several micro-batches] A resident chunk accumulates in grad32 on the GPU. All others' gradients
@@ -165,6 +166,7 @@ class Sharded:
         b: Builder,
         *,
         home: Place,
+        states: Place = Place.HOST,
         visits: Sequence[Visit],
         resident: frozenset[int],
         staged: frozenset[int] = frozenset(),
@@ -179,6 +181,7 @@ class Sharded:
         # How a copy of memory that is not pinned goes; where the machine gives no rate for it, as that of pinned.
         self.unpinned = None if b.machine.link.pageable_bytes_per_s is None else PAGEABLE
         self.home = home
+        self.states = states
         self.resident = resident
         self.staged = staged
         # Chunks whose gradient never leaves the GPU.
@@ -192,6 +195,7 @@ class Sharded:
         self.computed: list[int] = []  # moment -> its step
         self.gradient_at: dict[int, list[int]] = {}  # chunk -> steps after which its gradient is where Adam wants it
         self._ready: dict[int, int] = {}  # chunk -> the step that made it whole for the visit that is open
+        self._left_host: dict[int, int] = {}  # chunk -> the step that freed what was read from the disks for a fetch
         self._gone: dict[int, list[int]] = {}  # chunk -> the steps that freed what a visit had taken
         self._opening: list[int] = []  # steps that may start with the iteration
         self._free_of: dict[int, int] = {}  # chunk -> the step that freed its gradient list on the GPU
@@ -232,20 +236,32 @@ class Sharded:
                 b.resident(c, Place.GPU, "remote")
             if not b.uses.updated(c):
                 if not self.lives_on_gpu(c):
-                    b.resident(c, Place.HOST, "param")
+                    b.resident(c, self.home, "param")
             elif c in self.staged:
                 b.modes[c] = "stream"
                 b.resident(c, Place.HOST, *b.layout.state_lists, *(("grad32",) if self.several else ()))
             elif c not in self.resident:
-                gradient = "grad32" if self.several else "grad"
-                b.resident(c, Place.HOST, "param", *b.layout.state_lists, gradient)
+                b.resident(c, self.states, *b.layout.state_lists, self.gradient_list)
+                if self.home is not Place.NVME:
+                    b.resident(c, Place.HOST, "param")
+                elif not self.lives_on_gpu(c):
+                    b.resident(c, Place.NVME, "param")
+
+    @property
+    def gradient_list(self) -> str:
+        """List that CPU Adam takes the gradient from."""
+        return "grad32" if self.several else "grad"
 
     # Forward and backward.
 
-    def forward_and_backward(self, fetch_at: dict[int, int], gather_at: dict[int, int]) -> None:
-        """All moments with their copies, collectives and buckets. fetch_at, gather_at: opening moment of a visit -> the
-        moment with whose start its fetch, its gather may start."""
+    def forward_and_backward(
+        self, gather_at: Mapping[int, int], fetch_at: Mapping[int, int], read_at: Mapping[int, int] | None = None
+    ) -> None:
+        """All moments with their copies, collectives and buckets. gather_at, fetch_at, read_at: opening moment of a
+        visit -> the moment with whose start its gather, its fetch, its read from the disks may start (read_at: for
+        parameters that live there)."""
         b, w, uses = self.b, self.workload, self.uses
+        reads: dict[int, list[Visit]] = {}
         fetches: dict[int, list[Visit]] = {}
         gathers: dict[int, list[Visit]] = {}
         closing: dict[int, list[Visit]] = {}
@@ -254,6 +270,8 @@ class Sharded:
             free = last_visit[v.chunk].last + 1 if v.chunk in last_visit else 0  # not before the visit before has ended
             fetches.setdefault(max(free, fetch_at[v.first]), []).append(v)
             gathers.setdefault(max(free, gather_at[v.first]), []).append(v)
+            if read_at is not None:
+                reads.setdefault(max(free, read_at[v.first]), []).append(v)
             closing.setdefault(v.last, []).append(v)
             last_visit[v.chunk] = v
         arriving: dict[int, list[int]] = {}
@@ -267,6 +285,8 @@ class Sharded:
             opens.setdefault(v.first, []).append(v.chunk)
 
         for m in range(len(w.moments)):
+            for v in reads.get(m, ()):
+                self._read(v, m)
             for v in fetches.get(m, ()):
                 self._fetch(v, m)
             for v in gathers.get(m, ()):
@@ -290,12 +310,25 @@ class Sharded:
     def _asked_at(self, m: int) -> list[int]:
         return [self.computed[m - 1]] if m > 0 else []
 
+    def _read(self, v: Visit, m: int) -> None:
+        """The own slice of a chunk that lives on the disks comes to the host."""
+        c = v.chunk
+        if self.lives_on_gpu(c) or self.home is not Place.NVME:
+            return
+        step = self.b.nvme_read(c, "param", v.first, [*self._asked_at(m), *self._gone.get(c, ())])
+        self._ready[c] = step
+        if m == 0:
+            self._opening.append(step)
+
     def _fetch(self, v: Visit, m: int) -> None:
-        """The own slice of a chunk that lives on the host comes up."""
+        """The own slice of a chunk that lives on the host (or came there from the disks) comes up."""
         c = v.chunk
         if self.lives_on_gpu(c):
             return
-        step = self.b.fetch(c, v.first, after=[*self._asked_at(m), *self._gone.get(c, ())])
+        read = [self._ready[c]] if self.home is Place.NVME else []
+        step = self.b.fetch(c, v.first, after=[*self._asked_at(m), *read, *self._gone.get(c, ())])
+        if read:
+            self._left_host[c] = self.b.free(Queue.H2D, c, "param", Place.HOST, v.first, [step])
         self._ready[c] = step
         if m == 0:
             self._opening.append(step)
@@ -315,6 +348,10 @@ class Sharded:
     def _drop(self, c: int, list_name: str, m: int) -> int:
         return self.b.drop(Queue.COMPUTE, c, m, [self.computed[m]], list_name)
 
+    def gone(self, c: int) -> list[int]:
+        """Steps after which nothing is left of the chunk's last visit."""
+        return self._gone.get(c, [])
+
     def _leave(self, v: Visit, m: int) -> None:
         """What a visit has brought goes, unchanged."""
         c = v.chunk
@@ -323,6 +360,8 @@ class Sharded:
             gone.append(self._drop(c, "remote", m))
         if not self.lives_on_gpu(c):
             gone.append(self._drop(c, "param", m))
+        if c in self._left_host:
+            gone.append(self._left_host[c])
         self._gone[c] = gone
 
     # Gradients.
@@ -383,14 +422,24 @@ class Sharded:
             freed.append(self._free_of[c])
             self.gradient_at[c] = [self._free_of[c]]
             if self.several:
-                self._added[c] = self._last_add = b.cpu_add(c, "grad", m, after=[self._free_of[c]])
+                total = [b.nvme_read(c, "grad32", m, added)] if added and self.states is Place.NVME else []
+                self._added[c] = self._last_add = b.cpu_add(c, "grad", m, after=[self._free_of[c], *total])
                 self.gradient_at[c] = [self._added[c]]
+            if self.states is Place.NVME:
+                self.gradient_at[c] = [self.write_out(c, self.gradient_list, m, self.gradient_at[c])]
+                if self.several:
+                    self._added[c] = self.gradient_at[c][0]
             if now:
                 self._stall = [down]
         if self._bucket:
             self._freed.append(freed)
             self._held_grad_bytes = [held, self._held_grad_bytes[1] - held]
         self._bucket = []
+
+    def write_out(self, c: int, list_name: str, m: int, after: Iterable[int]) -> int:
+        """A list goes from the host to the disks; returns the step that has freed it on the host."""
+        written = self.b.nvme_write(c, list_name, m, after)
+        return self.b.free(Queue.NVME, c, list_name, Place.HOST, m, [written])
 
     # The update, behind the barrier: optimizer.step().
 
@@ -426,7 +475,7 @@ class Sharded:
         norm = [self._last_add] if self._last_add >= 0 else []
         return self.b.gpu_adam(c, after=[self.computed[-1], *self.gradient_at[c], *norm, *after])
 
-    def finish(self, last: Iterable[int], updated: dict[int, list[int]]) -> None:
+    def finish(self, last: Iterable[int], updated: Mapping[int, list[int]]) -> None:
         """The chunks that are whole on every GPU are made whole again, and the next iteration waits for all of it.
         updated: chunk -> the steps after which its own slice is up to date. last: steps that optimizer.step() ends
         with."""

@@ -1,0 +1,147 @@
+"""zero_infinity: ZeRO-Infinity (Rajbhandari et al., 2021). Everything in slices on the hosts, or on their disks.
+
+Every rank brings its slice of what comes next through its own link and gathers the rest from the others, so that all
+links of a node carry parameters at once. While one operator computes, the slices of the next are gathered, those of
+the one after are fetched from the host, those of the third are read from the disks. Gradients are reduce-scattered and
+go down beside the backward pass. optimizer.step() updates on the CPU sub-group by sub-group; states on disks come to
+the host for it, one sub-group ahead, and are written behind it. Activation checkpoints stay on the GPU.
+"""
+
+from __future__ import annotations
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.step import Place, Queue
+from pstar_sim.errors import PlanError
+from pstar_sim.policy.emit import Builder
+from pstar_sim.policy.options import Option, one_of, switch, whole_number
+from pstar_sim.policy.sharded import (
+    MAX_REUSE_PARAMS,
+    REDUCE_BUCKET_PARAMS,
+    SUB_GROUP_PARAMS,
+    Sharded,
+    operators_before,
+    sub_groups,
+    traced_visits,
+)
+from pstar_sim.units import format_bytes
+from pstar_sim.workload.workload import DTYPE_BYTES, Workload
+
+__all__ = ["OPTIONS", "OTHER_STATE_BYTES_PER_PARAM", "zero_infinity"]
+
+OTHER_STATE_BYTES_PER_PARAM = 4
+"""Beside the working parameters, their gradients and the optimizer's states a gradient in fp32: 20 bytes a parameter in
+2-byte training, the paper's figure."""
+
+OPTIONS = {
+    "params": Option(one_of("cpu", "nvme"), "where parameters live between uses", "cpu"),
+    "states": Option(one_of("cpu", "nvme"), "where optimizer states and gradients live", "cpu"),
+    "overlap": Option(switch(), "bring what the next operators need while one computes", True),
+    "subgroup": Option(whole_number(least=1), "parameters (of one rank) that are updated at a time", SUB_GROUP_PARAMS),
+    "bucket": Option(whole_number(), "parameters whose gradients leave together", REDUCE_BUCKET_PARAMS),
+    "reuse": Option(whole_number(), "keep parameters that are used again within so many", MAX_REUSE_PARAMS),
+}
+
+
+def zero_infinity(
+    workload: Workload,
+    machine: Machine,
+    settings: Settings,
+    *,
+    params: str = "cpu",
+    states: str = "cpu",
+    overlap: bool = True,
+    subgroup: int = SUB_GROUP_PARAMS,
+    bucket: int = REDUCE_BUCKET_PARAMS,
+    reuse: int = MAX_REUSE_PARAMS,
+) -> Plan:
+    """GPU bytes a rank: the operators under way, what is reused soon, the gradient bucket, the tide. Host bytes a rank:
+    20 a parameter of its own slices; of what is on the disks only what is on its way.
+
+    Raises PlanError where something is to live on disks that the machine does not have, DoesNotFit where the GPU, the
+    host or the disks are too small.
+    """
+    if "nvme" in (params, states) and machine.nvme is None:
+        raise PlanError(f"machine {machine.name!r} has no disks; a machine file gives them (disks = NAME)")
+    b = Builder("zero_infinity", workload, machine, settings)
+    visits = traced_visits(b.uses, reuse)
+    s = Sharded(
+        b,
+        home=Place.NVME if params == "nvme" else Place.HOST,
+        states=Place.NVME if states == "nvme" else Place.HOST,
+        visits=visits,
+        resident=frozenset(),
+        bucket_params=bucket,
+        blocking=False,
+    )
+    s.reside()
+    gather, fetch, read = (operators_before(visits, n if overlap else 0) for n in (1, 2, 3))
+    s.forward_and_backward(gather, fetch, read)
+    groups = sub_groups(b, s.trained, subgroup)
+    updated: dict[int, list[int]] = {}
+    ends: list[int] = []
+    arrived = _bring_in(s, groups[0]) if groups else {}
+    for n, group in enumerate(groups):
+        following = _bring_in(s, groups[n + 1]) if n + 1 < len(groups) else {}
+        for c in group:
+            updated[c], left = _update(s, c, arrived[c])
+            ends += [*updated[c], *left]
+        arrived = following
+    s.finish(ends, updated)
+
+    own = sum(b.layout.slice_numel(c) for c in s.trained)
+    more = own * OTHER_STATE_BYTES_PER_PARAM
+    if s.several:  # the accumulated gradients are in the plan's lists
+        more -= own * 4
+    if s.states is Place.HOST:
+        s.hold("gradients, fp32", Place.HOST, more)
+    whole = sum(b.layout.whole_bytes(c) for c in s.trained)
+    s.hold("gradient bucket", Place.GPU, min(bucket * DTYPE_BYTES[workload.dtype], whole) - s.bucket_peak_bytes)
+    b.choices["capacity"] = (
+        f"parameters live on {_where(s.home)}, optimizer states and gradients on {_where(s.states)}: "
+        f"{format_bytes(b.held_bytes(Place.HOST))} of host memory a rank between iterations"
+    )
+    b.choices["moves"] = s.describe_moves() + (
+        "; an operator ahead gathered, two fetched, three read" if overlap else "; on demand"
+    )
+    b.choices["adam"] = f"on the CPU, after the barrier, {len(groups)} sub-groups" + (
+        ", each read from the disks one ahead and written back behind its update" if s.states is Place.NVME else ""
+    )
+    return b.plan(predict=True)
+
+
+def _where(place: Place) -> str:
+    return "the disks" if place is Place.NVME else "the host"
+
+
+def _bring_in(s: Sharded, group: list[int]) -> dict[int, list[int]]:
+    """What a sub-group's update needs comes to the host: chunk -> the steps it has to wait for."""
+    arrived: dict[int, list[int]] = {}
+    for c in group:
+        arrived[c] = []
+        before = [s.computed[-1], *s.gradient_at[c]]
+        if s.states is Place.NVME:
+            lists = [*s.b.layout.state_lists, s.gradient_list]
+            arrived[c] += [s.b.nvme_read(c, name, s.last_moment, before) for name in lists]
+        if s.home is Place.NVME:
+            arrived[c].append(s.b.alloc(Queue.NVME, c, "param", Place.HOST, s.last_moment, [*before, *s.gone(c)]))
+    return arrived
+
+
+def _update(s: Sharded, c: int, arrived: list[int]) -> tuple[list[int], list[int]]:
+    """Adam of one chunk and what follows. Returns the steps after which its parameters are where they live, and those
+    with which everything else of it has left the host."""
+    b, m = s.b, s.last_moment
+    adam = s.cpu_adam(c, arrived)
+    up = s.copy_up(c, [adam])
+    left: list[int] = []
+    home = up or [adam]
+    if s.home is Place.NVME:
+        if s.lives_on_gpu(c):
+            left.append(b.free(Queue.NVME, c, "param", Place.HOST, m, up))
+        else:
+            home = [s.write_out(c, "param", m, [adam])]
+    if s.states is Place.NVME:
+        left += [s.write_out(c, name, m, [adam]) for name in b.layout.state_lists]
+        left.append(b.free(Queue.NVME, c, s.gradient_list, Place.HOST, m, [adam]))
+    return home, left
