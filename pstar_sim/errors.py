@@ -7,6 +7,7 @@ with status 2. The text names the thing, the value, and what would do. `assert` 
 from __future__ import annotations
 
 __all__ = [
+    "CannotPlan",
     "CatalogError",
     "ContractError",
     "DoesNotFit",
@@ -21,6 +22,10 @@ __all__ = [
 
 class PstarError(Exception):
     """Base of every error that a user can cause and mend."""
+
+
+class CannotPlan(PstarError):
+    """A policy has no plan for this kind of machine or job at all, whatever its memory; the text names it and why."""
 
 
 class CatalogError(PstarError):

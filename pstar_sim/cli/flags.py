@@ -69,7 +69,10 @@ def workload_flags(parser: argparse.ArgumentParser, *, required: bool = True) ->
     one.add_argument("--trace", metavar="FILE", help="a trace file (see `pstar trace`)")
     one.add_argument("--model", metavar="NAME", help="a model preset (see `pstar models`)")
     group.add_argument(
-        "--batch", type=positive, metavar="B", help="sequences a micro-batch (with --trace: picks a variant)"
+        "--batch",
+        type=positive,
+        metavar="B",
+        help="sequences a micro-batch, shared by the GPUs (with --trace: picks a variant)",
     )
     group.add_argument("--seq", type=positive, metavar="S", help="tokens a sequence (with --trace: picks a variant)")
     group.add_argument(
@@ -110,6 +113,7 @@ def machine_flags(parser: argparse.ArgumentParser, *, required: bool) -> None:
         metavar="M",
         help="a machine of the catalog, a .toml file, or here (see `pstar machines`)",
     )
+    group.add_argument("--nodes", type=positive, metavar="N", help="so many of its nodes (default: as in the catalog)")
     group.add_argument("--gpu-memory", metavar="SIZE", help="another GPU memory, such as 8GB")
     group.add_argument("--host-memory", metavar="SIZE", help="another host memory, such as 64GB")
     group.add_argument(

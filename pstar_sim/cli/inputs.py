@@ -8,6 +8,7 @@ from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import PstarError
+from pstar_sim.planner.ranks import shares_of_batch, tightest
 from pstar_sim.units import parse_bytes
 from pstar_sim.workload.lora import Adapter
 from pstar_sim.workload.optimizers import with_optimizer
@@ -15,14 +16,20 @@ from pstar_sim.workload.presets import preset
 from pstar_sim.workload.trace import load_trace
 from pstar_sim.workload.workload import Workload, retype
 
-__all__ = ["default_dtype", "lora_of", "machine_of", "settings_of", "workload_of"]
+__all__ = ["default_dtype", "lora_of", "machine_of", "settings_of", "workload_of", "workloads_of"]
 
 
 def machine_of(args: argparse.Namespace) -> Machine:
-    """The machine named by --machine, with --gpu-memory, --host-memory and every --set over it."""
+    """The machine named by --machine, with --nodes, --gpu-memory, --host-memory and every --set over it."""
     if args.machine is None:
         raise PstarError("--machine is needed (see `pstar machines`)")
-    return load_machine(args.machine, gpu_memory=args.gpu_memory, host_memory=args.host_memory, overrides=args.set)
+    return load_machine(
+        args.machine,
+        gpu_memory=args.gpu_memory,
+        host_memory=args.host_memory,
+        nodes=args.nodes,
+        overrides=args.set,
+    )
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
@@ -56,10 +63,26 @@ def lora_of(args: argparse.Namespace) -> Adapter | None:
 
 
 def workload_of(args: argparse.Namespace, machine: Machine) -> Workload:
-    """The variant of --trace that agrees with the flags given, or the preset --model with --batch and --seq.
+    """One rank's job: see `workloads_of`; where ranks take different shares, one as hard as the hardest of theirs."""
+    found = workloads_of(args, machine)
+    return found if isinstance(found, Workload) else tightest(found, machine)
 
-    Raises PstarError for flags that name no variant of the trace or more than one, and for flags that are missing.
+
+def workloads_of(args: argparse.Namespace, machine: Machine) -> Workload | tuple[Workload, ...]:
+    """The variant of --trace that agrees with the flags given, or the preset --model with --batch and --seq; --batch is
+    shared by the machine's ranks. A tuple, one a rank, where they take different shares.
+
+    Raises PstarError for flags that name no variant of the trace or more than one, for flags that are missing, and for
+    a batch that the ranks cannot share.
     """
+    if args.batch is None or len(machine.ranks) == 1:
+        return _one_workload(args, machine, args.batch)
+    shares = shares_of_batch(args.batch, machine)
+    known = {share: _one_workload(args, machine, share) for share in sorted(set(shares))}
+    return known[shares[0]] if len(known) == 1 else tuple(known[share] for share in shares)
+
+
+def _one_workload(args: argparse.Namespace, machine: Machine, batch: int | None) -> Workload:
     adapter = lora_of(args)
     if args.trace is not None:
         if adapter is not None:
@@ -67,7 +90,7 @@ def workload_of(args: argparse.Namespace, machine: Machine) -> Workload:
         half = args.dtype in ("bf16", "fp16")
         found = load_trace(
             args.trace,
-            batch=args.batch,
+            batch=batch,
             sequence=args.seq,
             checkpointing=args.checkpointing,
             micro_batches=args.micro_batches,
@@ -82,11 +105,11 @@ def workload_of(args: argparse.Namespace, machine: Machine) -> Workload:
         return _optimized(retype(found, args.dtype or default_dtype(machine)), args)
     if args.model is None:
         raise PstarError("give --trace FILE, or --model NAME with --batch and --seq")
-    if args.batch is None or args.seq is None:
+    if batch is None or args.seq is None:
         raise PstarError("--model needs --batch and --seq")
     return preset(
         args.model,
-        batch=args.batch,
+        batch=batch,
         seq=args.seq,
         micro_batches=args.micro_batches or 1,
         dtype=args.dtype or default_dtype(machine),

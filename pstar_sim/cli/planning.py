@@ -80,7 +80,8 @@ def plan(args: argparse.Namespace) -> int:
     sources = confidence_line(confidence(result.workload, result.machine))
     say(
         f"{args.output}: {row.policy}, {format_s(row.iteration_s or 0)} an iteration, "
-        f"{format_percent(row.gap or 0)} above the bound, at most {format_bytes(row.peak_gpu_bytes or 0)} of the GPU; "
+        + (f"{format_percent(row.gap)} above the bound, " if row.gap is not None else "")
+        + f"at most {format_bytes(row.peak_gpu_bytes or 0)} of the GPU; "
         f"{len(best.plan.steps)} steps; {sources}"
     )
     return 0
@@ -227,11 +228,11 @@ def _listing(rows: Sequence[dict[str, object]], as_json: bool) -> int:
 
 
 def _compared(args: argparse.Namespace, policies: Sequence[str] | None) -> Comparison:
-    from pstar_sim.cli.inputs import machine_of, settings_of, workload_of
+    from pstar_sim.cli.inputs import machine_of, settings_of, workloads_of
     from pstar_sim.planner.compare import compare as ask
 
     machine = machine_of(args)
-    return ask(workload_of(args, machine), machine, policies=policies, settings=settings_of(args))
+    return ask(workloads_of(args, machine), machine, policies=policies, settings=settings_of(args))
 
 
 def _timelines(args: argparse.Namespace) -> tuple[list[Timeline], str]:

@@ -9,7 +9,7 @@ from pstar_sim.core.timeline import Timeline
 
 __all__ = ["BINDS", "bound_by"]
 
-BINDS = ("compute", "adam", "h2d", "d2h", "dram", "barrier")
+BINDS = ("compute", "adam", "h2d", "d2h", "dram", "barrier", "net", "nvme")
 
 COMPUTE_BOUND_STALL = 0.02
 """Below this share of the iteration the accelerator counts as busy all the time."""

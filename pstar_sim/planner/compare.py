@@ -15,27 +15,26 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pstar_sim.catalog.loader import load_machine, machine_names
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.errors import DoesNotFit, PlanError, PstarError
+from pstar_sim.errors import CannotPlan, DoesNotFit, PlanError, PstarError
 from pstar_sim.planner.binding import bound_by
 from pstar_sim.planner.bounds import lower_bound
 from pstar_sim.planner.confidence import confidence
 from pstar_sim.planner.explain import explain
 from pstar_sim.planner.nearest import nearest
+from pstar_sim.planner.ranks import tightest, unmodelled_notes
 from pstar_sim.policy.registry import Policy, find_policy, is_built_in, policy_name
 from pstar_sim.policy.registry import policies as all_policies
 from pstar_sim.sim.play import play
-from pstar_sim.units import GB
 from pstar_sim.workload.workload import Workload
 
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Comparison", "Planned", "Row", "compare", "plan_and_play", "require_one_gpu", "without_barrier"]
+__all__ = ["Comparison", "Planned", "Row", "compare", "plan_and_play", "without_barrier"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +100,15 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Comparison:
-    """Rows in the order asked for; `planned` holds the plan and timeline of every policy that fits."""
+    """Rows in the order asked for; `planned` holds the plan and timeline of every policy that fits. notes: what the
+    answer leaves out (several GPUs)."""
 
     workload: Workload
     machine: Machine
     settings: Settings
     rows: tuple[Row, ...]
     planned: Mapping[str, Planned]
+    notes: tuple[str, ...] = ()
 
     def best(self) -> Planned:
         """The fastest that fits (the last of equals: simpler policies are listed first). Raises PlanError with every
@@ -151,7 +152,7 @@ class Comparison:
 
 
 def compare(
-    workload: Workload,
+    workload: Workload | Sequence[Workload],
     machine: Machine,
     *,
     policies: Iterable[str | Policy] | None = None,
@@ -164,6 +165,7 @@ def compare(
 ) -> Comparison:
     """Plan and simulate every policy (all known ones if none is named) for `workload` on `machine`.
 
+    workload: one rank's share of the job, or a list of them, one a rank, for ranks that take different shares.
     policies: names or specs (`tide:capacity=peak`), or functions (workload, machine, settings) -> Plan. settings, or
     any of update / clip / chunk_bytes over the defaults. barrier_cost: also simulate every fitting policy without its
     barrier. near: for what does not fit, look for the nearest machine or setting that would.
@@ -179,36 +181,12 @@ def compare(
     names = [name for name, _ in asked]
     if len(set(names)) != len(names):
         raise PstarError(f"policies must have different names, not {', '.join(names)}")
-    require_one_gpu(machine)
+    ranked: Sequence[Workload] | None = None
+    if not isinstance(workload, Workload):
+        ranked = tuple(workload)
+        workload = tightest(ranked, machine)
     with _without_garbage_collection():
-        return _compare(workload, machine, settings, asked, barrier_cost=barrier_cost, near=near)
-
-
-def require_one_gpu(machine: Machine) -> None:
-    """Raises PstarError for a machine of several GPUs, and says which machine to ask about instead."""
-    count = len(machine.ranks)
-    if count == 1:
-        return
-    share = f"{machine.host.memory_bytes // count / GB:.4g}GB"
-    like = _one_gpu_machine(machine)
-    instead = (
-        f"--machine {like} --host-memory {share}"
-        if like
-        else f"a machine file with gpus = 1, and --host-memory {share}"
-    )
-    raise PstarError(
-        f"machine {machine.name!r} has {count} GPUs, and planning across GPUs does not exist yet; plan for one of them "
-        f"with {instead} (its share of the host)"
-    )
-
-
-def _one_gpu_machine(machine: Machine) -> str | None:
-    """The catalog's machine with one such GPU, None if there is none."""
-    named = [name for name in machine_names() if machine.gpu.name in name]
-    for one in (load_machine(name) for name in named):
-        if len(one.ranks) == 1 and one.gpu.name == machine.gpu.name:
-            return one.name
-    return None
+        return _compare(workload, machine, settings, asked, ranked, barrier_cost=barrier_cost, near=near)
 
 
 @contextlib.contextmanager
@@ -231,26 +209,33 @@ def _compare(
     machine: Machine,
     settings: Settings,
     asked: Sequence[tuple[str, Policy]],
+    ranked: Sequence[Workload] | None,
     *,
     barrier_cost: bool,
     near: bool,
 ) -> Comparison:
-    layout = build_layout(workload, chunk_bytes=settings.chunk_bytes)
-    bound_s = lower_bound(workload, machine, settings, layout).seconds
+    bound_s = None
+    if len(machine.ranks) == 1:
+        layout = build_layout(workload, chunk_bytes=settings.chunk_bytes)
+        bound_s = lower_bound(workload, machine, settings, layout).seconds
     free = None
     if barrier_cost and settings.barrier(workload.dtype) is not None:
-        free = without_barrier(workload, machine, settings)
+        free = (*without_barrier(workload, machine, settings), _retyped(ranked, workload, machine, settings))
     rows: list[Row] = []
     planned: dict[str, Planned] = {}
     failures: dict[str, tuple[Policy, DoesNotFit]] = {}
+    tokens = sum(w.tokens for w in ranked) if ranked else workload.tokens * len(machine.ranks)
     for name, policy in asked:
         try:
-            plan, timeline = plan_and_play(policy, workload, machine, settings, label=name)
+            plan, timeline = plan_and_play(policy, workload, machine, settings, label=name, workloads=ranked)
+        except CannotPlan as reason:
+            rows.append(Row(policy=name, fits=False, lower_bound_s=bound_s, reason=str(reason)))
+            continue
         except DoesNotFit as short:
             failures[name] = (policy, short)
             rows.append(Row(policy=name, fits=False, lower_bound_s=bound_s))
             continue
-        row = _figures(name, plan, timeline, bound_s, _barrier_cost(policy, timeline, free))
+        row = _figures(name, timeline, tokens, bound_s, _barrier_cost(policy, timeline, free))
         planned[name] = Planned(row=row, plan=plan, timeline=timeline)
         rows.append(row)
     later_first = rows[::-1]
@@ -260,21 +245,49 @@ def _compare(
             policy, error = failures[row.policy]
             hint = nearest(policy, workload, machine, settings, error, fitting=others) if near else ""
             rows[i] = replace(row, reason=str(error) + (f"; {hint}" if hint else ""))
-    return Comparison(workload=workload, machine=machine, settings=settings, rows=tuple(rows), planned=planned)
+    return Comparison(
+        workload=workload,
+        machine=machine,
+        settings=settings,
+        rows=tuple(rows),
+        planned=planned,
+        notes=unmodelled_notes(
+            workload,
+            machine,
+            {name: p.timeline for name, p in planned.items()},
+            short_of_gpu=any(short.place == "gpu" for _, short in failures.values()),
+        ),
+    )
+
+
+def _retyped(
+    ranked: Sequence[Workload] | None, workload: Workload, machine: Machine, settings: Settings
+) -> Sequence[Workload] | None:
+    """The ranks' own workloads in the type in which nothing makes Adam wait."""
+    if ranked is None:
+        return None
+    known = {id(w): without_barrier(w, machine, settings)[0] for w in ranked}
+    return tuple(known[id(w)] for w in ranked)
 
 
 def plan_and_play(
-    policy: Policy, workload: Workload, machine: Machine, settings: Settings, *, label: str = ""
+    policy: Policy,
+    workload: Workload,
+    machine: Machine,
+    settings: Settings,
+    *,
+    label: str = "",
+    workloads: Sequence[Workload] | None = None,
 ) -> tuple[Plan, Timeline]:
     """The policy's plan and its simulated timeline, which carries what its picture needs.
 
-    A policy of the user's own is not believed: its plan has to be for this job and to pass the checker. Raises
-    DoesNotFit,
-    and PlanError naming the policy for anything else it does wrong.
+    workloads: each rank's own, where they differ (`workload` is then as hard as the hardest). A policy of the user's
+    own is not believed: its plan has to be for this job and to pass the checker. Raises DoesNotFit and CannotPlan, and
+    PlanError naming the policy for anything else it does wrong.
     """
     if is_built_in(policy):
         plan = policy(workload, machine, settings)
-        return plan, play_plan(plan, label=label)
+        return plan, play_plan(plan, label=label, workloads=workloads)
     name = label or getattr(policy, "__name__", "policy")
     try:
         plan = policy(workload, machine, settings)
@@ -292,12 +305,12 @@ def plan_and_play(
         if one is not other and one != other:
             raise PlanError(f"policy {name} made its plan for another {what} than it was asked for")
     plan.check()
-    return plan, play_plan(plan, label=label)
+    return plan, play_plan(plan, label=label, workloads=workloads)
 
 
-def play_plan(plan: Plan, *, label: str = "") -> Timeline:
+def play_plan(plan: Plan, *, label: str = "", workloads: Sequence[Workload] | None = None) -> Timeline:
     """The plan's simulated timeline, labelled."""
-    timeline = play(plan)
+    timeline = play(plan, workloads=workloads)
     return replace(timeline, label=label) if label else timeline
 
 
@@ -308,32 +321,38 @@ def without_barrier(workload: Workload, machine: Machine, settings: Settings) ->
     if free.barrier(workload.dtype) is None:
         return workload, machine, free
     tensors = tuple(replace(t, dtype="bf16") if t.dtype == "fp16" else t for t in workload.tensors)
-    gpus = [r.gpu for r in machine.ranks]
-    gpus = [
-        replace(g, flops_per_s={**g.flops_per_s, "bf16": g.flops_per_s.get("fp16", 0.0)}) for g in gpus if g.flops_per_s
-    ]
-    ranks = tuple(replace(r, gpu=g) for r, g in zip(machine.ranks, gpus))
+    gpus = {
+        id(r.gpu): replace(r.gpu, flops_per_s={**r.gpu.flops_per_s, "bf16": r.gpu.flops_per_s.get("fp16", 0.0)})
+        for r in machine.ranks
+        if r.gpu.flops_per_s
+    }
+    ranks = tuple(replace(r, gpu=gpus.get(id(r.gpu), r.gpu)) for r in machine.ranks)
     return replace(workload, dtype="bf16", tensors=tensors), replace(machine, ranks=ranks), free
 
 
-def _barrier_cost(policy: Policy, timeline: Timeline, free: tuple[Workload, Machine, Settings] | None) -> float | None:
+def _barrier_cost(
+    policy: Policy,
+    timeline: Timeline,
+    free: tuple[Workload, Machine, Settings, Sequence[Workload] | None] | None,
+) -> float | None:
     if free is None:
         return None
+    workload, machine, settings, ranked = free
     try:
-        _, unbound = plan_and_play(policy, *free)
+        _, unbound = plan_and_play(policy, workload, machine, settings, workloads=ranked)
     except DoesNotFit:
         return None  # the eager plan needs room the classical one does not: there is nothing to compare with
     return max(0.0, timeline.iteration_s - unbound.iteration_s)
 
 
-def _figures(name: str, plan: Plan, timeline: Timeline, bound_s: float, barrier_cost_s: float | None) -> Row:
+def _figures(name: str, timeline: Timeline, tokens: int, bound_s: float | None, barrier_cost_s: float | None) -> Row:
     return Row(
         policy=name,
         fits=True,
         iteration_s=timeline.iteration_s,
-        tokens_per_s=plan.workload.tokens / timeline.iteration_s,
+        tokens_per_s=tokens / timeline.iteration_s,
         lower_bound_s=bound_s,
-        gap=timeline.iteration_s / bound_s - 1,
+        gap=None if bound_s is None else timeline.iteration_s / bound_s - 1,
         bound_by=bound_by(timeline, barrier_cost_s=barrier_cost_s),
         peak_gpu_bytes=timeline.peak_bytes["gpu"],
         peak_host_bytes=timeline.peak_bytes["host"],

@@ -74,8 +74,8 @@ def _planned(policy: Policy) -> Ask:
 
 
 def _machines(ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit) -> Iterator[str]:
-    """Catalog machines with one GPU that has room enough, smallest GPU first; with more host memory where that is
-    short.
+    """Catalog machines with as many GPUs, each with room enough, smallest GPU first; with more host memory where that
+    is short.
     """
     known: list[Machine] = []
     for name in machine_names():
@@ -83,7 +83,11 @@ def _machines(ask: Ask, workload: Workload, machine: Machine, settings: Settings
             one = load_machine(name)
         except PstarError:  # "here" may know no GPU, "virtual" no size: neither can be recommended
             continue
-        if len(one.ranks) == 1 and one.gpu_budget_bytes >= error.needed_bytes and one.name != machine.name:
+        if (
+            len(one.ranks) == len(machine.ranks)
+            and one.gpu_budget_bytes >= error.needed_bytes
+            and one.name != machine.name
+        ):
             known.append(one)
     for one in sorted(known, key=lambda m: (m.gpu_budget_bytes, -m.host_budget_bytes)):
         short = ask(workload, one, settings)
@@ -140,4 +144,4 @@ def _workloads(ask: Ask, workload: Workload, machine: Machine, settings: Setting
             continue
         micro_batches = workload.micro_batches * (workload.batch // batch)
         if ask(variant(workload, batch=batch, micro_batches=micro_batches), machine, settings) is None:
-            yield f"with --batch {batch} --micro-batches {micro_batches}"
+            yield f"with --batch {batch * len(machine.ranks)} --micro-batches {micro_batches}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Settings
-from pstar_sim.errors import DoesNotFit
+from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.policy.emit import Builder, describe_moment
 from pstar_sim.policy.modes import ModeFacts
 from pstar_sim.policy.pins import PinFacts, most_pins
@@ -37,6 +37,8 @@ class Ground:
         point: Point,
         layout: Layout | None = None,
     ) -> None:
+        if len(machine.ranks) > 1:
+            raise CannotPlan(f"{name} is not modelled on several GPUs yet ({machine.name} has {len(machine.ranks)})")
         self.name = name
         self.point = point
         self.workload = workload

@@ -38,7 +38,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place, Queue, Ref
-from pstar_sim.errors import DoesNotFit, PlanError
+from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.policy.emit import Builder, describe_moment
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Phase, Workload
@@ -51,7 +51,7 @@ MOST_ITERATIONS = 8  # until the chunks on the GPU at the cut repeat
 
 def patrickstar(workload: Workload, machine: Machine, settings: Settings) -> Plan:
     """PatrickStar's steady iteration. Raises DoesNotFit where a moment's chunks, its non-model data and the reserve
-    exceed the GPU, or parameters and states the host; PlanError for more ranks than chunks."""
+    exceed the GPU, or parameters and states the host; CannotPlan for more ranks than chunks."""
     run = _Run(workload, machine, settings, frozenset())
     start = frozenset(run.resident)
     seen = [start]
@@ -70,13 +70,13 @@ def patrickstar(workload: Workload, machine: Machine, settings: Settings) -> Pla
 
 
 def _layout(workload: Workload, settings: Settings, ranks: int) -> Layout:
-    """On several ranks the unit is a group of as many chunks. Raises PlanError where there are not that many."""
+    """On several ranks the unit is a group of as many chunks. Raises CannotPlan where there are not that many."""
     if ranks == 1:
         return build_layout(workload, chunk_bytes=settings.chunk_bytes)
     single = build_layout(workload, chunk_bytes=settings.chunk_bytes)
     count = sum(not c.small for c in single.chunks)
     if count < ranks:
-        raise PlanError(
+        raise CannotPlan(
             f"patrickstar: {ranks} ranks but {count} chunk{'s' if count != 1 else ''} of "
             f"{format_bytes(single.chunk_bytes)}; each rank owns whole chunks, so take smaller ones (chunk_bytes, "
             "--chunk) or fewer ranks"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["comparison_table", "comparison_text", "format_percent", "heading", "listing_table", "reasons", "render"]
 
-BINDS_NAMES = {"adam": "CPU Adam", "dram": "host DRAM"}
+BINDS_NAMES = {"adam": "CPU Adam", "dram": "host DRAM", "net": "collectives", "nvme": "disks"}
 
 
 class Answer(Protocol):
@@ -40,7 +40,8 @@ def heading(answer: Answer) -> str:
     barrier = s.barrier(w.dtype)
     parts = [
         f"{w.model}, {_params(w.params)} parameters",
-        f"batch {w.batch}" + (f" x {w.micro_batches} micro-batches" if w.micro_batches > 1 else ""),
+        f"batch {w.batch}{' a GPU' if len(m.ranks) > 1 else ''}"
+        + (f" x {w.micro_batches} micro-batches" if w.micro_batches > 1 else ""),
         f"sequence {w.sequence}",
         w.dtype,
         "checkpointing" if w.checkpointing else "no checkpointing",
@@ -48,8 +49,10 @@ def heading(answer: Answer) -> str:
         "clipping" if s.clip else "no clipping",
         f"barrier: {barrier}" if barrier else "no barrier",
     ]
+    each = f"{len(m.ranks)} GPUs, each with " if len(m.ranks) > 1 else ""
     where = (
-        f"{m.name}: {format_bytes(m.gpu_budget_bytes)} of GPU and {format_bytes(m.host_budget_bytes)} of host memory"
+        f"{m.name}: {each}{format_bytes(m.gpu_budget_bytes)} of GPU and {format_bytes(m.host_budget_bytes)} of host "
+        "memory"
     )
     lines = [", ".join(parts), f"on {where} ({m.confidence})"]
     if w.dtype not in m.gpu.flops_per_s:
@@ -129,6 +132,8 @@ def comparison_text(comparison: Comparison, *, width: int = 120) -> str:
     lines += ["", confidence_line(confidence(comparison.workload, comparison.machine))]
     for reason in reasons(comparison):
         lines += ["", *_wrap(reason, width)]
+    for note in comparison.notes:
+        lines += ["", *_wrap(f"note: {note}", width)]
     return "\n".join(lines) + "\n"
 
 

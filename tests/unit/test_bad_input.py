@@ -53,22 +53,43 @@ def test_a_catalog_entry_that_is_wrong(
     assert f"{file}: " in said and says in said
 
 
-@pytest.mark.parametrize(
-    ("name", "instead"),
-    [("v100-32x8", "v100-32 --host-memory 30GB"), ("a100-80x8", "a100-80 --host-memory 125GB")],
-)
-def test_several_gpus_are_refused_with_the_machine_to_ask_about(
-    name: str, instead: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = complaint(capsys, "compare", *SMALL, "--machine", name)
-    assert f"machine '{name}' has 8 GPUs" in said and "does not exist yet" in said and f"--machine {instead}" in said
+def test_a_batch_that_the_gpus_cannot_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = complaint(capsys, "compare", *SMALL, "--machine", "v100-32x8")
+    assert "batch 1 cannot be shared evenly by the 8 ranks of v100-32x8; give 8" in said
+    argv = ["--model", "1B", "--seq", "128", "--batch", "12"]
+    said = complaint(capsys, "compare", *argv, "--machine", "a100-80x8", "--nodes", "2")
+    assert "batch 12 cannot be shared evenly by the 16 ranks of a100-80x8; give 16" in said
     plan = tmp_path / "plan.json"
-    assert "8 GPUs" in complaint(capsys, "plan", *SMALL, "--machine", name, "-o", str(plan))
+    assert "give 8 or 16" in complaint(capsys, "plan", *argv, "--machine", "v100-32x8", "-o", str(plan))
     assert not plan.exists()
-    assert main(["compare", *SMALL, "--policy", "tide", "--machine", *instead.split()]) == 0
-    capsys.readouterr()
-    assert main(["machines", "--json"]) == 0
-    assert name in [row["machine"] for row in json.loads(capsys.readouterr().out)]
+
+
+def test_more_ranks_than_chunks(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--model", "1B", "--seq", "128", "--batch", "8", "--machine", "v100-32x8", "--policy", "patrickstar"]
+    assert main(["compare", *argv, "--chunk", "1GB"]) == 2
+    said = capsys.readouterr()
+    assert "8 ranks but 3 chunks of 1.00 GB" in said.out and "take smaller ones" in said.out
+    assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ('link = "pcie3-x16"\n', "link is missing; it must be a text"),
+        ("gpus = 1\n", "gpus is missing; it must be a whole number from 1 to 1024"),
+    ],
+)
+def test_a_machine_file_without_a_link(
+    change: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(MACHINE.replace(change, ""))
+    assert says in complaint(capsys, "compare", *SMALL, "--machine", str(file))
+
+
+def test_nodes_without_a_network(capsys: pytest.CaptureFixture[str]) -> None:
+    said = complaint(capsys, "compare", *SMALL, "--machine", "v100-32", "--nodes", "2")
+    assert "nodes = 2 but it has no network; a machine file gives one with network = NAME" in said
 
 
 def test_this_machine_says_what_was_found_and_assumed(capsys: pytest.CaptureFixture[str]) -> None:
