@@ -2,8 +2,9 @@
 
 Only memory is asked (memory.py), nothing is timed. [Note: an upper bound of any model] The working list and the states
 of every parameter lie somewhere: w + s bytes a parameter, on the GPUs, the hosts and the disks together. No policy fits
-a model above that, so a search begins there. The least memory a policy needs grows with depth and with batch but for
-small steps where the chunk size changes; a search by halves finds a limit L such that L fits and L + 1 does not.
+a model above that, so no search goes beyond it. The least memory a policy needs grows with depth and with batch but for
+small steps where the chunk size changes; doubling and then halving finds a limit L such that L fits and L + 1 does
+not.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Limit", "Limits", "deeper", "max_batch", "max_model"]
 
 MOST_BATCH = 1 << 20
+MOST_LAYERS = 1 << 13
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +170,7 @@ def max_model(
     least = DTYPE_BYTES[working] + (0 if lora else optimizer_spec(optimizer).states_bytes_per_param)
     most_params = _all_bytes(machine) // least
     one, two = (count_params(deeper(entry, n, hidden=hidden, heads=heads)) for n in (1, 2))
-    most_layers = max(0, (most_params - one) // (two - one) + 1)
+    most_layers = min(MOST_LAYERS, max(0, (most_params - one) // (two - one) + 1))
     names = sorted(
         (
             name
@@ -182,7 +184,7 @@ def max_model(
     rows = []
     for policy in all_policies() if policies is None else policies:
         ask = _asker(policy, machine, settings, loading)
-        layers, error = _largest(lambda n, ask=ask: ask(at(n)), most_layers)  # type: ignore[misc]
+        layers, error = _largest(lambda n, ask=ask: ask(at(n)), most_layers, first=entry.layers)  # type: ignore[misc]
         row = _limit(policy, layers, error)
         if layers:
             row = replace(row, params=at(layers).params)
@@ -225,10 +227,7 @@ def max_batch(
     rows = []
     for policy in all_policies() if policies is None else policies:
         ask = _asker(policy, machine, settings, loading)
-        high = 1
-        while high < MOST_BATCH and ask(at(high)) is None:
-            high *= 2
-        value, error = _largest(lambda n, ask=ask: ask(at(n)), high)  # type: ignore[misc]
+        value, error = _largest(lambda n, ask=ask: ask(at(n)), MOST_BATCH, first=1)  # type: ignore[misc]
         rows.append(_limit(policy, value * ranks, error))
     w = at(1)
     return Limits(
@@ -258,18 +257,20 @@ def _asker(policy: str | Policy, machine: Machine, settings: Settings, loading: 
     return ask
 
 
-def _largest(ask: Callable[[int], DoesNotFit | None], most: int) -> tuple[int, DoesNotFit | None]:
-    """(the largest n in 0..most that fits, why n + 1 does not), by halves; `most + 1` is taken not to fit."""
+def _largest(ask: Callable[[int], DoesNotFit | None], most: int, *, first: int = 1) -> tuple[int, DoesNotFit | None]:
+    """(the largest n in 0..most that fits, why n + 1 does not; None if `most` fits): doubled from `first` on until
+    something does not fit, as larger n take longer to ask about, then by halves."""
     low, high = 0, most + 1
     errors: dict[int, DoesNotFit] = {}
+    tried = min(first, most)
     while high - low > 1:
-        middle = (low + high) // 2
-        error = ask(middle)
+        error = ask(tried)
         if error is None:
-            low = middle
+            low = tried
         else:
-            high, errors[middle] = middle, error
-    return low, errors.get(high) or (ask(high) if high == most + 1 else None)
+            high, errors[tried] = tried, error
+        tried = min(2 * low, most) if not errors else (low + high) // 2
+    return low, errors.get(high)
 
 
 def _limit(policy: str | Policy, value: int, error: DoesNotFit | None) -> Limit:

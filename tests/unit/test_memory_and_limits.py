@@ -107,7 +107,9 @@ def test_the_largest_that_fits_is_found_by_halves() -> None:
     assert value == 37
     assert error is not None and error.short_bytes == 1
     assert _largest(ask, 20) == (20, None)
-    assert _largest(ask, 37)[0] == 37
+    assert _largest(ask, 37) == (37, None)
+    assert _largest(ask, 100, first=64)[0] == 37
+    assert _largest(ask, 0) == (0, None)
 
 
 def test_the_deepest_model_by_hand() -> None:
