@@ -1,0 +1,221 @@
+"""Pictures of capacity questions: the largest model by machine, time along one axis of a sweep, and maps of two axes.
+
+Each draws on the axes it is given (or on new ones), opens no window, calls no `show`. Frames are those of
+`Sweep.to_frame()`; what is drawn is what they hold, nothing is planned here. Knows matplotlib and frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pstar_sim.errors import PstarError
+from pstar_sim.report.tables import BINDS_NAMES
+from pstar_sim.units import GB, parse_bytes
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.axes import Axes
+
+    from pstar_sim.planner.limits import Limits
+
+__all__ = ["plot_limits", "plot_map", "plot_regimes", "plot_times"]
+
+# Okabe and Ito's palette: told apart with every common colour blindness.
+COLOURS = {
+    "all_on_gpu": "#999999",
+    "zero_offload": "#E69F00",
+    "static_partition": "#CC79A7",
+    "patrickstar": "#56B4E9",
+    "tide": "#0072B2",
+    "optimal": "#009E73",
+}
+SPARE = ("#D55E00", "#F0E442", "#000000", "#882255", "#44AA99")
+MARKERS = "os^vDP*X<>"
+REGIMES = {
+    "compute": "#009E73",
+    "adam": "#D55E00",
+    "h2d": "#56B4E9",
+    "d2h": "#0072B2",
+    "link": "#0072B2",
+    "dram": "#E69F00",
+    "barrier": "#CC79A7",
+    "net": "#F0E442",
+    "nvme": "#882255",
+}
+NOTHING = "#EEEEEE"
+
+
+def plot_limits(limits: Sequence[Limits], ax: Axes | None = None) -> Any:
+    """The largest model of each machine as bars, one a policy; billions of parameters, written beside each bar.
+
+    Raises PstarError for no limits at all and for limits of batches.
+    """
+    if not limits or any(one.what != "layers" for one in limits):
+        raise PstarError("plot_limits draws answers of max_model, at least one")
+    ax = _axes(ax, (9.0, 1.0 + 0.27 * sum(len(one.rows) + 1 for one in limits)))
+    policies = list(dict.fromkeys(row.policy for one in limits for row in one.rows))
+    thick = 0.8 / len(policies)
+    widest = max((row.params or 0) / 1e9 for one in limits for row in one.rows)
+    for n, policy in enumerate(policies):
+        for at, one in enumerate(limits):
+            row = next((row for row in one.rows if row.policy == policy), None)
+            if row is None:
+                continue
+            y = at + (n - (len(policies) - 1) / 2) * thick
+            billions = (row.params or 0) / 1e9
+            label = policy if at == 0 else None
+            ax.barh(
+                y, billions, thick * 0.92, color=_colour(policy, n), label=label, gid=f"{one.machine.name} {policy}"
+            )
+            text = f"{billions:.1f} B" if row.params else "none"
+            ax.text(billions + 0.01 * widest, y, text, va="center", fontsize=7.5)
+    ax.set_yticks(range(len(limits)), [one.machine.name for one in limits], fontsize=9)
+    ax.invert_yaxis()
+    ax.set_xlim(0, widest * 1.1)
+    ax.set_xlabel("largest model [billion parameters]", fontsize=9)
+    ax.legend(fontsize=8, frameon=False, loc="lower right")
+    _plain(ax)
+    ax.tick_params(axis="y", length=0)
+    return ax
+
+
+def plot_times(frame: pandas.DataFrame, x: str, ax: Axes | None = None, *, bound: bool = True) -> Any:
+    """Seconds an iteration along the axis `x` of a sweep, a line a policy and the lower bound dashed.
+
+    A policy's line begins where it fits. Sizes as texts ("48GB") are drawn in GB. Raises PstarError for an axis that
+    the frame has not, and for a frame in which another axis varies too.
+    """
+    frame = _over(frame, [x])
+    ax = _axes(ax, (8.0, 4.2))
+    for n, policy in enumerate(dict.fromkeys(frame["policy"])):
+        mine = frame[(frame["policy"] == policy) & frame["iteration_s"].notna()].sort_values("at")
+        marker = MARKERS[n % len(MARKERS)]
+        ax.plot(mine["at"], mine["iteration_s"], marker + "-", ms=4, lw=1.4, color=_colour(policy, n), label=policy)
+    if bound and frame["lower_bound_s"].notna().any():
+        line = frame.dropna(subset="lower_bound_s").groupby("at")["lower_bound_s"].min()
+        ax.plot(line.index, line.to_numpy(), "--", lw=1.1, color="black", label="lower bound")
+    ax.set_xlabel(_axis_name(x, list(frame[x])), fontsize=9)
+    ax.set_ylabel("seconds an iteration", fontsize=9)
+    ax.set_ylim(0, None)
+    ax.legend(fontsize=8, frameon=False)
+    _plain(ax)
+    return ax
+
+
+def plot_regimes(frame: pandas.DataFrame, x: str, y: str, ax: Axes | None = None) -> Any:
+    """What binds (`bound_by`) by two axes of a sweep of one policy, a coloured field each; "no" where it does not fit.
+
+    Raises PstarError as `plot_times`, and for more than one policy.
+    """
+    table = _table(frame, x, y, "bound_by")
+    cells: list[list[Any]] = table.to_numpy(object).tolist()
+    ax = _axes(ax, (1.6 + 0.95 * table.shape[1], 1.2 + 0.5 * table.shape[0]))
+    for row in range(table.shape[0]):
+        for column in range(table.shape[1]):
+            value = cells[row][column]
+            known = isinstance(value, str)  # not known: it does not fit
+            name = BINDS_NAMES.get(value, value) if known else "no"
+            _field(ax, column, row, REGIMES.get(value, NOTHING) if known else NOTHING)
+            ax.text(column, row, name, ha="center", va="center", fontsize=8, color="white" if known else "black")
+    _label(ax, table, x, y)
+    return ax
+
+
+def plot_map(
+    table: pandas.DataFrame, x: str, y: str, ax: Axes | None = None, *, unit: str = "", most: float | None = None
+) -> Any:
+    """A table of numbers (rows: axis `y`, columns: axis `x`) as fields, darker for more, with the numbers in them.
+
+    most: the number of the darkest field (default: the largest). Where two tables share it they can be compared.
+    """
+    from matplotlib import colormaps
+
+    ax = _axes(ax, (1.6 + 0.95 * table.shape[1], 1.2 + 0.5 * table.shape[0]))
+    numbers: list[list[float]] = table.to_numpy(float).tolist()
+    top = float(most if most is not None else np.nanmax(numbers)) or 1.0
+    for row in range(table.shape[0]):
+        for column in range(table.shape[1]):
+            value = numbers[row][column]
+            share = 0.0 if np.isnan(value) else min(1.0, max(0.0, value / top))
+            _field(ax, column, row, NOTHING if np.isnan(value) else colormaps["Blues"](0.05 + 0.75 * share))
+            text = "no" if np.isnan(value) else f"{value:.1f}{unit}"
+            ax.text(column, row, text, ha="center", va="center", fontsize=8, color="white" if share > 0.6 else "black")
+    _label(ax, table, x, y)
+    return ax
+
+
+def _table(frame: pandas.DataFrame, x: str, y: str, value: str) -> pandas.DataFrame:
+    """Rows by `y`, columns by `x`, in the order of the sweep."""
+    frame = _over(frame, [x, y])
+    if frame["policy"].nunique() != 1:
+        raise PstarError(f"a map shows one policy, not {', '.join(frame['policy'].unique())}; choose one")
+    table = frame.pivot(index=y, columns=x, values=value)
+    return table.reindex(index=list(dict.fromkeys(frame[y])), columns=list(dict.fromkeys(frame[x])))
+
+
+def _over(frame: pandas.DataFrame, axes: Sequence[str]) -> pandas.DataFrame:
+    """The frame with `at`, the first axis as numbers. Raises PstarError for what cannot be drawn over these axes."""
+    for name in (*axes, "policy", "iteration_s"):
+        if name not in frame:
+            raise PstarError(f"the frame has no column {name!r}, only {', '.join(map(str, frame.columns))}")
+    if frame.duplicated([*axes, "policy"]).any():
+        raise PstarError(f"another axis than {' and '.join(axes)} varies in this frame; choose one value of it")
+    return frame.assign(at=[_number(value) for value in frame[axes[0]]])
+
+
+def _number(value: object) -> float:
+    if not isinstance(value, str):
+        return float(value)  # type: ignore[arg-type]
+    return parse_bytes(value.removesuffix("/s")) / GB
+
+
+def _axis_name(x: str, values: Sequence[object]) -> str:
+    name = x.removeprefix("set.").replace(".", " ").replace("_", "-").replace("gpu", "GPU")
+    texts = [value for value in values if isinstance(value, str)]
+    unit = (" [GB/s]" if texts[0].endswith("/s") else " [GB]") if texts else ""
+    return name + unit
+
+
+def _label(ax: Axes, table: pandas.DataFrame, x: str, y: str) -> None:
+    """Names and values of the two axes around a map."""
+
+    def words(values: Sequence[object]) -> list[str]:
+        return [f"{_number(v):g}" if isinstance(v, str) else str(v) for v in values]
+
+    ax.set_xticks(range(table.shape[1]), words(list(table.columns)), fontsize=8.5)
+    ax.set_yticks(range(table.shape[0]), words(list(table.index)), fontsize=8.5)
+    ax.set_xlim(-0.5, table.shape[1] - 0.5)
+    ax.set_ylim(table.shape[0] - 0.5, -0.5)
+    ax.set_xlabel(_axis_name(x, list(table.columns)), fontsize=9)
+    ax.set_ylabel(_axis_name(y, list(table.index)), fontsize=9)
+    ax.tick_params(length=0)
+    for side in ("top", "right", "left", "bottom"):
+        ax.spines[side].set_visible(False)
+
+
+def _field(ax: Axes, column: int, row: int, colour: Any) -> None:
+    from matplotlib.patches import Rectangle
+
+    ax.add_patch(Rectangle((column - 0.48, row - 0.47), 0.96, 0.94, facecolor=colour, edgecolor="none"))
+
+
+def _colour(policy: str, number: int) -> str:
+    return COLOURS.get(policy, SPARE[number % len(SPARE)])
+
+
+def _axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
+    if ax is not None:
+        return ax
+    from matplotlib import pyplot
+
+    made: Axes = pyplot.subplots(figsize=size, layout="constrained")[1]
+    return made
+
+
+def _plain(ax: Axes) -> None:
+    ax.tick_params(labelsize=8)
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
