@@ -22,19 +22,24 @@ if TYPE_CHECKING:
     from pstar_sim.core.timeline import Timeline, load_timeline
     from pstar_sim.errors import DoesNotFit, PstarError
     from pstar_sim.planner.ablate import Ablation, ablate
+    from pstar_sim.planner.cheapest import cheapest
     from pstar_sim.planner.compare import Comparison, Planned, Row, compare
     from pstar_sim.planner.compare import play_plan as play
     from pstar_sim.planner.explain import explain
     from pstar_sim.planner.fits import fits
+    from pstar_sim.planner.limits import max_batch, max_model
+    from pstar_sim.planner.sensitivity import sensitivity
     from pstar_sim.planner.sweep import sweep
     from pstar_sim.report.tide import plot_tide
     from pstar_sim.report.waterfall import plot_waterfall
+    from pstar_sim.workload.lora import Adapter
     from pstar_sim.workload.presets import preset
     from pstar_sim.workload.trace import load_trace
     from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
 __all__ = [
     "Ablation",
+    "Adapter",
     "Comparison",
     "DoesNotFit",
     "Machine",
@@ -46,6 +51,7 @@ __all__ = [
     "Timeline",
     "Workload",
     "ablate",
+    "cheapest",
     "compare",
     "explain",
     "fits",
@@ -53,11 +59,14 @@ __all__ = [
     "load_timeline",
     "load_trace",
     "machine",
+    "max_batch",
+    "max_model",
     "play",
     "plot_tide",
     "plot_waterfall",
     "preset",
     "repeat_micro_batch",
+    "sensitivity",
     "sweep",
 ]
 
@@ -65,6 +74,7 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "Ablation": "planner.ablate:Ablation",
+    "Adapter": "workload.lora:Adapter",
     "Comparison": "planner.compare:Comparison",
     "DoesNotFit": "errors:DoesNotFit",
     "Machine": "catalog.machine:Machine",
@@ -76,6 +86,7 @@ _WHERE = {
     "Timeline": "core.timeline:Timeline",
     "Workload": "workload.workload:Workload",
     "ablate": "planner.ablate:ablate",
+    "cheapest": "planner.cheapest:cheapest",
     "compare": "planner.compare:compare",
     "explain": "planner.explain:explain",
     "fits": "planner.fits:fits",
@@ -83,11 +94,14 @@ _WHERE = {
     "load_timeline": "core.timeline:load_timeline",
     "load_trace": "workload.trace:load_trace",
     "machine": "catalog.loader:load_machine",
+    "max_batch": "planner.limits:max_batch",
+    "max_model": "planner.limits:max_model",
     "play": "planner.compare:play_plan",
     "plot_tide": "report.tide:plot_tide",
     "plot_waterfall": "report.waterfall:plot_waterfall",
     "preset": "workload.presets:preset",
     "repeat_micro_batch": "workload.workload:repeat_micro_batch",
+    "sensitivity": "planner.sensitivity:sensitivity",
     "sweep": "planner.sweep:sweep",
 }
 
