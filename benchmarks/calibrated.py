@@ -4,8 +4,8 @@
     python benchmarks/calibrated.py --machine my.toml    # with what `pstar calibrate -o my.toml` wrote
 
 A run waits for a quiet moment. An iteration during which other programs kept more than a fifth of a core busy does not
-count; a run without one that counts is repeated a few times. What counts is decided by the machine's load, never by the result. The processor time of
-the compute thread is printed beside the predicted one: it hardly depends on what others do.
+count; a run without one that counts is repeated. What counts is decided by the machine's load, never by the result. The
+processor time of the compute thread is printed beside the predicted one: it hardly depends on what others do.
 
 GPT-2 is traced without being run, each plan is made for the calibrated machine, and what it predicts is held against
 the median of interleaved runs on the virtual accelerator. Nothing measured in a run goes into its prediction. The

@@ -245,6 +245,13 @@ def _cores(machine: Machine, count: float) -> Machine:
     return replace(machine, host=replace(host, cores=round(count), adam_params_per_s=rate))
 
 
+def _with_hbm(gpu: Gpu, rate: float) -> Gpu:
+    """A measured bandwidth of a moment's operators goes along."""
+    measured = gpu.operator_bytes_per_s
+    operators = None if measured is None else measured * rate / gpu.hbm_bytes_per_s
+    return replace(gpu, hbm_bytes_per_s=rate, operator_bytes_per_s=operators)
+
+
 def _dram(machine: Machine, rate: float) -> Machine:
     """[Note: cores and Adam]"""
     host = machine.host
@@ -340,9 +347,7 @@ _PATHS: dict[str, _Path] = {
         lambda m: m.gpu.context_bytes,
         lambda m, v: _gpu(m, lambda g: replace(g, context_bytes=round(v))),
     ),
-    "gpu.hbm": _Path(
-        "rate", *_RATES, lambda m: m.gpu.hbm_bytes_per_s, lambda m, v: _gpu(m, lambda g: replace(g, hbm_bytes_per_s=v))
-    ),
+    "gpu.hbm": _Path("rate", *_RATES, lambda m: m.gpu.hbm_bytes_per_s, lambda m, v: _gpu(m, lambda g: _with_hbm(g, v))),
     "gpu.flops.fp32": _flops("fp32"),
     "gpu.flops.fp16": _flops("fp16"),
     "gpu.flops.bf16": _flops("bf16"),

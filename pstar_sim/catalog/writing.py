@@ -7,7 +7,7 @@ import json
 from datetime import date
 from pathlib import Path
 
-from pstar_sim.catalog.curves import Curve
+from pstar_sim.catalog.curves import Curve, best_rate
 from pstar_sim.catalog.machine import Gpu, Host, Link, Machine
 from pstar_sim.errors import CatalogError
 from pstar_sim.files import write_atomically
@@ -119,8 +119,11 @@ def save_machine(machine: Machine, path: str | Path) -> None:
 
 
 def _gpu_curves(gpu: Gpu) -> dict[str, object]:
+    """Curves without those that a figure set by hand went beyond, as with the others below."""
     found: dict[str, object] = {
-        f"{dtype}_table": _points(curve, 1e9, 1e12) for dtype, curve in gpu.matmul_tables.items()
+        f"{dtype}_table": _points(curve, 1e9, 1e12)
+        for dtype, curve in gpu.matmul_tables.items()
+        if gpu.flops_per_s[dtype] <= best_rate(curve)
     }
     if gpu.launch_s is not None:
         found["launch_us"] = gpu.launch_s * 1e6
@@ -130,12 +133,19 @@ def _gpu_curves(gpu: Gpu) -> dict[str, object]:
 
 
 def _link_curves(link: Link) -> dict[str, object]:
-    curves = {"h2d_table": link.h2d_table, "d2h_table": link.d2h_table}
-    return {name: _points(curve, 1e6, GB) for name, curve in curves.items() if curve}
+    curves = {
+        "h2d_table": (link.h2d_table, link.h2d_bytes_per_s),
+        "d2h_table": (link.d2h_table, link.d2h_bytes_per_s),
+    }
+    return {
+        name: _points(curve, 1e6, GB) for name, (curve, rate) in curves.items() if curve and rate <= best_rate(curve)
+    }
 
 
 def _host_curves(host: Host) -> dict[str, object]:
-    found: dict[str, object] = {"adam_table": _points(host.adam_table, 1, 1e9)} if host.adam_table else {}
+    found: dict[str, object] = {}
+    if any(rate == host.adam_params_per_s for _, rate in host.adam_table):
+        found["adam_table"] = _points(host.adam_table, 1, 1e9)
     if host.dram_measured:
         found["dram_gb_per_s"] = host.dram_bytes_per_s / GB
     return found

@@ -172,3 +172,22 @@ def test_a_users_own_figure_displaces_the_curve_behind_it(tmp_path: Path) -> Non
     merged = _merged("own.toml", known, {"h2d_gb_per_s": 50})
     assert isinstance(merged, dict)
     assert merged["calibrated"] == {"d2h_table": [[1, 12]]}
+
+
+def test_a_figure_set_by_hand_beyond_its_curve_is_written_without_it(tmp_path: Path) -> None:
+    machine = calibrated()
+    link = replace(machine.link, h2d_bytes_per_s=50e9, d2h_bytes_per_s=1e9)
+    faster = replace(machine, ranks=(replace(machine.ranks[0], link=link),))
+    save_machine(faster, tmp_path / "my.toml")
+    back = load_machine(tmp_path / "my.toml").link
+    assert (back.h2d_bytes_per_s, back.h2d_table) == (pytest.approx(50e9), ())
+    assert back.d2h_bytes_per_s == pytest.approx(1e9)
+    assert len(back.d2h_table) == 2  # a throttled link keeps its curve
+
+
+def test_hbm_set_by_hand_takes_the_measured_operators_along() -> None:
+    from pstar_sim.catalog.overrides import override
+
+    machine = calibrated()
+    twice = override(machine, ["gpu.hbm=x2"])
+    assert twice.gpu.operator_bytes_per_s == pytest.approx(30e9)
