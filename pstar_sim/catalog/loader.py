@@ -381,8 +381,8 @@ def _calibrated(entry: Entry, field: str) -> float | None:
 
 
 def _curve(e: Entry, field: str, best: str, size_unit: float, rate_unit: float) -> Curve:
-    """The calibrated curve `field`; () without one. Raises CatalogError for an entry's `best` that is more than its best
-    rate (less is a link that is throttled)."""
+    """The calibrated curve `field`; () without one. Raises CatalogError for a `best` of the entry that is more than its
+    best rate (less is a link that is throttled)."""
     table = e.table("calibrated")
     if table is None or not table.has(field):
         return ()
