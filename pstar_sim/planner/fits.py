@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Settings
-from pstar_sim.errors import DoesNotFit, PstarError
+from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError
 from pstar_sim.planner.memory import least_gpu_bytes, memory_need
 from pstar_sim.planner.nearest import nearest
 from pstar_sim.planner.trust import trust
@@ -34,8 +34,9 @@ class Fit:
     gpu_needed_bytes: the least GPU budget with which it would still fit on this host. host_needed_bytes: payloads,
     pinned rounding and start-up, with as few chunks pinned as the host allows. Headroom is what is left beside them.
     Where it does not fit: short_of ("gpu" or "host"), short_bytes, reason (with the nearest yes), and no figures but
-    that place's. iteration_s, tokens_per_s: simulated. error: median relative error of such times that validation found
-    for this class of machine; trust says where it comes from, or that there is none.
+    that place's; reason alone where the policy has no plan for such a machine at all. iteration_s, tokens_per_s:
+    simulated. error: median relative error of such times that validation found for this class of machine; trust says
+    where it comes from, or that there is none.
     """
 
     policy: str
@@ -139,6 +140,9 @@ def _fit(
     gpu, host = machine.gpu_budget_bytes, machine.host_budget_bytes
     try:
         need = memory_need(name, workload, machine, settings, loading=loading)
+    except CannotPlan as reason:
+        row = Fit(policy=name, fits=False, gpu_available_bytes=gpu, host_available_bytes=host, reason=str(reason))
+        return row, None
     except DoesNotFit as error:
         row = Fit(
             policy=name,

@@ -31,6 +31,7 @@ from pstar_sim.catalog.models import model_entry
 from pstar_sim.catalog.overrides import override, override_paths
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import PstarError
+from pstar_sim.planner.ranks import shares_of_batch
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.units import parse_bytes
 from pstar_sim.workload.lora import Adapter
@@ -39,7 +40,7 @@ from pstar_sim.workload.presets import ATTENTION, preset
 from pstar_sim.workload.trace import load_trace
 from pstar_sim.workload.workload import DTYPE_BYTES, Workload, retype
 
-__all__ = ["AXES", "Grid", "Group", "job_of", "load_grid", "machine_of", "point_hash", "share_of_batch"]
+__all__ = ["AXES", "Grid", "Group", "job_of", "load_grid", "machine_of", "point_hash"]
 
 SCHEMA = 1
 """Of the cached points and the results file; a change of meaning or of columns makes it one more."""
@@ -263,19 +264,28 @@ def _preset(values: tuple[tuple[str, Value], ...]) -> Workload:
 _OF_WORKLOAD = ("model", "batch", "seq", "micro_batches", "dtype", "checkpointing", "attention", "lora", "optimizer")
 
 
-def job_of(group: Group) -> tuple[Workload, Machine, Settings]:
-    """What the group's points are about. Raises PstarError for values that make no sense together."""
+def job_of(group: Group) -> tuple[Workload | list[Workload], Machine, Settings]:
+    """What the group's points are about; a workload for each rank where ranks take different shares of the batch.
+
+    Raises PstarError for values that make no sense together.
+    """
     given = dict(group.values)
     machine = machine_of(str(given["machine"]), tuple((k, v) for k, v in group.values if k.startswith("set.")))
     chunk = parse_bytes(str(given["chunk"])) if "chunk" in given else None
     settings = Settings(update=str(given.get("update", "step")), clip=bool(given.get("clip", True)), chunk_bytes=chunk)
-    if "batch" in given:
-        given["batch"] = share_of_batch(int(given["batch"]), machine)
     if "dtype" not in given and "model" in given:
         given["dtype"] = next((d for d in ("bf16", "fp16") if d in machine.gpu.flops_per_s), "fp32")
+    if "batch" not in given or len(machine.ranks) == 1:
+        return _workload(given), machine, settings
+    shares = shares_of_batch(int(given["batch"]), machine)
+    known = {share: _workload({**given, "batch": share}) for share in sorted(set(shares))}
+    return (known[shares[0]] if len(known) == 1 else [known[share] for share in shares]), machine, settings
+
+
+def _workload(given: Mapping[str, Value]) -> Workload:
     if "model" in given:
-        return _preset(tuple((k, given[k]) for k in _OF_WORKLOAD if k in given)), machine, settings
-    return _traced(given), machine, settings
+        return _preset(tuple((k, given[k]) for k in _OF_WORKLOAD if k in given))
+    return _traced(given)
 
 
 def _traced(given: Mapping[str, Value]) -> Workload:
@@ -292,18 +302,6 @@ def _traced(given: Mapping[str, Value]) -> Workload:
     if wanted is not None:
         found = retype(found, wanted)
     return with_optimizer(found, str(given["optimizer"])) if "optimizer" in given else found
-
-
-def share_of_batch(batch: int, machine: Machine) -> int:
-    """Sequences of one rank. Raises PstarError for a batch that the ranks cannot share evenly."""
-    ranks = len(machine.ranks)
-    if batch % ranks:
-        below, above = batch // ranks * ranks, -(-batch // ranks) * ranks
-        instead = f"{below} or {above}" if below else f"{above}"
-        raise PstarError(
-            f"batch {batch} cannot be shared evenly by the {ranks} ranks of {machine.name}; give {instead}"
-        )
-    return batch // ranks
 
 
 # Hashes.

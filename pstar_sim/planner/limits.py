@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.models import ModelEntry, count_params, model_entry, model_names
 from pstar_sim.core.plan import Settings
-from pstar_sim.errors import DoesNotFit, PstarError
-from pstar_sim.planner.grid import share_of_batch
+from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError
 from pstar_sim.planner.memory import memory_need
+from pstar_sim.planner.ranks import shares_of_batch, tightest
 from pstar_sim.policy.registry import Policy, policy_name
 from pstar_sim.policy.registry import policies as all_policies
 from pstar_sim.workload.lora import Adapter
@@ -41,7 +41,7 @@ MOST_LAYERS = 1 << 13
 class Limit:
     """One policy's limit. value: layers, or sequences a micro-batch of all ranks; 0 where not even 1 fits. params: of
     the largest model. catalog_model: the largest of the catalog that fits, None if none does. short_of, short_bytes,
-    reason: what the next one lacks, in one place of one rank."""
+    reason: what the next one lacks, in one place of one rank, or why the policy has no plan for such a machine."""
 
     policy: str
     value: int
@@ -144,10 +144,14 @@ def max_model(
     """
     settings = settings or Settings()
     entry = model_entry(like)
-    share = share_of_batch(batch, machine)
+    shares = shares_of_batch(batch, machine)
     working = dtype or next((d for d in ("bf16", "fp16") if d in machine.gpu.flops_per_s), "fp32")
 
     def write(shape: ModelEntry) -> Workload:
+        known = {share: of_share(shape, share) for share in sorted(set(shares))}
+        return known[shares[0]] if len(known) == 1 else tightest([known[share] for share in shares], machine)
+
+    def of_share(shape: ModelEntry, share: int) -> Workload:
         return workload_of(
             shape,
             batch=share,
@@ -243,25 +247,26 @@ def max_batch(
     )
 
 
-Ask = Callable[[Workload], DoesNotFit | None]
+Refusal = DoesNotFit | CannotPlan
+Ask = Callable[[Workload], Refusal | None]
 
 
 def _asker(policy: str | Policy, machine: Machine, settings: Settings, loading: str) -> Ask:
-    def ask(workload: Workload) -> DoesNotFit | None:
+    def ask(workload: Workload) -> Refusal | None:
         try:
             memory_need(policy, workload, machine, settings, loading=loading)
-        except DoesNotFit as error:
+        except (DoesNotFit, CannotPlan) as error:
             return error
         return None
 
     return ask
 
 
-def _largest(ask: Callable[[int], DoesNotFit | None], most: int, *, first: int = 1) -> tuple[int, DoesNotFit | None]:
+def _largest(ask: Callable[[int], Refusal | None], most: int, *, first: int = 1) -> tuple[int, Refusal | None]:
     """(the largest n in 0..most that fits, why n + 1 does not; None if `most` fits): doubled from `first` on until
     something does not fit, as larger n take longer to ask about, then by halves."""
     low, high = 0, most + 1
-    errors: dict[int, DoesNotFit] = {}
+    errors: dict[int, Refusal] = {}
     tried = min(first, most)
     while high - low > 1:
         error = ask(tried)
@@ -273,12 +278,12 @@ def _largest(ask: Callable[[int], DoesNotFit | None], most: int, *, first: int =
     return low, errors.get(high)
 
 
-def _limit(policy: str | Policy, value: int, error: DoesNotFit | None) -> Limit:
+def _limit(policy: str | Policy, value: int, error: Refusal | None) -> Limit:
     return Limit(
         policy=policy_name(policy),
         value=value,
-        short_of=None if error is None else error.place,
-        short_bytes=None if error is None else error.short_bytes,
+        short_of=error.place if isinstance(error, DoesNotFit) else None,
+        short_bytes=error.short_bytes if isinstance(error, DoesNotFit) else None,
         reason=None if error is None else str(error),
     )
 

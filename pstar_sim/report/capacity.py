@@ -100,7 +100,7 @@ def fits_text(answer: Fits, *, width: int = 120) -> str:
 
 def _fit_cells(row: Fit) -> tuple[str, ...]:
     if not row.fits:
-        return (row.policy, f"no: {row.short_of}", *[""] * 7)
+        return (row.policy, f"no: {row.short_of}" if row.short_of else "-", *[""] * 7)
     seconds = "" if row.iteration_s is None else format_s(row.iteration_s)
     return (
         row.policy,
@@ -140,7 +140,7 @@ def limits_text(answer: Limits, *, width: int = 120) -> str:
     if published:
         texts = [f"{p.system} {_params(p.params)}: {p.source}" for p in published]
         lines += _notes(["published: " + "; ".join(texts)], width)
-    lines += _notes([f"one more: {row.reason}" for row in answer.rows if row.value == 0 and row.reason], width)
+    lines += _notes([row.reason for row in answer.rows if row.value == 0 and row.reason], width)
     return "\n".join(lines) + "\n"
 
 
