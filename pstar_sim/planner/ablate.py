@@ -129,7 +129,7 @@ def ablate(
 
     Where `settings` leave the chunk size open, every line has that of `policy`, which is planned first.
     progress: called with (lines planned, lines in all). Raises UnknownName for a policy nobody knows, PstarError for
-    one that is no point of the family, and PlanError if no line fits.
+    one that is no point of the family, and PlanError if `policy` does not fit.
     """
     settings = settings or Settings()
     free = settings.barrier(workload.dtype) is None
@@ -142,12 +142,12 @@ def ablate(
             progress(len(rows), len(specs))
         found = compare(workload, machine, policies=[spec], settings=settings, barrier_cost=False, near=False)
         rows[spec] = found.rows[0]
-        if settings.chunk_bytes is None and asked in found.planned:  # the same for every line
+        if not rows[asked].fits:
+            raise PlanError(f"there is nothing to lead up to: {rows[asked].reason}")
+        if settings.chunk_bytes is None:  # the same for every line
             settings = replace(settings, chunk_bytes=found[asked].plan.layout.chunk_bytes)
     if progress is not None:
         progress(len(specs), len(specs))
-    if not any(rows[spec].fits for _, spec in steps):
-        raise PlanError("there is nothing to hold against each other: " + str(rows[asked].reason))
     lines: list[Line] = []
     first: Row | None = None
     before: Row | None = None
@@ -157,7 +157,7 @@ def ablate(
             before = rows[spec]
             first = first or before
     last = rows[asked]
-    without = [_line(change, rows[spec], last if last.fits else None, None) for change, spec in taken_out]
+    without = [_line(change, rows[spec], last, None) for change, spec in taken_out]
     return Ablation(
         workload=workload,
         machine=machine,
