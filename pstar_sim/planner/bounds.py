@@ -1,7 +1,8 @@
-"""Closed-form lower bound on the seconds of one steady iteration, for any policy that works as this project's do.
+"""Closed-form lower bound on the seconds of one steady iteration, for any legal schedule of this setting.
 
-Knows workload, machine, settings and layout; knows no plan. Generalises Lemma 3 (the update windows) of the planning
-notes to chunks of unequal size, several micro-batches, frozen parameters, a barrier and shared DRAM.
+Knows workload, machine, settings and layout; knows no plan. Update windows, room and bytes for chunks of unequal size,
+several micro-batches, frozen parameters, a barrier and shared DRAM. What follows is the bound where no chunk is
+streamed (`stream=False`); joint.py adds streaming to it, and fluid.py is the finer bound in time.
 
 [Note: the bound] Let x be the trainable parameters whose optimizer states stay on the gpu ("pinned"; their Adam runs
 there and their working list stays too), relaxed to a real number 0 <= x <= x_max. Every other trainable parameter that
@@ -47,9 +48,11 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.cost import CostModel
+from pstar_sim.errors import PlanError
+from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import DTYPE_BYTES, Phase, Workload
 
-__all__ = ["Bound", "lower_bound"]
+__all__ = ["NAMES", "Bound", "Facts", "bound_reason", "lower_bound", "relative_to"]
 
 Array = NDArray[np.float64]
 
@@ -57,14 +60,18 @@ Array = NDArray[np.float64]
 @dataclass(frozen=True, kw_only=True)
 class Bound:
     """seconds: no schedule of this setting is faster. binding: its largest term ("compute", "adam", "barrier", "h2d",
-    "d2h", "link", "dram"; a tie goes to the first of these). terms: every term at the best number of pinned parameters,
-    `pinned_params`. max_pinned_params: how many would fit."""
+    "d2h", "link", "dram"; a tie goes to the first of these). terms: every term at the best numbers of parameters whose
+    states stay on the gpu (`pinned_params`) or visit it (`streamed_params`). max_pinned_params: how many would fit.
+    method: "closed form" or "fluid LP". notes: what went wrong on the way, for people."""
 
     seconds: float
     binding: str
     terms: Mapping[str, float]
     pinned_params: int
     max_pinned_params: int
+    streamed_params: int = 0
+    method: str = "closed form"
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,17 +92,65 @@ def lower_bound(
     layout: Layout,
     *,
     max_pinned: int | None = None,
+    stream: bool = True,
     cost: CostModel | None = None,
 ) -> Bound:
-    """[Note: the bound]. max_pinned: at most so many parameters beside the small chunks' own have their states on the
-    gpu (0: "everything by CPU Adam"). A workload that does not fit at all still gets a bound, that of x = 0."""
-    facts = _Facts(workload, machine, layout, cost or CostModel(workload, machine, layout))
-    x_max = facts.most_pinned()
-    if max_pinned is not None:
-        x_max = min(x_max, max_pinned + float(facts.params[facts.small].sum()))
-    lines = facts.lines(settings.barrier(workload.dtype) is not None, x_max)
+    """The bound for every legal schedule, [Note: the joint bound] of joint.py; stream=False: for schedules that stream
+    no chunk, [Note: the bound]. max_pinned: at most so many parameters beside the small chunks' own have their states
+    on the gpu for ever (0 with stream=False: "everything by CPU Adam"). A workload that does not fit at all still gets
+    a bound, that of x = 0. Raises PlanError, with `bound_reason`, for a machine of several gpus."""
+    reason = bound_reason(machine)
+    if reason is not None:
+        raise PlanError(reason)
+    cost = cost or CostModel(workload, machine, layout)
+    facts = Facts(workload, machine, layout, cost)
+    barrier = settings.barrier(workload.dtype) is not None
+    limit = np.inf if max_pinned is None else max_pinned + float(facts.params[facts.small].sum())
+    if not stream:
+        return _pinned_bound(facts, barrier, limit)
+    from pstar_sim.planner.joint import joint_bound
+    from pstar_sim.planner.linear import Unsolved
+
+    try:
+        return joint_bound(workload, layout, facts, cost, barrier=barrier, clip=settings.clip, x_limit=limit)
+    except Unsolved as error:
+        seconds = float(facts.clock[-1])
+        note = f"the closed form's linear program did not solve ({error}); the bound is that of compute alone"
+        return Bound(
+            seconds=seconds, binding="compute", terms={"compute": seconds}, pinned_params=0, max_pinned_params=0,
+            notes=(note,),
+        )  # fmt: skip
+
+
+def bound_reason(machine: Machine) -> str | None:
+    """Why there is no bound for this machine; None where there is one."""
+    count = len(machine.ranks)
+    if count == 1:
+        return None
+    return f"{machine.name} has {count} GPUs; what collectives and shared parts cost at least is not in the bound"
+
+
+def relative_to(workload: Workload, machine: Machine, settings: Settings, layout: Layout) -> str:
+    """What a bound is about, in words: of another cost model, chunk size ... nothing is claimed."""
+    w = workload
+    barrier = settings.barrier(w.dtype)
+    return ", ".join(
+        (
+            f"cost model of {machine.name} ({machine.confidence})",
+            f"chunks of {format_bytes(layout.chunk_bytes)}",
+            f"checkpointing {'on' if w.checkpointing else 'off'}",
+            f"{w.micro_batches} micro-batch{'es' if w.micro_batches > 1 else ''} of {w.batch}",
+            f"Adam behind a barrier ({barrier})" if barrier else "Adam as gradients arrive",
+            "modes cpu, pin and stream",
+        )
+    )
+
+
+def _pinned_bound(facts: Facts, barrier: bool, limit: float) -> Bound:
+    x_max = min(facts.most_pinned(), limit)
+    lines = facts.lines(barrier, x_max)
     x, seconds = _least_maximum(lines, x_max)
-    terms = {name: 0.0 for name in _NAMES if any(line.name == name for line in lines)}
+    terms = {name: 0.0 for name in NAMES if any(line.name == name for line in lines)}
     for line in lines:
         if line.from_x <= x < line.until_x:
             terms[line.name] = max(terms[line.name], line.value + line.slope * x)
@@ -103,10 +158,10 @@ def lower_bound(
     return Bound(seconds=seconds, binding=binding, terms=terms, pinned_params=int(x), max_pinned_params=int(x_max))
 
 
-_NAMES = ("compute", "adam", "barrier", "h2d", "d2h", "link", "dram")
+NAMES = ("compute", "adam", "barrier", "h2d", "d2h", "link", "dram")
 
 
-class _Facts:
+class Facts:
     """The quantities of the note as arrays: one entry a chunk that gets gradients, or one a moment."""
 
     def __init__(self, workload: Workload, machine: Machine, layout: Layout, cost: CostModel) -> None:
@@ -147,12 +202,37 @@ class _Facts:
         self.most_w = max((width[c] for c in mine), default=0)
         self.states = w.optimizer.states_bytes_per_param + (4 if w.micro_batches > 1 else 0)
         self.traffic = w.optimizer.dram_bytes_per_param
+        self._gradient_facts(workload, layout, mine)
+        self.late = (
+            max([-1, *(max(moments) for moments in reads if moments), *gradient]) + 1
+        )  # nothing happens from here
+        others = [c for c in range(count) if reads[c] and c not in set(mine)]
+        self.frozen_bytes = float(sum(sum(s.numel for s in layout.chunks[c].slots) * width[c] for c in others))
         # every chunk that is read, as the turns see it: bytes, moments, and the last moment at which a read counts
         self.seen = [
             (sum(s.numel for s in layout.chunks[c].slots) * width[c], sorted(reads[c]), gradient[c])
             for c in range(count)
             if reads[c]
         ]
+
+    def _gradient_facts(self, workload: Workload, layout: Layout, mine: list[int]) -> None:
+        """every_batch: each chunk has a gradient in each micro-batch. spans: per micro-batch, first and last moment at
+        which any gradient arrives."""
+        arrivals: dict[int, set[int]] = {c: set() for c in mine}
+        self.spans: dict[int, tuple[int, int]] = {}
+        for m, tensors in enumerate(workload.gradients):
+            if not tensors:
+                continue
+            u = self.micro_batch[m]
+            self.spans[u] = (self.spans.get(u, (m, m))[0], m)
+            for t in tensors:
+                if layout.chunk_of[t] in arrivals:
+                    arrivals[layout.chunk_of[t]].add(u)
+        self.every_batch = all(len(batches) == workload.micro_batches for batches in arrivals.values())
+
+    def between(self, batch: int) -> tuple[int, int]:
+        """Moments [low, high) from the last gradient of the micro-batch before `batch` to the first of `batch`."""
+        return self.spans[batch - 1][1] + 1, self.spans[batch][0]
 
     def most_pinned(self) -> float:
         """x_max, at least 0 and at most E."""
@@ -178,7 +258,7 @@ class _Facts:
                     if barrier:
                         lines += self._barrier_windows(members, per_param_s)
         # bytes: sums of hinges max(0, S + v x - room), linear between the points where a hinge opens
-        turns = self._turns()
+        turns = [(size, room) for size, room, _ in self.turns()]
         grows = self.states + self.least_w - self.most_w
         opens = [(room - size) / grows if grows > 0 else np.inf if size <= room else -np.inf for size, room in turns]
         cuts = sorted({0.0, *(x for x in opens if 0 < x < x_max)})
@@ -251,8 +331,8 @@ class _Facts:
             lines += [_Line(label, float(v), slope, until_x=float(e)) for v, e in zip(best[keep], ends[keep])]
         return lines
 
-    def _turns(self) -> list[tuple[float, float]]:
-        """(S_k, room) for one cut per turn of the iteration. Any cuts give a valid bound; tried are the turns
+    def turns(self) -> list[tuple[float, float, int]]:
+        """(S_k, room, moment) for one cut per turn of the iteration. Any cuts give a valid bound; tried are the turns
         themselves, and the moments near them, or anywhere about, where S_k + tide is largest."""
         last = max(self.micro_batch)
         begin = [*(self.micro_batch.index(u) for u in range(last + 1)), self.moments]
@@ -272,11 +352,11 @@ class _Facts:
             self._cut([(t, max(low, t - near), min(high, t + near)) for t, low, high in regions]),
             self._cut([(t, t, t) for t, _, _ in regions]),
         ]
-        return max(choices, key=lambda turns: sum(max(0.0, size - room) for size, room in turns))
+        return max(choices, key=lambda turns: sum(max(0.0, size - room) for size, room, _ in turns))
 
-    def _cut(self, regions: list[tuple[int, int, int]]) -> list[tuple[float, float]]:
+    def _cut(self, regions: list[tuple[int, int, int]]) -> list[tuple[float, float, int]]:
         """From the last turn back: what is read between a cut and the next one decides S_k; of equals the latest."""
-        turns: list[tuple[float, float]] = []
+        turns: list[tuple[float, float, int]] = []
         end = self.moments - 1
         for _, low, high in regions:
             high = min(high, end - 1)
@@ -285,7 +365,7 @@ class _Facts:
             size = self._read_again(end)
             wanted = (size - self.room)[low : high + 1]
             m = high - int(np.argmax(wanted[::-1]))
-            turns.append((float(size[m]), float(self.room[m])))
+            turns.append((float(size[m]), float(self.room[m]), m))
             end = m
         return turns
 
