@@ -96,6 +96,15 @@ def workload_flags(parser: argparse.ArgumentParser, *, required: bool = True) ->
     )
 
 
+def global_batch_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--global-batch",
+        type=positive,
+        metavar="B",
+        help="sequences an iteration on all GPUs: choose micro-batches and recomputation among the variants of --trace",
+    )
+
+
 def checkpointing_flag(group: argparse._ActionsContainer, *, default: bool | None, note: str) -> None:
     group.add_argument(
         "--checkpointing",

@@ -9,14 +9,15 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.ranks import shares_of_batch, tightest
+from pstar_sim.planner.variants import candidates
 from pstar_sim.units import parse_bytes
 from pstar_sim.workload.lora import Adapter
 from pstar_sim.workload.optimizers import with_optimizer
 from pstar_sim.workload.presets import preset
-from pstar_sim.workload.trace import load_trace
+from pstar_sim.workload.trace import load_trace, load_variants
 from pstar_sim.workload.workload import Workload, retype
 
-__all__ = ["default_dtype", "lora_of", "machine_of", "settings_of", "workload_of", "workloads_of"]
+__all__ = ["default_dtype", "lora_of", "machine_of", "settings_of", "variants_of", "workload_of", "workloads_of"]
 
 
 def machine_of(args: argparse.Namespace) -> Machine:
@@ -80,6 +81,31 @@ def workloads_of(args: argparse.Namespace, machine: Machine) -> Workload | tuple
     shares = shares_of_batch(args.batch, machine)
     known = {share: _one_workload(args, machine, share) for share in sorted(set(shares))}
     return known[shares[0]] if len(known) == 1 else tuple(known[share] for share in shares)
+
+
+def variants_of(args: argparse.Namespace, machine: Machine) -> tuple[Workload, ...]:
+    """One rank's workloads, one for each way to run --global-batch that --trace holds and the other flags allow.
+
+    Raises PstarError for flags that leave none, and for ranks that take different shares.
+    """
+    if args.trace is None:
+        raise PstarError("--global-batch chooses among the variants of a trace file: give --trace FILE")
+    if args.batch is not None or args.micro_batches is not None:
+        raise PstarError("--global-batch chooses --batch and --micro-batches: give either it or them")
+    shares = set(shares_of_batch(args.global_batch, machine))
+    if len(shares) > 1:
+        raise PstarError(f"the ranks of {machine.name} take different shares of a batch; give --batch instead")
+    wanted = {"sequence": args.seq, "checkpointing": args.checkpointing}
+    half = args.dtype in ("bf16", "fp16")
+    known = load_variants(args.trace)
+    found = [w for w in known if all(v is None or getattr(w, name) == v for name, v in wanted.items())]
+    found = [w for w in found if args.dtype is None or w.dtype == args.dtype or (half and w.dtype != "fp32")]
+    if not found:
+        raise PstarError(
+            f"{args.trace}: none of its {len(known)} variants agrees with --seq, --checkpointing and --dtype"
+        )
+    made = [w if w.dtype == "fp32" else retype(w, args.dtype or default_dtype(machine)) for w in found]
+    return candidates([_optimized(w, args) for w in made], shares.pop())
 
 
 def _one_workload(args: argparse.Namespace, machine: Machine, batch: int | None) -> Workload:

@@ -10,6 +10,7 @@ from pstar_sim.cli.flags import (
     Parser,
     call_of,
     checkpointing_flag,
+    global_batch_flag,
     machine_flags,
     natural,
     new_file,
@@ -40,6 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
         "planning:compare",
     )
     workload_flags(compare)
+    global_batch_flag(compare)
     machine_flags(compare, required=True)
     settings_flags(compare)
     policies_flag(compare, "compare this policy; may be given several times (default: all policies)")
@@ -52,6 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
         "planning:plan",
     )
     workload_flags(plan)
+    global_batch_flag(plan)
     machine_flags(plan, required=True)
     settings_flags(plan)
     plan.add_argument(

@@ -15,8 +15,9 @@ from pstar_sim.errors import PlanError, PstarError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from pstar_sim.catalog.machine import Machine
     from pstar_sim.core.check import CheckReport
-    from pstar_sim.core.plan import Plan
+    from pstar_sim.core.plan import Plan, Settings
     from pstar_sim.core.timeline import Timeline
     from pstar_sim.planner.compare import Comparison
 
@@ -231,8 +232,36 @@ def _compared(args: argparse.Namespace, policies: Sequence[str] | None) -> Compa
     from pstar_sim.cli.inputs import machine_of, settings_of, workloads_of
     from pstar_sim.planner.compare import compare as ask
 
-    machine = machine_of(args)
-    return ask(workloads_of(args, machine), machine, policies=policies, settings=settings_of(args))
+    machine, settings = machine_of(args), settings_of(args)
+    if args.global_batch is not None:
+        return _among_variants(args, machine, settings, policies)
+    return ask(workloads_of(args, machine), machine, policies=policies, settings=settings)
+
+
+def _among_variants(
+    args: argparse.Namespace, machine: Machine, settings: Settings, policies: Sequence[str] | None
+) -> Comparison:
+    """The comparison on the variant that is fastest by the one policy asked for, or by `optimal`."""
+    from dataclasses import replace
+
+    from pstar_sim.cli.inputs import variants_of
+    from pstar_sim.planner.compare import compare as ask
+    from pstar_sim.planner.variants import choose, words
+
+    policy = policies[0] if policies is not None and len(policies) == 1 else "optimal"
+    chosen = choose(variants_of(args, machine), machine, settings, policy=policy)
+    result = ask(chosen.workload, machine, policies=policies, settings=settings)
+    planned = {
+        name: replace(p, plan=replace(p.plan, choices={**p.plan.choices, **chosen.choices()}))
+        for name, p in result.planned.items()
+    }
+    others = "; ".join(f"{what}: {how}" for what, how in chosen.tried if what != words(chosen.workload))
+    notes = [
+        f"global batch {args.global_batch}: {words(chosen.workload)}, fastest by {policy}"
+        + f" ({others})" * bool(others)
+    ]
+    notes += [f"not considered: {what}" for what in chosen.left_out]
+    return replace(result, planned=planned, notes=(*result.notes, *notes))
 
 
 def _timelines(args: argparse.Namespace) -> tuple[list[Timeline], str]:

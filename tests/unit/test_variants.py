@@ -1,0 +1,117 @@
+"""Variants of a trace for one global batch: which there are, which is chosen, and what the command says of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import pstar_sim as ps
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.cli import main
+from pstar_sim.core.plan import Settings, load_plan
+from pstar_sim.errors import DoesNotFit, TraceError
+from pstar_sim.planner.variants import candidates, choose, words
+from pstar_sim.testing import chain_workload
+from pstar_sim.units import MIB
+from pstar_sim.workload.trace import save_trace
+from pstar_sim.workload.workload import Workload
+
+EAGER = Settings(update="eager", clip=False)
+
+
+def variant(batch: int, *, checkpointing: bool = True, tide_mib: int = 1, forward_s: float = 0.1) -> Workload:
+    """Four layers of 2 MiB; seconds and non-model bytes grow with the batch; without recomputation it is faster and
+    takes four times the bytes."""
+    seconds = forward_s * batch * (1.0 if checkpointing else 0.75)
+    tide = tide_mib * MIB * batch * (1 if checkpointing else 4)
+    w = chain_workload(4, MIB, forward_s=seconds, tide_bytes=tide)
+    return replace(w, batch=batch, checkpointing=checkpointing)
+
+
+def with_gpu_bytes(budget: int) -> Machine:
+    """Named as the machine whose seconds the moments carry."""
+    machine = ps.machine("v100-32")
+    gpu = replace(machine.ranks[0].gpu, usable_bytes=machine.gpu.context_bytes + budget)
+    return replace(machine, name="virtual", ranks=(replace(machine.ranks[0], gpu=gpu),))
+
+
+def test_every_batch_that_divides_the_share_is_repeated() -> None:
+    made = candidates([variant(1), variant(2), variant(3), variant(4, checkpointing=False)], 4)
+    assert [(w.batch, w.micro_batches, w.checkpointing) for w in made] == [(1, 4, True), (2, 2, True), (4, 1, False)]
+    assert [words(w) for w in made][1:] == [
+        "2 micro-batches of 2, activations recomputed",
+        "1 micro-batch of 4, activations kept",
+    ]
+    with pytest.raises(TraceError, match=r"share of the global batch is 5 sequences; .* micro-batches of 2, 3, none"):
+        candidates([variant(2), variant(3)], 5)
+    with pytest.raises(TraceError, match="variants are of"):
+        candidates([variant(2), replace(variant(2), sequence=7)], 4)
+    with pytest.raises(TraceError, match="no variants"):
+        candidates([], 4)
+
+
+def test_the_fastest_that_fits_is_chosen() -> None:
+    """On a large GPU activations are kept: 0.75 of the seconds, in one micro-batch. On a small one (6 MiB; a
+    working list takes 2, the activations of 4 sequences 16 MiB) fewer at a time, or recomputed."""
+    machine = with_gpu_bytes(1000 * MIB)
+    made = candidates([variant(b, checkpointing=c) for b in (1, 2, 4) for c in (True, False)], 4)
+    chosen = choose(made, machine, EAGER)
+    assert not chosen.workload.checkpointing
+    assert chosen.plan.choices["variant"] == words(chosen.workload)
+    tried = dict(chosen.tried)
+    assert len(tried) == 6
+    assert any(how.startswith("not planned: computing alone takes") for how in tried.values())
+    assert chosen.left_out[-1] == "activations of some blocks kept and of others recomputed"
+    fitting = choose(made, with_gpu_bytes(6 * MIB), EAGER)
+    assert fitting.workload.batch < 4 or fitting.workload.checkpointing
+    assert any(how.startswith("does not fit: short by") for how in dict(fitting.tried).values())
+    with pytest.raises(DoesNotFit):
+        choose(made, with_gpu_bytes(MIB), EAGER)
+    with pytest.raises(TraceError, match="different global batches"):
+        choose([variant(1), variant(2)], machine, EAGER)
+
+
+def test_the_command_chooses_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, out = tmp_path / "t.parquet", tmp_path / "plan.json"
+    save_trace([variant(b, checkpointing=c) for b in (1, 2) for c in (True, False)], trace)
+    plan = ["plan", "--trace", str(trace), "--machine", "v100-32", "--policy", "tide", "-o", str(out)]
+    assert main([*plan, "--global-batch", "4"]) == 0
+    loaded = load_plan(out)
+    assert loaded.workload.batch * loaded.workload.micro_batches == 4
+    assert loaded.choices["variant"] == words(loaded.workload)
+    assert len(loaded.choices["variants_tried"]) == 4  # type: ignore[arg-type]
+    capsys.readouterr()
+    compare = ["compare", "--trace", str(trace), "--machine", "v100-32", "--policy", "tide"]
+    assert main([*compare, "--global-batch", "4"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "note: global batch 4:" in said and "fastest by tide" in said and "not considered: activations moved" in said
+    assert main([*compare, "--global-batch", "4", "--no-checkpointing", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["policy"] == "tide"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--global-batch", "3", "--batch", "1"], "either it or them"),
+        (["--global-batch", "5"], "micro-batches of 2, none of which divides it"),
+        (["--global-batch", "4", "--seq", "77"], "none of its 1 variants agrees"),
+        (["--global-batch", "0"], "must be at least 1"),
+    ],
+)
+def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str) -> None:
+    trace = tmp_path / "t.parquet"
+    save_trace([variant(2)], trace)
+    try:
+        code = main(["compare", "--trace", str(trace), "--machine", "v100-32", "--policy", "tide", *more])
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    assert code != 0
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_global_batch_needs_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "--model", "1B", "--global-batch", "4", "--seq", "8", "--machine", "v100-32"]) != 0
+    assert "give --trace FILE" in capsys.readouterr().err
