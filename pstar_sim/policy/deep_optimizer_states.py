@@ -1,8 +1,9 @@
 """deep_optimizer_states: every k-th sub-group of the offloaded optimizer is updated on the GPU (Maurya et al., 2024).
 
-ZeRO-3 with the optimizer on the host, as zero3_offload, but: gradients go down asynchronously; in optimizer.step() the
-states of every k-th sub-group come up to the GPU, are updated there and go down again while the CPU updates the
-others; parameters that the CPU has updated go up beside the next sub-group's Adam.
+ZeRO-3 with the optimizer on the host, as zero3_offload, but: gradients go down asynchronously, as fp32, those of the
+sub-groups updated on the GPU stay there; in optimizer.step() the states of every k-th sub-group come up to the GPU, are
+updated there and go down again while the CPU updates the others; parameters that the CPU has updated go up beside the
+next sub-group's Adam. With several micro-batches all gradients are added on the host, and those sums come up too.
 """
 
 from __future__ import annotations
@@ -85,9 +86,10 @@ def deep_optimizer_states(
         ends += updated[group[-1]]
     s.finish(ends, updated)
     o.hold(host_bytes_per_param=HOST_BYTES_PER_PARAM)
+    o.check_room()
     b.choices["capacity"] = o.describe()
     b.choices["moves"] = s.describe_moves()
-    b.choices["flush"] = "gradients go to pinned host memory beside the backward pass"
+    b.choices["flush"] = "gradients go to pinned host memory as fp32, beside the backward pass"
     b.choices["adam"] = (
         f"after the barrier, {len(o.groups)} sub-groups: states of {len(gone)} of them (every {every}.) are staged up, "
         "updated on the GPU and sent down while the CPU updates the others"

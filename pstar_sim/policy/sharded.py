@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from pstar_sim.core.step import PAGEABLE, Place, Queue, Ref
-from pstar_sim.policy.emit import Builder
+from pstar_sim.core.step import PAGEABLE, Kind, Place, Queue, Ref
+from pstar_sim.policy.emit import Builder, check_room, describe_moment, worst_moment
 from pstar_sim.policy.residency import ChunkUses
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Phase, Workload
@@ -154,7 +154,8 @@ class Sharded:
     the GPU. staged: chunks whose states come to the GPU for the update (their parameters have to live there). All
     others are updated on the host. bucket_params: gradients (whole, not sliced) that leave together; 0: each chunk's as
     soon as it is complete. blocking: the last micro-batch's gradients go to host memory that is not pinned and the next
-    moment waits for them, as does everything the training process would launch.
+    moment waits for them, as does everything the training process would launch. wide: they are converted on the GPU and
+    cross the link in fp32 (a copy that the CPU does not touch cannot convert them on the host).
 
     [Note: gradients of several micro-batches] A resident chunk accumulates in grad32 on the GPU. All others' gradients
     are added on the host (cpu_add), as everywhere in this project; DeepSpeed brings the sum so far up to the GPU, adds
@@ -172,6 +173,7 @@ class Sharded:
         staged: frozenset[int] = frozenset(),
         bucket_params: int,
         blocking: bool,
+        wide: bool = False,
     ) -> None:
         self.b = b
         self.uses = b.uses
@@ -188,6 +190,7 @@ class Sharded:
         self.on_gpu = resident if self.several else resident | staged
         self.bucket_params = bucket_params
         self.blocking = blocking
+        self.wide = wide
         chunks = b.layout.chunks
         self.trained = [c.index for c in chunks if b.uses.updated(c.index)]
         self.kept = frozenset(c.index for c in chunks if c.small)  # whole on every GPU all the time
@@ -417,7 +420,16 @@ class Sharded:
                 continue
             now = self.blocking and last_batch
             added = [self._added[c]] if c in self._added else []
-            down = b.writeback(c, "grad", m, after=[ready, *added], via=self.unpinned if now else None)
+            down = b.add(
+                Queue.D2H,
+                Kind.WRITEBACK,
+                chunk=c,
+                list_name="grad",
+                moment=m,
+                size_bytes=b.layout.slice_numel(c) * 4 if self.wide and last_batch else b.payload(c, "grad"),
+                after=[ready, *added],
+                via=self.unpinned if now else None,
+            )
             self._free_of[c] = b.free(Queue.D2H, c, "grad", Place.GPU, m, after=[down])
             freed.append(self._free_of[c])
             self.gradient_at[c] = [self._free_of[c]]
@@ -491,6 +503,17 @@ class Sharded:
         """A buffer of the system's own, if there is anything of it beyond the lists."""
         if size_bytes > 0:
             self.b.buffers.append((name, place, size_bytes))
+
+    def check_gpu_room(self, what: str) -> None:
+        """Raise DoesNotFit where what the GPU holds all the time leaves no room for the highest tide."""
+        b = self.b
+        worst = worst_moment(b.uses.tide)
+        check_room(
+            b,
+            Place.GPU,
+            b.held_bytes(Place.GPU) + b.uses.tide[worst],
+            f"{what}, {format_bytes(b.held_bytes(Place.GPU))}, beside {describe_moment(b.workload, worst)}",
+        )
 
     def describe_moves(self) -> str:
         if self.ranks == 1:

@@ -3,8 +3,9 @@
 Parameters live in slices on the GPUs (`params=gpu`) or on the hosts (`params=cpu`), are gathered as the traced order
 needs them and kept if they are used again soon. Gradients leave in buckets of 5e8 parameters; the last micro-batch's
 go into host memory that is not pinned, and the GPU waits for each of them (`flush=blocking`, a few GB/s), or they go
-asynchronously (`flush=async`). optimizer.step() is behind the barrier and goes sub-group by sub-group: Adam on the CPU,
-then the updated parameters up, then the next. Twin-flow (`ratio` < 1) keeps the last sub-groups' states on the GPU.
+asynchronously, as fp32 (`flush=async`). optimizer.step() is behind the barrier and goes sub-group by sub-group: Adam on
+the CPU, then the updated parameters up, then the next. Twin-flow (`ratio` < 1) keeps the last sub-groups' states on the
+GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place
-from pstar_sim.policy.emit import Builder
+from pstar_sim.policy.emit import Builder, check_room
 from pstar_sim.policy.options import Option, one_of, share, switch, whole_number
 from pstar_sim.policy.sharded import (
     MAX_REUSE_PARAMS,
@@ -111,10 +112,11 @@ def zero3_offload(
     b = o.b
     b.choices["capacity"] = o.describe()
     b.choices["moves"] = s.describe_moves()
+    o.check_room()
     b.choices["flush"] = (
         "gradients go to unpinned host memory, the GPU waits for each bucket"
         if flush == "blocking"
-        else "gradients go to pinned host memory beside the backward pass"
+        else "gradients go to pinned host memory as fp32, beside the backward pass"
     )
     if s.unpinned is None and (flush == "blocking" or not pinned):
         b.choices["unpinned"] = "the machine gives no rate for copies of unpinned memory; they are timed as pinned ones"
@@ -179,6 +181,7 @@ class Offloaded:
             staged=self.staged,
             bucket_params=bucket,
             blocking=blocking,
+            wide=not blocking,
         )
 
     def run(self) -> None:
@@ -190,14 +193,22 @@ class Offloaded:
     def hold(self, *, host_bytes_per_param: float) -> None:
         """Buffers: what the system holds beyond the plan's lists, on the host and on the GPU."""
         b, s = self.b, self.s
-        arriving = sum(b.payload(c, "grad") for c in s.trained if c not in self.resident) if s.several else 0
         wanted = int(host_bytes_per_param * self.offloaded_params)
-        s.hold("the optimizer's own host buffers", Place.HOST, wanted - b.held_bytes(Place.HOST) - arriving)
+        s.hold("the optimizer's own host buffers", Place.HOST, wanted - b.held_bytes(Place.HOST))
         whole = sum(b.layout.whole_bytes(c) for c in s.trained)  # no bucket holds more than all gradients
         s.hold("gradient bucket", Place.GPU, min(self.bucket * self.width, whole) - s.bucket_peak_bytes)
         listed = sum(b.permanent_bytes(c) - b.payload(c) for c in self.resident)
         resident = int(BUFFER_FACTOR * OPTIMIZER_BYTES_PER_PARAM * self.resident_params)
         s.hold("the resident optimizer's own buffers", Place.GPU, resident - listed)
+
+    def check_room(self) -> None:
+        """Raise DoesNotFit where what is held all the time is too much; the rest is found by playing the plan."""
+        s = self.s
+        what = f"optimizer of {self.offloaded_params / 1e9:.2f} B parameters with its buffers"
+        check_room(self.b, Place.HOST, self.b.held_bytes(Place.HOST), f"a rank's {what}")
+        s.check_gpu_room(
+            f"a rank's slices of parameters, optimizer of {self.resident_params / 1e9:.2f} B of them, gradient bucket"
+        )
 
     def describe(self) -> str:
         """For `choices["capacity"]`."""

@@ -55,6 +55,7 @@ def zero3_resident(workload: Workload, machine: Machine, settings: Settings, *, 
     )
     b.choices["moves"] = s.describe_moves()
     b.choices["adam"] = "on the GPU, in optimizer.step(), each rank its own slices"
+    s.check_gpu_room("a rank's slices of everything and the gradients of a block")
     return b.plan(predict=True)
 
 

@@ -13,7 +13,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place, Queue
 from pstar_sim.errors import PlanError
-from pstar_sim.policy.emit import Builder
+from pstar_sim.policy.emit import Builder, check_room
 from pstar_sim.policy.options import Option, one_of, switch, whole_number
 from pstar_sim.policy.sharded import (
     MAX_REUSE_PARAMS,
@@ -24,14 +24,11 @@ from pstar_sim.policy.sharded import (
     sub_groups,
     traced_visits,
 )
+from pstar_sim.policy.zero3_offload import BUFFER_FACTOR, OPTIMIZER_BYTES_PER_PARAM
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import DTYPE_BYTES, Workload
 
-__all__ = ["OPTIONS", "OTHER_STATE_BYTES_PER_PARAM", "zero_infinity"]
-
-OTHER_STATE_BYTES_PER_PARAM = 4
-"""Beside the working parameters, their gradients and the optimizer's states a gradient in fp32: 20 bytes a parameter in
-2-byte training, the paper's figure."""
+__all__ = ["OPTIONS", "zero_infinity"]
 
 OPTIONS = {
     "params": Option(one_of("cpu", "nvme"), "where parameters live between uses", "cpu"),
@@ -56,7 +53,8 @@ def zero_infinity(
     reuse: int = MAX_REUSE_PARAMS,
 ) -> Plan:
     """GPU bytes a rank: the operators under way, what is reused soon, the gradient bucket, the tide. Host bytes a rank:
-    20 a parameter of its own slices; of what is on the disks only what is on its way.
+    (16 + 2) x 1.5 = 27 a parameter of its own slices, by DeepSpeed's estimator (the paper itself counts 20); of what is
+    on the disks only what is on its way.
 
     Raises PlanError where something is to live on disks that the machine does not have, DoesNotFit where the GPU, the
     host or the disks are too small.
@@ -89,14 +87,14 @@ def zero_infinity(
         arrived = following
     s.finish(ends, updated)
 
-    own = sum(b.layout.slice_numel(c) for c in s.trained)
-    more = own * OTHER_STATE_BYTES_PER_PARAM
-    if s.several:  # the accumulated gradients are in the plan's lists
-        more -= own * 4
+    width = DTYPE_BYTES[workload.dtype]
     if s.states is Place.HOST:
-        s.hold("gradients, fp32", Place.HOST, more)
+        own = sum(b.layout.slice_numel(c) for c in s.trained)
+        params_bytes = width if s.home is Place.HOST else 0
+        wanted = int(BUFFER_FACTOR * (OPTIMIZER_BYTES_PER_PARAM + params_bytes) * own)
+        s.hold("host buffers", Place.HOST, wanted - b.held_bytes(Place.HOST))
     whole = sum(b.layout.whole_bytes(c) for c in s.trained)
-    s.hold("gradient bucket", Place.GPU, min(bucket * DTYPE_BYTES[workload.dtype], whole) - s.bucket_peak_bytes)
+    s.hold("gradient bucket", Place.GPU, min(bucket * width, whole) - s.bucket_peak_bytes)
     b.choices["capacity"] = (
         f"parameters live on {_where(s.home)}, optimizer states and gradients on {_where(s.states)}: "
         f"{format_bytes(b.held_bytes(Place.HOST))} of host memory a rank between iterations"
@@ -107,6 +105,9 @@ def zero_infinity(
     b.choices["adam"] = f"on the CPU, after the barrier, {len(groups)} sub-groups" + (
         ", each read from the disks one ahead and written back behind its update" if s.states is Place.NVME else ""
     )
+    check_room(b, Place.HOST, b.held_bytes(Place.HOST), "a rank's slices of what lives on the host, with their buffers")
+    check_room(b, Place.NVME, b.held_bytes(Place.NVME), "a rank's slices of what lives on the disks")
+    s.check_gpu_room("the gradient bucket and the parameters of small tensors")
     return b.plan(predict=True)
 
 
