@@ -35,6 +35,8 @@ __all__ = ["Findings", "calibrate", "machine_of", "measure", "write_machine"]
 _WORKSPACE_BYTES = 512 << 20
 _DISK_BYTES = 256 << 20
 _BUSY = 0.1
+# What compute does while it is watched beside other things: a product's extent, rows of the other operators, dtype.
+_TYPICAL = {"virtual": (1024, 64, torch.float32), "cuda": (4096, 4096, torch.bfloat16)}
 
 
 @dataclass(kw_only=True)
@@ -184,14 +186,19 @@ def _moments(device: Device, bench: Bench, found: Findings) -> tuple[float, floa
     machine = load_machine("virtual", gpu_memory="1GB", host_memory="3GB")
     curve = found.matmul["fp32"]
     samples = moments.recorded_samples(machine)
-    constant_s, bytes_per_s = moments.fit(samples, lambda flops: flops / rate_at(curve, flops) if flops else 0.0)
+    try:
+        constant_s, bytes_per_s = moments.fit(samples, lambda flops: flops / rate_at(curve, flops) if flops else 0.0)
+    except ValueError as error:
+        found.skipped.append(f"moments of training: {error}; operators timed alone")
+        constant_s, bytes_per_s = 0.0, max(compute.memory_rates(device, bench))[1]
     return constant_s + moments.engine_overhead_s(device, bench, machine), bytes_per_s
 
 
 def _slowdowns(device: Device, bench: Bench) -> dict[str, float]:
     """Compute, CPU Adam and copies both ways, every pair of them at once."""
-    _, multiply = compute.product(device, 1024, torch.float32)
-    _, operate = compute.between_products(device, 64)
+    extent, rows, dtype = _TYPICAL[device.kind]
+    _, multiply = compute.product(device, extent, dtype)
+    _, operate = compute.between_products(device, rows)
     _, update = host.adam_update(bench.effort.memory_bytes // 4)
     slab = device.backend.host_slab(bench.effort.memory_bytes // 4)
     copier = copies.Copier(device, slab, min(8 << 20, slab.numel() // 4))
@@ -287,7 +294,7 @@ def machine_of(
         )
     return Machine(
         name=name,
-        ranks=(Rank(gpu=gpu, link=link),),
+        ranks=(Rank(gpu=gpu, link=link, batch_share=1 / device.count),) * device.count,
         host=ram,
         notes="; ".join(notes),
         peer=peer,

@@ -25,17 +25,16 @@ __all__ = ["CudaBackend", "CudaDevice", "Device", "VirtualDevice", "open_device"
 class Device(Protocol):
     """An accelerator to be measured.
 
-    kind: "virtual" or "cuda". title: what it is called. device: where torch puts its tensors. dtypes: working dtypes it
-    multiplies in. compute_threads: CPU threads its compute takes (None: none to speak of). adam_threads: CPU threads
-    the executor gives to Adam beside it.
+    kind: "virtual" or "cuda". title: what it is called. device: where torch puts its tensors. count: how many like it
+    there are. dtypes: working dtypes it multiplies in. adam_threads: CPU threads the executor gives to Adam beside it.
     """
 
     kind: str
     title: str
     device: torch.device
+    count: int
     dtypes: tuple[str, ...]
     backend: Backend
-    compute_threads: int | None
     adam_threads: int
 
     def timed(self, action: Callable[[], object], queue: Queue = Queue.COMPUTE) -> float:
@@ -76,7 +75,7 @@ class VirtualDevice:
 
     kind = "virtual"
     dtypes: tuple[str, ...] = ("fp32", "bf16")
-    compute_threads: int | None = 1
+    count = 1
     adam_threads = 1
 
     def __init__(
@@ -129,8 +128,8 @@ class VirtualDevice:
 class CudaBackend:
     """Copies over the real link: pinned slabs, a persistent stream a direction, non-blocking copies, counted.
 
-    A copy waits on the device for what its thread's current stream has done so far; `fence` blocks the host. Only what
-    calibration needs: it runs no plan.
+    Only what calibration needs: `fence` blocks the host, and copies are ordered against nothing else, since nobody
+    reads what they bring. It runs no plan.
     """
 
     name = "cuda"
@@ -184,7 +183,6 @@ class CudaDevice:
     """One CUDA device. fp32 products are taken at torch's current precision setting (no TF32 unless it was allowed)."""
 
     kind = "cuda"
-    compute_threads: int | None = None
 
     def __init__(self, index: int = 0) -> None:
         if not torch.cuda.is_available():
@@ -192,6 +190,8 @@ class CudaDevice:
         self.device = torch.device("cuda", index)
         torch.cuda.set_device(self.device)
         self.title = torch.cuda.get_device_name(self.device)
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        self.count = names.count(self.title)
         self.dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16") if torch.cuda.is_bf16_supported() else ("fp32", "fp16")
         self.adam_threads = torch.get_num_threads()
         self._cuda = CudaBackend(self.device)

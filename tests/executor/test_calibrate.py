@@ -414,6 +414,65 @@ def test_devices_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         open_device("tpu")
 
 
+def test_cuda_seconds_come_from_events_on_the_queues_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU is needed to see that the right streams are asked in the right order."""
+    said: list[str] = []
+
+    class Stream:
+        made = 0
+
+        def __init__(self, device: object = None) -> None:
+            self.name = f"stream {Stream.made}"
+            Stream.made += 1
+
+        def synchronize(self) -> None:
+            said.append(f"wait for {self.name}")
+
+    class Event:
+        def __init__(self, enable_timing: bool = False) -> None:
+            assert enable_timing
+
+        def record(self, stream: Stream) -> None:
+            said.append(f"event on {stream.name}")
+
+        def synchronize(self) -> None:
+            said.append("wait for the event")
+
+        def elapsed_time(self, other: "Event") -> float:
+            return 12.5  # milliseconds
+
+    compute_stream = Stream()
+    fakes = {
+        "is_available": lambda: True,
+        "set_device": lambda device: None,
+        "get_device_name": lambda device: "NVIDIA H100 80GB HBM3",
+        "device_count": lambda: 2,
+        "is_bf16_supported": lambda: True,
+        "mem_get_info": lambda device: (70 * 10**9, 80 * 10**9),
+        "memory_reserved": lambda device: 10**9,
+        "synchronize": lambda device: said.append("wait for everything"),
+        "current_stream": lambda device: compute_stream,
+        "Stream": Stream,
+        "Event": Event,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    device = open_device("auto")
+    assert isinstance(device, CudaDevice)
+    assert device.dtypes == ("fp32", "bf16", "fp16")
+    assert device.memory() == (80 * 10**9, 71 * 10**9)
+    assert device.timed(lambda: said.append("action")) == 0.0125
+    assert said == ["event on stream 0", "action", "event on stream 0", "wait for the event"]
+    said.clear()
+    device.timed(lambda: device.finish(Queue.D2H), Queue.D2H)
+    assert said == ["event on stream 2", "wait for stream 2", "event on stream 2", "wait for the event"]
+    m = calibration.machine_of(FOUND, device, name="box", cores=16, memory=(10**11, 9 * 10**10))
+    assert len(m.ranks) == 2  # two of the same name
+    assert m.gpu.name == "h100-80"  # the catalog knows this device name
+    assert m.gpu.usable_bytes == 71 * 10**9
+    assert m.host.adam_params_per_s in (1e9, 1.9e9)
+
+
 def test_cpu_seconds_tell_what_others_took() -> None:
     device = VirtualDevice(clock=Ticks(0.001), wall_clock=Ticks(0.004))
     device.timed(lambda: None)
