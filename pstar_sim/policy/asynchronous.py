@@ -8,7 +8,7 @@ queue, and its schedule the memory edges (emission.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
@@ -26,6 +26,7 @@ from pstar_sim.workload.workload import Workload
 __all__ = ["Asynchronous"]
 
 AS_GOOD = 2e-4  # relative difference of two predicted times that is not worth a byte
+_RIVAL = ("what static_partition chose",)
 CLOSE_TO_BOUND = 2e-3  # so close to the closed form no other number of pins is tried
 
 
@@ -34,6 +35,18 @@ def _fastest(attempts: Sequence[Attempt]) -> Attempt:
     shortest = min(a.outcome.iteration_s for a in attempts)
     good = [a for a in attempts if a.outcome.iteration_s <= shortest * (1 + AS_GOOD)]
     return min(good, key=lambda a: (a.fetched_bytes, a.pins))
+
+
+@dataclass(frozen=True)
+class _Rival:
+    """What static_partition chose in a job: how many pins, room for gradients on their way or not, bytes fetched."""
+
+    machine: Machine
+    settings: Settings
+    point: Point
+    pins: int
+    linger: bool
+    fetched_bytes: int
 
 
 class Asynchronous:
@@ -53,7 +66,7 @@ class Asynchronous:
             # [Note: one micro-batch] Every gap between forward and backward contains the peak, so low tide has no room
             # for anything that the peak has not. What is pinned is decided at the peak in both policies; both then copy
             # the same.
-            attempts = [self._attempt(rival.pins, linger=rival.knobs.linger)]
+            attempts = [self._attempt(rival.pins, linger=rival.linger)]
             return self._emit(attempts[0], attempts, most, bound_s)
         attempts = self._search(best, most, bound_s)
         allowed = attempts
@@ -68,6 +81,7 @@ class Asynchronous:
                     break
             allowed = [a for a in attempts if a.fetched_bytes <= rival.fetched_bytes] or attempts
         chosen = _fastest(allowed)
+        self._remember(chosen)
         return self._emit(chosen, attempts, most, bound_s)
 
     def _search(self, best: int, most: int, bound_s: float) -> list[Attempt]:
@@ -111,16 +125,32 @@ class Asynchronous:
             found.append(self._attempt(_fastest(found).pins, linger=False))
         return found
 
-    def _rival(self) -> Attempt | None:
-        """What static_partition would choose here; None if it does not fit."""
+    def _rival(self) -> _Rival | None:
+        """What static_partition would choose here (or has just chosen: whoever compares policies asks both); None if it
+        does not fit."""
         g = self.ground
         point = replace(self.point, capacity="peak")
+        known = g.workload.derived.get(_RIVAL)
+        if (
+            isinstance(known, _Rival)
+            and known.machine is g.machine
+            and (known.settings, known.point) == (g.settings, point)
+        ):
+            return known
         other = Asynchronous("static_partition", g.workload, g.machine, g.settings, point=point)
         try:
             other.ground.check_gpu()
-            return _fastest(other._search(*other._scan()))
+            return other._remember(_fastest(other._search(*other._scan())))
         except DoesNotFit:
             return None
+
+    def _remember(self, chosen: Attempt) -> _Rival:
+        """Keep what was chosen with a constant capacity, the latest only: tide asks for it in the same job."""
+        g = self.ground
+        made = _Rival(g.machine, g.settings, self.point, chosen.pins, chosen.knobs.linger, chosen.fetched_bytes)
+        if not g.follow_tide:
+            g.workload.derived[_RIVAL] = made
+        return made
 
     def _scan(self) -> tuple[int, int, float]:
         """(best number of pins by the closed form, the most that fit, the closed form's seconds at the best)."""
