@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
+from pstar_sim.catalog.machine import Fabric, Gpu, Host, Link, Machine, Rank
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit, PlanError, PstarError
 from pstar_sim.sim.play import Jitter, play
@@ -33,6 +33,7 @@ __all__ = [
     "check_policy",
     "random_jitter",
     "random_machine",
+    "random_ranks",
     "random_settings",
     "random_workload",
 ]
@@ -326,6 +327,29 @@ def random_machine(rng: random.Random, workload: Workload) -> Machine:
         source="random",
     )
     return Machine(name="random", ranks=(Rank(gpu=gpu, link=link),), host=host)
+
+
+def random_ranks(rng: random.Random, machine: Machine, count: int) -> Machine:
+    """`count` such GPUs on as much more host; with or without PCIe switches and a peer link, on one node or two."""
+    if count == 1:
+        return machine
+    rank = machine.ranks[0]
+    sharing = rng.choice((None, 2, count))
+    fabric = Fabric(name="random", bytes_per_s=10 ** rng.uniform(8, 11), latency_s=1e-5, measured=True, source="random")
+    nodes = 2 if count % 2 == 0 and rng.random() < 0.3 else 1
+    local = count // nodes
+    return replace(
+        machine,
+        ranks=tuple(
+            replace(rank, batch_share=1 / count, root=None if sharing is None else i % local // sharing)
+            for i in range(count)
+        ),
+        host=replace(machine.host, memory_bytes=machine.host.memory_bytes * local),
+        peer=fabric if rng.random() < 0.7 else None,
+        nodes=nodes,
+        network=fabric if nodes > 1 else None,
+        root_bytes_per_s=None if sharing is None else rank.link.h2d_bytes_per_s * rng.uniform(0.5, 3),
+    )
 
 
 def random_settings(rng: random.Random) -> Settings:
