@@ -20,7 +20,7 @@ from pstar_sim.cost import CostModel
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.event_loop import Op, Outcome, Program, run
 from pstar_sim.policy.memory_edges import Event, Slot, fifo_edges
-from pstar_sim.policy.residency import ChunkUses
+from pstar_sim.policy.residency import uses_of
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 
@@ -53,7 +53,7 @@ class Builder:
         self.settings = settings
         self.ranks = len(machine.ranks)
         self.layout = layout or build_layout(workload, chunk_bytes=settings.chunk_bytes, ranks=self.ranks)
-        self.uses = ChunkUses(workload, self.layout)
+        self.uses = uses_of(workload, self.layout)
         self.cost = CostModel(workload, machine, self.layout)
         self.modes = ["frozen" if not self.uses.updated(c.index) else "cpu" for c in self.layout.chunks]
         self.initial: set[Resident] = set()

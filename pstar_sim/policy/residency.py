@@ -17,7 +17,16 @@ import numpy as np
 from pstar_sim.core.layout import Layout
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["Block", "ChunkUses", "Gap", "belady", "blocks_of", "gaps_of"]
+__all__ = ["Block", "ChunkUses", "Gap", "belady", "blocks_of", "gaps_of", "uses_of"]
+
+
+def uses_of(workload: Workload, layout: Layout) -> ChunkUses:
+    """The uses of `layout`'s chunks. The same two objects asked again give the same one."""
+    key = ("uses of chunks",)
+    known = workload.derived.get(key)
+    if not isinstance(known, ChunkUses) or known.layout is not layout:
+        workload.derived[key] = known = ChunkUses(workload, layout)
+    return known
 
 
 class ChunkUses:
