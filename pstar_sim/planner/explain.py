@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place, to_text
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.errors import DoesNotFit
+from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.planner.binding import bound_by as binding
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.units import GB, format_bytes, format_s
@@ -34,6 +34,8 @@ _BINDS = {
     "d2h": "the link towards the host: the accelerator waits for room that gradients still take",
     "dram": "host memory bandwidth, which copies and CPU Adam share",
     "barrier": "the barrier: no Adam may run before all gradients are there",
+    "net": "the collectives: the accelerator waits for slices of other ranks, or for its gradients to be summed",
+    "nvme": "the disks: the accelerator waits for what is on them",
 }
 
 
@@ -44,6 +46,8 @@ _WAITS = {
     "dram": "because host memory is short of bandwidth",
     "barrier": "for CPU Adam behind the barrier",
     "compute": "for its own earlier steps",
+    "net": "for collectives",
+    "nvme": "for the disks",
 }
 
 
@@ -92,6 +96,8 @@ def tide_gain(plan: Plan) -> str:
     for name in ("static_partition", "tide"):
         try:
             both[name] = plan if plan.policy == name else find_policy(name)(w, plan.machine, plan.settings)
+        except CannotPlan as reason:
+            return f"not known here: {reason}"
         except DoesNotFit as error:
             both.pop(name, None)
             if name == "tide":
@@ -152,6 +158,7 @@ def explain(
     checkpointing = "with checkpointing" if w.checkpointing else "without checkpointing"
     out = [
         f"{plan.policy}: {what}, {batch}, {checkpointing}, on {m.name}",
+        *([f"on each of {len(m.ranks)} GPUs, whose steps and figures these are"] if len(m.ranks) > 1 else []),
         f"update {s.update}, {'clipping' if s.clip else 'no clipping'}; {when}",
         "",
         "what lives where",
@@ -199,7 +206,7 @@ def _where(plan: Plan, timeline: Timeline) -> list[str]:
         held[r.place, r.list] = held.get((r.place, r.list), 0) + plan.layout.payload_bytes(r.chunk, r.list)
     for name, place, size in plan.buffers:
         held[place, name] = held.get((place, name), 0) + size
-    for place, budget in ((Place.GPU, plan.gpu_budget_bytes), (Place.HOST, plan.host_budget_bytes)):
+    for place, budget in plan.budgets.items():
         parts = [f"{name} {format_bytes(size)}" for (p, name), size in sorted(held.items()) if p is place and size]
         peak = timeline.peak_bytes.get(place.value, 0)
         lines.append(f"  {place.value} between iterations: {', '.join(parts) or 'nothing'}")
