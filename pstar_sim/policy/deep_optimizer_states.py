@@ -69,20 +69,27 @@ def deep_optimizer_states(
     updated: dict[int, list[int]] = {}
     ends: list[int] = []
     gone: list[int] = []  # staged sub-group -> the step with which its states have left the GPU
-    for group in o.groups:
-        if group[0] in o.staged:
+    # A staged sub-group comes up before what the CPU updates in its period goes up, and one period ahead.
+    staged = [group for group in o.groups if group[0] in o.staged]
+    due = 0
+
+    def stage_up_to(count: int) -> None:
+        for group in staged[len(gone) : count]:
             left = -1
             for c in group:
                 update, left = s.stage(c, gone[-2:-1])  # two sub-groups at most are on the GPU
                 updated[c] = [update]
+                ends.append(update)
             gone.append(left)
-            ends += [*updated[group[-1]], left]
+            ends.append(left)
+
+    for group in o.groups:
+        stage_up_to(due + 2)
+        if group[0] in o.staged:
+            due += 1
             continue
         for c in group:
-            if c in o.resident:
-                updated[c] = [s.gpu_adam(c)]
-            else:
-                updated[c] = s.copy_up(c, [s.cpu_adam(c)])
+            updated[c] = [s.gpu_adam(c)] if c in o.resident else s.copy_up(c, [s.cpu_adam(c)])
         ends += updated[group[-1]]
     s.finish(ends, updated)
     o.hold(host_bytes_per_param=HOST_BYTES_PER_PARAM)

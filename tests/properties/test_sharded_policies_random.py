@@ -1,0 +1,122 @@
+"""ZeRO-3 and its successors on random jobs and 1, 2 and 4 ranks: every plan is proved and keeps its budgets."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from pstar_sim.catalog.machine import Fabric, Machine, Nvme
+from pstar_sim.core.step import Kind
+from pstar_sim.errors import DoesNotFit
+from pstar_sim.policy import find_policy
+from pstar_sim.sim.play import play
+from pstar_sim.testing import random_jitter, random_machine, random_settings, random_workload
+from pstar_sim.workload.workload import Workload
+
+TRACED = "bucket=1e6,reuse=2e6"
+SPECS = (
+    "zero3_resident",
+    f"zero3_offload:{TRACED},prefetch=5e5",
+    f"zero3_offload:flush=async,params=cpu,subgroup=1e6,{TRACED},prefetch=5e5",
+    f"zero3_offload:ratio=0.6,subgroup=1e6,pinned=off,{TRACED},prefetch=0",
+    f"deep_optimizer_states:every=2,subgroup=1e6,{TRACED}",
+    f"deep_optimizer_states:every=3,ratio=0.7,subgroup=1e6,{TRACED}",
+    f"zero_infinity:subgroup=1e6,{TRACED}",
+    f"zero_infinity:params=nvme,states=nvme,subgroup=1e6,{TRACED}",
+)
+
+
+def with_ranks(machine: Machine, ranks: int, rng: random.Random) -> Machine:
+    """So many ranks like the machine's own, with four times its memory; some with disks, all with a rate for copies
+    that are not pinned."""
+    (one,) = machine.ranks
+    gpu = replace(one.gpu, memory_bytes=one.gpu.memory_bytes * 4, usable_bytes=one.gpu.usable_bytes * 4)
+    link = replace(one.link, pageable_bytes_per_s=one.link.d2h_bytes_per_s / 3)
+    peer = Fabric(name="random", bytes_per_s=10 ** rng.uniform(8, 11), latency_s=1e-6, measured=True, source="random")
+    disks = Nvme(
+        name="random",
+        memory_bytes=10**10,
+        read_bytes_per_s=10 ** rng.uniform(8, 10),
+        write_bytes_per_s=10 ** rng.uniform(8, 10),
+        latency_s=1e-5,
+        measured=True,
+        source="random",
+    )
+    return replace(
+        machine,
+        ranks=(replace(one, gpu=gpu, link=link),) * ranks,
+        host=replace(machine.host, memory_bytes=machine.host.memory_bytes * 2),
+        peer=peer if ranks > 1 else None,
+        nvme=disks,
+    )
+
+
+def job(ranks: int, seed: int) -> tuple[random.Random, Workload, Machine]:
+    rng = random.Random(f"{ranks} {seed}")
+    workload = random_workload(rng)
+    return rng, workload, with_ranks(random_machine(rng, workload), ranks, rng)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_plan_is_proved(spec: str, ranks: int) -> None:
+    fitted = 0
+    for seed in range(6):
+        rng, workload, machine = job(ranks, seed)
+        try:
+            plan = find_policy(spec)(workload, machine, random_settings(rng))
+        except DoesNotFit as short:
+            assert short.needed_bytes > short.available_bytes
+            continue
+        fitted += 1
+        proved = plan.check(workload, machine)
+        for jitter in (None, random_jitter(rng, plan)):
+            timeline = play(plan, jitter=jitter, max_iterations=4)
+            for place in ("gpu", "host"):
+                assert timeline.peak_bytes[place] <= proved.peak_bytes[place] <= proved.budget_bytes[place]
+    assert fitted
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_gradient_is_scattered_once_a_micro_batch(ranks: int) -> None:
+    """Reduce-scatters: one of each trained chunk a micro-batch; gathers: whole chunks, at least one of each that is
+    read and lives in slices."""
+    for seed in range(6):
+        _, workload, machine = job(ranks, seed)
+        for spec in (SPECS[0], SPECS[1], SPECS[6]):
+            try:
+                plan = find_policy(spec)(workload, machine, random_settings(random.Random(seed)))
+            except DoesNotFit:
+                continue
+            trained = {s.chunk for s in plan.steps if s.kind in (Kind.CPU_ADAM, Kind.GPU_ADAM)}
+            scattered = [s for s in plan.steps if s.kind is Kind.REDUCE_SCATTER]
+            gathered = [s for s in plan.steps if s.kind is Kind.GATHER]
+            assert len(scattered) == len(trained) * workload.micro_batches
+            for step in (*scattered, *gathered):
+                assert step.chunk is not None
+                assert step.bytes == plan.layout.whole_bytes(step.chunk)
+            assert {s.chunk for s in gathered} >= trained
+
+
+def test_more_ranks_never_hold_more_on_each_host() -> None:
+    """A rank's slices shrink with the ranks: 24 N / P (rounded up to whole aligned slices)."""
+    workload = random_workload(3, frozen=False, unused=False, micro_batches=1)
+    spec = SPECS[1]
+    held = []
+    for ranks in (1, 2, 4):
+        machine = with_ranks(random_machine(random.Random(0), workload), ranks, random.Random(0))
+        machine = replace(machine, host=replace(machine.host, memory_bytes=10**12))
+        machine = replace(
+            machine,
+            ranks=tuple(
+                replace(r, gpu=replace(r.gpu, memory_bytes=10**12, usable_bytes=10**12)) for r in machine.ranks
+            ),
+        )
+        plan = find_policy(spec)(workload, machine, random_settings(random.Random(0)))
+        own = sum(plan.layout.slice_numel(c) for c, mode in enumerate(plan.modes) if mode == "cpu")
+        assert plan.check().peak_bytes["host"] == 24 * own
+        held.append(own)
+    assert held == sorted(held, reverse=True)
+    assert held[0] / held[2] == pytest.approx(4, rel=0.01)

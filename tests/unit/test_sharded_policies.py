@@ -1,0 +1,389 @@
+"""ZeRO-3 and its successors on a story whose figures are worked out by hand.
+
+Four layers of 2**20 parameters, bf16, one chunk each: 2 MiB of parameters, 12 MiB of states. On P = 4 ranks a slice is
+0.5 MiB. Forward takes 1 s a layer, backward 2 s; a whole chunk crosses the network in (P - 1) / P x 2 MiB / rate.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from pstar_sim.catalog.machine import Fabric, Gpu, Host, Link, Machine, Nvme, Rank
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.step import PAGEABLE, Kind, Place, Queue, Step
+from pstar_sim.core.timeline import Timeline
+from pstar_sim.errors import DoesNotFit, PlanError, PstarError
+from pstar_sim.policy import find_policy
+from pstar_sim.policy.emit import Builder
+from pstar_sim.policy.sharded import Visit, block_visits, operators_before, params_before, sub_groups, traced_visits
+from pstar_sim.sim.play import play
+from pstar_sim.testing import chain_workload
+from pstar_sim.units import GB, MIB
+from pstar_sim.workload.workload import Workload
+
+SETTINGS = Settings(update="step", clip=False, chunk_bytes=2 * MIB)
+LAYER = 2**20
+SMALL = "bucket=1048576,reuse=0,prefetch=1048576"  # a bucket and a prefetch of one layer, nothing is kept
+
+
+def machine(
+    ranks: int = 1,
+    *,
+    gpu_bytes: int = GB,
+    host_bytes: int = GB,
+    d2h: float = MIB,
+    pageable: float | None = MIB,
+    net: float = 6 * MIB,
+    disks: bool = True,
+) -> Machine:
+    gpu = Gpu(
+        name="toy",
+        memory_bytes=gpu_bytes,
+        usable_bytes=gpu_bytes,
+        context_bytes=0,
+        hbm_bytes_per_s=28 * MIB,
+        flops_per_s={"bf16": 1e12},
+        measured=True,
+        source="by hand",
+    )
+    link = Link(
+        name="toy",
+        h2d_bytes_per_s=MIB,
+        d2h_bytes_per_s=d2h,
+        latency_s=0.0,
+        duplex=True,
+        measured=True,
+        source="by hand",
+        pageable_bytes_per_s=pageable,
+    )
+    host = Host(
+        name="toy",
+        memory_bytes=host_bytes,
+        reserved_bytes=0,
+        dram_bytes_per_s=1e12,
+        cores=1,
+        adam_params_per_s=MIB * ranks,
+        measured=True,
+        source="by hand",
+    )
+    peer = Fabric(name="toy", bytes_per_s=net, latency_s=0.0, measured=True, source="by hand")
+    nvme = Nvme(
+        name="toy",
+        memory_bytes=GB,
+        read_bytes_per_s=8 * MIB * ranks,
+        write_bytes_per_s=4 * MIB * ranks,
+        latency_s=0.0,
+        measured=True,
+        source="by hand",
+    )
+    return Machine(
+        name="virtual",
+        ranks=(Rank(gpu=gpu, link=link),) * ranks,
+        host=host,
+        peer=peer if ranks > 1 else None,
+        nvme=nvme if disks else None,
+    )
+
+
+def chain(layers: int = 4, *, micro_batches: int = 1, checkpointing: bool = False) -> Workload:
+    return chain_workload(
+        layers, LAYER, forward_s=1.0, micro_batches=micro_batches, checkpointing=checkpointing, tide_bytes=0
+    )
+
+
+def planned(spec: str, where: Machine, workload: Workload | None = None, settings: Settings = SETTINGS) -> Plan:
+    plan = find_policy(spec)(workload or chain(), where, settings)
+    plan.check()
+    return plan
+
+
+def moved(plan: Plan) -> dict[str, int]:
+    """Bytes of all steps by kind."""
+    total: Counter[str] = Counter()
+    for step in plan.steps:
+        total[step.kind.value] += step.bytes
+    return total
+
+
+def of(plan: Plan, kind: Kind, list_name: str | None = None) -> list[Step]:
+    return [s for s in plan.steps if s.kind is kind and list_name in (None, s.list)]
+
+
+def ends_of(timeline: Timeline, kind: Kind) -> list[float]:
+    first = min(s.iteration for s in timeline.spans)
+    return sorted(s.end_s for s in timeline.spans if s.kind is kind and s.iteration == first)
+
+
+# when a chunk is whole
+
+
+def test_a_block_is_whole_twice() -> None:
+    """Forward and backward of the last layer are neighbours: one visit."""
+    uses = Builder("x", chain(), machine(), SETTINGS).uses
+    assert [(v.first, v.last, v.chunk) for v in block_visits(uses)] == [
+        (0, 0, 0), (1, 1, 1), (2, 2, 2), (3, 4, 3), (5, 5, 2), (6, 6, 1), (7, 7, 0),
+    ]  # fmt: skip
+
+
+def test_recomputation_and_gradient_of_a_block_are_one_visit() -> None:
+    uses = Builder("x", chain(2, checkpointing=True), machine(), SETTINGS).uses
+    assert [(v.first, v.last, v.chunk) for v in block_visits(uses)] == [(0, 0, 0), (1, 3, 1), (4, 5, 0)]
+
+
+def test_what_is_used_again_soon_is_kept() -> None:
+    """Between F2 and B2 lie the reads of F3 and B3, two layers; between F1 and B1 four."""
+    uses = Builder("x", chain(), machine(), SETTINGS).uses
+    kept = {v.chunk: v for v in traced_visits(uses, 2 * LAYER) if v.last - v.first > 1}
+    assert kept == {2: Visit(2, 5, 2)}
+    assert len(traced_visits(uses, 2 * LAYER - 1)) == 7
+    assert len(traced_visits(uses, 6 * LAYER)) == 4
+
+
+def test_how_far_ahead() -> None:
+    visits = [Visit(m, m, m) for m in range(4)]
+    assert operators_before(visits, 2) == {0: 0, 1: 0, 2: 0, 3: 1}
+    uses = Builder("x", chain(), machine(), SETTINGS).uses
+    assert params_before(visits, uses, 0) == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert params_before(visits, uses, 1) == {0: 0, 1: 0, 2: 1, 3: 2}
+    assert params_before(visits, uses, LAYER) == {0: 0, 1: 0, 2: 1, 3: 2}
+    assert params_before(visits, uses, LAYER + 1) == {0: 0, 1: 0, 2: 0, 3: 1}
+
+
+def test_sub_groups_are_counted_in_a_ranks_own_parameters() -> None:
+    assert sub_groups(Builder("x", chain(), machine(), SETTINGS), range(4), 2 * LAYER) == [[0, 1], [2, 3]]
+    four = Builder("x", chain(), machine(4), SETTINGS)
+    assert sub_groups(four, range(4), LAYER // 2) == [[0, 1], [2, 3]]
+    assert sub_groups(four, range(4), LAYER) == [[0, 1, 2, 3]]
+
+
+# zero3_resident
+
+
+def test_resident_gathers_twice_and_scatters_once() -> None:
+    """4 + 3 gathers (the last layer's one serves both directions), 4 reduce-scatters of a whole chunk; no link."""
+    plan = planned("zero3_resident", machine(4))
+    assert moved(plan)["gather"] == 7 * 2 * MIB
+    assert moved(plan)["reduce_scatter"] == 4 * 2 * MIB
+    assert plan.moved_bytes["h2d"] == plan.moved_bytes["d2h"] == 0
+    assert moved(planned("zero3_resident:reshard=off", machine(4)))["gather"] == 4 * 2 * MIB
+    assert moved(planned("zero3_resident", machine(1))).keys() <= {"compute", "gpu_adam"}
+
+
+def test_resident_waits_for_the_first_gather_and_the_last_scatter() -> None:
+    """A collective of 2 MiB takes 3/4 x 2 / 6 = 0.25 s, Adam of a slice 0.25 s: 0.25 + 4 + 8 + 0.25 + 4 x 0.25."""
+    assert play(planned("zero3_resident", machine(4))).iteration_s == pytest.approx(13.5)
+    # On a slow network every collective takes 3 s. Gathers of forward end at 3, 6, 9, 12; that of B2 at 15, when B3 has
+    # ended: the scatter of 3 goes to 18, the gather of B1 to 21; the scatter of 2 to 24, the gather of B0 to 27, the
+    # scatter of 1 to 30, B0 ends at 29, the scatter of 0 at 33, Adam at 34.
+    assert play(planned("zero3_resident", machine(4, net=0.5 * MIB))).iteration_s == pytest.approx(34.0)
+
+
+def test_resident_holds_eighteen_bytes_a_parameter_and_two_blocks() -> None:
+    """18 N / P = 18 MiB; a block's gradients 2 MiB; the others' slices of this block and the next, 1.5 MiB each."""
+    timeline = play(planned("zero3_resident", machine(4)))
+    assert timeline.peak_bytes["gpu"] == (18 + 2 + 2 * 1.5) * MIB
+    assert timeline.peak_bytes["host"] == 0
+    two = planned("zero3_resident", machine(4), chain(micro_batches=2))
+    assert sum(two.layout.payload_bytes(r.chunk, r.list) for r in two.initial) == 18 * MIB
+
+
+def test_resident_says_what_it_is_short_of() -> None:
+    with pytest.raises(DoesNotFit, match="a rank's slices of everything") as caught:
+        find_policy("zero3_resident")(chain(), machine(4, gpu_bytes=15 * MIB), SETTINGS)
+    assert caught.value.needed_bytes == 20 * MIB
+
+
+# zero3_offload
+
+
+def test_blocking_flush_stands_in_the_backward_pass() -> None:
+    """Every chunk's 2 MiB of gradients take 2 s behind its backward: 4 + 4 x (2 + 2) s. The step: Adam of one sub-group
+    4 s, then 8 MiB up."""
+    plan = planned(f"zero3_offload:{SMALL}", machine(d2h=8 * MIB))
+    assert all(s.via == PAGEABLE for s in of(plan, Kind.WRITEBACK))
+    assert (plan.moved_bytes["h2d"], plan.moved_bytes["d2h"]) == (8 * MIB, 8 * MIB)
+    timeline = play(plan)
+    assert ends_of(timeline, Kind.WRITEBACK) == pytest.approx([8, 12, 16, 20])
+    assert timeline.iteration_s == pytest.approx(20 + 4 + 8)
+
+
+def test_asynchronous_flush_goes_beside_it_in_fp32() -> None:
+    """4 MiB a chunk at 8 MiB/s: only the last half second is seen."""
+    plan = planned(f"zero3_offload:flush=async,{SMALL}", machine(d2h=8 * MIB))
+    assert plan.moved_bytes["d2h"] == 16 * MIB
+    assert all(s.via is None for s in plan.steps)
+    assert play(plan).iteration_s == pytest.approx(12.5 + 4 + 8)
+
+
+def test_two_buckets_at_most_are_under_way() -> None:
+    """At 1 MiB/s a bucket takes 4 s; the third waits for the first: B1 starts at 10, B0 at 14, the end is at 22."""
+    plan = planned(f"zero3_offload:flush=async,{SMALL}", machine())
+    assert ends_of(play(plan), Kind.WRITEBACK) == pytest.approx([10, 14, 18, 22])
+    whole = planned("zero3_offload:flush=async,reuse=0,bucket=4194304", machine())
+    assert ends_of(play(whole), Kind.WRITEBACK) == pytest.approx([16, 20, 24, 28])  # all leave behind the last
+
+
+def test_updated_parameters_go_up_behind_each_sub_group() -> None:
+    """Adam 1 s and 2 s up, four times; deep_optimizer_states updates the next one meanwhile."""
+    one_by_one = planned(f"zero3_offload:flush=async,subgroup=1048576,{SMALL}", machine(d2h=8 * MIB))
+    assert play(one_by_one).iteration_s == pytest.approx(12.5 + 4 * (1 + 2))
+    overlapped = planned(f"deep_optimizer_states:every=9,subgroup=1048576,{SMALL}", machine(d2h=8 * MIB))
+    assert play(overlapped).iteration_s == pytest.approx(12.5 + 1 + 4 * 2)
+
+
+def test_unpinned_parameters_go_up_at_that_rate() -> None:
+    plan = planned(f"zero3_offload:pinned=off,{SMALL}", machine(pageable=0.5 * MIB))
+    assert {s.via for s in of(plan, Kind.FETCH)} == {PAGEABLE}
+    unknown = planned(f"zero3_offload:pinned=off,{SMALL}", machine(pageable=None))
+    assert {s.via for s in unknown.steps} == {None}
+    assert "no rate" in str(unknown.choices["unpinned"])
+
+
+def test_offload_on_ranks_divides_link_and_adam() -> None:
+    """A rank's slices: 2 N / P down and up; 7 gathers and 4 scatters of whole chunks; Adam of N / P parameters."""
+    plan = planned(f"zero3_offload:{SMALL}", machine(4))
+    assert (plan.moved_bytes["h2d"], plan.moved_bytes["d2h"]) == (2 * MIB, 2 * MIB)
+    assert (moved(plan)["gather"], moved(plan)["reduce_scatter"]) == (14 * MIB, 8 * MIB)
+    assert sum(s.bytes for s in of(plan, Kind.CPU_ADAM)) == 28 * LAYER
+    kept = planned("zero3_offload", machine(4))  # DeepSpeed's defaults keep a model this small from forward on
+    assert moved(kept)["gather"] == 8 * MIB
+
+
+def test_host_memory_is_that_of_the_estimators() -> None:
+    """16 x 1.5 = 24 bytes a parameter of a rank's own; with the parameters there 18 x 1.5 = 27."""
+    for ranks in (1, 4):
+        own = 4 * LAYER // ranks
+        for spec, each in (("zero3_offload", 24), ("zero3_offload:params=cpu", 27), ("zero_infinity", 27)):
+            assert planned(spec, machine(ranks)).check().peak_bytes["host"] == each * own, spec
+        assert planned("deep_optimizer_states", machine(ranks)).check().peak_bytes["host"] == 27 * own
+
+
+def test_twin_flow_keeps_its_share_on_the_gpu() -> None:
+    """Half of the optimizer: chunks 0 and 1 on the CPU; 24 bytes a parameter of 2 and 3 beside 2 N of parameters and
+    a bucket; their gradients stay."""
+    plan = planned(f"zero3_offload:ratio=0.5,subgroup=1048576,{SMALL}", machine())
+    assert plan.modes == ("cpu", "cpu", "pin", "pin")
+    assert (plan.moved_bytes["h2d"], plan.moved_bytes["d2h"]) == (4 * MIB, 4 * MIB)
+    assert plan.check().peak_bytes["host"] == 24 * 2 * LAYER
+    gpu = sum(plan.layout.payload_bytes(r.chunk, r.list) for r in plan.initial if r.place is Place.GPU)
+    gpu += sum(size for _, place, size in plan.buffers if place is Place.GPU)
+    assert gpu == 8 * MIB + 24 * 2 * LAYER
+
+
+def test_parameters_on_the_host_come_up_for_each_visit() -> None:
+    plan = planned(f"zero3_offload:params=cpu,{SMALL}", machine())
+    assert moved(plan)["fetch"] == 7 * 2 * MIB  # forward and backward, the last layer's once; none behind Adam
+    plan = planned("zero3_offload:params=cpu,reuse=6291456", machine(4))
+    assert moved(plan)["fetch"] == 4 * MIB // 2
+    assert moved(plan)["gather"] == 8 * MIB
+
+
+def test_gradients_of_several_micro_batches_are_added_on_the_host() -> None:
+    """Only the last micro-batch's go blocking: the first one's are hidden, as the published runs show."""
+    plan = planned(f"zero3_offload:{SMALL}", machine(d2h=8 * MIB), chain(micro_batches=2))
+    down = of(plan, Kind.WRITEBACK)
+    assert [s.via for s in down] == [None] * 4 + [PAGEABLE] * 4
+    assert len(of(plan, Kind.CPU_ADD)) == 8
+    assert ends_of(play(plan), Kind.WRITEBACK)[-1] == pytest.approx(12 + 20)
+
+
+def test_offload_says_what_it_is_short_of() -> None:
+    with pytest.raises(DoesNotFit, match=r"optimizer of 0\.00 B parameters with its buffers") as caught:
+        find_policy("zero3_offload")(chain(), machine(host_bytes=50 * MIB), SETTINGS)
+    assert (caught.value.place, caught.value.needed_bytes) == ("host", 96 * MIB)
+    with pytest.raises(DoesNotFit) as caught:
+        find_policy("zero3_offload")(chain(), machine(gpu_bytes=9 * MIB), SETTINGS)
+    assert caught.value.place == "gpu"
+    with pytest.raises(PstarError, match="did you mean blocking"):
+        find_policy("zero3_offload:flush=blockin")
+
+
+# deep_optimizer_states
+
+
+def test_every_second_sub_group_is_staged() -> None:
+    """Chunks 1 and 3: 12 MiB of states up and down each, their gradients stay; 0 and 2 as zero3_offload."""
+    plan = planned(f"deep_optimizer_states:subgroup=1048576,{SMALL}", machine())
+    assert plan.modes == ("cpu", "stream", "cpu", "stream")
+    assert plan.moved_bytes["h2d"] == 2 * 12 * MIB + 2 * 2 * MIB
+    assert plan.moved_bytes["d2h"] == 2 * 12 * MIB + 2 * 4 * MIB
+    four = planned(f"deep_optimizer_states:subgroup=262144,{SMALL}", machine(4))
+    assert four.moved_bytes["h2d"] == plan.moved_bytes["h2d"] // 4
+
+
+def test_staged_states_are_updated_beside_cpu_adam() -> None:
+    """Links of 48 MiB/s; the last gradient (of chunk 0) is down at 12 + 1/12 s. The CPU updates 0, 2 until 14 + 1/12;
+    1 and 3 are up at 12.25 and 12.5, updated at 13.25 and 14.25, and all is down a quarter of a second later."""
+    fast = machine(d2h=48 * MIB)
+    link = replace(fast.link, h2d_bytes_per_s=48 * MIB)
+    fast = replace(fast, ranks=(replace(fast.ranks[0], link=link),))
+    plan = planned(f"deep_optimizer_states:subgroup=1048576,{SMALL}", fast)
+    assert play(plan).iteration_s == pytest.approx(14.5, abs=1e-6)
+
+
+def test_sums_of_several_micro_batches_are_staged_too() -> None:
+    plan = planned(f"deep_optimizer_states:subgroup=262144,{SMALL}", machine(4), chain(micro_batches=2))
+    assert len(of(plan, Kind.FETCH, "grad32")) == plan.modes.count("stream") == 2
+    assert not of(plan, Kind.WRITEBACK, "grad32")
+
+
+# zero_infinity
+
+
+def test_infinity_brings_slices_over_all_links() -> None:
+    """7 visits: a slice of 0.5 MiB over each rank's link, then the whole chunk over the network."""
+    plan = planned("zero_infinity:reuse=0,bucket=0", machine(4))
+    assert moved(plan)["fetch"] == 7 * MIB // 2
+    assert moved(plan)["gather"] == 14 * MIB
+    assert moved(plan)["writeback"] == 2 * MIB
+
+
+def test_the_chain_is_one_two_three_operators_ahead() -> None:
+    plan = planned("zero_infinity:params=nvme,reuse=0", machine(4))
+    compute = {s.id: s.moment for s in plan.steps if s.kind is Kind.COMPUTE}
+
+    def asked(kind: Kind, moment: int) -> int:
+        """Last moment that has to end before the step for `moment` may start; -1 for none."""
+        (step,) = (s for s in of(plan, kind) if s.moment == moment and s.list in ("param", "remote"))
+        return max((compute[r.id] for r in step.after if r.id in compute and not r.back), default=-1)
+
+    assert asked(Kind.GATHER, 3) == 1  # while 2 computes
+    assert asked(Kind.FETCH, 3) == 0  # while 1 computes
+    assert asked(Kind.NVME_READ, 3) == -1
+    off = planned("zero_infinity:overlap=off,reuse=0", machine())
+    assert play(off).iteration_s > play(planned("zero_infinity:reuse=0", machine())).iteration_s
+
+
+def test_states_on_disks_cross_the_host_once() -> None:
+    """Gradients 2 bytes a parameter out and in, states 12 in and out."""
+    plan = planned("zero_infinity:states=nvme,subgroup=1048576", machine())
+    assert moved(plan)["nvme_write"] == 4 * (2 + 12) * MIB
+    assert moved(plan)["nvme_read"] == 4 * (2 + 12) * MIB
+    assert plan.check().peak_bytes["nvme"] == 4 * (2 + 12) * MIB
+    # Reading 14 MiB takes 1.75 s, writing 12 MiB 3 s: the disks are busy all the time, 4 x 4.75 s, and the last write
+    # waits for Adam of the last sub-group, which began while the third was written.
+    timeline = play(plan)
+    busy = sum(s.end_s - s.start_s for s in timeline.spans if s.queue is Queue.NVME and s.iteration == 0)
+    assert busy == pytest.approx(4 * (1.75 + 3 + 2 / 4))
+
+
+def test_parameters_on_disks_are_on_the_host_only_on_their_way() -> None:
+    plan = planned("zero_infinity:params=nvme,states=nvme,subgroup=1048576,reuse=0,bucket=0", machine())
+    assert plan.check().peak_bytes["nvme"] == 4 * (2 + 2 + 12) * MIB
+    assert not [r for r in plan.initial if r.place is Place.HOST]
+    assert moved(plan)["nvme_read"] == (7 * 2 + 4 * 14) * MIB
+    assert moved(plan)["nvme_write"] == 4 * (2 + 2 + 12) * MIB
+
+
+def test_infinity_needs_the_disks_it_is_told_to_use() -> None:
+    with pytest.raises(PlanError, match="has no disks"):
+        find_policy("zero_infinity:states=nvme")(chain(), machine(disks=False), SETTINGS)
+    with pytest.raises(DoesNotFit, match="lives on the disks") as caught:
+        full = machine()
+        assert full.nvme is not None
+        full = replace(full, nvme=replace(full.nvme, memory_bytes=MIB))
+        find_policy("zero_infinity:states=nvme")(chain(), full, SETTINGS)
+    assert caught.value.place == "nvme"
