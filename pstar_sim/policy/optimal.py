@@ -25,7 +25,7 @@ from pstar_sim.policy.search import Search
 from pstar_sim.units import format_bytes, format_s
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["OPTIONS", "optimal"]
+__all__ = ["OPTIONS", "optimal", "searched"]
 
 EFFORT_OPS = 160_000  # ops played in the search over one chunk size
 FEWEST_CHUNKS, MOST_CHUNKS = 16, 400  # of other chunk sizes that are tried
@@ -80,7 +80,23 @@ class _Found:
     pins_alone_s: float = 0.0
 
 
-def _own(workload: Workload, machine: Machine, settings: Settings, point: Point) -> Iterator[_Found]:
+def searched(name: str, workload: Workload, machine: Machine, settings: Settings, point: Point) -> Plan:
+    """The plan of another policy of the family where it may stream: the best of the search, at the usual chunk size.
+    Raises DoesNotFit."""
+    best = min(_own(workload, machine, settings, point, name, sizes=False), key=lambda f: f.seconds)
+    predictions = dict(best.plan.predictions) | {"policy_iteration_s": best.seconds}
+    return replace(best.plan, predictions=predictions)
+
+
+def _own(
+    workload: Workload,
+    machine: Machine,
+    settings: Settings,
+    point: Point,
+    name: str = "optimal",
+    *,
+    sizes: bool = True,
+) -> Iterator[_Found]:
     """The best of the search over each chunk size tried. Raises DoesNotFit if no size fits."""
     usual = build_layout(workload, chunk_bytes=settings.chunk_bytes, ranks=len(machine.ranks))
     reason: DoesNotFit | None = None
@@ -89,7 +105,7 @@ def _own(workload: Workload, machine: Machine, settings: Settings, point: Point)
 
     def look(layout: Layout, effort_ops: int) -> None:
         nonlocal reason, best
-        ground = Ground("optimal", workload, machine, settings, point, layout)
+        ground = Ground(name, workload, machine, settings, point, layout)
         try:
             ground.check_gpu()
         except DoesNotFit as short:
@@ -105,7 +121,7 @@ def _own(workload: Workload, machine: Machine, settings: Settings, point: Point)
             best = (attempts[0].iteration_s, search.floor_s, search, attempts[0])
 
     look(usual, EFFORT_OPS)
-    if settings.chunk_bytes is None and (best is None or best[0] > best[1] * (1 + WORTH_A_SIZE)):
+    if sizes and settings.chunk_bytes is None and (best is None or best[0] > best[1] * (1 + WORTH_A_SIZE)):
         for factor in (0.5, 2.0):
             layout = build_layout(workload, chunk_bytes=int(usual.chunk_bytes * factor), ranks=len(machine.ranks))
             if FEWEST_CHUNKS <= len(layout.chunks) <= MOST_CHUNKS:
@@ -116,7 +132,7 @@ def _own(workload: Workload, machine: Machine, settings: Settings, point: Point)
     _, _, search, _ = best
     for attempt in search.attempts()[:REPLAYED]:
         plan = emit(search.ground, attempt, _choices(search, attempt, tried))
-        yield _Found(period_s(plan), "optimal", plan, search.alone_s)
+        yield _Found(period_s(plan), name, plan, search.alone_s)
 
 
 def _choices(search: Search, attempt: Attempt, sizes: dict[str, str]) -> dict[str, object]:

@@ -12,6 +12,7 @@ from typing import Unpack
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.policy.asynchronous import Asynchronous
+from pstar_sim.policy.optimal import searched
 from pstar_sim.policy.points import Coordinates, Point, point_options
 from pstar_sim.workload.workload import Workload
 
@@ -27,4 +28,7 @@ def static_partition(workload: Workload, machine: Machine, settings: Settings, *
     Raises DoesNotFit if some moment's own chunks, the small ones and that peak exceed the GPU, or parameters and states
     the host.
     """
-    return Asynchronous("static_partition", workload, machine, settings, point=replace(POINT, **changes)).plan()
+    point = replace(POINT, **changes)
+    if point.streams:
+        return searched("static_partition", workload, machine, settings, point)
+    return Asynchronous("static_partition", workload, machine, settings, point=point).plan()

@@ -13,6 +13,7 @@ from typing import Unpack
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.policy.asynchronous import Asynchronous
+from pstar_sim.policy.optimal import searched
 from pstar_sim.policy.points import Coordinates, Point, point_options
 from pstar_sim.workload.workload import Workload
 
@@ -27,4 +28,7 @@ def tide(workload: Workload, machine: Machine, settings: Settings, **changes: Un
     Raises DoesNotFit only if some moment's own chunks, the small ones and its non-model data exceed the GPU, or
     parameters and states the host.
     """
-    return Asynchronous("tide", workload, machine, settings, point=Point(**changes)).plan()
+    point = Point(**changes)
+    if point.streams:
+        return searched("tide", workload, machine, settings, point)
+    return Asynchronous("tide", workload, machine, settings, point=point).plan()

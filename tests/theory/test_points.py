@@ -26,7 +26,8 @@ STEP = replace(EAGER, update="step")
 POINTS = [
     "tide:eviction=lru", "static_partition:eviction=fifo", "tide:prefetch=none", "tide:prefetch=2",
     "tide:adam=after-backward", "tide:adam=fifo", "tide:pins=1", "tide:barrier=on",
-    "optimal:pins=0,prefetch=1,adam=fifo", "optimal:eviction=fifo,prefetch=none,barrier=on",
+    "static_partition:streams=on", "optimal:pins=0,prefetch=1,adam=fifo",
+    "optimal:eviction=fifo,prefetch=none,barrier=on",
     "tide:capacity=peak,eviction=lru,prefetch=none,adam=after-backward,pins=0,barrier=on",
 ]  # fmt: skip
 
@@ -162,6 +163,14 @@ def test_without_streams_nothing_is_streamed(barrier: str) -> None:
     for streams in ("on", "off"):
         plan, _ = played(f"optimal:pins=0,streams={streams},barrier={barrier}", 40, adam_s=30.0)
         assert (plan.modes.count("stream") > 0) == (streams == "on"), streams
+
+
+@pytest.mark.parametrize("policy", ["tide", "static_partition"])
+def test_the_others_of_the_family_may_stream_too(policy: str) -> None:
+    plan, timeline = played(f"{policy}:pins=0,streams=on", 40, adam_s=30.0)
+    assert plan.policy == f"{policy}:pins=0,streams=on"
+    assert plan.modes.count("stream") > 0
+    assert timeline.iteration_s < seconds(f"{policy}:pins=0", 40, adam_s=30.0)
 
 
 # eviction
