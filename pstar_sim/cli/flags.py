@@ -16,6 +16,7 @@ __all__ = [
     "Commands",
     "Parser",
     "call_of",
+    "certify_flag",
     "checkpointing_flag",
     "machine_flags",
     "natural",
@@ -130,8 +131,8 @@ def machine_flags(parser: argparse.ArgumentParser, *, required: bool) -> None:
         action="append",
         default=[],
         metavar="PATH=VALUE",
-        help="another figure of the machine, such as gpu.memory=48GB, link.bandwidth=x2 or host.cores=+10%%; may be given "
-        "several times",
+        help="another figure of the machine, such as gpu.memory=48GB, link.bandwidth=x2 or host.cores=+10%%; may be "
+        "given several times",
     )
 
 
@@ -154,6 +155,10 @@ def settings_flags(parser: argparse.ArgumentParser) -> None:
 
 def policies_flag(parser: argparse.ArgumentParser, help_: str) -> None:
     parser.add_argument("--policy", action="append", metavar="P", help=help_)
+
+
+def certify_flag(parser: argparse.ArgumentParser, help_: str) -> None:
+    parser.add_argument("--certify", action="store_true", help=help_)
 
 
 def positive(text: str) -> int:

@@ -9,6 +9,7 @@ from pstar_sim.cli.flags import (
     Commands,
     Parser,
     call_of,
+    certify_flag,
     checkpointing_flag,
     global_batch_flag,
     machine_flags,
@@ -45,6 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
     machine_flags(compare, required=True)
     settings_flags(compare)
     policies_flag(compare, "compare this policy; may be given several times (default: all policies)")
+    certify_flag(compare, "hold the policies against the tighter bound of a linear program, which takes seconds")
     compare.add_argument("--json", action="store_true", help="a list of JSON objects instead of the table")
 
     plan = command(
@@ -61,6 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--policy", default="auto", metavar="P", help="policy, or auto: the fastest that fits (default: auto)"
     )
     plan.add_argument("-o", "--output", type=new_file, required=True, metavar="FILE", help="the plan file to write")
+    certify_flag(plan, "give the plan the tighter bound of a linear program, which takes seconds")
     plan.add_argument("--json", action="store_true", help="the plan's line of the comparison as a JSON object")
 
     check = command(
@@ -71,6 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
         "planning:check",
     )
     check.add_argument("plan", metavar="PLAN", help="a plan file")
+    certify_flag(check, "also solve the linear program of the tighter bound again")
     check.add_argument("--json", action="store_true", help="a JSON object instead of a sentence")
 
     explain = command(

@@ -52,6 +52,7 @@ def terminal_width() -> int:
 
 def compare(args: argparse.Namespace) -> int:
     result = _compared(args, args.policy)
+    say_notes(result)
     if args.json:
         say_json(result.to_json())
     else:
@@ -67,6 +68,7 @@ def compare(args: argparse.Namespace) -> int:
 
 def plan(args: argparse.Namespace) -> int:
     result = _compared(args, None if args.policy == "auto" else [args.policy])
+    say_notes(result)
     best = result.best()
     best.save(args.output)
     from pstar_sim.planner.confidence import confidence, confidence_line
@@ -88,6 +90,13 @@ def plan(args: argparse.Namespace) -> int:
     return 0
 
 
+def say_notes(result: Comparison) -> None:
+    """What went wrong on the way to a bound, a line each, on stderr."""
+    notes = {str(row.certificate["note"]) for row in result.rows if row.certificate and "note" in row.certificate}
+    for note in sorted(notes):
+        sys.stderr.write(f"pstar: {note}\n")
+
+
 def checked_plan(path: str) -> tuple[Plan, CheckReport]:
     """A plan file and what the checker proved of it. Raises PlanError, naming the file, if it is unreadable or
     wrong."""
@@ -101,12 +110,20 @@ def checked_plan(path: str) -> tuple[Plan, CheckReport]:
 
 
 def check(args: argparse.Namespace) -> int:
+    from pstar_sim.planner.certificate import agree
+
     loaded, report = checked_plan(args.plan)
+    try:
+        bound = agree(loaded, lp=args.certify)
+    except PlanError as error:
+        raise PlanError(f"{args.plan}: {error}") from None
     if args.json:
         peaks = {f"peak_{place}_bytes": size for place, size in report.peak_bytes.items()}
-        say_json({"plan": args.plan, "ok": True, "policy": loaded.policy, "steps": report.steps, **peaks})
+        answer = {"plan": args.plan, "ok": True, "policy": loaded.policy, "steps": report.steps, **peaks}
+        say_json({**answer, "lower_bound": bound})
     else:
         say(f"{args.plan}: {loaded.policy} for {loaded.workload.model} on {loaded.machine.name}\n{report.describe()}")
+        say(bound)
     return 0
 
 
@@ -235,7 +252,7 @@ def _compared(args: argparse.Namespace, policies: Sequence[str] | None) -> Compa
     machine, settings = machine_of(args), settings_of(args)
     if args.global_batch is not None:
         return _among_variants(args, machine, settings, policies)
-    return ask(workloads_of(args, machine), machine, policies=policies, settings=settings)
+    return ask(workloads_of(args, machine), machine, policies=policies, settings=settings, certify=args.certify)
 
 
 def _among_variants(
@@ -250,7 +267,7 @@ def _among_variants(
 
     policy = policies[0] if policies is not None and len(policies) == 1 else "optimal"
     chosen = choose(variants_of(args, machine), machine, settings, policy=policy)
-    result = ask(chosen.workload, machine, policies=policies, settings=settings)
+    result = ask(chosen.workload, machine, policies=policies, settings=settings, certify=args.certify)
     planned = {
         name: replace(p, plan=replace(p.plan, choices={**p.plan.choices, **chosen.choices()}))
         for name, p in result.planned.items()

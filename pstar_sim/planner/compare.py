@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import CannotPlan, DoesNotFit, PlanError, PstarError
 from pstar_sim.planner.binding import bound_by
-from pstar_sim.planner.bounds import lower_bound
+from pstar_sim.planner.certificate import Certificate, Certifier
 from pstar_sim.planner.confidence import confidence
 from pstar_sim.planner.explain import explain
 from pstar_sim.planner.nearest import nearest
@@ -41,8 +40,10 @@ __all__ = ["Comparison", "Planned", "Row", "compare", "plan_and_play", "without_
 class Row:
     """One policy's answer; the keys of `pstar compare --json`. A policy that does not fit has a reason and no figures.
 
-    gap: iteration_s / lower_bound_s - 1. bound_by: see `binding.bound_by`. barrier_cost_s: what the same policy would
-    save if no Adam had to wait for all gradients; None where nothing makes it wait.
+    lower_bound_s: of the policy's own chunk size; gap: iteration_s / lower_bound_s - 1; certificate: what kind of bound
+    it is, what binds it, what it is relative to, or the reason why there is none (`Certificate.text`). bound_by: see
+    `binding.bound_by`. barrier_cost_s: what the same policy would save if no Adam had to wait for all gradients; None
+    where nothing makes it wait.
     """
 
     policy: str
@@ -58,6 +59,7 @@ class Row:
     h2d_bytes: int | None = None
     d2h_bytes: int | None = None
     barrier_cost_s: float | None = None
+    certificate: Mapping[str, object] | None = None
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
@@ -83,7 +85,7 @@ class Planned:
         return replace(
             self.plan,
             predictions={**self.plan.predictions, **figures},
-            choices={**self.plan.choices, "confidence": sources},
+            choices={**self.plan.choices, "confidence": sources, "certificate": dict(self.row.certificate or {})},
         )
 
     def explain(self) -> str:
@@ -162,13 +164,15 @@ def compare(
     chunk_bytes: int | None = None,
     barrier_cost: bool = True,
     near: bool = True,
+    certify: bool = False,
 ) -> Comparison:
     """Plan and simulate every policy (all known ones if none is named) for `workload` on `machine`.
 
     workload: one rank's share of the job, or a list of them, one a rank, for ranks that take different shares.
     policies: names or specs (`tide:capacity=peak`), or functions (workload, machine, settings) -> Plan. settings, or
     any of update / clip / chunk_bytes over the defaults. barrier_cost: also simulate every fitting policy without its
-    barrier. near: for what does not fit, look for the nearest machine or setting that would.
+    barrier. near: for what does not fit, look for the nearest machine or setting that would. certify: the tighter bound
+    of the fluid linear program, which takes seconds, instead of the closed form.
     Raises UnknownName for a policy nobody knows and PstarError for settings that make no sense.
     """
     changes = {"update": update, "clip": clip, "chunk_bytes": chunk_bytes}
@@ -186,7 +190,9 @@ def compare(
         ranked = tuple(workload)
         workload = tightest(ranked, machine)
     with _without_garbage_collection():
-        return _compare(workload, machine, settings, asked, ranked, barrier_cost=barrier_cost, near=near)
+        return _compare(
+            workload, machine, settings, asked, ranked, barrier_cost=barrier_cost, near=near, certify=certify
+        )
 
 
 @contextlib.contextmanager
@@ -213,11 +219,10 @@ def _compare(
     *,
     barrier_cost: bool,
     near: bool,
+    certify: bool,
 ) -> Comparison:
-    bound_s = None
-    if len(machine.ranks) == 1:
-        layout = build_layout(workload, chunk_bytes=settings.chunk_bytes)
-        bound_s = lower_bound(workload, machine, settings, layout).seconds
+    certifier = Certifier(workload, machine, settings, lp=certify)
+    usual = certifier.usual()
     free = None
     if barrier_cost and settings.barrier(workload.dtype) is not None:
         free = (*without_barrier(workload, machine, settings), _retyped(ranked, workload, machine, settings))
@@ -229,13 +234,13 @@ def _compare(
         try:
             plan, timeline = plan_and_play(policy, workload, machine, settings, label=name, workloads=ranked)
         except CannotPlan as reason:
-            rows.append(Row(policy=name, fits=False, lower_bound_s=bound_s, reason=str(reason)))
+            rows.append(_unfit(name, usual, str(reason)))
             continue
         except DoesNotFit as short:
             failures[name] = (policy, short)
-            rows.append(Row(policy=name, fits=False, lower_bound_s=bound_s))
+            rows.append(_unfit(name, usual))
             continue
-        row = _figures(name, timeline, tokens, bound_s, _barrier_cost(policy, timeline, free))
+        row = _figures(name, timeline, tokens, certifier.of(plan.layout), _barrier_cost(policy, timeline, free))
         planned[name] = Planned(row=row, plan=plan, timeline=timeline)
         rows.append(row)
     later_first = rows[::-1]
@@ -345,7 +350,12 @@ def _barrier_cost(
     return max(0.0, timeline.iteration_s - unbound.iteration_s)
 
 
-def _figures(name: str, timeline: Timeline, tokens: int, bound_s: float | None, barrier_cost_s: float | None) -> Row:
+def _unfit(name: str, certificate: Certificate, reason: str | None = None) -> Row:
+    return Row(policy=name, fits=False, reason=reason, lower_bound_s=certificate.seconds, certificate=certificate.text)
+
+
+def _figures(name: str, timeline: Timeline, tokens: int, certificate: Certificate, barrier_cost_s: float | None) -> Row:
+    bound_s = certificate.seconds
     return Row(
         policy=name,
         fits=True,
@@ -359,6 +369,7 @@ def _figures(name: str, timeline: Timeline, tokens: int, bound_s: float | None, 
         h2d_bytes=timeline.moved_bytes["h2d"],
         d2h_bytes=timeline.moved_bytes["d2h"],
         barrier_cost_s=barrier_cost_s,
+        certificate=certificate.text,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pstar_sim.core.plan import Plan
@@ -223,7 +224,22 @@ def _where(plan: Plan, timeline: Timeline) -> list[str]:
 def _why(plan: Plan) -> list[str]:
     if not plan.choices:
         return ["  the policy recorded no choices of its own"]
-    return [f"  {name.replace('_', ' ')}: {_worded(name, value)}" for name, value in plan.choices.items()]
+    return [
+        f"  {name.replace('_', ' ')}: {_worded(name, value)}"
+        for name, value in plan.choices.items()
+        if name != "certificate"
+    ]
+
+
+def _certificate(plan: Plan) -> list[str]:
+    """What kind of bound the plan's figure is, and what it is relative to; or why there is none."""
+    said = plan.choices.get("certificate")
+    if not isinstance(said, Mapping):
+        return []
+    if said.get("bound") is None:
+        return [f"  no lower bound: {said['reason']}"] if "reason" in said else []
+    note = f"; {said['note']}" if "note" in said else ""
+    return [f"  that bound: {said['bound']}, {said['binding']} binds; relative to {said['relative_to']}{note}"]
 
 
 def _worded(name: str, value: object) -> str:
@@ -260,6 +276,7 @@ def _binds(plan: Plan, timeline: Timeline, bound: str | None, barrier_cost_s: fl
         lines.append(
             f"  {(total / bound_s - 1) * 100:.2f} % above the lower bound of this setting ({format_s(bound_s)})"
         )
+    lines += _certificate(plan)
     if barrier_cost_s is not None:
         lines.append(f"  the barrier costs {format_s(barrier_cost_s)} an iteration")
     return lines

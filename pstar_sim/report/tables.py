@@ -126,9 +126,10 @@ def reasons(comparison: Comparison) -> list[str]:
 def comparison_text(comparison: Comparison, *, width: int = 120) -> str:
     """Heading, table, the bound, and why the others do not fit."""
     lines = [heading(comparison), "", render(comparison_table(comparison), width=width).rstrip()]
-    bound = next((row.lower_bound_s for row in comparison.rows if row.lower_bound_s is not None), None)
-    if bound is not None:
-        lines += ["", f"lower bound of this setting: {format_s(bound)} an iteration"]
+    bounds = list(dict.fromkeys((row.lower_bound_s, _certificate(row)) for row in comparison.rows))
+    for seconds, words in bounds:
+        what = "no lower bound" if seconds is None else f"lower bound of this setting: {format_s(seconds)} an iteration"
+        lines += ["", *_wrap(f"{what} ({words})" if words else what, width)]
     lines += ["", confidence_line(confidence(comparison.workload, comparison.machine))]
     for reason in reasons(comparison):
         lines += ["", *_wrap(reason, width)]
@@ -167,6 +168,14 @@ def render(what: RenderableType, *, width: int = 120) -> str:
     out = io.StringIO()
     Console(file=out, width=width, color_system=None, legacy_windows=False).print(what)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def _certificate(row: Row) -> str:
+    """What kind of bound a line is held against, or why there is none."""
+    said = row.certificate or {}
+    if said.get("bound") is None:
+        return str(said.get("reason", ""))
+    return f"{said['bound']}, {BINDS_NAMES.get(str(said['binding']), said['binding'])} binds; {said['relative_to']}"
 
 
 def _wrap(text: str, width: int) -> list[str]:

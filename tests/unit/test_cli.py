@@ -25,6 +25,7 @@ KEYS = [
     "h2d_bytes",
     "d2h_bytes",
     "barrier_cost_s",
+    "certificate",
 ]
 
 

@@ -1,0 +1,139 @@
+"""What a plan's lower bound is, what binds it and what it is relative to; and whether figures stored in a file agree.
+
+A bound belongs to a workload, a machine, settings and a chunk layout, to no plan: `Certifier` finds it once a layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.layout import Layout, build_layout
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.errors import PlanError
+from pstar_sim.planner.bounds import Bound, bound_reason, lower_bound, relative_to
+from pstar_sim.units import format_s
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["Certificate", "Certifier", "agree"]
+
+AGREE = {"closed form": 1e-6, "fluid LP": 1e-4}
+"""Relative difference to which two computations of a bound agree: a linear program's proof depends on the solver."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """seconds: no schedule is faster; None where no bound exists. text: what a plan carries among its choices, and a
+    line of a comparison: bound ("closed form", "fluid LP" or None), and with it binding, relative_to and, where
+    something went wrong on the way, note; without it reason."""
+
+    seconds: float | None
+    text: Mapping[str, object]
+
+    @property
+    def note(self) -> str | None:
+        note = self.text.get("note")
+        return None if note is None else str(note)
+
+
+class Certifier:
+    """Bounds of one job. lp: also the fluid linear program (seconds instead of milliseconds, and tighter)."""
+
+    def __init__(self, workload: Workload, machine: Machine, settings: Settings, *, lp: bool = False) -> None:
+        self.workload, self.machine, self.settings, self.lp = workload, machine, settings, lp
+        self._known: list[tuple[Layout, Certificate]] = []
+
+    def usual(self) -> Certificate:
+        """That of the layout which a policy starts from."""
+        reason = bound_reason(self.machine)
+        if reason is not None:
+            return Certificate(seconds=None, text={"bound": None, "reason": reason})
+        return self.of(build_layout(self.workload, chunk_bytes=self.settings.chunk_bytes))
+
+    def of(self, layout: Layout) -> Certificate:
+        """The certificate of every plan with this layout."""
+        for known, certificate in self._known:
+            if known is layout or (known.chunk_bytes == layout.chunk_bytes and known == layout):
+                return certificate
+        certificate = self._make(layout)
+        self._known.append((layout, certificate))
+        return certificate
+
+    def _make(self, layout: Layout) -> Certificate:
+        reason = bound_reason(self.machine)
+        if reason is not None:
+            return Certificate(seconds=None, text={"bound": None, "reason": reason})
+        bound = self._bound(layout)
+        text: dict[str, object] = {
+            "bound": bound.method,
+            "binding": bound.binding,
+            "relative_to": relative_to(self.workload, self.machine, self.settings, layout),
+        }
+        if bound.notes:
+            text["note"] = "; ".join(bound.notes)
+        return Certificate(seconds=bound.seconds, text=text)
+
+    def _bound(self, layout: Layout) -> Bound:
+        if self.lp:
+            from pstar_sim.planner.fluid import fluid_bound
+
+            return fluid_bound(self.workload, self.machine, self.settings, layout)
+        return lower_bound(self.workload, self.machine, self.settings, layout)
+
+
+def agree(plan: Plan, *, lp: bool = False) -> str:
+    """What a recomputation from workload, machine, settings and layout alone says of the figures that the plan carries:
+    a sentence if they agree or there are none. lp: solve the fluid program again, too.
+
+    Raises PlanError naming the stored and the recomputed figure where they do not agree.
+    """
+    stored = plan.predictions.get("lower_bound_s")
+    said = plan.choices.get("certificate")
+    method = said.get("bound") if isinstance(said, Mapping) else None
+    found = Certifier(plan.workload, plan.machine, plan.settings, lp=lp).of(plan.layout)
+    if found.seconds is None:
+        if stored is not None:
+            raise PlanError(f"lower_bound_s is {stored:.9g} s, but there is no bound: {found.text['reason']}")
+        return f"no lower bound: {found.text['reason']}"
+    kind = str(found.text["bound"])
+    own = f"{kind}: {format_s(found.seconds)}, {found.text['binding']} binds; relative to {found.text['relative_to']}"
+    if found.note is not None:
+        own += f"; {found.note}"
+    if stored is None:
+        return f"lower bound, which the plan does not carry, by {own}"
+    tolerance = max(AGREE[kind], AGREE.get(str(method), AGREE["closed form"]))
+    if method == kind or method not in AGREE:
+        if abs(stored - found.seconds) > tolerance * found.seconds:
+            raise PlanError(
+                f"lower_bound_s is {stored:.9g} s in the plan, but the {kind} of its workload, machine, settings and "
+                f"layout is {found.seconds:.9g} s"
+            )
+        verdict = "as stored"
+    elif method == "fluid LP":  # the program never proves less than the closed form
+        if found.seconds > stored * (1 + tolerance):
+            raise PlanError(
+                f"lower_bound_s is {stored:.9g} s in the plan, said to be of the fluid LP, but already the closed form "
+                f"is {found.seconds:.9g} s"
+            )
+        verdict = f"below the stored {format_s(stored)} of the fluid LP, which --certify solves again"
+    else:
+        if found.seconds < stored * (1 - tolerance):
+            raise PlanError(
+                f"lower_bound_s is {stored:.9g} s in the plan, said to be of the closed form, but the fluid LP, which "
+                f"is never lower, is {found.seconds:.9g} s"
+            )
+        verdict = f"above the stored {format_s(stored)} of the closed form"
+    _check_gap(plan, stored)
+    return f"lower bound by {own}; {verdict}"
+
+
+def _check_gap(plan: Plan, bound_s: float) -> None:
+    gap, seconds = plan.predictions.get("gap"), plan.predictions.get("iteration_s")
+    if gap is None or seconds is None or not bound_s:
+        return
+    if abs(seconds / bound_s - 1 - gap) > 1e-6 * max(1.0, abs(gap)):
+        raise PlanError(
+            f"gap is {gap:.9g} in the plan, but its iteration_s {seconds:.9g} s over its lower_bound_s {bound_s:.9g} s "
+            f"makes {seconds / bound_s - 1:.9g}"
+        )
