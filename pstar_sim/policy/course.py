@@ -6,11 +6,11 @@ position takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from pstar_sim.policy.ground import Ground
+from pstar_sim.policy.ground import SUMS_TAKE, Ground
 from pstar_sim.policy.residency import Gap, gaps_of
 from pstar_sim.policy.rules import keep_set
 
@@ -61,6 +61,8 @@ class Course:
     """positions: in order. at: block -> its position. updates: streamed chunk -> position of its update. touched: chunk
     that is not resident -> positions that need its working list. stays: (unresident) chunks whose working list is on
     the GPU at the cut. room: bytes at each position that nobody is known to need. kept: gaps a chunk stays over.
+    On several ranks, visits: chunk -> (first, last position) of each run of positions that need it whole, resident
+    chunks included. kept_whole: gaps between these over which the others' slices stay.
     """
 
     def __init__(self, ground: Ground, modes: Modes, knobs: Knobs) -> None:
@@ -72,10 +74,18 @@ class Course:
         self.moving = [c for c in g.moving if c not in modes.pinned and g.touched[c]]
         self.positions, self.at, self.updates = self._lay_out()
         self.touched: dict[int, list[int]] = {}
+        self.visits: dict[int, list[tuple[int, int]]] = {}
+        if g.ranks > 1:
+            for c, (first_block, last_block) in g.small_visits.items():
+                self.visits[c] = [(self.at[first_block], self.at[last_block])]
+            for c in modes.pinned:
+                self.visits[c] = _runs([self.at[n] for n in g.touched[c]])
         for c in self.moving:
             mine = [self.at[g.touched[c][0]]]
             for before, n in pairwise(g.touched[c]):  # an update between two neighbours is no gap
                 mine += range(mine[-1] + 1, self.at[n] + 1) if n == before + 1 else [self.at[n]]
+            if g.ranks > 1:
+                self.visits[c] = _runs(mine)
             if c in self.updates:
                 update = self.updates[c]
                 # Its gradient lies in the working list until then; behind a barrier a gap like others.
@@ -93,6 +103,9 @@ class Course:
         for c, mine in self.touched.items():
             for n in mine:
                 self.room[n] -= g.sizes[c]
+        for c, runs in self.visits.items():
+            for n in (n for begin, end in runs for n in range(begin, end + 1) if c not in g.small):
+                self.room[n] -= g.remote[c]
         self._take(self._leaving() if knobs.linger else [0] * len(self.room))
         self.least_room_bytes = min(self.room)
         reserved = self._arriving()
@@ -111,6 +124,26 @@ class Course:
             for n in range(gap.start + 1, gap.end):
                 self.room[n % count] -= g.sizes[gap.chunk]
         self.stays = frozenset(c for c in self.moving if self._stays(c))
+        self.kept_whole = self._keep_whole()
+
+    def _keep_whole(self) -> set[Gap]:
+        """The others' slices stay where their own ones left room, but for some that gathers ahead will want."""
+        g = self.ground
+        if not self.visits:
+            return set()
+        gaps = [
+            Gap(end, begin, c)
+            for c, runs in self.visits.items()
+            for (_, end), (begin, _) in pairwise(runs)
+            if begin > end + 1
+        ]
+        ahead = (self.knobs.lead_chunks + 1) * max(g.whole_bytes(c) for c in self.visits)
+        first = [self.visits[c][0][0] if c in self.visits else 0 for c in range(len(g.sizes))]
+        kept = keep_set(g.point.eviction, gaps, g.remote, [max(0, room - ahead) for room in self.room], first)
+        for gap in kept:
+            for n in range(gap.start + 1, gap.end):
+                self.room[n] -= g.remote[gap.chunk]
+        return kept
 
     def visiting_lists(self, chunk: int) -> tuple[str, ...]:
         """Lists that come to the GPU for the update of a streamed chunk."""
@@ -135,7 +168,7 @@ class Course:
         g = self.ground
         behind: dict[int, list[int]] = {}  # block -> streamed chunks updated after it
         for c in sorted(self.modes.streamed, key=lambda c: (g.uses.first_use(c), c)):
-            last = g.block_of[g.uses.last_gradient(c)] if g.barrier is None else len(g.blocks) - 1
+            last = g.update_block[c] if g.barrier is None else len(g.blocks) - 1
             behind.setdefault(last, []).append(c)
         positions: list[Position] = []
         at: list[int] = []
@@ -170,6 +203,10 @@ class Course:
                 continue
             down_s = g.cost.transfer_s(g.sizes[c], "d2h")
             spans = g.uses.spans[c]
+            if g.ranks > 1:  # whole until it is summed
+                sum_s = SUMS_TAKE * g.cost.collective_s(g.whole_bytes(c))
+                for _, _, last in spans:
+                    book(g.remote[c], self.at[g.block_of[last]] + 1, sum_s)
             for _, _, last in spans[:-1] if c in self.updates else spans:
                 book(g.sizes[c], self.at[g.block_of[last]] + 1, LINGER_COPIES * down_s)
             if c in self.updates:
@@ -196,3 +233,14 @@ class Course:
                     left_s -= positions[n].seconds
                     n -= 1
         return rows
+
+
+def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
+    """(first, last) of each run of neighbours among ascending positions."""
+    out: list[tuple[int, int]] = []
+    for n in positions:
+        if out and n <= out[-1][1] + 1:
+            out[-1] = (out[-1][0], n)
+        else:
+            out.append((n, n))
+    return out

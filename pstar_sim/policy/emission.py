@@ -22,6 +22,8 @@ def emit(g: Ground, chosen: Attempt, choices: Mapping[str, object] | None = None
     b.predictions["policy_iteration_s"] = chosen.outcome.iteration_s
     for c in (*g.small, *course.modes.pinned):
         b.reside_on_gpu(c)
+        if g.ranks > 1 and c not in course.visits:  # a small one that never changes is whole for ever
+            b.resident(c, Place.GPU, "remote")
     for c in g.moving:
         if c in course.modes.pinned:
             continue
@@ -65,6 +67,10 @@ def _step(g: Ground, b: Builder, op: Op, meaning: What, ends: Sequence[tuple[int
             b.alloc(op.queue, c, meaning.list_name, Place.GPU, meaning.moment, after)
         case Kind.FREE:
             b.free(op.queue, c, meaning.list_name, Place.GPU, meaning.moment, after)
+        case Kind.GATHER:
+            b.gather(c, meaning.moment, after)
+        case Kind.REDUCE_SCATTER:
+            b.reduce_scatter(c, meaning.moment, after, meaning.list_name)
         case Kind.CPU_ADD:
             b.cpu_add(c, meaning.list_name, meaning.moment, after)
         case Kind.CPU_ADAM:

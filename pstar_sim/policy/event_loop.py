@@ -5,11 +5,12 @@ only what a policy may decide; the simulator then times the plan.
 The compute queue always runs in program order; the others take, among the steps that are ready, the one with the
 smallest key.
 
-[Note: fetching ahead] A fetch for the use at compute position u may start when, at every position from the running one
-up to u, the room that is not needed otherwise (`Program.room`) still holds it, plus a lead unless it is the earliest
-fetch not yet started: memory is reserved when a fetch starts, never before it is ready, and the last slots stay for
-urgent fetches. Without `room` (a program of somebody's own), a step may take bytes before earlier ones of the program
-only if these could still run one after the other in what is left (the banker's rule).
+[Note: fetching ahead] A fetch (or a gather, on the net queue) for the use at compute position u may start when, at
+every position from the running one up to u, the room that is not needed otherwise (`Program.room`) still holds it, plus
+a lead unless it is the earliest of its queue not yet started: memory is reserved when a copy starts, never before it is
+ready, and the last slots stay for urgent ones. Without `room` (a program of somebody's own), a step may take bytes
+before earlier ones of the program only if these could still run one after the other in what is left (the banker's
+rule).
 
 [Note: what copies and CPU Adam share] Running together they slow each other down where host DRAM or a half-duplex link
 is short, by the rule of the simulator: all that touch DRAM (the disks, too) get the same share of what they would take
@@ -139,9 +140,17 @@ class _Loop:
             need = op.gpu_take + (0 if op.position is not None else need)
             self.upcoming[n] = need
         self.shared = self._rates_may_be_short()
-        self.fetch_order = sorted(
-            (i for i, op in enumerate(ops) if op.use is not None), key=lambda i: (ops[i].use, self.keys[i])
-        )
+        # Queues whose ops take bytes ahead of their use, and these in the order of use.
+        on_net = any(op.use is not None for op, q in zip(ops, self.queue_of) if q == NET)
+        self.reserving = (H2D, NET) if on_net else (H2D,)
+        self.others = tuple(q for q in self.others if q not in self.reserving)
+        self.fetch_order = [
+            sorted(
+                (i for i, op in enumerate(ops) if op.use is not None and self.queue_of[i] == q),
+                key=lambda i: (ops[i].use, self.keys[i]),
+            )
+            for q in range(self.queues)
+        ]
 
     def _rates_may_be_short(self) -> bool:
         if not self.program.duplex:
@@ -180,9 +189,9 @@ class _Loop:
         ahead = program.room is not None
         slack: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         base: NDArray[np.int64] = np.asarray(program.room if ahead else (), dtype=np.int64)
-        urgent = 0  # index into fetch_order of the earliest fetch not started
-        urgent_lap = 0
-        refused: tuple[int, int, int] | None = None  # (fetch, iteration, position) that found no room ahead
+        reserving = self.reserving
+        urgent = [(0, 0)] * queues  # per queue: index into fetch_order of the earliest not started, its iteration
+        refused: list[tuple[int, int, int] | None] = [None] * queues  # (op, iteration, position) without room ahead
         now = 0.0
 
         def open_iteration() -> None:
@@ -309,47 +318,50 @@ class _Loop:
                         occupy(q, i, k)
                     else:
                         finish(i, k)
-            while busy[H2D] is None and ready[H2D]:
-                k, _, i = ready[H2D][0]
-                op = ops[i]
-                if k > current[H2D]:
-                    break
-                size = op.gpu_take
-                low = high = 0
-                if ahead:
-                    upcoming = self.upcoming[at] if busy[COMPUTE] is None else 0
-                    if size + upcoming > gpu_free:
+            for q in reserving:
+                fetch_order = self.fetch_order[q]
+                while busy[q] is None and ready[q]:
+                    k, _, i = ready[q][0]
+                    op = ops[i]
+                    if k > current[q]:
                         break
-                    assert op.use is not None
-                    low, high = position, k * self.positions + op.use
-                    if refused == (i, k, position):
-                        break
-                    if high > low:
-                        while started[urgent_lap][self.fetch_order[urgent]]:
-                            urgent += 1
-                            if urgent == len(self.fetch_order):
-                                urgent, urgent_lap = 0, urgent_lap + 1
-                        wanted = size
-                        if (urgent_lap, self.fetch_order[urgent]) != (k, i):
-                            wanted += program.lead_bytes
-                        if int(slack[low:high].min()) < wanted:
-                            refused = (i, k, position)
+                    size = op.gpu_take
+                    low = high = 0
+                    if ahead and op.use is not None:
+                        upcoming = self.upcoming[at] if busy[COMPUTE] is None else 0
+                        if size + upcoming > gpu_free:
                             break
-                elif size > gpu_free or not self._safe(i, k, gpu_free, started, ended):
-                    break
-                heapq.heappop(ready[H2D])
-                unstarted[k][H2D] -= 1
-                while current[H2D] < len(unstarted) and unstarted[current[H2D]][H2D] == 0:
-                    current[H2D] += 1
-                if ahead and high > low:
-                    slack[low:high] -= size
-                refused = None
-                begin(i, k)
-                moved = True
-                if op.seconds > 0.0:
-                    occupy(H2D, i, k)
-                else:
-                    finish(i, k)
+                        low, high = position, k * self.positions + op.use
+                        if refused[q] == (i, k, position):
+                            break
+                        if high > low:
+                            n, lap_of = urgent[q]
+                            while started[lap_of][fetch_order[n]]:
+                                n += 1
+                                if n == len(fetch_order):
+                                    n, lap_of = 0, lap_of + 1
+                            urgent[q] = (n, lap_of)
+                            wanted = size
+                            if (lap_of, fetch_order[n]) != (k, i):
+                                wanted += program.lead_bytes
+                            if int(slack[low:high].min()) < wanted:
+                                refused[q] = (i, k, position)
+                                break
+                    elif size > gpu_free or not (ahead or self._safe(i, k, gpu_free, started, ended)):
+                        break
+                    heapq.heappop(ready[q])
+                    unstarted[k][q] -= 1
+                    while current[q] < len(unstarted) and unstarted[current[q]][q] == 0:
+                        current[q] += 1
+                    if high > low:
+                        slack[low:high] -= size
+                    refused[q] = None
+                    begin(i, k)
+                    moved = True
+                    if op.seconds > 0.0:
+                        occupy(q, i, k)
+                    else:
+                        finish(i, k)
             if moved:
                 continue  # zero-second steps may have made room or set others free
             # Advance to the next end.

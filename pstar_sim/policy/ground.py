@@ -9,7 +9,7 @@ from __future__ import annotations
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Settings
-from pstar_sim.errors import CannotPlan, DoesNotFit
+from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.emit import Builder, describe_moment
 from pstar_sim.policy.modes import ModeFacts
 from pstar_sim.policy.pins import PinFacts, most_pins
@@ -19,6 +19,9 @@ from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Phase, Workload
 
 __all__ = ["Ground"]
+
+SUMS_TAKE = 1.5
+"""How long a gradient's sum over the ranks is reckoned to take, in times of it running alone."""
 
 
 class Ground:
@@ -37,8 +40,6 @@ class Ground:
         point: Point,
         layout: Layout | None = None,
     ) -> None:
-        if len(machine.ranks) > 1:
-            raise CannotPlan(f"{name} is not modelled on several GPUs yet ({machine.name} has {len(machine.ranks)})")
         self.name = name
         self.point = point
         self.workload = workload
@@ -57,14 +58,16 @@ class Ground:
         self.small = frozenset(c for c in chunks if b.layout.chunks[c].small)
         self.moving = [c for c in chunks if c not in self.small]
         self.sizes = [b.payload(c) for c in chunks]
+        self.ranks = b.layout.ranks
+        self.remote = [b.payload(c, "remote") if self.ranks > 1 else 0 for c in chunks]
         # In the order in which they would be pinned.
         self.candidates = sorted((c for c in self.moving if uses.updated(c)), key=lambda c: (uses.first_use(c), c))
-        self.small_bytes = sum(b.permanent_bytes(c) for c in self.small)
+        self.small_bytes = sum(b.permanent_bytes(c) + self.remote[c] for c in self.small)
         seconds = b.cost.moments_s
         # A gradient list opens and closes, and an eager GPU Adam follows, at the edge of a block.
         cuts: set[int] = set()
         for c in chunks:
-            spans = uses.spans[c] if c not in self.small else uses.spans[c][-1:]
+            spans = uses.spans[c] if c not in self.small or self.ranks > 1 else uses.spans[c][-1:]
             for n, (_, first, last) in enumerate(spans):
                 if n < len(spans) - 1:
                     cuts.add(first)
@@ -77,18 +80,50 @@ class Ground:
         ]
         # Block -> (chunk, bytes) of the gradient lists that are open in it.
         self.gradient_lists: list[list[tuple[int, int]]] = [[] for _ in self.blocks]
-        for c in self.moving:
+        for c in self.moving if self.ranks == 1 else chunks:
+            size = self.gradient_bytes(c) if uses.updated(c) else 0
             for _, first, last in uses.spans[c][:-1]:
                 for n in range(self.block_of[first], self.block_of[last] + 1):
-                    self.gradient_lists[n].append((c, b.payload(c, "grad")))
+                    self.gradient_lists[n].append((c, size))
+        # Updated small chunks on several ranks: first and last block in which the others' slices are here.
+        self.small_visits: dict[int, tuple[int, int]] = {}
+        if self.ranks > 1:
+            for c in sorted(self.small):
+                if uses.updated(c):
+                    self.small_visits[c] = (self.block_of[uses.first_use(c)], self.block_of[uses.touched[c][-1]])
+        self.update_block = [self._update_block(c) if uses.updated(c) else -1 for c in chunks]
 
     # Which numbers of pins to try.
+    def gradient_bytes(self, chunk: int) -> int:
+        """Bytes on the GPU of a gradient list of its own, with several ranks that of the whole chunk."""
+        b = self.builder
+        return b.payload(chunk, "grad") + (b.payload(chunk, "grad_remote") if self.ranks > 1 else 0)
+
+    def whole_bytes(self, chunk: int) -> int:
+        """The working list of all ranks together."""
+        return self.sizes[chunk] + self.remote[chunk]
+
+    def _update_block(self, chunk: int) -> int:
+        """Block behind which an eager update on the GPU runs: that of its last use; on several ranks the first one by
+        whose end the gradient should have been summed."""
+        n = self.block_of[max(self.uses.last_gradient(chunk), self.uses.touched[chunk][-1])]
+        if self.ranks == 1:
+            return n
+        left_s = SUMS_TAKE * self.cost.collective_s(self.whole_bytes(chunk))
+        while left_s > 0 and n < len(self.blocks) - 1:
+            n += 1
+            left_s -= self.blocks[n].seconds
+        return n
+
     # How many chunks can be pinned.
 
     def most_pins(self) -> int:
         """The most chunks, in the order of `candidates`, whose working list and states could stay on the GPU."""
         budget = self.machine.gpu_budget_bytes
-        room = [budget - self.small_bytes - block.tide_bytes - self.gradients(n) for n, block in enumerate(self.blocks)]
+        room = [
+            budget - self.small_bytes - block.tide_bytes - self.gradients(n) - sum(self.remote[c] for c in block.chunks)
+            for n, block in enumerate(self.blocks)
+        ]
         position = {c: n for n, c in enumerate(self.candidates)}
         need = [tuple(position[c] for c in block.chunks if c in position) for block in self.blocks]
         fixed = [sum(self.sizes[c] for c in block.chunks if c not in position) for block in self.blocks]
@@ -102,7 +137,10 @@ class Ground:
     def least_room_bytes(self) -> int:
         """Bytes that the tide, gradient lists and small chunks leave for all others in the tightest block."""
         budget = self.machine.gpu_budget_bytes - self.small_bytes
-        return min(budget - block.tide_bytes - self.gradients(n) for n, block in enumerate(self.blocks))
+        return min(
+            budget - block.tide_bytes - self.gradients(n) - sum(self.remote[c] for c in block.chunks)
+            for n, block in enumerate(self.blocks)
+        )
 
     def pin_facts(self) -> PinFacts:
         """What the closed form for the number of pins needs to know."""
@@ -140,7 +178,7 @@ class Ground:
             states_bytes=states,
             h2d_bytes_per_s=link.h2d_bytes_per_s,
             d2h_bytes_per_s=link.d2h_bytes_per_s,
-            dram_bytes_per_s=self.machine.host.dram_bytes_per_s,
+            dram_bytes_per_s=self.machine.host.dram_bytes_per_s / self.machine.local_ranks,
             duplex=link.duplex,
             dram_adam_bytes=[self.cost.cpu_adam_bytes(c) for c in self.candidates],
             passing_bytes=max(states, default=0) + largest,
@@ -150,6 +188,8 @@ class Ground:
 
     def gradients(self, n: int, pinned: frozenset[int] = frozenset()) -> int:
         """Bytes of the gradient lists that block n needs, of chunks that are not pinned."""
+        if self.ranks > 1:  # they arrive whole, wherever they are added up
+            return sum(size for _, size in self.gradient_lists[n])
         return sum(size for c, size in self.gradient_lists[n] if c not in pinned)
 
     def check_gpu(self) -> None:
@@ -157,7 +197,7 @@ class Ground:
         budget = self.machine.gpu_budget_bytes
         worst, short = 0, -budget
         for n, block in enumerate(self.blocks):
-            own = sum(self.sizes[c] for c in block.chunks) + self.gradients(n)
+            own = sum(self.whole_bytes(c) for c in block.chunks) + self.gradients(n)
             over = self.small_bytes + own + block.tide_bytes - budget
             if over > short:
                 worst, short = n, over
@@ -165,7 +205,7 @@ class Ground:
             return
         block = self.blocks[worst]
         moment = max(range(block.first, block.last + 1), key=lambda m: self.tide[m])
-        own = sum(self.sizes[c] for c in block.chunks)
+        own = sum(self.whole_bytes(c) for c in block.chunks)
         parts = [
             describe_moment(self.workload, moment)
             if self.follow_tide

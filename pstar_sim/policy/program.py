@@ -14,7 +14,7 @@ from pstar_sim.policy.course import Course, Knobs, Modes
 from pstar_sim.policy.emit import cut_tide
 from pstar_sim.policy.event_loop import Op, Outcome, Program, run
 from pstar_sim.policy.ground import Ground
-from pstar_sim.policy.residency import gaps_of
+from pstar_sim.policy.residency import Gap, gaps_of
 from pstar_sim.policy.rules import adam_key, adam_waits_for_backward, fetch_floors
 
 __all__ = ["Attempt", "What", "attempt", "play"]
@@ -88,6 +88,11 @@ class _Weaver:
         self.last_drop: dict[tuple[int, str], int] = {}  # (chunk, list) -> op that last freed it on the GPU
         self.first_fetch: list[tuple[int, str, int]] = []  # ops that take what the previous iteration left behind
         self.first_drop: dict[int, int] = {}
+        self.gathered: set[int] = set()  # chunks whose first visit of the iteration has begun
+        self.first_gather: list[tuple[int, int, bool]] = []  # chunk, gather, whether nothing was fetched for it
+        self.others_gone: dict[int, int] = {}  # chunk -> op that last gave up the others' slices
+        self.reduced: dict[int, int] = {}  # chunk -> sum of its last gradient over the ranks
+        self.gpu_adam_of: dict[int, int] = {}
         self.gradient_free: dict[int, int] = {}
         self.last_add: dict[int, int] = {}
         self.last_adds: list[int] = []  # of last gradients, where the norm needs them
@@ -143,12 +148,27 @@ class _Weaver:
                 if gap not in course.kept:
                     self.dropped[gap.start].append(c)
                     self.fetches[gap.end].append(c)
+        self.gathers: list[list[int]] = [[] for _ in range(count)]  # chunks made whole for it
+        self.others_dropped: list[list[int]] = [[] for _ in range(count)]
+        self.reduces: list[list[int]] = [[] for _ in range(count)]
+        for c, runs in course.visits.items():
+            for n, (begin, end) in enumerate(runs):
+                if n == 0 or (begin > runs[n - 1][1] + 1 and Gap(runs[n - 1][1], begin, c) not in course.kept_whole):
+                    self.gathers[begin].append(c)
+                if n == len(runs) - 1 and uses.updated(c):
+                    self.reduces[end].append(c)
+                elif n == len(runs) - 1 or Gap(end, runs[n + 1][0], c) not in course.kept_whole:
+                    self.others_dropped[end].append(c)
+            if uses.updated(c) and (c in course.modes.pinned or c in g.small):
+                for number, (_, first, last) in enumerate(uses.spans[c][:-1]):
+                    self.opens[at[g.block_of[first]]].append((c, number))
+                    self.closes[at[g.block_of[last]]].append((c, number))
         self.on_gpu = sorted(
             (c for c in (*g.small, *course.modes.pinned) if uses.updated(c)), key=lambda c: (uses.first_use(c), c)
         )
         if g.barrier is None:
             for c in self.on_gpu:
-                self.pins[at[g.block_of[uses.last_gradient(c)]]].append(c)
+                self.pins[at[g.update_block[c]]].append(c)
 
     def weave(self) -> Program:
         course, g = self.course, self.g
@@ -159,7 +179,8 @@ class _Weaver:
         floors = fetch_floors(g.point.prefetch, [n for n, _ in served], count)
         self.floor_of = dict(zip(served, floors))
         for n, position in enumerate(course.positions):
-            arriving = [self._fetch(c, n) for c in self.fetches[n]]
+            fetched = {c: self._fetch(c, n) for c in self.fetches[n]}
+            arriving = [*fetched.values(), *(self._gather(c, n, fetched.get(c)) for c in self.gathers[n])]
             if position.chunk >= 0:
                 self._update(n, position.chunk, arriving)
             else:
@@ -168,10 +189,16 @@ class _Weaver:
         self._adam()
         for op, floor in self.behind_border:
             self.ops[op].after += ((self.passed[floor + count], 1),)
+        for c, op, alone in self.first_gather:
+            after: _After = ((self.others_gone[c], 1),)
+            if alone and c in self.gpu_adam_of:
+                after += ((self.gpu_adam_of[c], 1),)
+            self.ops[op].after += after
         for c, name, op in self.first_fetch:
             self.ops[op].after += ((self.last_drop[c, name], 1), *self._updated_before(c))
         blocks = [block.tide_bytes for block in g.blocks]
         free = g.machine.gpu_budget_bytes - course.resident_bytes - sum(g.sizes[c] for c in course.stays)
+        free += sum(g.remote[c] for c in g.small_visits)  # reckoned with throughout, absent at the cut
         held, _ = g.host_bytes(course.modes.pinned)
         return Program(
             ops=tuple(self.ops),
@@ -179,7 +206,7 @@ class _Weaver:
             host_free_bytes=g.machine.host_budget_bytes - held,
             room=course.room,
             lead_bytes=course.knobs.lead_chunks * g.builder.layout.chunk_bytes,
-            dram_bytes_per_s=g.machine.host.dram_bytes_per_s,
+            dram_bytes_per_s=g.machine.host.dram_bytes_per_s / g.machine.local_ranks,
             duplex=g.machine.link.duplex,
         )
 
@@ -212,6 +239,44 @@ class _Weaver:
             self.first_fetch.append((c, list_name, op))
         return op
 
+    def _gather(self, c: int, n: int, fetched: int | None) -> int:
+        """The other ranks' slices come for position n, behind this rank's own one."""
+        g = self.g
+        after: _After = ((fetched, 0),) if fetched is not None else ()
+        if c in self.others_gone:
+            after += ((self.others_gone[c], 0),)
+        op = self._add(
+            Queue.NET,
+            Kind.GATHER,
+            c,
+            "remote",
+            self._moment_of(n),
+            seconds=g.cost.collective_s(g.whole_bytes(c)),
+            gpu_take=g.remote[c],
+            after=after,
+            key=(float(n), float(c)),
+            use=n,
+        )
+        if c not in self.gathered:
+            self.gathered.add(c)
+            self.first_gather.append((c, op, fetched is None))
+        return op
+
+    def _reduce(self, c: int, list_name: str, moment: int, n: int, after: _After) -> int:
+        """A gradient that is complete is summed over the ranks; the others' slices of it are gone then."""
+        g = self.g
+        return self._add(
+            Queue.NET,
+            Kind.REDUCE_SCATTER,
+            c,
+            list_name,
+            moment,
+            seconds=g.cost.collective_s(g.whole_bytes(c)),
+            gpu_free=g.builder.payload(c, list_name),
+            after=after,
+            key=(float(n), -1.0),
+        )
+
     def _last_computed(self) -> int:
         return next(i for i in range(len(self.ops) - 1, -1, -1) if self.ops[i].queue is Queue.COMPUTE)
 
@@ -229,9 +294,12 @@ class _Weaver:
         block = blocks[position.block]
         for c, number in self.opens[n]:
             after: _After = ((self.gradient_free[c], 0),) if number else ()
-            size = g.builder.payload(c, "grad")
-            self._add(Queue.COMPUTE, Kind.ALLOC, c, "grad", g.span(c, number)[0], gpu_take=size, after=after)
+            for name in ("grad", "grad_remote") if g.ranks > 1 else ("grad",):
+                size = g.builder.payload(c, name)
+                self._add(Queue.COMPUTE, Kind.ALLOC, c, name, g.span(c, number)[0], gpu_take=size, after=after)
         waits = [(op, 0) for op in arriving]
+        if position.block == count - 1:  # the step: gradients of all ranks are there
+            waits += [(op, 0) for op in self.reduced.values()]
         here = self._add(
             Queue.COMPUTE,
             Kind.COMPUTE,
@@ -244,18 +312,31 @@ class _Weaver:
         )
         self.what[here].block = position.block
         self.end_of.append(here)
+        for c in self.others_dropped[n]:
+            self.others_gone[c] = self._add(Queue.COMPUTE, Kind.DROP, c, "remote", block.last, gpu_free=g.remote[c])
         self._drop_clean(n)
+        for c in self.reduces[n]:
+            moment = g.uses.last_gradient(c)
+            self.reduced[c] = self.others_gone[c] = self._reduce(c, "remote", moment, n, ((here, 0),))
         for c in self.pins[n]:
-            self._add(Queue.COMPUTE, Kind.GPU_ADAM, c, seconds=g.cost.gpu_adam_s(c))
+            self._update_resident(c)
         for c, number in self.closes[n]:
-            after = ((here, 0),) if number == 0 else ((here, 0), (self.last_add[c], 0))
+            done = here
+            if g.ranks > 1:
+                done = self._reduce(c, "grad_remote", g.span(c, number)[1], n, ((here, 0),))
+            if c in course.modes.pinned or c in g.small:
+                self.ops[done].then = len(self.ops)  # the sum is added where it is
+                size = g.builder.payload(c, "grad")
+                self.gradient_free[c] = self._add(Queue.NET, Kind.FREE, c, "grad", g.span(c, number)[1], gpu_free=size)
+                continue
+            after = ((done, 0),) if number == 0 else ((done, 0), (self.last_add[c], 0))
             self._send_gradient(c, g.span(c, number)[1], after)
         for c in self.leaves[n]:
-            self.down[c] = self._send_last(c, here)
+            self.down[c] = self._send_last(c, self.reduced.get(c, here))
         for c in self.parked[n]:
-            self._send_last(c, here)
+            self._send_last(c, self.reduced.get(c, here))
         for c in self.final[n]:
-            self._send_last(c, here, drop=False)
+            self._send_last(c, self.reduced.get(c, here), drop=False)
         if position.block == count - 1 and g.barrier is not None:
             self._pins_behind_barrier()
 
@@ -269,8 +350,14 @@ class _Weaver:
 
     def _pins_behind_barrier(self) -> None:
         for number, c in enumerate(self.on_gpu):
-            after = tuple((op, 0) for op in self.last_adds) if number == 0 else ()
-            self._add(Queue.COMPUTE, Kind.GPU_ADAM, c, seconds=self.g.cost.gpu_adam_s(c), after=after)
+            self._update_resident(c, tuple((op, 0) for op in self.last_adds) if number == 0 else ())
+
+    def _update_resident(self, c: int, after: _After = ()) -> None:
+        """GPU Adam of a chunk whose states are always there."""
+        if c in self.reduced:
+            after += ((self.reduced[c], 0),)
+        seconds = self.g.cost.gpu_adam_s(c)
+        self.gpu_adam_of[c] = self._add(Queue.COMPUTE, Kind.GPU_ADAM, c, seconds=seconds, after=after)
 
     def _send_gradient(self, c: int, moment: int, after: _After) -> None:
         """The gradient of a micro-batch but the last goes down in a list of its own and is added there."""
@@ -362,7 +449,9 @@ class _Weaver:
         for name in course.visiting_lists(c):
             arriving.append(self._fetch(c, n, name, added if name == "grad32" else ()))
         waits = [(op, 0) for op in arriving] + [(op, 0) for op in self.last_adds]
-        here = self._add(
+        if c in self.reduced:
+            waits.append((self.reduced[c], 0))
+        here = self.gpu_adam_of[c] = self._add(
             Queue.COMPUTE,
             Kind.GPU_ADAM,
             c,

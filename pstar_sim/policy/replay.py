@@ -30,6 +30,9 @@ class _Replay:
     def __init__(self, plan: Plan, cost: CostModel) -> None:
         steps = plan.steps
         self.machine = plan.machine
+        self.dram_bytes_per_s = (
+            plan.machine.host.dram_bytes_per_s / plan.machine.local_ranks
+        )  # equal ranks share evenly
         index = {step.id: i for i, step in enumerate(steps)}
         self.queues = list(dict.fromkeys(step.queue for step in steps))
         number = {queue: q for q, queue in enumerate(self.queues)}
@@ -53,7 +56,7 @@ class _Replay:
         for q, size, seconds in zip(self.queue_of, self.dram, self.seconds):
             if size and seconds > 0:
                 most[q] = max(most[q], size / seconds)
-        return sum(most) > self.machine.host.dram_bytes_per_s
+        return sum(most) > self.dram_bytes_per_s
 
     def _pace(self) -> float | None:
         """The period if the last iteration is steady, or the last that may be played."""
@@ -201,7 +204,7 @@ class _Replay:
             i = running[q]
             left[q] -= (now - settled) * speed[q]
             wanted += self.dram[i] / self.seconds[i] * (halved if self.copies[i] else 1.0)
-        share = min(1.0, self.machine.host.dram_bytes_per_s / wanted) if wanted > 0 else 1.0
+        share = min(1.0, self.dram_bytes_per_s / wanted) if wanted > 0 else 1.0
         for q in busy:
             on_link = halved if self.copies[running[q]] else 1.0
             speed[q] = min(share, self._beside(q, busy, running)) * on_link
