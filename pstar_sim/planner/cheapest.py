@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING
 from pstar_sim.catalog.loader import load_machine, with_nodes
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.prices import Price, load_prices
+from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings
+from pstar_sim.cost import CostModel
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.compare import Row, compare
-from pstar_sim.planner.memory import shortage
 from pstar_sim.planner.trust import trust
 from pstar_sim.workload.lora import Adapter
 from pstar_sim.workload.presets import preset
+from pstar_sim.workload.workload import Workload
 
 if TYPE_CHECKING:
     import pandas
@@ -32,8 +34,9 @@ __all__ = ["Bill", "Cheapest", "Offer", "bill", "cheapest"]
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 MOST_NODES = 64
-POLICIES = ("all_on_gpu", "zero3_resident", "zero_offload", "patrickstar", "tide")
-"""Tried where none is named, those of them that there are."""
+ONE_GPU = ("all_on_gpu", "zero_offload", "tide")
+SEVERAL = ("all_on_gpu", "zero3_resident", "zero_offload", "zero3_offload", "tide")
+"""Policies that are tried where none is named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +59,8 @@ def bill(tokens: float, tokens_per_s: float, usd_per_hour: float) -> Bill:
 class Offer:
     """One machine, so many of it. nodes: how many. in_time: it makes the deadline (or there is none). batch: sequences
     a micro-batch of one rank. price_of: the offer behind the price and its date. error, trust: of tokens_per_s, see
-    `Fit`. reason: why there are no figures, or why more nodes were not tried."""
+    `Fit`. least_days: what the matmuls alone take; where that is too long already nothing is planned. reason: why there
+    are no figures, or why more nodes were not tried."""
 
     machine: str
     nodes: int
@@ -73,6 +77,7 @@ class Offer:
     usd_per_million_tokens: float | None = None
     error: float | None = None
     trust: str | None = None
+    least_days: float | None = None
     reason: str | None = None
 
 
@@ -130,7 +135,17 @@ def cheapest(
         raise PstarError(f"a deadline must be a positive time, not {deadline_s:g} s")
     known = load_prices(prices)
     settings = settings or Settings()
-    job = _Job(model, batch, seq, dtype, checkpointing, lora, optimizer, settings, _tried(policies))
+    job = _Job(
+        model,
+        batch,
+        seq,
+        dtype,
+        checkpointing,
+        lora,
+        optimizer,
+        settings,
+        None if policies is None else tuple(policies),
+    )
     chosen = [load_machine(m) if isinstance(m, str) else m for m in (known if machines is None else machines)]
     rows: list[Offer] = []
     for machine in chosen:
@@ -141,16 +156,8 @@ def cheapest(
 
 def _rank(row: Offer) -> tuple[float, ...]:
     if row.days is None or row.usd is None:
-        return (2.0,)
+        return (2.0, row.least_days or float("inf"))
     return (0.0, row.usd) if row.in_time else (1.0, row.days)
-
-
-def _tried(policies: Sequence[str] | None) -> tuple[str, ...]:
-    if policies is not None:
-        return tuple(policies)
-    from pstar_sim.policy.registry import policies as all_policies
-
-    return tuple(name for name in POLICIES if name in all_policies())
 
 
 @dataclass(frozen=True)
@@ -163,7 +170,20 @@ class _Job:
     lora: Adapter | None
     optimizer: str
     settings: Settings
-    policies: tuple[str, ...]
+    policies: tuple[str, ...] | None
+
+    def workload(self, machine: Machine, batch: int, micro_batches: int) -> Workload:
+        """Of one rank."""
+        return preset(
+            self.model,
+            batch=batch,
+            seq=self.seq,
+            micro_batches=micro_batches,
+            dtype=self.dtype or next((d for d in ("bf16", "fp16") if d in machine.gpu.flops_per_s), "fp32"),
+            checkpointing=self.checkpointing,
+            lora=self.lora,
+            optimizer=self.optimizer,
+        )
 
 
 def _price_of(machine: Machine, prices: Mapping[str, Price]) -> tuple[float, str]:
@@ -195,12 +215,26 @@ def _offers(
         where = with_nodes(machine, nodes) if nodes != machine.nodes else machine
         if job.batch % len(where.ranks) and last is not None:
             return [_with_reason(last, last.reason or "too slow, and more ranks cannot share the batch")]
-        last = row = _offer(where, job, usd, what, tokens, deadline_s)
+        least_s = _least_s(where, job, tokens)
+        if deadline_s is not None and least_s is not None and least_s > deadline_s:
+            row = Offer(
+                machine=where.name,
+                nodes=nodes,
+                gpus=len(where.ranks),
+                usd_per_hour=usd * nodes,
+                price_of=what,
+                least_days=least_s / DAY_S,
+                reason=f"too slow: {least_s / DAY_S:.1f} days if it never waited for anything",
+            )
+        else:
+            row = _offer(where, job, usd, what, tokens, deadline_s)
+        last = row
         if row.in_time or nodes * 2 > most_nodes:
             return [row]
         if machine.network is None:
-            return [row if row.reason else _with_reason(row, "too slow alone, and no network joins several of it")]
-        if row.reason is not None and "does not fit" not in row.reason:
+            alone = "too slow alone, and no network joins several of it"
+            return [row if row.reason else _with_reason(row, alone)]
+        if row.reason is not None and "does not fit" not in row.reason and row.least_days is None:
             return [row]
         nodes *= 2
 
@@ -243,41 +277,33 @@ def _offer(machine: Machine, job: _Job, usd: float, what: str, tokens: float, de
     )
 
 
+def _least_s(machine: Machine, job: _Job, tokens: float) -> float | None:
+    """Seconds of the matmuls alone, with a rank's sequences in one micro-batch; None if ranks cannot share them."""
+    ranks = len(machine.ranks)
+    if job.batch % ranks:
+        return None
+    workload = job.workload(machine, job.batch // ranks, 1)
+    seconds = sum(CostModel(workload, machine, build_layout(workload)).moments_s)
+    return seconds * tokens / (workload.tokens * ranks)
+
+
 def _fastest(machine: Machine, job: _Job) -> tuple[Row, int, int] | str:
     """The fastest policy with the largest micro-batches that fit: (row, batch of a rank, micro-batches), or why not."""
     ranks = len(machine.ranks)
     if job.batch % ranks:
         return f"{job.batch} sequences cannot be shared evenly by {ranks} GPUs"
     share = job.batch // ranks
-    working = job.dtype or next((d for d in ("bf16", "fp16") if d in machine.gpu.flops_per_s), "fp32")
     worst = "no policy fits"
+    policies = job.policies or (ONE_GPU if ranks == 1 else SEVERAL)
     for batch in sorted((n for n in range(1, share + 1) if share % n == 0), reverse=True):
-        workload = preset(
-            job.model,
-            batch=batch,
-            seq=job.seq,
-            micro_batches=share // batch,
-            dtype=working,
-            checkpointing=job.checkpointing,
-            lora=job.lora,
-            optimizer=job.optimizer,
-        )
-        fitting: list[str] = []
-        for policy in job.policies:
-            try:
-                short = shortage(policy, workload, machine, job.settings)
-            except PstarError as error:  # a policy that does not go with several GPUs, say
-                worst = str(error)
-                continue
-            if short is None:
-                fitting.append(policy)
-            else:
-                worst = str(short)
-        if not fitting:
-            continue
+        workload = job.workload(machine, batch, share // batch)
         try:
-            answer = compare(workload, machine, policies=fitting, settings=job.settings, barrier_cost=False, near=False)
+            answer = compare(
+                workload, machine, policies=policies, settings=job.settings, barrier_cost=False, near=False
+            )
         except PstarError as error:
             return str(error)
-        return answer.best().row, batch, share // batch
+        if any(row.fits for row in answer.rows):
+            return answer.best().row, batch, share // batch
+        worst = next((row.reason for row in reversed(answer.rows) if row.reason), worst)
     return worst

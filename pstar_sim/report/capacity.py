@@ -162,11 +162,14 @@ def cheapest_text(answer: Cheapest, *, width: int = 120) -> str:
     )  # fmt: skip
     shown = [row for row in answer.rows if row.days is not None]
     lines.append(_table(columns, [_offer_cells(row) for row in shown], width) if shown else "no machine can train it")
-    best = answer.best
-    if best is None and shown:
-        lines += _notes(
-            [f"none makes the deadline; the nearest is {shown[0].machine}, {shown[0].days:.1f} days"], width
-        )
+    if answer.best is None and answer.rows:
+        nearest = min(answer.rows, key=lambda row: row.days or row.least_days or float("inf"))
+        days = nearest.days or nearest.least_days
+        if days is not None:
+            least = "" if nearest.days is not None else "at least "
+            lines += _notes(
+                [f"none makes the deadline; the nearest is {nearest.machine}, {least}{days:.1f} days"], width
+            )
     lines += _notes([f"{row.machine}: {row.reason}" for row in answer.rows if row.reason is not None], width)
     prices = dict.fromkeys(f"{row.machine}: {row.price_of}" for row in shown)
     lines += _notes([f"prices of a node: {'; '.join(prices)}"] if prices else [], width)
