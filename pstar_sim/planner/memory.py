@@ -76,7 +76,7 @@ def shortage(policy: str | Policy, workload: Workload, machine: Machine, setting
     left out."""
     point = _POINTS.get(policy) if isinstance(policy, str) else None
     try:
-        if point is not None and len(machine.ranks) == 1:
+        if point is not None:
             try:
                 _ground(str(policy), point, workload, machine, settings)
             except DoesNotFit:
@@ -101,7 +101,7 @@ def memory_need(
     """What the policy needs of the host. Raises DoesNotFit if it has no room, be it for rounding or start-up only."""
     startup = startup_bytes(workload, machine, loading)
     point = _POINTS.get(policy) if isinstance(policy, str) else None
-    if point is not None and len(machine.ranks) == 1:
+    if point is not None:
         try:
             ground = _ground(str(policy), point, workload, machine, settings)
         except DoesNotFit:

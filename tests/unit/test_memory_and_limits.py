@@ -45,6 +45,22 @@ def test_a_quick_answer_is_what_planning_says(micro_batches: int, clip: bool) ->
     assert seen == {None, "gpu", "host"}
 
 
+def test_a_quick_answer_is_what_planning_says_on_several_gpus() -> None:
+    w = preset("gpt2", batch=1, seq=64)
+    seen = set()
+    for name in QUICK:
+        for gpu in ("220MB", "400MB", "1GB"):
+            for host in ("2.3GB", "3.7GB", "3.9GB"):
+                changes = {"gpus": 4, "gpu.memory": gpu, "host.memory": host, "peer.bandwidth": "5GB/s"}
+                m = ps.machine("virtual", overrides=changes)
+                quick, slow = shortage(name, w, m, ps.Settings()), planned(name, w, m, ps.Settings())
+                assert (quick is None) == (slow is None), (name, gpu, host)
+                if quick is not None and slow is not None:
+                    assert (quick.place, quick.needed_bytes) == (slow.place, slow.needed_bytes)
+                seen.add(None if quick is None else quick.place)
+    assert seen >= {None, "gpu"}
+
+
 def test_pinned_bytes_are_the_executors_slabs() -> None:
     """tide with nothing pinned: the slabs that the plan of the same pins would be given."""
     w = preset("gpt2", batch=1, seq=64)
