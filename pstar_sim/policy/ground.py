@@ -184,7 +184,15 @@ class Ground:
             passing_bytes=max(states, default=0) + largest,
             last_room_bytes=self.machine.gpu_budget_bytes - self.small_bytes - self.tide[-1],
             turn_s=sum(self.cost.moments_s[:turn]),
+            net_s=self._least_net_s(),
         )
+
+    def _least_net_s(self) -> float:
+        """Each updated chunk is gathered once, and its gradient summed in each micro-batch."""
+        if self.ranks == 1:
+            return 0.0
+        each = sum(self.cost.collective_s(self.whole_bytes(c)) for c in self.candidates)
+        return each * (1 + self.workload.micro_batches)
 
     def gradients(self, n: int, pinned: frozenset[int] = frozenset()) -> int:
         """Bytes of the gradient lists that block n needs, of chunks that are not pinned."""

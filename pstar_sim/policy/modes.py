@@ -30,7 +30,8 @@ class ModeFacts:
     """pins: what the closed form for pins knows, chunks in order of first use. states_bytes: per chunk, what comes up
     for its update and goes down after it. h2d, d2h, dram: bytes per second. dram_adam_bytes: DRAM traffic of one CPU
     update and of all its accumulations, per chunk. passing_bytes: GPU room that streaming one chunk takes, own use
-    and copies. last_room_bytes: room at the last moment, nothing pinned. turn_s: when the last backward pass begins."""
+    and copies. last_room_bytes: room at the last moment, nothing pinned. turn_s: when the last backward pass begins.
+    net_s: least seconds of collectives."""
 
     pins: PinFacts
     states_bytes: Sequence[int]
@@ -42,6 +43,7 @@ class ModeFacts:
     passing_bytes: int
     last_room_bytes: int
     turn_s: float
+    net_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ def roofline(facts: ModeFacts, pins: Sequence[int], shares: Sequence[float]) -> 
     terms += [d2h] if facts.duplex else []
     if not f.barrier:
         terms.append(backward)
+    terms.append(np.full_like(z, facts.net_s))
     windows = _windows(facts)
     last = [np.where(cpu > 1e-9, span + cpu * adams + copies, 0.0) for span, adams, copies in windows[-1:]]
     least_up = h2d - z * up

@@ -17,7 +17,7 @@ from pstar_sim.policy.program import play as play_course
 from pstar_sim.policy.registry import built_in
 from pstar_sim.policy.replay import period_s
 from pstar_sim.sim.play import play
-from pstar_sim.testing import check_policy, random_machine, random_settings, random_workload
+from pstar_sim.testing import check_policy, random_machine, random_ranks, random_settings, random_workload
 
 
 def test_every_plan_is_correct_and_keeps_the_budget() -> None:
@@ -48,12 +48,30 @@ def test_never_behind_another_policy(seed: int) -> None:
         assert fastest["optimal"] <= min(fastest.values()) * (1 + 2e-6), fastest
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_any_choice_of_modes_that_has_room_makes_a_correct_plan(seed: int) -> None:
-    rng = random.Random(seed)
+@pytest.mark.parametrize("policy", ["static_partition", "tide", "optimal"])
+@pytest.mark.parametrize("seed", range(6))
+def test_on_several_ranks(policy: str, seed: int) -> None:
+    """Proved for all ranks at once; one that stands for all takes as long as every one of them played by itself."""
+    rng = random.Random(900 + seed)
     workload = random_workload(rng)
-    machine, settings = random_machine(rng, workload), random_settings(rng)
-    if rng.random() < 0.2:
+    machine, settings = random_ranks(rng, random_machine(rng, workload), rng.choice((2, 4))), random_settings(rng)
+    try:
+        plan = find_policy(policy)(workload, machine, settings)
+    except DoesNotFit:
+        return
+    plan.check(workload, machine)
+    alone, everyone = play(plan), play(plan, every_rank=True)
+    assert alone.iteration_s == pytest.approx(everyone.iteration_s, rel=1e-3)
+    assert period_s(plan) == pytest.approx(alone.iteration_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("seed", range(20))
+def test_any_choice_of_modes_that_has_room_makes_a_correct_plan(seed: int, ranks: int) -> None:
+    rng = random.Random(100 * ranks + seed)
+    workload = random_workload(rng)
+    machine, settings = random_ranks(rng, random_machine(rng, workload), ranks), random_settings(rng)
+    if ranks == 1 and rng.random() < 0.2:
         machine = replace(machine, ranks=(replace(machine.ranks[0], link=replace(machine.link, duplex=False)),))
     ground = Ground("any", workload, machine, settings, Point(streams=True))
     order = list(ground.candidates)
