@@ -12,11 +12,18 @@ __all__ = ["ablate"]
 
 
 def ablate(args: argparse.Namespace) -> int:
-    from pstar_sim.cli.inputs import machine_of, settings_of, workload_of
+    from pstar_sim.cli.inputs import machine_of, settings_of, workloads_of
     from pstar_sim.planner.ablate import ablate as ask
 
     machine = machine_of(args)
-    found = ask(workload_of(args, machine), machine, settings_of(args), policy=args.policy, progress=_progress)
+    found = ask(
+        workloads_of(args, machine),
+        machine,
+        settings_of(args),
+        policy=args.policy,
+        certify=args.certify,
+        progress=_progress,
+    )
     if args.output is not None:
         from pstar_sim.report.waterfall import waterfall_figure
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pstar_sim.cli.flags import Commands, machine_flags, new_file, settings_flags, workload_flags
+from pstar_sim.cli.flags import Commands, certify_flag, machine_flags, new_file, settings_flags, workload_flags
 
 __all__ = ["add"]
 
@@ -20,5 +20,6 @@ def add(command: Commands) -> None:
     ablate.add_argument(
         "--policy", default="optimal", metavar="P", help="the policy that the changes lead to (default: optimal)"
     )
+    certify_flag(ablate, "hold all lines against the tighter bound of a linear program, which takes seconds")
     ablate.add_argument("--json", action="store_true", help="a JSON object instead of the tables")
     ablate.add_argument("-o", "--output", type=new_file, metavar="FILE", help="also draw the waterfall")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import PlanError, PstarError
-from pstar_sim.planner.compare import Row, compare
+from pstar_sim.planner.compare import Comparison, Row, compare
 from pstar_sim.policy.options import options_of, show
 from pstar_sim.policy.registry import find_policy, policy_name
 from pstar_sim.workload.workload import Workload
@@ -77,9 +77,9 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ablation:
-    """settings: with the chunk size of every line. lines: the ladder, first to last; of those that fit the gains add
-    up to the last one's total_s. without: the policy asked about (`policy`) with one idea taken out, a line each, its
-    gains against that policy (so negative where the idea pays)."""
+    """workload: one rank's share. settings: with the chunk size of every line. lines: the ladder, first to last; of
+    those that fit the gains add up to the last one's total_s. without: the policy asked about (`policy`) with one idea
+    taken out, a line each, its gains against that policy (so negative where the idea pays). notes: as `Comparison`."""
 
     workload: Workload
     machine: Machine
@@ -87,6 +87,7 @@ class Ablation:
     policy: str
     lines: tuple[Line, ...]
     without: tuple[Line, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def barrier(self) -> str | None:
@@ -118,34 +119,52 @@ class Ablation:
 
 
 def ablate(
-    workload: Workload,
+    workload: Workload | Sequence[Workload],
     machine: Machine,
     settings: Settings | None = None,
     *,
     policy: str = "optimal",
+    certify: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Ablation:
     """What each idea is worth between `patrickstar` and `policy`, a policy of the asynchronous family.
 
-    Where `settings` leave the chunk size open, every line has that of `policy`, which is planned first.
-    progress: called with (lines planned, lines in all). Raises UnknownName for a policy nobody knows, PstarError for
-    one that is no point of the family, and PlanError if `policy` does not fit.
+    workload: as in `compare`. Where `settings` leave the chunk size open, every line has that of `policy`, which is
+    planned first (on several ranks `patrickstar`, whose chunks are not sliced, has its own). certify: hold all lines
+    against the bound of the fluid linear program. progress: called with (lines planned, lines in all). Raises
+    UnknownName for a policy nobody knows, PstarError for one that is no point of the family, and PlanError if `policy`
+    does not fit.
     """
-    settings = settings or Settings()
-    free = settings.barrier(workload.dtype) is None
+    own = settings = settings or Settings()
+    dtype = (workload if isinstance(workload, Workload) else workload[0]).dtype
+    free = settings.barrier(dtype) is None
     steps, taken_out = ladder(policy, barrier=free), left_out(policy, barrier=free)
     asked = steps[-1][1]
     specs = list(dict.fromkeys([asked, *(spec for _, spec in (*steps, *taken_out))]))
     rows: dict[str, Row] = {}
+    best: Comparison | None = None
     for spec in specs:
         if progress is not None:
             progress(len(rows), len(specs))
-        found = compare(workload, machine, policies=[spec], settings=settings, barrier_cost=False, near=False)
+        used = own if spec == BASE and len(machine.ranks) > 1 else settings
+        found = compare(
+            workload,
+            machine,
+            policies=[spec],
+            settings=used,
+            barrier_cost=False,
+            near=False,
+            certify=certify and best is None,
+        )
         rows[spec] = found.rows[0]
-        if not rows[asked].fits:
-            raise PlanError(f"there is nothing to lead up to: {rows[asked].reason}")
-        if settings.chunk_bytes is None:  # the same for every line
+        if best is None:
+            best = found
+            if not found.rows[0].fits:
+                raise PlanError(f"there is nothing to lead up to: {found.rows[0].reason}")
             settings = replace(settings, chunk_bytes=found[asked].plan.layout.chunk_bytes)
+        elif certify and used is settings:  # the same job, chunks and all: what was proved once holds for it
+            rows[spec] = _held_against(rows[spec], rows[asked].lower_bound_s)
+    assert best is not None
     if progress is not None:
         progress(len(specs), len(specs))
     lines: list[Line] = []
@@ -159,13 +178,19 @@ def ablate(
     last = rows[asked]
     without = [_line(change, rows[spec], last, None) for change, spec in taken_out]
     return Ablation(
-        workload=workload,
+        workload=best.workload,
         machine=machine,
         settings=settings,
         policy=policy_name(policy),
         lines=tuple(lines),
         without=tuple(without),
+        notes=best.notes,
     )
+
+
+def _held_against(row: Row, bound_s: float | None) -> Row:
+    gap = None if bound_s is None or row.iteration_s is None else row.iteration_s / bound_s - 1
+    return replace(row, lower_bound_s=bound_s, gap=gap)
 
 
 def ladder(policy: str, *, barrier: bool) -> list[tuple[str, str]]:

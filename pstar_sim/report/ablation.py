@@ -81,6 +81,7 @@ def _notes(ablation: Ablation) -> list[str]:
         notes.append(f"every line has chunks of {format_bytes(ablation.settings.chunk_bytes)}")
     if ablation.barrier is not None:
         notes.append(f"every line has the barrier that this setting asks for ({ablation.barrier})")
+    notes += ablation.notes
     notes += [f"{line.change}: {line.reason}" for line in (*ablation.lines, *ablation.without) if not line.fits]
     return notes
 

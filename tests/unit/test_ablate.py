@@ -126,6 +126,19 @@ def test_optimal_is_the_last_line_and_all_have_its_chunk_size(machine: Machine) 
     assert "every line has chunks of" in ablation_text(found)
 
 
+def test_a_certified_bound_holds_for_all_lines(machine: Machine, found: Ablation) -> None:
+    """The linear program is solved once: every line is the same job with the same chunks."""
+    certified = ablate(found.workload, machine, EAGER, policy="tide", certify=True)
+    bounds = [(line.iteration_s or 0.0) / (1 + line.gap) for line in certified.lines if line.gap is not None]
+    assert len(bounds) == len(certified.lines)
+    assert bounds[1:] == pytest.approx([bounds[-1]] * (len(bounds) - 1))
+    for loose, tight in zip(found.lines, certified.lines):
+        assert loose.iteration_s == tight.iteration_s
+        assert loose.gap is not None
+        assert tight.gap is not None
+        assert -1e-9 <= tight.gap <= loose.gap + 1e-9
+
+
 def test_lines_that_do_not_fit_are_passed_over(machine: Machine) -> None:
     """patrickstar needs 4 MiB of buffer and 2 of reserve more: the ladder begins below it."""
     w = chain_workload(6, MIB, forward_s=1.0, tide_bytes=MIB)
