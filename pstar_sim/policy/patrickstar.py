@@ -17,7 +17,9 @@ each rank holds its 1/P, which is the same bytes in the same places. To use a te
 own chunk is brought to the GPU and all P are gathered, synchronously. A group's remote chunks are dropped when all its
 tensors are HOLD_AFTER_FWD (so a group within one checkpoint segment is gathered a third time), and the gradients are
 reduce-scattered, synchronously, when all are HOLD_AFTER_BWD. k = P: the reserve is a group; margin space leaves out the
-own chunks and one group's remote ones.
+own chunks and one group's remote ones. With msc=on ("memory saving communication") chunks are broadcast by their owner
+and reduced to it one by one: the unit is one chunk and k = 1. Here each rank still holds 1/P of it, and it is timed as
+the gather of P slices, which is at most as long as a broadcast.
 
 What is not. Its states on the GPU may be evicted in forward and backward; here chunks with states on the GPU stay.
 Small chunks stay too, as in every policy here. The ADAM-phase limit (16 * CS) bears on nothing then. It has no
@@ -40,37 +42,49 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place, Queue, Ref
 from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.policy.emit import Builder, describe_moment
+from pstar_sim.policy.options import Option, switch
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Phase, Workload
 
-__all__ = ["MARGIN_RATIO", "patrickstar"]
+__all__ = ["MARGIN_RATIO", "OPTIONS", "patrickstar"]
 
 MARGIN_RATIO = 0.8
 MOST_ITERATIONS = 8  # until the chunks on the GPU at the cut repeat
 
 
-def patrickstar(workload: Workload, machine: Machine, settings: Settings) -> Plan:
-    """PatrickStar's steady iteration. Raises DoesNotFit where a moment's chunks, its non-model data and the reserve
-    exceed the GPU, or parameters and states the host; CannotPlan for more ranks than chunks."""
-    run = _Run(workload, machine, settings, frozenset())
+OPTIONS = {
+    "msc": Option(
+        switch(), "communicate chunk by chunk (memory saving): one chunk of room instead of one a rank", False
+    )
+}
+
+
+def patrickstar(workload: Workload, machine: Machine, settings: Settings, *, msc: bool = False) -> Plan:
+    """PatrickStar's steady iteration. msc: its memory saving communication (on several ranks).
+
+    Raises DoesNotFit where a moment's chunks, its non-model data and the reserve exceed the GPU, or parameters and
+    states the host; CannotPlan for more ranks than chunks.
+    """
+    run = _Run(workload, machine, settings, frozenset(), msc)
     start = frozenset(run.resident)
     seen = [start]
     for _ in range(MOST_ITERATIONS):
-        run = _Run(workload, machine, settings, seen[-1])
+        run = _Run(workload, machine, settings, seen[-1], msc)
         run.play()
         end = frozenset(run.resident)
         if end == seen[-1]:
             break
         seen.append(end)
     else:  # it goes round in a circle of several iterations: close it after one
-        run = _Run(workload, machine, settings, seen[-1])
+        run = _Run(workload, machine, settings, seen[-1], msc)
         run.play()
         run.restore(seen[-1])
     return run.plan(rounds=len(seen))
 
 
-def _layout(workload: Workload, settings: Settings, ranks: int) -> Layout:
-    """On several ranks the unit is a group of as many chunks. Raises CannotPlan where there are not that many."""
+def _layout(workload: Workload, settings: Settings, ranks: int, msc: bool) -> Layout:
+    """On several ranks the unit is a group of as many chunks (msc: a chunk). Raises CannotPlan where there are not that
+    many."""
     if ranks == 1:
         return build_layout(workload, chunk_bytes=settings.chunk_bytes)
     single = build_layout(workload, chunk_bytes=settings.chunk_bytes)
@@ -81,15 +95,18 @@ def _layout(workload: Workload, settings: Settings, ranks: int) -> Layout:
             f"{format_bytes(single.chunk_bytes)}; each rank owns whole chunks, so take smaller ones (chunk_bytes, "
             "--chunk) or fewer ranks"
         )
-    return build_layout(workload, chunk_bytes=single.chunk_bytes * ranks, ranks=ranks)
+    return build_layout(workload, chunk_bytes=single.chunk_bytes * (1 if msc else ranks), ranks=ranks)
 
 
 class _Run:
     """One iteration from a given set of chunks on the GPU, one action after the other."""
 
-    def __init__(self, workload: Workload, machine: Machine, settings: Settings, resident: frozenset[int]) -> None:
+    def __init__(
+        self, workload: Workload, machine: Machine, settings: Settings, resident: frozenset[int], msc: bool
+    ) -> None:
         self.workload, self.machine, self.settings = workload, machine, settings
-        layout = _layout(workload, settings, len(machine.ranks))
+        layout = _layout(workload, settings, len(machine.ranks), msc)
+        self.unit = "group" if len(machine.ranks) > 1 and not msc else "chunk"
         self.b = b = Builder("patrickstar", workload, machine, settings, layout=layout)
         self.uses = uses = b.uses
         self.several = workload.micro_batches > 1
@@ -262,7 +279,7 @@ class _Run:
                     available_bytes=self.machine.gpu_budget_bytes,
                     what=f"{describe_moment(self.workload, m)}; {len(needed)} chunks used in it, "
                     f"{format_bytes(self.used - self.fixed + size)}; "
-                    f"a reserve of one {'group' if self.sliced else 'chunk'}, {format_bytes(self.reserve)}; "
+                    f"a reserve of one {self.unit}, {format_bytes(self.reserve)}; "
                     f"small parameters, states and the fp32 buffer, {format_bytes(self.fixed)}",
                 )
 
@@ -301,7 +318,7 @@ class _Run:
                 needed_bytes=needed_bytes,
                 available_bytes=short.available_bytes,
                 what=f"{describe_moment(self.workload, m)}; its chunks and gradient lists; a reserve of one "
-                f"{'group' if self.sliced else 'chunk'}, {format_bytes(self.reserve)}; "
+                f"{self.unit}, {format_bytes(self.reserve)}; "
                 f"small parameters, states and the fp32 buffer, {format_bytes(self.fixed)}",
             ) from None
 
@@ -413,7 +430,7 @@ class _Run:
         b.predictions["policy_iteration_s"] = sum(b.cost.seconds(step) for step in b.steps)
         b.choices["capacity"] = (
             "GPU budget less the higher non-model peak of this moment and the next, less a reserve of one "
-            f"{'group of chunks' if self.sliced else 'chunk'} ({format_bytes(self.reserve)})"
+            f"{self.unit} ({format_bytes(self.reserve)})"
         )
         b.choices["margin_space"] = (
             f"{format_bytes(self.margin)}: states of {len(self.pinned)} chunks on the GPU (0.8 of it, ceil - 1)"
@@ -421,8 +438,10 @@ class _Run:
         b.choices["moves"] = "on demand and synchronous; evicted chunks are written back, clean ones too"
         if self.sliced:
             b.choices["groups"] = (
-                f"of {b.ranks} chunks, one a rank, gathered for use and given up when all their tensors were used"
-            )
+                "single chunks (memory saving communication)"
+                if self.unit == "chunk"
+                else f"of {b.ranks} chunks, one a rank"
+            ) + ", gathered for use and given up when all their tensors were used"
         b.choices["adam"] = "after backward, in chunk order; nothing overlaps it"
         if self.several:
             b.choices["micro_batches"] = "not in the original: gradients are sent down and added synchronously"

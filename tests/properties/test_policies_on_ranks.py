@@ -20,7 +20,15 @@ from pstar_sim.testing import random_jitter, random_machine, random_ranks, rando
 from pstar_sim.workload.presets import preset
 from pstar_sim.workload.workload import Workload
 
-POLICIES = ("all_on_gpu", "zero_offload", "patrickstar", "zero3_resident", "zero3_offload", "zero_infinity")
+POLICIES = (
+    "all_on_gpu",
+    "zero_offload",
+    "patrickstar",
+    "patrickstar:msc=on",
+    "zero3_resident",
+    "zero3_offload",
+    "zero_infinity",
+)
 SAME = 1e-3
 """What the explicit and the representative simulation may differ by."""
 
