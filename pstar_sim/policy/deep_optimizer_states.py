@@ -13,17 +13,17 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place
 from pstar_sim.policy.options import Option, share, whole_number
 from pstar_sim.policy.sharded import MAX_REUSE_PARAMS, PREFETCH_PARAMS, REDUCE_BUCKET_PARAMS
-from pstar_sim.policy.zero3_offload import TRACED_OPTIONS, Offloaded
+from pstar_sim.policy.zero3_offload import BUFFER_FACTOR, TRACED_OPTIONS, Offloaded, optimizer_bytes
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["HOST_BYTES_PER_PARAM", "OPTIONS", "SUB_GROUP_PARAMS", "deep_optimizer_states"]
+__all__ = ["OPTIONS", "PREFETCH_BYTES_PER_PARAM", "SUB_GROUP_PARAMS", "deep_optimizer_states"]
 
 SUB_GROUP_PARAMS = 100_000_000
 """Of the published runs."""
 
-HOST_BYTES_PER_PARAM = 27
-"""With its prefetch buffers nodes show 27 to 45 bytes a parameter; the least of it, so that no run is refused that was
-made."""
+PREFETCH_BYTES_PER_PARAM = 3
+"""Host buffers beyond zero3_offload's 24 bytes a parameter: nodes show 27 to 45 with them. The least of it, so that no
+run is refused that was made."""
 
 OPTIONS = {
     "every": Option(whole_number(least=1), "every so many-th sub-group is updated on the GPU", 2),
@@ -92,7 +92,7 @@ def deep_optimizer_states(
             updated[c] = [s.gpu_adam(c)] if c in o.resident else s.copy_up(c, [s.cpu_adam(c)])
         ends += updated[group[-1]]
     s.finish(ends, updated)
-    o.hold(host_bytes_per_param=HOST_BYTES_PER_PARAM)
+    o.hold(host_bytes_per_param=BUFFER_FACTOR * optimizer_bytes(workload) + PREFETCH_BYTES_PER_PARAM)
     o.check_room()
     b.choices["capacity"] = o.describe()
     b.choices["moves"] = s.describe_moves()

@@ -466,7 +466,7 @@ class Sharded:
         before = [self.computed[-1], *self.gradient_at[c], *room]
         lists = [*b.layout.state_lists, *(("grad32",) if self.several else ())]
         update = self.gpu_adam(c, [b.fetch(c, m, before, list_name=name) for name in lists])
-        gone = -1
+        gone = update
         for name in lists:
             down = [b.writeback(c, name, m, [update])] if name in b.layout.state_lists else [update]
             gone = b.drop(Queue.D2H, c, m, down, name)

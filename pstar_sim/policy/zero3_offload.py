@@ -30,15 +30,15 @@ from pstar_sim.workload.workload import DTYPE_BYTES, Workload
 
 __all__ = [
     "BUFFER_FACTOR",
-    "OPTIMIZER_BYTES_PER_PARAM",
+    "GRADIENT_BYTES_PER_PARAM",
     "OPTIONS",
     "TRACED_OPTIONS",
     "Offloaded",
     "zero3_offload",
 ]  # fmt: skip
 
-OPTIMIZER_BYTES_PER_PARAM = 16
-"""fp32 parameter, momentum, variance and gradient, wherever the optimizer is."""
+GRADIENT_BYTES_PER_PARAM = 4
+"""The optimizer's gradient, in fp32: with AdamW's states 16 bytes a parameter, wherever the optimizer is."""
 
 BUFFER_FACTOR = 1.5
 """What DeepSpeed's memory estimators multiply host use by. 16 x 1.5 = 24 bytes a parameter is what nodes that run it
@@ -75,8 +75,8 @@ def zero3_offload(
     reuse: int = MAX_REUSE_PARAMS,
     prefetch: int = PREFETCH_PARAMS,
 ) -> Plan:
-    """Host bytes a rank: 24 (`params=cpu`: 27) a parameter of its own slices. GPU bytes a rank: 2 N / P (with
-    `params=gpu`), what is gathered, the gradient bucket, 24 a parameter that twin-flow keeps there, the tide.
+    """Host bytes a rank, with AdamW: 24 (`params=cpu`: 27) a parameter of its own slices. GPU bytes a rank: 2 N / P
+    (with `params=gpu`), what is gathered, the gradient bucket, 24 a parameter that twin-flow keeps there, the tide.
 
     Raises DoesNotFit where either exceeds what there is.
     """
@@ -108,7 +108,7 @@ def zero3_offload(
             behind = updated[group[-1]]
         ends += updated[group[-1]]
     s.finish(ends, updated)
-    o.hold(host_bytes_per_param=BUFFER_FACTOR * (OPTIMIZER_BYTES_PER_PARAM + (0 if params == "gpu" else o.width)))
+    o.hold(host_bytes_per_param=BUFFER_FACTOR * (optimizer_bytes(workload) + (0 if params == "gpu" else o.width)))
     b = o.b
     b.choices["capacity"] = o.describe()
     b.choices["moves"] = s.describe_moves()
@@ -126,6 +126,11 @@ def zero3_offload(
         else f"after the barrier, {len(o.groups)} sub-groups one after the other"
     )
     return b.plan(predict=True)
+
+
+def optimizer_bytes(workload: Workload) -> int:
+    """Bytes a parameter of the optimizer: its states and the gradient in fp32."""
+    return workload.optimizer.states_bytes_per_param + GRADIENT_BYTES_PER_PARAM
 
 
 class Offloaded:
@@ -160,9 +165,9 @@ class Offloaded:
         self.resident: frozenset[int] = frozenset()
         self.staged: frozenset[int] = frozenset()
         offloaded = 0
-        for group in self.groups:  # the first sub-groups are on the CPU, as far as the ratio goes
+        for group in self.groups:  # the first sub-groups are on the CPU, as many as come nearest to the ratio
             size = sum(own[c] for c in group)
-            if held + size <= wanted * (1 + 1e-12):
+            if not self.resident and held + size / 2 <= wanted:
                 held += size
                 offloaded += 1
                 if every and offloaded % every == 0:
@@ -198,7 +203,7 @@ class Offloaded:
         whole = sum(b.layout.whole_bytes(c) for c in s.trained)  # no bucket holds more than all gradients
         s.hold("gradient bucket", Place.GPU, min(self.bucket * self.width, whole) - s.bucket_peak_bytes)
         listed = sum(b.permanent_bytes(c) - b.payload(c) for c in self.resident)
-        resident = int(BUFFER_FACTOR * OPTIMIZER_BYTES_PER_PARAM * self.resident_params)
+        resident = int(BUFFER_FACTOR * optimizer_bytes(b.workload) * self.resident_params)
         s.hold("the resident optimizer's own buffers", Place.GPU, resident - listed)
 
     def check_room(self) -> None:

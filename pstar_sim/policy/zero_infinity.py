@@ -24,7 +24,7 @@ from pstar_sim.policy.sharded import (
     sub_groups,
     traced_visits,
 )
-from pstar_sim.policy.zero3_offload import BUFFER_FACTOR, OPTIMIZER_BYTES_PER_PARAM
+from pstar_sim.policy.zero3_offload import BUFFER_FACTOR, optimizer_bytes
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import DTYPE_BYTES, Workload
 
@@ -91,7 +91,7 @@ def zero_infinity(
     if s.states is Place.HOST:
         own = sum(b.layout.slice_numel(c) for c in s.trained)
         params_bytes = width if s.home is Place.HOST else 0
-        wanted = int(BUFFER_FACTOR * (OPTIMIZER_BYTES_PER_PARAM + params_bytes) * own)
+        wanted = int(BUFFER_FACTOR * (optimizer_bytes(workload) + params_bytes) * own)
         s.hold("host buffers", Place.HOST, wanted - b.held_bytes(Place.HOST))
     whole = sum(b.layout.whole_bytes(c) for c in s.trained)
     s.hold("gradient bucket", Place.GPU, min(bucket * width, whole) - s.bucket_peak_bytes)
