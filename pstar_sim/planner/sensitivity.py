@@ -1,4 +1,4 @@
-"""Sensitivity: what a tenth more of each part of a machine is worth, in iteration time and in the largest model.
+"""Sensitivity: what a tenth more of each part of a machine, or a GPU more, is worth: in time and in the largest model.
 
 "More RAM or a second GPU?": each part is enlarged by itself (`override`), the job planned and simulated again, and the
 depth of the largest model of the same family searched again. The answer is a difference of predictions, each by the
@@ -37,15 +37,18 @@ PARTS: dict[str, tuple[str, ...]] = {
     "peer link": ("peer.bandwidth",),
     "network": ("network.bandwidth",),
     "NVMe": ("nvme.read", "nvme.write"),
+    "one more GPU": ("gpus",),
 }
 """What is enlarged -> its figures. Parts that the machine does not have are left out. Cores and Adam: see overrides.py.
-The DRAM alone does not speed up Adam here: its rate is a figure of its own, of the cores."""
+The DRAM alone does not speed up Adam here: its rate is a figure of its own, of the cores. One more GPU in each node is
+no tenth: it has its own link and as many sequences as the others, and shares the host with them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
     """part: None for the machine as it is. iteration_s: of the fastest policy that fits, None if none does; change: of
-    it, relative (-0.05: 5 % faster). layers, params: of the largest model of the family; more_layers against now."""
+    the time a token takes, relative (-0.05: 5 % faster). layers, params: of the largest model of the family, found by
+    largest_policy (the one that trains the largest now); more_layers against now."""
 
     part: str | None
     policy: str | None
@@ -106,11 +109,12 @@ def sensitivity(
         rows = compare(workload, where, policies=policies, settings=settings, barrier_cost=False, near=False).rows
         fitting = [row for row in rows if row.iteration_s is not None]
         best = min(fitting, key=lambda row: row.iteration_s or 0.0, default=None)
-        deepest = _deepest(workload, where, policies, settings) if largest else None
+        asked = policies if now is None or now.largest_policy is None else (now.largest_policy,)
+        deepest = _deepest(workload, where, asked, settings) if largest else None
         seconds = None if best is None else best.iteration_s
         change = None
         if now is not None and now.iteration_s is not None and seconds is not None:
-            change = seconds / now.iteration_s - 1
+            change = seconds / len(where.ranks) / (now.iteration_s / len(machine.ranks)) - 1
         layers = None if deepest is None else deepest[0]
         return Effect(
             part=part,
@@ -147,6 +151,10 @@ def _more(machine: Machine, part: str, by: float) -> Machine | None:
         return None
     if part == "NVMe" and machine.nvme is None:
         return None
+    if part == "one more GPU":
+        if any((r.gpu, r.link) != (machine.ranks[0].gpu, machine.ranks[0].link) for r in machine.ranks):
+            return None
+        return override(machine, {"gpus": machine.local_ranks + 1})
     paths = [p for p in PARTS[part] if not p.startswith("gpu.flops") or p[10:] in machine.gpu.flops_per_s]
     return override(machine, dict.fromkeys(paths, f"x{1 + by:.6g}"))
 

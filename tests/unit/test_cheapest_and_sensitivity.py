@@ -126,6 +126,17 @@ def test_a_tenth_more_by_hand() -> None:
     assert len(answer.to_frame()) == 5
 
 
+def test_one_more_gpu_takes_its_share_of_the_tokens() -> None:
+    """Two GPUs that hold everything exchange gradients, but each token costs less than on one."""
+    w = ps.preset("gpt2-medium", batch=4, seq=256, dtype="fp16")
+    answer = sensitivity(w, ps.machine("v100-32"), policies=["all_on_gpu"], parts=["one more GPU"], largest=False)
+    row = answer.rows[0]
+    assert row.iteration_s is not None and answer.now.iteration_s is not None and row.change is not None
+    assert row.iteration_s >= answer.now.iteration_s
+    assert row.change == pytest.approx(row.iteration_s / 2 / answer.now.iteration_s - 1)
+    assert -0.5 <= row.change < 0
+
+
 def test_parts_a_machine_does_not_have_are_left_out_or_refused() -> None:
     w = ps.preset("tiny-gpt2", batch=1, seq=32)
     m = ps.machine("virtual", gpu_memory="2GB")
