@@ -173,9 +173,10 @@ class _Weaver:
     def weave(self) -> Program:
         course, g = self.course, self.g
         count = len(course.positions)
-        served = [(n, c) for n, row in enumerate(self.fetches) for c in row]
-        served += [(n, c) for c, n in course.updates.items() if c not in self.fetches[n]]
-        served.sort()
+        served = sorted(
+            {(n, c) for rows in (self.fetches, self.gathers) for n, row in enumerate(rows) for c in row}
+            | {(n, c) for c, n in course.updates.items()}
+        )
         floors = fetch_floors(g.point.prefetch, [n for n, _ in served], count)
         self.floor_of = dict(zip(served, floors))
         for n, position in enumerate(course.positions):
@@ -215,9 +216,7 @@ class _Weaver:
         g = self.g
         size = g.builder.payload(c, list_name)
         key = (c, list_name)
-        floor = self.floor_of[n, c]
-        if floor is not None and floor >= 0:
-            after += ((self.passed[floor], 0),)
+        after += self._floor(c, n)
         if key in self.last_drop:
             after = ((self.last_drop[key], 0), *after)
         op = self._add(
@@ -233,16 +232,26 @@ class _Weaver:
             key=(float(n), float(c)),
             use=n,
         )
-        if floor is not None and floor < 0:
-            self.behind_border.append((op, floor))
+        self._floor_behind(c, n, op)
         if key not in self.last_drop:
             self.first_fetch.append((c, list_name, op))
         return op
 
+    def _floor(self, c: int, n: int) -> _After:
+        """What a copy for position n has to wait for lest it go too far ahead."""
+        floor = self.floor_of[n, c]
+        return ((self.passed[floor], 0),) if floor is not None and floor >= 0 else ()
+
+    def _floor_behind(self, c: int, n: int, op: int) -> None:
+        """The same where it is a position of the previous iteration."""
+        floor = self.floor_of[n, c]
+        if floor is not None and floor < 0:
+            self.behind_border.append((op, floor))
+
     def _gather(self, c: int, n: int, fetched: int | None) -> int:
         """The other ranks' slices come for position n, behind this rank's own one."""
         g = self.g
-        after: _After = ((fetched, 0),) if fetched is not None else ()
+        after: _After = (*(((fetched, 0),) if fetched is not None else ()), *self._floor(c, n))
         if c in self.others_gone:
             after += ((self.others_gone[c], 0),)
         op = self._add(
@@ -257,6 +266,7 @@ class _Weaver:
             key=(float(n), float(c)),
             use=n,
         )
+        self._floor_behind(c, n, op)
         if c not in self.gathered:
             self.gathered.add(c)
             self.first_gather.append((c, op, fetched is None))
