@@ -7,17 +7,26 @@ clipping. Backward of layer 3 follows its forward at once, so chunk 3 comes once
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 
-from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
+from pstar_sim.catalog.machine import Fabric, Gpu, Host, Link, Machine, Rank
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.core.timeline import Timeline
+from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.policy import find_policy
 from pstar_sim.sim.play import play
-from pstar_sim.testing import chain_workload, check_policy
+from pstar_sim.testing import (
+    chain_workload,
+    check_policy,
+    random_machine,
+    random_ranks,
+    random_settings,
+    random_workload,
+)
 from pstar_sim.units import MIB
 from pstar_sim.workload.workload import Use, UseKind, Workload
 
@@ -212,3 +221,38 @@ def test_in_a_palindrome_lru_is_belady() -> None:
         assert up[1, gpu_mib, "lru"] == up[1, gpu_mib, "belady"]
         assert up[3, gpu_mib, "belady"] <= min(up[3, gpu_mib, "lru"], up[3, gpu_mib, "fifo"])
     assert up[3, 8, "belady"] < up[3, 8, "lru"]
+
+
+# several ranks
+
+
+@pytest.mark.parametrize("spec", ["tide:prefetch=none", "optimal:eviction=lru,prefetch=1,adam=fifo,barrier=on"])
+def test_every_point_makes_correct_plans_on_several_ranks(spec: str) -> None:
+    fitted = 0
+    for number in range(8):
+        rng = random.Random(f"points on ranks {number}")
+        workload = random_workload(rng)
+        where = random_ranks(rng, random_machine(rng, workload), rng.randint(2, 4))
+        try:
+            plan = find_policy(spec)(workload, where, random_settings(rng))
+        except (DoesNotFit, CannotPlan):
+            continue
+        plan.check(workload, where)
+        play(plan)
+        fitted += 1
+    assert fitted >= 2
+
+
+def test_on_demand_other_ranks_slices_wait_too() -> None:
+    """Two ranks: neither this rank's slice nor the other's comes while anything is computed."""
+    one = machine(12)
+    peer = Fabric(name="toy", bytes_per_s=MIB, latency_s=0.0, measured=True, source="by hand")
+    two = replace(one, ranks=one.ranks * 2, peer=peer)
+    plan = find_policy("tide:prefetch=none,pins=0")(chain(), two, EAGER)
+    plan.check()
+    timeline = play(plan)
+    busy = [(s.start_s, s.end_s) for s in timeline.spans if s.queue is Queue.COMPUTE and s.end_s > s.start_s]
+    comes = [s for s in timeline.spans if s.kind in (Kind.FETCH, Kind.GATHER)]
+    assert {s.kind for s in comes} == {Kind.FETCH, Kind.GATHER}
+    for copy in comes:
+        assert all(copy.end_s <= start + 1e-9 or copy.start_s >= end - 1e-9 for start, end in busy)
