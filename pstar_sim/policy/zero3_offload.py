@@ -209,11 +209,12 @@ class Offloaded:
     def check_room(self) -> None:
         """Raise DoesNotFit where what is held all the time is too much; the rest is found by playing the plan."""
         s = self.s
-        what = f"optimizer of {self.offloaded_params / 1e9:.2f} B parameters with its buffers"
-        check_room(self.b, Place.HOST, self.b.held_bytes(Place.HOST), f"a rank's {what}")
-        s.check_gpu_room(
-            f"a rank's slices of parameters, optimizer of {self.resident_params / 1e9:.2f} B of them, gradient bucket"
-        )
+        offloaded, resident = (f"{n / 1e9:.2f} B parameters" for n in (self.offloaded_params, self.resident_params))
+        what = f"a rank's optimizer of {offloaded} with its buffers"
+        check_room(self.b, Place.HOST, self.b.held_bytes(Place.HOST), what)
+        parts = ["a rank's slices of the parameters"] if s.home is Place.GPU else []
+        parts += [f"its optimizer of {resident}"] if self.resident_params else []
+        s.check_gpu_room(", ".join([*parts, "the gradient bucket"]))
 
     def describe(self) -> str:
         """For `choices["capacity"]`."""

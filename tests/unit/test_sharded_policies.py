@@ -291,7 +291,7 @@ def test_gradients_of_several_micro_batches_are_added_on_the_host() -> None:
 
 
 def test_offload_says_what_it_is_short_of() -> None:
-    with pytest.raises(DoesNotFit, match=r"optimizer of 0\.00 B parameters with its buffers") as caught:
+    with pytest.raises(DoesNotFit, match=r"a rank\'s optimizer of 0\.00 B parameters with its buffers") as caught:
         find_policy("zero3_offload")(chain(), machine(host_bytes=50 * MIB), SETTINGS)
     assert (caught.value.place, caught.value.needed_bytes) == ("host", 96 * MIB)
     with pytest.raises(DoesNotFit) as caught:
