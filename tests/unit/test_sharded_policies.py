@@ -387,3 +387,9 @@ def test_infinity_needs_the_disks_it_is_told_to_use() -> None:
         full = replace(full, nvme=replace(full.nvme, memory_bytes=MIB))
         find_policy("zero_infinity:states=nvme")(chain(), full, SETTINGS)
     assert caught.value.place == "nvme"
+
+
+@pytest.mark.parametrize("spec", ["zero3_resident", "zero3_offload", "deep_optimizer_states:subgroup=262144"])
+def test_all_ranks_played_take_as_long_as_one(spec: str) -> None:
+    plan = planned(spec, machine(4), chain(micro_batches=2))
+    assert play(plan, every_rank=True).iteration_s == pytest.approx(play(plan).iteration_s, rel=1e-9)
