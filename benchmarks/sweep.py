@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import cProfile
 import pstats
+import resource
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 from _results import write_result
+from joblib.externals.loky import get_reusable_executor
 
 import pstar_sim as ps
 from pstar_sim.planner.grid import load_grid
@@ -47,19 +49,23 @@ def main() -> int:
         start_s = time.perf_counter()
         result = ps.sweep(GRID, Path(folder) / "results.parquet")
         cold_s = time.perf_counter() - start_s
+        get_reusable_executor().shutdown(wait=True)
+        usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        cpu_s = sum(u.ru_utime + u.ru_stime for u in usages)
         start_s = time.perf_counter()
         ps.sweep(GRID, Path(folder) / "results.parquet")
         warm_s = time.perf_counter() - start_s
     points = len(result.rows)
     fitting = sum(row["fits"] is True for row in result.rows)
     print(
-        f"{points} points ({fitting} fit): {cold_s:.1f} s cold, {points / cold_s:.0f} points/s (limit {LIMIT_S:g} s); "
-        f"{warm_s:.2f} s from the cache"
+        f"{points} points ({fitting} fit): {cold_s:.1f} s cold, {points / cold_s:.0f} points/s (limit {LIMIT_S:g} s), "
+        f"{cpu_s:.1f} s of CPU time; {warm_s:.2f} s from the cache"
     )
     figures = {
         "points": points,
         "fitting": fitting,
         "cold_s": cold_s,
+        "cpu_s": cpu_s,
         "points_per_s": points / cold_s,
         "warm_s": warm_s,
     }

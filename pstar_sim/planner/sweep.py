@@ -151,18 +151,26 @@ Done = list[tuple[int, dict[str, object]]]
 
 def evaluate(group: Group) -> Done:
     """(index, result) of every point of the group. Plain values in and out, whatever process it runs in."""
+    was_enabled = gc.isenabled()
+    gc.disable()  # until plans and timelines, hundreds of thousands of objects without cycles, are gone
+    try:
+        results = _computed(group)
+    finally:
+        if was_enabled:
+            gc.enable()
+    return [
+        (index, {name: result.get(name) for name in COLUMNS}) for (index, _), result in zip(group.policies, results)
+    ]
+
+
+def _computed(group: Group) -> list[dict[str, object]]:
     policies = [policy for _, policy in group.policies]
     try:
         workload, machine, settings = job_of(group)
         answer = compare(workload, machine, policies=policies, settings=settings, barrier_cost=False, near=False)
-        results = [row.to_json() for row in answer.rows]
     except PstarError as error:
-        results = [{"fits": None, "reason": str(error)} for _ in policies]
-    rows: Done = []
-    for (index, _), result in zip(group.policies, results):
-        rows.append((index, {name: result.get(name) for name in COLUMNS}))
-    gc.collect(0)  # plans and timelines are gone by reference count; this is for what a cycle still holds
-    return rows
+        return [{"fits": None, "reason": str(error)} for _ in policies]
+    return [row.to_json() for row in answer.rows]
 
 
 def _results(groups: Sequence[Group], jobs: int | None, backend: str | None) -> Generator[Done, None, None]:
