@@ -12,7 +12,11 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 def test_the_notebooks_are_there() -> None:
-    assert [p.name for p in NOTEBOOKS][:2] == ["00_tour.ipynb", "01_tide_curves.ipynb"]
+    assert [p.name for p in NOTEBOOKS][:3] == [
+        "00_tour.ipynb",
+        "01_tide_curves.ipynb",
+        "02_capacity_planning.ipynb",
+    ]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)

@@ -61,7 +61,10 @@ def point_options(base: Point) -> Mapping[str, Option]:
             one_of("after-backward", "fifo", "edf"),
             "CPU Adam after the backward pass, as gradients arrive, or as the next forward needs parameters",
         ),
-        "pins": (either(one_of("optimal"), whole_number()), "chunks whose optimizer states stay on the GPU"),
+        "pins": (
+            either(one_of("optimal"), whole_number()),
+            "chunks whose optimizer states stay on the GPU, at most so many",
+        ),
         "streams": (switch(), "optimizer states may come to the GPU for one update"),
         "barrier": (switch(), "no Adam before the optimizer step, also where the setting asks for none"),
     }
