@@ -27,9 +27,9 @@ from pstar_sim.workload.workload import Workload
 
 __all__ = ["OPTIONS", "optimal", "searched"]
 
-EFFORT_OPS = 160_000  # ops played in the search over one chunk size
+EFFORT_OPS = 200_000  # ops played in the search over one chunk size
 FEWEST_CHUNKS, MOST_CHUNKS = 16, 400  # of other chunk sizes that are tried
-WORTH_A_SIZE = 1e-2  # so far from the floor other chunk sizes are tried
+WORTH_A_SIZE = 2e-2  # so far from the floor other chunk sizes are tried
 REPLAYED = 2  # of the attempts the event loop finds fastest
 FAR_AHEAD = 0.97  # of the closed form for pins alone: no policy without streams comes there
 BEATEN = 1e-6  # relative difference at which another policy's plan is really faster
@@ -125,7 +125,7 @@ def _own(
         for factor in (0.5, 2.0):
             layout = build_layout(workload, chunk_bytes=int(usual.chunk_bytes * factor), ranks=len(machine.ranks))
             if FEWEST_CHUNKS <= len(layout.chunks) <= MOST_CHUNKS:
-                look(layout, EFFORT_OPS // 4)
+                look(layout, EFFORT_OPS // 3)
     if best is None:
         assert reason is not None
         raise reason

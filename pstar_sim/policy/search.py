@@ -69,11 +69,13 @@ class Search:
         roof = roofline(self.facts, pins.tolist(), shares.tolist())
         calm = roof.seconds + CALM * roof.mean_s
         best = self.fewest + int(calm.min(axis=1).argmin())
-        self.starts: list[tuple[int, int]] = []  # (pins, streams): the best by the roofline, and fewer pins
-        for part in (1.0, 0.8, 0.6):
+        streams = round(float(shares[int(calm[best - self.fewest].argmin())]) * (self.count - best))
+        # (pins, streams): the best by the roofline, and fewer pins with so many more streams: what CPU Adam has to do is
+        # as it was, which matters most, and there is more room.
+        self.starts = [(best, streams)]
+        for part in (0.9, 0.8, 0.65) if streams else ():
             number = max(self.fewest, round(part * best))
-            share = float(shares[int(calm[number - self.fewest].argmin())])
-            self.starts.append((number, round(share * (self.count - number))))
+            self.starts.append((number, streams + best - number))
         self.alone_s = float(iteration_bounds(self.facts.pins, self.first_fit).min())
         self.roofline_s = float(roof.seconds.min())
         self.floor_s = float(roof.floor_s.min())
@@ -158,11 +160,12 @@ class Search:
             yield Choice(pins=self.count, streams=0, head=self.count)
         if self.good_enough:
             return
-        for pins, streams in self.starts:
-            yield Choice(pins=pins, streams=streams, head=pins // 5, front=min(2, streams))
-        if self.best is not None and (now := self.best[1]).streams:
-            yield replace(now, head=0)
-            yield replace(now, head=now.pins // 2)
+        for n, (pins, streams) in enumerate(self.starts):
+            yield Choice(pins=pins, streams=streams, head=pins // 5 if n else 0, front=min(2, streams))
+        if self.best is not None and self.best[1].streams:
+            yield replace(self.best[1], knobs=replace(USUAL, linger=False))
+            yield replace(self.best[1], head=0)
+            yield replace(self.best[1], head=self.best[1].pins // 2)
         if self.best is None:
             yield Choice(pins=self.fewest, streams=0, head=0)
             yield Choice(pins=self.most, streams=0, head=self.most)
@@ -171,7 +174,7 @@ class Search:
         """Whether some change by `step` was better (on the last round, step 1, also of a knob). A change that is good
         is made again."""
         improved = False
-        for pins, streams in ((-1, 1), (-1, 0), (1, -1), (0, -1), (0, 1), (1, 0)):
+        for pins, streams in ((-1, 1), (1, -1), (0, 1), (0, -1), (-1, 0), (1, 0)):
             while self._change(pins=pins * step, streams=streams * step):
                 improved = True
         for head in (1, -1):
