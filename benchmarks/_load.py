@@ -28,16 +28,14 @@ class Others:
         return max(0.0, (busy_s - busy0_s - (own_s - own0_s)) / (at_s - at0_s))
 
     def wait(self, most_cores: float, patience_s: float) -> bool:
-        """Wait until others have kept at most `most_cores` busy for two seconds; False if that never came."""
+        """Wait until others have kept at most `most_cores` busy for a second; False if that never came."""
         give_up_s = time.perf_counter() + patience_s
-        quiet = 0
         self.cores()
-        while quiet < 2:
-            if time.perf_counter() >= give_up_s:
-                return False
+        while time.perf_counter() < give_up_s:
             time.sleep(1.0)
-            quiet = quiet + 1 if self.cores() <= most_cores else 0
-        return True
+            if self.cores() <= most_cores:
+                return True
+        return False
 
     def _read(self) -> tuple[float, float, float]:
         """(busy seconds of all cores, CPU seconds of this process, wall seconds)."""

@@ -1,6 +1,6 @@
 """Predicted against measured iteration time on a calibrated machine: three link speeds x three memory budgets.
 
-    python benchmarks/calibrated.py                      # calibrates first, under a minute; about eight minutes in all
+    python benchmarks/calibrated.py                      # calibrates first, under a minute; about ten minutes in all
     python benchmarks/calibrated.py --machine my.toml    # with what `pstar calibrate -o my.toml` wrote
 
 A run waits for a quiet moment. An iteration during which other programs kept more than a fifth of a core busy does not
@@ -111,8 +111,8 @@ def main() -> None:
     measured: list[list[float]] = [[] for _ in cases]
     compute_s: list[list[float]] = [[] for _ in cases]
     loud = 0
-    for _ in range(args.runs):
-        for column, cpu, plan, (bandwidth, _) in zip(measured, compute_s, plans, cases):
+    for number in range(args.runs):
+        for column, cpu, plan, (bandwidth, budget) in zip(measured, compute_s, plans, cases):
             for _ in range(args.attempts):
                 Others().wait(BUSY_CORES, args.patience)
                 rows_of = one_run(job, plan, bandwidth, args.steps)
@@ -123,6 +123,11 @@ def main() -> None:
             counted = quiet(rows_of) or rows_of
             column.append(statistics.median(row.seconds for row in counted))
             cpu.append(statistics.median(row.compute_s for row in counted))
+            beside = statistics.median(row.others_cores for row in counted)
+            sys.stderr.write(
+                f"run {number + 1} of {args.runs}, {bandwidth / 1e9:g} GB/s, {budget}: {column[-1]:.3f} s, "
+                f"{beside:.1f} cores busy with other programs\n"
+            )
     say(f"{'link':>9} {'GPU':>6} {'predicted':>10} {'measured':>9} {'from':>7} {'to':>7} {'error':>7}   queues' shares")
     rows, errors = [], []
     for (bandwidth, budget), expected_s, other_s, column, cpu, queues in zip(
