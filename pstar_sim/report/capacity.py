@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pstar_sim.planner.ranks import UNMODELLED, unmodelled_notes
 from pstar_sim.report.tables import listing_table, render
 from pstar_sim.units import GB, format_bytes, format_s
 from pstar_sim.validation.limits import published_limits
@@ -74,6 +75,7 @@ def fits_text(answer: Fits, *, width: int = 120) -> str:
     each = "" if len(m.ranks) == 1 else f" for each of {len(m.ranks)} GPUs"
     lines = [
         f"{w.model}, {_params(w.params)} parameters, batch {w.batch}"
+        + ("" if len(m.ranks) == 1 else " a GPU")
         + (f" x {w.micro_batches} micro-batches" if w.micro_batches > 1 else "")
         + f", sequence {w.sequence}, {w.dtype}"
         + (f", {w.notes}" if w.notes else "")
@@ -95,6 +97,9 @@ def fits_text(answer: Fits, *, width: int = 120) -> str:
     lines.append(_table(columns, [_fit_cells(row) for row in answer.rows], width))
     lines += _notes(_trusted([(row.policy, row.trust) for row in answer.rows if row.fits]), width)
     lines += _notes([row.reason for row in answer.rows if row.reason is not None], width)
+    short = any(row.short_of == "gpu" for row in answer.rows)
+    notes = unmodelled_notes(w, m, {}, short_of_gpu=short and not answer.any)
+    lines += _notes([f"note: {note}" for note in notes], width)
     return "\n".join(lines) + "\n"
 
 
@@ -141,6 +146,7 @@ def limits_text(answer: Limits, *, width: int = 120) -> str:
         texts = [f"{p.system} {_params(p.params)}: {p.source}" for p in published]
         lines += _notes(["published: " + "; ".join(texts)], width)
     lines += _notes([row.reason for row in answer.rows if row.value == 0 and row.reason], width)
+    lines += _notes([f"note: {UNMODELLED}"] if len(m.ranks) > 1 else [], width)
     return "\n".join(lines) + "\n"
 
 
