@@ -70,8 +70,8 @@ class Search:
         calm = roof.seconds + CALM * roof.mean_s
         best = self.fewest + int(calm.min(axis=1).argmin())
         streams = round(float(shares[int(calm[best - self.fewest].argmin())]) * (self.count - best))
-        # (pins, streams): the best by the roofline, and fewer pins with so many more streams: what CPU Adam has to do is
-        # as it was, which matters most, and there is more room.
+        # (pins, streams): the best by the roofline, and fewer pins with so many more streams: what CPU Adam has to do
+        # is as it was, which matters most, and there is more room.
         self.starts = [(best, streams)]
         for part in (0.9, 0.8, 0.65) if streams else ():
             number = max(self.fewest, round(part * best))
