@@ -1,0 +1,278 @@
+"""Lower bounds against the exact optimum of tiny instances, worked figures with streamed states, and what a certificate
+says when things go wrong."""
+
+import importlib.util
+import random
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
+from pstar_sim.core.layout import build_layout
+from pstar_sim.core.plan import Settings
+from pstar_sim.errors import CannotPlan, DoesNotFit, PlanError
+from pstar_sim.planner import fluid
+from pstar_sim.planner.bounds import lower_bound
+from pstar_sim.planner.certificate import Certifier, agree
+from pstar_sim.planner.compare import compare
+from pstar_sim.planner.fluid import fluid_bound
+from pstar_sim.planner.linear import Program, Solution, Unsolved
+from pstar_sim.policy.registry import policies
+from pstar_sim.sim import play
+from pstar_sim.testing import chain_workload, random_machine, random_settings, random_workload
+from pstar_sim.units import MIB
+from pstar_sim.workload.workload import OptimizerSpec, Workload
+
+_spec = importlib.util.spec_from_file_location("exact_optimum", Path(__file__).parent / "exact_optimum.py")
+assert _spec is not None and _spec.loader is not None
+exact = importlib.util.module_from_spec(_spec)
+import sys  # noqa: E402
+
+sys.modules["exact_optimum"] = exact  # dataclasses look their module up
+_spec.loader.exec_module(exact)
+
+EAGER, STEP = Settings(update="eager", clip=False), Settings(update="step", clip=False)
+MPARAM = 2**20
+LAYER = 2 * MPARAM  # parameters
+LIST = 4 * LAYER  # bytes of each list: fp32, one state
+ONE_STATE = OptimizerSpec(name="momentum", state_bytes=(("momentum", 4),), dram_bytes_per_param=28)
+
+
+def machine(
+    *,
+    gpu: int = 2**40,
+    up: float = 1e9,
+    down: float = 1e9,
+    adam: float = 1e9,
+    dram: float = 1e15,
+    hbm: float = 1e12,
+    duplex: bool = True,
+) -> Machine:
+    """Copies in bytes a second, CPU Adam in parameters a second."""
+    flops = {"bf16": 1e12, "fp16": 1e12, "fp32": 1e12}
+    card = Gpu(
+        name="toy", memory_bytes=gpu, usable_bytes=gpu, context_bytes=0, hbm_bytes_per_s=hbm, flops_per_s=flops,
+        measured=True, source="by hand",
+    )  # fmt: skip
+    link = Link(
+        name="toy", h2d_bytes_per_s=up, d2h_bytes_per_s=down, latency_s=0.0, duplex=duplex, measured=True,
+        source="by hand",
+    )  # fmt: skip
+    host = Host(
+        name="toy", memory_bytes=2**40, reserved_bytes=0, dram_bytes_per_s=dram, cores=1, adam_params_per_s=adam,
+        measured=True, source="by hand",
+    )  # fmt: skip
+    return Machine(name="virtual", ranks=(Rank(gpu=card, link=link),), host=host)
+
+
+def as_job(t: "exact.Tiny") -> tuple[Workload, Machine, Settings]:
+    """The same instance as a workload: a unit is a second, a slot a list of 8 MiB."""
+    tide = [level * LIST for level in t.tide] + [0]
+    w = chain_workload(t.layers, LAYER, dtype="fp32", forward_s=float(t.forward), tide_bytes=tide)
+    m = machine(
+        gpu=t.slots * LIST, up=LIST / t.up, down=LIST / t.down, adam=LAYER / t.cpu_adam, hbm=28 * LAYER / t.gpu_adam
+    )
+    return replace(w, optimizer=ONE_STATE), m, STEP if t.barrier else EAGER
+
+
+def random_tiny(rng: random.Random, layers: int = 2) -> "exact.Tiny":
+    return exact.Tiny(
+        layers=layers,
+        slots=rng.randint(2, 3 + layers),
+        forward=rng.choice((1, 1, 2)),
+        up=rng.choice((1, 1, 1, 2)),
+        down=rng.choice((1, 1, 1, 2)),
+        cpu_adam=rng.choice((1, 2, 3)),
+        gpu_adam=1,
+        tide=tuple(rng.choice((0, 0, 1)) for _ in range(2 * layers)),
+        barrier=rng.random() < 0.5,
+    )
+
+
+def held_against(t: "exact.Tiny", *, simulate: bool) -> tuple[float, float] | None:
+    """(closed form, fluid bound) over the exact optimum; None where nothing fits. Asserts the order of all of them."""
+    w, m, settings = as_job(t)
+    best = exact.exact_optimum(t)
+    layout = build_layout(w)
+    assert [c.numel for c in layout.chunks] == [LAYER] * t.layers
+    closed, finer = lower_bound(w, m, settings, layout), fluid_bound(w, m, settings, layout)
+    fitting: dict[str, float] = {}
+    if simulate:
+        for name, policy in policies().items():
+            try:
+                plan = policy(w, m, settings)
+            except (DoesNotFit, CannotPlan):
+                continue
+            if [c.numel for c in plan.layout.chunks] == [LAYER] * t.layers:
+                fitting[name] = play(plan).iteration_s
+    if best is None:
+        assert not fitting, (t, fitting)
+        return None
+    assert closed.seconds <= finer.seconds * (1 + 1e-12), t
+    assert finer.seconds <= float(best) * (1 + 1e-7), (t, finer, best)
+    for name, seconds in fitting.items():
+        assert float(best) <= seconds * (1 + 1e-9), (t, name, seconds, best)
+    return closed.seconds / float(best), finer.seconds / float(best)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(6))
+def test_bounds_are_below_the_exact_optimum_of_tiny_instances(part: int) -> None:
+    """6 x 50 random instances of two layers: closed form <= fluid bound <= exact optimum; every fifth also <= every
+    policy's simulation."""
+    rng = random.Random(part)
+    ratios = [held_against(random_tiny(rng), simulate=i % 5 == 0) for i in range(50)]
+    known = [r for r in ratios if r is not None]
+    assert len(known) >= 40
+    assert sum(r[1] for r in known) / len(known) > 0.75, "the bound says next to nothing"
+
+
+@pytest.mark.slow
+def test_bounds_are_below_the_exact_optimum_of_three_layers() -> None:
+    rng = random.Random(77)
+    for _ in range(4):
+        t = replace(random_tiny(rng, 3), forward=1, up=1, down=1, cpu_adam=1)
+        held_against(t, simulate=True)
+
+
+def test_exact_optimum_by_hand() -> None:
+    """Two layers, forward 1, backward 2 units: compute 6. With room for all (2 lists a layer) and Adam on the gpu of 1
+    unit each: 8. With CPU Adam of 1 unit and copies of 1, layer 1 alone must go round the border: 6 + 3, unless it is
+    updated on the gpu: 6 + 1, while the other's copies and Adam overlap with it."""
+    t = exact.Tiny(layers=2, slots=4, forward=1, up=1, down=1, cpu_adam=1, gpu_adam=1, tide=(0,) * 4, barrier=False)
+    assert exact.exact_optimum(t, modes=[(True, True)]) == 8
+    assert exact.exact_optimum(t, modes=[(False, False)]) == 9
+    assert exact.exact_optimum(t) == Fraction(7)
+
+
+def test_streams_by_hand() -> None:
+    """4 layers of 1 Mi parameters in bf16: compute 12 s, GPU Adam 1 s a layer, CPU Adam 8 s a layer. No room for states
+    beside the chunk of a moment: nothing is pinned (budget 2 MiB). Copies up at 14 MiB/s: 1 s for a layer's 12 MiB of
+    states and 2 MiB of parameters. With y Mi streamed: compute 12 + y, adam (4 - y) 8: y = 20/9, T = 12 + 20/9."""
+    w = chain_workload(4, MPARAM, forward_s=1.0)
+    m = machine(gpu=2 * MIB, up=14 * MIB, down=14 * MIB, adam=MPARAM / 8, hbm=28 * MIB)
+    b = lower_bound(w, m, EAGER, build_layout(w))
+    # windows: the last chunk's window holds all Adams: T >= span 3 + 8 (4 - y) + copies down and up of 1/7 s each
+    meet = (3 + 32 + 2 / 7 - 12) / 9
+    assert b.pinned_params == 0
+    assert b.seconds == pytest.approx(12 + meet, rel=1e-6)
+    assert b.streamed_params / MPARAM == pytest.approx(meet, rel=1e-5)
+    assert lower_bound(w, m, EAGER, build_layout(w), stream=False).seconds == pytest.approx(3 + 32 + 2 / 7, rel=1e-6)
+
+
+def test_slow_links_make_streams_worthless() -> None:
+    """The same, but states take 120 s a layer up: what is streamed costs more than its Adam on the CPU (8 s)."""
+    w = chain_workload(4, MPARAM, forward_s=1.0)
+    m = machine(gpu=2 * MIB, up=MIB / 10, down=MIB, adam=MPARAM / 8, hbm=28 * MIB)
+    b = lower_bound(w, m, EAGER, build_layout(w))
+    assert (b.binding, b.streamed_params) == ("h2d", 0)
+
+
+def test_sums_may_visit_the_gpu() -> None:
+    """3 micro-batches, 2 layers at 28 s of CPU Adam each, no room for sums on the gpu. With a link that costs nothing
+    they visit it and nothing is added on the host: 56 s. With clipping, which has all three added there if they come
+    down one by one, the same."""
+    w = chain_workload(2, MPARAM, forward_s=1e-3, micro_batches=3)
+    m = machine(gpu=2 * MIB, up=1e15, down=1e15, adam=MPARAM / 28, hbm=28 * MIB / 1e9)
+    for settings in (EAGER, Settings(update="eager", clip=True)):
+        assert lower_bound(w, m, settings, build_layout(w)).terms["adam"] == pytest.approx(56.0, rel=1e-3)
+
+
+def test_the_fluid_bound_is_no_less_than_the_closed_form_and_no_plan_beats_it() -> None:
+    """Random models, machines and settings; all policies."""
+    played = 0
+    for seed in range(25):
+        rng = random.Random(seed)
+        w = random_workload(rng, layers=rng.randint(1, 4))
+        m, settings = random_machine(rng, w), random_settings(rng)
+        if len(m.ranks) > 1:
+            continue
+        certifier = Certifier(w, m, settings, lp=True)
+        for policy in policies().values():
+            try:
+                plan = policy(w, m, settings)
+            except (DoesNotFit, CannotPlan):
+                continue
+            bound = certifier.of(plan.layout).seconds
+            assert bound is not None
+            seconds = play(plan).iteration_s
+            assert seconds >= bound * (1 - 1e-9), (seed, plan.policy, seconds, bound)
+            assert bound >= lower_bound(w, m, settings, plan.layout).seconds * (1 - 1e-12)
+            played += 1
+    assert played > 60
+
+
+def test_a_program_that_does_not_solve_falls_back(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def give_up(self: Program, **_: object) -> Solution:
+        raise Unsolved("time limit reached")
+
+    w = chain_workload(3, MPARAM, forward_s=1.0)
+    m, layout = machine(), build_layout(w)
+    closed = lower_bound(w, m, EAGER, layout)
+    solve = Program.solve
+    monkeypatch.setattr(
+        Program, "solve", lambda self, **k: give_up(self) if k.get("method") == "highs-ipm" else solve(self, **k)
+    )
+    found = fluid_bound(w, m, EAGER, layout)
+    assert (found.seconds, found.method) == (closed.seconds, "closed form")
+    (note,) = found.notes
+    assert "did not solve (time limit reached); the bound is the closed form" in note
+    result = compare(w, m, policies=["tide"], settings=EAGER, certify=True, barrier_cost=False)
+    certificate = result.rows[0].certificate
+    assert certificate is not None and (certificate["bound"], certificate["note"]) == ("closed form", note)
+
+
+def test_the_proof_holds_for_any_multipliers() -> None:
+    """min x + y, x + 2 y >= 3, x <= 1: 2; proved to the last digit, and by the dual, not the value."""
+    p = Program()
+    x, y = p.variable(1.0, cost=1.0), p.variable(10.0, cost=1.0)
+    p.at_most([(x, -1.0), (y, -2.0)], -3.0)
+    found = p.solve()
+    assert found.value == pytest.approx(1.5) and found.proved == pytest.approx(1.5, abs=1e-12)
+    p.equal([(x, 1.0)], 1.0)
+    assert p.solve().proved == pytest.approx(2.0, abs=1e-12)
+    p.at_most([(y, 1.0)], 0.5)
+    with pytest.raises(Unsolved):
+        p.solve()
+
+
+def test_a_plan_carries_its_certificate_and_check_recomputes_it() -> None:
+    w = chain_workload(3, MPARAM, forward_s=1.0)
+    result = compare(w, machine(), policies=["tide"], settings=EAGER, barrier_cost=False)
+    plan = result["tide"].with_predictions()
+    said = plan.choices["certificate"]
+    assert isinstance(said, dict) and said["bound"] == "closed form"
+    assert "modes cpu, pin and stream" in said["relative_to"]
+    assert agree(plan).endswith("as stored")
+    assert "which --certify" not in agree(plan, lp=True)
+    wrong = replace(plan, predictions={**plan.predictions, "lower_bound_s": 7.0})
+    with pytest.raises(PlanError, match=r"lower_bound_s is 7 s in the plan, but the closed form .* is 9\.0"):
+        agree(wrong)
+    odd = replace(plan, predictions={**plan.predictions, "gap": 0.5})
+    with pytest.raises(PlanError, match=r"gap is 0\.5 in the plan, but"):
+        agree(odd)
+
+
+def test_several_gpus_have_no_bound_and_say_why() -> None:
+    w = chain_workload(3, MPARAM, forward_s=1.0)
+    one = machine()
+    two = replace(one, ranks=one.ranks * 2)
+    with pytest.raises(PlanError, match="has 2 GPUs"):
+        lower_bound(w, two, EAGER, build_layout(w))
+    certificate = Certifier(w, two, EAGER).usual()
+    assert certificate.seconds is None and certificate.text["bound"] is None
+    assert "2 GPUs" in str(certificate.text["reason"])
+
+
+def test_fewer_points_are_a_weaker_bound_but_a_bound() -> None:
+    w = random_workload(11, layers=6, micro_batches=1)
+    m = machine(gpu=w.peak_non_model_bytes + w.params * 4, up=1e9, down=1e9, adam=3e8)
+    layout = build_layout(w)
+    coarse = fluid_bound(w, m, EAGER, layout, most_points=4)
+    fine = fluid_bound(w, m, EAGER, layout)
+    assert coarse.seconds <= fine.seconds * (1 + 1e-6)
+    assert fluid.MOST_POINTS > 4
