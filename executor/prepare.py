@@ -61,6 +61,11 @@ def prepare(
     """
     if device != "virtual" and backend is None:
         raise PlanError(f"device {device!r} is not known; this version runs plans on device='virtual'")
+    if len(plan.machine.ranks) > 1:
+        raise PlanError(
+            f"the plan is one of {len(plan.machine.ranks)} GPUs ({plan.machine.name}), each with its slices; this "
+            "version runs plans of one"
+        )
     if any(hasattr(p, "_reader") for p in model.parameters()):
         raise ContractError("the model is prepared already; call optimizer.session.close() before preparing it again")
     groups = optimizer.groups(model)

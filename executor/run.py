@@ -47,6 +47,11 @@ def check_device(plan: Plan, device: str) -> None:
     """Raise PlanError if the plan cannot run on `device`: made for other hardware, or not from a trace of a module."""
     if device != "virtual":
         raise PlanError(f"device {device!r} is not supported; use --device virtual")
+    if len(plan.machine.ranks) > 1:
+        raise PlanError(
+            f"the plan is one of {len(plan.machine.ranks)} GPUs ({plan.machine.name}); plans of several GPUs can be "
+            "checked and simulated, not run"
+        )
     if plan.machine.gpu.name != "virtual":
         raise PlanError(
             f"the plan was made for machine {plan.machine.name!r} (GPU {plan.machine.gpu.name}), not for the virtual "
