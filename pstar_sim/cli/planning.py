@@ -55,6 +55,7 @@ def compare(args: argparse.Namespace) -> int:
     say_notes(result)
     if args.json:
         say_json(result.to_json())
+        say_left_out(result)
     else:
         from pstar_sim.report.tables import comparison_text
 
@@ -71,6 +72,7 @@ def plan(args: argparse.Namespace) -> int:
     say_notes(result)
     best = result.best()
     best.save(args.output)
+    say_left_out(result)
     from pstar_sim.planner.confidence import confidence, confidence_line
 
     if args.json:
@@ -95,6 +97,12 @@ def say_notes(result: Comparison) -> None:
     notes = {str(row.certificate["note"]) for row in result.rows if row.certificate and "note" in row.certificate}
     for note in sorted(notes):
         sys.stderr.write(f"pstar: {note}\n")
+
+
+def say_left_out(result: Comparison) -> None:
+    """What an answer for several GPUs leaves out, on stderr, where the answer itself has no place for it."""
+    for note in result.notes:
+        sys.stderr.write(f"pstar: note: {note}\n")
 
 
 def checked_plan(path: str) -> tuple[Plan, CheckReport]:

@@ -22,9 +22,10 @@ _HEADS = (
 
 
 def comparison_html(comparison: Comparison) -> str:
-    """Heading, table and reasons."""
+    """Heading, table, reasons and notes."""
     rows = [cells(row) for row in comparison.rows]
-    notes = "".join(f"<p><small>{escape(reason)}</small></p>" for reason in reasons(comparison))
+    said = [*reasons(comparison), *(f"note: {note}" for note in comparison.notes)]
+    notes = "".join(f"<p><small>{escape(text)}</small></p>" for text in said)
     return f"<p>{escape(heading(comparison)).replace(chr(10), '<br>')}</p>{_table(_HEADS, rows)}{notes}"
 
 

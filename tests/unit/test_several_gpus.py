@@ -123,8 +123,12 @@ def test_compare_on_a_node(capsys: pytest.CaptureFixture[str]) -> None:
     assert "batch 2 a GPU" in said
     assert "8 GPUs, each with 30.00 GB of GPU and 29.00 GB of host memory" in said
     assert UNMODELLED.split(" are ")[0] in said
+    asked = compare(preset("1B", batch=2, seq=256), load_machine("a100-80x8"), policies=["patrickstar"], near=False)
+    assert UNMODELLED in asked._repr_html_()
     assert main([*argv, "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    assert f"note: {UNMODELLED}" in printed.err
+    rows = json.loads(printed.out)
     assert all(row["fits"] and row["lower_bound_s"] is None and row["gap"] is None for row in rows)
     # All ranks' tokens: 16 sequences of 256.
     assert rows[0]["tokens_per_s"] == pytest.approx(16 * 256 / rows[0]["iteration_s"])
