@@ -124,7 +124,7 @@ def test_compare_on_a_node(capsys: pytest.CaptureFixture[str]) -> None:
     assert "8 GPUs, each with 30.00 GB of GPU and 29.00 GB of host memory" in said
     assert UNMODELLED.split(" are ")[0] in said
     asked = compare(preset("1B", batch=2, seq=256), load_machine("a100-80x8"), policies=["patrickstar"], near=False)
-    assert UNMODELLED in asked._repr_html_()
+    assert UNMODELLED.split(":")[0] in asked._repr_html_()
     assert main([*argv, "--json"]) == 0
     printed = capsys.readouterr()
     assert f"note: {UNMODELLED}" in printed.err
