@@ -1,7 +1,7 @@
 """Fits the efficiency model to the published rows that scope.toml calls fitted, and writes the result.
 
-Least squares of log(predicted / published) over iteration times and phases, robust (soft L1), over five parameters that
-hold for all machines, one of the logs' harness and the Adam rate of one virtual machine. Every residual is a plan made
+Plain least squares of log(predicted / published) over iteration times and phases, over five parameters that hold for
+all machines, one of the logs' harness and the Adam rate of one virtual machine. Every residual is a plan made
 and simulated, as in `pstar validate`. Writes pstar_sim/catalog/efficiency.toml, and in pstar_sim/validation/data
 harness.toml and the virtual machine's Adam in machines.toml. Run again it gives the same figures.
 
@@ -105,7 +105,7 @@ def main() -> None:
         values = tuple(s * math.exp(x) for s, x in zip(start, logs, strict=True))
         return residuals((min(values[0], 1.0), *values[1:]), runs)
 
-    result = least_squares(shifted, [0.0] * len(start), loss="soft_l1", f_scale=0.1, diff_step=0.02, xtol=1e-3)
+    result = least_squares(shifted, [0.0] * len(start), diff_step=0.02, xtol=3e-3)
     values = tuple(float(s * math.exp(x)) for s, x in zip(start, result.x, strict=True))
     values = tuple(float(f"{v:.3g}") for v in values)
     report("after", values, residuals(values, runs))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING
 
 from pstar_sim.report.tables import render
-from pstar_sim.validation.experiments import NOTES
+from pstar_sim.validation.experiments import NOTES, UNEXPLAINED
 from pstar_sim.validation.results import FAR, NEAR, Errors, Result, Validation
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ def validation_text(validation: Validation, *, width: int = 120, every_row: bool
     reasons = sorted({r.reason for r in v.results if r.reason})
     if reasons:
         parts.append("Runs that do not fit here:\n" + "\n".join(f"  {reason}" for reason in reasons) + "\n")
-    parts.append("Assumed:\n" + "\n".join(f"  {note}" for note in NOTES) + "\n")
+    for title, notes in (("Assumed", NOTES), ("Not explained, and not tuned away", UNEXPLAINED)):
+        parts.append(f"{title}:\n" + "\n".join(_wrapped(note, width) for note in notes) + "\n")
     return "\n".join(parts)
 
 
@@ -117,6 +119,10 @@ def _rows_table(title: str, rows: list[Result]) -> Table:
             "" if r.predicted is None else f"{r.error:+.0%}",
         )
     return table
+
+
+def _wrapped(note: str, width: int) -> str:
+    return textwrap.fill(note, width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _family(system: str) -> str:

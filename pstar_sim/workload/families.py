@@ -27,7 +27,9 @@ ROOT = "<root>"
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """A model with the batch that runs through it. attention: "flash", "efficient" or "math". language_head: False for
-    a GPT that classifies sequences: no logits over the vocabulary (its own head, of a few labels, is left out)."""
+    a GPT that classifies sequences: no logits over the vocabulary (its own head, of a few labels, is left out).
+    early_stop: see [Note: early stop]; False for reentrant checkpoints, which run the whole layer again (gpt, llama).
+    """
 
     model: ModelEntry
     batch: int
@@ -35,6 +37,7 @@ class Shape:
     checkpointing: bool
     attention: str
     language_head: bool = True
+    early_stop: bool = True
 
     @property
     def tokens(self) -> int:
@@ -194,6 +197,12 @@ def _layers_backward(
         backward(i, kept)
 
 
+def _last_product_again(t: Tape, s: Shape, u: int, f: int) -> None:
+    """A layer's last matmul and its residual sum, run again for nothing."""
+    t.op(u, flops=s.flops(s.model.ffn, s.model.hidden), read=f)
+    t.op(u, dead=2 * u, read=2 * u)
+
+
 # Families
 
 
@@ -245,6 +254,8 @@ def write_gpt(t: Tape, s: Shape) -> None:
         t.op(f, unsaved=f)  # 1 + tanh, kept
         t.op(f, unsaved=3 * f, read=2 * f)
         if phase is Phase.RECOMPUTE:
+            if not s.early_stop:
+                _last_product_again(t, s, u, f)
             t.op(dead=u)  # [Note: early stop]; the attention's output dies with the frame that held it
         else:
             t.op(u, unsaved=f, flops=s.flops(m.ffn, h), read=f)
@@ -417,6 +428,8 @@ def write_llama(t: Tape, s: Shape) -> None:
         t.open("end", f"{block}.mlp.up_proj", phase, weights(block, "mlp.down_proj"))
         t.op(f, unsaved=2 * f, read=2 * f)
         if phase is Phase.RECOMPUTE:
+            if not s.early_stop:
+                _last_product_again(t, s, u, f)
             t.op(dead=u if upcast else 0)  # [Note: early stop]; the residual dies with its frame
         else:
             t.op(u, unsaved=f, flops=s.flops(m.ffn, h), read=f)

@@ -81,9 +81,11 @@ def workload_of(
     optimizer: str = "adamw",
     model: str | None = None,
     language_head: bool = True,
+    early_stop: bool = True,
 ) -> Workload:
     """As `preset`, for a shape that need not be in the catalog. language_head: False for a GPT that classifies
-    sequences, without logits over the vocabulary. Raises ModelError."""
+    sequences, without logits over the vocabulary. early_stop: False for reentrant checkpoints of a gpt or llama, which
+    run the whole layer again. Raises ModelError."""
     name = model or entry.name
 
     def refuse(what: str, value: object, want: str) -> ModelError:
@@ -107,6 +109,8 @@ def workload_of(
     tape = adapted or Tape(dtype)
     if not language_head and entry.family != "gpt":
         raise refuse("language_head", language_head, "only a gpt can do without")
+    if not early_stop and entry.family not in ("gpt", "llama"):
+        raise refuse("early_stop", early_stop, "only a gpt or llama can do without")
     shape = Shape(
         model=entry,
         batch=batch,
@@ -114,6 +118,7 @@ def workload_of(
         checkpointing=checkpointing,
         attention=attention,
         language_head=language_head,
+        early_stop=early_stop,
     )
     _WRITERS[entry.family](tape, shape)
     tape.close()

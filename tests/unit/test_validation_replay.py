@@ -15,6 +15,7 @@ from pstar_sim.validation.experiments import experiment_of, first_ranks, runs_of
 from pstar_sim.validation.replay import phases_of, predict, replay
 from pstar_sim.validation.rows import Row, published_rows
 from pstar_sim.workload.presets import preset
+from pstar_sim.workload.workload import Workload
 
 GB = 10**9
 
@@ -155,3 +156,19 @@ def test_a_gpt_that_classifies_has_no_logits() -> None:
     # the head's product, forward and twice backward: 6 x tokens x hidden x vocabulary
     flops = sum(m.flops for m in language.moments) - sum(m.flops for m in labels.moments)
     assert flops == 6 * 1024 * 2048 * 50257
+
+
+def test_a_reentrant_checkpoint_runs_the_whole_layer_again() -> None:
+    from pstar_sim.catalog.models import model_entry
+    from pstar_sim.workload.presets import workload_of
+
+    entry = model_entry("1B")
+    early = workload_of(entry, batch=1, sequence=1024)
+    whole = workload_of(entry, batch=1, sequence=1024, early_stop=False)
+
+    def flops(workload: Workload, phase: str) -> int:
+        return sum(m.flops for m in workload.moments if m.phase == phase)
+
+    # of each of the 20 layers the second product of the feed-forward: 2 x tokens x 8192 x 2048
+    assert flops(whole, "RECOMPUTE") - flops(early, "RECOMPUTE") == 20 * 2 * 1024 * 8192 * 2048
+    assert [m.end_bytes for m in whole.moments] == [m.end_bytes for m in early.moments]

@@ -1,0 +1,154 @@
+"""Errors, orders and misses of results made by hand; and a small part of the real validation."""
+
+import json
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from pstar_sim.catalog.loader import load_machine
+from pstar_sim.cli import main
+from pstar_sim.errors import PstarError
+from pstar_sim.report.validation import validation_text
+from pstar_sim.validation import errors
+from pstar_sim.validation.errors import class_of, errors_by_class, expected_error, write_errors
+from pstar_sim.validation.results import Result, Validation, errors_of, validate
+
+
+def result(published: float, predicted: float | None, **changes: object) -> Result:
+    values: dict[str, object] = {
+        "line": 1,
+        "system": "A",
+        "hardware": "4xH100-80GB",
+        "gpus": 4,
+        "params": "1e9",
+        "shape": "s",
+        "batch": "gbs4 mbs1",
+        "metric": "iter_ms",
+        "kind": "time",
+        "use": "tested",
+        "rule": "r",
+        "machine": "h100-80x4",
+        "gpu": "h100-80",
+        "policy": "zero3_offload:ratio=0.8",
+        "published": published,
+        "predicted": predicted,
+    }
+    return Result(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_errors_are_relative_and_quantiles_interpolate() -> None:
+    found = errors_of([result(100, 110), result(100, 80), result(100, 100), result(100, 130), result(100, 60)])
+    assert found is not None
+    # sizes 0, 0.1, 0.2, 0.3, 0.4: the 90th percentile is 0.6 of the way from 0.3 to 0.4
+    assert (found.rows, found.median, found.p90) == (5, pytest.approx(0.2), pytest.approx(0.36))
+    assert found.worst == pytest.approx(-0.4)
+    assert errors_of([]) is None
+
+
+def test_a_run_that_does_not_fit_is_an_error_of_everything() -> None:
+    lost = result(100, None, reason="too small")
+    assert lost.error == -1.0
+    v = Validation(counts={"tested": 1}, results=(lost,))
+    assert v.misses() == [lost]
+    assert "too small" in validation_text(v) and "does not fit" in validation_text(v)
+
+
+def test_orders_of_systems_and_models() -> None:
+    a, b = result(100, 90, line=1), result(120, 80, line=2, system="B")  # reversed
+    c = result(105, 95, line=3, system="C")  # within 10 % of a; 14 % from b: reversed against it
+    d = result(300, 310, line=4, params="2e9")  # another model of A
+    e = result(300, 310, line=5, batch="gbs8 mbs1", system="E")  # another batch: no pair
+    v = Validation(counts={}, results=(a, b, c, d, e))
+    assert [(p.first.line, p.second.line, p.kept) for p in v.pairs() if p.kind == "systems"] == [
+        (1, 2, False),
+        (2, 3, False),
+    ]
+    assert v.order("systems") == (0, 2)
+    assert v.order("models") == (1, 1)
+
+
+def test_pairs_of_fitted_rows_alone_do_not_count() -> None:
+    v = Validation(counts={}, results=(result(100, 100, use="fitted"), result(200, 200, system="B", use="fitted")))
+    assert v.pairs() == []
+
+
+def test_every_miss_is_listed() -> None:
+    rows = (result(100, 134, line=11), result(100, 136, line=12), result(100, 50, line=13, use="fitted"))
+    v = Validation(counts={"tested": 2, "fitted": 1}, results=rows)
+    assert [r.line for r in v.misses()] == [12]
+    assert v.to_json()["misses"] == [12]
+    text = validation_text(v)
+    assert "+36%" in text and "+34%" not in text
+    assert "+34%" in validation_text(v, every_row=True)
+
+
+def test_errors_by_class_are_those_of_tested_iterations() -> None:
+    found = errors_by_class(
+        [
+            result(100, 110),
+            result(100, 130, policy="deep_optimizer_states:every=2"),
+            result(100, 300, kind="phase", metric="fwd_ms"),
+            result(100, 300, use="fitted"),
+            result(100, 95, gpus=1),
+        ]
+    )
+    assert found == {
+        "h100 node": {
+            "any policy": (0.2, 0.28, 2),
+            "deep_optimizer_states": (0.3, 0.3, 1),
+            "zero3_offload": (0.1, 0.1, 1),
+        },
+        "h100 one GPU": {"any policy": (0.05, 0.05, 1), "zero3_offload": (0.05, 0.05, 1)},
+    }
+
+
+def test_an_expected_error_names_its_class() -> None:
+    node = load_machine("h100-80x8")
+    known = expected_error(node, "zero3_offload:ratio=0.5")
+    assert known is not None and class_of(node) == known.machine_class == "h100 node"
+    assert known.label == f"± {known.median:.0%} ({known.rows} rows, class h100 node)".replace("%", " %")
+    other = expected_error(node, "tide")
+    assert other is not None and other.rows > known.rows and "other policies" in other.label
+    assert expected_error(load_machine("t4"), "tide") is None
+
+
+def test_kept_errors_are_those_of_a_run_of_today(tmp_path: Path) -> None:
+    """The H100 node's rows replayed again give the figures of errors.json."""
+    v = validate(machine="4xH100")
+    kept = json.loads((files("pstar_sim.validation") / "data" / "errors.json").read_text(encoding="utf-8"))
+    for policy, values in errors_by_class(v.results)["h100 node"].items():
+        assert kept["h100 node"][policy]["rows"] == values[2]
+        assert (kept["h100 node"][policy]["median"], kept["h100 node"][policy]["p90"]) == pytest.approx(
+            values[:2], abs=0.002
+        )
+    tested = v.errors(use="tested")
+    assert tested is not None and tested.rows == v.counts["tested"] == 80 and v.counts["fitted"] == 0
+    with pytest.raises(PstarError, match="of a part of the rows are not kept"):
+        write_errors(v, tmp_path / "errors.json")
+    frame = v.to_frame()
+    assert len(frame) == 80 and {"published", "predicted", "error", "use"} <= set(frame.columns)
+    json.dumps(v.to_json(), allow_nan=False)
+
+
+def test_shipped_errors_are_of_whole_classes() -> None:
+    assert errors.ERRORS_FILE.is_file()
+    kept = json.loads(errors.ERRORS_FILE.read_text(encoding="utf-8"))
+    assert set(kept) == {"a100 node", "a100 one GPU", "h100 node", "v100 node", "v100 one GPU"}
+    assert all(any_policy["any policy"]["rows"] >= 1 for any_policy in kept.values())
+
+
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "--system", "Megatron-LM", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["counts"] == {"fitted": 6, "tested": 0, "no policy": 0, "out": 0}
+    assert {row["metric"] for row in answer["rows"]} >= {"iter_ms", "gpu_max_alloc_MB", "max_trainable_model"}
+    assert main(["validate", "--system", "Megatron-LM", "--rows"]) == 0
+    assert "Rows in scope" in capsys.readouterr().out
+
+
+def test_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "--system", "nobody"]) != 0
+    assert "no published row has system 'nobody'" in capsys.readouterr().err
+    assert main(["validate", "--write", "--machine", "h100"]) != 0
+    assert "leave out --system and --machine" in capsys.readouterr().err
