@@ -8,19 +8,19 @@ from datetime import date
 from importlib.resources import files
 from pathlib import Path
 
-from pstar_sim.catalog.fields import Date, Entry, Number, Text, parse_toml, read_toml
+from pstar_sim.catalog.fields import Date, Entry, Field, Number, Text, parse_toml, read_toml
 
 __all__ = ["Price", "load_prices"]
 
 _USD = Number(1e-3, 1e6)
-_SHIPPED = {
+_SHIPPED: dict[str, Field] = {
     "usd_per_hour": _USD,
     "as_of": Date(),
     "offer": Text(),
     "source": Text(),
     "checked": Date(),
 }
-_OWN = {
+_OWN: dict[str, Field] = {
     "usd_per_hour": _USD,
     "as_of": Date(required=False),
     "offer": Text(required=False),
