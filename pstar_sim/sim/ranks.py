@@ -10,7 +10,8 @@ to simulate. `every_rank` simulates each rank by itself; tests hold the two agai
 
 [Note: PCIe switches] What all copies of one direction through a switch want together may be more than it passes. Then
 it is divided max-min fairly: nobody gets less than another who wants more. A copy's fixed part (latency) is not
-stretched by it, its bytes are.
+stretched by it, its bytes are. What a calibrated machine measured of queues slowing each other down
+(`Machine.slowdowns`) is followed where all ranks are of one class; where they differ, only DRAM and links are shared.
 """
 
 from __future__ import annotations
