@@ -25,6 +25,7 @@ from pstar_sim.planner.confidence import confidence
 from pstar_sim.planner.explain import explain
 from pstar_sim.planner.nearest import nearest
 from pstar_sim.planner.ranks import tightest, unmodelled_notes
+from pstar_sim.planner.trust import trust
 from pstar_sim.policy.registry import Policy, find_policy, is_built_in, policy_name
 from pstar_sim.policy.registry import policies as all_policies
 from pstar_sim.sim.play import play
@@ -43,7 +44,8 @@ class Row:
     lower_bound_s: of the policy's own chunk size; gap: iteration_s / lower_bound_s - 1; certificate: what kind of bound
     it is, what binds it, what it is relative to, or the reason why there is none (`Certificate.text`). bound_by: see
     `binding.bound_by`. barrier_cost_s: what the same policy would save if no Adam had to wait for all gradients; None
-    where nothing makes it wait.
+    where nothing makes it wait. expected_error: median relative error of such times that validation found for this
+    class of machine, None where nothing is known; trust: what that rests on, or that there is nothing.
     """
 
     policy: str
@@ -60,6 +62,8 @@ class Row:
     d2h_bytes: int | None = None
     barrier_cost_s: float | None = None
     certificate: Mapping[str, object] | None = None
+    expected_error: float | None = None
+    trust: str | None = None
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
@@ -240,7 +244,9 @@ def _compare(
             failures[name] = (policy, short)
             rows.append(_unfit(name, usual))
             continue
-        row = _figures(name, timeline, tokens, certifier.of(plan.layout), _barrier_cost(policy, timeline, free))
+        row = _figures(
+            name, machine, timeline, tokens, certifier.of(plan.layout), _barrier_cost(policy, timeline, free)
+        )
         planned[name] = Planned(row=row, plan=plan, timeline=timeline)
         rows.append(row)
     later_first = rows[::-1]
@@ -354,8 +360,16 @@ def _unfit(name: str, certificate: Certificate, reason: str | None = None) -> Ro
     return Row(policy=name, fits=False, reason=reason, lower_bound_s=certificate.seconds, certificate=certificate.text)
 
 
-def _figures(name: str, timeline: Timeline, tokens: int, certificate: Certificate, barrier_cost_s: float | None) -> Row:
+def _figures(
+    name: str,
+    machine: Machine,
+    timeline: Timeline,
+    tokens: int,
+    certificate: Certificate,
+    barrier_cost_s: float | None,
+) -> Row:
     bound_s = certificate.seconds
+    belief = trust(machine, name)
     return Row(
         policy=name,
         fits=True,
@@ -370,6 +384,8 @@ def _figures(name: str, timeline: Timeline, tokens: int, certificate: Certificat
         d2h_bytes=timeline.moved_bytes["d2h"],
         barrier_cost_s=barrier_cost_s,
         certificate=certificate.text,
+        expected_error=belief.error,
+        trust=belief.label,
     )
 
 

@@ -339,8 +339,10 @@ def _code_digest() -> str:
 
     digest = hashlib.sha256(__version__.encode())
     root = files("pstar_sim")
-    for folder in ("", "catalog", "workload", "core", "policy", "sim", "planner"):
-        for entry in sorted((root / folder if folder else root).iterdir(), key=lambda e: e.name):
-            if entry.name.endswith((".py", ".toml")):
+    places = [root, *(root / name for name in ("catalog", "workload", "core", "policy", "sim", "planner"))]
+    places.append(root / "validation" / "data")
+    for place in places:
+        for entry in sorted(place.iterdir(), key=lambda e: e.name):
+            if entry.name.endswith((".py", ".toml", ".json")):
                 digest.update(entry.name.encode() + entry.read_bytes())
     return digest.hexdigest()

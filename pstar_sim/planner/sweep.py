@@ -57,6 +57,8 @@ COLUMNS = (
     "peak_host_bytes",
     "h2d_bytes",
     "d2h_bytes",
+    "expected_error",
+    "trust",
 )
 """What each point's row has beside its axes. fits is null where the point makes no sense (reason says why)."""
 

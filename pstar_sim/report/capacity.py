@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pstar_sim.planner.ranks import UNMODELLED, unmodelled_notes
-from pstar_sim.report.tables import listing_table, render
+from pstar_sim.report.tables import listing_table, render, trust_lines
 from pstar_sim.units import GB, format_bytes, format_s
 from pstar_sim.validation.limits import published_limits
 
@@ -43,19 +43,6 @@ def _notes(texts: Sequence[str], width: int) -> list[str]:
         wrapped = textwrap.wrap(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
         lines += ["", *wrapped]
     return lines
-
-
-def _trusted(pairs: Sequence[tuple[str, str | None]]) -> list[str]:
-    """One line about the errors of the times shown."""
-    by_label: dict[str, list[str]] = {}
-    for policy, label in pairs:
-        if label is not None:
-            by_label.setdefault(label, []).append(policy)
-    if not by_label:
-        return []
-    if len(by_label) == 1:
-        return [f"times: {next(iter(by_label))}"]
-    return ["times: " + "; ".join(f"{', '.join(names)}: {label}" for label, names in by_label.items())]
 
 
 _DATA_PARALLEL = (
@@ -95,7 +82,7 @@ def fits_text(answer: Fits, *, width: int = 120) -> str:
         "iteration",
     )
     lines.append(_table(columns, [_fit_cells(row) for row in answer.rows], width))
-    lines += _notes(_trusted([(row.policy, row.trust) for row in answer.rows if row.fits]), width)
+    lines += _notes(trust_lines([(row.policy, row.trust) for row in answer.rows if row.fits]), width)
     lines += _notes([row.reason for row in answer.rows if row.reason is not None], width)
     short = any(row.short_of == "gpu" for row in answer.rows)
     notes = unmodelled_notes(w, m, {}, short_of_gpu=short and not answer.any)

@@ -18,7 +18,16 @@ if TYPE_CHECKING:
     from pstar_sim.planner.compare import Comparison, Row
     from pstar_sim.workload.workload import Workload
 
-__all__ = ["comparison_table", "comparison_text", "format_percent", "heading", "listing_table", "reasons", "render"]
+__all__ = [
+    "comparison_table",
+    "comparison_text",
+    "format_percent",
+    "heading",
+    "listing_table",
+    "reasons",
+    "render",
+    "trust_lines",
+]
 
 BINDS_NAMES = {"adam": "CPU Adam", "dram": "host DRAM", "net": "collectives", "nvme": "disks"}
 
@@ -131,11 +140,26 @@ def comparison_text(comparison: Comparison, *, width: int = 120) -> str:
         what = "no lower bound" if seconds is None else f"lower bound of this setting: {format_s(seconds)} an iteration"
         lines += ["", *_wrap(f"{what} ({words})" if words else what, width)]
     lines += ["", confidence_line(confidence(comparison.workload, comparison.machine))]
+    for line in trust_lines([(row.policy, row.trust) for row in comparison.rows if row.fits]):
+        lines += _wrap(line, width)
     for reason in reasons(comparison):
         lines += ["", *_wrap(reason, width)]
     for note in comparison.notes:
         lines += ["", *_wrap(f"note: {note}", width)]
     return "\n".join(lines) + "\n"
+
+
+def trust_lines(pairs: Sequence[tuple[str, str | None]]) -> list[str]:
+    """What is known of the errors of the times shown: (policy, label) of each; one line, none without times."""
+    by_label: dict[str, list[str]] = {}
+    for policy, label in pairs:
+        if label is not None:
+            by_label.setdefault(label, []).append(policy)
+    if not by_label:
+        return []
+    if len(by_label) == 1:
+        return [f"times: {next(iter(by_label))}"]
+    return ["times: " + "; ".join(f"{', '.join(names)} {label}" for label, names in by_label.items())]
 
 
 def listing_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, width: int = 120) -> Table:

@@ -26,6 +26,8 @@ KEYS = [
     "d2h_bytes",
     "barrier_cost_s",
     "certificate",
+    "expected_error",
+    "trust",
 ]
 
 
