@@ -222,8 +222,10 @@ class Contents:
         arena, state = self.arena, self.chunks[chunk]
         if not arena.has(HOST, chunk, list_name):
             raise PlanError(f"fetch of {list_name} of chunk {chunk}: the host does not hold it")
+        waiting = state.where(HOST, "param") if list_name == "param" else set()
+        parked = len(waiting) == len(self.layout.chunks[chunk].slots)  # a gradient back for its update on the gpu
         if list_name == "param":
-            if HOST not in state.current or state.where(HOST, "param"):
+            if not parked and (HOST not in state.current or waiting):
                 raise PlanError(f"fetch of chunk {chunk}: the host's copy does not hold current parameters")
             if state.where(GPU, "param"):
                 raise PlanError(f"fetch of chunk {chunk} would overwrite gradients on the gpu")
@@ -231,7 +233,7 @@ class Contents:
             raise PlanError(f"fetch of {list_name} of chunk {chunk} would overwrite gradients on the gpu")
         self._copy(arena.gpu(chunk, list_name), arena.host(chunk, list_name), Queue.H2D)
         arena.backend.fence(Queue.H2D)
-        if list_name == "param":
+        if list_name == "param" and not parked:
             state.current.add(GPU)
             self._changed(chunk)
         elif state.where(HOST, list_name):

@@ -117,6 +117,7 @@ class _Weaver:
         self.dropped: list[list[int]] = [[] for _ in range(count)]  # clean ones that go after it
         self.leaves: list[list[int]] = [[] for _ in range(count)]  # last use of one that is updated on the CPU
         self.parked: list[list[int]] = [[] for _ in range(count)]  # final gradients of streams that wait on the host
+        self.emptied: set[int] = set()  # streams whose working list is taken anew for the update
         self.opens: list[list[tuple[int, int]]] = [[] for _ in range(count)]  # gradient lists: (chunk, number)
         self.closes: list[list[tuple[int, int]]] = [[] for _ in range(count)]
         self.final: list[list[int]] = [[] for _ in range(count)]  # last gradient of a stream, which stays
@@ -139,7 +140,10 @@ class _Weaver:
                     away = [gap for gap in gaps if gap.end == course.updates[c] and gap not in course.kept]
                     if away:
                         self.parked[away[0].start].append(c)
-                        self.fetches[course.updates[c]].append(c)
+                        if g.add_last:  # all of the gradient is in grad32: nothing but room is needed
+                            self.emptied.add(c)
+                        else:
+                            self.fetches[course.updates[c]].append(c)
                         gaps.remove(away[0])
                     elif g.add_last:
                         self.final[at[g.block_of[uses.last_gradient(c)]]].append(c)
@@ -458,6 +462,9 @@ class _Weaver:
         added: _After = ((self.last_add[c], 0),) if c in self.last_add else ()
         for name in course.visiting_lists(c):
             arriving.append(self._fetch(c, n, name, added if name == "grad32" else ()))
+        if c in self.emptied:
+            gone: _After = ((self.last_drop[c, "param"], 0),)
+            self._add(Queue.COMPUTE, Kind.ALLOC, c, "param", moment, gpu_take=g.sizes[c], after=gone)
         waits = [(op, 0) for op in arriving] + [(op, 0) for op in self.last_adds]
         if c in self.reduced:
             waits.append((self.reduced[c], 0))
