@@ -26,8 +26,5 @@ class Trust:
 
 def trust(machine: Machine, policy: str) -> Trust:
     """What validation found for this class of machine and this policy, or for the class with other policies."""
-    try:
-        found = importlib.import_module("pstar_sim.validation.errors").expected_error(machine, policy)
-    except FileNotFoundError:  # no errors are kept yet: `pstar validate --write` was never run
-        found = None
+    found = importlib.import_module("pstar_sim.validation.errors").expected_error(machine, policy)
     return Trust(None, NOT_VALIDATED) if found is None else Trust(found.median, found.label)

@@ -204,3 +204,15 @@ def test_fits_says_what_is_short_and_the_nearest_yes() -> None:
     assert yes.iteration_s == ps.compare(w, ps.machine("rtx3090-64gb"), policies=["tide"]).best().row.iteration_s
     assert "all_on_gpu" in repr(answer)
     assert answer.to_json()[1]["gpu_headroom_bytes"] == yes.gpu_headroom_bytes
+
+
+def test_a_time_comes_with_what_validation_found_for_the_class_or_says_that_it_is_unvalidated() -> None:
+    w = preset("1B", batch=1, seq=128)
+    known = fits(w, ps.machine("v100-32"), policies=["all_on_gpu"]).rows[0]
+    assert known.error is not None and 0 < known.error < 1
+    assert known.trust is not None and "class v100 one GPU" in known.trust
+    unknown = fits(w, ps.machine("l4"), policies=["all_on_gpu"]).rows[0]
+    assert unknown.iteration_s is not None
+    assert (unknown.error, unknown.trust) == (None, "not validated on this class")
+    row = ps.compare(w, ps.machine("l4"), policies=["all_on_gpu"]).rows[0]
+    assert (row.expected_error, row.trust) == (None, "not validated on this class")
