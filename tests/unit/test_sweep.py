@@ -229,3 +229,27 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "'nonsense' is no axis" in capsys.readouterr().err
     assert main(["sweep", str(tmp_path / "none.toml"), "-o", str(out)]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+def test_ctrl_c_on_the_command_line_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pstar_sim.planner.sweep as module
+
+    grid, out = tmp_path / "grid.toml", tmp_path / "r.parquet"
+    grid.write_text('machine = "virtual"\nmodel = "tiny-gpt2"\nbatch = [1, 2, 4]\nseq = 32\npolicy = "all_on_gpu"\n')
+    evaluate, calls = module.evaluate, []
+
+    def interrupted(group: object) -> object:
+        calls.append(group)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return evaluate(group)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "evaluate", interrupted)
+    job = ["sweep", str(grid), "-o", str(out), "--jobs", "1", "--quiet"]
+    assert main(job) == 130
+    assert "1 of 3 points are kept; the same command goes on from there" in capsys.readouterr().err
+    monkeypatch.setattr(module, "evaluate", evaluate)
+    assert main(job) == 0
+    assert "3 points, 3 fit; 1 were known already" in capsys.readouterr().out
