@@ -30,6 +30,7 @@ NOTES = (
     "memory is what the GPUs report (32 GiB of a V100), not the catalog's nominal 32 GB",
     "host memory of DeepSpeed: 24 bytes a parameter (its estimator's 16 x 1.5) and 20 GiB of system and processes",
     "the Yard's runs classify sequences, as PatrickStar's code has it, DeepSpeed's for comparison too: no logits",
+    "one process on DGX-2 and Yard reaches the cores and the memory of one of two sockets",
     "PatrickStar may use 0.8 of the GPU and of the host (overall_gpu_mem_ratio, overall_cpu_mem_ratio)",
     "checkpoints are reentrant, as these systems made them: a recompute runs the whole layer",
     "runs before 2023 have no flash attention; those of the Deep Optimizer States logs are taken to have it",
@@ -37,15 +38,12 @@ NOTES = (
 )
 
 UNEXPLAINED = (
-    "Polaris, 4 GPUs: CPU Adam reaches 1.9 Gparam/s in the logs with 4 sequences a micro-batch and 3.0 in those with one "
-    "(gaps-a100), with nothing else published that differs; one rate lies between",
-    "asynchronous flush: backward is slower than compute and copies that overlap, as if 4 bytes a parameter went down at "
-    "the link's rate with the GPU waiting; it is predicted as overlapped",
-    "Polaris, 13B on one GPU: Deep Optimizer States' backward is slower than that of the flush alone",
-    "DeepSpeed's ZeRO-Offload on V100: 20-50 % slower than its mechanism; its one log has 2.9 s more in forward, which "
-    "moves nothing, and 2 s more in backward",
+    "Polaris, 4 GPUs: CPU Adam at 1.9 Gparam/s in logs with micro-batches of 4 sequences, at 3.0 in those of 1",
+    "asynchronous flush: backward is longer than if it were hidden, by about 4 bytes a parameter at the link's rate",
+    "Polaris, 13B on one GPU: Deep Optimizer States' backward is longer than with the flush alone",
+    "ZeRO-Offload on V100: 20-50 % slower than its mechanism; in its one log forward takes 2.9 s more, backward 2 s",
     "the VM's CPU Adam: a quarter of what its cores should do; its rate is fitted",
-    "GPU memory of the H100 node: what its monitor shows is 10 GiB more than the lists, with the allocator's cache",
+    "GPU memory of the H100 node: its monitor shows 10 GiB more than is held, perhaps the allocator's cache",
 )
 
 OTHER_HOST_BYTES = 20 * GIB
