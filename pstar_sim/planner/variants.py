@@ -3,12 +3,14 @@
 A trace may hold a model at several batch sizes, with and without recomputation of activations. Each that divides a
 rank's share of the global batch is repeated as micro-batches until it is reached; every candidate then does the same
 work, so the shortest iteration wins. Candidates whose computing alone takes longer than the best plan so far are not
-planned. What a file cannot say (keeping the activations of some blocks only, unless it holds both ends; moving
-activations to the host) is named in the answer.
+planned. Where a batch is there with and without recomputation, the last blocks may also keep their activations while
+the others recompute theirs (workload/mixing.py). What a file cannot say (which bytes would move to the host and back)
+is named in the answer.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -20,6 +22,7 @@ from pstar_sim.errors import DoesNotFit, TraceError
 from pstar_sim.planner.compare import plan_and_play
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.units import format_s
+from pstar_sim.workload.mixing import block_names, mix_blocks
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
 __all__ = ["MOST_MICRO_BATCHES", "Chosen", "candidates", "choose", "words"]
@@ -48,7 +51,7 @@ def words(w: Workload) -> str:
     """A variant in words: "2 micro-batches of 8, activations recomputed"."""
     batches = f"{w.micro_batches} micro-batch{'es' if w.micro_batches > 1 else ''} of {w.batch}"
     kept = "recomputed" if w.checkpointing else "kept"
-    mixed = f" ({w.notes})" if w.notes.startswith("blocks") else ""
+    mixed = f", but {w.notes}" if _is_mixed(w) else ""
     return f"{batches}, activations {kept}{mixed}"
 
 
@@ -67,14 +70,15 @@ def candidates(variants: Sequence[Workload], share: int) -> tuple[Workload, ...]
                 f"variants are of {first.model} ({first.dtype}, sequence {first.sequence}) and {w.model} ({w.dtype}, "
                 f"sequence {w.sequence}); a global batch is one of them: name it by --dtype or --seq"
             )
-    found: dict[tuple[int, int, bool, str], Workload] = {}
-    for w in variants:
+    found: dict[tuple[int, int, bool, str, str], Workload] = {}
+    for w in (*variants, *_mixed(variants)):
         repeats, rest = divmod(share, w.batch * w.micro_batches)
         if rest or not repeats or (w.micro_batches > 1 and repeats > 1):
             continue
         if repeats * w.micro_batches <= MOST_MICRO_BATCHES:
             made = repeat_micro_batch(w, repeats) if repeats > 1 else w
-            found.setdefault((made.batch, made.micro_batches, made.checkpointing, made.attention), made)
+            note = made.notes if _is_mixed(made) else ""
+            found.setdefault((made.batch, made.micro_batches, made.checkpointing, made.attention, note), made)
     if not found:
         sizes = sorted({w.batch * w.micro_batches for w in variants})
         raise TraceError(
@@ -82,6 +86,32 @@ def candidates(variants: Sequence[Workload], share: int) -> tuple[Workload, ...]
             f"{', '.join(map(str, sizes))}, none of which divides it (in at most {MOST_MICRO_BATCHES} micro-batches)"
         )
     return tuple(found.values())
+
+
+def _is_mixed(w: Workload) -> bool:
+    return w.checkpointing and w.notes.startswith("blocks ")
+
+
+def _mixed(variants: Sequence[Workload]) -> list[Workload]:
+    """Where a batch is there with and without recomputation: the last quarter, half and three quarters of the blocks,
+    whose activations are needed first, keep theirs."""
+    out: list[Workload] = []
+    for w in variants:
+        if not w.checkpointing or w.micro_batches > 1:
+            continue
+        same = (w.batch, w.attention, w.dtype, 1, False)
+        for other in variants:
+            if (other.batch, other.attention, other.dtype, other.micro_batches, other.checkpointing) != same:
+                continue
+            blocks = block_names(w)
+            for quarters in (1, 2, 3):
+                keep = blocks[len(blocks) - len(blocks) * quarters // 4 :]
+                if not keep or len(keep) == len(blocks):
+                    continue
+                with contextlib.suppress(TraceError):  # no stack of equal blocks: there is nothing to mix
+                    out.append(mix_blocks(w, other, keep))
+            break
+    return out
 
 
 def choose(workloads: Sequence[Workload], machine: Machine, settings: Settings, *, policy: str = "optimal") -> Chosen:
@@ -133,5 +163,10 @@ def _left_out(workloads: Sequence[Workload]) -> tuple[str, ...]:
         other = "kept" if known == {True} else "recomputed"
         out.append(f"activations {other}: the trace holds no such variant")
     else:
-        out.append("activations of some blocks kept and of others recomputed")
+        some = "activations of some blocks kept and of others recomputed"
+        out.append(
+            f"{some}: other sets of blocks than the last quarter, half and three quarters"
+            if any(map(_is_mixed, workloads))
+            else f"{some}: the variants are no stacks of the same blocks"
+        )
     return tuple(out)

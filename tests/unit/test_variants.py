@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,9 @@ from pstar_sim.errors import DoesNotFit, TraceError
 from pstar_sim.planner.variants import candidates, choose, words
 from pstar_sim.testing import chain_workload
 from pstar_sim.units import MIB
+from pstar_sim.workload.mixing import block_names, mix_blocks
 from pstar_sim.workload.trace import save_trace
-from pstar_sim.workload.workload import Workload
+from pstar_sim.workload.workload import Phase, Workload, repeat_micro_batch
 
 EAGER = Settings(update="eager", clip=False)
 
@@ -62,9 +64,9 @@ def test_the_fastest_that_fits_is_chosen() -> None:
     assert not chosen.workload.checkpointing
     assert chosen.plan.choices["variant"] == words(chosen.workload)
     tried = dict(chosen.tried)
-    assert len(tried) == 6
+    assert len(tried) == 15  # three batches, each kept, recomputed and in three mixtures
     assert any(how.startswith("not planned: computing alone takes") for how in tried.values())
-    assert chosen.left_out[-1] == "activations of some blocks kept and of others recomputed"
+    assert chosen.left_out[-1].startswith("activations of some blocks kept and of others recomputed")
     fitting = choose(made, with_gpu_bytes(6 * MIB), EAGER)
     assert fitting.workload.batch < 4 or fitting.workload.checkpointing
     assert any(how.startswith("does not fit: short by") for how in dict(fitting.tried).values())
@@ -82,7 +84,7 @@ def test_the_command_chooses_and_says_so(tmp_path: Path, capsys: pytest.CaptureF
     loaded = load_plan(out)
     assert loaded.workload.batch * loaded.workload.micro_batches == 4
     assert loaded.choices["variant"] == words(loaded.workload)
-    assert len(loaded.choices["variants_tried"]) == 4  # type: ignore[arg-type]
+    assert len(loaded.choices["variants_tried"]) == 10  # type: ignore[arg-type]
     capsys.readouterr()
     compare = ["compare", "--trace", str(trace), "--machine", "v100-32", "--policy", "tide"]
     assert main([*compare, "--global-batch", "4"]) == 0
@@ -115,3 +117,45 @@ def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str], mor
 def test_a_global_batch_needs_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "--model", "1B", "--global-batch", "4", "--seq", "8", "--machine", "v100-32"]) != 0
     assert "give --trace FILE" in capsys.readouterr().err
+
+
+# Blocks that keep their activations beside blocks that do not.
+
+
+def test_mixing_all_or_none_gives_the_variants_themselves() -> None:
+    both = [ps.preset("1B", batch=2, seq=256, dtype="bf16", checkpointing=c) for c in (True, False)]
+    recomputed, kept = both
+    blocks = block_names(recomputed)
+    assert (len(blocks), blocks[0]) == (20, "transformer.h.0")
+    assert mix_blocks(recomputed, kept, []).moments == recomputed.moments
+    everything = mix_blocks(recomputed, kept, blocks)
+    assert (everything.moments, everything.uses, everything.checkpointing) == (kept.moments, kept.uses, False)
+
+
+def test_each_kept_block_adds_its_activations_and_saves_its_recomputation() -> None:
+    """Blocks are alike: the peak rises, and the work falls, by the same for each of them."""
+    recomputed, kept = (ps.preset("1B", batch=2, seq=256, dtype="bf16", checkpointing=c) for c in (True, False))
+    blocks = block_names(recomputed)
+    mixed = [mix_blocks(recomputed, kept, blocks[20 - n :]) for n in (0, 5, 10, 15, 20)]
+    work = [w.flops for w in mixed]
+    assert [a - b for a, b in pairwise(work)] == [work[0] - work[1]] * 4
+    turn = [max(m.peak_bytes for m in w.moments if m.phase is Phase.FWD) for w in mixed]
+    assert [b - a for a, b in pairwise(turn)] == [turn[1] - turn[0]] * 4
+    assert mixed[1].notes == "blocks 15-19 of 20 keep theirs"
+    assert words(mixed[1]) == "1 micro-batch of 2, activations recomputed, but blocks 15-19 of 20 keep theirs"
+    with pytest.raises(TraceError, match=r"has no blocks transformer\.h\.77"):
+        mix_blocks(recomputed, kept, ["transformer.h.77"])
+    with pytest.raises(TraceError, match="one micro-batch"):
+        mix_blocks(repeat_micro_batch(recomputed, 2), kept, [])
+    with pytest.raises(TraceError, match="one model, batch and sequence"):
+        mix_blocks(recomputed, ps.preset("1B", batch=4, seq=256, dtype="bf16", checkpointing=False), [])
+
+
+def test_where_all_activations_do_not_fit_some_may() -> None:
+    recomputed, kept = (ps.preset("1B", batch=4, seq=1024, dtype="bf16", checkpointing=c) for c in (True, False))
+    machine = ps.machine("rtx4090", gpu_memory="12GB")
+    made = candidates([recomputed, kept], 4)
+    assert len(made) == 5
+    chosen = choose(made, machine, EAGER)
+    assert chosen.workload.notes.startswith("blocks ") and chosen.workload.checkpointing
+    assert "other sets of blocks" in chosen.left_out[-1]
