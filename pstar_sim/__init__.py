@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pstar_sim.planner.sweep import sweep
     from pstar_sim.report.tide import plot_tide
     from pstar_sim.report.waterfall import plot_waterfall
+    from pstar_sim.validation.results import Validation, validate
     from pstar_sim.workload.lora import Adapter
     from pstar_sim.workload.presets import preset
     from pstar_sim.workload.trace import load_trace
@@ -49,6 +50,7 @@ __all__ = [
     "Row",
     "Settings",
     "Timeline",
+    "Validation",
     "Workload",
     "ablate",
     "cheapest",
@@ -68,6 +70,7 @@ __all__ = [
     "repeat_micro_batch",
     "sensitivity",
     "sweep",
+    "validate",
 ]
 
 __version__ = "0.1.0"
@@ -84,6 +87,7 @@ _WHERE = {
     "Row": "planner.compare:Row",
     "Settings": "core.plan:Settings",
     "Timeline": "core.timeline:Timeline",
+    "Validation": "validation.results:Validation",
     "Workload": "workload.workload:Workload",
     "ablate": "planner.ablate:ablate",
     "cheapest": "planner.cheapest:cheapest",
@@ -103,6 +107,7 @@ _WHERE = {
     "repeat_micro_batch": "workload.workload:repeat_micro_batch",
     "sensitivity": "planner.sensitivity:sensitivity",
     "sweep": "planner.sweep:sweep",
+    "validate": "validation.results:validate",
 }
 
 
