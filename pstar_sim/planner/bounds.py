@@ -369,6 +369,16 @@ class Facts:
             end = m
         return turns
 
+    def read_from(self) -> Array:
+        """For each moment m: bytes of the chunks read at m or later (before they are final, where they are)."""
+        steps = np.zeros(self.moments + 1)
+        for size, moments, final in self.seen:
+            before = [m for m in moments if final < 0 or m <= final]
+            if before:
+                steps[0] += size
+                steps[before[-1] + 1] -= size
+        return np.cumsum(steps)[:-1]
+
     def _read_again(self, end: int) -> Array:
         """For each moment m: bytes of the chunks read first at or before m and again in (m, end] (before they are
         final, where they have a gradient)."""

@@ -17,7 +17,8 @@ it, a chunk first read in it need only be there at its end. So every cut is vali
   read of j: the flows in that window are at least these chunks' bytes. Gaps between two reads are classes in which each
   opens before any closes, so the longest are given up first.
 - totals over the iteration with each chunk's own seconds (latency, padding).
-- barrier: updates only after the end of the last moment and before the chunk's next read.
+- the compute queue does an iteration's updates before the first moment of the next ([Note: the cut] of core/plan.py).
+- barrier: updates only after the end of the last moment.
 
 A gradient of several micro-batches goes down each time, or adds up on the gpu (as in [Note: the joint bound]). What
 counts is what the dual solution proves (linear.py), or the closed form where that is larger.
@@ -46,7 +47,7 @@ __all__ = ["fluid_bound"]
 Array = NDArray[np.float64]
 Terms = list[tuple[int, float]]
 
-MOST_POINTS = 360
+MOST_POINTS = 600
 TIME_LIMIT_S = 60.0
 FAR = 20.0  # a schedule that many times longer than the closed form is not looked at: it does not beat the bound
 
@@ -149,7 +150,9 @@ class _Fluid:
         self.unit = max(1.0, max(payload.values(), default=1.0))
         self.payload = {c: b / self.unit for c, b in payload.items()}
         self.size = {c: cost.params[c] * (payload[c] / layout.chunks[c].numel) / self.unit for c in self.mine}
-        self.states = {c: layout.states_bytes(c) / self.unit for c in self.mine}
+        each = w.optimizer.states_bytes_per_param / self.unit
+        self.states = {c: cost.params[c] * each for c in self.mine}  # without padding, as `size`
+        self.states_room = {c: layout.states_bytes(c) / self.unit for c in self.mine}
         self.read_chunks = reads
         self.room: Array = (machine.gpu_budget_bytes - np.array([m.peak_bytes for m in w.moments], float)) / self.unit
         at_end = min(w.moments[-1].peak_bytes, w.moments[0].peak_bytes)
@@ -339,8 +342,7 @@ class _Fluid:
             within(self.params_up, now, after)
             # GPU Adam is on the compute queue, whose steps of an iteration all precede the next one's ([Note: the cut])
             within(self.streamed_adam, now_streamed, after, 0)
-            if self.barrier:
-                within(self.stalled, now_gpu, after)
+            within(self.stalled, now_gpu, after, 0)
         if before_cpu >= 0:
             for cumulative in (self.gradients_down, self.adam, self.params_up):
                 p.equal([(cumulative[last], 1.0), (before_cpu, -1.0)], 0.0)
@@ -353,8 +355,8 @@ class _Fluid:
         come = [(0.0, [(self.states_up[k], 1.0), *self._in(self.streamed_adam, k, -1.0)]) for k in self.intervals]
         go = [(0.0, [*self._in(self.streamed_adam, k), (self.states_down[k], -1.0)]) for k in self.intervals]
         coming, going = self._stock(states, come), self._stock(states, go)
-        resident = p.variable(states)
-        p.equal([(resident, 1.0), *((self.p[c], -self.states[c]) for c in self.mine)], 0.0)
+        resident = p.variable(sum(self.states_room.values()))
+        p.equal([(resident, 1.0), *((self.p[c], -self.states_room[c]) for c in self.mine)], 0.0)
         if self.mine and states:
             per_unit = self.workload.optimizer.dram_bytes_per_param / self.cost.gpu.hbm_bytes_per_s
             least = min(self.cost.params[c] / self.states[c] for c in self.mine if self.states[c])

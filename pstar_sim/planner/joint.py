@@ -13,6 +13,12 @@ parameter, v: of the states). What any legal schedule keeps:
 - the border: during the last moments every gradient is final and no parameter is read any more. Of what is updated on
   the gpu, w bytes a parameter (the gradient, or the new values) are on the gpu then, `kept` in all, or have gone down
   before and come up after. Frozen chunks are kept (`frozen_kept`) or come up again. kept + frozen_kept + v x <= room.
+- the compute queue does all steps of an iteration, its updates too, before the first moment of the next. So whatever
+  is read from a moment m (before any gradient is final) on, and all states of what is updated on the gpu, is there at m
+  or comes up later: T >= seconds before m + (bytes read from m on + v s - room_m) / rate. Behind a barrier the updates
+  come between two iterations: what they need and is not there at the end of the last moment comes up before the next
+  one begins, and what then is too much for that one's room has gone down: T >= all moments + (v s + w s - room) / rate;
+  without a barrier the latter holds from the first final gradient on.
 - border windows: of the chunks J_j what is not kept goes down and comes up between the end of b_j and the next f_j:
   T >= span_j + (bytes(J_j) - kept) / rate.
 - barrier, streamed: when the last moment ends at most room - v x bytes of chunks are on the gpu; of the chunks first
@@ -111,6 +117,10 @@ class _Joint:
         self.x_max = float(np.clip(min(fits, x_limit), 0.0, self.total))
         self.late_room = max(0.0, float(facts.room[facts.late :].min())) if facts.late < facts.moments else np.inf
         self.end_room = max(0.0, float(facts.room[-1]))
+        until = int(facts.final.min()) + 1 if len(facts.final) else 0
+        needed = facts.read_from()
+        waits = facts.clock[:until] + (needed - facts.room)[:until] / self.up
+        self.turn_s = float(waits.max()) if until else 0.0
         self.turns = [(size, room, at) for size, room, at in facts.turns() if size > 0]
         self.families = self._families(barrier) if self.total else []
         self.barrier_spans = self._barrier_spans() if barrier and self.total else None
@@ -262,7 +272,16 @@ class _Joint:
                     on = [(x, -family.slope * unit), (y, -family.slope * unit)] if family.on == "s" else [
                         (kept, -family.slope * size)]  # fmt: skip
                     term(family.name, value, on)
+        if total:
+            term("h2d", self.turn_s, [(x, self.v * unit / self.up), (y, self.v * unit / self.up)])
+            every = (self.v + self.w) * unit
+            after_s = float(facts.clock[int(facts.final.min()) + 1])
+            first_room = max(0.0, float(facts.room[0]))
+            term("d2h", after_s - first_room / self.down, [(x, every / self.down), (y, every / self.down)])
         if self.barrier_spans is not None:
+            every = (self.v + self.w) * unit
+            for rate, room in ((self.up, self.end_room), (self.down, max(0.0, float(facts.room[0])))):
+                term("barrier", float(facts.clock[-1]) - room / rate, [(x, every / rate), (y, every / rate)])
             spans, after_b, after_p = self.barrier_spans
             pinned = self.v * unit / self.up
             term("barrier", float((spans + (after_b - self.end_room) / self.up).max()), [(x, pinned)])

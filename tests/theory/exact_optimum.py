@@ -10,7 +10,8 @@ any step that may start, or none.
 - gpu slots: lists there, lists on their way up (from the start of the copy) or down (until its end), the tide of the
   moment that runs (between two moments the lower tide of both, as in the project's model).
 - a list whose content the host has too may be given up at any time for nothing; it is, when its slot is needed.
-- barrier: no Adam before the last moment of the iteration has ended.
+- the compute queue does an iteration's updates before the first moment of the next ([Note: the cut] of plan.py); the
+  CPU may be later. barrier: no Adam before the last moment of the iteration has ended.
 
 It leaves out only what cannot help: gradients in a list of their own, copies of what is there already.
 The iteration takes the least mean length of a cycle of this graph, found by policy iteration.
@@ -30,8 +31,8 @@ IDLE, MOMENT = -1, -2
 
 @dataclass(frozen=True)
 class Tiny:
-    """Units of a forward moment (backward: twice that), of copies up and down and of both Adams. tide: slots, for each of
-    2 * layers moments."""
+    """Units of a forward moment (backward: twice that), of copies up and down and of both Adams. tide: slots, for each
+    of 2 * layers moments."""
 
     layers: int
     slots: int
@@ -94,11 +95,12 @@ class _Graph:
             c = self.moments[pc]
             grad, param, _ = chunks[c]
             overwritten = pc >= n and _copies(down, c, 0)
-            if not grad and param != HOST and not overwritten:
+            late = pc == 0 and any(on and g for on, (g, _, _) in zip(self.on_gpu, chunks))
+            if not grad and param != HOST and not overwritten and not late:
                 works.append((MOMENT, self.length[pc]))
             for i, (g, p, s) in enumerate(chunks):
                 busy = any(_copies(copy, i) for copy in (up, down))
-                if self.on_gpu[i] and g and p != HOST and s != HOST and not busy and (not t.barrier or pc < n):
+                if self.on_gpu[i] and g and p != HOST and s != HOST and not busy and (not t.barrier or pc == 0):
                     works.append((i, t.gpu_adam))
         ups: list[_Work] = [up]
         if up is None:
