@@ -29,6 +29,8 @@ __all__ = ["OPTIONS", "optimal", "searched"]
 
 EFFORT_OPS = 200_000  # ops played in the search over one chunk size
 FEWEST_CHUNKS, MOST_CHUNKS = 16, 400  # of other chunk sizes that are tried
+MOST_WASTE = 0.06  # of them
+COARSE = 100  # so few chunks or fewer are worth cutting finer
 WORTH_A_SIZE = 2e-2  # so far from the floor other chunk sizes are tried
 REPLAYED = 2  # of the attempts the event loop finds fastest
 FAR_AHEAD = 0.97  # of the closed form for pins alone: no policy without streams comes there
@@ -122,9 +124,9 @@ def _own(
 
     look(usual, EFFORT_OPS)
     if sizes and settings.chunk_bytes is None and (best is None or best[0] > best[1] * (1 + WORTH_A_SIZE)):
-        for factor in (0.5, 2.0):
+        for factor in (0.5, 2.0) if len(usual.chunks) > COARSE else (0.5, 0.25, 0.125):
             layout = build_layout(workload, chunk_bytes=int(usual.chunk_bytes * factor), ranks=len(machine.ranks))
-            if FEWEST_CHUNKS <= len(layout.chunks) <= MOST_CHUNKS:
+            if FEWEST_CHUNKS <= len(layout.chunks) <= MOST_CHUNKS and layout.waste <= MOST_WASTE:
                 look(layout, EFFORT_OPS // 3)
     if best is None:
         assert reason is not None

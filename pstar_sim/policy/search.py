@@ -26,6 +26,7 @@ GOOD_ENOUGH = 1e-3  # relative distance from the floor of the roofline at which 
 BETTER = 1e-5  # relative gain that counts
 HOPELESS = 1.003  # an attempt that is so much slower than the best one is not played to its end
 MOST_TRIED = 48
+LARGE, MOST_LARGE = 2.5, 3  # a chunk so many times as large as the usual one is large
 CALM = 0.02  # weight of the mean of the roofline's terms: of equal maxima the one with slack elsewhere
 USUAL = Knobs()
 TURNS: tuple[Mapping[str, object], ...] = (
@@ -39,12 +40,14 @@ TURNS: tuple[Mapping[str, object], ...] = (
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
     """pins, streams: numbers of chunks. head: so many of the pins are the chunks used first. front: so many of the
-    streams are, before these."""
+    streams are, before these. large: what becomes of each chunk much larger than the usual ("cpu", "pin" or "stream",
+    in order of first use); it counts as so many chunks as it is large."""
 
     pins: int
     streams: int
     head: int
     front: int = 0
+    large: tuple[str, ...] = ()
     knobs: Knobs = USUAL
 
 
@@ -59,6 +62,10 @@ class Search:
         self.best: tuple[float, Choice, Attempt] | None = None
         self.reason: DoesNotFit | None = None  # why the first choice that did not fit did not
         self.count = len(ground.candidates)
+        usual = sorted(ground.sizes[c] for c in ground.candidates)[self.count // 2] if self.count else 1
+        # Chunks (a vocabulary matrix) much larger than the usual one, and how many of those they are worth.
+        large = [c for c in ground.candidates if ground.sizes[c] > LARGE * usual]
+        self.large = {c: round(ground.sizes[c] / usual) for c in large[:MOST_LARGE]}
         self.facts = ground.mode_facts()
         self.first_fit = ground.most_pins()
         asked = ground.point.pins
@@ -113,8 +120,17 @@ class Search:
 
     def _play(self, choice: Choice) -> Attempt | None:
         g = self.ground
-        pinned, streamed = interleave(g.candidates, g.sizes, choice.pins, choice.streams, choice.head, choice.front)
-        modes = Modes(frozenset(pinned), frozenset(streamed))
+        order, pins, streams = g.candidates, choice.pins, choice.streams
+        beside: dict[str, list[int]] = {"cpu": [], "pin": [], "stream": []}
+        if choice.large:
+            order = [c for c in order if c not in self.large]
+            for (c, times), mode in zip(self.large.items(), choice.large):
+                beside[mode].append(c)
+                pins -= times if mode == "pin" else 0
+                streams -= times if mode == "stream" else 0
+            pins, streams = max(0, pins), max(0, streams)
+        pinned, streamed = interleave(order, g.sizes, pins, streams, choice.head, choice.front)
+        modes = Modes(frozenset((*pinned, *beside["pin"])), frozenset((*streamed, *beside["stream"])))
         key = (modes, choice.knobs)
         if key not in self._seen:
             self._seen[key] = self._fit(modes, choice.knobs)
@@ -166,9 +182,24 @@ class Search:
             yield replace(self.best[1], knobs=replace(USUAL, linger=False))
             yield replace(self.best[1], head=0)
             yield replace(self.best[1], head=self.best[1].pins // 2)
+        for modes in self._of_large():
+            if self.best is not None and self.best[1].streams:
+                yield replace(self.best[1], large=modes)
         if self.best is None:
             yield Choice(pins=self.fewest, streams=0, head=0)
             yield Choice(pins=self.most, streams=0, head=self.most)
+
+    def _of_large(self) -> Iterator[tuple[str, ...]]:
+        """Ways to treat large chunks on their own, each tried with the best choice so far."""
+        if not self.large:
+            return
+        first = ("stream", *("cpu",) * (len(self.large) - 1))
+        yield first
+        yield ("pin", *first[1:])
+        if len(self.large) > 1:
+            yield ("stream",) * len(self.large)
+            yield ("pin",) * len(self.large)
+            yield ("stream", *("pin",) * (len(self.large) - 1))
 
     def _descend(self, step: int) -> bool:
         """Whether some change by `step` was better (on the last round, step 1, also of a knob). A change that is good
