@@ -2,7 +2,8 @@
 program (`--certify`) for GPT 18B on one GPU of four kinds, eager, behind the barrier, and with four micro-batches.
 
 Batch 8, sequence 1024, checkpointing, bf16. Prints a row a case with the gap of `optimal` (or of --policy) to each
-bound, writes results/certify.json, and fails if a fluid program takes more than 15 s or the policy is faster than a bound.
+bound, writes results/certify.json, and fails if a fluid program takes more than 15 s or the policy is faster than a
+bound.
 """
 
 from __future__ import annotations

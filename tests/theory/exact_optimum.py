@@ -209,53 +209,64 @@ def _copies(step: tuple[int, ...] | None, chunk: int, which: int | None = None) 
 
 
 def _most_per_step(edges: list[list[tuple[int, int]]]) -> Fraction:
-    """Largest mean of the second figure over a cycle (policy iteration, exact); every node reaches the answer's cycle
-    from node 0. Nodes without a way on count as standing still."""
-    count = len(edges)
+    """Largest mean of the second figure over a cycle that node 0 reaches, by policy iteration. Means of two cycles of
+    these sizes differ by far more than rounding, and the answer is counted on the cycle itself. Nodes without a way on
+    stand still."""
     ways = [row or [(i, 0)] for i, row in enumerate(edges)]
     choice = [max(row, key=lambda e: e[1]) for row in ways]
     while True:
-        gain: list[Fraction | None] = [None] * count
-        value = [Fraction(0)] * count
-        seen = [-1] * count
-        for first in range(count):
-            path, node = [], first
-            while seen[node] == -1:
-                seen[node] = first
-                path.append(node)
-                node = choice[node][0]
-            if seen[node] == first and gain[node] is None:  # a new cycle
-                cycle = path[path.index(node) :]
-                mean = Fraction(sum(choice[i][1] for i in cycle), len(cycle))
-                gain[node], value[node] = mean, Fraction(0)
-                for i in reversed(cycle[1:]):
-                    gain[i] = mean
-                    value[i] = choice[i][1] - mean + value[choice[i][0]]
-                path = path[: path.index(node)]
-            for i in reversed(path):
-                if gain[i] is None:
-                    after = choice[i][0]
-                    g = gain[after]
-                    assert g is not None
-                    gain[i] = g
-                    value[i] = choice[i][1] - g + value[after]
+        gain, value = _evaluate(choice)
         changed = False
         for i, row in enumerate(ways):
             best = choice[i]
             for edge in row:
-                if gain[edge[0]] > gain[best[0]]:  # type: ignore[operator]
+                if gain[edge[0]] > gain[best[0]] + SAME:
                     best, changed = edge, True
             choice[i] = best
+        if changed:
+            continue
+        for i, row in enumerate(ways):
+            own = gain[i]
+            best, best_value = choice[i], choice[i][1] + value[choice[i][0]]
+            for edge in row:
+                at = edge[1] + value[edge[0]]
+                if at > best_value + SAME and abs(gain[edge[0]] - own) < SAME:
+                    best, best_value, changed = edge, at, True
+            choice[i] = best
         if not changed:
-            for i, row in enumerate(ways):
-                own = gain[i]
-                assert own is not None
-                best, best_value = choice[i], choice[i][1] - own + value[choice[i][0]]
-                for edge in row:
-                    if gain[edge[0]] == own and edge[1] - own + value[edge[0]] > best_value:
-                        best, best_value, changed = edge, edge[1] - own + value[edge[0]], True
-                choice[i] = best
-        if not changed:
-            first_gain = gain[0]
-            assert first_gain is not None
-            return first_gain
+            return _mean_from(choice, 0)
+
+
+SAME = 1e-7
+
+
+def _evaluate(choice: list[tuple[int, int]]) -> tuple[list[float], list[float]]:
+    """For each node that follows its choice: the mean of the cycle it ends in, and its advantage on the way there."""
+    count = len(choice)
+    gain, value, seen = [0.0] * count, [0.0] * count, [-1] * count
+    for first in range(count):
+        path, node = [], first
+        while seen[node] == -1:
+            seen[node] = first
+            path.append(node)
+            node = choice[node][0]
+        if seen[node] == first:  # a new cycle
+            cycle = path[path.index(node) :]
+            mean = sum(choice[i][1] for i in cycle) / len(cycle)
+            gain[node], value[node] = mean, 0.0
+            for i in reversed(cycle[1:]):
+                gain[i], value[i] = mean, choice[i][1] - mean + value[choice[i][0]]
+            path = path[: path.index(node)]
+        for i in reversed(path):
+            after, reward = choice[i]
+            gain[i], value[i] = gain[after], reward - gain[after] + value[after]
+    return gain, value
+
+
+def _mean_from(choice: list[tuple[int, int]], node: int) -> Fraction:
+    path: dict[int, int] = {}
+    while node not in path:
+        path[node] = len(path)
+        node = choice[node][0]
+    cycle = [i for i, at in path.items() if at >= path[node]]
+    return Fraction(sum(choice[i][1] for i in cycle), len(cycle))
