@@ -21,13 +21,12 @@ from pstar_sim.policy.ground import Ground
 from pstar_sim.policy.points import Coordinates, Point, point_options
 from pstar_sim.policy.program import Attempt
 from pstar_sim.policy.replay import period_s
-from pstar_sim.policy.search import Search
+from pstar_sim.policy.search import EFFORT_OPS, Search
 from pstar_sim.units import format_bytes, format_s
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["OPTIONS", "optimal", "searched"]
 
-EFFORT_OPS = 200_000  # ops played in the search over one chunk size
 FEWEST_CHUNKS, MOST_CHUNKS = 16, 400  # of other chunk sizes that are tried
 MOST_WASTE = 0.06  # of them
 COARSE = 100  # so few chunks or fewer are worth cutting finer
@@ -116,7 +115,7 @@ def _own(
         search = Search(ground, effort_ops)
         attempts = search.run()
         if not attempts:
-            reason = reason or search.reason
+            reason = reason or search.short()
             return
         tried[format_bytes(layout.chunk_bytes)] = format_s(attempts[0].iteration_s)
         if best is None or attempts[0].iteration_s < best[0]:

@@ -22,6 +22,7 @@ from pstar_sim.policy.program import Attempt, play
 
 __all__ = ["Choice", "Search"]
 
+EFFORT_OPS = 200_000  # ops played in the search over one chunk size
 GOOD_ENOUGH = 1e-3  # relative distance from the floor of the roofline at which nothing more is tried
 BETTER = 1e-5  # relative gain that counts
 HOPELESS = 1.003  # an attempt that is so much slower than the best one is not played to its end
@@ -60,6 +61,7 @@ class Search:
         self.tried: dict[Choice, Attempt | None] = {}
         self._seen: dict[tuple[Modes, Knobs], Attempt | None] = {}
         self.best: tuple[float, Choice, Attempt] | None = None
+        self.least_short_bytes = 0
         self.reason: DoesNotFit | None = None  # why the first choice that did not fit did not
         self.count = len(ground.candidates)
         usual = sorted(ground.sizes[c] for c in ground.candidates)[self.count // 2] if self.count else 1
@@ -144,6 +146,7 @@ class Search:
             return None
         course = Course(self.ground, modes, knobs)
         if course.least_room_bytes < 0:
+            self.least_short_bytes = min(self.least_short_bytes or -course.least_room_bytes, -course.least_room_bytes)
             return None
         limit_s = self.best[0] * HOPELESS if self.best is not None else math.inf
         found = play(course, limit_s=limit_s, tolerance=BETTER * 5)
@@ -162,6 +165,15 @@ class Search:
                 break
             step = max(1, step // 2)
         return self.attempts()
+
+    def short(self) -> DoesNotFit:
+        """Why nothing fits."""
+        if self.reason is not None:
+            return self.reason
+        budget = self.ground.machine.gpu_budget_bytes
+        what = "chunks used in the tightest moment, what visits the GPU beside them and its non-model data"
+        needed = budget + max(1, self.least_short_bytes)
+        return DoesNotFit(policy=self.ground.name, place="gpu", needed_bytes=needed, available_bytes=budget, what=what)
 
     def attempts(self) -> list[Attempt]:
         """All attempts that fit, the fastest first."""

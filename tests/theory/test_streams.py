@@ -138,6 +138,7 @@ def test_optimal_streams_where_nothing_can_be_pinned() -> None:
     assert play(plan).iteration_s == pytest.approx(7.0)
     assert plan.predictions["policy_iteration_s"] == pytest.approx(7.0)
     assert play(find_policy("tide")(workload, where, EAGER)).iteration_s == pytest.approx(8.0)
+    assert play(find_policy("tide:streams=on")(workload, where, EAGER)).iteration_s == pytest.approx(7.0)
     without = find_policy("optimal:streams=off")(workload, where, EAGER)
     assert "stream" not in without.modes
     assert play(without).iteration_s == pytest.approx(8.0)
