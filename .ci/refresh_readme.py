@@ -1,6 +1,6 @@
 """Put what the commands print now into the README: its terminal sessions, the contract table and the table of policies.
 
-python .ci/refresh_readme.py [--table]   (--table also runs table_policies.py, about a minute)
+python .ci/refresh_readme.py [--table]   (--table also runs table_policies.py and `pstar validate`, about two minutes)
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import json
 import re
 import shlex
 import subprocess
@@ -51,9 +52,29 @@ def policies_table() -> str:
     return subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout.strip()
 
 
+def gaps_table() -> str:
+    """The summaries that benchmarks/optimal.py has written."""
+    lines = ["| configurations | bound | fit | median gap | mean | largest | at |", "|---|---|---:|---:|---:|---:|---|"]
+    for path in sorted((ROOT / "benchmarks" / "results").glob("optimal*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        what, _, bound = result["what"].partition(", gap to the ")
+        s = result["summary"]
+        figures = " | ".join(f"{100 * s[key]:.2f} %" for key in ("median_gap", "mean_gap", "max_gap"))
+        lines.append(f"| {what} | {bound} | {s['fit']} of {s['configurations']} | {figures} | {s['max_gap_at']} |")
+    return "\n".join(lines)
+
+
+def validation_summary() -> str:
+    """The first part of what `pstar validate` prints, up to the list of misses, as a block of text."""
+    return "```text\n" + printed(["validate"]).partition("\n\nTested rows off")[0] + "\n```"
+
+
 def put(text: str, mark: str, content: str) -> str:
-    """Replace what stands under the marker, up to the next empty line."""
-    return re.sub(rf"(<!-- {mark} -->\n)\n*(?:\|.*\n)*\n*", lambda m: f"{m[1]}\n{content}\n\n", text, count=1)
+    """Replace what stands under the marker, a table or a block of text, up to the next empty line."""
+    old = r"(?:\|[^\n]*\n)*" if content.startswith("|") else r"(?:```text\n.*?\n```\n)?"
+    return re.sub(
+        rf"(<!-- {mark} -->\n)\n*{old}\n*", lambda m: f"{m[1]}\n{content}\n\n", text, count=1, flags=re.DOTALL
+    )
 
 
 def main() -> None:
@@ -61,10 +82,12 @@ def main() -> None:
     text = path.read_text(encoding="utf-8")
     text = re.sub(r"^```console\n(.*?)^```", session, text, flags=re.MULTILINE | re.DOTALL)
     text = put(text, "contract", contract_table())
+    text = put(text, "gaps", gaps_table())
     if "--table" in sys.argv[1:]:
         rows, _, verdict = policies_table().partition("\n\n")
         sys.stdout.write(verdict + "\n")
         text = put(text, "table", rows)
+        text = put(text, "validation", validation_summary())
     path.write_text(text, encoding="utf-8")
 
 
