@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
+from pstar_sim.cli import main
 from pstar_sim.core.layout import build_layout
-from pstar_sim.core.plan import Settings
+from pstar_sim.core.plan import Settings, load_plan
 from pstar_sim.errors import CannotPlan, DoesNotFit, PlanError
 from pstar_sim.planner import fluid
 from pstar_sim.planner.bounds import lower_bound
@@ -276,3 +277,33 @@ def test_fewer_points_are_a_weaker_bound_but_a_bound() -> None:
     fine = fluid_bound(w, m, EAGER, layout)
     assert coarse.seconds <= fine.seconds * (1 + 1e-6)
     assert fluid.MOST_POINTS > 4
+
+
+def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """plan --certify, check (closed form against the stored program, and both), a forged figure, a program that does
+    not solve."""
+    job = ["--model", "1B", "--batch", "1", "--seq", "512", "--machine", "v100-32", "--update", "eager", "--no-clip"]
+    path = tmp_path / "plan.json"
+    assert main(["plan", *job, "--policy", "tide", "--certify", "-o", str(path)]) == 0
+    assert load_plan(path).choices["certificate"]["bound"] == "fluid LP"  # type: ignore[index]
+    capsys.readouterr()
+    assert main(["check", str(path)]) == 0
+    assert "of the fluid LP, which --certify solves again" in " ".join(capsys.readouterr().out.split())
+    assert main(["check", "--certify", str(path)]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("as stored")
+    assert main(["explain", str(path)]) == 0
+    assert "that bound: fluid LP" in capsys.readouterr().out
+
+    forged = load_plan(path)
+    replace(forged, predictions={**forged.predictions, "lower_bound_s": 99.0}).save(path)
+    assert main(["check", "--certify", str(path)]) != 0
+    assert "lower_bound_s is 99 s in the plan, but the fluid LP of its workload" in capsys.readouterr().err
+
+    def give_up(*_: object, **__: object) -> None:
+        raise Unsolved("out of time")
+
+    monkeypatch.setattr(fluid, "_Fluid", give_up)
+    assert main(["compare", *job, "--policy", "tide", "--certify"]) == 0
+    said = capsys.readouterr()
+    assert said.err == "pstar: the fluid linear program did not solve (out of time); the bound is the closed form\n"
+    assert "closed form" in said.out
