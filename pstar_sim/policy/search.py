@@ -85,6 +85,10 @@ class Search:
         for part in (0.9, 0.8, 0.65) if streams else ():
             number = max(self.fewest, round(part * best))
             self.starts.append((number, streams + best - number))
+        if streams and self.facts.pins.barrier:  # and more: what arrives behind the barrier holds everybody up
+            for number in ((self.most + best) // 2, self.most):
+                if number > best + 4:
+                    self.starts.append((number, max(0, streams + best - number)))
         self.alone_s = float(iteration_bounds(self.facts.pins, self.first_fit).min())
         self.roofline_s = float(roof.seconds.min())
         self.floor_s = float(roof.floor_s.min())
