@@ -54,9 +54,9 @@ def all_on_gpu(workload: Workload, machine: Machine, settings: Settings) -> Plan
             if at_once:
                 b.gpu_adam(c)
     if not at_once:
-        for row in final.values() if b.ranks > 1 else [sorted(c for row in final.values() for c in row)]:
-            for c in row:
-                b.gpu_adam(c, after=summed.get(c, ()))
+        arrived = [c for chunks in final.values() for c in chunks]
+        for c in arrived if b.ranks > 1 else sorted(arrived):
+            b.gpu_adam(c, after=summed.get(c, ()))
     b.choices["capacity"] = f"everything is resident: {format_bytes(model)} and the tide's peak"
     b.choices["adam"] = "on the GPU, " + (
         "behind each last gradient" if at_once else f"after the step moment ({barrier or 'all-reduced by then'})"
