@@ -203,8 +203,7 @@ def compare(
 def _without_garbage_collection() -> Iterator[None]:
     """Plans and timelines are hundreds of thousands of small objects that live until the answer is given; the cycle
     collector walks them again and again and finds nothing, for a third of the CPU time. Reference counts still free
-    what
-    is dropped. The collector is left as it was found."""
+    what is dropped. The collector is left as it was found."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

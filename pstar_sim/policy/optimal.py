@@ -22,6 +22,7 @@ from pstar_sim.policy.points import Coordinates, Point, point_options
 from pstar_sim.policy.program import Attempt
 from pstar_sim.policy.replay import period_s
 from pstar_sim.policy.search import EFFORT_OPS, Search
+from pstar_sim.policy.zero_infinity import zero_infinity
 from pstar_sim.units import format_bytes, format_s
 from pstar_sim.workload.workload import Workload
 
@@ -33,6 +34,7 @@ COARSE = 100  # so few chunks or fewer are worth cutting finer
 WORTH_A_SIZE = 2e-2  # so far from the floor other chunk sizes are tried
 REPLAYED = 2  # of the attempts the event loop finds fastest
 FAR_AHEAD = 0.97  # of the closed form for pins alone: no policy without streams comes there
+STREAMING = ("deep_optimizer_states",)  # other policies that update chunks on the GPU whose states live elsewhere
 BEATEN = 1e-6  # relative difference at which another policy's plan is really faster
 
 OPTIONS = point_options(Point(streams=True))
@@ -53,6 +55,8 @@ def optimal(workload: Workload, machine: Machine, settings: Settings, **changes:
         reason = short
     if not changes:
         found += _others(workload, machine, settings, found)
+        if not found and machine.nvme is not None:
+            found += _from_disks(workload, machine, settings)
     if not found:
         assert reason is not None
         raise reason
@@ -104,7 +108,7 @@ def _own(
     best: tuple[float, float, Search, Attempt] | None = None  # seconds, floor
     tried: dict[str, str] = {}
 
-    def look(layout: Layout, effort_ops: int) -> None:
+    def look(layout: Layout, effort_ops: int, point: Point = point) -> None:
         nonlocal reason, best
         ground = Ground(name, workload, machine, settings, point, layout)
         try:
@@ -117,7 +121,8 @@ def _own(
         if not attempts:
             reason = reason or search.short()
             return
-        tried[format_bytes(layout.chunk_bytes)] = format_s(attempts[0].iteration_s)
+        size = format_bytes(layout.chunk_bytes) + (", constant capacity" if point.capacity == "peak" else "")
+        tried[size] = format_s(attempts[0].iteration_s)
         if best is None or attempts[0].iteration_s < best[0]:
             best = (attempts[0].iteration_s, search.floor_s, search, attempts[0])
 
@@ -127,6 +132,9 @@ def _own(
             layout = build_layout(workload, chunk_bytes=int(usual.chunk_bytes * factor), ranks=len(machine.ranks))
             if FEWEST_CHUNKS <= len(layout.chunks) <= MOST_CHUNKS and layout.waste <= MOST_WASTE:
                 look(layout, EFFORT_OPS // 3)
+    if sizes and point.capacity == "tide" and (best is None or best[0] > best[1] * (1 + WORTH_A_SIZE)):
+        # Room that only low tide has is sometimes better left to what passes through.
+        look(usual, EFFORT_OPS // 3, replace(point, capacity="peak"))
     if best is None:
         assert reason is not None
         raise reason
@@ -156,17 +164,28 @@ def _choices(search: Search, attempt: Attempt, sizes: dict[str, str]) -> dict[st
 
 
 def _others(workload: Workload, machine: Machine, settings: Settings, own: Sequence[_Found]) -> Iterator[_Found]:
-    """The plans of the other policies shipped here, where they fit. Those that are points of this one's space without
-    streams are left out where the closed form says that no number of pins alone comes near."""
+    """The plans of the other policies shipped here, where they fit. Those that bring no states to the GPU are left out
+    where the closed form says that no number of pins alone comes near (on one GPU; on several only those of its own
+    space)."""
     beaten = any(f.seconds < f.pins_alone_s * FAR_AHEAD for f in own)
     for name, policy in _rivals().items():
-        if beaten and name in ("static_partition", "tide"):
+        if beaten and ((len(machine.ranks) == 1 and name not in STREAMING) or name in ("static_partition", "tide")):
             continue
         try:
             plan = policy(workload, machine, settings)
         except PstarError:  # it does not fit, or does not apply to this machine
             continue
         yield _Found(period_s(plan), name, plan)
+
+
+def _from_disks(workload: Workload, machine: Machine, settings: Settings) -> Iterator[_Found]:
+    """Plans with states, or states and parameters, on the disks: for what fits nowhere else."""
+    for params in ("cpu", "nvme"):
+        try:
+            plan = zero_infinity(workload, machine, settings, params=params, states="nvme")
+        except PstarError:
+            continue
+        yield _Found(period_s(plan), f"zero_infinity:params={params},states=nvme", plan)
 
 
 def _rivals() -> dict[str, Callable[[Workload, Machine, Settings], Plan]]:

@@ -22,7 +22,7 @@ from pstar_sim.policy.program import Attempt, play
 
 __all__ = ["Choice", "Search"]
 
-EFFORT_OPS = 200_000  # ops played in the search over one chunk size
+EFFORT_OPS = 150_000  # ops played in the search over one chunk size
 GOOD_ENOUGH = 1e-3  # relative distance from the floor of the roofline at which nothing more is tried
 BETTER = 1e-5  # relative gain that counts
 HOPELESS = 1.003  # an attempt that is so much slower than the best one is not played to its end
@@ -196,6 +196,7 @@ class Search:
             yield Choice(pins=pins, streams=streams, head=pins // 5 if n else 0, front=min(2, streams))
         if self.best is not None and self.best[1].streams:
             yield replace(self.best[1], knobs=replace(USUAL, linger=False))
+            yield replace(self.best[1], knobs=replace(self.best[1].knobs, down="fifo"))
             yield replace(self.best[1], head=0)
             yield replace(self.best[1], head=self.best[1].pins // 2)
         for modes in self._of_large():

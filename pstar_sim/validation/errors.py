@@ -25,6 +25,7 @@ __all__ = ["ERRORS_FILE", "ExpectedError", "class_of", "expected_error", "write_
 
 ERRORS_FILE = Path(__file__).parent / "data" / "errors.json"
 ANY = "any policy"
+FEWEST_ROWS = 4  # fewer say nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +61,17 @@ def _kind(ranks: int, nodes: int) -> str:
 
 
 def expected_error(machine: Machine, policy: str) -> ExpectedError | None:
-    """What validation found for the machine's class and the policy (a name or a spec; options do not matter)."""
+    """What validation found for the machine's class and the policy (a name or a spec; options do not matter). Where the
+    policy has fewer than FEWEST_ROWS rows, those of the whole class; None where that has no more either."""
     name = class_of(machine)
     known = _shipped().get(name)
     if known is None:
         return None
     base = split_spec(policy)[0]
-    key = base if base in known else ANY
+    key = base if base in known and known[base][2] >= FEWEST_ROWS else ANY
     median, p90, rows = known[key]
+    if rows < FEWEST_ROWS:
+        return None
     return ExpectedError(median=median, p90=p90, rows=int(rows), machine_class=name, policy=key)
 
 
