@@ -393,3 +393,15 @@ def test_infinity_needs_the_disks_it_is_told_to_use() -> None:
 def test_all_ranks_played_take_as_long_as_one(spec: str) -> None:
     plan = planned(spec, machine(4), chain(micro_batches=2))
     assert play(plan, every_rank=True).iteration_s == pytest.approx(play(plan).iteration_s, rel=1e-9)
+
+
+def test_optimal_goes_to_the_disks_where_nothing_else_fits() -> None:
+    # 16 layers of 0.25 G parameters: 8 GB of working list, 48 GB of states; 36 GB of host, 1 TB of disks
+    workload = chain_workload(16, 250_000_000, forward_s=1.0)
+    where = machine(gpu_bytes=10 * GB, host_bytes=36 * GB)
+    with_room = replace(where, nvme=replace(where.nvme, memory_bytes=1000 * GB)) if where.nvme else where
+    plan = find_policy("optimal")(workload, with_room, SETTINGS)
+    assert "zero_infinity:params=cpu,states=nvme" in str(plan.choices["schedule"])
+    assert plan.check().peak_bytes["nvme"] >= 48 * GB
+    with pytest.raises(DoesNotFit):
+        find_policy("optimal")(workload, replace(where, nvme=None), SETTINGS)

@@ -11,7 +11,7 @@ from pstar_sim.cli import main
 from pstar_sim.errors import PstarError
 from pstar_sim.report.validation import validation_text
 from pstar_sim.validation import errors
-from pstar_sim.validation.errors import class_of, errors_by_class, expected_error, write_errors
+from pstar_sim.validation.errors import FEWEST_ROWS, class_of, errors_by_class, expected_error, write_errors
 from pstar_sim.validation.results import Result, Validation, errors_of, validate
 
 
@@ -111,6 +111,12 @@ def test_an_expected_error_names_its_class() -> None:
     other = expected_error(node, "tide")
     assert other is not None and other.rows > known.rows and "other policies" in other.label
     assert expected_error(load_machine("t4"), "tide") is None
+
+
+def test_few_rows_of_a_policy_say_nothing_of_it() -> None:
+    card = load_machine("v100-32")
+    infinity, class_ = expected_error(card, "zero_infinity"), expected_error(card, "tide")  # two rows of the former
+    assert infinity is not None and infinity == class_ and infinity.rows >= FEWEST_ROWS
 
 
 def test_kept_errors_are_those_of_a_run_of_today(tmp_path: Path) -> None:
