@@ -10,7 +10,7 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.ranks import shares_of_batch, tightest
 from pstar_sim.planner.variants import candidates
-from pstar_sim.units import parse_bytes
+from pstar_sim.units import MIB, parse_bytes
 from pstar_sim.workload.lora import Adapter
 from pstar_sim.workload.optimizers import with_optimizer
 from pstar_sim.workload.presets import preset
@@ -35,6 +35,8 @@ def machine_of(args: argparse.Namespace) -> Machine:
 
 def settings_of(args: argparse.Namespace) -> Settings:
     chunk = parse_bytes(args.chunk) if args.chunk is not None else None
+    if chunk is not None and chunk < MIB:
+        raise PstarError(f"--chunk {args.chunk}: a chunk holds at least 1 MiB (128MiB is usual)")
     return Settings(update=args.update, clip=args.clip, chunk_bytes=chunk)
 
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 import pytest
 
 from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
-from pstar_sim.core.check import _closure, check_plan
+from pstar_sim.core.check import check_plan
 from pstar_sim.core.effects import NON_MODEL, gradient_list, held_at_cut, resolve
 from pstar_sim.core.ledger import Ledger
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Kind, Place, Step
+from pstar_sim.core.worst_case import closure
 from pstar_sim.errors import DoesNotFit, PlanError
 from pstar_sim.policy.registry import policies
 from pstar_sim.testing import chain_workload, random_workload
@@ -368,7 +369,7 @@ def test_the_closure_equals_the_best_of_all_subsets(seed: int):
         return sum(n for _, n in mine) - lost
 
     best = max(worth(subset) for subset in range(2 ** len(takes)))
-    gain, chosen = _closure(takes, frees)
+    gain, chosen = closure(takes, frees)
     assert gain == best == worth(sum(1 << i for i in chosen))
 
 

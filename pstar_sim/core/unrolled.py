@@ -1,0 +1,100 @@
+"""What precedes what in a plan: its steps unrolled over some iterations, with a vector clock each.
+
+[Note: what precedes what] is in check.py. For the checker alone: shares no code with the policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Kind, Step
+
+__all__ = ["OTHERS", "Unrolled", "label"]
+
+OTHERS = {"remote": "param", "grad_remote": "grad"}  # the slices of the other ranks, and the list of the own one
+
+
+def label(step: Step) -> str:
+    words = [step.kind.value]
+    if step.chunk is not None:
+        words.append(f"chunk {step.chunk}")
+    if step.list is not None:
+        words.append(step.list)
+    if step.kind is Kind.COMPUTE:
+        words = [f"moment {step.moment}"]
+    return f"step {step.id} ({' '.join(words)})"
+
+
+class Unrolled:
+    """Steps unrolled over some iterations; an instance is iteration * len(steps) + position."""
+
+    def __init__(self, plan: Plan, order: list[int], iterations: int) -> None:
+        steps = plan.steps
+        self.steps = steps
+        self.count = len(steps)
+        self.iterations = iterations
+        self.order = [k * self.count + i for k in range(iterations + 1) for i in order]
+        self.queues = sorted({step.queue for step in steps})
+        index = {queue: q for q, queue in enumerate(self.queues)}
+        position = {step.id: i for i, step in enumerate(steps)}
+        self.queue_of = [index[step.queue] for step in steps]
+        self.length = [0] * len(self.queues)
+        self.rank: list[int] = []  # of a step on its queue
+        for q in self.queue_of:
+            self.rank.append(self.length[q])
+            self.length[q] += 1
+
+        # clock[s][q]: how many steps of queue q must have ended before instance s starts.
+        zero = [0] * len(self.queues)
+        self.clock: list[list[int]] = [zero] * (self.count * (iterations + 1))
+        ended = [zero] * len(self.queues)  # clock at the end of the last instance on each queue
+        at_end: list[list[int]] = [zero] * (self.count * (iterations + 1))
+        for s in self.order:
+            k, i = divmod(s, self.count)
+            q = self.queue_of[i]
+            now = list(ended[q])
+            for ref in steps[i].after:
+                if ref.back > k:
+                    continue
+                for p, value in enumerate(at_end[(k - ref.back) * self.count + position[ref.id]]):
+                    if value > now[p]:
+                        now[p] = value
+            self.clock[s] = now
+            after = list(now)
+            after[q] = k * self.length[q] + self.rank[i] + 1
+            at_end[s] = ended[q] = after
+
+    def step(self, instance: int) -> Step:
+        return self.steps[instance % self.count]
+
+    def iteration(self, instance: int) -> int:
+        return instance // self.count
+
+    def sequence(self, instance: int) -> int:
+        """Its place among all instances on its queue."""
+        k, i = divmod(instance, self.count)
+        return k * self.length[self.queue_of[i]] + self.rank[i]
+
+    def precedes(self, first: int, then: int) -> bool:
+        """Whether `first` has ended when `then` starts, in every legal interleaving."""
+        return self.clock[then][self.queue_of[first % self.count]] > self.sequence(first)
+
+    def _ahead(self) -> Iterator[int]:
+        """Queues whose first step of iteration N can start before iteration 0 has ended everywhere."""
+        seen: set[int] = set()
+        for i in range(self.count):
+            q = self.queue_of[i]
+            if q in seen:
+                continue
+            seen.add(q)
+            clock = self.clock[self.iterations * self.count + i]
+            if any(done < length for done, length in zip(clock, self.length)):
+                yield q
+
+    def bounded(self) -> bool:
+        """Whether at no time more than `iterations` successive iterations are under way."""
+        return next(self._ahead(), None) is None
+
+    def unbounded_queue(self) -> str:
+        return self.queues[next(self._ahead())].value

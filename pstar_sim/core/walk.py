@@ -1,0 +1,462 @@
+"""Plays an unrolled plan once, in a legal order, with a check for races: is what each step needs there, and does it
+say what it should? For the checker alone: shares no code with the policies, the ledger or core/effects.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Kind, Place, Step
+from pstar_sim.core.unrolled import OTHERS, Unrolled, label
+from pstar_sim.errors import PlanError
+
+__all__ = ["Walk"]
+
+
+@dataclass(slots=True)
+class _Content:
+    """What a list says. version: updates applied (parameters, states), iteration (gradients). marks: (micro-batch,
+    tensor) of each gradient in it; in the working list these tensors are no longer parameters. summed: how much of
+    these gradients is the sum over all ranks, "no", "slice" or "yes"."""
+
+    version: int
+    marks: set[tuple[int, int]] = field(default_factory=set)
+    summed: str = "no"
+
+    def copy(self) -> _Content:
+        return _Content(self.version, set(self.marks), self.summed)
+
+
+_Key = tuple[int, str, Place]
+_FROM_TO = {
+    Kind.FETCH: (Place.HOST, Place.GPU),
+    Kind.WRITEBACK: (Place.GPU, Place.HOST),
+    Kind.NVME_READ: (Place.NVME, Place.HOST),
+    Kind.NVME_WRITE: (Place.HOST, Place.NVME),
+}
+
+
+def _key_name(key: _Key) -> str:
+    return f"the {key[1]} list of chunk {key[0]} on the {key[2].value}"
+
+
+class Walk:
+    """Plays all unrolled iterations in one legal order. takes, frees: per instance, (place, bytes)."""
+
+    def __init__(self, plan: Plan, program: Unrolled) -> None:
+        self.plan = plan
+        self.program = program
+        w, layout = plan.workload, plan.layout
+        self.states = [name for name, _ in layout.state_bytes]
+        self.content: dict[_Key, _Content | None] = {}
+        for r in plan.initial:
+            if r.chunk >= 0:
+                layout.payload_bytes(r.chunk, r.list)
+                fresh = r.list in ("param", "remote") or r.list in self.states
+                self.content[r.chunk, r.list, r.place] = _Content(0) if fresh else None
+        self.initial = frozenset(self.content)
+        self.ranks = len(plan.machine.ranks)
+        self.sliced = layout.ranks > 1
+        self.last_change: dict[_Key, int] = {}
+        self.looks: dict[_Key, dict[int, int]] = {}
+        self.takes: dict[int, tuple[Place, int]] = {}
+        self.frees: dict[int, tuple[Place, int]] = {}
+
+        # Gradients that become final in each moment: the last firing of a tensor in its micro-batch.
+        last: dict[tuple[int, int], int] = {}
+        for m, tensors in enumerate(w.gradients):
+            for t in tensors:
+                last[w.moments[m].micro_batch, t] = m
+        self.finals: list[list[int]] = [[] for _ in w.moments]
+        self.expected: dict[int, set[tuple[int, int]]] = {}
+        for (u, t), m in last.items():
+            self.finals[m].append(t)
+            self.expected.setdefault(layout.chunk_of[t], set()).add((u, t))
+        self.target = self._targets()
+
+    def _targets(self) -> dict[tuple[int, int], str]:
+        """Where the gradients of (chunk, micro-batch) arrive on the gpu."""
+        allocs: dict[int, int] = {}
+        for step in self.plan.steps:
+            if step.kind is Kind.ALLOC and step.list == "grad" and step.place is Place.GPU:
+                assert step.chunk is not None
+                allocs[step.chunk] = allocs.get(step.chunk, 0) + 1
+        target: dict[tuple[int, int], str] = {}
+        for chunk, marks in self.expected.items():
+            batches = sorted({u for u, _ in marks})
+            if (chunk, "grad32", Place.GPU) in self.initial and not self.sliced:
+                lists = ["grad32"] * len(batches)
+            elif (chunk, "grad", Place.GPU) in self.initial:
+                lists = ["grad"] * len(batches)
+            else:
+                own = min(allocs.get(chunk, 0), len(batches))
+                lists = ["grad"] * own + ["param"] * (len(batches) - own)
+            target.update(((chunk, u), name) for u, name in zip(batches, lists))
+        return target
+
+    def run(self) -> None:
+        program, w = self.program, self.plan.workload
+        play: dict[Kind, Callable[[int, int, Step], None]] = {
+            Kind.COMPUTE: self._compute,
+            Kind.ALLOC: self._alloc,
+            Kind.FREE: self._free,
+            Kind.DROP: self._free,
+            Kind.FETCH: self._copy,
+            Kind.WRITEBACK: self._copy,
+            Kind.CPU_ADD: self._add,
+            Kind.CPU_ADAM: self._adam,
+            Kind.GPU_ADAM: self._adam,
+            Kind.GATHER: self._gather,
+            Kind.REDUCE_SCATTER: self._reduce_scatter,
+            Kind.NVME_READ: self._copy,
+            Kind.NVME_WRITE: self._copy,
+        }
+        peaks = [m.peak_bytes for m in w.moments]
+        self._rise = [max(0, peak - peaks[m - 1]) for m, peak in enumerate(peaks)]
+        self._fall = [max(0, peak - peaks[(m + 1) % len(peaks)]) for m, peak in enumerate(peaks)]
+        before: dict[_Key, object] = {}
+        for k in range(program.iterations):
+            for s in program.order[k * program.count : (k + 1) * program.count]:
+                step = program.step(s)
+                play[step.kind](s, k, step)
+            self._check_cut(k)
+            after = {key: self._relative(key, content, k) for key, content in self.content.items()}
+            if k == program.iterations - 1 and after != before:
+                odd = min(key for key in after if after[key] != before[key])
+                raise PlanError(f"{_key_name(odd)} does not hold the same after each iteration")
+            before = after
+
+    def _relative(self, key: _Key, content: _Content | None, iteration: int) -> object:
+        if content is None:
+            return None
+        version = content.version - iteration if key[0] in self.expected else content.version
+        return version, frozenset(content.marks), content.summed
+
+    def _check_cut(self, iteration: int) -> None:
+        now = frozenset(self.content)
+        if now == self.initial:
+            self._check_no_divergence(iteration)
+            return
+        extra, missing = sorted(now - self.initial), sorted(self.initial - now)
+        what = []
+        if extra:
+            what.append(f"{_key_name(extra[0])} is left over ({len(extra)} in all)")
+        if missing:
+            what.append(f"{_key_name(missing[0])} is gone ({len(missing)} in all)")
+        raise PlanError(f"not a steady state: after iteration {iteration} {' and '.join(what)}")
+
+    def _check_no_divergence(self, iteration: int) -> None:
+        """Two copies of an optimizer state may differ inside an iteration (between an update and its write-back), not
+        from one to the next."""
+        versions: dict[tuple[int, str], dict[Place, int]] = {}
+        for (chunk, name, place), content in self.content.items():
+            if name in self.states and content is not None:
+                versions.setdefault((chunk, name), {})[place] = content.version
+        for (chunk, name), copies in versions.items():
+            if len(set(copies.values())) > 1:
+                has = ", ".join(f"{version} updates on the {place.value}" for place, version in sorted(copies.items()))
+                raise PlanError(
+                    f"after iteration {iteration} the copies of the {name} list of chunk {chunk} diverge: {has}"
+                )
+
+    # races
+
+    def _look(self, s: int, key: _Key) -> None:
+        change = self.last_change.get(key)
+        if change is not None and change != s and not self.program.precedes(change, s):
+            self._race(change, s, key)
+        self.looks.setdefault(key, {})[self.program.queue_of[s % self.program.count]] = s
+
+    def _change(self, s: int, key: _Key) -> None:
+        change = self.last_change.get(key)
+        if change is not None and change != s and not self.program.precedes(change, s):
+            self._race(change, s, key)
+        for look in self.looks.pop(key, {}).values():
+            if look != s and not self.program.precedes(look, s):
+                self._race(look, s, key)
+        self.last_change[key] = s
+
+    def _race(self, first: int, then: int, key: _Key) -> None:
+        program = self.program
+        a, b = program.step(first), program.step(then)
+        back = program.iteration(then) - program.iteration(first)
+        edge = f"{a.id}@-1" if back else f"{a.id}"
+        raise PlanError(
+            f"nothing makes {label(b)} wait for {label(a)}{' of the previous iteration' if back else ''}: both touch "
+            f"{_key_name(key)} and one changes it; an edge after={edge} is missing"
+        )
+
+    # moves
+
+    def _take(self, s: int, key: _Key) -> None:
+        self._change(s, key)
+        if key in self.content:
+            raise PlanError(f"{label(self.program.step(s))} takes {_key_name(key)}, which is there already")
+        self.content[key] = None
+        self.takes[s] = (key[2], self.plan.layout.payload_bytes(key[0], key[1]))
+
+    def _give(self, s: int, key: _Key) -> None:
+        self._change(s, key)
+        if key not in self.content:
+            raise PlanError(f"{label(self.program.step(s))} frees {_key_name(key)}, which is not there")
+        del self.content[key]
+        self.frees[s] = (key[2], self.plan.layout.payload_bytes(key[0], key[1]))
+
+    def _present(self, step: Step, key: _Key, why: str) -> _Content | None:
+        if key not in self.content:
+            raise PlanError(f"{label(step)} {why} {_key_name(key)}, which is not there")
+        return self.content[key]
+
+    def _name(self, tensor: int) -> str:
+        return f"tensor {self.plan.workload.tensors[tensor].name!r}"
+
+    # kinds of steps
+
+    def _compute(self, s: int, k: int, step: Step) -> None:
+        w, chunk_of = self.plan.workload, self.plan.layout.chunk_of
+        assert step.moment is not None
+        m = step.moment
+        moment = w.moments[m]
+        for t in w.reads[m]:
+            chunk = chunk_of[t]
+            for name in ("param", "remote") if self.sliced else ("param",):
+                self._read(s, k, step, (chunk, name, Place.GPU), t)
+        for t in self.finals[m]:
+            own = self.target[chunk_of[t], moment.micro_batch]
+            for name in (own, *(other for other, mine in OTHERS.items() if mine == own and self.sliced)):
+                self._put_gradient(s, k, step, (chunk_of[t], name, Place.GPU), t)
+        if self._rise[m]:
+            self.takes[s] = (Place.GPU, self._rise[m])
+        if self._fall[m]:
+            self.frees[s] = (Place.GPU, self._fall[m])
+
+    def _read(self, s: int, k: int, step: Step, key: _Key, t: int) -> None:
+        """A moment reads tensor t in a working list (or the other ranks' part of it)."""
+        self._look(s, key)
+        content = self._present(step, key, f"reads {self._name(t)} in")
+        if content is None:
+            raise PlanError(f"{label(step)} reads {self._name(t)} in {_key_name(key)}, which nothing has filled")
+        wanted = k if key[0] in self.expected else 0
+        if content.version != wanted:
+            raise PlanError(
+                f"{label(step)} reads stale parameters: {_key_name(key)} has {content.version} updates where "
+                f"iteration {k} needs {wanted}"
+            )
+        if content.marks and any((u, t) in content.marks for u in range(self.plan.workload.micro_batches)):
+            raise PlanError(
+                f"{label(step)} reads {self._name(t)} in {_key_name(key)} after its gradient has overwritten it"
+            )
+
+    def _put_gradient(self, s: int, k: int, step: Step, key: _Key, t: int) -> None:
+        """The gradient of tensor t becomes final in a moment; it goes to this list (or to its part of the gradient)."""
+        w = self.plan.workload
+        assert step.moment is not None
+        u = w.moments[step.moment].micro_batch
+        self._change(s, key)
+        content = self._present(step, key, f"puts the gradient of {self._name(t)} in")
+        if OTHERS.get(key[1], key[1]) == "param":
+            if content is None:
+                raise PlanError(f"{label(step)} overwrites {_key_name(key)}, which nothing has filled")
+            if any((v, t) in content.marks for v in range(w.micro_batches)):
+                raise PlanError(
+                    f"{label(step)} puts the gradient of {self._name(t)} of micro-batch {u} in {_key_name(key)} "
+                    "over the one of an earlier micro-batch; it needs a grad list of its own (alloc)"
+                )
+        elif content is None or content.version != k or (key[1] != "grad32" and any(v != u for v, _ in content.marks)):
+            content = self.content[key] = _Content(k)
+        if content.marks and content.summed != "no":
+            raise PlanError(
+                f"{label(step)} puts the gradient of {self._name(t)} in {_key_name(key)}, where the sum over all "
+                "ranks of earlier ones is; a reduce_scatter belongs after the last of them"
+            )
+        content.marks.add((u, t))
+
+    def _alloc(self, s: int, k: int, step: Step) -> None:
+        assert step.chunk is not None and step.list is not None and step.place is not None
+        self._take(s, (step.chunk, step.list, step.place))
+
+    def _free(self, s: int, k: int, step: Step) -> None:
+        assert step.chunk is not None and step.list is not None
+        place = Place.GPU if step.kind is Kind.DROP else step.place
+        assert place is not None
+        key = (step.chunk, step.list, place)
+        content = self.content.get(key)
+        self._give(s, key)
+        if content is not None and (step.list == "param" or step.list in self.states):
+            self._check_not_lost(step, key, content)
+        elif content is not None and step.list == "remote" and content.marks:
+            raise PlanError(f"{label(step)} gives up gradients that no reduce_scatter has summed over the ranks")
+
+    def _check_not_lost(self, step: Step, key: _Key, content: _Content) -> None:
+        """What was given up is somewhere else too, or something newer is."""
+        for place in Place:
+            other = self.content.get((key[0], key[1], place))
+            if other is None:
+                continue
+            if other.version > content.version or (other.version == content.version and other.marks >= content.marks):
+                return
+        what = "gradients" if content.marks else "parameters" if key[1] == "param" else "states"
+        raise PlanError(f"{label(step)} gives up the only current copy of the {what} in {_key_name(key)}")
+
+    def _copy(self, s: int, k: int, step: Step) -> None:
+        assert step.chunk is not None and step.list is not None
+        there, here = _FROM_TO[step.kind]
+        source, target = (step.chunk, step.list, there), (step.chunk, step.list, here)
+        self._look(s, source)
+        content = self._present(step, source, "copies")
+        if content is None:
+            raise PlanError(f"{label(step)} copies {_key_name(source)}, which nothing has filled")
+        if target in self.content:
+            self._change(s, target)
+        else:
+            self._take(s, target)
+        self.content[target] = content.copy()
+
+    def _gather(self, s: int, k: int, step: Step) -> None:
+        """Sliced: the others' parameters come. Replicated: the other slices of a gradient's sum come."""
+        assert step.chunk is not None and step.list is not None
+        target = (step.chunk, step.list, Place.GPU)
+        if not self.sliced:
+            self._change(s, target)
+            content = self._present(step, target, "gathers")
+            if content is None or content.summed != "slice":
+                raise PlanError(f"{label(step)}: no reduce_scatter has summed a slice of {_key_name(target)} before")
+            content.summed = "yes"
+            return
+        own = (step.chunk, "param", Place.GPU)
+        self._look(s, own)
+        content = self._present(step, own, "sends")
+        if content is None or content.marks:
+            raise PlanError(f"{label(step)} sends {_key_name(own)}, which does not hold parameters")
+        if target in self.content:
+            self._change(s, target)
+        else:
+            self._take(s, target)
+        self.content[target] = _Content(content.version)
+
+    def _reduce_scatter(self, s: int, k: int, step: Step) -> None:
+        assert step.chunk is not None and step.list is not None
+        chunk = step.chunk
+        own = (chunk, OTHERS.get(step.list, step.list), Place.GPU)
+        for key in {own, (chunk, step.list, Place.GPU)}:
+            self._change(s, key)
+            content = self._present(step, key, "reduces")
+            marks = content.marks if content is not None and content.version == k else set()
+            if not marks or content is None or content.summed != "no":
+                raise PlanError(f"{label(step)} reduces {_key_name(key)}, which holds no gradient of this rank's")
+            missing = {(u, t) for u, t in self.expected[chunk] if u in {v for v, _ in marks}} - marks
+            if missing:
+                u, t = min(missing)
+                raise PlanError(
+                    f"{label(step)} reduces {_key_name(key)} before it is complete: the gradient of {self._name(t)} "
+                    f"of micro-batch {u} is not in it"
+                )
+        mine = self.content[own]
+        assert mine is not None
+        if not self.sliced:
+            mine.summed = "slice"
+            return
+        mine.summed = "yes"
+        self._give(s, (chunk, step.list, Place.GPU))
+        total = (chunk, "grad32", Place.GPU)
+        if step.list == "grad_remote" and total in self.content:
+            self._change(s, total)
+            held = self.content[total]
+            if held is None or held.version != k:
+                held = self.content[total] = _Content(k, summed="yes")
+            if held.marks & mine.marks:
+                raise PlanError(f"{label(step)} adds a gradient to {_key_name(total)} a second time")
+            held.marks |= mine.marks
+
+    def _only_ours(self, content: _Content) -> bool:
+        """Whether its gradients are this rank's own, not (wholly) the sum over all."""
+        return self.ranks > 1 and bool(content.marks) and content.summed != "yes"
+
+    def _add(self, s: int, k: int, step: Step) -> None:
+        assert step.chunk is not None
+        grad, param = (step.chunk, "grad", Place.HOST), (step.chunk, "param", Place.HOST)
+        total = (step.chunk, "grad32", Place.HOST)
+        self._look(s, grad)
+        source = param if step.list == "param" or (step.list != "grad" and grad not in self.content) else grad
+        self._look(s, source)
+        content = self._present(step, source, "adds")
+        expected = self.expected.get(step.chunk, set())
+        if content is None or content.version != k or not content.marks:
+            raise PlanError(f"{label(step)} adds {_key_name(source)}, which holds no gradient of this iteration")
+        if self._only_ours(content):
+            raise PlanError(
+                f"{label(step)} adds {_key_name(source)}, which no reduce_scatter has summed over the ranks"
+            )
+        batches = {u for u, _ in content.marks}
+        missing = {(u, t) for u, t in expected if u in batches} - content.marks
+        if missing:
+            u, t = min(missing)
+            raise PlanError(
+                f"{label(step)} adds {_key_name(source)} before it is complete: the gradient of {self._name(t)} of "
+                f"micro-batch {u} is not in it"
+            )
+        if total in self.content:
+            self._change(s, total)
+        else:
+            self._take(s, total)
+        held = self.content[total]
+        if held is None or held.version != k:
+            held = self.content[total] = _Content(k, summed="yes")
+        if held.marks & content.marks:
+            raise PlanError(f"{label(step)} adds the gradient of micro-batch {min(batches)} a second time")
+        held.marks |= content.marks
+        if source is grad:
+            self._give(s, grad)
+
+    def _adam(self, s: int, k: int, step: Step) -> None:
+        assert step.chunk is not None
+        place = Place.HOST if step.kind is Kind.CPU_ADAM else Place.GPU
+        chunk = step.chunk
+        for name in self.states:
+            key = (chunk, name, place)
+            self._change(s, key)
+            content = self._present(step, key, "needs")
+            if content is None or content.version != k:
+                raise PlanError(f"{label(step)} needs {_key_name(key)} as the last update left it, and it is not")
+            content.version = k + 1
+        param = (chunk, "param", place)
+        self._change(s, param)
+        content = self._present(step, param, "needs")
+        found: set[tuple[int, int]] = set()
+        unsummed: list[_Key] = []
+        if content is not None and content.version == k:
+            found |= content.marks
+            unsummed += [param] if self._only_ours(content) else []
+        for name in ("grad", "grad32"):
+            key = (chunk, name, place)
+            self._change(s, key)
+            gradient = self.content.get(key)
+            if gradient is not None and gradient.version == k:
+                found |= gradient.marks
+                unsummed += [key] if self._only_ours(gradient) else []
+        if unsummed:
+            raise PlanError(
+                f"{label(step)} updates with the gradient in {_key_name(unsummed[0])}, which is this rank's own: a "
+                f"reduce_scatter {'' if self.sliced else 'and a gather '}of it belong before"
+            )
+        on_host = (chunk, "grad32", Place.HOST)
+        summed = place is Place.HOST or on_host in self.content  # the sum is kept on the host
+        if summed and self.plan.settings.clip and self.plan.workload.micro_batches > 1:
+            total = self.content.get(on_host)
+            added = total.marks if total is not None and total.version == k else set()
+            if found - added:
+                u, t = min(found - added)
+                raise PlanError(
+                    f"{label(step)}: the norm misses the gradient of {self._name(t)} of micro-batch {u}; with "
+                    "clipping and several micro-batches a cpu_add adds each gradient before any Adam"
+                )
+        missing = self.expected[chunk] - found
+        if missing:
+            u, t = min(missing)
+            raise PlanError(
+                f"{label(step)} does not find the gradient of {self._name(t)} of micro-batch {u} on the {place.value}:"
+                f" it was not written back (or not added) before; {len(missing)} of {len(self.expected[chunk])} missing"
+            )
+        self.content[param] = _Content(k + 1)

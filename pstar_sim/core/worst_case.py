@@ -1,0 +1,171 @@
+"""The most bytes a place can hold in any legal interleaving: a maximum closure over the start events (which take) and
+the end events (which free), found exactly as a minimum cut. For the checker alone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Kind, Place, Queue
+from pstar_sim.core.unrolled import Unrolled, label
+from pstar_sim.core.walk import Walk
+
+__all__ = ["Worst", "closure", "worst_case"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worst:
+    bytes: int
+    moment: int
+    running: tuple[int, ...]
+
+    def text(self, plan: Plan, place: Place, budget: int) -> str:
+        by_id = {step.id: step for step in plan.steps}
+        under_way = ", ".join(label(by_id[i]) for i in self.running[:8]) or "nothing"
+        when = "between two iterations" if self.moment < 0 else f"in moment {self.moment}"
+        return (
+            f"{place.value} may hold {self.bytes} bytes, {self.bytes - budget} more than its budget of {budget}: "
+            f"{when}, with {under_way} under way; a memory edge is missing or the budget is too small"
+        )
+
+
+def worst_case(plan: Plan, program: Unrolled, walk: Walk, place: Place) -> Worst:
+    held = sum(plan.layout.payload_bytes(c, name) for c, name, where in walk.initial if where is place)
+    held += sum(size for _, where, size in plan.buffers if where is place)
+    if place is Place.GPU:
+        moments = plan.workload.moments  # the last one's fall has happened, the first one's rise has not
+        held += min(moments[-1].peak_bytes, moments[0].peak_bytes)
+
+    frees: list[list[tuple[int, int]]] = [[] for _ in program.queues]  # per queue: (sequence, bytes), ascending
+    for s, (where, size) in walk.frees.items():
+        if where is place and size:
+            frees[program.queue_of[s % program.count]].append((program.sequence(s), size))
+    for row in frees:
+        row.sort()
+    # Each take forces the frees of a prefix of every queue to have happened: how many, per queue.
+    groups: dict[tuple[int, ...], int] = {}
+    members: dict[tuple[int, ...], list[int]] = {}
+    for s, (where, size) in walk.takes.items():
+        if where is place and size:
+            forced = tuple(bisect_left(row, (done, 0)) for row, done in zip(frees, program.clock[s]))
+            groups[forced] = groups.get(forced, 0) + size
+            members.setdefault(forced, []).append(s)
+    gain, chosen = closure(list(groups.items()), [[size for _, size in row] for row in frees])
+    if not chosen:
+        return Worst(bytes=held, moment=-1, running=())
+    prefixes = list(groups)
+    started = [s for g in chosen for s in members[prefixes[g]]]
+    done = [max(program.clock[s][q] for s in started) for q in range(len(program.queues))]
+    running = [s for s in started if program.sequence(s) >= done[program.queue_of[s % program.count]]]
+    clock = [i for i in range(program.count) if program.queues[program.queue_of[i]] is Queue.COMPUTE]
+    compute = program.queue_of[clock[0]]
+    ahead = [program.sequence(s) for s in running if program.queue_of[s % program.count] == compute]
+    at = max(ahead) if ahead else done[compute] - 1
+    moment = -1
+    for back in range(at, -1, -1):
+        step = plan.steps[clock[back % len(clock)]]
+        if step.kind is Kind.COMPUTE and step.moment is not None:
+            moment = step.moment
+            break
+    return Worst(bytes=held + gain, moment=moment, running=tuple(sorted({program.step(s).id for s in running})))
+
+
+def closure(takes: list[tuple[tuple[int, ...], int]], frees: list[list[int]]) -> tuple[int, list[int]]:
+    """Maximum of (bytes of the chosen takes) - (bytes of the frees they force), and which takes to choose.
+
+    takes: (how many frees of each queue's list are forced, bytes); frees: bytes, in order, per queue. A minimum cut:
+    source -> take -> last forced free of each queue -> the one before it ... , each free -> sink.
+    """
+    if not takes:
+        return 0, []
+    # Frees between two positions that no take tells apart are one node.
+    first = len(takes) + 1
+    sink_bytes: list[int] = []
+    tails: list[int] = []
+    heads: list[int] = []
+    for q, sizes in enumerate(frees):
+        stops = sorted({forced[q] for forced, _ in takes} - {0})
+        node_at: dict[int, int] = {}
+        begin = 0
+        for stop in stops:
+            node = first + len(sink_bytes)
+            if begin:
+                tails.append(node)
+                heads.append(node_at[begin])
+            sink_bytes.append(sum(sizes[begin:stop]))
+            node_at[stop] = node
+            begin = stop
+        for g, (forced, _) in enumerate(takes):
+            if forced[q]:
+                tails.append(g + 1)
+                heads.append(node_at[forced[q]])
+    source, sink = 0, first + len(sink_bytes)
+    capacities = [size for _, size in takes] + sink_bytes
+    total = sum(size for _, size in takes)
+    finite_tails = [source] * len(takes) + list(range(first, sink))
+    finite_heads = list(range(1, first)) + [sink] * len(sink_bytes)
+    flow, reached = _min_cut(
+        np.array(finite_tails + tails, dtype=np.int64),
+        np.array(finite_heads + heads, dtype=np.int64),
+        np.array(capacities + [total + 1] * len(tails), dtype=np.int64),
+        len(capacities),
+        source,
+        sink,
+    )
+    chosen = [g for g in range(len(takes)) if reached[g + 1]]
+    forced_most = [max((takes[g][0][q] for g in chosen), default=0) for q in range(len(frees))]
+    gain = sum(takes[g][1] for g in chosen) - sum(sum(sizes[:n]) for sizes, n in zip(frees, forced_most))
+    assert gain == total - flow, "the cut does not equal the flow"
+    return gain, chosen
+
+
+def _min_cut(
+    tails: NDArray[np.int64],
+    heads: NDArray[np.int64],
+    capacities: NDArray[np.int64],
+    finite: int,
+    source: int,
+    sink: int,
+) -> tuple[int, NDArray[np.bool_]]:
+    """(maximum flow, nodes on the source's side of a minimum cut), exact for 64-bit capacities.
+
+    scipy's solver counts in 32 bits. So: solve in units of a power of two, rounded down; that flow is legal, and short
+    of the maximum by less than a unit for each finite edge (the first `finite` ones). What is left is a second, small
+    flow in what the first one leaves over, where no capacity above that bound matters.
+    """
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+    nodes = sink + 1
+    bits = max(0, int(capacities[:finite].sum()).bit_length() - 30)
+    unit = 1 << bits
+
+    def solve(at: NDArray[np.int64], to: NDArray[np.int64], size: NDArray[np.int64]) -> tuple[int, NDArray[np.int64]]:
+        graph: Any = csr_array((size.astype(np.int32), (at, to)), shape=(nodes, nodes))
+        result = maximum_flow(graph, source, sink)
+        sent = csr_array(result.flow)[tails, heads]  # net: negative where it goes back
+        return int(result.flow_value), np.asarray(sent).ravel().astype(np.int64)
+
+    units = np.minimum(capacities >> bits, (1 << 30) - 1)
+    value, sent = solve(tails, heads, units)
+    value, sent = value * unit, sent * unit
+    left, back = capacities - sent, sent
+    if unit > 1:
+        bound = (finite + 1) * unit
+        assert bound < 2**31
+        at, to = np.concatenate((tails, heads)), np.concatenate((heads, tails))
+        spare = np.concatenate((np.minimum(left, bound), np.minimum(back, bound)))
+        more, extra = solve(at, to, spare)
+        value += more
+        left, back = left - extra, back + extra
+    at, to = np.concatenate((tails[left > 0], heads[back > 0])), np.concatenate((heads[left > 0], tails[back > 0]))
+    residual = csr_array((np.ones(len(at), dtype=np.int8), (at, to)), shape=(nodes, nodes))
+    reached = np.zeros(nodes, dtype=np.bool_)
+    reached[breadth_first_order(residual, source, directed=True, return_predecessors=False)] = True
+    return value, reached
