@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pstar_sim.cli.inputs import default_dtype, lora_of, machine_of, settings_of, workload_of
+from pstar_sim.cli.inputs import default_dtype, lora_of, machine_of, settings_of, workloads_of
 from pstar_sim.cli.planning import say, say_json, terminal_width
 from pstar_sim.errors import PstarError
 
@@ -24,7 +24,7 @@ def fits(args: argparse.Namespace) -> int:
 
     machine = machine_of(args)
     answer = ask(
-        workload_of(args, machine), machine, policies=args.policy, settings=settings_of(args), loading=args.loading
+        workloads_of(args, machine), machine, policies=args.policy, settings=settings_of(args), loading=args.loading
     )
     if args.json:
         say_json(answer.to_json())
@@ -125,7 +125,8 @@ def cheapest(args: argparse.Namespace) -> int:
     else:
         say(cheapest_text(answer, width=terminal_width()))
     if answer.best is None:
-        sys.stderr.write(f"pstar: no machine trains {args.model} as asked; the answer says why\n")
+        what = f"none in time for {args.model}" if answer.too_late else f"no machine trains {args.model}"
+        sys.stderr.write(f"pstar: {what}; the answer says why\n")
         return 2
     return 0
 
@@ -136,7 +137,7 @@ def sensitivity(args: argparse.Namespace) -> int:
 
     machine = machine_of(args)
     named = {} if args.policy is None else {"policies": args.policy}
-    answer = ask(workload_of(args, machine), machine, settings=settings_of(args), by=args.by, **named)
+    answer = ask(workloads_of(args, machine), machine, settings=settings_of(args), by=args.by, **named)
     if args.json:
         say_json(answer.to_json())
     else:

@@ -162,13 +162,20 @@ def certify_flag(parser: argparse.ArgumentParser, help_: str) -> None:
 
 
 def positive(text: str) -> int:
-    value = natural(text)
+    value = _whole(text, least=1)
     if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1, not 0")
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
     return value
 
 
 def natural(text: str) -> int:
+    return _whole(text, least=0)
+
+
+def _whole(text: str, *, least: int) -> int:
+    digits = text.removeprefix("-")
+    if digits != text and digits.isascii() and digits.isdigit():
+        raise argparse.ArgumentTypeError(f"must be at least {least}, not {text}")
     if not (text.isascii() and text.isdigit()):
         raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}")
     if len(text) > 9:

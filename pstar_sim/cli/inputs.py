@@ -54,8 +54,10 @@ def lora_of(args: argparse.Namespace) -> Adapter | None:
         key, equals, value = part.partition("=")
         if not equals:
             key, value = "r", part
-        if key.strip() in ("r", "rank") and value.strip().isdigit() and int(value) > 0:
+        if key.strip() in ("r", "rank") and value.strip().isdecimal():
             rank = int(value)
+            if rank < 1:
+                raise PstarError(f"--lora {args.lora}: rank must be at least 1, not {rank}")
         elif key.strip() == "targets" and value.strip():
             targets = tuple(name.strip() for name in value.split("+"))
         else:

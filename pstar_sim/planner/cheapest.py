@@ -1,17 +1,20 @@
 """Cheapest: which machine trains a model on so many tokens by a deadline for least money.
 
-Every machine that has a price, alone and, where a network joins its nodes, in counts that double; on each the sequences
-of an iteration are shared by the ranks and cut into the largest micro-batches that some policy fits, and the fastest
-policy counts. Data parallel only: what several nodes cost in communication is simulated; machines that no network joins
-are not counted together, and tensor, pipeline or expert parallelism, the likely choice for models that fill many nodes,
-is not modelled. Idle time, failures, evaluation and storage cost extra and are left out.
+Every machine that has a price, alone and, where a network joins its nodes, as many of it as the deadline takes (counts
+that double, then bisection); on each the sequences of an iteration are shared by the ranks and cut into the largest
+micro-batches that some policy fits, and the fastest policy counts. Data parallel only: what several nodes cost in
+communication is simulated; machines that no network joins are not counted together, and tensor, pipeline or expert
+parallelism, the likely choice for models that fill many nodes, is not modelled. Idle time, failures, evaluation and
+storage cost extra and are left out.
 """
 
 from __future__ import annotations
 
+import bisect
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from pstar_sim.catalog.loader import load_machine, with_nodes
@@ -20,8 +23,10 @@ from pstar_sim.catalog.prices import Price, load_prices
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.cost import CostModel
-from pstar_sim.errors import PstarError
+from pstar_sim.errors import CannotPlan, DoesNotFit, ModelError, PstarError, UnknownName
 from pstar_sim.planner.compare import Row, compare
+from pstar_sim.planner.memory import memory_need
+from pstar_sim.planner.ranks import shares_of_batch, tightest
 from pstar_sim.planner.trust import trust
 from pstar_sim.workload.lora import Adapter
 from pstar_sim.workload.presets import preset
@@ -34,9 +39,8 @@ __all__ = ["Bill", "Cheapest", "Offer", "bill", "cheapest"]
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 MOST_NODES = 64
-ONE_GPU = ("all_on_gpu", "zero_offload", "tide")
-SEVERAL = ("all_on_gpu", "zero3_resident", "zero_offload", "zero3_offload", "tide")
-"""Policies that are tried where none is named."""
+POLICIES = ("optimal",)
+"""Tried where none is named: it is never slower than any other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +61,18 @@ def bill(tokens: float, tokens_per_s: float, usd_per_hour: float) -> Bill:
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """One machine, so many of it. nodes: how many. in_time: it makes the deadline (or there is none). batch: sequences
-    a micro-batch of one rank. price_of: the offer behind the price and its date. error, trust: of tokens_per_s, see
-    `Fit`. least_days: what the matmuls alone take; where that is too long already nothing is planned. reason: why there
-    are no figures, or why more nodes were not tried."""
+    """One machine, so many of it. nodes: how many; tried: all counts that were. in_time: it makes the deadline (or
+    there is none). usd_per_hour: of all nodes, None without a price. batch: sequences a micro-batch of one rank (the
+    most of any, where they differ). price_of: the offer behind the price and its date. error, trust: of tokens_per_s,
+    see `Fit`. least_days: what the matmuls alone take; where that is too long already nothing is planned. reason: why
+    there are no figures, or why more nodes were not tried."""
 
     machine: str
     nodes: int
     gpus: int
-    usd_per_hour: float
-    price_of: str
+    usd_per_hour: float | None = None
+    price_of: str | None = None
+    tried: tuple[int, ...] = ()
     in_time: bool = False
     policy: str | None = None
     batch: int | None = None
@@ -95,6 +101,11 @@ class Cheapest:
     def best(self) -> Offer | None:
         """The cheapest in time, None if none is."""
         return self.rows[0] if self.rows and self.rows[0].in_time else None
+
+    @property
+    def too_late(self) -> bool:
+        """None is in time, though some machine could do it or would if it were faster."""
+        return self.best is None and any(row.days is not None or row.least_days is not None for row in self.rows)
 
     def to_json(self) -> list[dict[str, object]]:
         return [asdict(row) for row in self.rows]
@@ -128,7 +139,7 @@ def cheapest(
 ) -> Cheapest:
     """batch: sequences an iteration, all ranks and micro-batches together. machines: by default every machine with a
     price. prices: a file that comes before the shipped list. Raises PstarError for a model, machine or price that is
-    none, and where no machine has a price."""
+    none, and where no machine has a price; one of several that has none is a row that says so."""
     if not tokens > 0:
         raise PstarError(f"tokens must be positive, not {tokens:g}")
     if deadline_s is not None and not deadline_s > 0:
@@ -147,9 +158,17 @@ def cheapest(
         None if policies is None else tuple(policies),
     )
     chosen = [load_machine(m) if isinstance(m, str) else m for m in (known if machines is None else machines)]
+    costs = [_price_of(machine, known) for machine in chosen]
+    missing = [cost for cost in costs if isinstance(cost, str)]
+    if missing and len(missing) == len(costs):
+        names = ", ".join(repr(machine.name) for machine in chosen)
+        raise PstarError(f"machine{'s'[: len(chosen) > 1]} {names} ha{'ve' if len(chosen) > 1 else 's'} {missing[0]}")
     rows: list[Offer] = []
-    for machine in chosen:
-        rows += _offers(machine, job, known, tokens, deadline_s, most_nodes)
+    for machine, cost in zip(chosen, costs):
+        if isinstance(cost, str):
+            rows.append(Offer(machine=machine.name, nodes=machine.nodes, gpus=len(machine.ranks), reason=cost))
+        else:
+            rows.append(_offer(machine, job, *cost, tokens, deadline_s, most_nodes))
     rows.sort(key=_rank)
     return Cheapest(model=model, tokens=tokens, deadline_s=deadline_s, rows=tuple(rows))
 
@@ -172,8 +191,13 @@ class _Job:
     settings: Settings
     policies: tuple[str, ...] | None
 
-    def workload(self, machine: Machine, batch: int, micro_batches: int) -> Workload:
-        """Of one rank."""
+    def workloads(self, machine: Machine, micro_batches: int) -> tuple[Workload, ...]:
+        """Of each rank. Raises PstarError if a micro-batch of all cannot be shared by the ranks."""
+        shares = shares_of_batch(self.batch // micro_batches, machine)
+        known = {share: self._workload(machine, share, micro_batches) for share in sorted(set(shares))}
+        return tuple(known[share] for share in shares)
+
+    def _workload(self, machine: Machine, batch: int, micro_batches: int) -> Workload:
         return preset(
             self.model,
             batch=batch,
@@ -186,64 +210,78 @@ class _Job:
         )
 
 
-def _price_of(machine: Machine, prices: Mapping[str, Price]) -> tuple[float, str]:
-    """(USD per hour of one node, what it is the price of). Raises PstarError if nobody knows."""
+def _price_of(machine: Machine, prices: Mapping[str, Price]) -> tuple[float, str] | str:
+    """(USD per hour of one node, what it is the price of), or what to do if nobody knows."""
     price = prices.get(machine.name)
     if price is not None and (price.own or machine.price_usd_per_hour is None):
         when = "" if price.as_of is None else f", {price.as_of}"
         return price.usd_per_hour, f"{price.offer or price.source}{when}"
     if machine.price_usd_per_hour is not None:
         return machine.price_usd_per_hour / machine.nodes, "the machine's own entry"
-    raise PstarError(
-        f"machine {machine.name!r} has no price; give one with --prices FILE ([{machine.name}] usd_per_hour = ...) or "
-        "--set price=..."
-    )
+    return f"no price; give one with --prices FILE ([{machine.name}] usd_per_hour = ...) or --set price=..."
 
 
-def _offers(
+def _counts(machine: Machine, batch: int, most: int) -> list[int]:
+    """Numbers of nodes, from the machine's own to `most`, that can share the batch."""
+    if machine.network is None:
+        return [machine.nodes]
+    local = machine.ranks[: machine.local_ranks]
+    parts = [Fraction(rank.batch_share).limit_denominator(10**6) for rank in local]
+    shares = {batch * part / sum(parts) for part in parts}
+    counts = range(machine.nodes, max(most, machine.nodes) + 1)
+    return [n for n in counts if n == machine.nodes or all((share / n).denominator == 1 for share in shares)]
+
+
+def _offer(
     machine: Machine,
     job: _Job,
-    prices: Mapping[str, Price],
+    usd: float,
+    what: str,
     tokens: float,
     deadline_s: float | None,
     most_nodes: int,
-) -> list[Offer]:
-    """One node, and twice as many until the deadline is made or the batch gives out."""
-    usd, what = _price_of(machine, prices)
-    nodes, last = machine.nodes, None
-    while True:
+) -> Offer:
+    """The fewest nodes in time: about twice as many until the deadline is made or counts give out, then bisection
+    between the last count that was too slow or too small and the first in time. None in time: the nearest."""
+    counts = _counts(machine, job.batch, most_nodes)
+    rows: dict[int, Offer] = {}
+
+    def ask(nodes: int) -> tuple[Offer, bool]:
         where = with_nodes(machine, nodes) if nodes != machine.nodes else machine
-        if job.batch % len(where.ranks) and last is not None:
-            return [_with_reason(last, last.reason or "too slow, and more ranks cannot share the batch")]
-        least_s = _least_s(where, job, tokens)
-        if deadline_s is not None and least_s is not None and least_s > deadline_s:
-            row = Offer(
-                machine=where.name,
-                nodes=nodes,
-                gpus=len(where.ranks),
-                usd_per_hour=usd * nodes,
-                price_of=what,
-                least_days=least_s / DAY_S,
-                reason=f"too slow: {least_s / DAY_S:.1f} days if it never waited for anything",
-            )
+        rows[nodes], final = _so_many(where, job, usd, what, tokens, deadline_s)
+        return rows[nodes], final
+
+    at, below = 0, -1  # positions in counts; below: the last that did not do
+    row, final = ask(counts[0])
+    while not row.in_time and not final and at + 1 < len(counts):
+        below, at = at, min(bisect.bisect_left(counts, 2 * counts[at]), len(counts) - 1)
+        row, final = ask(counts[at])
+    while row.in_time and at - below > 1:
+        middle = (at + below) // 2
+        tried, _ = ask(counts[middle])
+        if tried.in_time:
+            at, row = middle, tried
         else:
-            row = _offer(where, job, usd, what, tokens, deadline_s)
-        last = row
-        if row.in_time or nodes * 2 > most_nodes:
-            return [row]
-        if machine.network is None:
-            alone = "too slow alone, and no network joins several of it"
-            return [row if row.reason else _with_reason(row, alone)]
-        if row.reason is not None and "does not fit" not in row.reason and row.least_days is None:
-            return [row]
-        nodes *= 2
+            below = middle
+    if not row.in_time:
+        row = min((r for r in rows.values() if r.days is not None), key=lambda r: r.days or 0.0, default=row)
+        if row.reason is None:
+            row = replace(row, reason=f"too slow, and {_no_more(machine, job.batch, most_nodes)}")
+    return replace(row, tried=tuple(sorted(rows)))
 
 
-def _with_reason(row: Offer, reason: str) -> Offer:
-    return replace(row, reason=reason)
+def _no_more(machine: Machine, batch: int, most_nodes: int) -> str:
+    if machine.network is None:
+        return "no network joins several of it"
+    if batch // machine.local_ranks <= most_nodes:
+        return f"more GPUs cannot share {batch} sequences"
+    return f"more than {most_nodes} nodes were not tried"
 
 
-def _offer(machine: Machine, job: _Job, usd: float, what: str, tokens: float, deadline_s: float | None) -> Offer:
+def _so_many(
+    machine: Machine, job: _Job, usd: float, what: str, tokens: float, deadline_s: float | None
+) -> tuple[Offer, bool]:
+    """One number of nodes, and whether its reason is one that more nodes do not change."""
     base = Offer(
         machine=machine.name,
         nodes=machine.nodes,
@@ -251,19 +289,24 @@ def _offer(machine: Machine, job: _Job, usd: float, what: str, tokens: float, de
         usd_per_hour=usd * machine.nodes,
         price_of=what,
     )
-    found = _fastest(machine, job)
-    if isinstance(found, str):
-        return _with_reason(base, found)
-    row, batch, micro_batches = found
+    try:
+        least_s = _least_s(machine, job, tokens)
+        if deadline_s is not None and least_s > deadline_s:
+            days = least_s / DAY_S
+            reason = f"too slow: {days:.1f} days if it never waited for anything"
+            return replace(base, least_days=days, reason=reason), False
+        row, batch, micro_batches = _fastest(machine, job)
+    except (DoesNotFit, CannotPlan) as error:
+        return replace(base, reason=str(error)), False
+    except (ModelError, UnknownName):
+        raise
+    except PstarError as error:
+        return replace(base, reason=str(error)), True
     assert row.tokens_per_s is not None
-    cost = bill(tokens, row.tokens_per_s, base.usd_per_hour)
+    cost = bill(tokens, row.tokens_per_s, usd * machine.nodes)
     belief = trust(machine, row.policy)
-    return Offer(
-        machine=base.machine,
-        nodes=base.nodes,
-        gpus=base.gpus,
-        usd_per_hour=base.usd_per_hour,
-        price_of=base.price_of,
+    offer = replace(
+        base,
         in_time=deadline_s is None or cost.days * DAY_S <= deadline_s,
         policy=row.policy,
         batch=batch,
@@ -275,35 +318,46 @@ def _offer(machine: Machine, job: _Job, usd: float, what: str, tokens: float, de
         error=belief.error,
         trust=belief.label,
     )
+    return offer, False
 
 
-def _least_s(machine: Machine, job: _Job, tokens: float) -> float | None:
-    """Seconds of the matmuls alone, with a rank's sequences in one micro-batch; None if ranks cannot share them."""
-    ranks = len(machine.ranks)
-    if job.batch % ranks:
-        return None
-    workload = job.workload(machine, job.batch // ranks, 1)
-    seconds = sum(CostModel(workload, machine, build_layout(workload)).moments_s)
-    return seconds * tokens / (workload.tokens * ranks)
+def _least_s(machine: Machine, job: _Job, tokens: float) -> float:
+    """Seconds of the matmuls alone, with a rank's sequences in one micro-batch, on the rank that takes longest."""
+    workloads = job.workloads(machine, 1)
+    every = sum(w.tokens for w in workloads)
+    kinds = {(id(rank.gpu), id(w)): (r, w) for r, (rank, w) in enumerate(zip(machine.ranks, workloads))}
+    layout = build_layout(workloads[0])
+    slowest = max(sum(CostModel(w, machine, layout, rank=r).moments_s) for r, w in kinds.values())
+    return slowest * tokens / every
 
 
-def _fastest(machine: Machine, job: _Job) -> tuple[Row, int, int] | str:
-    """The fastest policy with the largest micro-batches that fit: (row, batch of a rank, micro-batches), or why not."""
-    ranks = len(machine.ranks)
-    if job.batch % ranks:
-        return f"{job.batch} sequences cannot be shared evenly by {ranks} GPUs"
-    share = job.batch // ranks
-    worst = "no policy fits"
-    policies = job.policies or (ONE_GPU if ranks == 1 else SEVERAL)
-    for batch in sorted((n for n in range(1, share + 1) if share % n == 0), reverse=True):
-        workload = job.workload(machine, batch, share // batch)
+def _fastest(machine: Machine, job: _Job) -> tuple[Row, int, int]:
+    """The fastest policy with the largest micro-batches that fit: (row, batch of a rank, micro-batches). Memory is
+    asked first, as `fits` does. Raises DoesNotFit or CannotPlan, the last reason heard, if none fits."""
+    worst: PstarError | None = None
+    for micro_batches in (n for n in range(1, job.batch + 1) if job.batch % n == 0):
         try:
-            answer = compare(
-                workload, machine, policies=policies, settings=job.settings, barrier_cost=False, near=False
-            )
-        except PstarError as error:
-            return str(error)
+            ranked = job.workloads(machine, micro_batches)
+        except PstarError:
+            if micro_batches == 1:
+                raise
+            continue
+        alike = len({id(w) for w in ranked}) == 1
+        hardest = ranked[0] if alike else tightest(ranked, machine)
+        roomy: list[str] = []
+        for policy in job.policies or POLICIES:
+            try:
+                memory_need(policy, hardest, machine, job.settings)
+            except (DoesNotFit, CannotPlan) as error:
+                worst = error if isinstance(error, DoesNotFit) or worst is None else worst
+                continue
+            roomy.append(policy)
+        if not roomy:
+            continue
+        answer = compare(
+            hardest if alike else ranked, machine, policies=roomy, settings=job.settings, barrier_cost=False, near=False
+        )
         if any(row.fits for row in answer.rows):
-            return answer.best().row, batch, share // batch
-        worst = next((row.reason for row in reversed(answer.rows) if row.reason), worst)
-    return worst
+            return answer.best().row, max(w.batch for w in ranked), micro_batches
+    assert worst is not None
+    raise worst

@@ -6,7 +6,7 @@ Asks memory.py for room (pinned rounding and start-up included), nearest.py for 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError
 from pstar_sim.planner.memory import least_gpu_bytes, memory_need
 from pstar_sim.planner.nearest import nearest
+from pstar_sim.planner.ranks import tightest
 from pstar_sim.planner.trust import trust
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.policy.registry import policies as all_policies
@@ -104,7 +105,7 @@ class Fits:
 
 
 def fits(
-    workload: Workload,
+    workload: Workload | Sequence[Workload],
     machine: Machine,
     *,
     policies: Iterable[str] | None = None,
@@ -115,14 +116,19 @@ def fits(
 ) -> Fits:
     """Whether each policy (all known ones if none is named) has room for the job, start-up and rounding included.
 
+    workload: one rank's share of the job, or a list of them, one a rank, for ranks that take different shares.
     loading: how the weights come ([Note: what the host really has to give] in memory.py). times: also plan and simulate
     what fits. near: look for the nearest yes of what does not. Raises UnknownName for a policy nobody knows.
     """
     settings = settings or Settings()
+    ranked: Sequence[Workload] | None = None
+    if not isinstance(workload, Workload):
+        ranked = tuple(workload)
+        workload = tightest(ranked, machine)
     names = list(all_policies() if policies is None else policies)
     if not names:
         raise PstarError("fits needs at least one policy")
-    rows = [_fit(name, workload, machine, settings, loading=loading, times=times) for name in names]
+    rows = [_fit(name, workload, machine, settings, ranked, loading=loading, times=times) for name in names]
     answers = [row for row, _ in rows]
     fitting = [row.policy for row in sorted(answers, key=lambda r: r.iteration_s or 0.0) if row.fits]
     for i, (row, error) in enumerate(rows):
@@ -135,7 +141,14 @@ def fits(
 
 
 def _fit(
-    name: str, workload: Workload, machine: Machine, settings: Settings, *, loading: str, times: bool
+    name: str,
+    workload: Workload,
+    machine: Machine,
+    settings: Settings,
+    ranked: Sequence[Workload] | None,
+    *,
+    loading: str,
+    times: bool,
 ) -> tuple[Fit, DoesNotFit | None]:
     gpu, host = machine.gpu_budget_bytes, machine.host_budget_bytes
     try:
@@ -169,12 +182,13 @@ def _fit(
     )
     if times:
         plan = need.plan or find_policy(name)(workload, machine, settings)
-        seconds = play(plan).iteration_s
+        seconds = play(plan, workloads=ranked).iteration_s
+        tokens = sum(w.tokens for w in ranked) if ranked else workload.tokens * len(machine.ranks)
         belief = trust(machine, name)
         row = replace(
             row,
             iteration_s=seconds,
-            tokens_per_s=workload.tokens * len(machine.ranks) / seconds,
+            tokens_per_s=tokens / seconds,
             error=belief.error,
             trust=belief.label,
         )

@@ -19,13 +19,14 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.compare import compare
 from pstar_sim.planner.limits import max_model
+from pstar_sim.planner.ranks import tightest
 from pstar_sim.workload.lora import adapter_of
 from pstar_sim.workload.workload import Workload
 
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["PARTS", "Effect", "Sensitivity", "sensitivity"]
+__all__ = ["PARTS", "POLICIES", "Effect", "Sensitivity", "sensitivity"]
 
 PARTS: dict[str, tuple[str, ...]] = {
     "GPU memory": ("gpu.memory",),
@@ -42,6 +43,10 @@ PARTS: dict[str, tuple[str, ...]] = {
 """What is enlarged -> its figures. Parts that the machine does not have are left out. Cores and Adam: see overrides.py.
 The DRAM alone does not speed up Adam here: its rate is a figure of its own, of the cores. One more GPU in each node is
 no tenth: it has its own link and as many sequences as the others, and shares the host with them."""
+
+
+POLICIES = ("all_on_gpu", "zero_offload", "tide")
+"""Tried where none is named. `optimal` is left out for speed: every part is planned and its limit searched again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +67,13 @@ class Effect:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sensitivity:
-    """now: the machine as it is. rows: one a part."""
+    """now: the machine as it is. rows: one a part. policies: those that were tried."""
 
     workload: Workload
     machine: Machine
     settings: Settings
     by: float
+    policies: tuple[str, ...]
     now: Effect
     rows: tuple[Effect, ...]
 
@@ -85,17 +91,19 @@ class Sensitivity:
 
 
 def sensitivity(
-    workload: Workload,
+    workload: Workload | Sequence[Workload],
     machine: Machine,
     *,
-    policies: Sequence[str] = ("all_on_gpu", "zero_offload", "tide"),
+    policies: Sequence[str] = POLICIES,
     settings: Settings | None = None,
     by: float = 0.1,
     parts: Iterable[str] | None = None,
     largest: bool = True,
 ) -> Sensitivity:
-    """by: how much more, 0.1 for a tenth. parts: of `PARTS`, by default all that the machine has. largest: also search
-    the largest model (presets only; of a trace only times are compared). Raises PstarError for a part that is none."""
+    """workload: as in `compare`, a list for ranks that take different shares (one more GPU is then left out: nobody
+    says what it takes). by: how much more, 0.1 for a tenth. parts: of `PARTS`, by default all that the machine has.
+    largest: also search the largest model (presets only; of a trace only times are compared). Raises PstarError for a
+    part that is none."""
     settings = settings or Settings()
     if not -1 < by < 100 or by == 0:
         raise PstarError(f"by = {by:g} is no change; give a share such as 0.1")
@@ -103,14 +111,17 @@ def sensitivity(
     for name in names:
         if name not in PARTS:
             raise PstarError(f"{name!r} is no part of a machine; it can be {', '.join(PARTS)}")
-    largest = largest and workload.source == "preset"
+    ranked = None if isinstance(workload, Workload) else tuple(workload)
+    one = workload if isinstance(workload, Workload) else tightest(tuple(workload), machine)
+    largest = largest and one.source == "preset"
 
     def effect(part: str | None, where: Machine, now: Effect | None) -> Effect:
-        rows = compare(workload, where, policies=policies, settings=settings, barrier_cost=False, near=False).rows
+        rows = compare(ranked or one, where, policies=policies, settings=settings, barrier_cost=False, near=False).rows
         fitting = [row for row in rows if row.iteration_s is not None]
         best = min(fitting, key=lambda row: row.iteration_s or 0.0, default=None)
         asked = policies if now is None or now.largest_policy is None else (now.largest_policy,)
-        deepest = _deepest(workload, where, asked, settings) if largest else None
+        batch = sum(w.batch for w in ranked) if ranked else one.batch * len(where.ranks)
+        deepest = _deepest(one, batch, where, asked, settings) if largest else None
         seconds = None if best is None else best.iteration_s
         change = None
         if now is not None and now.iteration_s is not None and seconds is not None:
@@ -128,16 +139,19 @@ def sensitivity(
         )
 
     now = effect(None, machine, None)
-    changed = [(name, _more(machine, name, by)) for name in names]
+    changed = [(name, None if ranked and name == "one more GPU" else _more(machine, name, by)) for name in names]
     if parts is not None:
         for name, where in changed:
+            if where is None and name == "one more GPU":
+                raise PstarError(f"the ranks of {machine.name} differ: it is not said which GPU one more would be")
             if where is None:
                 raise PstarError(f"{machine.name} has no {name} to enlarge")
     return Sensitivity(
-        workload=workload,
+        workload=one,
         machine=machine,
         settings=settings,
         by=by,
+        policies=tuple(policies),
         now=now,
         rows=tuple(effect(name, where, now) for name, where in changed if where is not None),
     )
@@ -160,12 +174,12 @@ def _more(machine: Machine, part: str, by: float) -> Machine | None:
 
 
 def _deepest(
-    workload: Workload, machine: Machine, policies: Sequence[str], settings: Settings
+    workload: Workload, batch: int, machine: Machine, policies: Sequence[str], settings: Settings
 ) -> tuple[int, int | None, str]:
-    """(layers, parameters, policy) of the largest model of the workload's family."""
+    """(layers, parameters, policy) of the largest model of the workload's family. batch: of all ranks."""
     limits = max_model(
         machine,
-        batch=workload.batch * len(machine.ranks),
+        batch=batch,
         seq=workload.sequence,
         like=model_entry(workload.model).name,
         policies=policies,

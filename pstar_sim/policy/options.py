@@ -176,6 +176,8 @@ def specified(name: str, policy: Callable[..., Plan], text: str) -> Callable[...
     """The policy with the options that `text` sets ("key=value,..."); the policy itself where all are as they are
     anyway. Raises PstarError for a key or value that it does not have, naming what it has and the nearest."""
     options = options_of(policy)
+    if options and not text:
+        raise PstarError(f"policy {name!r} is followed by a colon but by no key=value; {_keys(name, options)}")
     given: dict[str, object] = {}
     for part in text.split(","):
         key, equals, written = (piece.strip() for piece in part.partition("="))

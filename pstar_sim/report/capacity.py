@@ -47,7 +47,7 @@ def _notes(texts: Sequence[str], width: int) -> list[str]:
 
 _DATA_PARALLEL = (
     "data parallel only: tensor, pipeline and expert parallelism are not modelled, and are the likely choice where "
-    "many nodes are needed"
+    "many GPUs are needed"
 )
 
 
@@ -151,24 +151,35 @@ def cheapest_text(answer: Cheapest, *, width: int = 120) -> str:
     by = "" if answer.deadline_s is None else f" in {answer.deadline_s / 86400:g} days"
     lines = [f"{answer.model} on {answer.tokens:g} tokens{by}", ""]
     columns = (
-        "machine", "nodes", "in time", "policy", "tokens/s", "error", "days", "USD/h", "USD", "USD/M tokens",
+        "machine", "nodes", "in time", "policy", "micro-batches", "tokens/s", "error", "days", "USD/h", "USD",
+        "USD/M tokens",
     )  # fmt: skip
     shown = [row for row in answer.rows if row.days is not None]
-    lines.append(_table(columns, [_offer_cells(row) for row in shown], width) if shown else "no machine can train it")
-    if answer.best is None and answer.rows:
-        nearest = min(answer.rows, key=lambda row: row.days or row.least_days or float("inf"))
-        days = nearest.days or nearest.least_days
-        if days is not None:
-            least = "" if nearest.days is not None else "at least "
-            lines += _notes(
-                [f"none makes the deadline; the nearest is {nearest.machine}, {least}{days:.1f} days"], width
-            )
-    lines += _notes([f"{row.machine}: {row.reason}" for row in answer.rows if row.reason is not None], width)
+    nearest = min(answer.rows, key=lambda row: row.days or row.least_days or float("inf"), default=None)
+    if answer.too_late and nearest is not None:
+        days = nearest.days or nearest.least_days or 0.0
+        least = "" if nearest.days is not None else "at least "
+        nodes = "" if nearest.tried == (1,) else f" with {nearest.nodes} node{'s'[: nearest.nodes > 1]}"
+        tried = "" if len(nearest.tried) < 2 else f" ({', '.join(map(str, nearest.tried))} nodes were tried)"
+        lines += textwrap.wrap(
+            f"none in time; the nearest is {nearest.machine}{nodes}, {least}{days:.1f} days{tried}", width
+        )
+        lines += [""] if shown else []
+    if shown:
+        lines.append(_table(columns, [_offer_cells(row) for row in shown], width))
+    elif not answer.too_late:
+        lines.append("no machine can train it")
+    lines += _notes([f"{_tried(row)}: {row.reason}" for row in answer.rows if row.reason is not None], width)
     prices = dict.fromkeys(f"{row.machine}: {row.price_of}" for row in shown)
     lines += _notes([f"prices of a node: {'; '.join(prices)}"] if prices else [], width)
-    if any(row.nodes > 1 for row in answer.rows):
-        lines += _notes([_DATA_PARALLEL], width)
+    lines += _notes(["micro-batches: sequences of a GPU at a time x how many an iteration"] if shown else [], width)
+    if any(row.gpus > 1 for row in answer.rows):
+        lines += _notes([f"note: {_DATA_PARALLEL}"], width)
     return "\n".join(lines) + "\n"
+
+
+def _tried(row: Offer) -> str:
+    return row.machine if len(row.tried) < 2 else f"{row.machine}, {row.tried[0]} to {row.tried[-1]} nodes"
 
 
 def _offer_cells(row: Offer) -> tuple[str, ...]:
@@ -177,10 +188,11 @@ def _offer_cells(row: Offer) -> tuple[str, ...]:
         str(row.nodes),
         "yes" if row.in_time else "no",
         row.policy or "",
+        f"{row.batch} x {row.micro_batches}",
         "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
         _error(row.error),
         "" if row.days is None else f"{row.days:.1f}",
-        f"{row.usd_per_hour:,.2f}",
+        "" if row.usd_per_hour is None else f"{row.usd_per_hour:,.2f}",
         "" if row.usd is None else f"{row.usd:,.0f}",
         "" if row.usd_per_million_tokens is None else f"{row.usd_per_million_tokens:.4f}",
     )
@@ -193,8 +205,14 @@ def sensitivity_text(answer: Sensitivity, *, width: int = 120) -> str:
     lines = [f"{by} of each part of {answer.machine.name}: {w.model}, batch {w.batch}, sequence {w.sequence}", ""]
     columns = ("part", "iteration", "change", "policy", "largest model", "layers", "change ")
     rows = [_effect_cells("as it is", answer.now)]
-    rows += [_effect_cells(row.part or "", row) for row in answer.rows]
+    for row in answer.rows:
+        each = ", change a token" if row.part == "one more GPU" else ""
+        rows.append(_effect_cells(f"{row.part}{each}", row))
     lines.append(_table(columns, rows, width))
+    tried = f"tried: {', '.join(answer.policies)}"
+    if "optimal" not in answer.policies:
+        tried += "; optimal, which may be faster, was left out for speed: --policy optimal asks for it"
+    lines += _notes([tried], width)
     return "\n".join(lines) + "\n"
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import pstar_sim as ps
+from pstar_sim.catalog.loader import load_machine, with_nodes
+from pstar_sim.catalog.overrides import override
 from pstar_sim.catalog.prices import load_prices
 from pstar_sim.cli import main
 from pstar_sim.cli.parse_capacity import count, duration_s, share
@@ -65,7 +68,9 @@ def test_a_deadline_nobody_makes(tmp_path: Path) -> None:
     assert row.least_days is not None and row.least_days >= 1e12 * w.flops / w.tokens / 26e12 / 86_400
     assert row.reason == f"too slow: {row.least_days:.1f} days if it never waited for anything"
     assert row.days is None
-    assert "none makes the deadline; the nearest is t4" in repr(answer)
+    assert answer.too_late
+    assert f"none in time; the nearest is t4, at least {row.least_days:.1f} days" in repr(answer)
+    assert "no machine can train it" not in repr(answer)
 
 
 def test_what_does_not_fit_says_why_and_micro_batches_make_room(tmp_path: Path) -> None:
@@ -98,6 +103,94 @@ def test_prices_have_dates_and_sources_and_a_file_comes_first(tmp_path: Path) ->
     assert row.usd_per_hour == 2.0
 
 
+def test_a_machine_without_a_price_is_a_row_that_says_so(tmp_path: Path) -> None:
+    file = prices(tmp_path, t4=0.5)
+    names = ["v100-16", "t4"]
+    answer = cheapest("gpt2", tokens=1e8, batch=2, seq=64, machines=names, policies=["all_on_gpu"], prices=file)
+    assert answer.best is not None and answer.best.machine == "t4"
+    row = answer.rows[-1]
+    assert (row.machine, row.usd_per_hour, row.days) == ("v100-16", None, None)
+    assert row.reason is not None and row.reason.startswith("no price; give one with --prices FILE")
+    assert "v100-16: no price" in repr(answer)
+
+
+def test_as_few_nodes_as_the_deadline_takes(tmp_path: Path) -> None:
+    """A deadline between what two nodes and three take is made by three; one that not even the most nodes make by none,
+    and the answer says how many were tried."""
+    name = "v100-32x8"
+    file = prices(tmp_path, **{name: 10.0})
+    job: dict[str, Any] = {"tokens": 1e9, "batch": 96, "seq": 256, "machines": [name], "prices": file}
+    job["policies"] = ["all_on_gpu"]
+
+    def days(nodes: int) -> float:
+        where = with_nodes(ps.machine(name), nodes)
+        found = ps.compare(
+            ps.preset("gpt2", batch=96 // 8 // nodes, seq=256, dtype="fp16"), where, policies=job["policies"]
+        )
+        assert found.rows[0].tokens_per_s is not None
+        return 1e9 / found.rows[0].tokens_per_s / 86_400
+
+    answer = cheapest("gpt2", deadline_s=(days(2) + days(3)) / 2 * 86_400, **job)
+    best = answer.best
+    assert best is not None
+    assert (best.nodes, best.gpus, best.batch, best.micro_batches) == (3, 24, 4, 1)
+    assert best.tried == (1, 2, 3, 4)
+    assert "4 x 1" in repr(answer) and "tensor, pipeline and expert parallelism are not modelled" in repr(answer)
+    none = cheapest("gpt2", deadline_s=60.0, most_nodes=4, **job)
+    assert none.too_late and none.rows[0].tried == (1, 2, 4)
+    assert "none in time; the nearest is v100-32x8 with 4 nodes" in repr(none)
+    assert "(1, 2, 4 nodes were tried)" in repr(none)
+
+
+def test_the_default_is_optimal_and_as_fast_as_any(tmp_path: Path) -> None:
+    file = prices(tmp_path, **{"v100-16": 3.0})
+    row = cheapest("1B", tokens=1e8, batch=4, seq=128, machines=["v100-16"], prices=file).rows[0]
+    w = ps.preset("1B", batch=4, seq=128, dtype="fp16")
+    others = ps.compare(w, ps.machine("v100-16"), policies=["zero_offload", "tide"]).rows
+    assert (row.policy, row.batch) == ("optimal", 4)
+    assert row.tokens_per_s is not None
+    assert all(row.tokens_per_s >= other.tokens_per_s * (1 - 1e-6) for other in others if other.tokens_per_s)
+
+
+UNEQUAL = """
+machine = "pair"
+
+[machines.pair]
+host = "node-a100-1tb"
+
+[[machines.pair.ranks]]
+gpu = "a100-40"
+link = "pcie4-x16"
+batch = 3
+
+[[machines.pair.ranks]]
+gpu = "v100-32"
+link = "pcie3-x16"
+batch = 1
+"""
+
+
+def test_ranks_that_take_different_shares_are_timed_as_compare_times_them(tmp_path: Path) -> None:
+    """Shares 6 and 2 of a batch of 8: each rank's own moments count, not those of one as hard as both."""
+    file = tmp_path / "pair.toml"
+    file.write_text(UNEQUAL)
+    m = load_machine(file)
+    six, two = (ps.preset("gpt2-medium", batch=b, seq=512, dtype="fp16") for b in (6, 2))
+    row = ps.compare([six, two], m, policies=["all_on_gpu"], barrier_cost=False).rows[0]
+    fit = ps.fits([six, two], m, policies=["all_on_gpu"]).rows[0]
+    assert row.iteration_s is not None
+    assert fit.iteration_s == row.iteration_s
+    assert fit.tokens_per_s == row.tokens_per_s
+    now = sensitivity([six, two], m, policies=["all_on_gpu"], parts=["CPU cores"], largest=False).now
+    assert now.iteration_s == row.iteration_s
+    with pytest.raises(PstarError, match="the ranks of pair differ: it is not said which GPU"):
+        sensitivity([six, two], m, policies=["all_on_gpu"], parts=["one more GPU"], largest=False)
+    priced = override(m, {"price": 5.0})
+    offer = cheapest("gpt2-medium", tokens=1e8, batch=8, seq=512, machines=[priced], policies=["all_on_gpu"]).rows[0]
+    assert offer.tokens_per_s == row.tokens_per_s
+    assert (offer.batch, offer.micro_batches) == (6, 1)
+
+
 def test_nonsense_is_refused() -> None:
     for kwargs, said in (({"tokens": 0.0}, "tokens must be positive"), ({"deadline_s": -1.0}, "a deadline must be")):
         with pytest.raises(PstarError, match=said):
@@ -123,6 +216,7 @@ def test_a_tenth_more_by_hand() -> None:
     assert answer.now.layers is not None and rows["GPU memory"].more_layers is not None
     assert rows["GPU memory"].more_layers >= answer.now.layers // 12
     assert "GPU memory" in repr(answer)
+    assert "tried: all_on_gpu; optimal, which may be faster, was left out for speed" in repr(answer)
     assert len(answer.to_frame()) == 5
 
 
@@ -135,6 +229,7 @@ def test_one_more_gpu_takes_its_share_of_the_tokens() -> None:
     assert row.iteration_s >= answer.now.iteration_s
     assert row.change == pytest.approx(row.iteration_s / 2 / answer.now.iteration_s - 1)
     assert -0.5 <= row.change < 0
+    assert "one more GPU, change a token" in repr(answer)
 
 
 def test_parts_a_machine_does_not_have_are_left_out_or_refused() -> None:
@@ -158,7 +253,9 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "must be a positive time such as 14d" in capsys.readouterr().err
     assert main([*job, "--machine", "t4", "--deadline", "1s"]) == 2
     out = capsys.readouterr()
-    assert "none makes the deadline" in out.out and "no machine trains gpt2 as asked" in out.err
+    assert "none in time" in out.out and "none in time for gpt2" in out.err
+    assert main([*job, "--machine", "t4", "--batch", "-3"]) == 2
+    assert "must be at least 1, not -3" in capsys.readouterr().err
     small = ["--model", "tiny-gpt2", "--batch", "1", "--seq", "32", "--machine", "virtual", "--gpu-memory", "20MB"]
     assert main(["sensitivity", *small, "--policy", "all_on_gpu", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["part"] is None

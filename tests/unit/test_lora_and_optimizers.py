@@ -126,7 +126,7 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong, said in (
         ("r=x", "'r=x' is not r=RANK"),
         ("targets=c_attn", "a rank is needed"),
-        ("r=0", "'r=0' is not"),
+        ("r=0", "--lora r=0: rank must be at least 1, not 0"),
     ):
         assert main([*job, "--lora", wrong]) == 2
         assert said in capsys.readouterr().err

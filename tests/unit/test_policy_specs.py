@@ -59,7 +59,7 @@ def test_a_spec_of_defaults_is_the_policy_itself() -> None:
         ("tide:pins=nan", ["pins=nan"]),
         ("tide:streams=yes", ["streams=yes", "on | off"]),
         ("tide:adam", ["'adam' is not key=value", "adam=(after-backward | fifo | edf)"]),
-        ("tide:", ["'' is not key=value"]),
+        ("tide:", ["policy 'tide' is followed by a colon but by no key=value; tide has "]),
         ("tide:pins=1,pins=2", ["sets pins twice"]),
         ("all_on_gpu:pins=1", ["'all_on_gpu' has no options", "use all_on_gpu"]),
     ],
