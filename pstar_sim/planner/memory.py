@@ -9,6 +9,13 @@ reckon with it:
   been handed out to their chunks (the executor's check before a run counts the same). `loading="in-place"` leaves this
   out: a model that is initialised chunk by chunk, as PatrickStar's is, never lies there whole.
 
+[Note: payloads that pass through the host] With disks most payloads are on the host only on their way, and a place of
+its own for each would be as large as what lies on the disks. A plan that uses disks is therefore asked for slabs of the
+payloads that never leave the host, and for a pool of buffers that the others take turns in: each is as large as the
+largest of them, and there are as many as hold the most bytes of them that a simulation has there at once (its peak of
+the host, less the permanent payloads and the policy's own host buffers), rounded up; where
+a place for each is less, for that. Every other plan is asked for a place for each payload, as the executor gives it.
+
 The asynchronous policies (tide, static_partition) decide what they need before they plan: their own checks are asked
 (policy/ground.py). How many chunks they pin is up to them; where the host is short, as few are pinned as it has no room
 for. Every other policy is asked for its plan: it has no cheaper way to say what it needs.
@@ -20,12 +27,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.effects import takes
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.slabs import host_payloads, pack_slabs
+from pstar_sim.core.step import Place
 from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy.ground import Ground
 from pstar_sim.policy.points import Point
-from pstar_sim.policy.registry import Policy, find_policy
+from pstar_sim.policy.registry import Policy, built_in, find_policy
+from pstar_sim.sim.play import play
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import DTYPE_BYTES, Workload
 
@@ -41,6 +51,9 @@ _POINTS: Mapping[str, Point] = {
 """Policies whose own checks of room can be asked without planning."""
 _TRIES_OTHERS = frozenset({"optimal"})
 """Of these, those that also try other chunk sizes and policies: their own no is not the last word."""
+
+_FROM_DISKS = ("zero_infinity:params=cpu,states=nvme", "zero_infinity:params=nvme,states=nvme")
+"""What these try last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,26 +111,44 @@ def memory_need(
     *,
     loading: str = "whole",
 ) -> Need:
-    """What the policy needs of the host. Raises DoesNotFit if it has no room, be it for rounding or start-up only."""
+    """What the policy needs of the host. Raises DoesNotFit if it has no room, be it for rounding or start-up only.
+
+    A policy that tries others fits wherever one of them does: where neither its own checks nor its plan have room for
+    all that, the need is that of the first policy that has.
+    """
     startup = startup_bytes(workload, machine, loading)
     point = _POINTS.get(policy) if isinstance(policy, str) else None
+    refusal: DoesNotFit | None = None
     if point is not None:
         try:
-            ground = _ground(str(policy), point, workload, machine, settings)
-        except DoesNotFit:
+            return _asynchronous_need(_ground(str(policy), point, workload, machine, settings), machine, startup)
+        except DoesNotFit as short:
             if policy not in _TRIES_OTHERS:
                 raise
-        else:
-            return _asynchronous_need(ground, machine, startup)
+            refusal = short
     name = policy if isinstance(policy, str) else getattr(policy, "__name__", "policy")
-    plan = (find_policy(policy) if isinstance(policy, str) else policy)(workload, machine, settings)
-    need = _need_of_plan(name, plan, startup)
-    _check_host(need, machine)
-    return need
+    try:
+        plan = (find_policy(policy) if isinstance(policy, str) else policy)(workload, machine, settings)
+        need = _need_of_plan(name, plan, startup)
+        _check_host(need, machine)
+    except DoesNotFit:
+        if refusal is None:
+            raise
+    else:
+        return need
+    for other in (*built_in(), *_FROM_DISKS):
+        if other == policy:
+            continue
+        try:
+            need = memory_need(other, workload, machine, settings, loading=loading)
+        except PstarError:  # it does not fit, or does not apply to this machine
+            continue
+        return replace(need, policy=name)
+    raise refusal
 
 
 def _need_of_plan(name: str, plan: Plan, startup: int) -> Need:
-    sizes = host_payloads(plan)
+    sizes = _host_sizes(plan)
     payload = sum(sizes.values())
     return Need(
         policy=name,
@@ -127,6 +158,23 @@ def _need_of_plan(name: str, plan: Plan, startup: int) -> Need:
         pins=plan.modes.count("pin"),
         plan=plan,
     )
+
+
+def _host_sizes(plan: Plan) -> dict[tuple[int, str], int]:
+    """What has a place on the host: each payload, or [Note: payloads that pass through the host]."""
+    sizes = host_payloads(plan)
+    if not plan.nvme_budget_bytes:
+        return sizes
+    taken = (takes(step) for step in plan.steps if step.chunk is not None)
+    passing = {(t[0].chunk, t[0].list) for t in taken if t is not None and t[0].place is Place.HOST}
+    slot = max((sizes[key] for key in passing), default=0)
+    if not slot:
+        return sizes
+    permanent = {key: size for key, size in sizes.items() if key not in passing}
+    buffers = sum(size for _, place, size in plan.buffers if place is Place.HOST)
+    most = play(plan).peak_bytes["host"] - buffers - sum(permanent.values())
+    pool = permanent | {(-1 - i, "passing"): slot for i in range(-(-most // slot))}
+    return min(pool, sizes, key=lambda places: sum(places.values()))
 
 
 def _check_host(need: Need, machine: Machine) -> None:

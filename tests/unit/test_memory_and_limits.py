@@ -6,7 +6,9 @@ import pytest
 
 import pstar_sim as ps
 from pstar_sim.core.slabs import host_payloads, pack_slabs
+from pstar_sim.core.step import Place
 from pstar_sim.errors import PstarError
+from pstar_sim.planner import memory
 from pstar_sim.planner.fits import fits
 from pstar_sim.planner.limits import _largest, deeper, max_batch, max_model
 from pstar_sim.planner.memory import least_gpu_bytes, memory_need, shortage, startup_bytes
@@ -110,6 +112,57 @@ def test_where_the_host_is_short_chunks_are_pinned() -> None:
     assert roomy.pins == 0
     assert tight.pins is not None and tight.pins > 0
     assert tight.host_bytes <= 10**9 < roomy.host_bytes
+
+
+def test_payloads_that_pass_through_the_host_take_turns_in_a_pool() -> None:
+    """With the disks no payload is on the host for ever: buffers of the largest one's size, as many as hold the peak
+    that compare names. With parameters on the host those have their own places beside the pool."""
+    w = preset("1B", batch=1, seq=128)
+    m = ps.machine("a100-40x8")
+    both, states = (f"zero_infinity:params={where},states=nvme,subgroup=10000000" for where in ("nvme", "cpu"))
+    for spec in (both, states):
+        need = memory_need(spec, w, m, ps.Settings(), loading="in-place")
+        assert need.plan is not None
+        sizes = host_payloads(need.plan)
+        kept = {(r.chunk, r.list) for r in need.plan.initial if r.place is Place.HOST}
+        slot = max(size for key, size in sizes.items() if key not in kept)
+        permanent = sum(sizes[key] for key in kept)
+        peak = ps.compare(w, m, policies=[spec]).rows[0].peak_host_bytes
+        assert peak is not None and (permanent == 0) == (spec == both)
+        assert need.payload_bytes == permanent + -(-(peak - permanent) // slot) * slot
+        assert peak <= need.payload_bytes < peak + slot < sum(sizes.values())
+
+
+def test_fits_says_yes_where_compare_plans_from_the_disks() -> None:
+    """76 billion parameters are 16 x 76e9 / 8 = 152 GB a rank, of which 33.6 GB are on the host at once."""
+    spec = "zero_infinity:params=nvme,states=nvme"
+    w, m = preset("NV_76B", batch=1, seq=1024), ps.machine("a100-40x8")
+    need = memory_need(spec, w, m, ps.Settings())
+    assert 33e9 < need.payload_bytes < 35e9
+    assert need.startup_bytes == -(-w.params * 2 // 8)
+    assert need.host_bytes < m.host_budget_bytes < 152e9
+
+
+def test_optimal_falls_back_on_the_others_where_rounding_or_start_up_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its own modes nor its plan have room: the first policy that has, in their order, all_on_gpu left out as
+    the GPU is too small for it."""
+    w = preset("gpt2", batch=1, seq=64)
+    m = ps.machine("virtual", gpu_memory="1GB")
+    short = ps.DoesNotFit(policy="optimal", place="host", needed_bytes=2, available_bytes=1, what="rounding")
+    asked: list[str] = []
+
+    def refuse(*_: object) -> None:
+        asked.append("own")
+        raise short
+
+    monkeypatch.setattr(memory, "_asynchronous_need", refuse)
+    monkeypatch.setattr(memory, "find_policy", lambda name: refuse if name == "optimal" else find_policy(name))
+    need = memory_need("optimal", w, m, ps.Settings())
+    assert need.policy == "optimal"
+    assert need.host_bytes == memory_need("zero_offload", w, m, ps.Settings()).host_bytes
+    assert asked == ["own", "own"]
+    with pytest.raises(ps.DoesNotFit, match="optimal does not fit: gpu needs"):
+        memory_need("optimal", w, ps.machine("virtual", gpu_memory="10MB"), ps.Settings())
 
 
 # Limits.
