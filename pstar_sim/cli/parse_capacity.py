@@ -91,7 +91,7 @@ def add(command: Commands) -> None:
         "--nodes", dest="most_nodes", type=positive, default=64, metavar="N", help="at most so many (default: 64)"
     )
     settings_flags(cheapest)
-    policies_flag(cheapest, "use this policy; may be given several times (default: the fastest of a few)")
+    policies_flag(cheapest, "use this policy; may be given several times (default: optimal)")
     cheapest.add_argument("--json", action="store_true", help="a list of JSON objects instead of the table")
 
     sensitivity = command(
