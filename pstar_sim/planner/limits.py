@@ -3,8 +3,9 @@
 Only memory is asked (memory.py), nothing is timed. [Note: an upper bound of any model] The working list and the states
 of every parameter lie somewhere: w + s bytes a parameter, on the GPUs, the hosts and the disks together. No policy fits
 a model above that, so no search goes beyond it. The least memory a policy needs grows with depth and with batch but for
-small steps where the chunk size changes; doubling and then halving finds a limit L such that L fits and L + 1 does
-not.
+small steps where the chunk size changes; so what is asked next is where a line through the bytes of what did not fit
+meets the bytes there are (halves, where that says nothing), until some L fits and L + 1 does not. Few depths are
+planned that way, and few larger ones than fit. Policies that keep nothing on disks are held to GPUs and hosts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError
 from pstar_sim.planner.memory import memory_need
 from pstar_sim.planner.ranks import shares_of_batch, tightest
-from pstar_sim.policy.registry import Policy, policy_name
+from pstar_sim.policy.options import split_spec
+from pstar_sim.policy.registry import Policy, find_policy, is_built_in, policy_name
 from pstar_sim.policy.registry import policies as all_policies
 from pstar_sim.workload.lora import Adapter
 from pstar_sim.workload.optimizers import optimizer_spec
@@ -172,27 +174,26 @@ def max_model(
         return write(model_entry(name))
 
     least = DTYPE_BYTES[working] + (0 if lora else optimizer_spec(optimizer).states_bytes_per_param)
-    most_params = _all_bytes(machine) // least
     one, two = (count_params(deeper(entry, n, hidden=hidden, heads=heads)) for n in (1, 2))
-    most_layers = min(MOST_LAYERS, max(0, (most_params - one) // (two - one) + 1))
     names = sorted(
         (
             name
             for name in (model_names() if catalog else ())
-            if model_entry(name).max_seq >= seq
-            and model_entry(name).family != "vit"
-            and model_entry(name).params <= most_params
+            if model_entry(name).max_seq >= seq and model_entry(name).family != "vit"
         ),
         key=lambda name: -model_entry(name).params,
     )
     rows = []
     for policy in all_policies() if policies is None else policies:
         ask = _asker(policy, machine, settings, loading)
+        most_params = _all_bytes(machine, disks=_may_use_disks(policy)) // least
+        most_layers = min(MOST_LAYERS, max(0, (most_params - one) // (two - one) + 1))
         layers, error = _largest(lambda n, ask=ask: ask(at(n)), most_layers, first=entry.layers)  # type: ignore[misc]
         row = _limit(policy, layers, error)
         if layers:
             row = replace(row, params=at(layers).params)
-        best = next((name for name in names if ask(known(name)) is None), None)
+        small = (name for name in names if model_entry(name).params <= most_params)
+        best = next((name for name in small if ask(known(name)) is None), None)
         if best is not None:
             row = replace(row, catalog_model=best, catalog_params=model_entry(best).params)
         rows.append(row)
@@ -264,18 +265,49 @@ def _asker(policy: str | Policy, machine: Machine, settings: Settings, loading: 
 
 def _largest(ask: Callable[[int], Refusal | None], most: int, *, first: int = 1) -> tuple[int, Refusal | None]:
     """(the largest n in 0..most that fits, why n + 1 does not; None if `most` fits): doubled from `first` on until
-    something does not fit, as larger n take longer to ask about, then by halves."""
+    something does not fit, as larger n take longer to ask about; then along lines, every third time by halves."""
     low, high = 0, most + 1
     errors: dict[int, Refusal] = {}
-    tried = min(first, most)
+    tried, asked = min(first, most), 0
     while high - low > 1:
         error = ask(tried)
         if error is None:
             low = tried
         else:
             high, errors[tried] = tried, error
-        tried = min(2 * low, most) if not errors else (low + high) // 2
+        asked += bool(errors)
+        if not errors:
+            tried = min(2 * low, most)
+        else:
+            guess = (low + high) // 2 if asked % 3 == 0 else _along_a_line(errors, low, high)
+            tried = min(max(guess, low + 1), high - 1)
     return low, errors.get(high)
+
+
+def _along_a_line(errors: Mapping[int, Refusal], low: int, high: int) -> int:
+    """The largest n that should fit, from the two least refusals for want of room at the same place (from one: as if
+    it needed nothing at 0), or the next one where that is known to fit. Half way where there is none."""
+    last = errors[high]
+    if not isinstance(last, DoesNotFit):
+        return (low + high) // 2
+    n, bytes_ = 0, 0
+    for other in sorted(errors):
+        error = errors[other]
+        if other > high and isinstance(error, DoesNotFit) and error.place == last.place:
+            n, bytes_ = other, error.needed_bytes
+            break
+    slope = (last.needed_bytes - bytes_) / (high - n)
+    if slope <= 0:
+        return (low + high) // 2
+    return max(low + 1, min(high - 1, int(high - last.short_bytes / slope)))
+
+
+def _may_use_disks(policy: str | Policy) -> bool:
+    """Whether a plan of it may keep anything on disks; of those shipped here optimal and what is told to."""
+    if not isinstance(policy, str):
+        return True
+    name, options = split_spec(policy)
+    return name == "optimal" or not is_built_in(find_policy(policy)) or "nvme" in options
 
 
 def _limit(policy: str | Policy, value: int, error: Refusal | None) -> Limit:
@@ -288,7 +320,7 @@ def _limit(policy: str | Policy, value: int, error: Refusal | None) -> Limit:
     )
 
 
-def _all_bytes(machine: Machine) -> int:
-    """GPUs, hosts and disks of all ranks."""
-    each = machine.gpu_budget_bytes + machine.host_budget_bytes + machine.nvme_budget_bytes
+def _all_bytes(machine: Machine, *, disks: bool) -> int:
+    """GPUs and hosts of all ranks, and their disks."""
+    each = machine.gpu_budget_bytes + machine.host_budget_bytes + (machine.nvme_budget_bytes if disks else 0)
     return each * len(machine.ranks)

@@ -181,6 +181,50 @@ def test_the_largest_that_fits_is_found_by_halves() -> None:
     assert _largest(ask, 0) == (0, None)
 
 
+@pytest.mark.parametrize("limit", [0, 1, 37, 99, 100, 612, 999, 1000])
+@pytest.mark.parametrize("shape", ["line", "square", "root", "stairs"])
+def test_the_largest_that_fits_is_found_along_lines(limit: int, shape: str) -> None:
+    """Whatever the bytes, the answer is that of asking every n; where they are a line, few n are asked."""
+    asked: list[int] = []
+
+    def needed(n: int) -> int:
+        return {"line": 5000 + 40 * n, "square": n * n, "root": int(300 * n**0.5), "stairs": n // 90 * 1000}[shape]
+
+    def ask(n: int) -> ps.DoesNotFit | None:
+        asked.append(n)
+        room = needed(limit)
+        if n <= limit:
+            return None
+        return ps.DoesNotFit(policy="p", place="gpu", needed_bytes=needed(n), available_bytes=room, what="n")
+
+    value, error = _largest(ask, 1000, first=60)
+    assert value == limit
+    assert (error is None) == (limit == 1000)
+    assert len(asked) == len(set(asked)) <= 24
+    if shape == "line":
+        assert len(asked) <= 10
+
+
+@pytest.mark.parametrize("policy", ["all_on_gpu", "zero_offload", "tide"])
+def test_the_deepest_model_is_that_found_by_halves(policy: str) -> None:
+    m = ps.machine("virtual", gpu_memory="3GB", host_memory="8GB")
+    row = max_model(m, batch=1, seq=64, like="1B", hidden=512, policies=[policy], catalog=False)[policy]
+
+    def room(n: int) -> bool:
+        w = workload_of(deeper("1B", n, hidden=512), batch=1, sequence=64, dtype="bf16")
+        try:
+            memory_need(policy, w, m, ps.Settings())
+        except ps.DoesNotFit:
+            return False
+        return True
+
+    low, high = 0, 1024
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if room(middle) else (low, middle)
+    assert row.value == low > 0
+
+
 def test_the_deepest_model_by_hand() -> None:
     """all_on_gpu in bf16: 14 bytes a parameter and the tide's peak, which here does not depend on depth: it is that of
     the embedding's gradient, when all checkpoints are gone.
