@@ -23,7 +23,7 @@ from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError
 from pstar_sim.planner.memory import memory_need
 from pstar_sim.planner.ranks import shares_of_batch, tightest
 from pstar_sim.policy.options import split_spec
-from pstar_sim.policy.registry import Policy, find_policy, is_built_in, policy_name
+from pstar_sim.policy.registry import Policy, built_in, find_policy, is_built_in, policy_name
 from pstar_sim.policy.registry import policies as all_policies
 from pstar_sim.workload.lora import Adapter
 from pstar_sim.workload.optimizers import optimizer_spec
@@ -173,6 +173,10 @@ def max_model(
     def known(name: str) -> Workload:
         return write(model_entry(name))
 
+    def one_of(name: str) -> Callable[[int], Refusal | None]:
+        ask_one = _asker(name, machine, settings, loading)
+        return lambda n: ask_one(at(n))
+
     least = DTYPE_BYTES[working] + (0 if lora else optimizer_spec(optimizer).states_bytes_per_param)
     one, two = (count_params(deeper(entry, n, hidden=hidden, heads=heads)) for n in (1, 2))
     names = sorted(
@@ -183,12 +187,17 @@ def max_model(
         ),
         key=lambda name: -model_entry(name).params,
     )
-    rows = []
-    for policy in all_policies() if policies is None else policies:
+    rows: dict[str, Limit] = {}
+    limits: dict[str, tuple[int, Refusal | None]] = {}
+    asked = list(all_policies() if policies is None else policies)
+    for policy in _optimal_last(asked):
         ask = _asker(policy, machine, settings, loading)
         most_params = _all_bytes(machine, disks=_may_use_disks(policy)) // least
         most_layers = min(MOST_LAYERS, max(0, (most_params - one) // (two - one) + 1))
-        layers, error = _largest(lambda n, ask=ask: ask(at(n)), most_layers, first=entry.layers)  # type: ignore[misc]
+        found = _largest(lambda n, ask=ask: ask(at(n)), most_layers, first=entry.layers)  # type: ignore[misc]
+        if policy == "optimal":
+            found = _others_go_on(found, limits, one_of)
+        layers, error = limits[policy_name(policy)] = found
         row = _limit(policy, layers, error)
         if layers:
             row = replace(row, params=at(layers).params)
@@ -196,7 +205,7 @@ def max_model(
         best = next((name for name in small if ask(known(name)) is None), None)
         if best is not None:
             row = replace(row, catalog_model=best, catalog_params=model_entry(best).params)
-        rows.append(row)
+        rows[row.policy] = row
     shape = deeper(entry, 1, hidden=hidden, heads=heads)
     return Limits(
         what="layers",
@@ -208,7 +217,7 @@ def max_model(
         + (f", {optimizer}" if optimizer != "adamw" else ""),
         machine=machine,
         settings=settings,
-        rows=tuple(rows),
+        rows=tuple(rows[policy_name(policy)] for policy in asked),
         job={"seq": seq, "batch": batch, "micro_batches": micro_batches, "dtype": working, "loading": loading},
     )
 
@@ -229,11 +238,23 @@ def max_batch(
     settings = settings or Settings()
     at = cache(write)
     ranks = len(machine.ranks)
-    rows = []
-    for policy in all_policies() if policies is None else policies:
+
+    def one_of(name: str) -> Callable[[int], Refusal | None]:
+        ask_one = _asker(name, machine, settings, loading)
+        return lambda n: ask_one(at(n))
+
+    found: dict[str, tuple[int, Refusal | None]] = {}
+    asked = list(all_policies() if policies is None else policies)
+    for policy in _optimal_last(asked):
         ask = _asker(policy, machine, settings, loading)
-        value, error = _largest(lambda n, ask=ask: ask(at(n)), MOST_BATCH, first=1)  # type: ignore[misc]
-        rows.append(_limit(policy, value * ranks, error))
+        largest = _largest(lambda n, ask=ask: ask(at(n)), MOST_BATCH, first=1)  # type: ignore[misc]
+        if policy == "optimal":
+            largest = _others_go_on(largest, found, one_of)
+        found[policy_name(policy)] = largest
+    rows = [
+        _limit(policy, value * ranks, error)
+        for policy, (value, error) in ((policy, found[policy_name(policy)]) for policy in asked)
+    ]
     w = at(1)
     return Limits(
         what="batch",
@@ -255,12 +276,35 @@ Ask = Callable[[Workload], Refusal | None]
 def _asker(policy: str | Policy, machine: Machine, settings: Settings, loading: str) -> Ask:
     def ask(workload: Workload) -> Refusal | None:
         try:
-            memory_need(policy, workload, machine, settings, loading=loading)
+            memory_need(policy, workload, machine, settings, loading=loading, others=False)
         except (DoesNotFit, CannotPlan) as error:
             return error
         return None
 
     return ask
+
+
+def _optimal_last(policies: Iterable[str | Policy] | None) -> list[str | Policy]:
+    """optimal fits wherever another policy does (disks left out here): cheaper to say once their limits are known."""
+    asked = list(all_policies() if policies is None else policies)
+    return sorted(asked, key=lambda policy: policy == "optimal")
+
+
+def _others_go_on(
+    found: tuple[int, Refusal | None],
+    known: Mapping[str, tuple[int, Refusal | None]],
+    ask_of: Callable[[str], Callable[[int], Refusal | None]],
+) -> tuple[int, Refusal | None]:
+    """The limit of optimal from that of its own modes: further if another policy goes further. known: limits of others
+    that are known already; the rest are asked whether they fit one more."""
+    largest, error = max((found, *known.values()), key=lambda limit: limit[0])  # its own where they are equal
+    for other in built_in():
+        if other == "optimal" or other in known or error is None:
+            continue
+        ask = ask_of(other)
+        if ask(largest + 1) is None:
+            largest, error = _largest(ask, MOST_LAYERS, first=largest + 1)
+    return largest, error
 
 
 def _largest(ask: Callable[[int], Refusal | None], most: int, *, first: int = 1) -> tuple[int, Refusal | None]:
@@ -303,11 +347,11 @@ def _along_a_line(errors: Mapping[int, Refusal], low: int, high: int) -> int:
 
 
 def _may_use_disks(policy: str | Policy) -> bool:
-    """Whether a plan of it may keep anything on disks; of those shipped here optimal and what is told to."""
+    """Whether a plan of it may keep anything on disks; of those shipped here what is told to."""
     if not isinstance(policy, str):
         return True
-    name, options = split_spec(policy)
-    return name == "optimal" or not is_built_in(find_policy(policy)) or "nvme" in options
+    _, options = split_spec(policy)
+    return not is_built_in(find_policy(policy)) or "nvme" in options
 
 
 def _limit(policy: str | Policy, value: int, error: Refusal | None) -> Limit:

@@ -110,11 +110,12 @@ def memory_need(
     settings: Settings,
     *,
     loading: str = "whole",
+    others: bool = True,
 ) -> Need:
     """What the policy needs of the host. Raises DoesNotFit if it has no room, be it for rounding or start-up only.
 
     A policy that tries others fits wherever one of them does: where neither its own checks nor its plan have room for
-    all that, the need is that of the first policy that has.
+    all that, the need is that of the first policy that has. others: False leaves it at its own checks.
     """
     startup = startup_bytes(workload, machine, loading)
     point = _POINTS.get(policy) if isinstance(policy, str) else None
@@ -123,7 +124,7 @@ def memory_need(
         try:
             return _asynchronous_need(_ground(str(policy), point, workload, machine, settings), machine, startup)
         except DoesNotFit as short:
-            if policy not in _TRIES_OTHERS:
+            if policy not in _TRIES_OTHERS or not others:
                 raise
             refusal = short
     name = policy if isinstance(policy, str) else getattr(policy, "__name__", "policy")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 import pstar_sim as ps
@@ -10,7 +12,7 @@ from pstar_sim.core.step import Place
 from pstar_sim.errors import PstarError
 from pstar_sim.planner import memory
 from pstar_sim.planner.fits import fits
-from pstar_sim.planner.limits import _largest, deeper, max_batch, max_model
+from pstar_sim.planner.limits import _largest, _others_go_on, deeper, max_batch, max_model
 from pstar_sim.planner.memory import least_gpu_bytes, memory_need, shortage, startup_bytes
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.workload.presets import preset, workload_of
@@ -313,3 +315,16 @@ def test_a_time_comes_with_what_validation_found_for_the_class_or_says_that_it_i
     assert (unknown.error, unknown.trust) == (None, "not validated on this class")
     row = ps.compare(w, ps.machine("l4"), policies=["all_on_gpu"]).rows[0]
     assert (row.expected_error, row.trust) == (None, "not validated on this class")
+
+
+def test_the_limit_of_optimal_is_the_furthest_of_all() -> None:
+    refusal = ps.DoesNotFit(policy="p", place="gpu", needed_bytes=2, available_bytes=1, what="w")
+
+    def ask_of(name: str) -> Callable[[int], ps.DoesNotFit | None]:
+        most = {"patrickstar": 9, "zero_offload": 20}.get(name, 5)  # the latter's limit is known already
+        return lambda n: None if n <= most else refusal
+
+    assert _others_go_on((7, refusal), {}, ask_of) == (20, refusal)
+    assert _others_go_on((7, refusal), {"zero_offload": (4, refusal)}, ask_of) == (9, refusal)
+    assert _others_go_on((7, refusal), {"zero_offload": (11, refusal)}, ask_of) == (11, refusal)
+    assert _others_go_on((7, None), {}, ask_of) == (7, None)
