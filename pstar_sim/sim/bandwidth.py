@@ -14,10 +14,87 @@ or leaves. While nothing is short, nothing is rescheduled, so a task lasts exact
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Generic, Protocol, TypeVar
 
 import simpy
 
-__all__ = ["Bandwidth", "Task"]
+__all__ = ["Bandwidth", "SharedRates", "Task"]
+
+
+class RunningTask(Protocol):
+    """What SharedRates needs of a task: nominal seconds still to do, speed, and the event that its queue waits for."""
+
+    left_s: float
+    speed: float
+    version: int
+    done: simpy.Event
+
+
+T = TypeVar("T", bound=RunningTask)
+
+
+class SharedRates(Generic[T]):
+    """The tasks running now, whose speeds change only when one joins or leaves; `_speeds` says what they are then and
+    sets `_share`. dram_lost_s: integral over time of (1 - DRAM share), which tells how much of any interval was lost to
+    DRAM being short."""
+
+    def __init__(self, env: simpy.Environment, dram_bytes_per_s: float) -> None:
+        self.env = env
+        self.dram_bytes_per_s = dram_bytes_per_s
+        self._tasks: list[T] = []
+        self._since_s = 0.0
+        self._share = 1.0
+        self._lost_s = 0.0
+
+    @property
+    def dram_lost_s(self) -> float:
+        return self._lost_s + (self.env.now - self._since_s) * (1.0 - self._share)
+
+    def join(self, task: T) -> simpy.Event:
+        """Start the task; the event succeeds when it has ended."""
+        self._settle()
+        self._tasks.append(task)
+        self._retime()
+        return task.done
+
+    def _speeds(self) -> list[float]:
+        """Speed of each of `_tasks` beside the others."""
+        raise NotImplementedError
+
+    def _share_dram(self, wanted_bytes_per_s: float) -> None:
+        """Everyone gets the same share of what he wants."""
+        self._share = min(1.0, self.dram_bytes_per_s / wanted_bytes_per_s) if wanted_bytes_per_s > 0 else 1.0
+
+    def _settle(self) -> None:
+        """Book the progress made at the old speeds."""
+        now = self.env.now
+        elapsed = now - self._since_s
+        if elapsed > 0:
+            self._lost_s += elapsed * (1.0 - self._share)
+            for task in self._tasks:
+                task.left_s -= elapsed * task.speed
+        self._since_s = now
+
+    def _retime(self) -> None:
+        """New speeds for the tasks that run now; a new alarm for each task whose speed changed."""
+        for task, speed in zip(self._tasks, self._speeds()):
+            if speed != task.speed:
+                task.speed = speed
+                task.version += 1
+                alarm = self.env.timeout(max(0.0, task.left_s) / speed)
+                assert alarm.callbacks is not None
+                alarm.callbacks.append(self._alarm(task, task.version))
+
+    def _alarm(self, task: T, version: int) -> Callable[[simpy.Event], None]:
+        def ring(_: simpy.Event) -> None:
+            if task.version == version:
+                self._settle()
+                self._tasks.remove(task)
+                task.version += 1
+                self._retime()
+                task.done.succeed()
+
+        return ring
 
 
 class Task:
@@ -39,9 +116,8 @@ class Task:
         self.version = 0
 
 
-class Bandwidth:
-    """The tasks running now and their speeds. dram_lost_s: integral over time of (1 - DRAM share), which tells how much
-    of any interval was lost to DRAM being short. slowdowns: "A_while_B" -> factor, see [Note: shared rates]."""
+class Bandwidth(SharedRates[Task]):
+    """The rates of one rank. slowdowns: "A_while_B" -> factor, see [Note: shared rates]."""
 
     def __init__(
         self,
@@ -50,52 +126,20 @@ class Bandwidth:
         duplex: bool,
         slowdowns: Mapping[str, float] | None = None,
     ) -> None:
+        super().__init__(env, dram_bytes_per_s)
         self.slowdowns = dict(slowdowns or {})
-        self.env = env
-        self.dram_bytes_per_s = dram_bytes_per_s
         self.duplex = duplex
-        self._tasks: list[Task] = []
-        self._since_s = 0.0
-        self._share = 1.0
-        self._lost_s = 0.0
-
-    @property
-    def dram_lost_s(self) -> float:
-        return self._lost_s + (self.env.now - self._since_s) * (1.0 - self._share)
 
     def run(self, seconds: float, dram_bytes: float, link: bool, *, queue: str = "", duty: float = 1.0) -> simpy.Event:
         """Start a task of `seconds` nominal seconds (> 0); the event succeeds when it has ended. link: it is a copy.
         queue: where it runs. duty: part of its seconds in which it is busy."""
-        task = Task(seconds, dram_bytes / seconds, link, self.env.event(), queue, duty)
-        self._settle()
-        self._tasks.append(task)
-        self._retime()
-        return task.done
+        return self.join(Task(seconds, dram_bytes / seconds, link, self.env.event(), queue, duty))
 
-    def _settle(self) -> None:
-        """Book the progress made at the old speeds."""
-        now = self.env.now
-        elapsed = now - self._since_s
-        if elapsed > 0:
-            self._lost_s += elapsed * (1.0 - self._share)
-            for task in self._tasks:
-                task.left_s -= elapsed * task.speed
-        self._since_s = now
-
-    def _retime(self) -> None:
-        """New speeds for the tasks that run now; a new alarm for each task whose speed changed."""
+    def _speeds(self) -> list[float]:
         copies = sum(task.link for task in self._tasks)
         on_link = 0.5 if copies > 1 and not self.duplex else 1.0
-        wanted = sum(task.demand * (on_link if task.link else 1.0) for task in self._tasks)
-        self._share = min(1.0, self.dram_bytes_per_s / wanted) if wanted > 0 else 1.0
-        for task in self._tasks:
-            speed = min(self._share, self._beside(task)) * (on_link if task.link else 1.0)
-            if speed != task.speed:
-                task.speed = speed
-                task.version += 1
-                alarm = self.env.timeout(max(0.0, task.left_s) / speed)
-                assert alarm.callbacks is not None
-                alarm.callbacks.append(self._alarm(task, task.version))
+        self._share_dram(sum(task.demand * (on_link if task.link else 1.0) for task in self._tasks))
+        return [min(self._share, self._beside(task)) * (on_link if task.link else 1.0) for task in self._tasks]
 
     def _beside(self, task: Task) -> float:
         """Speed of the task beside those that run now, by the measured factors."""
@@ -107,14 +151,3 @@ class Bandwidth:
                 alone = self.slowdowns.get(f"{task.queue}_while_{other.queue}", 1.0)
                 factor *= 1 + (alone - 1) * other.duty
         return 1 / max(1.0, factor * task.duty)
-
-    def _alarm(self, task: Task, version: int) -> Callable[[simpy.Event], None]:
-        def ring(_: simpy.Event) -> None:
-            if task.version == version:
-                self._settle()
-                self._tasks.remove(task)
-                task.version += 1
-                self._retime()
-                task.done.succeed()
-
-        return ring

@@ -17,7 +17,7 @@ stretched by it, its bytes are. What a calibrated machine measured of queues slo
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import simpy
@@ -28,6 +28,7 @@ from pstar_sim.core.step import PAGEABLE, Kind, Step
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import CostModel, expected_link
 from pstar_sim.errors import PlanError
+from pstar_sim.sim.bandwidth import SharedRates
 from pstar_sim.sim.play import Jitter, Run, play_one
 from pstar_sim.workload.workload import Workload
 
@@ -216,7 +217,7 @@ class _RankRun(Run):
     def _work(self, i: int, duration: float) -> simpy.Event:
         step = self.plan.steps[i]
         wire_s = self.wire_s[i] * (duration / self.seconds[i])
-        return self.node.run(_Task(self, step, duration, wire_s, self.dram[i], self.env.event()))
+        return self.node.join(_Task(self, step, duration, wire_s, self.dram[i], self.env.event()))
 
     def _meet(self, i: int, k: int, duration: float) -> simpy.Event:
         self.arrived[k][i] = self.env.now
@@ -269,50 +270,18 @@ class _Task:
         self.version = 0
 
 
-class _Node:
+class _Node(SharedRates[_Task]):
     """What runs on the ranks of one node, and how fast: [Note: shared rates] of bandwidth.py for all of them together,
-    and [Note: PCIe switches]. dram_lost_s: integral over time of (1 - DRAM share)."""
+    and [Note: PCIe switches]."""
 
     def __init__(self, env: simpy.Environment, dram_bytes_per_s: float, root_bytes_per_s: float | None) -> None:
-        self.env = env
-        self.dram_bytes_per_s = dram_bytes_per_s
+        super().__init__(env, dram_bytes_per_s)
         self.root_bytes_per_s = root_bytes_per_s
-        self._tasks: list[_Task] = []
-        self._since_s = 0.0
-        self._share = 1.0
-        self._lost_s = 0.0
 
-    @property
-    def dram_lost_s(self) -> float:
-        return self._lost_s + (self.env.now - self._since_s) * (1.0 - self._share)
-
-    def run(self, task: _Task) -> simpy.Event:
-        self._settle()
-        self._tasks.append(task)
-        self._retime()
-        return task.done
-
-    def _settle(self) -> None:
-        now = self.env.now
-        elapsed = now - self._since_s
-        if elapsed > 0:
-            self._lost_s += elapsed * (1.0 - self._share)
-            for task in self._tasks:
-                task.left_s -= elapsed * task.speed
-        self._since_s = now
-
-    def _retime(self) -> None:
-        speeds = self._on_links()
-        wanted = sum(t.demand * speed * t.rank.share.in_node for t, speed in zip(self._tasks, speeds))
-        self._share = min(1.0, self.dram_bytes_per_s / wanted) if wanted > 0 else 1.0
-        for task, on_link in zip(self._tasks, speeds):
-            speed = on_link * self._share
-            if speed != task.speed:
-                task.speed = speed
-                task.version += 1
-                alarm = self.env.timeout(max(0.0, task.left_s) / speed)
-                assert alarm.callbacks is not None
-                alarm.callbacks.append(self._alarm(task, task.version))
+    def _speeds(self) -> list[float]:
+        on_links = self._on_links()
+        self._share_dram(sum(t.demand * speed * t.rank.share.in_node for t, speed in zip(self._tasks, on_links)))
+        return [on_link * self._share for on_link in on_links]
 
     def _on_links(self) -> list[float]:
         """Speeds by links and switches alone."""
@@ -335,17 +304,6 @@ class _Node:
                     fixed_s = task.nominal_s - task.wire_s
                     speeds[n] = task.nominal_s / (fixed_s / speeds[n] + task.step.bytes / rate)
         return speeds
-
-    def _alarm(self, task: _Task, version: int) -> Callable[[simpy.Event], None]:
-        def ring(_: simpy.Event) -> None:
-            if task.version == version:
-                self._settle()
-                self._tasks.remove(task)
-                task.version += 1
-                self._retime()
-                task.done.succeed()
-
-        return ring
 
 
 def fair_rates(wanted: Sequence[float], counts: Sequence[int], capacity: float) -> list[float]:
