@@ -11,7 +11,7 @@ planned that way, and few larger ones than fit. Policies that keep nothing on di
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING
@@ -173,9 +173,11 @@ def max_model(
     def known(name: str) -> Workload:
         return write(model_entry(name))
 
-    def one_of(name: str) -> Callable[[int], Refusal | None]:
-        ask_one = _asker(name, machine, settings, loading)
-        return lambda n: ask_one(at(n))
+    def most_params(policy: str | Policy) -> int:
+        return _all_bytes(machine, disks=_may_use_disks(policy)) // least
+
+    def most_layers(policy: str | Policy) -> int:
+        return min(MOST_LAYERS, max(0, (most_params(policy) - one) // (two - one) + 1))
 
     least = DTYPE_BYTES[working] + (0 if lora else optimizer_spec(optimizer).states_bytes_per_param)
     one, two = (count_params(deeper(entry, n, hidden=hidden, heads=heads)) for n in (1, 2))
@@ -187,25 +189,20 @@ def max_model(
         ),
         key=lambda name: -model_entry(name).params,
     )
-    rows: dict[str, Limit] = {}
-    limits: dict[str, tuple[int, Refusal | None]] = {}
+    ask = _asker(machine, settings, loading)
     asked = list(all_policies() if policies is None else policies)
-    for policy in _optimal_last(asked):
-        ask = _asker(policy, machine, settings, loading)
-        most_params = _all_bytes(machine, disks=_may_use_disks(policy)) // least
-        most_layers = min(MOST_LAYERS, max(0, (most_params - one) // (two - one) + 1))
-        found = _largest(lambda n, ask=ask: ask(at(n)), most_layers, first=entry.layers)  # type: ignore[misc]
-        if policy == "optimal":
-            found = _others_go_on(found, limits, one_of)
-        layers, error = limits[policy_name(policy)] = found
+    found = _limits(asked, lambda policy, n: ask(policy, at(n)), most_layers, first=entry.layers)
+    rows = []
+    for policy, (layers, error) in zip(asked, found):
         row = _limit(policy, layers, error)
         if layers:
             row = replace(row, params=at(layers).params)
-        small = (name for name in names if model_entry(name).params <= most_params)
-        best = next((name for name in small if ask(known(name)) is None), None)
+        most = most_params(policy)
+        small = (name for name in names if model_entry(name).params <= most)
+        best = next((name for name in small if ask(policy, known(name)) is None), None)
         if best is not None:
             row = replace(row, catalog_model=best, catalog_params=model_entry(best).params)
-        rows[row.policy] = row
+        rows.append(row)
     shape = deeper(entry, 1, hidden=hidden, heads=heads)
     return Limits(
         what="layers",
@@ -217,7 +214,7 @@ def max_model(
         + (f", {optimizer}" if optimizer != "adamw" else ""),
         machine=machine,
         settings=settings,
-        rows=tuple(rows[policy_name(policy)] for policy in asked),
+        rows=tuple(rows),
         job={"seq": seq, "batch": batch, "micro_batches": micro_batches, "dtype": working, "loading": loading},
     )
 
@@ -238,23 +235,10 @@ def max_batch(
     settings = settings or Settings()
     at = cache(write)
     ranks = len(machine.ranks)
-
-    def one_of(name: str) -> Callable[[int], Refusal | None]:
-        ask_one = _asker(name, machine, settings, loading)
-        return lambda n: ask_one(at(n))
-
-    found: dict[str, tuple[int, Refusal | None]] = {}
+    ask = _asker(machine, settings, loading)
     asked = list(all_policies() if policies is None else policies)
-    for policy in _optimal_last(asked):
-        ask = _asker(policy, machine, settings, loading)
-        largest = _largest(lambda n, ask=ask: ask(at(n)), MOST_BATCH, first=1)  # type: ignore[misc]
-        if policy == "optimal":
-            largest = _others_go_on(largest, found, one_of)
-        found[policy_name(policy)] = largest
-    rows = [
-        _limit(policy, value * ranks, error)
-        for policy, (value, error) in ((policy, found[policy_name(policy)]) for policy in asked)
-    ]
+    found = _limits(asked, lambda policy, n: ask(policy, at(n)), lambda policy: MOST_BATCH, first=1)
+    rows = [_limit(policy, value * ranks, error) for policy, (value, error) in zip(asked, found)]
     w = at(1)
     return Limits(
         what="batch",
@@ -270,11 +254,12 @@ def max_batch(
 
 
 Refusal = DoesNotFit | CannotPlan
-Ask = Callable[[Workload], Refusal | None]
+AskOne = Callable[[str | Policy, int], Refusal | None]
+"""Why the policy has no room for n layers or sequences, None if it has."""
 
 
-def _asker(policy: str | Policy, machine: Machine, settings: Settings, loading: str) -> Ask:
-    def ask(workload: Workload) -> Refusal | None:
+def _asker(machine: Machine, settings: Settings, loading: str) -> Callable[[str | Policy, Workload], Refusal | None]:
+    def ask(policy: str | Policy, workload: Workload) -> Refusal | None:
         try:
             memory_need(policy, workload, machine, settings, loading=loading, others=False)
         except (DoesNotFit, CannotPlan) as error:
@@ -284,16 +269,26 @@ def _asker(policy: str | Policy, machine: Machine, settings: Settings, loading: 
     return ask
 
 
-def _optimal_last(policies: Iterable[str | Policy] | None) -> list[str | Policy]:
-    """optimal fits wherever another policy does (disks left out here): cheaper to say once their limits are known."""
-    asked = list(all_policies() if policies is None else policies)
-    return sorted(asked, key=lambda policy: policy == "optimal")
+def _limits(
+    policies: Sequence[str | Policy], ask: AskOne, most_of: Callable[[str | Policy], int], *, first: int
+) -> list[tuple[int, Refusal | None]]:
+    """`_largest` of each policy. optimal fits wherever another does (disks left out here), so it comes last, when the
+    limits of the others are known."""
+    found: dict[str, tuple[int, Refusal | None]] = {}
+    for policy in sorted(policies, key=lambda policy: policy == "optimal"):
+        most = most_of(policy)
+        limit = _largest(lambda n, policy=policy: ask(policy, n), most, first=first)  # type: ignore[misc]
+        if policy == "optimal":
+            limit = _others_go_on(limit, found, lambda name: lambda n: ask(name, n), most)
+        found[policy_name(policy)] = limit
+    return [found[policy_name(policy)] for policy in policies]
 
 
 def _others_go_on(
     found: tuple[int, Refusal | None],
     known: Mapping[str, tuple[int, Refusal | None]],
     ask_of: Callable[[str], Callable[[int], Refusal | None]],
+    most: int,
 ) -> tuple[int, Refusal | None]:
     """The limit of optimal from that of its own modes: further if another policy goes further. known: limits of others
     that are known already; the rest are asked whether they fit one more."""
@@ -303,7 +298,7 @@ def _others_go_on(
             continue
         ask = ask_of(other)
         if ask(largest + 1) is None:
-            largest, error = _largest(ask, MOST_LAYERS, first=largest + 1)
+            largest, error = _largest(ask, most, first=largest + 1)
     return largest, error
 
 

@@ -324,7 +324,7 @@ def test_the_limit_of_optimal_is_the_furthest_of_all() -> None:
         most = {"patrickstar": 9, "zero_offload": 20}.get(name, 5)  # the latter's limit is known already
         return lambda n: None if n <= most else refusal
 
-    assert _others_go_on((7, refusal), {}, ask_of) == (20, refusal)
-    assert _others_go_on((7, refusal), {"zero_offload": (4, refusal)}, ask_of) == (9, refusal)
-    assert _others_go_on((7, refusal), {"zero_offload": (11, refusal)}, ask_of) == (11, refusal)
-    assert _others_go_on((7, None), {}, ask_of) == (7, None)
+    assert _others_go_on((7, refusal), {}, ask_of, 50) == (20, refusal)
+    assert _others_go_on((7, refusal), {"zero_offload": (4, refusal)}, ask_of, 50) == (9, refusal)
+    assert _others_go_on((7, refusal), {"zero_offload": (11, refusal)}, ask_of, 50) == (11, refusal)
+    assert _others_go_on((7, None), {}, ask_of, 50) == (7, None)
