@@ -15,22 +15,20 @@ from torch import nn
 
 from executor.arena import Arena, check_host_memory
 from executor.backend import Backend, VirtualBackend, available_host_bytes, keep_freed_pages
+from executor.checks import check_model, check_settings
 from executor.contract import adopt
 from executor.engine import Session
-from executor.moments import describe_parameters, working_dtype
+from executor.moments import describe_parameters
 from executor.optimizer import AdamW, OffloadedAdamW, group_of
 from executor.queues import Queues, ThreadQueues
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 from pstar_sim.errors import ContractError, PlanError
-from pstar_sim.workload.workload import Tensor
 
 __all__ = ["prepare"]
 
 log = logging.getLogger("executor")
-
-STATES = ("param32", "momentum", "variance")
 
 
 def prepare(
@@ -71,8 +69,8 @@ def prepare(
     groups = optimizer.groups(model)
     by_id = group_of(groups)
     tensors, parameters = describe_parameters(model, by_id)
-    _check_model(plan, tensors, parameters, by_id)
-    _check_settings(plan, optimizer)
+    check_model(plan, tensors, parameters, by_id)
+    check_settings(plan, optimizer)
     if check and plan.steps:
         plan.check(machine=machine)
 
@@ -133,87 +131,6 @@ def _virtual(plan: Plan, bandwidth: float | tuple[float | None, float | None] | 
             raise PlanError(f"bandwidth={bandwidth!r}: bytes per second must be > 0, or None for as fast as memory")
     latency_s = plan.machine.link.latency_s if (h2d or d2h) else 0.0
     return VirtualBackend(h2d_bytes_per_s=h2d, d2h_bytes_per_s=d2h, latency_s=latency_s)
-
-
-def _check_model(
-    plan: Plan, tensors: Sequence[Tensor], parameters: Sequence[nn.Parameter], groups: dict[int, int]
-) -> None:
-    """The plan is of this model: same parameters, dtypes, ties, freezing and groups."""
-    w = plan.workload
-    if w.dtype == "fp16":
-        raise PlanError(
-            "the plan is for fp16, which needs loss scaling: that comes with the CUDA backend; plan for bf16 or fp32"
-        )
-    if [n for n, _ in w.optimizer.state_bytes] != list(STATES) or any(b != 4 for _, b in w.optimizer.state_bytes):
-        raise PlanError(
-            f"the plan is for optimizer states {w.optimizer.state_bytes}; this executor keeps {', '.join(STATES)} in "
-            "fp32"
-        )
-    mine, theirs = {t.name: t for t in tensors}, {t.name: t for t in w.tensors}
-    if mine.keys() != theirs.keys():
-        odd = sorted(mine.keys() ^ theirs.keys())
-        whose = "the model" if odd[0] in mine else "the plan"
-        raise PlanError(
-            f"the plan was made for model {w.model!r} ({len(theirs)} parameters, fingerprint {w.fingerprint}), not "
-            f"for this one ({len(mine)} parameters): only {whose} has {odd[0]!r}; make a plan for this model"
-        )
-    here = working_dtype(tensors)
-    if here != w.dtype:
-        raise PlanError(
-            f"the plan was made for {w.dtype}, the model is in {here}; convert the model first (model.to(...)) or "
-            f"make a plan for {here}"
-        )
-    for name, planned in theirs.items():
-        found = mine[name]
-        for what in ("shape", "dtype", "frozen"):
-            if getattr(found, what) != getattr(planned, what):
-                raise PlanError(
-                    f"parameter {name!r}: the plan was made for {what} {getattr(planned, what)}, the model has "
-                    f"{getattr(found, what)}; make a plan for this model"
-                )
-        tied = None if planned.tied_to is None else w.tensors[planned.tied_to].name
-        tied_here = None if found.tied_to is None else tensors[found.tied_to].name
-        if tied != tied_here:
-            raise PlanError(
-                f"parameter {name!r} is tied to {tied or 'none'} in the plan and to {tied_here or 'none'} in the "
-                "model; make a plan for this model (after model.tie_weights())"
-            )
-        if not found.frozen and found.group != planned.group:
-            raise PlanError(
-                f"parameter {name!r} is in optimizer group {found.group}, the plan was made for group "
-                f"{planned.group}; make the plan for the groups given to AdamW"
-            )
-    order = [t.name for t in w.tensors]
-    if order != [t.name for t in tensors]:
-        raise PlanError(f"the plan was made for model {w.model!r} with its parameters in another order")
-    for t, parameter in zip(tensors, parameters):
-        if t.tied_to is not None and parameters[t.tied_to] is not parameter:
-            raise PlanError(
-                f"parameters {t.name!r} and {tensors[t.tied_to].name!r} share memory but are two objects, which an "
-                "optimizer would update twice; tie them as one Parameter"
-            )
-        if not t.frozen and t.tied_to is None and id(parameter) not in groups:
-            raise PlanError(
-                f"parameter {t.name!r} is trainable but in no group of AdamW; freeze it or add it to a group"
-            )
-
-
-def _check_settings(plan: Plan, optimizer: AdamW) -> None:
-    settings = plan.settings
-    wanted = "eager" if optimizer.eager else "step"
-    if settings.update != wanted:
-        raise PlanError(
-            f"the plan was made for update={settings.update!r}, AdamW(eager={optimizer.eager}) wants {wanted!r}; use "
-            f"AdamW(eager={settings.update == 'eager'}) or make the plan with update={wanted!r}"
-        )
-    clips = optimizer.max_grad_norm is not None
-    if settings.clip != clips:
-        raise PlanError(
-            f"the plan was made {'with' if settings.clip else 'without'} clipping, AdamW has "
-            f"max_grad_norm={optimizer.max_grad_norm}; "
-            + ("give AdamW(max_grad_norm=...)" if settings.clip else "make the plan with clip=True")
-            + " or make the plan with the same setting"
-        )
 
 
 def _skeleton(model: nn.Module) -> nn.Module | None:

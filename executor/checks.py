@@ -1,0 +1,102 @@
+"""Whether a plan, a model and an optimizer belong together: asked by `prepare` before anything is allocated or changed.
+
+Each check raises PlanError with one line that names the thing, both values, and what would do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from executor.moments import working_dtype
+from executor.optimizer import AdamW
+from pstar_sim.core.plan import Plan
+from pstar_sim.errors import PlanError
+from pstar_sim.workload.workload import Tensor
+
+__all__ = ["check_model", "check_settings"]
+
+STATES = ("param32", "momentum", "variance")
+
+
+def check_model(
+    plan: Plan, tensors: Sequence[Tensor], parameters: Sequence[nn.Parameter], groups: dict[int, int]
+) -> None:
+    """The plan is of this model: same parameters, dtypes, ties, freezing and groups. groups: id(parameter) -> group."""
+    w = plan.workload
+    if w.dtype == "fp16":
+        raise PlanError(
+            "the plan is for fp16, which needs loss scaling: that comes with the CUDA backend; plan for bf16 or fp32"
+        )
+    if [n for n, _ in w.optimizer.state_bytes] != list(STATES) or any(b != 4 for _, b in w.optimizer.state_bytes):
+        raise PlanError(
+            f"the plan is for optimizer states {w.optimizer.state_bytes}; this executor keeps {', '.join(STATES)} in "
+            "fp32"
+        )
+    mine, theirs = {t.name: t for t in tensors}, {t.name: t for t in w.tensors}
+    if mine.keys() != theirs.keys():
+        odd = sorted(mine.keys() ^ theirs.keys())
+        whose = "the model" if odd[0] in mine else "the plan"
+        raise PlanError(
+            f"the plan was made for model {w.model!r} ({len(theirs)} parameters, fingerprint {w.fingerprint}), not "
+            f"for this one ({len(mine)} parameters): only {whose} has {odd[0]!r}; make a plan for this model"
+        )
+    here = working_dtype(tensors)
+    if here != w.dtype:
+        raise PlanError(
+            f"the plan was made for {w.dtype}, the model is in {here}; convert the model first (model.to(...)) or "
+            f"make a plan for {here}"
+        )
+    for name, planned in theirs.items():
+        found = mine[name]
+        for what in ("shape", "dtype", "frozen"):
+            if getattr(found, what) != getattr(planned, what):
+                raise PlanError(
+                    f"parameter {name!r}: the plan was made for {what} {getattr(planned, what)}, the model has "
+                    f"{getattr(found, what)}; make a plan for this model"
+                )
+        tied = None if planned.tied_to is None else w.tensors[planned.tied_to].name
+        tied_here = None if found.tied_to is None else tensors[found.tied_to].name
+        if tied != tied_here:
+            raise PlanError(
+                f"parameter {name!r} is tied to {tied or 'none'} in the plan and to {tied_here or 'none'} in the "
+                "model; make a plan for this model (after model.tie_weights())"
+            )
+        if not found.frozen and found.group != planned.group:
+            raise PlanError(
+                f"parameter {name!r} is in optimizer group {found.group}, the plan was made for group "
+                f"{planned.group}; make the plan for the groups given to AdamW"
+            )
+    order = [t.name for t in w.tensors]
+    if order != [t.name for t in tensors]:
+        raise PlanError(f"the plan was made for model {w.model!r} with its parameters in another order")
+    for t, parameter in zip(tensors, parameters):
+        if t.tied_to is not None and parameters[t.tied_to] is not parameter:
+            raise PlanError(
+                f"parameters {t.name!r} and {tensors[t.tied_to].name!r} share memory but are two objects, which an "
+                "optimizer would update twice; tie them as one Parameter"
+            )
+        if not t.frozen and t.tied_to is None and id(parameter) not in groups:
+            raise PlanError(
+                f"parameter {t.name!r} is trainable but in no group of AdamW; freeze it or add it to a group"
+            )
+
+
+def check_settings(plan: Plan, optimizer: AdamW) -> None:
+    """The plan was made for this optimizer's update and clipping."""
+    settings = plan.settings
+    wanted = "eager" if optimizer.eager else "step"
+    if settings.update != wanted:
+        raise PlanError(
+            f"the plan was made for update={settings.update!r}, AdamW(eager={optimizer.eager}) wants {wanted!r}; use "
+            f"AdamW(eager={settings.update == 'eager'}) or make the plan with update={wanted!r}"
+        )
+    clips = optimizer.max_grad_norm is not None
+    if settings.clip != clips:
+        raise PlanError(
+            f"the plan was made {'with' if settings.clip else 'without'} clipping, AdamW has "
+            f"max_grad_norm={optimizer.max_grad_norm}; "
+            + ("give AdamW(max_grad_norm=...)" if settings.clip else "make the plan with clip=True")
+            + " or make the plan with the same setting"
+        )
