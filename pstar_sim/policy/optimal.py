@@ -127,14 +127,21 @@ def _own(
             best = (attempts[0].iteration_s, search.floor_s, search, attempts[0])
 
     look(usual, EFFORT_OPS)
+    finer: list[Layout] = []
     if sizes and settings.chunk_bytes is None and (best is None or best[0] > best[1] * (1 + WORTH_A_SIZE)):
         for factor in (0.5, 2.0) if len(usual.chunks) > COARSE else (0.5, 0.25, 0.125):
             layout = build_layout(workload, chunk_bytes=int(usual.chunk_bytes * factor), ranks=len(machine.ranks))
             if FEWEST_CHUNKS <= len(layout.chunks) <= MOST_CHUNKS and layout.waste <= MOST_WASTE:
+                finer.append(layout)
                 look(layout, EFFORT_OPS // 3)
     if sizes and point.capacity == "tide" and (best is None or best[0] > best[1] * (1 + WORTH_A_SIZE)):
         # Room that only low tide has is sometimes better left to what passes through.
-        look(usual, EFFORT_OPS // 3, replace(point, capacity="peak"))
+        steady = replace(point, capacity="peak")
+        few = len(usual.chunks) <= COARSE
+        look(usual, EFFORT_OPS if few else EFFORT_OPS // 3, steady)
+        if few and settings.chunk_bytes is None:
+            for layout in finer:
+                look(layout, EFFORT_OPS // 3, steady)
     if best is None:
         assert reason is not None
         raise reason
