@@ -27,11 +27,7 @@ def add(command: Commands) -> None:
         "capacity:fits",
     )
     workload_flags(fits)
-    machine_flags(fits, required=True)
-    settings_flags(fits)
-    policies_flag(fits, "ask about this policy; may be given several times (default: all policies)")
-    _loading_flag(fits)
-    fits.add_argument("--json", action="store_true", help="a list of JSON objects instead of the table")
+    _question_flags(fits)
 
     model = command(
         "max-model",
@@ -46,11 +42,7 @@ def add(command: Commands) -> None:
     model.add_argument("--heads", type=positive, metavar="N", help="another number of heads for it")
     _job_flags(model, "sequences a micro-batch, of all GPUs together")
     model.add_argument("--micro-batches", type=positive, default=1, metavar="U", help="an iteration (default: 1)")
-    machine_flags(model, required=True)
-    settings_flags(model)
-    policies_flag(model, "ask about this policy; may be given several times (default: all policies)")
-    _loading_flag(model)
-    model.add_argument("--json", action="store_true", help="a list of JSON objects instead of the table")
+    _question_flags(model)
 
     batch = command(
         "max-batch",
@@ -61,11 +53,7 @@ def add(command: Commands) -> None:
     batch.add_argument("--model", required=True, metavar="NAME", help="a model preset (see `pstar models`)")
     _job_flags(batch, None)
     batch.add_argument("--micro-batches", type=positive, default=1, metavar="U", help="an iteration (default: 1)")
-    machine_flags(batch, required=True)
-    settings_flags(batch)
-    policies_flag(batch, "ask about this policy; may be given several times (default: all policies)")
-    _loading_flag(batch)
-    batch.add_argument("--json", action="store_true", help="a list of JSON objects instead of the table")
+    _question_flags(batch)
 
     cheapest = command(
         "cheapest",
@@ -146,13 +134,18 @@ def _job_flags(parser: argparse.ArgumentParser, batch: str | None) -> None:
     )
 
 
-def _loading_flag(parser: argparse.ArgumentParser) -> None:
+def _question_flags(parser: argparse.ArgumentParser) -> None:
+    """What is asked about (machine, settings, policies, start-up) and how the answer is printed."""
+    machine_flags(parser, required=True)
+    settings_flags(parser)
+    policies_flag(parser, "ask about this policy; may be given several times (default: all policies)")
     parser.add_argument(
         "--loading",
         choices=("whole", "in-place"),
         default="whole",
         help="how the weights come: whole, into host memory beside the chunks, or made in place (default: whole)",
     )
+    parser.add_argument("--json", action="store_true", help="a list of JSON objects instead of the table")
 
 
 def count(text: str) -> float:

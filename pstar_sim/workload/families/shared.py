@@ -1,0 +1,225 @@
+"""What several families have in common: linear layers, norms, attention, embeddings, losses, stacks of layers.
+
+Units, sources and what is left out: see the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pstar_sim.catalog.models import ModelEntry
+from pstar_sim.workload.tape import Tape
+from pstar_sim.workload.workload import Phase
+
+__all__ = [
+    "ROOT",
+    "Shape",
+    "attend",
+    "attend_backward",
+    "begin",
+    "declare",
+    "declare_norm",
+    "embedding_backward",
+    "language_loss",
+    "language_loss_backward",
+    "last_product_again",
+    "layer_norm_backward",
+    "layers_backward",
+    "layers_forward",
+    "linear",
+    "norm",
+    "separate_qkv_backward",
+]
+
+ROOT = "<root>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A model with the batch that runs through it. attention: "flash", "efficient" or "math". language_head: False for
+    a GPT that classifies sequences: no logits over the vocabulary (its own head, of a few labels, is left out).
+    early_stop: see [Note: early stop]; False for reentrant checkpoints, which run the whole layer again (gpt, llama).
+    """
+
+    model: ModelEntry
+    batch: int
+    sequence: int
+    checkpointing: bool
+    attention: str
+    language_head: bool = True
+    early_stop: bool = True
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.sequence
+
+    def flops(self, rows: int, columns: int) -> int:
+        """Of one matmul of every token with a rows x columns matrix."""
+        return 2 * self.tokens * rows * columns
+
+    @property
+    def attention_flops(self) -> int:
+        """Scores and weighted sum, all heads; a causal mask saves nothing in torch's own count."""
+        return 4 * self.batch * self.sequence**2 * self.model.hidden
+
+
+# Attention, common to all families
+
+
+def attend(t: Tape, s: Shape, qkv: int) -> int:
+    """Scaled dot-product attention of q, k, v (qkv bytes together).
+
+    Returns the bytes that backward needs beside q, k, v and the output. Flash and efficient kernels keep one fp32
+    log-sum per query. The math kernel computes in fp32: it keeps scaled copies of q, k, v and the probabilities, and
+    needs the scores beside them.
+    """
+    m = s.model
+    u = s.tokens * m.hidden * t.width
+    if s.attention == "math":
+        scores = s.batch * m.heads * s.sequence**2 * 4
+        copies = qkv * 4 // t.width
+        t.op(copies + 2 * scores, dead=scores, read=qkv)
+        kept = copies + scores
+    else:
+        kept = s.tokens * m.heads * 4
+        t.op(kept, read=0)
+    t.op(u, unsaved=kept, flops=s.attention_flops, read=qkv)
+    return kept
+
+
+def attend_backward(t: Tape, s: Shape, qkv: int, kept: int) -> None:
+    """Its backward: gradients of q, k, v replace q, k, v, output, the output's gradient and what was kept."""
+    u = s.tokens * s.model.hidden * t.width
+    if s.attention == "math":
+        scores = s.batch * s.model.heads * s.sequence**2 * 4
+        t.op(2 * scores, dead=2 * scores, flops=2 * s.attention_flops)
+        flops = 0
+    else:
+        flops = s.attention_flops * 5 // 2  # the scores are computed once more
+    t.op(qkv, dead=2 * u + qkv + kept, flops=flops, read=2 * qkv + 2 * u)
+
+
+# Head and loss of the language models
+
+
+def language_loss(t: Tape, s: Shape, module: str, weight: str, u: int) -> None:
+    """Logits in the working dtype, in fp32, and their log-softmax; the last is what stays for backward."""
+    m = s.model
+    logits = s.tokens * m.vocab * t.width
+    logits32 = s.tokens * m.vocab * 4
+    labels = s.tokens * 8
+    t.open("begin", module, Phase.FWD, [weight])
+    t.op(logits, flops=s.flops(m.hidden, m.vocab), read=u)
+    t.open("end", module, Phase.FWD)
+    if t.width < 4:
+        t.op(logits32, read=logits)
+    t.op(labels + logits32, read=logits32)
+    t.op(dead=logits32 if t.width == 4 else logits + logits32)
+
+
+def language_loss_backward(t: Tape, s: Shape, module: str, weight: str, u: int, *, tied: bool) -> None:
+    """From the loss to the gradient of the last hidden state (1 u); a tied weight's waits for the embedding's."""
+    m = s.model
+    logits = s.tokens * m.vocab * t.width
+    logits32 = s.tokens * m.vocab * 4
+    labels = s.tokens * 8
+    t.open("grad", ROOT, Phase.BWD)
+    t.op(logits32, dead=labels, read=0)
+    t.op(logits32, dead=2 * logits32, read=2 * logits32)
+    if t.width < 4:
+        t.op(logits, dead=logits32, read=logits32)
+    t.open("grad", module, Phase.BWD, [weight])
+    flops = 2 * s.flops(m.hidden, m.vocab)
+    if tied:
+        kept = flops // 2 + t.weight_flops([weight], flops // 2)
+        t.op(t.size([weight]) + u, dead=logits + u, flops=kept, read=2 * logits + u)
+    else:
+        t.linear_backward([weight], grad_in=u, grad_out=logits, saved=u, flops=flops, dead=logits + u)
+
+
+def embedding_backward(t: Tape, tables: list[str], tied: str | None, u: int) -> None:
+    """Dense gradients of the tables in turn; the tied one is added to the head's, all three alive for a moment."""
+    for name in tables:
+        if name == tied:
+            size = t.size([name])
+            t.op(size, dead=u)
+            t.op(size, dead=2 * size, read=2 * size)
+            t.gradient([name])
+        else:
+            t.gradient([name], allocated=False)
+    if tied is None:
+        t.op(dead=u)
+
+
+# What all families share
+
+
+def linear(module: str, *, bias: bool = True) -> list[str]:
+    return [f"{module}.weight", f"{module}.bias"] if bias else [f"{module}.weight"]
+
+
+def norm(module: str) -> list[str]:
+    return [f"{module}.weight", f"{module}.bias"]
+
+
+def declare(t: Tape, module: str, shape: tuple[int, int], bias: int) -> None:
+    t.parameter(f"{module}.weight", *shape)
+    if bias:
+        t.parameter(f"{module}.bias", bias)
+
+
+def declare_norm(t: Tape, module: str, hidden: int) -> None:
+    t.parameter(f"{module}.weight", hidden)
+    t.parameter(f"{module}.bias", hidden)
+
+
+def layer_norm_backward(t: Tape, module: str, u: int, stats: int, *, residual: bool = True) -> None:
+    """From the gradient of the norm's output (and the residual's, both alive) to their sum (1 u); frees its input."""
+    names = norm(module)
+    t.op(u + t.size(names), dead=2 * u + stats, read=2 * u)
+    if residual:
+        t.op(u, dead=2 * u, read=2 * u)
+    t.gradient(names)
+
+
+def begin(t: Tape, s: Shape, batch_bytes: int = 0) -> None:
+    """The batch (token numbers and labels, 8 bytes each, when its size is not given) is alive the whole iteration."""
+    t.level = batch_bytes or 2 * 8 * s.tokens
+    t.open("begin", ROOT, Phase.FWD)
+
+
+def layers_forward(t: Tape, s: Shape, forward: Callable[[int, Phase], int]) -> int:
+    """All layers; returns what each one's attention keeps beside q, k, v and its output."""
+    kept = 0
+    t.saving = not s.checkpointing
+    for i in range(s.model.layers):
+        kept = forward(i, Phase.FWD)
+    t.saving = True
+    return kept
+
+
+def layers_backward(
+    t: Tape, s: Shape, forward: Callable[[int, Phase], int], backward: Callable[[int, int], None], kept: int
+) -> None:
+    for i in reversed(range(s.model.layers)):
+        if s.checkpointing:
+            kept = forward(i, Phase.RECOMPUTE)
+        backward(i, kept)
+
+
+def last_product_again(t: Tape, s: Shape, u: int, f: int) -> None:
+    """A layer's last matmul and its residual sum, run again for nothing."""
+    t.op(u, flops=s.flops(s.model.ffn, s.model.hidden), read=f)
+    t.op(u, dead=2 * u, read=2 * u)
+
+
+def separate_qkv_backward(t: Tape, s: Shape, module: str, order: tuple[str, str, str], u: int) -> None:
+    """Backward of three square projections of one input: from three gradients (3 u) to their sum (1 u)."""
+    h = s.model.hidden
+    t.open("grad", f"{module}.{order[0]}", Phase.BWD, [n for x in order for n in linear(f"{module}.{x}")])
+    for k, x in enumerate(order):
+        names = linear(f"{module}.{x}")
+        t.linear_backward(names, grad_in=u, grad_out=u, saved=u, flops=2 * s.flops(h, h), dead=u)
+        if k:
+            t.op(u, dead=2 * u, read=2 * u)
