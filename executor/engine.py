@@ -360,7 +360,7 @@ class Session:
 
     # -- the optimizer ------------------------------------------------------------------------------------------------
 
-    def step(self) -> None:
+    def optimizer_step(self) -> None:
         """What `optimizer.step()` does. Returns without waiting for what the plan lets run into the next forward."""
         self.require_running()
         if not self.arrived:

@@ -104,7 +104,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             raise ContractError(
                 "optimizer.step(closure) evaluates the loss again; run forward and backward first and call step()"
             )
-        self.session.step()
+        self.session.optimizer_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.session.zero_grad(set_to_none)
