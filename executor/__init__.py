@@ -12,10 +12,12 @@ from executor.optimizer import AdamW, OffloadedAdamW
 from executor.prepare import prepare
 from executor.queues import SerialQueues, ThreadQueues, follow
 from executor.record import record
+from executor.scaling import LossScale
 
 __all__ = [
     "AdamW",
     "Backend",
+    "LossScale",
     "Measured",
     "OffloadedAdamW",
     "SerialQueues",

@@ -62,23 +62,30 @@ def adamw(
     hyper: Hyper,
     scale: torch.Tensor | None = None,
 ) -> None:
-    """One AdamW update of each run, in place. All flat [numel of the chunk]; fp32 but `grad`, which may be narrower.
+    """One AdamW update of each run, in place. All flat [numel of the chunk]; fp32 but `grad`, `momentum` and
+    `variance`, which may be narrower: they are widened, the update is done in fp32, and the moments are rounded to the
+    nearest on their way back.
 
-    scale: fp32 scalar that multiplies the gradients first (the clipping coefficient); the gradients are spent.
+    scale: fp32 scalar that multiplies the gradients first (clipping, loss scaling); the gradients are spent.
     """
+    narrow = [each.dtype != torch.float32 for each in (grad, momentum, variance)]
     for run in runs:
-        if grad.dtype == torch.float32:
+        if not any(narrow):
             _fused(param, grad, momentum, variance, run.start, run.stop, run.steps, hyper, scale)
             continue
-        scratch = torch.empty(min(BLOCK, run.stop - run.start), dtype=torch.float32, device=grad.device)
+        size = min(BLOCK, run.stop - run.start)
+        scratch = [torch.empty(size, dtype=torch.float32, device=grad.device) if each else None for each in narrow]
         for start in range(run.start, run.stop, BLOCK):
             stop = min(start + BLOCK, run.stop)
-            piece = scratch[: stop - start]
-            piece.copy_(grad[start:stop])
-            _fused(
-                param[start:stop], piece, momentum[start:stop], variance[start:stop],
-                0, stop - start, run.steps, hyper, scale,
-            )  # fmt: skip
+            g, m, v = (
+                each[start:stop] if wide is None else wide[: stop - start].copy_(each[start:stop])
+                for each, wide in zip((grad, momentum, variance), scratch)
+            )
+            _fused(param[start:stop], g, m, v, 0, stop - start, run.steps, hyper, scale)
+            if narrow[1]:
+                momentum[start:stop].copy_(m)
+            if narrow[2]:
+                variance[start:stop].copy_(v)
 
 
 def _fused(

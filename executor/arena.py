@@ -26,6 +26,7 @@ from pstar_sim.units import format_bytes
 __all__ = ["DTYPES", "Arena", "ByteChange", "HostRoom", "pack_slabs"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+STATE_DTYPES = {4: torch.float32, 2: torch.bfloat16}  # by bytes an element
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class Arena:
         self.layout = plan.layout
         self.backend = backend
         self.room = host_room(plan)
+        self._state_dtypes = {name: STATE_DTYPES[width] for name, width in plan.layout.state_bytes}
         self.log: list[ByteChange] = []
         self.peak_gpu_payload_bytes = 0
         self.marks: list[tuple[int, str, int]] | None = None  # (length of the log, word, moment), while measured
@@ -77,7 +79,9 @@ class Arena:
     # -- addresses ----------------------------------------------------------------------------------------------------
 
     def dtype(self, chunk: int, list_name: str) -> torch.dtype:
-        return DTYPES[self.layout.chunks[chunk].dtype] if list_name in ("param", "grad") else torch.float32
+        if list_name in ("param", "grad"):
+            return DTYPES[self.layout.chunks[chunk].dtype]
+        return self._state_dtypes.get(list_name, torch.float32)
 
     def gpu(self, chunk: int, list_name: str) -> torch.Tensor:
         """Flat [numel] gpu payload; a valid tensor object whether it has memory or not."""

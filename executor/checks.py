@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
+from executor.arena import STATE_DTYPES
 from executor.moments import working_dtype
 from executor.optimizer import AdamW
+from executor.scaling import loss_scale_for
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.workload import Tensor
@@ -18,6 +21,7 @@ from pstar_sim.workload.workload import Tensor
 __all__ = ["check_model", "check_settings"]
 
 STATES = ("param32", "momentum", "variance")
+ADAMW = {"adamw": torch.float32, "adamw-bf16-states": torch.bfloat16}  # optimizer descriptions that AdamW can be
 
 
 def check_model(
@@ -25,15 +29,6 @@ def check_model(
 ) -> None:
     """The plan is of this model: same parameters, dtypes, ties, freezing and groups. groups: id(parameter) -> group."""
     w = plan.workload
-    if w.dtype == "fp16":
-        raise PlanError(
-            "the plan is for fp16, which needs loss scaling: that comes with the CUDA backend; plan for bf16 or fp32"
-        )
-    if [n for n, _ in w.optimizer.state_bytes] != list(STATES) or any(b != 4 for _, b in w.optimizer.state_bytes):
-        raise PlanError(
-            f"the plan is for optimizer states {w.optimizer.state_bytes}; this executor keeps {', '.join(STATES)} in "
-            "fp32"
-        )
     mine, theirs = {t.name: t for t in tensors}, {t.name: t for t in w.tensors}
     if mine.keys() != theirs.keys():
         odd = sorted(mine.keys() ^ theirs.keys())
@@ -84,8 +79,9 @@ def check_model(
 
 
 def check_settings(plan: Plan, optimizer: AdamW) -> None:
-    """The plan was made for this optimizer's update and clipping."""
+    """The plan was made for this optimizer: its states, its update, its clipping, its loss scaling."""
     settings = plan.settings
+    _check_states(plan, optimizer)
     wanted = "eager" if optimizer.eager else "step"
     if settings.update != wanted:
         raise PlanError(
@@ -99,4 +95,33 @@ def check_settings(plan: Plan, optimizer: AdamW) -> None:
             f"max_grad_norm={optimizer.max_grad_norm}; "
             + ("give AdamW(max_grad_norm=...)" if settings.clip else "make the plan with clip=True")
             + " or make the plan with the same setting"
+        )
+    dtype = plan.workload.dtype
+    if loss_scale_for(optimizer.loss_scale, dtype) is not None and settings.barrier(dtype) is None:
+        raise PlanError(
+            f"AdamW(loss_scale={optimizer.loss_scale!r}) has to see all gradients before any update, the plan was made "
+            f"with update={settings.update!r} for {dtype}; make the plan with update='step', or leave loss_scale out"
+        )
+
+
+def _check_states(plan: Plan, optimizer: AdamW) -> None:
+    planned = plan.workload.optimizer
+    known = ", ".join(ADAMW)
+    if planned.name not in ADAMW:
+        raise PlanError(
+            f"the plan is for optimizer {planned.name!r}, which the executor does not know; it runs {known}: make the "
+            "plan with one of them (--optimizer)"
+        )
+    widths = {name: STATE_DTYPES.get(size) for name, size in planned.state_bytes}
+    wanted = dict(zip(STATES, (torch.float32, ADAMW[planned.name], ADAMW[planned.name])))
+    if widths != wanted or list(widths) != list(STATES):
+        raise PlanError(
+            f"the plan's optimizer {planned.name!r} has states of {planned.state_bytes} bytes; the executor keeps "
+            f"{', '.join(STATES)} of {', '.join(str(d.itemsize) for d in wanted.values())} bytes for it"
+        )
+    if optimizer.state_dtype != ADAMW[planned.name]:
+        raise PlanError(
+            f"the plan is for optimizer {planned.name!r}, AdamW has state_dtype={optimizer.state_dtype}; give "
+            f"AdamW(state_dtype={ADAMW[planned.name]}) or make the plan with --optimizer "
+            f"{next(name for name, dtype in ADAMW.items() if dtype == optimizer.state_dtype)}"
         )

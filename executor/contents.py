@@ -49,24 +49,37 @@ class Update:
     """What the Adam steps of one iteration need, fixed at `optimizer.step()` (with eager updates: when it begins).
 
     max_grad_norm: None without clipping. norms: of each gradient, taken where it arrived (one micro-batch only).
+    unscale: what gradients are multiplied with to undo loss scaling. skip: a gradient overflowed, so that Adam steps
+    leave values, states and step counts as they are and drop the gradients.
     """
 
     hyper: list[Hyper]
     max_grad_norm: float | None = None
     norms: dict[int, torch.Tensor] = field(default_factory=dict)
     norm: torch.Tensor | None = None
+    unscale: float = 1.0
+    skip: bool = False
     _coefficient: torch.Tensor | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def coefficient(self, norms: Callable[[], Iterable[torch.Tensor]]) -> torch.Tensor | None:
-        """What every gradient is multiplied with, None without clipping. norms: called by the first that asks."""
-        if self.max_grad_norm is None:
+        """What every gradient is multiplied with, None without clipping and scaling. norms: called by the first that
+        asks."""
+        if self.max_grad_norm is None and self.unscale == 1.0:
             return None
         with self._lock:
-            if self._coefficient is None:
-                self.norm = total_norm(norms())
-                self._coefficient = clip_coefficient(self.norm, self.max_grad_norm)
+            if self._coefficient is None and self.max_grad_norm is None:
+                self._coefficient = torch.tensor(self.unscale)
+            elif self._coefficient is None:
+                assert self.max_grad_norm is not None
+                self.norm = total_norm(norms()) * self.unscale
+                self._coefficient = clip_coefficient(self.norm, self.max_grad_norm) * self.unscale
             return self._coefficient
+
+    def skip_all(self) -> None:
+        """No update in this iteration: a gradient is not finite."""
+        self.skip = True
+        self.norm = torch.tensor(torch.inf)
 
 
 class Contents:
@@ -290,9 +303,13 @@ class Contents:
         if elsewhere:
             where = ", ".join(f"{name} on the {spot.value}" for spot, name in elsewhere)
             raise PlanError(f"Adam of chunk {chunk} on the {place.value}: gradients are still in {where}")
-        scale = update.coefficient(norms)
-        source = self.gather_gradients(row, place)
+        if update.skip:
+            for mine in state.gradients.values():
+                mine.clear()
+            state.current.discard(place)  # a gradient may lie in it
+        source = None if update.skip else self.gather_gradients(row, place)
         if source is not None:
+            scale = update.coefficient(norms)
             mine = state.where(place, source)
             runs = runs_of(
                 (s.offset, s.numel, self.steps_taken[s.tensor] if s.tensor in mine else None) for s in row.slots

@@ -7,7 +7,9 @@ replacement; everything else behaves as in plain torch. Silence is the one wrong
 |---|---|
 | `p.grad` after backward | ContractError: it left for its chunk; `AdamW(max_grad_norm=)`, `session.grad_norm` |
 | `torch.nn.utils.clip_grad_norm_` | ContractError: use `AdamW(max_grad_norm=)` |
-| `torch.amp.GradScaler` (`unscale_`, `step`) | ContractError: bf16 and fp32 need no loss scaling |
+| `torch.amp.GradScaler` (`unscale_`, `step`) | ContractError: `AdamW(loss_scale=)`, on by itself in fp16 |
+| an iteration whose fp16 gradients overflow | as plain torch under GradScaler: no update, `session.skipped_steps` |
+| with loss scaling, a part of the model called by itself | ContractError: call the prepared model |
 | `p.grad = tensor` | ContractError |
 | `p.grad = None` after `step()` | as plain torch |
 | `optimizer.zero_grad()`, `model.zero_grad()` after `step()` | as plain torch |

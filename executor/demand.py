@@ -340,6 +340,7 @@ class Demand:
         self._collect_left_over()
         update = s._updates.get(s.iteration) or s.new_update()
         s._updates[s.iteration] = update
+        s.decide_scaling(update)
         contents = s.contents
         self._unstash()
         chunks = [c for c in s.plan.layout.chunks if contents.chunks[c.index].with_gradient()]
@@ -349,7 +350,7 @@ class Demand:
             return [contents.gradient_norm(t) for t in arrived]
 
         homes = {c.index: GPU if s.arena.has(GPU, c.index, "param32") else HOST for c in chunks}
-        for c in chunks:
+        for c in chunks if not update.skip else ():
             contents.gather_gradients(c, homes[c.index])
         if s.max_grad_norm is not None and update.norm is None:
             update.coefficient(norms)
@@ -396,6 +397,8 @@ class Demand:
         for t in s._chunk_of:
             grad = raw_grad(s.parameters[t])
             if grad is not None and not s.plan.workload.tensors[t].frozen:
+                if s.scaling is not None:
+                    s.scaling.see(grad)
                 self.accept(t, grad)
                 set_raw_grad(s.parameters[t], None)
 
@@ -524,7 +527,7 @@ class Demand:
         s.arena.set_tide(s.cut_tide)
         self.visiting = False
         self._before_visit = None
-        s.clock.reset()
+        s.clock.evaluation_ended()
         s.queues.resume()
 
     # -- room ---------------------------------------------------------------------------------------------------------

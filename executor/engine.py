@@ -36,6 +36,7 @@ from executor.measure import Measured, Watch, measure_iteration, unseen
 from executor.measured import IterationLog, StepLog, build_timeline
 from executor.moments import MomentRecorder
 from executor.queues import Program, Queues
+from executor.scaling import LossScaling, guard_boundary
 from executor.warm_up import WarmUp
 from pstar_sim.core.effects import gradient_list, needed
 from pstar_sim.core.plan import Plan
@@ -70,6 +71,7 @@ class Session:
         hyper: Callable[[], list[Hyper]],
         max_grad_norm: float | None,
         eager: bool,
+        scaling: LossScaling | None = None,
         skeleton: nn.Module | None = None,
         replan_after: int = 3,
         clock: Callable[[], float] = time.perf_counter,
@@ -90,6 +92,7 @@ class Session:
         self.closed = False
         self.max_grad_norm = max_grad_norm
         self.eager = eager
+        self.scaling = scaling
         self._last_update: Update | None = None
         self.backwards = 0  # backwards that ended in the current iteration
         self._hyper = hyper
@@ -109,6 +112,8 @@ class Session:
             for t in sorted(self._chunk_of)
             if not plan.workload.tensors[t].frozen
         ]
+        if scaling is not None:
+            self._hooks += guard_boundary(model, lambda: scaling.scale)
 
     def _install(self, plan: Plan, arena: Arena, queues: Queues) -> None:
         """Everything that belongs to one plan."""
@@ -202,6 +207,11 @@ class Session:
         """The clock's only caller. Between events the user's thread computes."""
         if self.closed:
             return
+        if self.scaling is not None and self.clock.outside_root(event) and torch.is_grad_enabled():
+            raise ContractError(
+                f"{event.module!r} is called with gradients outside a forward of the prepared model: loss scaling acts "
+                "at that model's inputs and outputs; call the prepared model itself, or train in bf16 or fp32"
+            )
         if self.watch is not None and self.cursor >= 0:
             self.watch.closes(self.cursor)
         if self._warm is not None:
@@ -294,6 +304,8 @@ class Session:
         self.backwards = 0
         self.updated_early = set()
         self._norms = {}
+        if self.scaling is not None:
+            self.scaling.begin_iteration()
         if self.eager:
             self._updates[self.iteration] = self.new_update()
 
@@ -352,6 +364,9 @@ class Session:
                     self._norms[tensor] = torch.linalg.vector_norm(
                         self.contents.slot(Place.GPU, tensor, goes_to), dtype=torch.float32
                     )
+            if self.scaling is not None:
+                self.scaling.see(grad)
+            if not self.demand.active:
                 self._outstanding.discard(tensor)
             self.consumed.add(tensor)
             self.arrived.add(tensor)
@@ -391,7 +406,8 @@ class Session:
             self._updates[k] = self.new_update()
         update = self._updates[k]
         update.norms = self._norms
-        if self.plan.workload.micro_batches == 1:
+        self.decide_scaling(update)
+        if self.plan.workload.micro_batches == 1 and not update.skip:
             update.coefficient(lambda: self.update_norms(k))
         self.clock.step()  # the event "step": comes back through on_event
         assert self.cursor == len(self.names) - 1 or self.demand.active
@@ -404,6 +420,26 @@ class Session:
         for i in self._tail:
             self._run_inline(i)
         self.next_iteration()
+
+    def decide_scaling(self, update: Update) -> None:
+        """All gradients of the iteration are there: whether it updates, and what undoes the scale."""
+        if self.scaling is None:
+            return
+        update.unscale = 1.0 / self.scaling.scale
+        overflowed = self.scaling.overflowed()
+        if overflowed:
+            update.skip_all()
+        self.scaling.close_iteration(overflowed)
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What gradients of the next iteration will be multiplied with inside the model; None without loss scaling."""
+        return None if self.scaling is None else self.scaling.scale
+
+    @property
+    def skipped_steps(self) -> int:
+        """Iterations without an update because a gradient was not finite (loss scaling)."""
+        return 0 if self.scaling is None else self.scaling.skipped_steps
 
     @property
     def grad_norm(self) -> float | None:
@@ -602,7 +638,8 @@ class Session:
             raise ContractError(
                 f"the gradient of {self.name_of(tensor)!r} is not in .grad: it left for its chunk as soon as it was "
                 "final. To clip, give AdamW(max_grad_norm=...) instead of clip_grad_norm_; its norm is "
-                "optimizer.session.grad_norm; loss scaling (GradScaler) is not needed in bf16 or fp32"
+                "optimizer.session.grad_norm. Loss scaling is AdamW(loss_scale=...), on by itself in fp16, instead of "
+                "GradScaler"
             )
         return raw_grad(self.parameters[tensor])
 

@@ -80,6 +80,10 @@ class MomentClock:
     def inside(self) -> bool:
         return self._open > 0 or _in_backward()
 
+    def outside_root(self, event: Event) -> bool:
+        """The event, as it is told, begins the forward of a module that nobody called from the root's forward."""
+        return event.kind == "begin" and event.phase is Phase.FWD and event.module != "" and self._open == 1
+
     def step(self) -> None:
         """Open the moment "step": the optimizer's own. The next forward of the root is micro-batch 0 again."""
         self._on_event(Event("step", "", "step", Phase.ADAM, self.micro_batch))
@@ -89,6 +93,11 @@ class MomentClock:
         """Count micro-batches from 0 again (after an iteration that was given up, or an evaluation)."""
         self._forwards = 0
         self._open = 0
+
+    def evaluation_ended(self) -> None:
+        """The forward that begins is the first of an iteration: those before it were no micro-batches."""
+        self._forwards = min(self._forwards, 1)
+        self.micro_batch = 0
 
     def close(self) -> None:
         """Remove every hook of modules. Hooks on outputs go with their graph and do nothing from now on."""

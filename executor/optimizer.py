@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from executor.adam import Hyper
+from executor.arena import STATE_DTYPES
+from executor.scaling import LossScale, loss_scale_for
 from pstar_sim.errors import ContractError, PlanError
 
 if TYPE_CHECKING:
@@ -32,7 +34,10 @@ class AdamW:
     params_or_groups: None (every trainable parameter, one group), parameters, or groups as torch takes them (dicts with
     "params" and numbers of their own); the plan has to be made for the same groups. max_grad_norm: clip the global
     norm. eager: update each chunk as soon as its gradient is final, inside backward (the plan has to be made with
-    update "eager"). Raises PlanError for numbers out of range.
+    update "eager"). state_dtype: of both moments; torch.bfloat16 where the plan's optimizer is "adamw-bf16-states"
+    (the update is done in fp32 and rounded, so small changes of a moment are lost). loss_scale: None for what the
+    plan's dtype needs (dynamic in fp16, none in fp32 and bf16), "dynamic", a number for a fixed scale, or a LossScale;
+    the loop stays as it is, see scaling.py. Raises PlanError for numbers out of range.
     """
 
     params_or_groups: Any = None
@@ -42,10 +47,15 @@ class AdamW:
     weight_decay: float = 1e-2
     max_grad_norm: float | None = None
     eager: bool = False
+    state_dtype: torch.dtype = torch.float32
+    loss_scale: str | float | LossScale | None = None
 
     def __post_init__(self) -> None:
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise PlanError(f"AdamW: max_grad_norm={self.max_grad_norm} must be > 0, or None for no clipping")
+        if self.state_dtype not in STATE_DTYPES.values():
+            raise PlanError(f"AdamW: state_dtype={self.state_dtype} is not known; use torch.float32 or torch.bfloat16")
+        loss_scale_for(self.loss_scale, "fp32")
         _check_numbers({name: getattr(self, name) for name in _NUMBERS})
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
@@ -119,7 +129,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.AdamW's: "state" by parameter number with step, exp_avg and exp_avg_sq; for parameters
-        narrower than fp32 also "param32", the master copy. Copies of the current values."""
+        narrower than fp32 also "param32", the master copy; with loss scaling also "loss_scaling". Copies of the current
+        values."""
         session = self.session
         with session.still():
             state: dict[int, dict[str, torch.Tensor]] = {}
@@ -141,7 +152,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
             packed["params"] = list(range(number, number + len(group["params"])))
             number += len(group["params"])
             groups.append(packed)
-        return {"state": state, "param_groups": groups}
+        scaling = {} if session.scaling is None else {"loss_scaling": session.scaling.state_dict()}
+        return {"state": state, "param_groups": groups, **scaling}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's. Raises ContractError between backward and step, and for other groups or shapes, before any
@@ -180,6 +192,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
                     session.set_state_value(tensor, list_name, torch.zeros(session.plan.workload.tensors[tensor].shape))
             if row is not None and "param32" in row:
                 session.rewrite_from_master(tensor)
+        if session.scaling is not None and "loss_scaling" in state_dict:
+            session.scaling.load_state_dict(state_dict["loss_scaling"])
         for mine, theirs in zip(self.param_groups, groups):
             mine.update({key: value for key, value in theirs.items() if key != "params"})
 

@@ -21,6 +21,7 @@ from executor.engine import Session
 from executor.moments import describe_parameters
 from executor.optimizer import AdamW, OffloadedAdamW, group_of
 from executor.queues import Queues, ThreadQueues
+from executor.scaling import LossScaling, loss_scale_for
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
@@ -91,6 +92,7 @@ def prepare(
     if threads is not None:
         torch.set_num_threads(threads)
     torch_optimizer = OffloadedAdamW(groups, optimizer)
+    scale = loss_scale_for(optimizer.loss_scale, plan.workload.dtype)
     skeleton = _skeleton(model) if plan.steps else None
     if queues == "threads":
         queues = ThreadQueues(watchdog_s=watchdog_s)
@@ -106,7 +108,8 @@ def prepare(
         queues=queues,
         hyper=torch_optimizer.hyper,
         max_grad_norm=optimizer.max_grad_norm,
-        eager=optimizer.eager,
+        eager=optimizer.eager and plan.settings.barrier(plan.workload.dtype) is None,
+        scaling=None if scale is None else LossScaling(scale),
         skeleton=skeleton,
         replan_after=replan_after,
     )

@@ -1,0 +1,204 @@
+"""Loss scaling: fp16 gradients kept in range, without a word of it in the user's loop.
+
+Gradients of an fp16 model are multiplied where they enter it and divided in the fp32 update, so `loss.backward();
+optimizer.step()` stays as it is. The scale moves as torch.amp.GradScaler moves it: an iteration in which a gradient is
+not finite updates nothing (no value, no moment, no step count) and the scale falls; after `growth_interval` good ones
+in a row it grows.
+
+[Note: where the scale acts] Inside the model only. `guard_boundary` puts a view behind every output of the root whose
+backward multiplies, and one before every input that requires a gradient whose backward divides. A tensor hook on the
+output itself would not do: an output such as the logits is also an inner value of the loss beside it, and what comes
+down from there is scaled already. Gradients outside the model (of the loop's own tensors, of what feeds the model) are
+plain torch's, and a model called on its own output scales once.
+
+Knows neither chunks nor plans; `Update` (contents.py) carries the decision of one iteration.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from pstar_sim.errors import PlanError
+
+__all__ = ["LossScale", "LossScaling", "guard_boundary", "loss_scale_for"]
+
+log = logging.getLogger("executor")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossScale:
+    """How the scale moves; the defaults are torch.amp.GradScaler's.
+
+    growth_interval: iterations without an overflow after which it grows, 0 for a scale that never moves (an overflow
+    then only skips the update). Raises PlanError for numbers out of range.
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.init_scale) and self.init_scale > 0):
+            raise PlanError(f"LossScale: init_scale={self.init_scale} must be a finite number > 0")
+        if not self.growth_factor > 1:
+            raise PlanError(f"LossScale: growth_factor={self.growth_factor} must be > 1")
+        if not 0 < self.backoff_factor < 1:
+            raise PlanError(f"LossScale: backoff_factor={self.backoff_factor} must be between 0 and 1")
+        if self.growth_interval < 0:
+            raise PlanError(f"LossScale: growth_interval={self.growth_interval} must be > 0, or 0 for a fixed scale")
+
+
+def loss_scale_for(asked: str | float | LossScale | None, dtype: str) -> LossScale | None:
+    """What AdamW(loss_scale=asked) means for a model of this dtype. None asks for what the dtype needs: a dynamic
+    scale in fp16, none in fp32 and bf16. Raises PlanError for anything else."""
+    if asked is None:
+        return LossScale() if dtype == "fp16" else None
+    if isinstance(asked, LossScale):
+        return asked
+    if asked == "dynamic":
+        return LossScale()
+    if isinstance(asked, (int, float)) and not isinstance(asked, bool):
+        return LossScale(init_scale=float(asked), growth_interval=0)
+    raise PlanError(
+        f"AdamW: loss_scale={asked!r} is not known; use 'dynamic', a number (a fixed scale), executor.LossScale(...), "
+        "or None for what the dtype needs (dynamic in fp16)"
+    )
+
+
+class LossScaling:
+    """The scale of a run. scale: what gradients that arrive now were multiplied with. skipped_steps: iterations that
+    overflowed."""
+
+    def __init__(self, spec: LossScale) -> None:
+        self.spec = spec
+        self.scale = spec.init_scale
+        self.skipped_steps = 0
+        self._good_in_a_row = 0
+        self._norms: list[torch.Tensor] = []
+
+    def begin_iteration(self) -> None:
+        self._norms = []
+
+    def see(self, gradient: torch.Tensor) -> None:
+        """A gradient arrived. Its norm tells of an element that is not finite (or of one beyond 1e19, which only bf16
+        and fp32 have)."""
+        self._norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
+
+    def overflowed(self) -> bool:
+        """Some gradient of the iteration is not finite. Waits for the device that has the norms."""
+        if not self._norms:
+            return False
+        devices: dict[torch.device, list[torch.Tensor]] = {}
+        for norm in self._norms:
+            devices.setdefault(norm.device, []).append(norm)
+        return not all(bool(torch.isfinite(torch.stack(norms)).all()) for norms in devices.values())
+
+    def close_iteration(self, overflowed: bool) -> None:
+        """Move the scale, as GradScaler.update does."""
+        self._norms = []
+        moves = self.spec.growth_interval > 0
+        if overflowed:
+            self.skipped_steps += 1
+            self._good_in_a_row = 0
+            if moves:
+                before, self.scale = self.scale, self.scale * self.spec.backoff_factor
+                if self.scale < 1 <= before:
+                    log.warning("gradients overflow at a loss scale of 1: the loss itself may be no longer finite")
+            return
+        self._good_in_a_row += 1
+        if moves and self._good_in_a_row >= self.spec.growth_interval:
+            self._good_in_a_row = 0
+            grown = self.scale * self.spec.growth_factor
+            if math.isfinite(grown):
+                self.scale = grown
+
+    def state_dict(self) -> dict[str, float | int]:
+        return {
+            "scale": self.scale,
+            "growth_tracker": self._good_in_a_row,
+            "skipped_steps": self.skipped_steps,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.scale = float(state["scale"])
+        self._good_in_a_row = int(state["growth_tracker"])
+        self.skipped_steps = int(state["skipped_steps"])
+
+
+class _Boundary(torch.autograd.Function):
+    """The same values; the gradient times `factor()`. A view, so it costs no memory; a scalar is copied, because loops
+    write into losses (`loss /= n`) and torch forbids that in a view of this kind (it raises)."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, factor: Callable[[], float]) -> torch.Tensor:
+        ctx.factor = factor
+        return value.clone() if value.numel() == 1 else value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        return gradient * ctx.factor(), None
+
+
+def guard_boundary(model: nn.Module, scale: Callable[[], float]) -> list[Any]:
+    """Scale gradients inside `model` from now on; see [Note: where the scale acts]. scale: read in each backward.
+    Returns the hooks' handles."""
+
+    def shrink() -> float:
+        return 1.0 / scale()
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return None
+        return _bounded(args, shrink, {}), _bounded(kwargs, shrink, {})
+
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        return _bounded(output, scale, {}) if torch.is_grad_enabled() else None
+
+    return [
+        model.register_forward_pre_hook(enter, with_kwargs=True),
+        model.register_forward_hook(leave),
+    ]
+
+
+def _bounded(value: Any, factor: Callable[[], float], made: dict[int, torch.Tensor]) -> Any:
+    """`value` with a boundary at each tensor that has a gradient: tuples, lists, mappings and dataclasses, nested. The
+    same object where there is none."""
+    if isinstance(value, torch.Tensor):
+        if not (value.requires_grad and (value.is_floating_point() or value.is_complex())):
+            return value
+        if id(value) not in made:
+            made[id(value)] = _Boundary.apply(value, factor)  # type: ignore[no-untyped-call]
+        return made[id(value)]
+    if isinstance(value, Mapping):
+        changed = {k: new for k, old in value.items() if (new := _bounded(old, factor, made)) is not old}
+        if not changed:
+            return value
+        rebuilt: Any = copy.copy(value)
+        for key, new in changed.items():
+            rebuilt[key] = new
+        return rebuilt
+    if isinstance(value, (tuple, list)):
+        items = [_bounded(old, factor, made) for old in value]
+        if all(new is old for new, old in zip(items, value)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
+        changed = {k: new for k, old in fields.items() if (new := _bounded(old, factor, made)) is not old}
+        if not changed:
+            return value
+        rebuilt = copy.copy(value)
+        for key, new in changed.items():
+            object.__setattr__(rebuilt, key, new)
+        return rebuilt
+    return value
