@@ -39,6 +39,7 @@ from executor.contract import (
 from executor.hooks import Event, tensors_of
 from executor.measure import unseen
 from executor.models import map_tensors
+from executor.torch26 import saved_tensor_hooks_in_force
 from pstar_sim.core.step import Place, Queue
 from pstar_sim.errors import ContractError, DoesNotFit, PlanError, PstarError
 from pstar_sim.policy.registry import find_policy
@@ -623,7 +624,7 @@ class Demand:
         if not self.active and not self.visiting and s.cursor < 0 and not torch.is_grad_enabled():
             with unseen():
                 self.visit()
-        nested = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        nested = saved_tensor_hooks_in_force()
         with torch._C.DisableTorchFunctionSubclass(), _Reads(self):
             if not torch.is_grad_enabled() or nested:
                 return func(*args, **kwargs)

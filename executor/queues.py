@@ -23,6 +23,7 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind, Queue, Step
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PlanError
+from pstar_sim.python310 import add_note
 
 __all__ = ["Program", "QueueEvent", "Queues", "SerialQueues", "ThreadQueues", "Work", "follow"]
 
@@ -210,7 +211,7 @@ class ThreadQueues:
             with self._lock:
                 iteration, at = self._at[queue]
                 word = self._program.word(self._program.order[queue][at], iteration)
-                error.add_note(f"raised in queue {queue.value}, at {word}")
+                add_note(error, f"raised in queue {queue.value}, at {word}")
                 self._busy.discard(queue)
                 self._failure = self._failure or error
                 self._notify_all()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from pstar_sim.catalog.curves import Curve
 from pstar_sim.errors import CatalogError
+from pstar_sim.python310 import TOMLDecodeError, toml_loads
 
 __all__ = [
     "Choice",
@@ -246,8 +246,8 @@ class Entry:
 def parse_toml(file: str, text: str) -> dict[str, object]:
     """Raises CatalogError for a text that is not TOML."""
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        return toml_loads(text)
+    except TOMLDecodeError as error:
         raise CatalogError(f"{file}: not a TOML file: {error}") from None
 
 

@@ -9,10 +9,10 @@ Knows no place, no bytes and no plan. (PatrickStar's states; an illegal transiti
 from __future__ import annotations
 
 from collections.abc import Iterable
-from enum import StrEnum
 
 from pstar_sim.core.layout import Layout
 from pstar_sim.errors import IllegalTransition
+from pstar_sim.python310 import StrEnum
 
 __all__ = ["Event", "State", "StateTable", "after"]
 

@@ -50,9 +50,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from enum import StrEnum
 
 from pstar_sim.errors import PlanError
+from pstar_sim.python310 import StrEnum
 
 __all__ = ["COPIES", "PAGEABLE", "Kind", "Place", "Queue", "Ref", "Step", "from_text", "to_text"]
 

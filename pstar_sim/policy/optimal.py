@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Unpack
+from typing import TYPE_CHECKING
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout, build_layout
@@ -25,6 +25,9 @@ from pstar_sim.policy.search import EFFORT_OPS, Search
 from pstar_sim.policy.zero_infinity import zero_infinity
 from pstar_sim.units import format_bytes, format_s
 from pstar_sim.workload.workload import Workload
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["OPTIONS", "optimal", "searched"]
 

@@ -8,7 +8,7 @@ and tide copies what static_partition copies.
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import TYPE_CHECKING
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
@@ -16,6 +16,9 @@ from pstar_sim.policy.asynchronous import Asynchronous
 from pstar_sim.policy.optimal import searched
 from pstar_sim.policy.points import Coordinates, Point, point_options
 from pstar_sim.workload.workload import Workload
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["OPTIONS", "tide"]
 

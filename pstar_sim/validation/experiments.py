@@ -7,7 +7,6 @@ states; nothing is fitted to a row. Knows policies by name only.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,6 +18,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.models import ModelEntry, count_params, model_entry
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CatalogError
+from pstar_sim.python310 import toml_loads
 from pstar_sim.units import GIB, MIB
 from pstar_sim.validation.rows import Row
 from pstar_sim.workload.presets import workload_of
@@ -174,7 +174,7 @@ def _with_gpu_bytes(machine: Machine, usable_bytes: int) -> Machine:
 def _harness() -> Mapping[str, float]:
     """Source -> seconds a micro-batch."""
     text = (files("pstar_sim.validation") / "data" / "harness.toml").read_text(encoding="utf-8")
-    return {name: float(entry["loop_ms"]) / 1e3 for name, entry in tomllib.loads(text).items()}
+    return {name: float(entry["loop_ms"]) / 1e3 for name, entry in toml_loads(text).items()}
 
 
 def _loop_s(source: str) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -10,6 +9,7 @@ from functools import cache
 from importlib.resources import files
 
 from pstar_sim.errors import CatalogError
+from pstar_sim.python310 import TOMLDecodeError, toml_loads
 from pstar_sim.validation.rows import Row
 
 __all__ = ["USES", "Rule", "published_scope", "read_scope", "rule_of"]
@@ -36,8 +36,8 @@ class Rule:
 def read_scope(file: str, text: str) -> tuple[Rule, ...]:
     """Rules in order. Raises CatalogError for a rule without name, use or reason, or with a key nobody knows."""
     try:
-        raw_rules = tomllib.loads(text).get("rule", [])
-    except tomllib.TOMLDecodeError as error:
+        raw_rules = toml_loads(text).get("rule", [])
+    except TOMLDecodeError as error:
         raise CatalogError(f"{file}: {error}") from error
     rules: list[Rule] = []
     for raw in raw_rules:

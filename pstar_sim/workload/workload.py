@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import cached_property
 
 from pstar_sim.errors import TraceError
+from pstar_sim.python310 import StrEnum
 
 __all__ = [
     "DTYPE_BYTES",

@@ -1,0 +1,37 @@
+"""What Python 3.10 has not yet, in one place: StrEnum, a TOML reader, notes on errors. From 3.11 on, Python's own."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+__all__ = ["StrEnum", "TOMLDecodeError", "add_note", "toml_loads"]
+
+if sys.version_info >= (3, 11):
+    from enum import StrEnum
+
+    from tomllib import TOMLDecodeError
+    from tomllib import loads as toml_loads
+
+    def add_note(error: BaseException, note: str) -> None:
+        error.add_note(note)
+
+else:
+    from collections.abc import Callable
+    from enum import Enum
+
+    import tomli
+
+    class StrEnum(str, Enum):
+        """Members are their text, also when printed or formatted."""
+
+        __str__ = str.__str__
+        __format__ = str.__format__
+
+    TOMLDecodeError: type[ValueError] = tomli.TOMLDecodeError
+    toml_loads: Callable[[str], dict[str, Any]] = tomli.loads
+
+    def add_note(error: BaseException, note: str) -> None:
+        """The note is kept where 3.11 keeps it; a traceback of 3.10 does not print it."""
+        notes: list[str] = getattr(error, "__notes__", [])
+        error.__notes__ = [*notes, note]  # type: ignore[attr-defined]
