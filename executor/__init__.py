@@ -13,6 +13,7 @@ from executor.prepare import prepare
 from executor.queues import SerialQueues, ThreadQueues, follow
 from executor.record import record
 from executor.scaling import LossScale
+from executor.weights import parameters_on_meta
 
 __all__ = [
     "AdamW",
@@ -27,6 +28,7 @@ __all__ = [
     "capture",
     "capture_module",
     "follow",
+    "parameters_on_meta",
     "prepare",
     "record",
 ]

@@ -7,7 +7,8 @@ import copy
 import logging
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +23,11 @@ from executor.moments import describe_parameters
 from executor.optimizer import AdamW, OffloadedAdamW, group_of
 from executor.queues import Queues, ThreadQueues
 from executor.scaling import LossScaling, loss_scale_for
+from executor.weights import Weights, check_values, give_memory, views_of
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
-from pstar_sim.errors import ContractError, PlanError
+from pstar_sim.errors import ContractError, PlanError, WeightsError
 
 __all__ = ["prepare"]
 
@@ -40,6 +42,7 @@ def prepare(
     device: str = "virtual",
     machine: Machine | None = None,
     bandwidth: float | tuple[float | None, float | None] | None = None,
+    weights: str | Path | None = None,
     queues: Queues | str = "threads",
     backend: Backend | None = None,
     threads: int | None = 1,
@@ -50,13 +53,16 @@ def prepare(
     """Run `model` under `plan` from now on: the same model, and the optimizer whose `step` the loop calls.
 
     machine: the machine the run is on, compared with the plan's. bandwidth: of the virtual accelerator's link, bytes
-    per second, one figure or (to the gpu, to the host); None: as fast as memory. queues: "threads", or a queues object.
+    per second, one figure or (to the gpu, to the host); None: as fast as memory. weights: a folder (or file) of
+    safetensors whose values the model gets, streamed into the chunks; the model's parameters may then be on meta (see
+    `parameters_on_meta`), and nothing but the chunks is allocated. queues: "threads", or a queues object.
     threads: torch threads of the compute queue until the session is closed (None leaves them). watchdog_s: see
     ThreadQueues. replan_after: so many iterations off plan in a row make a new plan (0: never). check: run the plan's
     independent checker first.
 
     Raises PlanError for a plan that fails its check or was made for another model, dtype, optimizer setting or machine,
-    ContractError for a model that is prepared already, DoesNotFit if host memory is short; the model is then unchanged.
+    ContractError for a model that is prepared already, DoesNotFit if host memory is short, WeightsError for weights
+    that are broken or not of this model; the model is then unchanged.
     """
     if device != "virtual" and backend is None:
         raise PlanError(f"device {device!r} is not known; this version runs plans on device='virtual'")
@@ -72,12 +78,13 @@ def prepare(
     tensors, parameters = describe_parameters(model, by_id)
     check_model(plan, tensors, parameters, by_id)
     check_settings(plan, optimizer)
+    source = check_values(model, tensors, weights)
     if check and plan.steps:
         plan.check(machine=machine)
 
     made = backend or _virtual(plan, bandwidth)
     arena = Arena(plan, made)
-    model_bytes = sum(t.bytes for t in tensors if t.tied_to is None)
+    model_bytes = sum(t.bytes for t, p in zip(tensors, parameters) if t.tied_to is None and not p.is_meta)
     check_host_memory(
         plan,
         arena.room,
@@ -99,6 +106,7 @@ def prepare(
     if isinstance(queues, str):
         raise PlanError(f"queues={queues!r} is not known; use 'threads' or a queues object such as SerialQueues")
     arena.allocate_slabs()
+    give_memory(parameters, arena)
     session = Session(
         model,
         plan,
@@ -114,8 +122,12 @@ def prepare(
         replan_after=replan_after,
     )
     torch_optimizer.session = session
-    with torch.no_grad():
-        load_parameters(session)
+    try:
+        with torch.no_grad():
+            load_parameters(session, source)
+    except WeightsError:  # a file that changed after its header was read
+        session.close(restore=False)
+        raise
     session.on_close.append(_guard_model(model, session))
     if threads is not None:
         session.on_close.append(lambda: torch.set_num_threads(threads_before))
@@ -151,8 +163,9 @@ def _skeleton(model: nn.Module) -> nn.Module | None:
         return None
 
 
-def load_parameters(session: Session) -> None:
-    """Move the parameters' values into their chunks, one chunk at a time, and make the parameters views of them."""
+def load_parameters(session: Session, source: Weights | None = None) -> None:
+    """Move the parameters' values into their chunks, one chunk at a time, and make the parameters views of them.
+    source: where the values come from instead."""
     plan, arena, contents = session.plan, session.arena, session.contents
     present = sorted(plan.initial)
     for resident in present:
@@ -160,30 +173,22 @@ def load_parameters(session: Session) -> None:
             arena.take(resident.place, resident.chunk, resident.list)
             arena.at(resident.place, resident.chunk, resident.list).zero_()
     for chunk in plan.layout.chunks:
-        for slot in chunk.slots:
+        for slot, view in views_of(arena, chunk, session.parameters):
             parameter = session.parameters[slot.tensor]
-            value = parameter.detach().reshape(-1)
-            for place in (Place.GPU, Place.HOST):
-                for list_name in ("param", "param32"):
-                    if arena.has(place, chunk.index, list_name):
-                        contents.slot(place, slot.tensor, list_name).copy_(value)
-            view = arena.gpu(chunk.index, "param")
-            parameter.data = torch.empty(0, dtype=view.dtype).set_(
-                view.untyped_storage(), slot.offset, parameter.shape, _contiguous(parameter.shape)
-            )
+            if source is None:
+                value = parameter.detach().reshape(-1)
+                for place in (Place.GPU, Place.HOST):
+                    for list_name in ("param", "param32"):
+                        if arena.has(place, chunk.index, list_name):
+                            contents.slot(place, slot.tensor, list_name).copy_(value)
+            parameter.data = view
             adopt(parameter, session, slot.tensor)
+    if source is not None:
+        source.fill(arena, contents)
+    for chunk in plan.layout.chunks:
         for place in (Place.GPU, Place.HOST):
             if arena.has(place, chunk.index, "param"):
                 contents.chunks[chunk.index].current.add(place)
-
-
-def _contiguous(shape: Sequence[int]) -> list[int]:
-    strides: list[int] = []
-    step = 1
-    for extent in reversed(shape):
-        strides.insert(0, step)
-        step *= max(extent, 1)
-    return strides
 
 
 def _guard_model(model: nn.Module, session: Session) -> Callable[[], None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 __all__ = [
     "CannotPlan",
     "CatalogError",
+    "CheckpointError",
     "ContractError",
     "DoesNotFit",
     "IllegalTransition",
@@ -17,6 +18,7 @@ __all__ = [
     "PstarError",
     "TraceError",
     "UnknownName",
+    "WeightsError",
 ]
 
 
@@ -46,6 +48,14 @@ class ModelError(PstarError):
 
 class ContractError(PstarError):
     """A training loop did something an offloaded optimizer cannot honour; the text names the replacement."""
+
+
+class WeightsError(PstarError):
+    """A file or folder of weights that is truncated, corrupt, or not of this model; the text names file and tensor."""
+
+
+class CheckpointError(PstarError):
+    """A checkpoint that is partial, of another model, from a newer version, or that could not be written."""
 
 
 class IllegalTransition(PstarError):

@@ -1,0 +1,272 @@
+"""Tensors in files: the safetensors format, read and written a piece at a time.
+
+What this is for: neither the reader nor the writer ever holds a whole tensor, let alone a whole file. The reader copies
+with `pread` into one buffer that is used again; nothing is mapped, so no page of the file counts as memory of the
+process. The writer is handed rows whose elements come when they are asked for. Knows no model and no chunk.
+
+Format (https://huggingface.co/docs/safetensors): 8 bytes little-endian length n, n bytes of JSON that give each tensor
+dtype, shape and first and last byte, then the bytes. Every byte belongs to exactly one tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pstar_sim.errors import WeightsError
+
+__all__ = ["PIECE_BYTES", "Entry", "Row", "TensorFile", "piece_buffer", "write_tensor_file"]
+
+PIECE_BYTES = 16 << 20
+LONGEST_HEADER_BYTES = 100 << 20
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+
+def piece_buffer(size_bytes: int = PIECE_BYTES) -> torch.Tensor:
+    """uint8 [size_bytes] on the host, for `TensorFile.pieces` and `write_tensor_file`."""
+    return torch.empty(size_bytes, dtype=torch.uint8)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous uint8 tensor on the host."""
+    return memoryview(tensor.numpy())  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file: bytes [start, stop) of it. dtype: None for one that torch does not know (`code` names
+    it)."""
+
+    code: str
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class TensorFile:
+    """A safetensors file whose header was read and found sound. entries: by tensor name. metadata: the header's own.
+
+    Raises WeightsError for a file that is missing, truncated, longer than its header says, or not of this format.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            with self.path.open("rb") as file:
+                self.size_bytes = os.fstat(file.fileno()).st_size
+                header, self.metadata, first = self._read_header(file)
+        except OSError as error:
+            raise WeightsError(f"{self.path} cannot be read: {error.strerror or error}") from error
+        self.entries = {name: self._entry(name, row, first) for name, row in header.items()}
+        self._check_bytes(first)
+
+    def _read_header(self, file: Any) -> tuple[dict[str, Any], dict[str, str], int]:
+        word = file.read(8)
+        if len(word) < 8:
+            raise WeightsError(
+                f"{self.path} is {self.size_bytes} bytes, too short for a safetensors file; copy it again"
+            )
+        (length,) = struct.unpack("<Q", word)
+        if length > LONGEST_HEADER_BYTES or length > self.size_bytes - 8:
+            raise WeightsError(
+                f"{self.path} is not a whole safetensors file: its header claims {length} bytes, the file has "
+                f"{self.size_bytes}; copy it again, or convert it (model.save_pretrained writes safetensors)"
+            )
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise WeightsError(f"{self.path} is corrupt: its header is not JSON ({error}); copy it again") from error
+        if not isinstance(header, dict):
+            raise WeightsError(f"{self.path} is corrupt: its header is no table of tensors; copy it again")
+        metadata = header.pop("__metadata__", None)
+        return header, dict(metadata) if isinstance(metadata, dict) else {}, 8 + length
+
+    def _entry(self, name: str, row: Any, first: int) -> Entry:
+        try:
+            code, shape, (start, stop) = row["dtype"], tuple(row["shape"]), row["data_offsets"]
+            sound = (
+                isinstance(code, str)
+                and all(type(n) is int and n >= 0 for n in shape)
+                and type(start) is int
+                and type(stop) is int
+            )
+        except (TypeError, KeyError, ValueError):
+            sound = False
+        if not sound:
+            raise WeightsError(f"{self.path} is corrupt: its header does not describe tensor {name!r}; copy it again")
+        entry = Entry(code, _DTYPES.get(code), shape, first + start, first + stop)
+        if entry.dtype is not None and entry.stop - entry.start != entry.numel * entry.dtype.itemsize:
+            raise WeightsError(
+                f"{self.path} is corrupt: tensor {name!r} of shape {list(shape)} in {code} has "
+                f"{entry.stop - entry.start} bytes; copy it again"
+            )
+        return entry
+
+    def _check_bytes(self, first: int) -> None:
+        """Every byte behind the header belongs to one tensor."""
+        reached = first
+        for name, entry in sorted(self.entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+            if entry.start != reached or entry.stop < entry.start:
+                raise WeightsError(
+                    f"{self.path} is corrupt: tensor {name!r} begins at byte {entry.start}, the one before it ends at "
+                    f"{reached}; copy it again"
+                )
+            reached = entry.stop
+        if reached != self.size_bytes:
+            what = "truncated" if reached > self.size_bytes else "not sound"
+            raise WeightsError(
+                f"{self.path} is {what}: its tensors end at byte {reached}, the file has {self.size_bytes}; copy it "
+                "again"
+            )
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[int]:
+        """The file's descriptor, for `pieces`. The bytes read leave the page cache at the end: they are wanted once."""
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise WeightsError(f"{self.path} cannot be read: {error.strerror or error}") from error
+        try:
+            yield descriptor
+        finally:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+    def pieces(
+        self, descriptor: int, name: str, buffer: torch.Tensor, start: int = 0, stop: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Elements [start, stop) of a tensor, flattened, as (number of the first, tensor in the file's dtype); each
+        tensor is a view of `buffer` (uint8) and good until the next. Raises WeightsError where the bytes end early."""
+        entry = self.entries[name]
+        if entry.dtype is None:
+            raise WeightsError(f"{self.path}: tensor {name!r} is in {entry.code}, which this version cannot read")
+        width = entry.dtype.itemsize
+        step = buffer.numel() // width
+        last = entry.numel if stop is None else stop
+        for first in range(start, last, step):
+            count = min(step, last - first)
+            piece = buffer[: count * width]
+            self._read(descriptor, bytes_of(piece), entry.start + first * width)
+            yield first, piece.view(entry.dtype)
+
+    def _read(self, descriptor: int, into: memoryview, offset: int) -> None:
+        while into:
+            try:
+                count = os.preadv(descriptor, [into], offset)
+            except OSError as error:
+                raise WeightsError(f"{self.path} cannot be read: {error.strerror or error}") from error
+            if count == 0:
+                raise WeightsError(f"{self.path} ends at byte {offset}: it changed while it was read; copy it again")
+            into, offset = into[count:], offset + count
+
+    def read(self, name: str) -> torch.Tensor:
+        """A whole (small) tensor, in memory of its own."""
+        entry = self.entries[name]
+        size = entry.stop - entry.start
+        if entry.dtype is None:
+            raise WeightsError(f"{self.path}: tensor {name!r} is in {entry.code}, which this version cannot read")
+        if not size:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        raw = piece_buffer(size)
+        with self.opened() as descriptor:
+            self._read(descriptor, bytes_of(raw), entry.start)
+        return raw.view(entry.dtype).reshape(entry.shape)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor to write. pieces: called once, when its turn comes; gives its elements in order, flat, in any number
+    of tensors of any dtype and device, none longer than it has to be."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterable[torch.Tensor]]
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_tensor_file(
+    path: Path, rows: Sequence[Row], buffer: torch.Tensor, metadata: Mapping[str, str] | None = None
+) -> int:
+    """Write the rows to a new file, in the order given, and have it on the disk; returns its bytes.
+
+    Elements that are on the host in the row's dtype are written from where they are, others go through `buffer` (uint8)
+    piece by piece. Raises OSError (disk full, ...); an assertion if a row gives more or fewer elements than it said.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    reached = 0
+    for row in rows:
+        header[row.name] = {
+            "dtype": _CODES[row.dtype],
+            "shape": list(row.shape),
+            "data_offsets": [reached, reached + row.size_bytes],
+        }
+        reached += row.size_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        _write(descriptor, memoryview(struct.pack("<Q", len(text)) + text))
+        for row in rows:
+            left = math.prod(row.shape)
+            for tensor in row.pieces():
+                left -= tensor.numel()
+                _write_elements(descriptor, tensor, row.dtype, buffer)
+            assert left == 0, f"{row.name}: {left} elements of {row.shape} did not come"
+        os.fsync(descriptor)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+    return 8 + len(text) + reached
+
+
+def _write_elements(descriptor: int, tensor: torch.Tensor, dtype: torch.dtype, buffer: torch.Tensor) -> None:
+    flat = tensor.detach().reshape(-1)
+    if flat.device.type == "cpu" and flat.dtype == dtype:
+        _write(descriptor, bytes_of(flat.view(torch.uint8)))
+        return
+    step = buffer.numel() // dtype.itemsize
+    for start in range(0, flat.numel(), step):
+        part = flat[start : start + step]
+        piece = buffer[: part.numel() * dtype.itemsize]
+        piece.view(dtype).copy_(part)
+        _write(descriptor, bytes_of(piece))
+
+
+def _write(descriptor: int, content: memoryview) -> None:
+    while content:
+        content = content[os.write(descriptor, content) :]
