@@ -90,6 +90,7 @@ class Session:
         self.takes_norms = False  # a warm-up of a run that will clip does the same work
         self._warm: WarmUp | None = None
         self.closed = False
+        self.weights_note = ""  # where the values came from, in words
         self.max_grad_norm = max_grad_norm
         self.eager = eager
         self.scaling = scaling

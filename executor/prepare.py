@@ -122,6 +122,7 @@ def prepare(
         replan_after=replan_after,
     )
     torch_optimizer.session = session
+    session.weights_note = source.note if source is not None else ""
     try:
         with torch.no_grad():
             load_parameters(session, source)

@@ -106,7 +106,8 @@ def give_memory(parameters: Sequence[nn.Parameter], arena: Arena) -> None:
             continue
         for slot, view in views_of(arena, chunk, parameters):
             parameter = parameters[slot.tensor]
-            twin = nn.Parameter(view, parameter.requires_grad)
+            # .data: a version counter of its own, as autograd would else see every copy into the chunk as a write to it
+            twin = nn.Parameter(view.data, parameter.requires_grad)
             try:
                 torch.utils.swap_tensors(parameter, twin)  # type: ignore[no-untyped-call]
             except RuntimeError as error:
@@ -323,19 +324,12 @@ class Weights:
 
         Raises WeightsError where a file ends early or cannot be read any more.
         """
+        self.fill_buffers()
         buffer = piece_buffer()
         chunk_of = arena.layout.chunk_of
         by_file: dict[Path, list[tuple[int, _Source]]] = {}
         for index, source in self._parameters.items():
             by_file.setdefault(source.file.path, []).append((index, source))
-        for module, key, source in self._buffers:
-            held = module._buffers[key]
-            assert held is not None
-            value = source.file.read(source.name)
-            if held.is_meta:
-                module._buffers[key] = value.to(held.dtype)
-            else:
-                held.copy_(value)
         for rows in by_file.values():
             rows.sort(key=lambda row: row[1].entry.start)
             with rows[0][1].file.opened() as descriptor:
@@ -351,6 +345,17 @@ class Weights:
                         for target in targets:
                             target[first : first + piece.numel()].copy_(value)
         log.info("%s", self.note)
+
+    def fill_buffers(self) -> None:
+        """The model's buffers get the file's values."""
+        for module, key, source in self._buffers:
+            held = module._buffers[key]
+            assert held is not None
+            value = source.file.read(source.name)
+            if held.is_meta:
+                module._buffers[key] = value.to(held.dtype)
+            else:
+                held.copy_(value)
 
 
 def _patterns(model: nn.Module, attribute: str) -> list[re.Pattern[str]]:
