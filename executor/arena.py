@@ -20,10 +20,10 @@ from pstar_sim.core.effects import category_of
 from pstar_sim.core.plan import Plan, Resident
 from pstar_sim.core.slabs import HostRoom, host_room, pack_slabs
 from pstar_sim.core.step import Place
-from pstar_sim.errors import DoesNotFit, PlanError
+from pstar_sim.errors import DoesNotFit, OutOfMemory, PlanError
 from pstar_sim.units import format_bytes
 
-__all__ = ["DTYPES", "Arena", "ByteChange", "HostRoom", "pack_slabs"]
+__all__ = ["DTYPES", "Arena", "ByteChange", "HostRoom", "check_gpu_memory", "check_host_memory", "pack_slabs"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STATE_DTYPES = {4: torch.float32, 2: torch.bfloat16}  # by bytes an element
@@ -58,6 +58,7 @@ class Arena:
         self.room = host_room(plan)
         self._state_dtypes = {name: STATE_DTYPES[width] for name, width in plan.layout.state_bytes}
         self.log: list[ByteChange] = []
+        self.gpu_budget_bytes = plan.gpu_budget_bytes  # less than the plan's once memory ran out
         self.peak_gpu_payload_bytes = 0
         self.marks: list[tuple[int, str, int]] | None = None  # (length of the log, word, moment), while measured
         self.tide_bytes = 0
@@ -128,17 +129,18 @@ class Arena:
 
     def room_on_gpu(self) -> int:
         """Bytes the gpu could still take now."""
-        return self.plan.gpu_budget_bytes - self._bytes[Place.GPU] - self.tide_bytes
+        return self.gpu_budget_bytes - self._bytes[Place.GPU] - self.tide_bytes
 
     def take(self, place: Place, chunk: int, list_name: str) -> None:
-        """Give a payload its memory. Raises PlanError if it has it, or if the place would go over its budget."""
+        """Give a payload its memory. Raises PlanError if it has it, or if the place would go over its budget;
+        OutOfMemory if the accelerator refuses it (nothing has changed then)."""
         size = self.layout.payload_bytes(chunk, list_name)
         with self._lock:
             key = (place, chunk, list_name)
             if key in self._present:
                 raise PlanError(f"{list_name} of chunk {chunk} already has memory on the {place.value}")
             held = self._bytes[place] + size + (self.tide_bytes if place is Place.GPU else 0)
-            budget = self.plan.gpu_budget_bytes if place is Place.GPU else self.plan.host_budget_bytes
+            budget = self.gpu_budget_bytes if place is Place.GPU else self.plan.host_budget_bytes
             if held > budget:
                 raise PlanError(
                     f"{place.value} over budget: {list_name} of chunk {chunk} ({format_bytes(size)}) would make it "
@@ -150,7 +152,24 @@ class Arena:
                 self.peak_gpu_payload_bytes = self._bytes[place]
             self._note(place, category_of(list_name), size, chunk, list_name)
         if place is Place.GPU:
-            self.backend.take(self.gpu(chunk, list_name))
+            try:
+                self.backend.take(self.gpu(chunk, list_name))
+            except (OutOfMemory, torch.OutOfMemoryError) as error:
+                with self._lock:
+                    self._present.remove(key)
+                    self._bytes[place] -= size
+                    self._note(place, category_of(list_name), -size, chunk, list_name)
+                raise self._refused(error, f"{list_name} of chunk {chunk}", size) from error
+
+    def _refused(self, error: OutOfMemory | torch.OutOfMemoryError, what: str, size: int) -> OutOfMemory:
+        known = isinstance(error, OutOfMemory)
+        return OutOfMemory(
+            what=what,
+            asked_bytes=size,
+            payload_bytes=self._bytes[Place.GPU],
+            other_bytes=error.other_bytes if known else self.tide_bytes,
+            limit_bytes=error.limit_bytes if known else self.backend.available_gpu_bytes(),
+        )
 
     def free(self, place: Place, chunk: int, list_name: str) -> None:
         """Take a payload's memory away. Raises PlanError if it has none."""
@@ -170,10 +189,10 @@ class Arena:
         """Non-model bytes the gpu has to leave room for from now on. Raises PlanError if it cannot."""
         with self._lock:
             held = self._bytes[Place.GPU] + size_bytes
-            if size_bytes > self.tide_bytes and held > self.plan.gpu_budget_bytes:
+            if size_bytes > self.tide_bytes and held > self.gpu_budget_bytes:
                 raise PlanError(
                     f"gpu over budget: {self._bytes[Place.GPU]} bytes of payloads and {size_bytes} of non-model data "
-                    f"are {held - self.plan.gpu_budget_bytes} more than the plan's {self.plan.gpu_budget_bytes}"
+                    f"are {held - self.gpu_budget_bytes} more than the plan's {self.gpu_budget_bytes}"
                 )
             change = size_bytes - self.tide_bytes
             self.tide_bytes = size_bytes
@@ -216,6 +235,23 @@ class Arena:
 
     def _note(self, place: Place, category: str, change: int, chunk: int, list_name: str) -> None:
         self.log.append(ByteChange(self._clock(), place, category, change, chunk, list_name, self._mark))
+
+
+def check_gpu_memory(plan: Plan, backend: Backend, worst_bytes: int) -> None:
+    """Raise DoesNotFit before anything is allocated if the accelerator has less than the plan can hold at once.
+
+    worst_bytes: the most in any legal interleaving (the checker's), or the plan's budget where that is not known.
+    """
+    available = backend.available_gpu_bytes()
+    if available is not None and worst_bytes > available:
+        raise DoesNotFit(
+            policy=plan.policy,
+            place="gpu",
+            needed_bytes=worst_bytes,
+            available_bytes=available,
+            what=f"chunks and non-model data of a plan for {format_bytes(plan.gpu_budget_bytes)}; plan again with "
+            f"--gpu-memory {available / 1e9:.3g}GB or less, or free memory on the accelerator",
+        )
 
 
 def check_host_memory(plan: Plan, room: HostRoom, *, available_bytes: int, gpu_is_host: bool, model_bytes: int) -> None:

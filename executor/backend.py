@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 
 from pstar_sim.core.step import Queue
+from pstar_sim.errors import OutOfMemory
 
 __all__ = ["Backend", "VirtualBackend", "available_host_bytes", "keep_freed_pages"]
 
@@ -45,7 +46,13 @@ class Backend(Protocol):
         ...
 
     def take(self, payload: torch.Tensor) -> None:
-        """Give the payload's storage its memory; contents are undefined."""
+        """Give the payload's storage its memory; contents are undefined. Raises OutOfMemory (or
+        torch.OutOfMemoryError) where there is none; the payload is then as it was."""
+        ...
+
+    def available_gpu_bytes(self) -> int | None:
+        """Memory this process could hold on the accelerator in all, what it holds already included; None where
+        nothing limits it."""
         ...
 
     def give(self, payload: torch.Tensor) -> None:
@@ -75,7 +82,9 @@ class VirtualBackend:
     """An accelerator in host memory.
 
     h2d_bytes_per_s, d2h_bytes_per_s: rate of the link (None = as fast as memory copies). latency_s: of each copy.
-    clock, sleep: passed in so that tests can use their own time.
+    gpu_bytes: memory the accelerator has, whatever a plan believes (None = what the plan says); it may be changed
+    while a plan runs. Payloads beyond it are refused with OutOfMemory, and the session counts what else is alive
+    (`guard.py`). clock, sleep: passed in so that tests can use their own time.
     """
 
     name = "virtual"
@@ -86,6 +95,7 @@ class VirtualBackend:
         h2d_bytes_per_s: float | None = None,
         d2h_bytes_per_s: float | None = None,
         latency_s: float = 0.0,
+        gpu_bytes: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -96,6 +106,9 @@ class VirtualBackend:
         self._sleep = sleep
         self._lock = threading.Lock()
         self._copied = {Queue.H2D: 0, Queue.D2H: 0}
+        self.gpu_bytes = gpu_bytes
+        self.payload_bytes = 0  # of storages that have memory
+        self.count_other: Callable[[], int] = lambda: 0  # everything else alive; the session's guard counts it
 
     def host_slab(self, size_bytes: int) -> torch.Tensor:
         return torch.zeros(size_bytes, dtype=torch.uint8)
@@ -106,10 +119,34 @@ class VirtualBackend:
         return payload
 
     def take(self, payload: torch.Tensor) -> None:
-        payload.untyped_storage().resize_(payload.numel() * payload.element_size())
+        size = payload.numel() * payload.element_size()
+        storage = payload.untyped_storage()
+        with self._lock:
+            more, other_bytes = size - storage.nbytes(), self.count_other()
+            if self.gpu_bytes is not None and self.payload_bytes + other_bytes + more > self.gpu_bytes:
+                raise OutOfMemory(
+                    what="a chunk",
+                    asked_bytes=more,
+                    payload_bytes=self.payload_bytes,
+                    other_bytes=other_bytes,
+                    limit_bytes=self.gpu_bytes,
+                )
+            self.payload_bytes += more
+        storage.resize_(size)
 
     def give(self, payload: torch.Tensor) -> None:
-        payload.untyped_storage().resize_(0)
+        storage = payload.untyped_storage()
+        with self._lock:
+            self.payload_bytes -= storage.nbytes()
+        storage.resize_(0)
+
+    def available_gpu_bytes(self) -> int | None:
+        return self.gpu_bytes
+
+    def over_bytes(self) -> int:
+        """Bytes alive beyond `gpu_bytes`; 0 or less while all fits."""
+        with self._lock:
+            return 0 if self.gpu_bytes is None else self.payload_bytes + self.count_other() - self.gpu_bytes
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
         start_s = self._clock()

@@ -31,10 +31,11 @@ GPU, HOST = Place.GPU, Place.HOST
 
 @dataclass
 class ChunkState:
-    """current: places whose copy of the working list holds the current values. gradients: see [Note: where a gradient
-    is]."""
+    """current: places whose copy of the working list holds the current values. ahead: state lists that were updated on
+    the gpu while the host holds the older ones. gradients: see [Note: where a gradient is]."""
 
     current: set[Place] = field(default_factory=set)
+    ahead: set[str] = field(default_factory=set)
     gradients: dict[tuple[Place, str], set[int]] = field(default_factory=dict)
 
     def where(self, place: Place, list_name: str) -> set[int]:
@@ -270,6 +271,7 @@ class Contents:
                 # The gpu's copy still holds the gradients in place; it is dead, and no longer counted as current.
                 state.current.discard(GPU)
                 self._changed(chunk)
+        state.ahead.discard(list_name)
         there.update(leaving)
         leaving.clear()
 
@@ -328,6 +330,8 @@ class Contents:
             mine.clear()
             arena.at(place, chunk, "param").copy_(arena.at(place, chunk, "param32"))
             state.current = {place}
+            if place is GPU:
+                state.ahead = set(self.layout.state_lists)
         elif place not in state.current:
             arena.at(place, chunk, "param").copy_(arena.at(place, chunk, "param32"))
             state.current.add(place)

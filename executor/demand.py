@@ -41,7 +41,7 @@ from executor.measure import unseen
 from executor.models import map_tensors
 from executor.torch26 import saved_tensor_hooks_in_force
 from pstar_sim.core.step import Place, Queue
-from pstar_sim.errors import ContractError, DoesNotFit, PlanError, PstarError
+from pstar_sim.errors import ContractError, DoesNotFit, OutOfMemory, PlanError, PstarError
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Moment, Phase, Workload, repeat_micro_batch
@@ -85,6 +85,7 @@ class Demand:
             if m:  # the event that closes a moment may not come: what follows it belongs to it then
                 self._by_name_next.setdefault(session.names[m - 1], set()).update(chunks)
         self._position = 0
+        self.moment = -1  # the plan's moment that what runs off plan looks like; -1: none
         self._storages: dict[int, int] = {}  # storage of a working list -> chunk
         for c in session.plan.layout.chunks:
             self._storages[session.arena.gpu(c.index, "param").untyped_storage()._cdata] = c.index
@@ -193,10 +194,11 @@ class Demand:
                 self._recompute = set()
         if known_tide_bytes is None:
             known_tide_bytes = tide.no_grad_bytes if self.visiting else tide.at(event.name, s.arena.tide_bytes)
-        self._set_tide(known_tide_bytes)
+        self._set_tide(known_tide_bytes + s.ladder.unforeseen_bytes)
         at = self._next_moment(event.name)
         if at is not None:
             self._position = at
+        self.moment = -1 if at is None else at
         if self._prefix and event.phase in (Phase.BWD, Phase.RECOMPUTE):
             self.ensure(self._by_name.get(event.name, set()))
             self.ensure(self._by_name_next.get(event.name, set()), required=False)
@@ -221,10 +223,10 @@ class Demand:
     def _set_tide(self, size: int) -> None:
         """Make the gpu hold no more than leaves room for the tide, as far as it can be."""
         arena = self.session.arena
-        free = arena.plan.gpu_budget_bytes - arena.payload_bytes(GPU)
+        free = arena.gpu_budget_bytes - arena.payload_bytes(GPU)
         if size > free:
             self._make_room(size - arena.tide_bytes, needed=set(), strict=False)
-            free = arena.plan.gpu_budget_bytes - arena.payload_bytes(GPU)
+            free = arena.gpu_budget_bytes - arena.payload_bytes(GPU)
         arena.set_tide(min(size, max(free, 0)))
 
     def leave(self, reason: str) -> None:
@@ -239,9 +241,11 @@ class Demand:
         self.active = True
         self._prefix = s.cursor >= 0
         self._position = max(s.cursor, 0)
+        self.moment = s.cursor
         s.forget_open_step()
         with torch.no_grad():
             self._park_gradients()
+            self._land_streams()
         s.set_open(False)
         # Whatever runs now was begun on plan: its chunks stay until the next event.
         self._frames = [set(s._needed[s.cursor]) if s.cursor >= 0 else set()]
@@ -273,6 +277,22 @@ class Demand:
                     contents.release(GPU, c.index, "grad")
             if arena.has(GPU, c.index, "param") and GPU not in state.current and not self._stays(c.index):
                 contents.release(GPU, c.index, "param")
+
+    def _land_streams(self) -> None:
+        """Optimizer states that are on the gpu for one update only go home, updated or not."""
+        s = self.session
+        arena, contents = s.arena, s.contents
+        for c in s.plan.layout.chunks:
+            if s.plan.modes[c.index] != "stream":
+                continue
+            state = contents.chunks[c.index]
+            for name in s.plan.layout.state_lists:
+                if arena.has(GPU, c.index, name):
+                    if name in state.ahead:
+                        s.backend.copy(arena.host(c.index, name), arena.gpu(c.index, name), Queue.D2H)
+                        s.backend.fence(Queue.D2H)
+                    contents.release(GPU, c.index, name)
+            state.ahead.clear()
 
     def _stays(self, chunk: int) -> bool:
         """The chunk's master copy is on the gpu: its working list can be rewritten there and needs no host."""
@@ -350,24 +370,41 @@ class Demand:
             arrived = sorted(t for c in chunks for t in contents.chunks[c.index].with_gradient())
             return [contents.gradient_norm(t) for t in arrived]
 
-        homes = {c.index: GPU if s.arena.has(GPU, c.index, "param32") else HOST for c in chunks}
         for c in chunks if not update.skip else ():
-            contents.gather_gradients(c, homes[c.index])
+            contents.gather_gradients(c, self._home(c.index))
         if s.max_grad_norm is not None and update.norm is None:
             update.coefficient(norms)
         for c in chunks:
-            place = homes[c.index]
-            if not s.arena.has(place, c.index, "param"):
-                if place is GPU:
+            if not s.arena.has(self._home(c.index), c.index, "param"):
+                if self._home(c.index) is GPU:
                     self._make_room(s.plan.layout.payload_bytes(c.index, "param"), needed={c.index})
-                s.arena.take(place, c.index, "param")
-            contents.adam(c.index, place, update, norms)
+                self._take(c.index, "param", needed={c.index})
+                if not update.skip:
+                    contents.gather_gradients(c, self._home(c.index))
+            contents.adam(c.index, self._home(c.index), update, norms)
         self._back_to_cut()
+
+    def _home(self, chunk: int) -> Place:
+        """Where the chunk is updated: beside its states."""
+        return GPU if self.session.arena.has(GPU, chunk, "param32") else HOST
+
+    def _take(self, chunk: int, name: str, *, needed: set[int], place: Place | None = None) -> None:
+        """Memory for a payload (at the chunk's home if no place is given). What the accelerator refuses is asked for
+        again after the ladder gave something back. Raises DoesNotFit if it cannot."""
+        arena = self.session.arena
+        while not arena.has(where := place or self._home(chunk), chunk, name):
+            try:
+                arena.take(where, chunk, name)
+            except OutOfMemory as error:
+                self.session.ladder.give_back(error, needed=needed)
 
     def replan(self) -> None:
         """Called after each step off plan: a new plan if the last iterations all were, by the same policy, for what
-        they did."""
+        they did; the ladder's if memory ran out."""
         s = self.session
+        if s.ladder.pending:
+            s.ladder.replan()
+            return
         self.in_a_row += 1
         if s.on_demand_only or not s.replan_after or self.in_a_row < s.replan_after:
             return
@@ -408,9 +445,9 @@ class Demand:
         s = self.session
         for t, gradient in self._stash.items():
             chunk = s._chunk_of[t]
-            place = GPU if s.arena.has(GPU, chunk, "param32") else HOST
-            if not s.arena.has(place, chunk, "param"):
-                s.arena.take(place, chunk, "param")
+            if not s.arena.has(self._home(chunk), chunk, "param"):
+                self._take(chunk, "param", needed={chunk})
+            place = self._home(chunk)
             mine = s.contents.chunks[chunk].where(place, "param")
             target = s.contents.slot(place, t, "param")
             assert t not in mine
@@ -433,6 +470,8 @@ class Demand:
         self._stash.clear()
         self._back_to_cut()
         s.clock.reset()
+        if s.ladder.pending:
+            s.ladder.replan()
 
     def _back_to_cut(self) -> None:
         """Bring the places to the plan's cut and let the queues begin the next iteration."""
@@ -442,12 +481,17 @@ class Demand:
         s.arena.mark("after", len(s.names) - 1)
         s.arena.set_tide(0)
         s.set_open(False)
-        self._reach(s.cut)
-        s.arena.set_tide(s.cut_tide)
+        if not s.ladder.pending:
+            try:
+                self._reach(s.cut)
+                s.arena.set_tide(s.cut_tide)
+            except OutOfMemory as error:
+                s.ladder.note(error, "a new plan is made from where everything is")
         self.active = False
         s.queues.jump(s.iteration)
         s.next_iteration(on_plan=False)
-        s.queues.resume()
+        if not s.ladder.pending:  # otherwise everything stays where it is until there is a new plan
+            s.queues.resume()
 
     def _reach(self, wanted: frozenset[tuple[Place, int, str]]) -> None:
         """Make exactly `wanted` resident. Values survive: what leaves its last place is copied first."""
@@ -523,13 +567,20 @@ class Demand:
         assert self._before_visit is not None
         self._frames = [set()]
         s.arena.set_tide(0)
-        with torch.no_grad():
-            self._reach(self._before_visit)
-        s.arena.set_tide(s.cut_tide)
+        if not s.ladder.pending:
+            try:
+                with torch.no_grad():
+                    self._reach(self._before_visit)
+                s.arena.set_tide(s.cut_tide)
+            except OutOfMemory as error:
+                s.ladder.note(error, "a new plan is made from where everything is")
         self.visiting = False
         self._before_visit = None
         s.clock.evaluation_ended()
-        s.queues.resume()
+        if s.ladder.pending:
+            s.ladder.replan()
+        else:
+            s.queues.resume()
 
     # -- room ---------------------------------------------------------------------------------------------------------
 
@@ -566,32 +617,106 @@ class Demand:
         arena = s.arena
         if arena.room_on_gpu() >= size:
             return
-        protected = set().union(*self._frames) | self._recompute | needed
-        victims = [
-            c.index
-            for c in s.plan.layout.chunks
-            if arena.has(GPU, c.index, "param")
-            and c.index not in protected
-            and self._movable(c.index)
-            and not s.contents.chunks[c.index].where(GPU, "param")
-        ]
-        victims.sort(key=lambda chunk: (-self._next_use(chunk), chunk))
-        for chunk in victims:
+        for chunk in self._victims(needed):
             s.contents.release(GPU, chunk, "param")
             if arena.room_on_gpu() >= size:
                 return
         # The tide known here is that of the plan's moments; give up of it what is only an estimate.
         short = size - arena.room_on_gpu()
+        if strict and s.ladder.pending:
+            short -= self.states_to_host(short, needed=needed)[1]
+            if short <= 0:
+                return
         if short <= arena.tide_bytes and not self._batch_moments:
             arena.set_tide(arena.tide_bytes - short)
         elif strict:
             raise DoesNotFit(
                 policy=s.plan.policy,
                 place="gpu",
-                needed_bytes=arena.plan.gpu_budget_bytes + short,
-                available_bytes=arena.plan.gpu_budget_bytes,
+                needed_bytes=arena.gpu_budget_bytes + short,
+                available_bytes=arena.gpu_budget_bytes,
                 what="what one module reads at once, off plan",
             )
+
+    def _victims(self, needed: set[int]) -> list[int]:
+        """Chunks whose working list may leave the gpu now, the one used last first."""
+        s = self.session
+        protected = set().union(*self._frames) | self._recompute | needed
+        victims = [
+            c.index
+            for c in s.plan.layout.chunks
+            if s.arena.has(GPU, c.index, "param")
+            and c.index not in protected
+            and self._movable(c.index)
+            and not s.contents.chunks[c.index].where(GPU, "param")
+        ]
+        return sorted(victims, key=lambda chunk: (-self._next_use(chunk), chunk))
+
+    def give_back(self, size: int, *, needed: set[int]) -> tuple[list[int], int]:
+        """Drop working lists that nobody uses now until the gpu holds `size` bytes less, if there are so many; (chunks
+        dropped, bytes)."""
+        dropped: list[int] = []
+        freed = 0
+        for chunk in self._victims(needed):
+            if freed >= size:
+                break
+            self.session.contents.release(GPU, chunk, "param")
+            dropped.append(chunk)
+            freed += self.session.plan.layout.payload_bytes(chunk, "param")
+        return dropped, freed
+
+    def states_to_host(self, size: int, *, needed: set[int]) -> tuple[list[int], int]:
+        """Move the optimizer states of pinned chunks to the host until the gpu holds `size` bytes less, as far as the
+        host has room; (chunks moved, bytes). Their update of this iteration runs there."""
+        s = self.session
+        arena, layout = s.arena, s.plan.layout
+        moved: list[int] = []
+        freed = 0
+        pinned = [c.index for c in layout.chunks if arena.has(GPU, c.index, "param32")]
+        for chunk in sorted(pinned, key=lambda c: (-layout.payload_bytes(c, "param32"), c)):
+            if freed >= size:
+                break
+            lists = [n for n in (*layout.state_lists, "grad32") if arena.has(GPU, chunk, n)]
+            room = s.plan.host_budget_bytes - arena.payload_bytes(HOST)
+            if sum(layout.payload_bytes(chunk, n) for n in ("param", *lists)) > room:
+                continue
+            with torch.no_grad():
+                freed += self._move_states(chunk, lists)
+            moved.append(chunk)
+            if chunk in self._victims(needed):
+                s.contents.release(GPU, chunk, "param")
+                freed += layout.payload_bytes(chunk, "param")
+        return moved, freed
+
+    def _move_states(self, chunk: int, lists: Sequence[str]) -> int:
+        s = self.session
+        arena, contents = s.arena, s.contents
+        freed = 0
+        state = contents.chunks[chunk]
+        for name in lists:
+            arena.take(HOST, chunk, name)
+            s.backend.copy(arena.host(chunk, name), arena.gpu(chunk, name), Queue.D2H)
+            s.backend.fence(Queue.D2H)
+            state.where(HOST, name).update(state.where(GPU, name))
+            state.where(GPU, name).clear()
+        if not arena.has(HOST, chunk, "param"):
+            arena.take(HOST, chunk, "param")
+            self._fill(HOST, chunk, "param")
+        for name in lists:
+            contents.release(GPU, chunk, name)
+            freed += s.plan.layout.payload_bytes(chunk, name)
+        for t in [slot.tensor for slot in s.plan.layout.chunks[chunk].slots]:
+            for name in ("param", "grad"):
+                mine = state.where(GPU, name)
+                if t in mine:
+                    self._to_host(t, contents.slot(GPU, t, name))
+                    mine.discard(t)
+                    if name == "param":
+                        contents.restore(GPU, t)
+            if t in self._stash:
+                self._to_host(t, self._stash.pop(t))
+        s.refresh(chunk)
+        return freed
 
     def ensure(self, chunks: Iterable[int], *, required: bool = True) -> None:
         """Make the working lists of `chunks` readable on the gpu; those not `required` only if there is room."""
@@ -605,7 +730,7 @@ class Demand:
                 self._make_room(size, needed=wanted, strict=required)
                 if not required and s.arena.room_on_gpu() < size:
                     continue
-                s.arena.take(GPU, chunk, "param")
+                self._take(chunk, "param", needed=wanted, place=GPU)
             with torch.no_grad():
                 self._fill(GPU, chunk, "param")
         self._frames[-1] |= wanted

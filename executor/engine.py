@@ -26,11 +26,13 @@ from torch import nn
 
 from executor.adam import Hyper
 from executor.arena import Arena, check_host_memory
-from executor.backend import Backend, available_host_bytes
+from executor.backend import Backend, VirtualBackend, available_host_bytes
 from executor.contents import Contents, Update
 from executor.contract import ChunkParameter, ParkedParameter, disown, raw_grad, set_raw_grad
 from executor.demand import Demand
+from executor.guard import Guard
 from executor.hooks import Event, MomentClock, tensors_of
+from executor.ladder import Ladder
 from executor.live_bytes import LiveStorages
 from executor.measure import Measured, Watch, measure_iteration, unseen
 from executor.measured import IterationLog, StepLog, build_timeline
@@ -42,7 +44,7 @@ from pstar_sim.core.effects import gradient_list, needed
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import COPIES, Kind, Place, Queue
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.errors import ContractError, ModelError, PlanError
+from pstar_sim.errors import ContractError, ModelError, OutOfMemory, PlanError
 from pstar_sim.workload.workload import Moment, Phase, Workload
 
 __all__ = ["Session"]
@@ -106,6 +108,8 @@ class Session:
         self.arrived: set[int] = set()  # the same, of the current iteration
         self.stepped = False  # optimizer.step() came after they arrived
         self.updated_early: set[int] = set()  # tensors whose eager update of this iteration is done
+        self.guard: Guard | None = None
+        self.ladder = Ladder(self)
         self._install(plan, arena, queues)
         self.clock = MomentClock(model, self.on_event)
         self._hooks = [
@@ -132,6 +136,8 @@ class Session:
         self._chunk_of = plan.layout.chunk_of
         self._compile()
         self.demand = Demand(self)
+        if self.guard is not None:
+            self.guard.bind()
 
     def _compile(self) -> None:
         """Tables of the plan by moment."""
@@ -204,6 +210,12 @@ class Session:
         self.queues.allow(self.iteration)
         self.queues.resume()
 
+    def guard_memory(self) -> None:
+        """Watch every operator from now on, where the accelerator has a limit of its own."""
+        if self.guard is None and isinstance(self.backend, VirtualBackend) and self.backend.gpu_bytes is not None:
+            self.guard = Guard(self)
+            self.guard.begin()
+
     def on_event(self, event: Event) -> None:
         """The clock's only caller. Between events the user's thread computes."""
         if self.closed:
@@ -221,12 +233,18 @@ class Session:
         with unseen():
             if self.queues.failure is not None:
                 raise self.queues.failure
+            self.ladder.on_event()
             if self.demand.visiting:
                 if not torch.is_grad_enabled() and event.kind in ("begin", "end"):
                     self.demand.on_event(event)
                     return
                 self.demand.end_visit()
-            if self.demand.active or not self._on_plan(event):
+            try:
+                off_plan = self.demand.active or not self._on_plan(event)
+            except OutOfMemory as error:
+                self.ladder.climb(error)
+                off_plan = self.demand.active or not self._on_plan(event)
+            if off_plan:
                 self.demand.on_event(event)
         if event.kind == "backward-end":
             self.backwards += 1
@@ -412,15 +430,20 @@ class Session:
             update.coefficient(lambda: self.update_norms(k))
         self.clock.step()  # the event "step": comes back through on_event
         assert self.cursor == len(self.names) - 1 or self.demand.active
-        if self.demand.active:
-            self.demand.step()
-            return
-        if self.watch is not None:
-            self.watch.closes(self.cursor)
-        self._end_moment(self._now())
-        for i in self._tail:
-            self._run_inline(i)
-        self.next_iteration()
+        if not self.demand.active:
+            if self.watch is not None:
+                self.watch.closes(self.cursor)
+            try:
+                self._end_moment(self._now())
+                for i in self._tail:
+                    self._run_inline(i)
+            except OutOfMemory as error:
+                self.ladder.climb(error)
+            else:
+                self.next_iteration()
+                return
+        self.demand.step()
+        self.demand.replan()
 
     def decide_scaling(self, update: Update) -> None:
         """All gradients of the iteration are there: whether it updates, and what undoes the scale."""
@@ -734,15 +757,15 @@ class Session:
             self.queues.stop()
             self.set_open(False)
             arena.allocate_slabs()
-            self._install(plan, arena, queues.renew())
             for t, value in values.items():
                 self.parameters[t].__class__ = nn.Parameter
                 self.parameters[t].data = value
+            old.empty()  # the accelerator may not hold both
+            self._install(plan, arena, queues.renew())
             load_parameters(self)
             for (t, name), value in states.items():
                 self._write_state(t, name, value)
             self.contents.steps_taken.update(steps_taken)
-            old.empty()
         self.start()
 
     # -- deviations ---------------------------------------------------------------------------------------------------
@@ -773,6 +796,8 @@ class Session:
         values."""
         if self.closed:
             return
+        if self.guard is not None:
+            self.guard.end()
         values: dict[int, torch.Tensor] = {}
         if restore and self.queues.failure is None:
             values = {t: self.current_value(t) for t in self._chunk_of}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from executor.arena import Arena, check_host_memory
+from executor.arena import Arena, check_gpu_memory, check_host_memory
 from executor.backend import Backend, VirtualBackend, available_host_bytes, keep_freed_pages
 from executor.checks import check_model, check_settings
 from executor.contract import adopt
@@ -79,10 +79,12 @@ def prepare(
     check_model(plan, tensors, parameters, by_id)
     check_settings(plan, optimizer)
     source = check_values(model, tensors, weights)
+    worst_bytes = plan.gpu_budget_bytes
     if check and plan.steps:
-        plan.check(machine=machine)
+        worst_bytes = plan.check(machine=machine).peak_bytes["gpu"]
 
     made = backend or _virtual(plan, bandwidth)
+    check_gpu_memory(plan, made, worst_bytes)
     arena = Arena(plan, made)
     model_bytes = sum(t.bytes for t, p in zip(tensors, parameters) if t.tied_to is None and not p.is_meta)
     check_host_memory(
@@ -133,6 +135,7 @@ def prepare(
     if threads is not None:
         session.on_close.append(lambda: torch.set_num_threads(threads_before))
     _watch_batches(model, session)
+    session.guard_memory()
     session.start()
     stop = _stop_at_exit(session)
     atexit.register(stop)

@@ -11,6 +11,7 @@ start.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -22,7 +23,7 @@ from typing import Protocol
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind, Queue, Step
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.errors import PlanError
+from pstar_sim.errors import OutOfMemory, PlanError
 from pstar_sim.python310 import add_note
 
 __all__ = ["Program", "QueueEvent", "Queues", "SerialQueues", "ThreadQueues", "Work", "follow"]
@@ -71,7 +72,11 @@ class Program:
 
 
 class Work(Protocol):
-    """What a step does, in two halves: `begin` takes memory, `finish` (after `work`) frees it and writes the log."""
+    """What a step does, in two halves: `begin` takes memory, `finish` (after `work`) frees it and writes the log.
+
+    [Note: short of memory] `begin` may raise OutOfMemory, having changed nothing. The queue then keeps the step and
+    starts nothing until `jump`; the others go on. The user's thread gets the error from `wait`, or finds it in `short`.
+    """
 
     def begin(self, i: int, iteration: int, ready_s: float, waited_for: int | None) -> None: ...
 
@@ -145,6 +150,11 @@ class Queues(Protocol):
         """What a queue died of."""
         ...
 
+    @property
+    def short(self) -> OutOfMemory | None:
+        """What holds a queue back: see [Note: short of memory]."""
+        ...
+
 
 class ThreadQueues:
     """A daemon thread a queue.
@@ -172,10 +182,15 @@ class ThreadQueues:
         self._ended_steps = 0
         self._started: Program | None = None
         self._failure: BaseException | None = None
+        self._short: dict[Queue, OutOfMemory] = {}
 
     @property
     def failure(self) -> BaseException | None:
         return self._failure
+
+    @property
+    def short(self) -> OutOfMemory | None:
+        return next(iter(self._short.values()), None)
 
     @property
     def program(self) -> Program | None:
@@ -228,7 +243,7 @@ class ThreadQueues:
                     return False
                 iteration, at = self._at[queue]
                 i = order[at]
-                if not self._paused and iteration <= self._allowed:
+                if not self._paused and iteration <= self._allowed and queue not in self._short:
                     missing = program.missing(i, iteration)
                     if not missing:
                         break
@@ -237,7 +252,14 @@ class ThreadQueues:
                 condition.wait()
                 self._waiting.discard(queue)
             self._busy.add(queue)
-        self._work.begin(i, iteration, ready_s, waited_for)
+        try:
+            self._work.begin(i, iteration, ready_s, waited_for)
+        except OutOfMemory as error:
+            with self._lock:
+                self._busy.discard(queue)
+                self._short[queue] = error
+                self._notify_all()
+            return True
         self._work.work(i, iteration)
         self._work.finish(i, iteration)
         with self._lock:
@@ -275,7 +297,7 @@ class ThreadQueues:
                 waited_for = missing[-1]
             return not missing
 
-        self._wait_until(ready, lambda: program.word(i, iteration))
+        self._wait_until(ready, lambda: program.word(i, iteration), needs_all=True)
         return waited_for
 
     def before_end(self, i: int, iteration: int) -> None:
@@ -307,6 +329,7 @@ class ThreadQueues:
             self._program.done[:] = [iteration] * len(self._program.done)
             for queue in self._at:
                 self._at[queue] = (iteration + 1, 0)
+            self._short.clear()
 
     def stop(self) -> None:
         with self._lock:
@@ -320,9 +343,15 @@ class ThreadQueues:
             log.warning("%s did not stop within %.0f s", ", ".join(stuck), self._join_s)
 
     def _wait_until(
-        self, condition: Callable[[], bool], what: Callable[[], str], *, idle_is_stuck: bool = True
+        self,
+        condition: Callable[[], bool],
+        what: Callable[[], str],
+        *,
+        idle_is_stuck: bool = True,
+        needs_all: bool = False,
     ) -> None:
-        """Wait in the user's thread. Raises what a queue died of; PlanError if nothing can ever end."""
+        """Wait in the user's thread. Raises what a queue died of; PlanError if nothing can ever end; OutOfMemory if a
+        queue is short of memory and nothing else moves (needs_all: at once)."""
         compute = self._conditions[Queue.COMPUTE]
         with self._lock:
             try:
@@ -333,6 +362,8 @@ class ThreadQueues:
                         raise self._failure
                     if condition():
                         return
+                    if self._short and (needs_all or not self._moves()):
+                        raise next(iter(self._short.values()))
                     if compute.wait(self._watchdog_s) or self._ended_steps != ended:
                         ended = self._ended_steps
                         continue
@@ -343,6 +374,17 @@ class ThreadQueues:
             finally:
                 self._waiting.discard(Queue.COMPUTE)
 
+    def _moves(self) -> bool:
+        """A step is being executed or may start."""
+        if self._busy:
+            return True
+        return not self._paused and any(
+            queue not in self._short
+            and iteration <= self._allowed
+            and self._program.ready(self._program.order[queue][at], iteration)
+            for queue, (iteration, at) in self._at.items()
+        )
+
     def _standing(self) -> str:
         """Where every queue stands, for the watchdog."""
         words = []
@@ -350,6 +392,8 @@ class ThreadQueues:
             i = self._program.order[queue][at]
             if queue in self._busy:
                 words.append(f"{queue.value} executes {self._program.word(i, iteration)}")
+            elif queue in self._short:
+                words.append(f"{queue.value} is short of memory for {self._program.word(i, iteration)}")
             elif iteration > self._allowed or self._paused:
                 words.append(f"{queue.value} is held")
             else:
@@ -386,10 +430,15 @@ class SerialQueues:
         self._allowed = -1
         self._paused = False
         self._failure: BaseException | None = None
+        self._short: dict[Queue, OutOfMemory] = {}
 
     @property
     def failure(self) -> BaseException | None:
         return self._failure
+
+    @property
+    def short(self) -> OutOfMemory | None:
+        return next(iter(self._short.values()), None)
 
     @property
     def program(self) -> Program | None:
@@ -419,14 +468,23 @@ class SerialQueues:
             step = self._program.steps[i]
             if queue in self._flying:
                 found.append((QueueEvent("end", step, iteration), queue, i))
-            elif not self._paused and iteration <= self._allowed and self._program.ready(i, iteration):
+            elif (
+                not self._paused
+                and iteration <= self._allowed
+                and queue not in self._short
+                and self._program.ready(i, iteration)
+            ):
                 found.append((QueueEvent("start", step, iteration), queue, i))
         return found
 
     def _happen(self, event: QueueEvent, queue: Queue, i: int) -> None:
         work, iteration = self._work, event.iteration
         if event.kind == "start":
-            work.begin(i, iteration, 0.0, None)
+            try:
+                work.begin(i, iteration, 0.0, None)
+            except OutOfMemory as error:
+                self._short[queue] = error
+                raise
             early = self._works_early(event.step)
             if early:
                 work.work(i, iteration)
@@ -446,6 +504,8 @@ class SerialQueues:
             if not possible:
                 if may:
                     return
+                if self.short is not None:
+                    raise self.short
                 raise PlanError(
                     f"the queues are stuck: {self._program.word(i, compute.iteration)} waits for steps "
                     f"{[self._program.steps[j].id for j in self._program.missing(i, compute.iteration)]}"
@@ -472,8 +532,11 @@ class SerialQueues:
         while any(self._program.done[i] < iteration for i in side):
             possible = [row for row in self._possible() if row[0].iteration <= iteration or row[0].kind == "end"]
             if not possible:
+                if self.short is not None:
+                    raise self.short
                 raise PlanError(f"the queues are stuck before the end of iteration {iteration}")
-            self._happen(*possible[0])
+            with contextlib.suppress(OutOfMemory):  # it is in `short`; the others go on
+                self._happen(*possible[0])
 
     def pause(self) -> None:
         self._paused = True
@@ -487,6 +550,7 @@ class SerialQueues:
         self._program.done[:] = [iteration] * len(self._program.done)
         for queue in self._at:
             self._at[queue] = (iteration + 1, 0)
+        self._short.clear()
 
     def stop(self) -> None:
         self._at.clear()

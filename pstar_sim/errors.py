@@ -14,6 +14,7 @@ __all__ = [
     "DoesNotFit",
     "IllegalTransition",
     "ModelError",
+    "OutOfMemory",
     "PlanError",
     "PstarError",
     "TraceError",
@@ -56,6 +57,31 @@ class WeightsError(PstarError):
 
 class CheckpointError(PstarError):
     """A checkpoint that is partial, of another model, from a newer version, or that could not be written."""
+
+
+class OutOfMemory(PstarError):
+    """An accelerator refused memory while a plan ran, as torch.OutOfMemoryError does where CUDA refuses it.
+
+    asked_bytes: what was asked for. payload_bytes, other_bytes: chunks and everything else that was there. limit_bytes:
+    what there is (None where the device does not say). The executor catches it and climbs its ladder
+    (executor/ladder.py); it is seen by a user's loop only where no rung helps.
+    """
+
+    def __init__(
+        self, *, what: str, asked_bytes: int, payload_bytes: int, other_bytes: int, limit_bytes: int | None
+    ) -> None:
+        from pstar_sim.units import format_bytes
+
+        of = "" if limit_bytes is None else f" of {format_bytes(limit_bytes)}"
+        super().__init__(
+            f"out of accelerator memory: {what} asked for {format_bytes(asked_bytes)} beside "
+            f"{format_bytes(payload_bytes)} of chunks and {format_bytes(other_bytes)} of other data{of}"
+        )
+        self.what = what
+        self.asked_bytes = asked_bytes
+        self.payload_bytes = payload_bytes
+        self.other_bytes = other_bytes
+        self.limit_bytes = limit_bytes
 
 
 class IllegalTransition(PstarError):
