@@ -162,14 +162,11 @@ class Arena:
                 raise self._refused(error, f"{list_name} of chunk {chunk}", size) from error
 
     def _refused(self, error: OutOfMemory | torch.OutOfMemoryError, what: str, size: int) -> OutOfMemory:
-        known = isinstance(error, OutOfMemory)
-        return OutOfMemory(
-            what=what,
-            asked_bytes=size,
-            payload_bytes=self._bytes[Place.GPU],
-            other_bytes=error.other_bytes if known else self.tide_bytes,
-            limit_bytes=error.limit_bytes if known else self.backend.available_gpu_bytes(),
-        )
+        if isinstance(error, OutOfMemory):
+            payload, other, limit = error.payload_bytes, error.other_bytes, error.limit_bytes
+        else:
+            payload, other, limit = self._bytes[Place.GPU], self.tide_bytes, None  # what is fragmented is not known
+        return OutOfMemory(what=what, asked_bytes=size, payload_bytes=payload, other_bytes=other, limit_bytes=limit)
 
     def free(self, place: Place, chunk: int, list_name: str) -> None:
         """Take a payload's memory away. Raises PlanError if it has none."""

@@ -30,7 +30,7 @@ __all__ = ["Guard"]
 TRIES = 8
 
 
-class Guard(LiveStorages):
+class Guard(LiveStorages):  # type: ignore[no-untyped-call]
     """Watches the iterations of one session from `begin` to `end`; between iterations it only passes on."""
 
     def __init__(self, session: Session) -> None:
@@ -52,14 +52,14 @@ class Guard(LiveStorages):
             self.ignore(s.arena.gpu(chunk.index, "param").untyped_storage())
 
     def begin(self) -> None:
-        self.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
         self._entered = True
 
     def end(self) -> None:
         """No more watching. A mode that was entered later and not left keeps this one on the stack, where it does
         nothing."""
         if self._entered and _get_current_dispatch_mode() is self:
-            self.__exit__(None, None, None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._entered = False
 
     @property

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, overload
 
 from executor.arena import check_gpu_memory
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.core.step import Place
 from pstar_sim.errors import DoesNotFit, OutOfMemory
 from pstar_sim.policy.options import options_of, show, split_spec
 from pstar_sim.policy.registry import find_policy
@@ -223,15 +222,15 @@ class Ladder(Sequence[Rung]):
             log.warning("iteration %d: %s", s.iteration, done)
             s.deviation_log.append(f"iteration {s.iteration}: {done}")
             return
-        error = self._error
-        assert error is not None
+        refused = self._error
+        assert refused is not None
         raise DoesNotFit(
             policy=f"no rung of the ladder ({', '.join(tried) or s.plan.policy})",
             place=last.place if last else "gpu",
-            needed_bytes=last.needed_bytes if last else budget + error.asked_bytes,
+            needed_bytes=last.needed_bytes if last else budget + refused.asked_bytes,
             available_bytes=last.available_bytes if last else budget,
             what=(f"{last.what}; " if last else "")
-            + f"after {error}; parameters are those after step {s.iteration - 1}, whole",
+            + f"after {refused}; parameters are those after step {s.iteration - 1}, whole",
         ) from last
 
     def _available(self) -> int:

@@ -161,6 +161,10 @@ class CudaBackend:
     def give(self, payload: torch.Tensor) -> None:
         payload.untyped_storage().resize_(0)
 
+    def available_gpu_bytes(self) -> int | None:
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return int(free) + torch.cuda.memory_reserved(self.device)
+
     def copy(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
         with torch.cuda.stream(self._streams[direction]):
             target.copy_(source, non_blocking=True)
