@@ -7,6 +7,7 @@ model under fake tensors, `record` a real warm-up iteration.
 from executor.backend import Backend, VirtualBackend
 from executor.capture import capture, capture_module
 from executor.engine import Session
+from executor.ladder import Ladder, Rung
 from executor.measure import Measured
 from executor.optimizer import AdamW, OffloadedAdamW
 from executor.prepare import prepare
@@ -19,8 +20,10 @@ __all__ = [
     "AdamW",
     "Backend",
     "LossScale",
+    "Ladder",
     "Measured",
     "OffloadedAdamW",
+    "Rung",
     "SerialQueues",
     "Session",
     "ThreadQueues",
