@@ -19,8 +19,8 @@ from executor.weights import parameters_on_meta
 __all__ = [
     "AdamW",
     "Backend",
-    "LossScale",
     "Ladder",
+    "LossScale",
     "Measured",
     "OffloadedAdamW",
     "Rung",
