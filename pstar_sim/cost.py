@@ -53,7 +53,9 @@ ADAM_TRAFFIC_BYTES_PER_PARAM = 28
 
 _FREE = frozenset({Kind.DROP, Kind.ALLOC, Kind.FREE})
 _UPDATES = frozenset({Kind.CPU_ADAM, Kind.CPU_ADD, Kind.GPU_ADAM})
-_ON_HOST = frozenset({Kind.FETCH, Kind.WRITEBACK, Kind.CPU_ADAM, Kind.CPU_ADD, Kind.NVME_READ, Kind.NVME_WRITE})
+_UP = frozenset({Kind.FETCH, Kind.STASH_IN})
+_DOWN = frozenset({Kind.WRITEBACK, Kind.STASH_OUT})
+_ON_HOST = _UP | _DOWN | {Kind.CPU_ADAM, Kind.CPU_ADD, Kind.NVME_READ, Kind.NVME_WRITE}
 _FALLBACK = {"bf16": ("bf16", "fp16", "fp32"), "fp16": ("fp16", "bf16", "fp32"), "fp32": ("fp32",)}
 
 
@@ -244,9 +246,9 @@ class CostModel:
             return self.moments_s[step.moment]
         if kind in _FREE:
             return 0.0
-        if kind is Kind.FETCH:
+        if kind in _UP:
             return self.transfer_s(step.bytes, "h2d", step.via)
-        if kind is Kind.WRITEBACK:
+        if kind in _DOWN:
             return self.transfer_s(step.bytes, "d2h", step.via)
         if kind is Kind.GATHER or kind is Kind.REDUCE_SCATTER:
             return self.collective_s(step.bytes)
@@ -263,9 +265,9 @@ class CostModel:
         """How much of its nominal seconds the step keeps what it shares with others busy: less than 1 for a copy over a
         link that is throttled below the rate that was measured."""
         link = self.link
-        if step.kind is Kind.FETCH and link.h2d_table:
+        if step.kind in _UP and link.h2d_table:
             return min(1.0, link.h2d_bytes_per_s / best_rate(link.h2d_table))
-        if step.kind is Kind.WRITEBACK and link.d2h_table:
+        if step.kind in _DOWN and link.d2h_table:
             return min(1.0, link.d2h_bytes_per_s / best_rate(link.d2h_table))
         return 1.0
 

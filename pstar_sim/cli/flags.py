@@ -102,7 +102,8 @@ def global_batch_flag(parser: argparse.ArgumentParser) -> None:
         "--global-batch",
         type=positive,
         metavar="B",
-        help="sequences an iteration on all GPUs: choose micro-batches and recomputation among the variants of --trace",
+        help="sequences an iteration on all GPUs: choose micro-batches, and what activations are kept, recomputed or "
+        "offloaded, among the variants of --trace or of the preset",
     )
 
 

@@ -19,6 +19,8 @@ from pstar_sim.workload.workload import Workload, retype
 
 __all__ = ["default_dtype", "lora_of", "machine_of", "settings_of", "variants_of", "workload_of", "workloads_of"]
 
+SPLITS = (1, 2, 4, 8, 16)  # numbers of micro-batches of a preset that a global batch is tried in
+
 
 def machine_of(args: argparse.Namespace) -> Machine:
     """The machine named by --machine, with --nodes, --gpu-memory, --host-memory and every --set over it."""
@@ -88,17 +90,18 @@ def workloads_of(args: argparse.Namespace, machine: Machine) -> Workload | tuple
 
 
 def variants_of(args: argparse.Namespace, machine: Machine) -> tuple[Workload, ...]:
-    """One rank's workloads, one for each way to run --global-batch that --trace holds and the other flags allow.
+    """One rank's workloads, one for each way to run --global-batch that --trace holds and the other flags allow, or
+    that the preset --model gives in SPLITS micro-batches.
 
     Raises PstarError for flags that leave none, and for ranks that take different shares.
     """
-    if args.trace is None:
-        raise PstarError("--global-batch chooses among the variants of a trace file: give --trace FILE")
     if args.batch is not None or args.micro_batches is not None:
         raise PstarError("--global-batch chooses --batch and --micro-batches: give either it or them")
     shares = set(shares_of_batch(args.global_batch, machine))
     if len(shares) > 1:
         raise PstarError(f"the ranks of {machine.name} take different shares of a batch; give --batch instead")
+    if args.trace is None:
+        return _preset_variants(args, machine, shares.pop())
     wanted = {"sequence": args.seq, "checkpointing": args.checkpointing}
     half = args.dtype in ("bf16", "fp16")
     known = load_variants(args.trace)
@@ -110,6 +113,19 @@ def variants_of(args: argparse.Namespace, machine: Machine) -> tuple[Workload, .
         )
     made = [w if w.dtype == "fp32" else retype(w, args.dtype or default_dtype(machine)) for w in found]
     return candidates([_optimized(w, args) for w in made], shares.pop())
+
+
+def _preset_variants(args: argparse.Namespace, machine: Machine, share: int) -> tuple[Workload, ...]:
+    """The preset in SPLITS micro-batches, with and without recomputation (unless --checkpointing says), and what
+    becomes of these block by block."""
+    choices = (True, False) if args.checkpointing is None else (args.checkpointing,)
+    made = [
+        _preset(args, machine, share // split, checkpointing)
+        for split in SPLITS
+        if share % split == 0
+        for checkpointing in choices
+    ]
+    return candidates(made, share)
 
 
 def _one_workload(args: argparse.Namespace, machine: Machine, batch: int | None) -> Workload:
@@ -133,18 +149,22 @@ def _one_workload(args: argparse.Namespace, machine: Machine, batch: int | None)
                 )
             return _optimized(found, args)
         return _optimized(retype(found, args.dtype or default_dtype(machine)), args)
+    return _preset(args, machine, batch, True if args.checkpointing is None else args.checkpointing)
+
+
+def _preset(args: argparse.Namespace, machine: Machine, batch: int | None, checkpointing: bool) -> Workload:
     if args.model is None:
         raise PstarError("give --trace FILE, or --model NAME with --batch and --seq")
     if batch is None or args.seq is None:
-        raise PstarError("--model needs --batch and --seq")
+        raise PstarError(f"--model needs {'--batch and ' if batch is None else ''}--seq")
     return preset(
         args.model,
         batch=batch,
         seq=args.seq,
         micro_batches=args.micro_batches or 1,
         dtype=args.dtype or default_dtype(machine),
-        checkpointing=True if args.checkpointing is None else args.checkpointing,
-        lora=adapter,
+        checkpointing=checkpointing,
+        lora=lora_of(args),
         optimizer=args.optimizer or "adamw",
     )
 

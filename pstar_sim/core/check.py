@@ -21,6 +21,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
+from pstar_sim.core.check_stashes import check_stash_step, check_stashes
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind, Place, Queue, Step
 from pstar_sim.core.unrolled import OTHERS, Unrolled, label
@@ -75,6 +76,7 @@ def check_plan(plan: Plan) -> CheckReport:
         iterations += 1
         program = Unrolled(plan, order, iterations)
     _check_barrier(plan, program)
+    check_stashes(plan, program)
     walk = Walk(plan, program)
     walk.run()
     budgets = plan.budgets
@@ -115,6 +117,8 @@ _QUEUES: dict[Kind, tuple[Queue, ...]] = {
     Kind.REDUCE_SCATTER: (Queue.NET,),
     Kind.NVME_READ: (Queue.NVME,),
     Kind.NVME_WRITE: (Queue.NVME,),
+    Kind.STASH_OUT: (Queue.D2H,),
+    Kind.STASH_IN: (Queue.H2D,),
 }
 _COLLECTIVES = (Kind.GATHER, Kind.REDUCE_SCATTER)
 _NEEDS_LIST = (Kind.FETCH, Kind.WRITEBACK, Kind.DROP, Kind.ALLOC, Kind.FREE, Kind.NVME_READ, Kind.NVME_WRITE)
@@ -154,9 +158,14 @@ def _check_step(plan: Plan, step: Step) -> None:
         raise PlanError(f"{label(step)} has via={step.via}; only copies between host and gpu can go another way")
     if step.queue not in queues:
         raise PlanError(f"{label(step)} is on queue {step.queue.value}; it belongs on {', '.join(queues)}")
+    if step.stash is not None and step.kind not in (Kind.STASH_OUT, Kind.STASH_IN):
+        raise PlanError(f"{label(step)} has stash={step.stash}; only stash_out and stash_in move one")
     if step.kind is Kind.COMPUTE:
         if step.bytes:
             raise PlanError(f"{label(step)} has bytes={step.bytes}; a moment moves none")
+        return
+    if step.kind in (Kind.STASH_OUT, Kind.STASH_IN):
+        check_stash_step(plan, step)
         return
     if step.chunk is None or step.chunk >= len(plan.layout.chunks):
         raise PlanError(f"{label(step)} needs chunk=, below {len(plan.layout.chunks)}")

@@ -20,13 +20,25 @@ from pstar_sim.core.layout import Layout
 from pstar_sim.core.step import Kind, Place, Step, from_text, to_text
 from pstar_sim.errors import PlanError
 from pstar_sim.units import format_bytes, format_s
-from pstar_sim.workload.workload import Workload
+from pstar_sim.workload.workload import Workload, activations_text
 
 if TYPE_CHECKING:
     from pstar_sim.core.check import CheckReport
 
-__all__ = ["MODES", "Plan", "Resident", "Settings", "load_plan", "moved_bytes", "steps_from_text", "steps_to_text"]
+__all__ = [
+    "MODES",
+    "STASHES",
+    "Plan",
+    "Resident",
+    "Settings",
+    "load_plan",
+    "moved_bytes",
+    "steps_from_text",
+    "steps_to_text",
+]
 
+STASHES = "stashes"
+"""Name of the buffer on the host that holds the workload's stashes."""
 MODES = ("cpu", "pin", "stream", "frozen")
 
 
@@ -63,9 +75,9 @@ class Resident:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
     """modes: per chunk "cpu", "pin", "stream" or "frozen". initial: residents at the cut. buffers: (name, place, bytes)
-    the policy holds throughout. Budgets are those of one rank; all ranks run the same steps. predictions: figures by
-    name (iteration_s, peak_gpu_bytes, lower_bound_s ...), may be empty. choices: what the policy decided and why, for
-    `explain` (capacity rule, pins tried, kept gaps ...)."""
+    the policy holds throughout, the room for stashes (STASHES) among them. Budgets are those of one rank; all ranks run
+    the same steps. predictions: figures by name (iteration_s, peak_gpu_bytes, lower_bound_s ...), may be empty.
+    choices: what the policy decided and why, for `explain` (capacity rule, pins tried, kept gaps ...)."""
 
     policy: str
     workload: Workload
@@ -128,6 +140,11 @@ class Plan:
             )
         if workload.optimizer != mine.optimizer:
             raise PlanError(f"the plan was made for optimizer {mine.optimizer}, not {workload.optimizer}")
+        if workload.activations and workload.activations != mine.activations:
+            raise PlanError(
+                f"the plan was made for {activations_text(mine)}, not for {activations_text(workload)}; choose the "
+                "same for each block"
+            )
         if workload.micro_batches != mine.micro_batches:
             raise PlanError(
                 f"the plan was made for {mine.micro_batches} micro-batches an iteration, not {workload.micro_batches}"
@@ -187,6 +204,8 @@ class Plan:
             f"{len(self.steps)} steps: " + ", ".join(f"{count} {kind}" for kind, count in kinds.items()),
             f"moves {format_bytes(moved['h2d'])} to the gpu and {format_bytes(moved['d2h'])} to the host an iteration",
         ]
+        if w.activations:
+            lines.append(f"activations: {activations_text(w)}")
         if len(self.machine.ranks) > 1:
             lines.append(
                 f"on each of {len(self.machine.ranks)} ranks, which all run these steps; each sends "
@@ -211,6 +230,8 @@ def moved_bytes(steps: Iterable[Step], ranks: int) -> dict[str, int]:
 _LANES = {
     Kind.FETCH: "h2d",
     Kind.WRITEBACK: "d2h",
+    Kind.STASH_IN: "h2d",
+    Kind.STASH_OUT: "d2h",
     Kind.GATHER: "net",
     Kind.REDUCE_SCATTER: "net",
     Kind.NVME_READ: "nvme_read",

@@ -30,14 +30,15 @@ from pstar_sim.core.plan import MODES, Plan, Resident, Settings
 from pstar_sim.core.step import Kind, Place, Step, from_text, to_text
 from pstar_sim.errors import PlanError, TraceError
 from pstar_sim.files import write_atomically
-from pstar_sim.workload.workload import Moment, Tensor, Use, Workload
+from pstar_sim.workload.workload import Moment, Stash, Tensor, Use, Workload
 
 __all__ = ["FORMAT", "VERSION", "read_plan", "save_plan"]
 
 FORMAT = "pstar-sim plan"
 VERSION = 1
 
-_COLUMNS: dict[str, type] = {"tensors": Tensor, "moments": Moment, "uses": Use}
+_COLUMNS: dict[str, type] = {"tensors": Tensor, "moments": Moment, "uses": Use, "stashes": Stash}
+_ONLY_IF_ANY = ("activations", "stashes")  # fields of the workload that are left out where they are empty
 
 
 def save_plan(plan: Plan, path: Path) -> None:
@@ -77,6 +78,8 @@ def _workload_to_dict(w: Workload) -> dict[str, object]:
     values: dict[str, object] = {}
     for f in dataclasses.fields(w):
         value = getattr(w, f.name)
+        if f.name in _ONLY_IF_ANY and not value:
+            continue
         if f.name in _COLUMNS:
             values[f.name] = to_columns(_COLUMNS[f.name], value)
         else:
@@ -182,6 +185,8 @@ def _workload(values: object) -> Workload:
         raise Wrong(f"field 'workload' is {brief(values)}; it must be an object")
     given = dict(values)
     for name, cls in _COLUMNS.items():
+        if name in _ONLY_IF_ANY and name not in given:
+            continue
         given[name] = from_columns(cls, given.get(name), f"workload.{name}")
     return typing.cast(Workload, as_dataclass(Workload, given, "workload", ready=frozenset(_COLUMNS)))
 
@@ -227,6 +232,9 @@ def _validate(plan: Plan) -> None:
         if step.kind is Kind.COMPUTE:
             if step.moment is None:
                 raise Wrong(f"{where}: a compute step needs moment=")
+        elif step.kind in (Kind.STASH_OUT, Kind.STASH_IN):
+            if step.stash is None or step.stash >= len(plan.workload.stashes):
+                raise Wrong(f"{where}: needs stash=; the workload has {len(plan.workload.stashes)} of them")
         elif step.chunk is None:
             raise Wrong(f"{where}: a {step.kind.value} step needs chunk=")
         elif step.list is not None:

@@ -14,7 +14,7 @@ from pstar_sim.core.effects import takes
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 
-__all__ = ["ALIGN_BYTES", "LARGEST_SLAB_BYTES", "HostRoom", "host_payloads", "host_room", "pack_slabs"]
+__all__ = ["ALIGN_BYTES", "LARGEST_SLAB_BYTES", "HostRoom", "host_payloads", "host_room", "pack_slabs", "stash_key"]
 
 ALIGN_BYTES = 256
 LARGEST_SLAB_BYTES = 1 << 30
@@ -88,9 +88,15 @@ def _power_of_two(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
 
 
+def stash_key(block: str) -> tuple[int, str]:
+    """The key among host payloads of the room for a block's stash."""
+    return -1, f"stash of {block}"
+
+
 def host_payloads(plan: Plan) -> dict[tuple[int, str], int]:
-    """(chunk, list) -> bytes of every payload that the plan ever has on the host."""
-    sizes: dict[tuple[int, str], int] = {}
+    """(chunk, list) -> bytes of every payload that the plan ever has on the host, room for stashes (`stash_key`)
+    included."""
+    sizes = {stash_key(block): size for block, size in plan.workload.stash_room}
     for resident in plan.initial:
         if resident.chunk >= 0 and resident.place is Place.HOST:
             sizes[resident.chunk, resident.list] = plan.layout.payload_bytes(resident.chunk, resident.list)

@@ -19,8 +19,13 @@
 | nvme_read | nvme    | takes (chunk, list) on the host if absent | host content = disk content                |
 | nvme_     | nvme    | takes (chunk, list) on the disk if absent | disk content = host content                |
 | write     |         |                                           |                                            |
+| stash_out | d2h     |                                           | the stash is on the host                   |
+| stash_in  | h2d     |                                           | the stash is on the gpu                    |
 
 (A cpu_add with list=param adds the last gradient, which lies in place in the host's working list, and frees nothing.)
+
+(A stash, what a block's forward left behind, is no list of a chunk: its bytes on the gpu are part of the tide, and its
+room on the host is a buffer of the plan's, held throughout. [Note: stashes] in workload/workload.py.)
 
 [Note: several ranks] Every rank runs the same program. With Layout.ranks = P > 1 a list of a chunk is this rank's own
 slice of it, 1/P; "remote" (beside "param") and "grad_remote" (beside "grad") are the slices of all others. A chunk is
@@ -80,6 +85,8 @@ class Kind(StrEnum):
     REDUCE_SCATTER = "reduce_scatter"
     NVME_READ = "nvme_read"
     NVME_WRITE = "nvme_write"
+    STASH_OUT = "stash_out"
+    STASH_IN = "stash_in"
 
 
 class Place(StrEnum):
@@ -88,7 +95,8 @@ class Place(StrEnum):
     NVME = "nvme"
 
 
-COPIES = frozenset({Kind.FETCH, Kind.WRITEBACK})
+COPIES = frozenset({Kind.FETCH, Kind.WRITEBACK, Kind.STASH_OUT, Kind.STASH_IN})
+"""What crosses the link between host and gpu."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +113,8 @@ class Ref:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
     """One action. moment: the moment it is (compute), serves (fetch: first use) or comes from (writeback, Adam: last
-    gradient). via: how a copy goes, None for pinned and asynchronous or "pageable" (host memory that is not pinned)."""
+    gradient; stash_out, stash_in: the one that makes or needs it). via: how a copy goes, None for pinned and
+    asynchronous or "pageable" (host memory that is not pinned). stash: index into the workload's stashes."""
 
     id: int
     queue: Queue
@@ -117,10 +126,11 @@ class Step:
     moment: int | None = None
     after: tuple[Ref, ...] = ()
     via: str | None = None
+    stash: int | None = None
 
 
 PAGEABLE = "pageable"
-_FIELDS = ("chunk", "list", "place", "moment", "bytes", "via", "after")
+_FIELDS = ("chunk", "list", "stash", "place", "moment", "bytes", "via", "after")
 
 
 def to_text(step: Step) -> str:
@@ -190,4 +200,5 @@ def from_text(line: str) -> Step:
         moment=natural("moment", seen["moment"]) if "moment" in seen else None,
         after=tuple(refs),
         via=seen.get("via"),
+        stash=natural("stash", seen["stash"]) if "stash" in seen else None,
     )

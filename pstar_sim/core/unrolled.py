@@ -19,6 +19,8 @@ def label(step: Step) -> str:
     words = [step.kind.value]
     if step.chunk is not None:
         words.append(f"chunk {step.chunk}")
+    if step.stash is not None:
+        words.append(f"stash {step.stash}")
     if step.list is not None:
         words.append(step.list)
     if step.kind is Kind.COMPUTE:

@@ -112,6 +112,8 @@ class Walk:
             Kind.REDUCE_SCATTER: self._reduce_scatter,
             Kind.NVME_READ: self._copy,
             Kind.NVME_WRITE: self._copy,
+            Kind.STASH_OUT: self._nothing,
+            Kind.STASH_IN: self._nothing,
         }
         peaks = [m.peak_bytes for m in w.moments]
         self._rise = [max(0, peak - peaks[m - 1]) for m, peak in enumerate(peaks)]
@@ -272,6 +274,9 @@ class Walk:
                 "ranks of earlier ones is; a reduce_scatter belongs after the last of them"
             )
         content.marks.add((u, t))
+
+    def _nothing(self, s: int, k: int, step: Step) -> None:
+        """A stash is no list: its bytes are part of the tide, its order is proved in check_stashes.py."""
 
     def _alloc(self, s: int, k: int, step: Step) -> None:
         assert step.chunk is not None and step.list is not None and step.place is not None

@@ -50,7 +50,7 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import PlanError
 from pstar_sim.units import format_bytes
-from pstar_sim.workload.workload import DTYPE_BYTES, Phase, Workload
+from pstar_sim.workload.workload import DTYPE_BYTES, Phase, Workload, activations_text
 
 __all__ = ["NAMES", "Bound", "Facts", "bound_reason", "lower_bound", "relative_to"]
 
@@ -138,7 +138,7 @@ def relative_to(workload: Workload, machine: Machine, settings: Settings, layout
         (
             f"cost model of {machine.name} ({machine.confidence})",
             f"chunks of {format_bytes(layout.chunk_bytes)}",
-            f"checkpointing {'on' if w.checkpointing else 'off'}",
+            activations_text(w) if w.activations else f"checkpointing {'on' if w.checkpointing else 'off'}",
             f"{w.micro_batches} micro-batch{'es' if w.micro_batches > 1 else ''} of {w.batch}",
             f"Adam behind a barrier ({barrier})" if barrier else "Adam as gradients arrive",
             "modes cpu, pin and stream",

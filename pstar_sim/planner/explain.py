@@ -16,9 +16,10 @@ from pstar_sim.core.step import Place, to_text
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.planner.binding import bound_by as binding
+from pstar_sim.planner.tried import tried_text
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.units import GB, format_bytes, format_s
-from pstar_sim.workload.workload import Phase
+from pstar_sim.workload.workload import Phase, activations_text
 
 __all__ = ["Gap", "chunk_gaps", "explain", "tide_gain"]
 
@@ -157,6 +158,8 @@ def explain(
     what = f"{w.model} ({w.params / 1e9:.2f} B parameters, {w.dtype})"
     batch = f"batch {w.batch} x {_micro_batches(w.micro_batches)}, sequence {w.sequence}"
     checkpointing = "with checkpointing" if w.checkpointing else "without checkpointing"
+    if w.activations:
+        checkpointing = activations_text(w)
     out = [
         f"{plan.policy}: {what}, {batch}, {checkpointing}, on {m.name}",
         *([f"on each of {len(m.ranks)} GPUs, whose steps and figures these are"] if len(m.ranks) > 1 else []),
@@ -212,6 +215,14 @@ def _where(plan: Plan, timeline: Timeline) -> list[str]:
         peak = timeline.peak_bytes.get(place.value, 0)
         lines.append(f"  {place.value} between iterations: {', '.join(parts) or 'nothing'}")
         lines.append(f"  {place.value} at most: {format_bytes(peak)} of {format_bytes(budget)}")
+    stashes = plan.workload.stashes
+    if stashes:
+        moved = sum(s.bytes for s in stashes)
+        largest = max(s.bytes for s in stashes)
+        lines.append(
+            f"  activations: {len(plan.workload.stash_room)} blocks offloaded, up to {format_bytes(largest)} each; "
+            f"{format_bytes(moved)} go to the host and come back an iteration"
+        )
     top = max(plan.workload.moments, key=lambda moment: moment.peak_bytes)
     low = min(moment.peak_bytes for moment in plan.workload.moments)
     lines.append(f"  the tide: {format_bytes(low)} at low water, {format_bytes(top.peak_bytes)} at {top.name}")
@@ -247,6 +258,8 @@ def _worded(name: str, value: object) -> str:
         return format_bytes(value)
     if isinstance(value, float) and name.endswith("_s"):
         return format_s(value)
+    if isinstance(value, dict) and name == "variants_tried":
+        return tried_text(value) or "none"
     if isinstance(value, dict):
         return ", ".join(f"{k}: {v}" for k, v in value.items()) or "none"
     if isinstance(value, list | tuple):

@@ -28,8 +28,8 @@ from dataclasses import dataclass, replace
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.effects import takes
-from pstar_sim.core.plan import Plan, Settings
-from pstar_sim.core.slabs import host_payloads, pack_slabs
+from pstar_sim.core.plan import STASHES, Plan, Settings
+from pstar_sim.core.slabs import host_payloads, pack_slabs, stash_key
 from pstar_sim.core.step import Place
 from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy.ground import Ground
@@ -172,7 +172,7 @@ def _host_sizes(plan: Plan) -> dict[tuple[int, str], int]:
     if not slot:
         return sizes
     permanent = {key: size for key, size in sizes.items() if key not in passing}
-    buffers = sum(size for _, place, size in plan.buffers if place is Place.HOST)
+    buffers = sum(size for name, place, size in plan.buffers if place is Place.HOST and name != STASHES)
     most = play(plan).peak_bytes["host"] - buffers - sum(permanent.values())
     pool = permanent | {(-1 - i, "passing"): slot for i in range(-(-most // slot))}
     return min(pool, sizes, key=lambda places: sum(places.values()))
@@ -243,6 +243,7 @@ def _ground_payloads(ground: Ground, pins: int) -> dict[tuple[int, str], int]:
     pinned = frozenset(ground.candidates[:pins])
     b = ground.builder
     sizes = {(c, name): b.payload(c, name) for c in ground.moving if c not in pinned for name in b.permanent_lists(c)}
+    sizes |= {stash_key(block): size for block, size in ground.workload.stash_room}
     if ground.several:
         sizes |= {(c, "grad"): b.payload(c, "grad") for c in ground.candidates if c not in pinned}
     return sizes

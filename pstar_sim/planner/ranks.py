@@ -74,6 +74,11 @@ def tightest(workloads: Sequence[Workload], machine: Machine) -> Workload:
                 f"rank {r} of {machine.name} is given another model, another order of its layers or another number of "
                 "micro-batches than rank 0; ranks may differ in their sequences only"
             )
+        if w.stashes != first.stashes:
+            raise PstarError(
+                f"rank {r} of {machine.name} would move other bytes of activations to the host than rank 0, and all "
+                "ranks run one plan; give each rank the same share, or keep or recompute activations"
+            )
     weak = machine.gpu
     rate = flops_rate(machine, first.dtype)
     # Per rank: what its GPU has more than the weakest, and how much faster it is.

@@ -2,16 +2,26 @@
 
 A trace may hold a model at several batch sizes, with and without recomputation of activations. Each that divides a
 rank's share of the global batch is repeated as micro-batches until it is reached; every candidate then does the same
-work, so the shortest iteration wins. Candidates whose computing alone takes longer than the best plan so far are not
-planned. Where a batch is there with and without recomputation, the last blocks may also keep their activations while
-the others recompute theirs (workload/mixing.py). What a file cannot say (which bytes would move to the host and back)
-is named in the answer.
+work, so the shortest iteration wins. Block by block (workload/mixing.py) activations may be kept, recomputed (where the
+batch is there with and without recomputation) or offloaded to the host and fetched back (where it is there without).
+
+[Note: which blocks] The last blocks keep (their backward pass comes first), the first ones recompute or are offloaded
+(theirs comes last, so there is most time): a quarter, half or three quarters of them, for offloading also all but the
+last two. Or every second, fourth or eighth block is offloaded, which gives each as many blocks' time on the link, and
+none, the first half or all of the others recompute.
+
+[Note: what is planned] Candidates are looked at in the order of what they promise: the larger of their lower bound (at
+the usual chunk size) and of what computing and stashes take with the link to themselves. One is not planned where that
+is less than WORTH under the best so far. `optimal` searches long, so it plans SEARCHED at most, ALIKE of them with one
+number of micro-batches, and leaves out what tide would have no room for unless nothing else fits.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import heapq
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from pstar_sim.catalog.machine import Machine
@@ -19,15 +29,22 @@ from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import DoesNotFit, TraceError
+from pstar_sim.planner.bounds import bound_reason, lower_bound
 from pstar_sim.planner.compare import plan_and_play
-from pstar_sim.policy.registry import find_policy
+from pstar_sim.planner.memory import shortage
+from pstar_sim.policy.registry import Policy, find_policy
+from pstar_sim.policy.stashes import StashMoves
 from pstar_sim.units import format_s
-from pstar_sim.workload.mixing import block_names, mix_blocks
-from pstar_sim.workload.workload import Workload, repeat_micro_batch
+from pstar_sim.workload.mixing import block_names, mix_blocks, offload_blocks
+from pstar_sim.workload.workload import Workload, activations_text, repeat_micro_batch
 
 __all__ = ["MOST_MICRO_BATCHES", "Chosen", "candidates", "choose", "words"]
 
 MOST_MICRO_BATCHES = 256  # more make plans of hundreds of thousands of steps
+WORTH = 0.005  # relative gain for which a candidate is planned
+SEARCHED, ALIKE = 5, 2  # candidates that the policy that takes long plans, and of one number of micro-batches
+SEARCHING = "optimal"  # that policy
+QUICK = "tide"  # whose own checks of room say where it is worth trying
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +67,7 @@ class Chosen:
 def words(w: Workload) -> str:
     """A variant in words: "2 micro-batches of 8, activations recomputed"."""
     batches = f"{w.micro_batches} micro-batch{'es' if w.micro_batches > 1 else ''} of {w.batch}"
-    kept = "recomputed" if w.checkpointing else "kept"
-    mixed = f", but {w.notes}" if _is_mixed(w) else ""
-    return f"{batches}, activations {kept}{mixed}"
+    return f"{batches}, {activations_text(w)}"
 
 
 def candidates(variants: Sequence[Workload], share: int) -> tuple[Workload, ...]:
@@ -70,15 +85,15 @@ def candidates(variants: Sequence[Workload], share: int) -> tuple[Workload, ...]
                 f"variants are of {first.model} ({first.dtype}, sequence {first.sequence}) and {w.model} ({w.dtype}, "
                 f"sequence {w.sequence}); a global batch is one of them: name it by --dtype or --seq"
             )
-    found: dict[tuple[int, int, bool, str, str], Workload] = {}
-    for w in (*variants, *_mixed(variants)):
+    found: dict[tuple[object, ...], Workload] = {}
+    for w in (*variants, *_block_by_block(variants)):
         repeats, rest = divmod(share, w.batch * w.micro_batches)
         if rest or not repeats or (w.micro_batches > 1 and repeats > 1):
             continue
         if repeats * w.micro_batches <= MOST_MICRO_BATCHES:
             made = repeat_micro_batch(w, repeats) if repeats > 1 else w
-            note = made.notes if _is_mixed(made) else ""
-            found.setdefault((made.batch, made.micro_batches, made.checkpointing, made.attention, note), made)
+            key = (made.batch, made.micro_batches, made.checkpointing, made.attention, made.activations)
+            found.setdefault(key, made)
     if not found:
         sizes = sorted({w.batch * w.micro_batches for w in variants})
         raise TraceError(
@@ -88,85 +103,193 @@ def candidates(variants: Sequence[Workload], share: int) -> tuple[Workload, ...]
     return tuple(found.values())
 
 
-def _is_mixed(w: Workload) -> bool:
-    return w.checkpointing and w.notes.startswith("blocks ")
-
-
-def _mixed(variants: Sequence[Workload]) -> list[Workload]:
-    """Where a batch is there with and without recomputation: the last quarter, half and three quarters of the blocks,
-    whose activations are needed first, keep theirs."""
-    out: list[Workload] = []
-    for w in variants:
-        if not w.checkpointing or w.micro_batches > 1:
+def _block_by_block(variants: Sequence[Workload]) -> Iterator[Workload]:
+    """What [Note: which blocks] makes of the variants of one micro-batch in which no block was chosen yet."""
+    plain = [w for w in variants if w.micro_batches == 1 and not w.activations]
+    recomputing = {(w.batch, w.attention, w.dtype): w for w in reversed(plain) if w.checkpointing}
+    seen: set[tuple[int, str, str]] = set()
+    for kept in plain:
+        same = (kept.batch, kept.attention, kept.dtype)
+        if kept.checkpointing or same in seen:
             continue
-        same = (w.batch, w.attention, w.dtype, 1, False)
-        for other in variants:
-            if (other.batch, other.attention, other.dtype, other.micro_batches, other.checkpointing) != same:
-                continue
-            blocks = block_names(w)
-            for quarters in (1, 2, 3):
-                keep = blocks[len(blocks) - len(blocks) * quarters // 4 :]
-                if not keep or len(keep) == len(blocks):
-                    continue
-                with contextlib.suppress(TraceError):  # no stack of equal blocks: there is nothing to mix
-                    out.append(mix_blocks(w, other, keep))
-            break
-    return out
+        seen.add(same)
+        blocks = block_names(kept)
+        count = len(blocks)
+        parts = sorted({count * quarters // 4 for quarters in (1, 2, 3)} - {0, count})
+        recomputed = recomputing.get(same)
+        # A model that is no stack of equal blocks has nothing to mix; a block that leaves nothing, nothing to offload.
+        if recomputed is not None:
+            with contextlib.suppress(TraceError):
+                for n in parts:
+                    yield mix_blocks(recomputed, kept, blocks[count - n :])
+        with contextlib.suppress(TraceError):
+            for offloaded, recomputing_too in _offload_sets(blocks):
+                if not recomputing_too:
+                    yield offload_blocks(kept, offloaded)
+                elif recomputed is not None:
+                    rest = set(blocks) - set(recomputing_too)
+                    yield offload_blocks(mix_blocks(recomputed, kept, rest), offloaded)
+
+
+def _offload_sets(blocks: Sequence[str]) -> Iterator[tuple[Sequence[str], Sequence[str]]]:
+    """(blocks that are offloaded, blocks that recompute), by [Note: which blocks]."""
+    count = len(blocks)
+    firsts = [blocks[:n] for n in (count // 4, count // 2, count * 3 // 4, count - 2) if 0 < n <= count - 2]
+    strides = [blocks[: count - 2 : k] for k in (2, 4, 8) if k < count - 2]
+    seen: set[tuple[tuple[str, ...], int]] = set()
+    for offloaded in (*firsts, *strides):
+        others = [block for block in blocks if block not in set(offloaded)]
+        for n in (0, len(others)) if offloaded in firsts else (0, len(others) // 2, len(others)):
+            if (tuple(offloaded), n) not in seen:
+                seen.add((tuple(offloaded), n))
+                yield offloaded, others[:n]
 
 
 def choose(workloads: Sequence[Workload], machine: Machine, settings: Settings, *, policy: str = "optimal") -> Chosen:
-    """The fastest of `workloads` (each one rank's whole share of the same batch) by `policy`.
+    """The fastest of `workloads` (each one rank's whole share of the same batch) by `policy`, as far as [Note: what is
+    planned] goes.
 
     Raises DoesNotFit, of the candidate that lacks least, if none fits; TraceError if they are not the same work.
     """
     if len({w.batch * w.micro_batches for w in workloads}) != 1:
         raise TraceError("the workloads are of different global batches; their iterations cannot be compared")
-    function = find_policy(policy)
-    least = {id(w): sum(CostModel(w, machine, build_layout(w)).moments_s) for w in workloads}
-    order = sorted(workloads, key=lambda w: (least[id(w)], w.micro_batches))
-    tried: list[tuple[str, str]] = []
-    best: tuple[float, Plan] | None = None
-    shortest: DoesNotFit | None = None
-    for w in order:
-        if best is not None and least[id(w)] >= best[0]:
-            tried.append((words(w), f"not planned: computing alone takes {format_s(least[id(w)])}"))
-            continue
-        try:
-            plan, timeline = plan_and_play(function, w, machine, settings)
-        except DoesNotFit as error:
-            tried.append((words(w), f"does not fit: short by {error.short_bytes} bytes of the {error.place}"))
-            if shortest is None or error.short_bytes < shortest.short_bytes:
-                shortest = error
-            continue
-        tried.append((words(w), format_s(timeline.iteration_s)))
-        if best is None or timeline.iteration_s < best[0]:
-            best = (timeline.iteration_s, plan)
-    if best is None:
-        assert shortest is not None
-        raise shortest
-    left_out = _left_out(workloads)
+    race = _Race(workloads, machine, settings, policy)
+    later = race.run_all()
+    for w in later:
+        if race.best is None:
+            race.run(w)
+    if race.best is None:
+        assert race.shortest is not None
+        raise race.shortest
+    seconds, plan = race.best
     chosen = Chosen(
-        workload=best[1].workload,
+        workload=plan.workload,
         policy=policy,
-        plan=best[1],
-        iteration_s=best[0],
-        tried=tuple(tried),
-        left_out=left_out,
+        plan=plan,
+        iteration_s=seconds,
+        tried=tuple(race.tried.items()),
+        left_out=_left_out(workloads),
     )
-    return replace(chosen, plan=replace(best[1], choices={**best[1].choices, **chosen.choices()}))
+    return replace(chosen, plan=replace(plan, choices={**plan.choices, **chosen.choices()}))
+
+
+class _Race:
+    """Candidates planned one after the other by one policy. promise_s: see [Note: what is planned], by id; at first
+    only what computing and stashes take. best: seconds and plan of the fastest so far. shortest: of those that do not
+    fit, the one that lacks least. tried: in words, what came of each."""
+
+    def __init__(self, workloads: Sequence[Workload], machine: Machine, settings: Settings, policy: str) -> None:
+        self.workloads, self.machine, self.settings, self.policy = workloads, machine, settings, policy
+        self.function: Policy = find_policy(policy)
+        self.searching = policy == SEARCHING and len(workloads) > SEARCHED
+        # One model's tensors: the chunk size that suits one candidate suits all.
+        usual = build_layout(workloads[0], chunk_bytes=settings.chunk_bytes, ranks=len(machine.ranks)).chunk_bytes
+        self.usual = replace(settings, chunk_bytes=usual)
+        self.layouts = {id(w): build_layout(w, chunk_bytes=usual, ranks=len(machine.ranks)) for w in workloads}
+        self.least_s = {id(w): _least_s(w, CostModel(w, machine, self.layouts[id(w)])) for w in workloads}
+        self.promise_s = dict(self.least_s)
+        self.planned: Counter[int] = Counter()  # by number of micro-batches
+        self.best: tuple[float, Plan] | None = None
+        self.shortest: DoesNotFit | None = None
+        self.tried: dict[str, str] = {}
+
+    def run_all(self) -> list[Workload]:
+        """All in the order of their promises, a bound being found only for one whose turn comes. Returns those that a
+        policy that searches long has left out because tide has no room for them."""
+        later: list[Workload] = []
+        # Of equal promises the one of fewer micro-batches, then the one that moves less.
+        less = [(w.micro_batches, sum(s.bytes for s in w.stashes), n) for n, w in enumerate(self.workloads)]
+        heap = [(self.promise_s[id(w)], False, rank) for w, rank in zip(self.workloads, less)]
+        heapq.heapify(heap)
+        while heap:
+            _, bounded, rank = heapq.heappop(heap)
+            w = self.workloads[rank[-1]]
+            if not bounded and not self._hopeless(w):
+                short = shortage(QUICK, w, self.machine, self.usual) if self.searching else None
+                if short is not None:
+                    self.note(w, short)
+                    later.append(w)
+                    continue
+                if bound_reason(self.machine) is None:
+                    bound = lower_bound(w, self.machine, self.usual, self.layouts[id(w)]).seconds
+                    self.promise_s[id(w)] = max(self.least_s[id(w)], bound)
+                heapq.heappush(heap, (self.promise_s[id(w)], True, rank))
+                continue
+            self.run(w)
+        return later
+
+    def run(self, w: Workload) -> None:
+        """Plan it, if it is worth it."""
+        hopeless = self._hopeless(w)
+        if hopeless:
+            self.tried[words(w)] = f"not planned: {hopeless}"
+            return
+        try:
+            plan, timeline = plan_and_play(self.function, w, self.machine, self.settings)
+        except DoesNotFit as error:
+            self.note(w, error)
+            return
+        self.planned[w.micro_batches] += 1
+        self.tried[words(w)] = format_s(timeline.iteration_s)
+        if self.best is None or timeline.iteration_s < self.best[0]:
+            self.best = (timeline.iteration_s, plan)
+
+    def note(self, w: Workload, error: DoesNotFit) -> None:
+        """It does not fit."""
+        self.tried[words(w)] = f"does not fit: short by {error.short_bytes} bytes of the {error.place}"
+        if self.shortest is None or error.short_bytes < self.shortest.short_bytes:
+            self.shortest = error
+
+    def _hopeless(self, w: Workload) -> str:
+        """Why it is not worth planning; empty if it is."""
+        if self.best is None:
+            return ""
+        least, promise = self.least_s[id(w)], self.promise_s[id(w)]
+        if least >= self.best[0]:
+            what = "computing and its stashes alone take" if w.stashes else "computing alone takes"
+            return f"{what} {format_s(least)}"
+        if promise > self.best[0] * (1 - WORTH):
+            return f"no plan of it takes less than {format_s(promise)}"
+        enough = self.planned.total() >= SEARCHED or self.planned[w.micro_batches] >= ALIKE
+        if self.searching and enough:
+            return f"others promised more (its bound is {format_s(promise)})"
+        return ""
+
+
+def _least_s(w: Workload, cost: CostModel) -> float:
+    """Seconds of the moments with the copies of stashes they wait for, nothing else on the link: no plan is faster. (A
+    stash that is made earlier is also waited for earlier, out and in, so first come, first served is the best order.)
+    """
+    moves = StashMoves(w)
+    copies = [(cost.transfer_s(s.bytes, "d2h"), cost.transfer_s(s.bytes, "h2d")) for s in w.stashes]
+    out_s, in_s = [0.0] * len(copies), [0.0] * len(copies)  # when each copy has ended
+    clock = down = up = 0.0
+    for m, seconds in enumerate(cost.moments_s):
+        waits = [out_s[n] for n in moves.gone.get(m, ())] + [in_s[n] for n in moves.needed.get(m, ())]
+        clock = max(clock, *waits, 0.0) + seconds
+        for n in moves.made.get(m, ()):
+            down = out_s[n] = max(clock, down) + copies[n][0]
+        for n in moves.back.get(m, ()):
+            up = in_s[n] = max(clock, up, out_s[n]) + copies[n][1]
+    return clock
 
 
 def _left_out(workloads: Sequence[Workload]) -> tuple[str, ...]:
-    known = {w.checkpointing for w in workloads}
-    out = ["activations moved to the host and back: the trace does not say which bytes are whose"]
-    if len(known) == 1:
-        other = "kept" if known == {True} else "recomputed"
-        out.append(f"activations {other}: the trace holds no such variant")
-    else:
-        some = "activations of some blocks kept and of others recomputed"
-        out.append(
-            f"{some}: other sets of blocks than the last quarter, half and three quarters"
-            if any(map(_is_mixed, workloads))
-            else f"{some}: the variants are no stacks of the same blocks"
-        )
+    known = {w.checkpointing for w in workloads if not w.activations}
+    out: list[str] = []
+    if known == {True}:
+        out.append("activations kept or offloaded: the trace holds no variant that keeps them")
+    elif known == {False}:
+        out.append("activations recomputed: the trace holds no such variant")
+    if False in known:
+        chosen = [how for w in workloads for _, how in w.activations]
+        if not chosen:
+            out.append("activations chosen block by block: the variants are no stacks of equal blocks")
+        elif "offload" not in chosen:
+            out.append("activations of some blocks offloaded: they leave none behind, or need them at once")
+        else:
+            out.append("activations chosen block by block in other ways: " + _SETS)
     return tuple(out)
+
+
+_SETS = "the first blocks or every n-th one were offloaded, the last ones kept (quarters of them each)"

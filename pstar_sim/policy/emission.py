@@ -17,7 +17,7 @@ __all__ = ["emit"]
 def emit(g: Ground, chosen: Attempt, choices: Mapping[str, object] | None = None, policy: str | None = None) -> Plan:
     """The plan. choices: what `explain` is told, beside the time the event loop predicts."""
     course = chosen.course
-    b = Builder(policy or g.name, g.workload, g.machine, g.settings, layout=g.builder.layout)
+    b = Builder(policy or g.name, g.workload, g.machine, g.settings, layout=g.builder.layout, stashes=False)
     b.choices.update(choices or {})
     b.predictions["policy_iteration_s"] = chosen.outcome.iteration_s
     for c in (*g.small, *course.modes.pinned):
@@ -57,6 +57,10 @@ def _step(g: Ground, b: Builder, op: Op, meaning: What, ends: Sequence[tuple[int
             block = g.blocks[meaning.block]
             for m in range(block.first, block.last + 1):
                 b.compute(m, after if m == block.first else ())
+        case Kind.STASH_OUT:
+            b.stash_out(meaning.stash, after)
+        case Kind.STASH_IN:
+            b.stash_in(meaning.stash, after)
         case Kind.FETCH:
             b.fetch(c, meaning.moment, after, list_name=meaning.list_name)
         case Kind.WRITEBACK:

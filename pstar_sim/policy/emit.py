@@ -14,13 +14,14 @@ from dataclasses import replace
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.effects import OTHERS, frees, takes
 from pstar_sim.core.layout import Layout, build_layout
-from pstar_sim.core.plan import Plan, Resident, Settings
+from pstar_sim.core.plan import STASHES, Plan, Resident, Settings
 from pstar_sim.core.step import Kind, Place, Queue, Ref, Step
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.event_loop import Op, Outcome, Program, run
 from pstar_sim.policy.memory_edges import Event, Slot, fifo_edges
 from pstar_sim.policy.residency import uses_of
+from pstar_sim.policy.stashes import StashMoves
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 
@@ -34,7 +35,9 @@ class Builder:
     """Collects the steps of one iteration. Public state a policy may fill in: `modes` (per chunk), `initial`,
     `buffers`, `choices`, `predictions`.
 
-    layout: another one than the settings and the machine's ranks lead to. Offers the facts policies decide by: `ranks`,
+    layout: another one than the settings and the machine's ranks lead to. stashes: `compute` also writes the copies of
+    the workload's stashes; False for a policy that places them itself (`stash_out`, `stash_in`); their room on the host
+    is among the buffers either way. Offers the facts policies decide by: `ranks`,
     `layout`, `uses` (ChunkUses), `cost` (CostModel). Everything is one rank's; all ranks run these steps.
     """
 
@@ -46,6 +49,7 @@ class Builder:
         settings: Settings,
         *,
         layout: Layout | None = None,
+        stashes: bool = True,
     ) -> None:
         self.policy = policy
         self.workload = workload
@@ -58,6 +62,10 @@ class Builder:
         self.modes = ["frozen" if not self.uses.updated(c.index) else "cpu" for c in self.layout.chunks]
         self.initial: set[Resident] = set()
         self.buffers: list[tuple[str, Place, int]] = []
+        self.stash_bytes = sum(size for _, size in workload.stash_room)  # what the host holds for stashes
+        if self.stash_bytes:
+            self.buffers.append((STASHES, Place.HOST, self.stash_bytes))
+        self._stash_moves = StashMoves(workload) if stashes and workload.stashes else None
         self.choices: dict[str, object] = {}
         self.predictions: dict[str, float] = {}
         self._steps: list[Step] = []
@@ -111,6 +119,7 @@ class Builder:
         size_bytes: int = 0,
         after: After = (),
         via: str | None = None,
+        stash: int | None = None,
     ) -> int:
         """Any step; returns its id."""
         refs = tuple(r if isinstance(r, Ref) else Ref(r) for r in after)
@@ -125,12 +134,32 @@ class Builder:
             moment=moment,
             after=refs,
             via=via,
+            stash=stash,
         )
         self._steps.append(step)
         return step.id
 
     def compute(self, moment: int, after: After = ()) -> int:
-        return self.add(Queue.COMPUTE, Kind.COMPUTE, moment=moment, after=after)
+        """A moment, and the copies of stashes that begin behind it."""
+        moves = self._stash_moves
+        if moves is None:
+            return self.add(Queue.COMPUTE, Kind.COMPUTE, moment=moment, after=after)
+        step = self.add(Queue.COMPUTE, Kind.COMPUTE, moment=moment, after=[*after, *moves.waits(moment)])
+        for n in moves.made.get(moment, ()):
+            moves.out_of[n] = self.stash_out(n, [step])
+        for n in moves.back.get(moment, ()):
+            moves.in_of[n] = self.stash_in(n, [step])
+        return step
+
+    def stash_out(self, stash: int, after: After) -> int:
+        """A stash of the workload, GPU to host."""
+        s = self.workload.stashes[stash]
+        return self.add(Queue.D2H, Kind.STASH_OUT, stash=stash, moment=s.made, size_bytes=s.bytes, after=after)
+
+    def stash_in(self, stash: int, after: After) -> int:
+        """And back."""
+        s = self.workload.stashes[stash]
+        return self.add(Queue.H2D, Kind.STASH_IN, stash=stash, moment=s.needed, size_bytes=s.bytes, after=after)
 
     def alloc(
         self, queue: Queue, chunk: int, list_name: str, place: Place, moment: int | None = None, after: After = ()
@@ -258,6 +287,9 @@ class Builder:
     def plan(self, *, predict: bool = False, memory: Mapping[int, Sequence[Ref]] | None = None) -> Plan:
         """The plan. memory: memory edges found by the policy. predict: find them here, by playing the steps in order
         once within the budgets; raises DoesNotFit if they cannot run in them."""
+        if self.stash_bytes:
+            what = f"what lies there all the time, {format_bytes(self.stash_bytes)} of it for offloaded activations"
+            check_room(self, Place.HOST, self.held_bytes(Place.HOST), what)
         if predict:
             memory = self._predicted_memory_edges()
         return Plan(

@@ -15,6 +15,7 @@ from pstar_sim.policy.modes import ModeFacts
 from pstar_sim.policy.pins import PinFacts, most_pins
 from pstar_sim.policy.points import Point
 from pstar_sim.policy.residency import blocks_of
+from pstar_sim.policy.stashes import stash_cuts
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Phase, Workload
 
@@ -65,7 +66,7 @@ class Ground:
         self.small_bytes = sum(b.permanent_bytes(c) + self.remote[c] for c in self.small)
         seconds = b.cost.moments_s
         # A gradient list opens and closes, and an eager GPU Adam follows, at the edge of a block.
-        cuts: set[int] = set()
+        cuts: set[int] = set(stash_cuts(workload))
         for c in chunks:
             spans = uses.spans[c] if c not in self.small or self.ranks > 1 else uses.spans[c][-1:]
             for n, (_, first, last) in enumerate(spans):
@@ -233,6 +234,7 @@ class Ground:
     def host_bytes(self, pinned: frozenset[int]) -> tuple[int, int]:
         """(held for ever, needed to move) on the host."""
         held = sum(self.builder.permanent_bytes(c) for c in self.moving if c not in pinned)
+        held += self.builder.stash_bytes
         passing = 0
         if self.several:
             passing = max((self.builder.payload(c, "grad") for c in self.candidates if c not in pinned), default=0)
@@ -249,7 +251,8 @@ class Ground:
                 needed_bytes=held + passing,
                 available_bytes=budget,
                 what=f"working list and optimizer states of all chunks but {len(pinned)} pinned ones"
-                + (", accumulated gradients" if self.several else ""),
+                + (", accumulated gradients" if self.several else "")
+                + (", offloaded activations" if self.workload.stashes else ""),
             )
 
     def span(self, chunk: int, number: int) -> tuple[int, int]:

@@ -427,7 +427,7 @@ class _Run:
             )
         first = b.steps[0]
         b.wait(first.id, Ref(self.last, 1))
-        b.predictions["policy_iteration_s"] = sum(b.cost.seconds(step) for step in b.steps)
+        b.predictions["policy_iteration_s"] = sum(b.cost.seconds(step) for step in b.steps if step.stash is None)
         b.choices["capacity"] = (
             "GPU budget less the higher non-model peak of this moment and the next, less a reserve of one "
             f"{self.unit} ({format_bytes(self.reserve)})"

@@ -16,6 +16,7 @@ from pstar_sim.policy.event_loop import Op, Outcome, Program, run
 from pstar_sim.policy.ground import Ground
 from pstar_sim.policy.residency import Gap, gaps_of
 from pstar_sim.policy.rules import adam_key, adam_waits_for_backward, fetch_floors
+from pstar_sim.policy.stashes import StashMoves
 
 __all__ = ["Attempt", "What", "attempt", "play"]
 
@@ -29,6 +30,7 @@ class What:
     list_name: str = "param"
     moment: int = -1
     block: int = -1
+    stash: int = -1
 
 
 @dataclass(slots=True)
@@ -99,6 +101,7 @@ class _Weaver:
         self.down: dict[int, int] = {}  # chunk by CPU Adam -> write-back of its last gradient
         self.told: dict[int, int] = {}  # streamed chunk -> write-back of its updated parameters
         self.sequence = 0
+        self.stashes = StashMoves(course.ground.workload)
         self._sort()
 
     def _add(
@@ -311,7 +314,7 @@ class _Weaver:
             for name in ("grad", "grad_remote") if g.ranks > 1 else ("grad",):
                 size = g.builder.payload(c, name)
                 self._add(Queue.COMPUTE, Kind.ALLOC, c, name, g.span(c, number)[0], gpu_take=size, after=after)
-        waits = [(op, 0) for op in arriving]
+        waits = [(op, 0) for op in arriving] + [(op, 0) for op in self.stashes.waits(block.first)]
         if position.block == count - 1:  # the step: gradients of all ranks are there
             waits += [(op, 0) for op in self.reduced.values()]
         here = self._add(
@@ -326,6 +329,7 @@ class _Weaver:
         )
         self.what[here].block = position.block
         self.end_of.append(here)
+        self._move_stashes(block.last, here)
         for c in self.others_dropped[n]:
             self.others_gone[c] = self._add(Queue.COMPUTE, Kind.DROP, c, "remote", block.last, gpu_free=g.remote[c])
         self._drop_clean(n)
@@ -353,6 +357,23 @@ class _Weaver:
             self._send_last(c, self.reduced.get(c, here), drop=False)
         if position.block == count - 1 and g.barrier is not None:
             self._pins_behind_barrier()
+
+    def _move_stashes(self, moment: int, here: int) -> None:
+        """The copies of stashes that begin behind a moment. The next but one block's forward pass waits for one on its
+        way out, so it goes first; one on its way in has its deadline like a fetch."""
+        g, moves = self.g, self.stashes
+        for n in moves.made.get(moment, ()):
+            moves.out_of[n] = self._copy_stash(n, Queue.D2H, Kind.STASH_OUT, (-1.0, float(n)), ((here, 0),))
+        for n in moves.back.get(moment, ()):
+            use = self.course.at[g.block_of[g.workload.stashes[n].needed]]
+            moves.in_of[n] = self._copy_stash(n, Queue.H2D, Kind.STASH_IN, (float(use), -1.0), ((here, 0),))
+
+    def _copy_stash(self, n: int, queue: Queue, kind: Kind, key: tuple[float, ...], after: _After) -> int:
+        size = self.g.workload.stashes[n].bytes
+        seconds = self.g.cost.transfer_s(size, queue.value)
+        op = self._add(queue, kind, seconds=seconds, dram_bytes=size, after=after, key=key)
+        self.what[op].stash = n
+        return op
 
     def _drop_clean(self, n: int) -> None:
         for c in self.dropped[n]:

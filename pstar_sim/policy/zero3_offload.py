@@ -199,7 +199,7 @@ class Offloaded:
         """Buffers: what the system holds beyond the plan's lists, on the host and on the GPU."""
         b, s = self.b, self.s
         wanted = int(host_bytes_per_param * self.offloaded_params)
-        s.hold("the optimizer's own host buffers", Place.HOST, wanted - b.held_bytes(Place.HOST))
+        s.hold("the optimizer's own host buffers", Place.HOST, wanted + b.stash_bytes - b.held_bytes(Place.HOST))
         whole = sum(b.layout.whole_bytes(c) for c in s.trained)  # no bucket holds more than all gradients
         s.hold("gradient bucket", Place.GPU, min(self.bucket * self.width, whole) - s.bucket_peak_bytes)
         listed = sum(b.permanent_bytes(c) - b.payload(c) for c in self.resident)

@@ -92,7 +92,7 @@ def zero_infinity(
         own = sum(b.layout.slice_numel(c) for c in s.trained)
         params_bytes = width if s.home is Place.HOST else 0
         wanted = int(BUFFER_FACTOR * (optimizer_bytes(workload) + params_bytes) * own)
-        s.hold("host buffers", Place.HOST, wanted - b.held_bytes(Place.HOST))
+        s.hold("host buffers", Place.HOST, wanted + b.stash_bytes - b.held_bytes(Place.HOST))
     whole = sum(b.layout.whole_bytes(c) for c in s.trained)
     s.hold("gradient bucket", Place.GPU, min(bucket * width, whole) - s.bucket_peak_bytes)
     b.choices["capacity"] = (

@@ -90,6 +90,9 @@ def _counters(timeline: Timeline) -> list[dict[str, Any]]:
 def _name(span: Span, plan: Plan | None) -> str:
     if span.kind is Kind.COMPUTE and span.moment is not None:
         return plan.workload.moments[span.moment].name if plan is not None else f"moment {span.moment}"
+    if span.kind in (Kind.STASH_OUT, Kind.STASH_IN) and span.moment is not None and plan is not None:
+        module = plan.workload.moments[span.moment].module
+        return f"{span.kind.value} {module}"
     return f"{span.kind.value} chunk {span.chunk}" if span.chunk is not None else span.kind.value
 
 

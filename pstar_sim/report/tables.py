@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from pstar_sim.planner.confidence import confidence, confidence_line
 from pstar_sim.units import GB, format_bytes, format_s
+from pstar_sim.workload.workload import activations_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -53,7 +54,7 @@ def heading(answer: Answer) -> str:
         + (f" x {w.micro_batches} micro-batches" if w.micro_batches > 1 else ""),
         f"sequence {w.sequence}",
         w.dtype,
-        "checkpointing" if w.checkpointing else "no checkpointing",
+        activations_text(w) if w.activations else "checkpointing" if w.checkpointing else "no checkpointing",
         f"update {s.update}",
         "clipping" if s.clip else "no clipping",
         f"barrier: {barrier}" if barrier else "no barrier",

@@ -179,6 +179,8 @@ class Memory:
             )
             return _Effect(rise=self._rise[m], fall=self._fall[m], needs=needs, becomes=becomes)
         effect = _Effect()
+        if kind in (Kind.STASH_OUT, Kind.STASH_IN):  # its bytes are in the tide and in a buffer
+            return effect
         taken, freed = takes(step), frees(step)
         if taken is not None:
             effect.take, effect.strict = self._resident(taken[0]), not taken[1]

@@ -32,7 +32,7 @@ import simpy
 
 from pstar_sim.core.effects import CATEGORIES
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.step import Kind, Queue
+from pstar_sim.core.step import COPIES, Kind, Queue
 from pstar_sim.core.timeline import ByteSample, Span, Timeline
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import PlanError
@@ -46,7 +46,6 @@ Jitter = Callable[[int, int], float]
 """(step id, iteration) -> factor on the step's nominal seconds, for tests of other legal interleavings."""
 
 TOLERANCE = 1e-9
-_ON_LINK = (Kind.FETCH, Kind.WRITEBACK)
 
 
 def play(
@@ -113,7 +112,7 @@ class Run:
             raise PlanError(f"plan of {plan.policy!r} has no compute steps")
         self.seconds = [cost.seconds(step) for step in steps]
         self.dram = [cost.dram_bytes(step) for step in steps]
-        self.link = [step.kind in _ON_LINK for step in steps]
+        self.link = [step.kind in COPIES for step in steps]
         self.lane = self._lanes()
         machine = plan.machine
         self.shared = self._rates_may_be_short()

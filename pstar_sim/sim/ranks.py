@@ -24,7 +24,7 @@ import simpy
 
 from pstar_sim.catalog.machine import Machine, Rank
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.step import PAGEABLE, Kind, Step
+from pstar_sim.core.step import COPIES, PAGEABLE, Kind, Queue, Step
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import CostModel, expected_link
 from pstar_sim.errors import PlanError
@@ -242,10 +242,10 @@ class _RankRun(Run):
 
 def _wire_s(step: Step, cost: CostModel) -> float:
     """The part of a copy's nominal seconds in which its bytes pass the link; 0 for what is no copy."""
-    if step.kind not in (Kind.FETCH, Kind.WRITEBACK):
+    if step.kind not in COPIES:
         return 0.0
     link = cost.link
-    rate = link.h2d_bytes_per_s if step.kind is Kind.FETCH else link.d2h_bytes_per_s
+    rate = link.h2d_bytes_per_s if step.queue is Queue.H2D else link.d2h_bytes_per_s
     if step.via == PAGEABLE and link.pageable_bytes_per_s is not None:
         rate = min(rate, link.pageable_bytes_per_s)
     return step.bytes / rate

@@ -1,9 +1,18 @@
-"""Mixing: activations of some blocks kept, of others recomputed, from two variants of one model that do either in all.
+"""Mixing: block by block, activations kept, recomputed, or moved to the host and back.
+
+Kept and recomputed come from two variants of one model that do either in all; a block is offloaded from what it is when
+it keeps.
 
 A block is a module's path up to its first number ("h.5" of "h.5.mlp.c_fc"). What a block leaves behind in forward
 stands in the way until its backward is over, and of nothing else; so every moment of block b holds what it holds in the
 variant it is taken from, plus what the blocks before b leave here more (or less) than they do there. Activations of
 different blocks do not overlap; a trace in which they do is not a stack of blocks and is refused.
+
+[Note: two stashes at a time] A stash has the time of the next offloaded block's forward pass to reach the host, and
+that of its backward pass to come back: the tide counts the bytes of a block until the first moment behind the next
+offloaded block's forward pass, and again from the last moment before that block's backward pass. So the gpu holds two
+stashes at most, the one that is made (or used) and the one on its way. Where every second block is offloaded each has
+the time of two blocks. The last one has as many blocks as the one before it.
 """
 
 from __future__ import annotations
@@ -13,9 +22,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from pstar_sim.errors import TraceError
-from pstar_sim.workload.workload import Moment, Phase, Use, Workload
+from pstar_sim.workload.workload import Moment, Phase, Stash, Use, Workload
 
-__all__ = ["block_names", "mix_blocks"]
+__all__ = ["block_names", "mix_blocks", "offload_blocks"]
 
 _BLOCK = re.compile(r"(.*?\.\d+)(?:\.|$)")
 _Run = tuple[str | None, bool, range]  # block, forward?, moments
@@ -73,10 +82,72 @@ def mix_blocks(recomputed: Workload, kept: Workload, keep: Collection[str]) -> W
             uses += [replace(use, moment=len(moments) - 1) for use in by_moment[variant].get(m, ())]
         if at is not None and forward:
             below += 1
-    kept_ones = [n for n, block in enumerate(blocks) if block in keep]
-    note = f"blocks {_spans(kept_ones)} of {len(blocks)} keep theirs" if kept_ones else recomputed.notes
-    checkpointing = len(kept_ones) < len(blocks)
-    return replace(recomputed, moments=tuple(moments), uses=tuple(uses), notes=note, checkpointing=checkpointing)
+    how = tuple((block, "keep" if block in keep else "recompute") for block in blocks)
+    if len({choice for _, choice in how}) == 1:
+        how = ()  # as the variant has it
+    checkpointing = any(block not in keep for block in blocks)
+    return replace(
+        recomputed, moments=tuple(moments), uses=tuple(uses), activations=how, stashes=(), checkpointing=checkpointing
+    )
+
+
+def offload_blocks(w: Workload, offload: Collection[str]) -> Workload:
+    """The workload in which the blocks `offload`, which keep their activations in w, move them to the host and back
+    ([Note: two stashes at a time]).
+
+    Raises TraceError for a workload of several micro-batches or that offloads already, one that is no stack of blocks,
+    and for a block that recomputes, leaves nothing behind, or is needed again before it could be gone.
+    """
+    if w.micro_batches != 1 or w.stashes:
+        raise TraceError("blocks are offloaded in a workload of one micro-batch that offloads none; repeat the result")
+    runs = _runs(w)
+    ahead = [(block, run) for block, forward, run in runs if block is not None and forward]
+    blocks = [block for block, _ in ahead]
+    backward = {block: run for block, forward, run in runs if block is not None and not forward}
+    twice = len(set(blocks)) != len(blocks) or sum(block is not None for block, _, _ in runs) != 2 * len(blocks)
+    unknown = sorted(set(offload) - set(blocks))
+    if unknown or not blocks:
+        raise TraceError(f"{w.model!r} has no blocks {', '.join(unknown)}" if blocks else "there are no blocks")
+    if twice or set(backward) != set(blocks):
+        raise TraceError(f"{w.model!r} is not a stack of blocks, each run once forward and once backward")
+    before = dict(w.activations) or dict.fromkeys(blocks, "recompute" if w.checkpointing else "keep")
+    left = _left_behind(w, runs)
+    chosen = [n for n, block in enumerate(blocks) if block in offload]
+    stashes: list[Stash] = []
+    for i, n in enumerate(chosen):
+        block = blocks[n]
+        if before[block] != "keep":
+            raise TraceError(f"{w.model!r}: block {block} recomputes its activations; only kept ones are offloaded")
+        if left[block] <= 0:
+            raise TraceError(f"{w.model!r}: block {block} leaves no activations behind; there is nothing to offload")
+        until = chosen[i + 1] if i + 1 < len(chosen) else n + (n - chosen[i - 1] if i else 1)
+        until = min(until, len(blocks) - 1)
+        gone, back = ahead[until][1][-1] + 1, backward[blocks[until]][0] - 1
+        if until == n or back <= gone:
+            raise TraceError(
+                f"{w.model!r}: the activations of block {block} are needed again before they could be gone; offload "
+                "earlier blocks"
+            )
+        made, needed = ahead[n][1][-1], backward[block][0]
+        stashes.append(
+            Stash(block=block, micro_batch=0, bytes=left[block], made=made, gone=gone, back=back, needed=needed)
+        )
+    if not stashes:
+        return w
+    start, peak, end = ([0] * len(w.moments) for _ in range(3))
+    for stash in stashes:
+        for m in range(stash.gone, stash.back + 1):
+            start[m] += stash.bytes if m > stash.gone else 0
+            peak[m] += stash.bytes if stash.gone < m < stash.back else 0
+            end[m] += stash.bytes if m < stash.back else 0
+    moments = [
+        replace(m, start_bytes=m.start_bytes - a, peak_bytes=m.peak_bytes - b, end_bytes=m.end_bytes - c)
+        if a or b or c
+        else m
+        for m, a, b, c in zip(w.moments, start, peak, end)
+    ]
+    how = tuple((block, "offload" if block in offload else before[block]) for block in blocks)
+    return replace(w, moments=tuple(moments), activations=how, stashes=tuple(stashes))
 
 
 def _runs(w: Workload) -> list[_Run]:
@@ -106,14 +177,3 @@ def _shifted(moment: Moment, shift: int) -> Moment:
         return moment
     start, peak, end = (max(0, size + shift) for size in (moment.start_bytes, moment.peak_bytes, moment.end_bytes))
     return replace(moment, start_bytes=start, peak_bytes=peak, end_bytes=end)
-
-
-def _spans(numbers: Sequence[int]) -> str:
-    """ "0-3, 7" for 0, 1, 2, 3, 7."""
-    out: list[list[int]] = []
-    for n in numbers:
-        if out and n == out[-1][1] + 1:
-            out[-1][1] = n
-        else:
-            out.append([n, n])
-    return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in out)

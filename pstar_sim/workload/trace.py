@@ -21,10 +21,12 @@ from pstar_sim.workload.workload import (
     Moment,
     OptimizerSpec,
     Phase,
+    Stash,
     Tensor,
     Use,
     UseKind,
     Workload,
+    activations_text,
     repeat_micro_batch,
 )
 
@@ -55,6 +57,11 @@ _TENSOR = {
     "group": "int",
 }  # fmt: skip
 _USE = {"moment": "int", "tensor": "int", "kind": "str"}
+_ACTIVATION = {"block": "str", "how": "str"}
+_STASH = {
+    "block": "str", "micro_batch": "int", "bytes": "int", "made": "int", "gone": "int", "back": "int", "needed": "int",
+}  # fmt: skip
+_CHOSEN = {"activations": _ACTIVATION, "stashes": _STASH}  # only in files in which some variant has them
 _STATE = {"name": "str", "bytes": "int"}
 _HEADER = {
     "model": "str", "dtype": "str", "batch": "int", "sequence": "int", "micro_batches": "int", "checkpointing": "bool",
@@ -79,9 +86,10 @@ def save_trace(workloads: Workload | Sequence[Workload], path: str | os.PathLike
     for i, key in enumerate(keys):
         if key in keys[:i]:
             raise TraceError(f"{target}: variants {keys.index(key)} and {i} are both {_words(variants[i])}")
-    schema = _schema()
+    chosen = any(w.activations for w in variants)
+    schema = _schema(chosen)
     try:
-        table = pa.Table.from_pylist([_row(w) for w in variants], schema=schema)
+        table = pa.Table.from_pylist([_row(w, chosen) for w in variants], schema=schema)
     except (pa.ArrowException, OverflowError, UnicodeEncodeError, TypeError, ValueError) as error:
         raise TraceError(f"{target}: a field does not fit the trace format ({_first_line(error)})") from error
     with replaced_atomically(target, error=TraceError) as temporary:
@@ -163,18 +171,21 @@ def uses_frame(w: Workload) -> pd.DataFrame:
     return pd.DataFrame([(u.moment, u.tensor, u.kind.value) for u in w.uses], columns=list(_USE))
 
 
-def _key(w: Workload) -> tuple[int, int, int, bool]:
-    return w.batch, w.sequence, w.micro_batches, w.checkpointing
+def _key(w: Workload) -> tuple[int, int, int, bool, tuple[tuple[str, str], ...]]:
+    return w.batch, w.sequence, w.micro_batches, w.checkpointing, w.activations
 
 
 def _words(w: Workload) -> str:
     """A variant in words, for messages."""
     recompute = "checkpointing" if w.checkpointing else "no checkpointing"
+    if w.activations:
+        recompute = activations_text(w)
     return f"batch {w.batch} x {w.sequence}, {w.micro_batches} micro-batch(es), {w.dtype}, {recompute}"
 
 
-def _schema() -> Any:
-    """The file's Arrow schema, with format and version in its metadata."""
+def _schema(chosen: bool = False) -> Any:
+    """The file's Arrow schema, with format and version in its metadata; chosen: with what becomes of the activations of
+    each block."""
     import pyarrow as pa
 
     plain = {"str": pa.string(), "int": pa.int64(), "bool": pa.bool_(), "float": pa.float64()}
@@ -189,13 +200,14 @@ def _schema() -> Any:
     optimizer = [*fields({"name": "str"}), pa.field("state_bytes", pa.list_(pa.struct(fields(_STATE))), nullable=False)]
     optimizer += fields({"dram_bytes_per_param": "int"})
     columns = [*fields(_HEADER), pa.field("optimizer", pa.struct(optimizer), nullable=False)]
-    for name, table in (("moments", _MOMENT), ("tensors", _TENSOR), ("uses", _USE)):
+    tables = {"moments": _MOMENT, "tensors": _TENSOR, "uses": _USE} | (_CHOSEN if chosen else {})
+    for name, table in tables.items():
         columns.append(pa.field(name, pa.list_(pa.struct(fields(table))), nullable=False))
     columns.append(pa.field("digest", pa.string(), nullable=False))
     return pa.schema(columns, metadata={"pstar.format": FORMAT, "pstar.schema_version": str(SCHEMA_VERSION)})
 
 
-def _row(w: Workload) -> dict[str, Any]:
+def _row(w: Workload, chosen: bool = False) -> dict[str, Any]:
     row: dict[str, Any] = {name: getattr(w, name) for name in _HEADER}
     row["optimizer"] = {
         "name": w.optimizer.name,
@@ -205,6 +217,9 @@ def _row(w: Workload) -> dict[str, Any]:
     row["moments"] = [{name: getattr(m, name) for name in _MOMENT} | {"phase": m.phase.value} for m in w.moments]
     row["tensors"] = [{name: getattr(t, name) for name in _TENSOR} | {"shape": list(t.shape)} for t in w.tensors]
     row["uses"] = [{"moment": u.moment, "tensor": u.tensor, "kind": u.kind.value} for u in w.uses]
+    if chosen:
+        row["activations"] = [{"block": block, "how": how} for block, how in w.activations]
+        row["stashes"] = [{name: getattr(s, name) for name in _STASH} for s in w.stashes]
     return row | {"digest": _digest(row)}
 
 
@@ -253,7 +268,7 @@ def _read_rows(source: Path) -> list[dict[str, Any]]:
 
 def _check_schema(source: Path, found: Any) -> None:
     """Raise TraceError naming the first field that is missing, unknown or of another type."""
-    expected = _schema()
+    expected = _schema(any(found.get_field_index(name) >= 0 for name in _CHOSEN))
     for field in expected:
         if found.get_field_index(field.name) < 0:
             raise TraceError(f"{source}: field {field.name} is missing")
@@ -286,6 +301,7 @@ def _workload(source: Path, index: int, row: dict[str, Any]) -> Workload:
 
     header = whole("", row, _HEADER)
     moments, tensors, uses = rows("moments", _MOMENT), rows("tensors", _TENSOR), rows("uses", _USE)
+    activations, stashes = (rows(name, table) if name in row else [] for name, table in _CHOSEN.items())
     optimizer = whole("optimizer", row["optimizer"], {"name": "str", "state_bytes": "", "dram_bytes_per_param": "int"})
     states = [whole("optimizer.state_bytes", state, _STATE) for state in optimizer["state_bytes"]]
     if _digest(row) != row["digest"]:
@@ -307,6 +323,8 @@ def _workload(source: Path, index: int, row: dict[str, Any]) -> Workload:
             moments=tuple(Moment(**m | {"phase": Phase(m["phase"])}) for m in moments),
             tensors=tuple(Tensor(**t | {"shape": tuple(t["shape"])}) for t in tensors),
             uses=tuple(Use(**u | {"kind": UseKind(u["kind"])}) for u in uses),
+            activations=tuple((a["block"], a["how"]) for a in activations),
+            stashes=tuple(Stash(**s) for s in stashes),
         )
     except TraceError as error:
         raise TraceError(f"{source}: variant {index}: {error}") from error

@@ -8,26 +8,33 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 
 from pstar_sim.errors import TraceError
 from pstar_sim.python310 import StrEnum
 
 __all__ = [
+    "ACTIVATIONS",
     "DTYPE_BYTES",
     "Moment",
     "OptimizerSpec",
     "Phase",
+    "Stash",
     "Tensor",
     "Use",
     "UseKind",
     "Workload",
+    "activations_text",
     "repeat_micro_batch",
     "retype",
 ]
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+ACTIVATIONS = ("keep", "recompute", "offload")
+"""What may become of a block's activations between its forward and its backward pass."""
 
 
 class Phase(StrEnum):
@@ -112,9 +119,34 @@ class Use:
     kind: UseKind
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stash:
+    """What one block's forward leaves behind, on its way to the host and back ([Note: stashes]).
+
+    block: the module. made: last moment of its forward; needed: first moment of its backward. The peaks of the moments
+    count the bytes up to `gone` (inclusive) and from `back` on (inclusive); in between they are on the host.
+    """
+
+    block: str
+    micro_batch: int
+    bytes: int
+    made: int
+    gone: int
+    back: int
+    needed: int
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Workload:
     """One iteration of one model. The last moment is the optimizer step (phase ADAM, name "step").
+
+    activations: (block, "keep" | "recompute" | "offload"), of every block in the order of the forward pass where they
+    were chosen one by one; empty where they are as the model itself has them (`checkpointing`). stashes: of offloaded
+    blocks, in the order in which they are made.
+
+    [Note: stashes] The copy out of a stash follows moment `made`, and moment `gone` waits for it; the copy in follows
+    moment `back`, and moment `needed` waits for it. So the gpu holds the bytes whenever a peak counts them or one of
+    the two copies runs, and at no other time; whatever the timing, what the peaks leave free is free.
 
     model: what the user called it. batch: sequences a micro-batch. attention: "flash", "efficient", "math" or
     "none". source: "capture" (fake tensors), "recorded" (a real iteration) or "preset". recorded_on: name of the
@@ -136,6 +168,8 @@ class Workload:
     torch_version: str = ""
     recorded_on: str | None = None
     notes: str = ""
+    activations: tuple[tuple[str, str], ...] = ()
+    stashes: tuple[Stash, ...] = ()
 
     def __post_init__(self) -> None:
         check_workload(self)
@@ -176,6 +210,15 @@ class Workload:
     @cached_property
     def peak_non_model_bytes(self) -> int:
         return max(m.peak_bytes for m in self.moments)
+
+    @cached_property
+    def stash_room(self) -> tuple[tuple[str, int], ...]:
+        """(block, bytes) that the host holds for stashes: as much as the largest of the block's, which come one after
+        the other, in whole blocks of 256 bytes."""
+        sizes: dict[str, int] = {}
+        for stash in self.stashes:
+            sizes[stash.block] = max(sizes.get(stash.block, 0), -(-stash.bytes // 256) * 256)
+        return tuple(sizes.items())
 
     @cached_property
     def flops(self) -> int:
@@ -235,6 +278,69 @@ def check_workload(w: Workload) -> None:
             raise bad("uses", (u.moment, u.tensor), "a tied tensor is used under the index of the one it is tied to")
         if u.kind is UseKind.GRADIENT and w.tensors[u.tensor].frozen:
             raise bad("uses", (u.moment, u.tensor), "a frozen tensor has no gradient")
+    _check_activations(w, bad)
+
+
+def _check_activations(w: Workload, bad: Callable[[str, object, str], TraceError]) -> None:
+    chosen = dict(w.activations)
+    if len(chosen) != len(w.activations):
+        raise bad("activations", len(w.activations), "each block is named once")
+    for block, how in w.activations:
+        if how not in ACTIVATIONS:
+            raise bad(f"activations[{block!r}]", how, f"known choices are {', '.join(ACTIVATIONS)}")
+    offloaded = {(block, u) for block, how in w.activations if how == "offload" for u in range(w.micro_batches)}
+    there = [(s.block, s.micro_batch) for s in w.stashes]
+    if len(set(there)) != len(there) or set(there) != offloaded:
+        raise bad("stashes", len(there), f"each offloaded block has one a micro-batch, which makes {len(offloaded)}")
+    counted = [0] * (len(w.moments) + 1)  # changes of the bytes of stashes that the peaks count
+    for i, s in enumerate(w.stashes):
+        if s.bytes <= 0 or not 0 <= s.made < s.gone < s.back < s.needed < len(w.moments) - 1:
+            raise bad(f"stashes[{i}]", s, "it has bytes, and moments made < gone < back < needed before the step")
+        if any(w.moments[m].micro_batch != s.micro_batch for m in (s.made, s.gone, s.back, s.needed)):
+            raise bad(f"stashes[{i}].micro_batch", s.micro_batch, "all its moments are of that micro-batch")
+        if i and s.made <= w.stashes[i - 1].made:
+            raise bad(f"stashes[{i}].made", s.made, "stashes come in the order in which they are made")
+        for begin, end in ((s.made, s.gone), (s.back, s.needed)):
+            counted[begin] += s.bytes
+            counted[end + 1] -= s.bytes
+    held = 0
+    for m, change in enumerate(counted[:-1]):
+        held += change
+        if held > w.moments[m].peak_bytes:
+            raise bad(f"moments[{m}].peak_bytes", w.moments[m].peak_bytes, f"{held} bytes of stashes are there then")
+
+
+def activations_text(w: Workload) -> str:
+    """What becomes of the activations, for people: "activations recomputed", or block by block "blocks 0-4 of 20
+    offloaded, 5-19 kept"."""
+    if not w.activations:
+        return f"activations {'recomputed' if w.checkpointing else 'kept'}"
+    parts: list[tuple[str, str]] = []
+    for how, word in (("offload", "offloaded"), ("recompute", "recomputed"), ("keep", "kept")):
+        mine = [n for n, (_, chosen) in enumerate(w.activations) if chosen == how]
+        if mine:
+            parts.append((_spans(mine), word))
+    longest = max(range(len(parts)), key=lambda i: len(parts[i][0]))
+    if len(parts) > 1 and len(parts[longest][0]) > 20:
+        parts.append(("the others", parts.pop(longest)[1]))
+    of = f" of {len(w.activations)}"
+    return "activations of blocks " + ", ".join(
+        f"{which}{'' if i else of} {word}" for i, (which, word) in enumerate(parts)
+    )
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """ "0-3, 7" for 0, 1, 2, 3, 7; "0, 2 ... 8" for every second one."""
+    steps = {b - a for a, b in pairwise(numbers)}
+    if len(numbers) > 3 and len(steps) == 1 and steps != {1}:
+        return f"{numbers[0]}, {numbers[1]} ... {numbers[-1]}"
+    out: list[list[int]] = []
+    for n in numbers:
+        if out and n == out[-1][1] + 1:
+            out[-1][1] = n
+        else:
+            out.append([n, n])
+    return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in out)
 
 
 def retype(w: Workload, dtype: str) -> Workload:
@@ -263,4 +369,16 @@ def repeat_micro_batch(w: Workload, micro_batches: int) -> Workload:
         if use.moment < len(body)
     )
     last = replace(step, micro_batch=micro_batches - 1)
-    return replace(w, micro_batches=micro_batches, moments=(*moments, last), uses=uses)
+    stashes = tuple(
+        replace(
+            s,
+            micro_batch=u,
+            made=s.made + u * len(body),
+            gone=s.gone + u * len(body),
+            back=s.back + u * len(body),
+            needed=s.needed + u * len(body),
+        )
+        for u in range(micro_batches)
+        for s in w.stashes
+    )
+    return replace(w, micro_batches=micro_batches, moments=(*moments, last), uses=uses, stashes=stashes)

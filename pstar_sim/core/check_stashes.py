@@ -1,0 +1,72 @@
+"""The checker's part about stashes: each goes to the host once and comes back once, in time, whatever the interleaving.
+
+[Note: stashes] in workload/workload.py says what has to wait for what; with these four edges the gpu holds a stash only
+while the tide counts it, so the proof of the budget (worst_case.py) need not know of stashes at all. (That a stash is
+out before it comes back follows: `gone` is before `back` on the compute queue.) The room on the host is a buffer of the
+plan's, held throughout. Blocks have a room each, and two stashes of one block cannot want it at once: a moment that
+makes the next one comes after the one that needed the last one, on the compute queue, and that one waited for it to
+come back. Shares no code with the policies.
+"""
+
+from __future__ import annotations
+
+from pstar_sim.core.plan import STASHES, Plan
+from pstar_sim.core.step import Kind, Place, Step
+from pstar_sim.core.unrolled import Unrolled, label
+from pstar_sim.errors import PlanError
+
+__all__ = ["check_stash_step", "check_stashes"]
+
+
+def check_stash_step(plan: Plan, step: Step) -> None:
+    """What can be said of one step alone. Raises PlanError."""
+    stashes = plan.workload.stashes
+    if step.stash is None or step.stash >= len(stashes):
+        raise PlanError(f"{label(step)} needs stash=, below {len(stashes)}")
+    if step.chunk is not None or step.list is not None or step.place is not None:
+        raise PlanError(f"{label(step)} has chunk=, list= or place=; a stash is no list of a chunk")
+    stash = stashes[step.stash]
+    if step.bytes != stash.bytes:
+        raise PlanError(f"{label(step)} has bytes={step.bytes}; the stash has {stash.bytes} bytes")
+    moment = stash.made if step.kind is Kind.STASH_OUT else stash.needed
+    if step.moment != moment:
+        raise PlanError(f"{label(step)} has moment={step.moment}; it belongs to moment {moment}")
+
+
+def check_stashes(plan: Plan, program: Unrolled) -> None:
+    """Raises PlanError for a stash that is not moved, or moved twice, too early or too late; and for too small a room
+    on the host."""
+    w = plan.workload
+    room = sum(size for _, size in w.stash_room)
+    held = sum(size for name, place, size in plan.buffers if (name, place) == (STASHES, Place.HOST))
+    if held < room:
+        raise PlanError(f"the plan's buffer {STASHES!r} on the host has {held} bytes; the stashes take {room}")
+    moments: dict[int, int] = {}
+    moves: dict[tuple[Kind, int], int] = {}
+    for i, step in enumerate(plan.steps):
+        if step.kind is Kind.COMPUTE:
+            assert step.moment is not None
+            moments[step.moment] = i
+        elif step.stash is not None:
+            if (step.kind, step.stash) in moves:
+                other = plan.steps[moves[step.kind, step.stash]]
+                raise PlanError(f"{label(step)} moves a stash that {label(other)} moves already")
+            moves[step.kind, step.stash] = i
+    for n, stash in enumerate(w.stashes):
+        for kind in (Kind.STASH_OUT, Kind.STASH_IN):
+            if (kind, n) not in moves:
+                raise PlanError(f"no {kind.value} step moves stash {n} (of {stash.block})")
+        out, back = moves[Kind.STASH_OUT, n], moves[Kind.STASH_IN, n]
+        for first, then, why in (
+            (moments[stash.made], out, "which makes it"),
+            (out, moments[stash.gone], "behind which its bytes are no longer counted"),
+            (moments[stash.back], back, "from which on its bytes are counted again"),
+            (back, moments[stash.needed], "which needs it"),
+        ):
+            if not program.precedes(first, then):
+                a, b = plan.steps[first], plan.steps[then]
+                moment = a if a.kind is Kind.COMPUTE else b
+                raise PlanError(
+                    f"nothing makes {label(b)} wait for {label(a)}: stash {n} (of {stash.block}) and {label(moment)}, "
+                    f"{why}; an edge after={a.id} is missing"
+                )

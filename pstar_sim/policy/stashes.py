@@ -1,0 +1,46 @@
+"""Stashes in a plan: which copies begin behind a moment, and which a moment waits for ([Note: stashes] in
+workload/workload.py).
+
+Every policy's plan moves them: `Builder.compute` writes the copies beside the moments, in the order of the program, so
+that they can never make steps wait for each other in a circle; the asynchronous family (program.py) gives its event
+loop the copies as well, which then competes for the link with them in mind. Decides nothing: which blocks are offloaded
+is the workload's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["StashMoves", "stash_cuts"]
+
+
+class StashMoves:
+    """Stashes by the moments they have to do with. made, gone, back, needed: moment -> stashes (indices). out_of and
+    in_of: stash -> its copy out, its copy in, as far as they are written."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.made: dict[int, list[int]] = {}
+        self.gone: dict[int, list[int]] = {}
+        self.back: dict[int, list[int]] = {}
+        self.needed: dict[int, list[int]] = {}
+        self.out_of: dict[int, int] = {}
+        self.in_of: dict[int, int] = {}
+        for n, stash in enumerate(workload.stashes):
+            self.made.setdefault(stash.made, []).append(n)
+            self.gone.setdefault(stash.gone, []).append(n)
+            self.back.setdefault(stash.back, []).append(n)
+            self.needed.setdefault(stash.needed, []).append(n)
+
+    def waits(self, moment: int) -> list[int]:
+        """The copies that a moment waits for."""
+        out = [self.out_of[n] for n in self.gone.get(moment, ())]
+        return out + [self.in_of[n] for n in self.needed.get(moment, ())]
+
+
+def stash_cuts(workload: Workload) -> Iterable[int]:
+    """Moments that have to open a block, for whoever looks at several moments as one: copies begin behind the last of a
+    block, and the first of a block waits for them."""
+    for s in workload.stashes:
+        yield from (s.made + 1, s.gone, s.gone + 1, s.back, s.back + 1, s.needed)
