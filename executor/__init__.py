@@ -6,6 +6,7 @@ model under fake tensors, `record` a real warm-up iteration.
 
 from executor.backend import Backend, VirtualBackend
 from executor.capture import capture, capture_module
+from executor.drive import StepResult
 from executor.engine import Session
 from executor.ladder import Ladder, Rung
 from executor.measure import Measured
@@ -26,6 +27,7 @@ __all__ = [
     "Rung",
     "SerialQueues",
     "Session",
+    "StepResult",
     "ThreadQueues",
     "VirtualBackend",
     "capture",

@@ -30,12 +30,14 @@ from executor.backend import Backend, VirtualBackend, available_host_bytes
 from executor.contents import Contents, Update
 from executor.contract import ChunkParameter, ParkedParameter, disown, raw_grad, set_raw_grad
 from executor.demand import Demand
+from executor.drive import Driver, Loss, StepResult
 from executor.guard import Guard
 from executor.hooks import Event, MomentClock, tensors_of
 from executor.ladder import Ladder
 from executor.live_bytes import LiveStorages
 from executor.measure import Measured, Watch, measure_iteration, unseen
 from executor.measured import IterationLog, StepLog, build_timeline
+from executor.models import forward_loss
 from executor.moments import MomentRecorder
 from executor.queues import Program, Queues
 from executor.scaling import LossScaling, guard_boundary
@@ -96,7 +98,10 @@ class Session:
         self.max_grad_norm = max_grad_norm
         self.eager = eager
         self.scaling = scaling
-        self._last_update: Update | None = None
+        self.last_update: Update | None = None
+        self.optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None  # prepare sets it
+        self.in_parts = False  # a backward runs part by part (drive.py)
+        self._driver: Driver | None = None
         self.backwards = 0  # backwards that ended in the current iteration
         self._hyper = hyper
         self._now = clock
@@ -362,6 +367,8 @@ class Session:
         if not self.demand.active:
             if moment >= 0 and tensor in self._early[moment]:
                 return  # it fires again in this micro-batch
+            if self.in_parts and self._final.get((self.plan.workload.moments[moment].micro_batch, tensor), -1) > moment:
+                return  # the same: each part that uses it gives its share
             if moment < 0 or tensor not in self._due[moment]:
                 self.demand.leave(
                     f"gradient of {self.name_of(tensor)!r} arrives in moment {moment}, the plan has it elsewhere"
@@ -391,6 +398,22 @@ class Session:
             self.arrived.add(tensor)
             self.stepped = False
         set_raw_grad(parameter, None)
+
+    # -- the engine's own loop ----------------------------------------------------------------------------------------
+
+    def step(
+        self, micro_batches: Sequence[Any], *, loss: Loss = forward_loss, order: str = "depth-first"
+    ) -> StepResult:
+        """One whole iteration, whose order of blocks is the engine's: forward and backward of every micro-batch,
+        `optimizer.step()` and `zero_grad()`. See `executor.drive`.
+
+        micro_batches: as the model takes them (a mapping: keyword arguments; a tuple: positional ones). loss(model,
+        batch): a scalar; default: the model's own. Raises ContractError, before anything runs, for an unknown order, no
+        micro-batch or more than planned, and inside an iteration.
+        """
+        if self._driver is None:
+            self._driver = Driver(self)
+        return self._driver.step(micro_batches, loss, order)
 
     # -- the optimizer ------------------------------------------------------------------------------------------------
 
@@ -468,7 +491,7 @@ class Session:
     @property
     def grad_norm(self) -> float | None:
         """Global norm of the last step's gradients before clipping; None without clipping or before the first step."""
-        update = self._last_update
+        update = self.last_update
         if update is None or update.max_grad_norm is None:
             return None
         if update.norm is None:
@@ -485,7 +508,7 @@ class Session:
     def next_iteration(self, *, on_plan: bool = True) -> None:
         """The iteration's compute is over; the side queues go on with its steps and begin the next one's."""
         self.logs.append(IterationLog(self.iteration, self._now(), on_plan))
-        self._last_update = self._updates.get(self.iteration, self._last_update)
+        self.last_update = self._updates.get(self.iteration, self.last_update)
         self._updates.pop(self.iteration - 2, None)
         if len(self.logs) == KEPT_ITERATIONS and len(self.arena.log) > KEPT_CHANGES:
             self.arena.trim(self.logs[0].end_s)
@@ -788,8 +811,20 @@ class Session:
                 f"a batch of another shape than planned, and {type(self.model).__name__} cannot be copied to look at "
                 "it under fake tensors; make a plan for this shape"
             )
-        _follow(self.model, self.skeleton)
+        self.follow()
         return capture_module(self.skeleton, (args, kwargs), name=self.plan.workload.model, loss=_some_loss)
+
+    def follow(self) -> None:
+        """Give the skeleton the plain attributes the model has by now (`training`, switches of its own)."""
+        assert self.skeleton is not None
+        copies = dict(self.skeleton.named_modules())
+        for name, module in self.model.named_modules():
+            twin = copies.get(name)
+            if twin is None:
+                continue
+            for key, value in module.__dict__.items():
+                if not key.startswith("_") and key in twin.__dict__ and not callable(value):
+                    twin.__dict__[key] = value
 
     def close(self, *, restore: bool = True) -> None:
         """End the session: queues stop, hooks go, and (restore) parameters become plain ones with their current
@@ -825,15 +860,3 @@ def _some_loss(model: nn.Module, batch: Any) -> torch.Tensor:
         raise ModelError(f"no output of {type(model).__name__} depends on a trainable parameter")
     scalar = next((t for t in outputs if t.numel() == 1), None)
     return outputs[0].sum() if scalar is None else scalar.reshape(())
-
-
-def _follow(model: nn.Module, skeleton: nn.Module) -> None:
-    """Give the skeleton the plain attributes the model has by now (`training`, switches of its own)."""
-    copies = dict(skeleton.named_modules())
-    for name, module in model.named_modules():
-        twin = copies.get(name)
-        if twin is None:
-            continue
-        for key, value in module.__dict__.items():
-            if not key.startswith("_") and key in twin.__dict__ and not callable(value):
-                twin.__dict__[key] = value

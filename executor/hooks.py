@@ -21,6 +21,7 @@ The clock knows neither bytes nor plans: it calls `on_event` and counts micro-ba
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -71,6 +72,7 @@ class MomentClock:
         self._forwards = 0  # root forwards since the last step
         self._open = 0  # units whose forward is open, outside backward
         self._callback_due = False
+        self._in_one = False  # several calls of autograd are one backward
         self._handles: list[Any] = []
         for name, module in self.units.items():
             self._handles.append(module.register_forward_pre_hook(self._begin_hook(name), prepend=True))
@@ -98,6 +100,17 @@ class MomentClock:
         """The forward that begins is the first of an iteration: those before it were no micro-batches."""
         self._forwards = min(self._forwards, 1)
         self.micro_batch = 0
+
+    @contextlib.contextmanager
+    def one_backward(self) -> Iterator[None]:
+        """What autograd runs inside is one backward, in however many calls: "backward-end" comes once, at the end."""
+        self._callback_due = False
+        self._in_one = True
+        try:
+            yield
+        finally:
+            self._in_one = False
+        self._backward_end()
 
     def close(self) -> None:
         """Remove every hook of modules. Hooks on outputs go with their graph and do nothing from now on."""
@@ -162,6 +175,8 @@ class MomentClock:
     def _watch_backward(self) -> None:
         if not self._callback_due:
             self._callback_due = True
+            if self._in_one:
+                return
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_end)
 
     def _backward_end(self) -> None:

@@ -124,6 +124,7 @@ def prepare(
         replan_after=replan_after,
     )
     torch_optimizer.session = session
+    session.optimizer = weakref.ref(torch_optimizer)
     session.weights_note = source.note if source is not None else ""
     try:
         with torch.no_grad():

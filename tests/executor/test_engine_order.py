@@ -1,0 +1,247 @@
+"""session.step(micro_batches): the engine runs the blocks; results and moments are those of the usual loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import executor
+from executor.blocks import Tape, find_blocks, shared_part
+from pstar_sim.core.plan import Settings
+from pstar_sim.errors import ContractError
+
+TOLERANCE = 1e-6
+
+
+def compare(run: Any, kit: Any, *, steps: int, micro_batches: int, loss: Any = None) -> list[executor.StepResult]:
+    """`steps` iterations of session.step beside the plain loop: losses, parameters, moments; nothing off plan."""
+    results = []
+    loss_of = loss or kit.loss_of
+    options = {} if loss is None else {"loss": loss}
+    for _ in range(steps):
+        rows = [next(run.batches) for _ in range(micro_batches)]
+        results.append(run.session.step(rows, **options))
+        theirs = 0.0
+        for row in rows:
+            plain = loss_of(run.reference.model, row) / micro_batches
+            plain.backward()
+            run.reference.after_backward()
+            theirs += float(plain.detach())
+        run.reference.step()
+        assert results[-1].loss == pytest.approx(theirs, rel=TOLERANCE)
+    assert run.session.deviations == 0, list(run.session.deviation_log)
+    named = dict(run.model.named_parameters())
+    mine = run.optimizer.state_dict()["state"]
+    for number, (name, p) in enumerate(run.reference.model.named_parameters()):
+        assert kit.distance(named[name].detach(), p.detach()) <= TOLERANCE, name
+        state = run.reference.optimizer.state[p]
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert kit.distance(mine[number][key], state[key]) <= TOLERANCE, (name, key)
+    return results
+
+
+@pytest.mark.parametrize("policy", ["tide", "zero_offload"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "mlp"])
+def test_blocks_one_by_one_are_the_loop(
+    start: Callable[..., Any], kit: Any, name: str, checkpointing: bool, policy: str
+) -> None:
+    run = start(name, policy, checkpointing=checkpointing, micro_batches=2, clip=0.5)
+    results = compare(run, kit, steps=3, micro_batches=2)
+    assert [r.blocks for r in results] == [6 if name == "mlp" else 3] * 3
+    assert not results[0].whole
+
+
+def test_the_norm_is_that_of_clip_grad_norm(start: Callable[..., Any], kit: Any) -> None:
+    run = start("gpt2", "tide", clip=0.1)
+    batch = next(run.batches)
+    result = run.session.step([batch])
+    kit.loss_of(run.reference.model, batch).backward()
+    norm = torch.nn.utils.clip_grad_norm_(list(run.reference.model.parameters()), 0.1)
+    assert result.grad_norm == pytest.approx(float(norm), rel=1e-5)
+    assert result.tokens == kit.BATCH * kit.SEQUENCE
+    assert start("mlp", "tide").session.step([next(kit.batches(kit.build("mlp")[1]))]).grad_norm is None
+
+
+def sequential(start: Callable[..., Any], kit: Any, model: nn.Module) -> Any:
+    """A prepared nn.Sequential, whose loss the loop computes."""
+    import copy
+
+    from executor.capture import capture_module
+
+    def draw(generator: torch.Generator) -> Any:
+        return torch.randn(4, 16, generator=generator), torch.randn(4, 16, generator=generator)
+
+    twin = copy.deepcopy(model)
+    w = capture_module(model, draw(torch.Generator().manual_seed(3)), name="sequential", loss=error)
+    plan = kit.tight_plan("tide", w, Settings(clip=False))
+    model, optimizer = executor.prepare(model, plan, executor.AdamW(lr=1e-2, weight_decay=0.1), watchdog_s=5.0)
+    return kit.Run(model, optimizer, kit.Reference(twin, 1e-2, 0.1, None), plan, kit.batches(draw))
+
+
+def error(model: nn.Module, batch: Any) -> torch.Tensor:
+    return ((model(batch[0]) - batch[1]) ** 2).mean()
+
+
+def test_a_sequential_with_a_loss_of_the_loop(start: Callable[..., Any], kit: Any) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 64), nn.ReLU(inplace=True), nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Linear(64, 16)]
+    run = sequential(start, kit, nn.Sequential(*layers))
+    try:
+        results = compare(run, kit, steps=3, micro_batches=1, loss=error)
+        assert results[0].blocks == 3  # the ReLUs own nothing: they are glue
+    finally:
+        run.session.close()
+
+
+class Outside(nn.Module):
+    """A residual stream kept outside the blocks: what a block takes goes past it too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_a_model_that_cannot_be_cut_runs_whole_and_says_why(start: Callable[..., Any], kit: Any) -> None:
+    torch.manual_seed(0)
+    run = sequential(start, kit, Outside())
+    try:
+        results = compare(run, kit, steps=3, micro_batches=1, loss=error)
+        assert results[-1].blocks == 0
+        assert "is also used past it" in results[-1].whole
+    finally:
+        run.session.close()
+
+
+def test_a_model_without_blocks_runs_whole(start: Callable[..., Any], kit: Any) -> None:
+    torch.manual_seed(0)
+    run = sequential(start, kit, nn.Linear(16, 16))
+    try:
+        assert compare(run, kit, steps=2, micro_batches=1, loss=error)[0].whole == "the model has no list of blocks"
+    finally:
+        run.session.close()
+
+
+class Shared(nn.Module):
+    """An encoder whose output every block takes, and an output of two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(16, 16)
+        self.layers = nn.ModuleList(Takes() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        memory = torch.tanh(self.encoder(x))
+        side = memory
+        for layer in self.layers:
+            x, side = layer(x, memory=memory, side=side)
+        return x + side
+
+
+class Takes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, *, memory: torch.Tensor, side: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return torch.tanh(self.inner(x)) * memory, side + x
+
+
+def test_a_tensor_that_all_blocks_take_adds_up_once(start: Callable[..., Any], kit: Any) -> None:
+    torch.manual_seed(0)
+    run = sequential(start, kit, Shared())
+    try:
+        assert compare(run, kit, steps=2, micro_batches=1, loss=error)[0].blocks == 3
+    finally:
+        run.session.close()
+
+
+def test_parts_of_a_forward_and_what_leads_from_one_to_the_next() -> None:
+    """x -> 2x -> block a -> +1 -> block b -> sum: parts "before a", a, "before b", b, tail; by hand."""
+    a, b = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    nn.init.constant_(a.weight, 3.0)
+    nn.init.constant_(b.weight, 5.0)
+    x = torch.tensor([[7.0]], requires_grad=True)
+    tape = Tape(nn.ModuleList([a, b]), {"a": a, "b": b})
+    with tape.cutting():
+        tape.end(b(a(2 * x) + 1).sum())
+    assert [p.name for p in tape.parts] == ["before a", "a", "before b", "b", "tail"]
+    assert shared_part(tape) is None
+    seen = []
+    while tape.parts:
+        tape.parts.pop().backward()
+        seen.append((a.weight.grad is not None, b.weight.grad is not None, x.grad is not None))
+    assert seen == [(False,) * 3, (False, True, False), (False, True, False), (True, True, False), (True, True, True)]
+    # loss = 5 (3 * 2x + 1): d/dx = 30, d/da = 5 * 2x = 70, d/db = 6x + 1 = 43
+    assert [float(t.grad) for t in (x, a.weight, b.weight)] == [30.0, 70.0, 43.0]  # type: ignore[arg-type]
+
+
+def test_blocks_are_the_outermost_lists() -> None:
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = nn.ModuleDict({"stem": nn.Linear(2, 2), "body": nn.ModuleList([inner, nn.Linear(2, 2)])})
+    assert list(find_blocks(model)) == ["body.0", "body.1"]
+    assert not find_blocks(nn.Linear(2, 2))
+
+
+def test_what_step_refuses(start: Callable[..., Any], kit: Any) -> None:
+    run = start("mlp", "tide")
+    batch = next(run.batches)
+    for given, options, word in (
+        ([], {}, "one or more"),
+        (batch, {}, "give \\[batch\\]"),
+        ([batch, batch], {}, "was made for 1"),
+        ([batch], {"order": "relay"}, "not known"),
+        ([batch], {"loss": lambda model, row: kit.loss_of(run.model, row)}, "the model that it is given"),
+    ):
+        with pytest.raises(ContractError, match=word):
+            run.session.step(given, **options)
+    kit.loss_of(run.model, batch).backward()
+    with pytest.raises(ContractError, match="inside an iteration"):
+        run.session.step([batch])
+    run.optimizer.zero_grad()
+    run.session.step([batch])
+
+
+def test_fewer_micro_batches_and_other_shapes_are_plain_torch_too(start: Callable[..., Any], kit: Any) -> None:
+    """Off plan: one micro-batch of two; then a batch of half the rows. Right results, counted."""
+    run = start("gpt2", "tide", micro_batches=2)
+    for rows in ([next(run.batches)], [{k: v[:1] for k, v in next(run.batches).items()}, next(run.batches)]):
+        run.session.step(rows)
+        for row in rows:
+            (kit.loss_of(run.reference.model, row) / len(rows)).backward()
+        run.reference.step()
+    assert run.session.deviations == 2
+    named = dict(run.model.named_parameters())
+    for name, p in run.reference.model.named_parameters():
+        assert kit.distance(named[name].detach(), p.detach()) <= 2e-5, name
+
+
+def test_a_scheduler_and_the_usual_loop_go_together(start: Callable[..., Any], kit: Any) -> None:
+    run = start("mlp", "tide")
+    schedule = torch.optim.lr_scheduler.LinearLR(run.optimizer, start_factor=0.5, total_iters=2)
+    other = torch.optim.lr_scheduler.LinearLR(run.reference.optimizer, start_factor=0.5, total_iters=2)
+    for k in range(4):
+        batch = next(run.batches)
+        if k % 2:
+            kit.loss_of(run.model, batch).backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        else:
+            run.session.step([batch])
+        kit.loss_of(run.reference.model, batch).backward()
+        run.reference.step()
+        schedule.step()
+        other.step()
+    assert run.session.deviations == 0
+    named = dict(run.model.named_parameters())
+    for name, p in run.reference.model.named_parameters():
+        assert kit.distance(named[name].detach(), p.detach()) <= TOLERANCE, name
