@@ -15,6 +15,8 @@ from executor.prepare import prepare
 from executor.queues import SerialQueues, ThreadQueues, follow
 from executor.record import record
 from executor.scaling import LossScale
+from executor.streams import StreamQueues
+from executor.virtual_streams import VirtualStreams
 from executor.weights import parameters_on_meta
 
 __all__ = [
@@ -28,8 +30,10 @@ __all__ = [
     "SerialQueues",
     "Session",
     "StepResult",
+    "StreamQueues",
     "ThreadQueues",
     "VirtualBackend",
+    "VirtualStreams",
     "capture",
     "capture_module",
     "follow",

@@ -195,6 +195,8 @@ class Arena:
             self.tide_bytes = size_bytes
             if change:
                 self._note(Place.GPU, "non-model", change, -1, "")
+        if change:
+            self.backend.room(self.plan.gpu_budget_bytes - size_bytes)
 
     def mark(self, word: str, moment: int) -> None:
         """What the compute queue does from now on: ("in", m) during moment m, ("after", m) between m and the next."""

@@ -1,8 +1,8 @@
 """What the engine asks of an accelerator, and the virtual one: gpu memory, host slabs, counted copies.
 
-`Backend` is the whole interface between engine and hardware. `VirtualBackend` is a real one: its "gpu" is a
-byte-budgeted part of host memory, its links are copies that last as long as the link's bandwidth says. It knows no
-plan, no chunk and no queue order.
+`Backend` is the whole interface between engine and hardware, `StreamBackend` what it also is where work is only issued
+and happens later. `VirtualBackend` is a real one: its "gpu" is a byte-budgeted part of host memory, its links are
+copies that last as long as the link's bandwidth says. Backends know no plan, no chunk and no order of queues.
 
 [Note: glibc and eviction] glibc gives big blocks back to the system at every eviction and the next refill pays for
 fresh pages (16-47 ms for 32 MiB, 2.5 ms when the pages are kept). `keep_freed_pages` tells malloc, once a process, to
@@ -17,22 +17,18 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import OutOfMemory
 
-__all__ = ["Backend", "VirtualBackend", "available_host_bytes", "keep_freed_pages"]
+__all__ = ["Backend", "StreamBackend", "VirtualBackend", "available_host_bytes", "keep_freed_pages"]
 
 
 class Backend(Protocol):
-    """An accelerator as the engine sees it. Every method but `copied_bytes` may be called from any queue's thread.
-
-    A backend whose copies are asynchronous (CUDA) orders them on a stream of the queue that issues them and blocks in
-    `fence` until they have happened: a step's end is announced after its fence.
-    """
+    """An accelerator as the engine sees it. Every method but `copied_bytes` may be called from any queue's thread."""
 
     name: str
     device: torch.device
@@ -60,21 +56,69 @@ class Backend(Protocol):
         ...
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
-        """Copy across the link (`Queue.H2D` or `Queue.D2H`), casting if the dtypes differ; counts the target's
-        bytes."""
+        """Copy across the link (`Queue.H2D` or `Queue.D2H`), casting if the dtypes differ; counts the target's bytes.
+
+        Has happened on return, but in the thread of a queue of a stream backend, where it is issued on its stream.
+        """
+        ...
+
+    def zero(self, payload: torch.Tensor) -> None:
+        """Write zeros into a gpu payload; issued or done as in `copy`."""
         ...
 
     def fence(self, queue: Queue) -> None:
-        """Return when everything this thread issued for `queue` has happened."""
+        """Return when what this thread issued for `queue` has happened; at once in a thread of a stream backend's
+        queues, whose edges are events."""
         ...
 
-    def enter_thread(self) -> None:
-        """Called first in every thread that executes steps."""
+    def room(self, payload_bytes: int) -> None:
+        """Payloads on the gpu may have this many bytes altogether from now on (the budget less the tide). Called by the
+        compute queue, before non-model data is allocated in the room that is left."""
+        ...
+
+    def enter_thread(self, queue: Queue | None = None) -> None:
+        """Called first in every thread that executes steps, with its queue."""
+        ...
+
+    def close(self) -> None:
+        """The session has ended: on return nothing is under way, and memory and threads are given back."""
         ...
 
     @property
     def copied_bytes(self) -> dict[str, int]:
         """Bytes copied so far, by direction ("h2d", "d2h"), counted where they are copied."""
+        ...
+
+
+class StreamBackend(Backend, Protocol):
+    """An accelerator that is given work ahead of time. Each device queue is a stream, which does what was issued to it
+    in order; the compute queue is whatever stream is current in the thread that asks. An event is a point of a stream.
+
+    A thread says once, in `enter_thread`, which queue it issues for; a thread that never did issues for compute.
+    """
+
+    def record(self, queue: Queue) -> Any:
+        """An event that is complete when everything issued to the queue's stream so far is."""
+        ...
+
+    def wait_event(self, queue: Queue, event: Any) -> None:
+        """What is issued to the queue's stream from now on happens after `event`, which has to be recorded."""
+        ...
+
+    def synchronize(self, event: Any) -> None:
+        """Return when the event is complete. Raises what the stream died of."""
+        ...
+
+    def query(self, event: Any) -> bool:
+        """Whether the event is complete."""
+        ...
+
+    def time_of(self, event: Any) -> float:
+        """When a completed event happened, in seconds of `time.perf_counter`."""
+        ...
+
+    def touch(self) -> None:
+        """The compute queue has issued work in this thread to the stream that is current now."""
         ...
 
 
@@ -84,7 +128,8 @@ class VirtualBackend:
     h2d_bytes_per_s, d2h_bytes_per_s: rate of the link (None = as fast as memory copies). latency_s: of each copy.
     gpu_bytes: memory the accelerator has, whatever a plan believes (None = what the plan says); it may be changed
     while a plan runs. Payloads beyond it are refused with OutOfMemory, and the session counts what else is alive
-    (`guard.py`). clock, sleep: passed in so that tests can use their own time.
+    (`guard.py`). adam_threads: torch threads of the queue that updates on the host. clock, sleep: passed in so that
+    tests can use their own time.
     """
 
     name = "virtual"
@@ -96,10 +141,12 @@ class VirtualBackend:
         d2h_bytes_per_s: float | None = None,
         latency_s: float = 0.0,
         gpu_bytes: int | None = None,
+        adam_threads: int = 1,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.device = torch.device("cpu")
+        self._adam_threads = adam_threads
         self._rate = {Queue.H2D: h2d_bytes_per_s, Queue.D2H: d2h_bytes_per_s}
         self._latency_s = latency_s
         self._clock = clock
@@ -149,22 +196,34 @@ class VirtualBackend:
             return 0 if self.gpu_bytes is None else self.payload_bytes + self.count_other() - self.gpu_bytes
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
+        with self._lock:
+            self._copied[direction] += target.numel() * target.element_size()
+        self._copy(target, source, direction)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
         start_s = self._clock()
         target.copy_(source)
         size = target.numel() * target.element_size()
-        with self._lock:
-            self._copied[direction] += size
         rate = self._rate[direction]
         if rate is not None:
             left_s = self._latency_s + size / rate - (self._clock() - start_s)
             if left_s > 0:
                 self._sleep(left_s)
 
+    def zero(self, payload: torch.Tensor) -> None:
+        payload.zero_()
+
     def fence(self, queue: Queue) -> None:
         return None
 
-    def enter_thread(self) -> None:
-        torch.set_num_threads(1)
+    def room(self, payload_bytes: int) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+    def enter_thread(self, queue: Queue | None = None) -> None:
+        torch.set_num_threads(self._adam_threads if queue is Queue.ADAM else 1)
 
     @property
     def copied_bytes(self) -> dict[str, int]:

@@ -135,9 +135,14 @@ class Contents:
 
     def gradient_norm(self, tensor: int) -> torch.Tensor:
         """Norm of the gradient of a tensor wherever it is, in fp32. Raises PlanError if it has none or is in two
-        parts."""
-        state = self.chunks[self._slot[tensor][0]]
-        parts = [where for where, mine in state.gradients.items() if tensor in mine]
+        parts.
+
+        A sum on its way to the gpu for an update there is read on the host, which has it still: the queue that copies
+        it is ordered by nothing against whoever asks."""
+        chunk = self._slot[tensor][0]
+        parts = {where for where, mine in list(self.chunks[chunk].gradients.items()) if tensor in mine}
+        if (GPU, "grad32") in parts and self.arena.has(HOST, chunk, "grad32"):
+            parts = parts - {(GPU, "grad32")} | {(HOST, "grad32")}
         if len(parts) > 1:
             raise PlanError(f"the norm of tensor {tensor}'s gradient is asked for before its parts {parts} are added")
         for place, list_name in parts:
@@ -205,7 +210,11 @@ class Contents:
             self.write_back(step.chunk, self._list(step))
         elif kind is Kind.ALLOC:
             assert step.place is not None
-            self.arena.at(step.place, step.chunk, self._list(step)).zero_()
+            payload = self.arena.at(step.place, step.chunk, self._list(step))
+            if step.place is GPU:
+                self.arena.backend.zero(payload)
+            else:
+                payload.zero_()
         elif kind is Kind.CPU_ADD:
             self.cpu_add(step.chunk, step.list)
         elif kind in (Kind.CPU_ADAM, Kind.GPU_ADAM):

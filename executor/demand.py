@@ -763,6 +763,8 @@ class Demand:
             if not self.active and not self.visiting:
                 missing = [c for c in sorted(chunks) if not self._held(c)]
                 if not missing:
+                    for chunk in chunks:
+                        s.queues.land(chunk)
                     return
                 names = ", ".join(repr(s.name_of(t)) for t in s._tensors_of[missing[0]][:2])
                 self.leave(

@@ -189,7 +189,7 @@ class Session:
         contents = self.contents
         with self._classes:
             for t in self._tensors_of[chunk]:
-                readable = self._open and contents.readable(t)
+                readable = self._open and chunk not in self.queues.in_flight and contents.readable(t)
                 self.parameters[t].__class__ = ChunkParameter if readable else ParkedParameter
 
     def set_open(self, open_: bool) -> None:
@@ -289,6 +289,8 @@ class Session:
             self._run_inline(i)
         i = self._compute[moment]
         waited_for = self.queues.wait(i, k)
+        for chunk in self._needed[moment]:
+            self.queues.land(chunk)
         self.arena.mark("in", moment)
         self.arena.set_tide(self._peaks[moment])
         for chunk in self._needed[moment]:
@@ -554,8 +556,11 @@ class Session:
 
     # -- Work: what queues call ---------------------------------------------------------------------------------------
 
-    def enter_thread(self) -> None:
-        self.backend.enter_thread()
+    def enter_thread(self, queue: Queue) -> None:
+        self.backend.enter_thread(queue)
+
+    def landed(self, chunk: int) -> None:
+        self.refresh(chunk)
 
     def begin(self, i: int, iteration: int, ready_s: float, waited_for: int | None, *, take: bool = True) -> None:
         step = self.plan.steps[i]
@@ -598,7 +603,8 @@ class Session:
     def timeline(self) -> Timeline:
         """What the last iterations on plan did, in the simulator's schema. Raises PlanError before the first has
         run."""
-        return build_timeline(self.plan, list(self.span_log), list(self.logs), list(self.arena.log), self.first_s)
+        steps, iterations, changes = self.queues.measured(list(self.span_log), list(self.logs), list(self.arena.log))
+        return build_timeline(self.plan, steps, iterations, changes, self.first_s)
 
     # -- state and end ------------------------------------------------------------------------------------------------
 
@@ -849,6 +855,7 @@ class Session:
                 if t in values:
                     parameter.data = values[t]
         self.arena.empty()
+        self.backend.close()
 
 
 def _some_loss(model: nn.Module, batch: Any) -> torch.Tensor:

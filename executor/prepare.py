@@ -21,8 +21,9 @@ from executor.contract import adopt
 from executor.engine import Session
 from executor.moments import describe_parameters
 from executor.optimizer import AdamW, OffloadedAdamW, group_of
-from executor.queues import Queues, ThreadQueues
+from executor.queues import Queues
 from executor.scaling import LossScaling, loss_scale_for
+from executor.streams import queues_for
 from executor.weights import Weights, check_values, give_memory, views_of
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan
@@ -104,7 +105,7 @@ def prepare(
     scale = loss_scale_for(optimizer.loss_scale, plan.workload.dtype)
     skeleton = _skeleton(model) if plan.steps else None
     if queues == "threads":
-        queues = ThreadQueues(watchdog_s=watchdog_s)
+        queues = queues_for(made, watchdog_s=watchdog_s)
     if isinstance(queues, str):
         raise PlanError(f"queues={queues!r} is not known; use 'threads' or a queues object such as SerialQueues")
     arena.allocate_slabs()

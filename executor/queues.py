@@ -16,15 +16,19 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind, Queue, Step
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import OutOfMemory, PlanError
 from pstar_sim.python310 import add_note
+
+if TYPE_CHECKING:
+    from executor.arena import ByteChange
+    from executor.measured import IterationLog, StepLog
 
 __all__ = ["Program", "QueueEvent", "Queues", "SerialQueues", "ThreadQueues", "Work", "follow"]
 
@@ -84,7 +88,11 @@ class Work(Protocol):
 
     def finish(self, i: int, iteration: int) -> None: ...
 
-    def enter_thread(self) -> None: ...
+    def landed(self, chunk: int) -> None:
+        """The compute queue may read what was copied to the gpu for this chunk from now on."""
+        ...
+
+    def enter_thread(self, queue: Queue) -> None: ...
 
 
 class Queues(Protocol):
@@ -141,6 +149,21 @@ class Queues(Protocol):
         ...
 
     @property
+    def in_flight(self) -> Container[int]:
+        """Chunks whose copy to the gpu is issued and that the compute queue has not `land`ed yet."""
+        ...
+
+    def land(self, chunk: int) -> None:
+        """What the compute queue does from now on comes after the chunk's copy, if one is in flight."""
+        ...
+
+    def measured(
+        self, steps: Sequence[StepLog], iterations: Sequence[IterationLog], changes: Sequence[ByteChange]
+    ) -> tuple[Sequence[StepLog], Sequence[IterationLog], Sequence[ByteChange]]:
+        """The logs in the time in which things happened; they were written when things were issued."""
+        ...
+
+    @property
     def program(self) -> Program | None:
         """What `start` was given; None before."""
         ...
@@ -156,7 +179,23 @@ class Queues(Protocol):
         ...
 
 
-class ThreadQueues:
+class _AtOnce:
+    """What queues share whose steps have happened when they have ended."""
+
+    @property
+    def in_flight(self) -> Container[int]:
+        return frozenset()
+
+    def land(self, chunk: int) -> None:
+        return None
+
+    def measured(
+        self, steps: Sequence[StepLog], iterations: Sequence[IterationLog], changes: Sequence[ByteChange]
+    ) -> tuple[Sequence[StepLog], Sequence[IterationLog], Sequence[ByteChange]]:
+        return steps, iterations, changes
+
+
+class ThreadQueues(_AtOnce):
     """A daemon thread a queue.
 
     watchdog_s: after so long without any step ending while the user's thread waits, the log names the step that waits;
@@ -219,7 +258,7 @@ class ThreadQueues:
 
     def _run(self, queue: Queue) -> None:
         try:
-            self._work.enter_thread()
+            self._work.enter_thread(queue)
             while self._one(queue):
                 pass
         except BaseException as error:  # handed to the user's thread, which raises it
@@ -252,9 +291,11 @@ class ThreadQueues:
                 condition.wait()
                 self._waiting.discard(queue)
             self._busy.add(queue)
+        self._arrive(queue, i, iteration)
         try:
             self._work.begin(i, iteration, ready_s, waited_for)
         except OutOfMemory as error:
+            self._refused(i)
             with self._lock:
                 self._busy.discard(queue)
                 self._short[queue] = error
@@ -262,11 +303,21 @@ class ThreadQueues:
             return True
         self._work.work(i, iteration)
         self._work.finish(i, iteration)
+        self._depart(queue, i, iteration)
         with self._lock:
             self._busy.discard(queue)
             self._at[queue] = (iteration, at + 1) if at + 1 < len(order) else (iteration + 1, 0)
             self._mark(i, iteration)
         return True
+
+    def _arrive(self, queue: Queue, i: int, iteration: int) -> None:
+        """The step's edges are satisfied and it is about to begin. Called in its queue's thread, without the lock."""
+
+    def _refused(self, i: int) -> None:
+        """The step that arrived last got no memory; it will arrive again, or the queues jump over it."""
+
+    def _depart(self, queue: Queue, i: int, iteration: int) -> None:
+        """The step has ended, which nobody knows yet. Called as `_arrive`."""
 
     def _mark(self, i: int, iteration: int) -> None:
         self._program.done[i] = iteration
@@ -416,7 +467,7 @@ Chooser = Callable[[Sequence[QueueEvent], QueueEvent, bool], int | None]
 to let compute go on; None where compute may not go on yet stands for the first event."""
 
 
-class SerialQueues:
+class SerialQueues(_AtOnce):
     """No threads: at each point where the compute queue starts or ends a step, the chooser decides which steps of the
     other queues start and end first. works_early(step): whether the step's work is done when it starts rather than when
     it ends (a missing edge then shows as a wrong result either way)."""

@@ -15,11 +15,32 @@ from typing import Protocol
 
 import torch
 
-from executor.backend import Backend, VirtualBackend, keep_freed_pages
+from executor.backend import VirtualBackend, keep_freed_pages
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import PlanError
 
-__all__ = ["CudaBackend", "CudaDevice", "Device", "VirtualDevice", "open_device"]
+__all__ = ["Copies", "CudaCopies", "CudaDevice", "Device", "VirtualDevice", "open_device"]
+
+
+class Copies(Protocol):
+    """What the measurements use of a `Backend`."""
+
+    def host_slab(self, size_bytes: int) -> torch.Tensor: ...
+
+    def gpu_payload(self, numel: int, dtype: torch.dtype) -> torch.Tensor: ...
+
+    def take(self, payload: torch.Tensor) -> None: ...
+
+    def give(self, payload: torch.Tensor) -> None: ...
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None: ...
+
+    def fence(self, queue: Queue) -> None: ...
+
+    def enter_thread(self) -> None: ...
+
+    @property
+    def copied_bytes(self) -> dict[str, int]: ...
 
 
 class Device(Protocol):
@@ -34,7 +55,7 @@ class Device(Protocol):
     device: torch.device
     count: int
     dtypes: tuple[str, ...]
-    backend: Backend
+    backend: Copies
     adam_threads: int
 
     def timed(self, action: Callable[[], object], queue: Queue = Queue.COMPUTE) -> float:
@@ -81,14 +102,14 @@ class VirtualDevice:
     def __init__(
         self,
         *,
-        backend: Backend | None = None,
+        backend: Copies | None = None,
         clock: Callable[[], float] = time.thread_time,
         wall_clock: Callable[[], float] = time.perf_counter,
         cores: int = 2,
     ) -> None:
         self.title = f"virtual accelerator on {platform.machine()}"
         self.device = torch.device("cpu")
-        self.backend = backend or VirtualBackend()
+        self.backend: Copies = backend or VirtualBackend()
         self._clock, self._wall_clock = clock, wall_clock
         self._cores = cores
         self._taken = [0.0, 0.0]  # CPU and wall seconds
@@ -125,7 +146,7 @@ class VirtualDevice:
         return max(0.0, 1 - cpu_s / wall_s) if wall_s > 0 else 0.0
 
 
-class CudaBackend:
+class CudaCopies:
     """Copies over the real link: pinned slabs, a persistent stream a direction, non-blocking copies, counted.
 
     Only what calibration needs: `fence` blocks the host, and copies are ordered against nothing else, since nobody
@@ -198,8 +219,8 @@ class CudaDevice:
         self.count = names.count(self.title)
         self.dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16") if torch.cuda.is_bf16_supported() else ("fp32", "fp16")
         self.adam_threads = torch.get_num_threads()
-        self._cuda = CudaBackend(self.device)
-        self.backend: Backend = self._cuda
+        self._cuda = CudaCopies(self.device)
+        self.backend: Copies = self._cuda
 
     def timed(self, action: Callable[[], object], queue: Queue = Queue.COMPUTE) -> float:
         """Seconds between two events around the action on the queue's stream."""

@@ -1,0 +1,174 @@
+"""Gate: gpu memory that is given back while work which uses it may still be in flight.
+
+With streams a step is *issued* long before it *happens*. The plan's edges order what happens; which memory an allocator
+hands out next is decided when things are issued, and by nobody's plan. So what is given back passes through here: it
+returns to the allocator only once the event of its last use is complete.
+
+[Note: no deadlock] A take may have to wait for an event of what was given back. That always ends: an event is recorded
+after the work it stands for was issued, this work waits only for events that were recorded before, and so on down to
+work that waits for nothing. No event depends on anything that is still to be issued, hence none on the thread that
+waits or on a lock it holds. When nothing is pending any more the bytes held are those of the arena's ledger, which has
+allowed the take.
+
+[Note: who waits] A thread of a side queue waits on the host: it has nothing else to do, and by then a block that is
+really free can be chosen. The thread that issues compute must not stop. It makes its stream wait for the oldest event
+and takes that block at once ("early"); as the allocator may give the block to anybody, every later take makes its
+stream wait too, until the event is complete.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from pstar_sim.core.step import Queue
+
+__all__ = ["Gate", "Streams"]
+
+
+class Streams(Protocol):
+    """What the gate needs of a backend; see StreamBackend."""
+
+    def record(self, queue: Queue) -> Any: ...
+
+    def wait_event(self, queue: Queue, event: Any) -> None: ...
+
+    def synchronize(self, event: Any) -> None: ...
+
+    def query(self, event: Any) -> bool: ...
+
+
+@dataclass(frozen=True)
+class _Pending:
+    payload: torch.Tensor
+    size_bytes: int
+    event: Any
+
+
+class Gate:
+    """Payloads' memory by storage. grow, shrink: give a payload's storage its memory, take it away.
+
+    held_bytes: of payloads in use. pending_bytes: given back, not yet free. host_waits: how often a take waited on the
+    host; stream_waits: how often it made its stream wait instead.
+    """
+
+    def __init__(
+        self, streams: Streams, *, grow: Callable[[torch.Tensor], None], shrink: Callable[[torch.Tensor], None]
+    ) -> None:
+        self._streams = streams
+        self._grow = grow
+        self._shrink = shrink
+        self._lock = threading.Lock()
+        self._held: dict[int, int] = {}
+        self._pending: dict[int, _Pending] = {}  # oldest first
+        self._early: list[Any] = []
+        self._room_bytes: int | None = None
+        self.held_bytes = 0
+        self.pending_bytes = 0
+        self.host_waits = 0
+        self.stream_waits = 0
+
+    def take(self, payload: torch.Tensor, queue: Queue) -> None:
+        """Give the payload its memory, for work that `queue` issues from now on."""
+        key, size = _key(payload), payload.numel() * payload.element_size()
+        while True:
+            with self._lock:
+                self._collect()
+                kept = self._pending.pop(key, None)
+                if kept is not None:  # its memory is still its own
+                    self.pending_bytes -= size
+                    self._hold(key, size)
+                    self._streams.wait_event(queue, kept.event)
+                    return
+                oldest = self._oldest_in_the_way(size)
+                if oldest is None:
+                    self._grow(payload)
+                    self._hold(key, size)
+                    for event in self._early:
+                        self._streams.wait_event(queue, event)
+                    return
+            self._wait(queue, oldest)
+
+    def give(self, payload: torch.Tensor, queue: Queue) -> None:
+        """Take the payload's memory away once everything issued to `queue` so far has happened. Nothing if it has
+        none."""
+        key = _key(payload)
+        with self._lock:
+            size = self._held.pop(key, None)
+            if size is None:
+                return
+            self.held_bytes -= size
+            self._pending[key] = _Pending(payload, size, self._streams.record(queue))
+            self.pending_bytes += size
+
+    def room(self, payload_bytes: int, queue: Queue) -> None:
+        """Payloads may have so many bytes from now on. Called by who will use what is left."""
+        while True:
+            with self._lock:
+                self._room_bytes = payload_bytes
+                self._collect()
+                oldest = self._oldest_in_the_way(0)
+                if oldest is None:
+                    return
+            self._wait(queue, oldest)
+
+    def flush(self) -> None:
+        """Return when everything given back is free."""
+        while True:
+            with self._lock:
+                self._collect()
+                oldest = next(iter(self._pending.values()), None)
+            if oldest is None:
+                return
+            self._streams.synchronize(oldest.event)
+
+    def abandon(self) -> None:
+        """Free everything given back without asking: the streams are gone."""
+        with self._lock:
+            for key in list(self._pending):
+                self._free(key)
+            self._early.clear()
+
+    def _hold(self, key: int, size: int) -> None:
+        self._held[key] = size
+        self.held_bytes += size
+
+    def _oldest_in_the_way(self, size: int) -> _Pending | None:
+        """What has to be free before `size` more bytes fit; None if they do, or if nothing is pending."""
+        if self._room_bytes is None or self.held_bytes + self.pending_bytes + size <= self._room_bytes:
+            return None
+        return next(iter(self._pending.values()), None)
+
+    def _wait(self, queue: Queue, oldest: _Pending) -> None:
+        """See [Note: who waits]."""
+        if queue is not Queue.COMPUTE:
+            self.host_waits += 1
+            self._streams.synchronize(oldest.event)
+            return
+        self._streams.wait_event(queue, oldest.event)
+        self.stream_waits += 1
+        with self._lock:
+            key = _key(oldest.payload)
+            if self._pending.get(key) is oldest:
+                self._free(key)
+                self._early.append(oldest.event)
+
+    def _collect(self) -> None:
+        """Free what is pending and complete."""
+        for key in [key for key, row in self._pending.items() if self._streams.query(row.event)]:
+            self._free(key)
+        if self._early:
+            self._early = [event for event in self._early if not self._streams.query(event)]
+
+    def _free(self, key: int) -> None:
+        row = self._pending.pop(key)
+        self.pending_bytes -= row.size_bytes
+        self._shrink(row.payload)
+
+
+def _key(payload: torch.Tensor) -> int:
+    return int(payload.untyped_storage()._cdata)

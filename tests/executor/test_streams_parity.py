@@ -1,0 +1,336 @@
+"""Training on asynchronous streams: the same numbers as plain torch, whatever the streams' delays."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import executor
+from executor.streams import StreamQueues
+from executor.virtual_streams import VirtualStreams
+from pstar_sim.core.step import Kind, Place, Queue
+
+RELATIVE = 1e-6
+
+
+def jittery(seed: int, most_s: float = 4e-4) -> VirtualStreams:
+    """Streams that now and then wait before what they do; compute events come late too."""
+    rng = random.Random(seed)
+    return VirtualStreams(delays=lambda queue: rng.random() * most_s if rng.random() < 0.5 else 0.0)
+
+
+def same(kit: Any, run: Any, *, steps: int = 3, micro_batches: int = 1) -> None:
+    mine, theirs = kit.train_both(
+        run.model, run.reference, run.optimizer, run.batches, steps=steps, micro_batches=micro_batches
+    )
+    assert mine == pytest.approx(theirs, rel=RELATIVE, abs=0)
+    assert run.session.deviations == 0
+    values = run.model.state_dict()
+    for name, parameter in run.reference.model.named_parameters():
+        assert kit.distance(values[name], parameter.detach()) <= RELATIVE, name
+
+
+@pytest.mark.parametrize(
+    ("model", "policy", "micro_batches", "update", "clip"),
+    [
+        ("mlp", "tide", 1, "step", 0.5),
+        ("mlp", "zero_offload", 2, "step", 0.5),
+        ("mlp", "patrickstar", 1, "step", None),
+        ("mlp", "static_partition", 2, "step", None),
+        ("gpt2", "tide", 3, "step", 0.5),
+        ("gpt2", "optimal", 1, "eager", None),
+        ("gpt2", "optimal", 2, "step", 0.5),
+    ],
+)
+def test_random_delays(
+    kit: Any, start: Callable[..., Any], model: str, policy: str, micro_batches: int, update: str, clip: float | None
+) -> None:
+    plan = None
+    for seed in range(3):
+        run = start(
+            model, policy, micro_batches=micro_batches, update=update, clip=clip, plan=plan, backend=jittery(seed)
+        )
+        plan = run.plan
+        assert isinstance(run.session.queues, StreamQueues)
+        same(kit, run, micro_batches=micro_batches)
+        run.session.close(restore=False)
+
+
+def every_second_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`optimal` gives every second chunk mode stream, and nothing else is tried."""
+    import importlib
+
+    def every_second(order: Any, *_: object) -> tuple[list[int], list[int]]:
+        return [], list(order[::2])
+
+    monkeypatch.setattr(importlib.import_module("pstar_sim.policy.search"), "interleave", every_second)
+    monkeypatch.setattr(importlib.import_module("pstar_sim.policy.optimal"), "_others", lambda *_: [])
+
+
+@pytest.mark.parametrize(("update", "micro_batches", "clip"), [("eager", 1, None), ("step", 2, 0.5)])
+def test_states_that_visit(
+    kit: Any,
+    start: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    update: str,
+    micro_batches: int,
+    clip: float | None,
+) -> None:
+    every_second_streams(monkeypatch)
+    run = start("gpt2", "optimal", update=update, micro_batches=micro_batches, clip=clip, backend=jittery(5))
+    assert run.plan.modes.count("stream") > 2
+    same(kit, run, micro_batches=micro_batches)
+
+
+class TestAdamDelayedByASecond:
+    """The edge from CPU Adam to the next fetch is a wait of the issuing thread, not one for an event."""
+
+    def test_the_next_fetch_waits_for_it(
+        self, kit: Any, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run = start("mlp", "tide", clip=0.5, backend=VirtualStreams())
+        delayed = self._delay_one(run, monkeypatch)
+        same(kit, run)
+        assert delayed == [1.0]
+        queues = run.session.queues
+        assert queues.host_waits > 0
+        assert queues.host_wait_s > 0.5  # the training thread stood still for it, and says so
+
+    def test_without_the_wait_it_is_found_out(
+        self, kit: Any, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The harness's teeth: host steps are announced when they are issued, as if an event stood for them."""
+        run = start("mlp", "tide", clip=0.5, backend=VirtualStreams())
+        self._delay_one(run, monkeypatch)
+        plain = StreamQueues._arrive
+
+        def too_early(queues: Any, queue: Queue, i: int, iteration: int) -> None:
+            plain(queues, queue, i, iteration)
+            if queue is Queue.ADAM:
+                with queues._lock:
+                    queues._mark(i, iteration)
+
+        monkeypatch.setattr(StreamQueues, "_arrive", too_early)
+        with pytest.raises((executor_error(), AssertionError)):
+            same(kit, run)
+
+    @staticmethod
+    def _delay_one(run: Any, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+        plain, delayed = run.session.contents.adam, []
+
+        def slow(chunk: int, place: Place, *rest: Any) -> None:
+            if not delayed and place is Place.HOST:
+                delayed.append(1.0)
+                time.sleep(1.0)
+            plain(chunk, place, *rest)
+
+        monkeypatch.setattr(run.session.contents, "adam", slow)
+        return delayed
+
+
+def executor_error() -> type[Exception]:
+    from pstar_sim.errors import PstarError
+
+    return PstarError
+
+
+class TestWrongEdgesAreFoundOut:
+    """Every hazard is real on these streams: take one guard away and the numbers are wrong, or the engine says so."""
+
+    @staticmethod
+    def slow(queues: frozenset[Queue]) -> VirtualStreams:
+        return VirtualStreams(delays=lambda queue: 3e-3 if queue in queues else 0.0)
+
+    def spoiled(self, kit: Any, run: Any) -> None:
+        with pytest.raises((executor_error(), AssertionError)):
+            same(kit, run)
+
+    def test_compute_that_does_not_wait_for_the_copy(
+        self, kit: Any, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        backend = self.slow(frozenset({Queue.H2D}))
+        run = start("mlp", "tide", clip=0.5, backend=backend)
+        plain = backend.wait_event
+        monkeypatch.setattr(
+            backend, "wait_event", lambda queue, event: None if queue is Queue.COMPUTE else plain(queue, event)
+        )
+        self.spoiled(kit, run)
+
+    def test_cpu_adam_that_does_not_wait_for_the_gradient(
+        self, kit: Any, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        backend = self.slow(frozenset({Queue.D2H}))
+        run = start("mlp", "tide", clip=0.5, backend=backend)
+        monkeypatch.setattr(backend, "synchronize", lambda event: None)
+        self.spoiled(kit, run)
+
+    def test_memory_given_back_while_a_copy_reads_it(
+        self, kit: Any, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Without the gate."""
+        backend = self.slow(frozenset({Queue.D2H}))
+        run = start("mlp", "tide", clip=0.5, backend=backend)
+        gate = backend.gate
+
+        def give(payload: Any, queue: Queue) -> None:
+            size = gate._held.pop(payload.untyped_storage()._cdata, None)
+            if size is not None:
+                gate.held_bytes -= size
+                gate._shrink(payload)
+
+        monkeypatch.setattr(gate, "give", give)
+        self.spoiled(kit, run)
+
+    def test_with_every_guard_the_same_delays_do_no_harm(self, kit: Any, start: Callable[..., Any]) -> None:
+        run = start("mlp", "tide", clip=0.5, backend=self.slow(frozenset({Queue.H2D, Queue.D2H})))
+        same(kit, run)
+
+
+class TestTheGateInARun:
+    def test_memory_in_use_and_pending_stays_within_the_budget(self, kit: Any, start: Callable[..., Any]) -> None:
+        backend = jittery(3, most_s=2e-3)
+        run = start("gpt2", "tide", clip=0.5, backend=backend)
+        gate, most = backend.gate, [0]
+        grow = gate._grow
+
+        def watched(payload: Any) -> None:
+            grow(payload)
+            size = payload.untyped_storage().nbytes()
+            most.append(gate.held_bytes + gate.pending_bytes + size - gate._room_bytes)
+
+        gate._grow = watched
+        same(kit, run, steps=4)
+        assert len(most) > 10
+        assert max(most) <= 0
+        assert gate.host_waits + gate.stream_waits > 0  # it did have to wait for work in flight
+
+    def test_what_a_chunk_still_holds_is_used_again(self, kit: Any, start: Callable[..., Any]) -> None:
+        """2,000 takes later nothing has piled up."""
+        backend = VirtualStreams(poison=False)
+        run = start("mlp", "patrickstar", backend=backend)
+        for _ in range(40):
+            kit.train_alone(run.model, run.optimizer, run.batches, 1)
+        run.session.drain()
+        backend.gate.flush()
+        assert backend.gate.pending_bytes == 0
+        held = sum(
+            run.plan.layout.payload_bytes(r.chunk, r.list) for r in run.session.arena.present if r.place.value == "gpu"
+        )
+        assert backend.gate.held_bytes == held
+        run.session.queues.resume()
+
+
+class TestTheTrainingThread:
+    def test_steady_iterations_allocate_nothing_on_the_host_and_wait_only_for_host_steps(
+        self, kit: Any, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import threading
+
+        backend = VirtualStreams()
+        run = start("gpt2", "tide", clip=0.5, backend=backend)
+        for _ in range(2):
+            kit.train_alone(run.model, run.optimizer, run.batches, 1)
+        trainer = threading.get_ident()
+        slabs: list[int] = []
+        synchronised: list[int] = []
+        plain = backend.synchronize
+
+        def synchronize(event: Any) -> None:
+            if threading.get_ident() == trainer:
+                synchronised.append(1)
+            plain(event)
+
+        monkeypatch.setattr(backend, "host_slab", slabs.append)
+        monkeypatch.setattr(backend, "synchronize", synchronize)
+        for _ in range(3):
+            kit.train_alone(run.model, run.optimizer, run.batches, 1)
+        assert slabs == []
+        assert synchronised == []
+        monkeypatch.undo()
+
+    def test_the_timeline_is_in_the_time_things_happened(self, kit: Any, start: Callable[..., Any]) -> None:
+        """Each copy lasts 4 ms on its stream and microseconds to issue; its edges hold in the times measured."""
+        backend = VirtualStreams(h2d_bytes_per_s=1e12, d2h_bytes_per_s=1e12, latency_s=4e-3)
+        run = start("mlp", "tide", clip=0.5, backend=backend)
+        for _ in range(3):
+            kit.train_alone(run.model, run.optimizer, run.batches, 1)
+        run.session.drain()
+        timeline = run.session.timeline()
+        run.session.queues.resume()
+        copies = [s for s in timeline.spans if s.kind in (Kind.FETCH, Kind.WRITEBACK)]
+        assert copies
+        assert min(s.end_s - s.start_s for s in copies) >= 3.9e-3
+        at = {(s.step, s.iteration): s for s in timeline.spans}
+        checked = 0
+        for step in run.plan.steps:
+            for ref in step.after:
+                for iteration in range(timeline.iterations):
+                    one, other = at.get((step.id, iteration)), at.get((ref.id, iteration - ref.back))
+                    if one is not None and other is not None:
+                        assert one.start_s >= other.end_s - 1e-6, (step, ref)
+                        checked += 1
+        assert checked > 20
+        for place in ("gpu", "host"):
+            assert 0 < timeline.peak_bytes[place] <= timeline.budget_bytes[place]
+
+
+class TestTrouble:
+    def test_a_stream_that_dies_raises_in_the_training_thread(
+        self, kit: Any, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        backend = VirtualStreams()
+        run = start("mlp", "tide", clip=0.5, backend=backend)
+        kit.train_alone(run.model, run.optimizer, run.batches, 1)
+
+        def broken(*_: Any) -> None:
+            raise OSError("the link fell off")
+
+        monkeypatch.setattr(backend, "_copy", broken)
+        with pytest.raises(OSError, match="the link fell off"):
+            for _ in range(3):
+                kit.train_alone(run.model, run.optimizer, run.batches, 1)
+        run.session.close(restore=False)
+        assert not [t for t in run.session.queues._threads if t.is_alive()]
+
+    def test_measured_bytes_without_threads(self, kit: Any, start: Callable[..., Any]) -> None:
+        """measure_iteration takes the queues away and gives them back."""
+        run = start("mlp", "tide", clip=0.5, backend=jittery(1))
+        same(kit, run, steps=1)
+        batches = iter([next(run.batches) for _ in range(2)])
+        measured = run.session.measure_iteration(lambda: kit.train_alone(run.model, run.optimizer, batches, 1))
+        assert measured.on_plan
+        assert measured.peak_gpu_bytes <= run.plan.gpu_budget_bytes
+        for _ in range(2):
+            kit.train_alone(run.model, run.optimizer, run.batches, 1)
+        assert run.session.deviations == 0
+
+
+def test_an_unplanned_read_of_what_is_in_flight_waits(kit: Any, start: Callable[..., Any]) -> None:
+    """A layer's hook looks at the next layer's weight, whose copy is under way: the right value, not memory that a copy
+    is filling."""
+    backend = VirtualStreams(delays=lambda queue: 2e-3 if queue is Queue.H2D else 0.0)
+    run = start("mlp", "tide", clip=0.5, backend=backend)
+    same(kit, run, steps=2)
+    seen: list[float] = []
+
+    def look(module: Any, args: Any, output: Any) -> None:
+        with torch.no_grad():
+            total, expected = (model.layers[2].weight.sum() for model in (run.model, run.reference.model))
+            seen.append(abs(float(total - expected)) / (1 + abs(float(expected))))
+
+    handle = run.model.layers[1].register_forward_hook(look)
+    mine, theirs = kit.train_both(run.model, run.reference, run.optimizer, run.batches, steps=2, micro_batches=1)
+    handle.remove()
+    assert mine == pytest.approx(theirs, rel=RELATIVE)
+    assert len(seen) == 2
+    assert max(seen) < 1e-6
+
+
+def test_public_names() -> None:
+    assert executor.StreamQueues is StreamQueues
+    assert executor.VirtualStreams is VirtualStreams
