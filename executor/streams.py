@@ -188,9 +188,14 @@ class StreamQueues(ThreadQueues):
 
     def stop(self) -> None:
         super().stop()
-        if self._failure is None:
-            for event in self._latest.values():
-                self._backend.synchronize(event)
+        for queue in self._latest:
+            try:
+                # Also what was issued by a step that failed halfway.
+                self._backend.synchronize(self._backend.record(queue))
+            except Exception as error:
+                if self._failure is None:
+                    raise
+                log.info("the %s stream ended with %s, after %s", queue.value, error, self._failure)
 
     def _catch_up(self, queues: Sequence[Queue]) -> None:
         """Return when everything issued to the queues' streams has happened. Names what does not happen."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -51,7 +52,7 @@ def test_random_delays(
     kit: Any, start: Callable[..., Any], model: str, policy: str, micro_batches: int, update: str, clip: float | None
 ) -> None:
     plan = None
-    for seed in range(3):
+    for seed in range(2):
         run = start(
             model, policy, micro_batches=micro_batches, update=update, clip=clip, plan=plan, backend=jittery(seed)
         )
@@ -155,10 +156,16 @@ class TestWrongEdgesAreFoundOut:
     ) -> None:
         backend = self.slow(frozenset({Queue.H2D}))
         run = start("mlp", "tide", clip=0.5, backend=backend)
-        plain = backend.wait_event
-        monkeypatch.setattr(
-            backend, "wait_event", lambda queue, event: None if queue is Queue.COMPUTE else plain(queue, event)
-        )
+
+        class Deaf:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(backend, name)
+
+            def wait_event(self, queue: Queue, event: Any) -> None:
+                if queue is not Queue.COMPUTE:
+                    backend.wait_event(queue, event)
+
+        monkeypatch.setattr(run.session.queues, "_backend", Deaf())
         self.spoiled(kit, run)
 
     def test_cpu_adam_that_does_not_wait_for_the_gradient(
@@ -166,24 +173,30 @@ class TestWrongEdgesAreFoundOut:
     ) -> None:
         backend = self.slow(frozenset({Queue.D2H}))
         run = start("mlp", "tide", clip=0.5, backend=backend)
-        monkeypatch.setattr(backend, "synchronize", lambda event: None)
+        plain = backend.synchronize
+
+        def impatient(event: Any) -> None:
+            if threading.current_thread().name != "executor-adam":
+                plain(event)
+
+        monkeypatch.setattr(backend, "synchronize", impatient)
         self.spoiled(kit, run)
 
-    def test_memory_given_back_while_a_copy_reads_it(
+    def test_memory_used_again_while_a_copy_reads_it(
         self, kit: Any, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Without the gate."""
+        """Without the gate: what is given back is its next owner's at once. (It is overwritten, not freed: freed memory
+        that a copy is reading would end the process.)"""
         backend = self.slow(frozenset({Queue.D2H}))
         run = start("mlp", "tide", clip=0.5, backend=backend)
-        gate = backend.gate
+        plain = backend.gate.give
 
-        def give(payload: Any, queue: Queue) -> None:
-            size = gate._held.pop(payload.untyped_storage()._cdata, None)
-            if size is not None:
-                gate.held_bytes -= size
-                gate._shrink(payload)
+        def give(payload: torch.Tensor, queue: Queue) -> None:
+            if payload.untyped_storage().nbytes():
+                payload.fill_(float("nan"))
+            plain(payload, queue)
 
-        monkeypatch.setattr(gate, "give", give)
+        monkeypatch.setattr(backend.gate, "give", give)
         self.spoiled(kit, run)
 
     def test_with_every_guard_the_same_delays_do_no_harm(self, kit: Any, start: Callable[..., Any]) -> None:
@@ -229,8 +242,6 @@ class TestTheTrainingThread:
     def test_steady_iterations_allocate_nothing_on_the_host_and_wait_only_for_host_steps(
         self, kit: Any, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        import threading
-
         backend = VirtualStreams()
         run = start("gpt2", "tide", clip=0.5, backend=backend)
         for _ in range(2):
