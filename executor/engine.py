@@ -84,6 +84,7 @@ class Session:
         self.parameters = parameters
         self.backend = backend
         self.iteration = 0
+        self.iterations_before = 0  # done by runs that this one goes on from
         self.cursor = -1
         self.deviations = 0
         self.deviation_log: deque[str] = deque(maxlen=100)

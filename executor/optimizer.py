@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from pstar_sim.errors import ContractError, PlanError
 
 if TYPE_CHECKING:
     from executor.engine import Session
+    from executor.restoring import Restored
 
 __all__ = ["AdamW", "OffloadedAdamW"]
 
@@ -196,6 +198,19 @@ class OffloadedAdamW(torch.optim.Optimizer):
             session.scaling.load_state_dict(state_dict["loss_scaling"])
         for mine, theirs in zip(self.param_groups, groups):
             mine.update({key: value for key, value in theirs.items() if key != "params"})
+
+    def save(self, folder: str | Path, *, extra: Any = None) -> Path:
+        """Write a checkpoint: weights that transformers loads, states, step counts, groups, random number generators
+        and `extra`. See `executor.checkpoint.save`."""
+        from executor.checkpoint import save  # it is about sessions, which are about optimizers
+
+        return save(self, folder, extra=extra)
+
+    def load(self, folder: str | Path, *, generators: bool = True) -> Restored:
+        """Go on from a checkpoint, under this plan or another. See `executor.restoring.load`."""
+        from executor.restoring import load
+
+        return load(self, folder, generators=generators)
 
     def _tensors(self) -> list[int | None]:
         """Tensor index of every parameter, in the order of the groups."""

@@ -52,7 +52,7 @@ def piece_buffer(size_bytes: int = PIECE_BYTES) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous uint8 tensor on the host."""
+    """The memory of a contiguous uint8 tensor on the host, whose storage cannot be resized from then on."""
     return memoryview(tensor.numpy())  # type: ignore[arg-type]
 
 
@@ -223,8 +223,9 @@ def write_tensor_file(
 ) -> int:
     """Write the rows to a new file, in the order given, and have it on the disk; returns its bytes.
 
-    Elements that are on the host in the row's dtype are written from where they are, others go through `buffer` (uint8)
-    piece by piece. Raises OSError (disk full, ...); an assertion if a row gives more or fewer elements than it said.
+    Elements go through `buffer` (uint8) piece by piece, where they are cast (`Tensor.numpy()` on a chunk would make its
+    storage one that cannot be evicted any more). Raises OSError (disk full, ...); an assertion if a row gives more or
+    fewer elements than it said.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     reached = 0
@@ -256,9 +257,6 @@ def write_tensor_file(
 
 def _write_elements(descriptor: int, tensor: torch.Tensor, dtype: torch.dtype, buffer: torch.Tensor) -> None:
     flat = tensor.detach().reshape(-1)
-    if flat.device.type == "cpu" and flat.dtype == dtype:
-        _write(descriptor, bytes_of(flat.view(torch.uint8)))
-        return
     step = buffer.numel() // dtype.itemsize
     for start in range(0, flat.numel(), step):
         part = flat[start : start + step]

@@ -36,7 +36,7 @@ from pstar_sim.core.step import Place
 from pstar_sim.errors import WeightsError
 from pstar_sim.workload.workload import Tensor
 
-__all__ = ["Weights", "check_values", "give_memory", "parameters_on_meta", "persistent_buffers", "views_of"]
+__all__ = ["Weights", "check_values", "give_memory", "parameters_on_meta", "persistent_buffers", "some", "views_of"]
 
 log = logging.getLogger("executor")
 
@@ -83,7 +83,7 @@ def check_values(model: nn.Module, tensors: Sequence[Tensor], folder: str | Path
     if empty:
         raise WeightsError(
             f"{len(empty)} parameters and buffers of {type(model).__name__} are on the meta device, without values: "
-            f"{_some(empty)}; give prepare(..., weights=FOLDER), or build the model with values"
+            f"{some(empty)}; give prepare(..., weights=FOLDER), or build the model with values"
         )
     return None
 
@@ -161,7 +161,7 @@ class Weights:
             absent = [name for name in listed or () if name not in file.entries]
             if absent:
                 raise WeightsError(
-                    f"{self.folder / INDEX} says that {path.name} holds {_some(absent)}, which it does not; the folder "
+                    f"{self.folder / INDEX} says that {path.name} holds {some(absent)}, which it does not; the folder "
                     "mixes files of two models: copy it again"
                 )
             for name in file.entries if listed is None else listed:
@@ -206,7 +206,7 @@ class Weights:
         absent = sorted(path.name for path in files if not path.is_file())
         if absent:
             raise WeightsError(
-                f"weights {str(folder)!r}: {len(absent)} of {len(files)} shards missing: {_some(absent)}; copy the "
+                f"weights {str(folder)!r}: {len(absent)} of {len(files)} shards missing: {some(absent)}; copy the "
                 "whole folder"
             )
         return files
@@ -280,7 +280,7 @@ class Weights:
         odd_dtypes: Sequence[str],
     ) -> None:
         parts = [
-            f"{len(names)} {what}: {_some(names)}"
+            f"{len(names)} {what}: {some(names)}"
             for names, what in (
                 (missing, "of the model's tensors missing"),
                 (extra, "tensors that the model does not have"),
@@ -299,7 +299,7 @@ class Weights:
         lost = [name for name, buffer in model.named_buffers() if buffer.is_meta and id(buffer) not in held]
         if lost:
             raise WeightsError(
-                f"{len(lost)} buffers are on the meta device and no file holds them: {_some(lost)}; build the model "
+                f"{len(lost)} buffers are on the meta device and no file holds them: {some(lost)}; build the model "
                 "under executor.parameters_on_meta(), which leaves buffers their memory, instead of "
                 "torch.device('meta')"
             )
@@ -366,6 +366,7 @@ def _shapes(name: str, stored: Sequence[int], wanted: Sequence[int]) -> str:
     return f"{name} ({list(stored)} in the file, {list(wanted)} in the model)"
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
     more = len(names) - NAMED_AT_MOST
     return ", ".join(names[:NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,107 @@
+"""A folder that is whole or not there: written beside its place, then put there in one step.
+
+Whoever reads the folder, or starts again after a SIGKILL at any moment, finds what was there before or what was
+written, never a mixture. `begin` gives a temporary folder on the same disk, `finish` puts it in place (on Linux two
+folders change names in one system call; elsewhere two renames, between which `find` looks for the older one).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+__all__ = ["begin", "exchange", "find", "finish"]
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def _temporary(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.saving")
+
+
+def _previous(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.previous")
+
+
+def begin(folder: Path) -> Path:
+    """An empty folder to write in; what a save that was killed left there goes. Raises OSError."""
+    temporary = _temporary(folder)
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    temporary.mkdir(parents=True)
+    return temporary
+
+
+def abandon(folder: Path) -> None:
+    """Take away what `begin` made."""
+    shutil.rmtree(_temporary(folder), ignore_errors=True)
+
+
+def find(folder: Path, is_whole: Callable[[Path], bool]) -> Path:
+    """Where the newest whole content of the folder is: there, or (killed between two renames) beside it."""
+    previous = _previous(folder)
+    return previous if not folder.exists() and is_whole(previous) else folder
+
+
+def finish(folder: Path, replaces: Collection[str], swap: Callable[[Path, Path], bool] | None = None) -> None:
+    """Put what was written in place. Its files have to be on the disk.
+
+    replaces: names in the old folder that the new one stands for; whatever else lies there is carried over (as hard
+    links where the disk has them). swap: `exchange`, or another. Raises OSError; the old folder is then still there.
+    """
+    temporary, previous = _temporary(folder), _previous(folder)
+    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if entry.name not in replaces and not (temporary / entry.name).exists():
+            _carry(entry, temporary / entry.name)
+    sync(temporary)
+    if not folder.exists():
+        temporary.rename(folder)
+    elif (swap or exchange)(temporary, folder):
+        sync(folder.parent)
+        shutil.rmtree(temporary)
+    else:
+        if previous.exists():
+            shutil.rmtree(previous)
+        folder.rename(previous)
+        temporary.rename(folder)
+    sync(folder.parent)
+    if previous.exists():
+        shutil.rmtree(previous)
+
+
+def _carry(source: Path, target: Path) -> None:
+    if source.is_dir() and not source.is_symlink():
+        shutil.copytree(source, target, symlinks=True, copy_function=_link)
+    else:
+        _link(source, target)
+
+
+def _link(source: str | Path, target: str | Path) -> object:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # a disk without hard links
+        shutil.copy2(source, target, follow_symlinks=False)
+    return target
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Two paths change names in one step. False where the system or the file system cannot."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    return bool(rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
+
+
+def sync(folder: Path) -> None:
+    """Have the folder's entries on the disk (where folders can be opened for that)."""
+    with contextlib.suppress(PermissionError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,184 @@
+"""Going on from a checkpoint: bit by bit under the same plan, and under any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import executor
+from pstar_sim.core.plan import Settings
+
+STEPS, SAVED_AFTER = 5, 2
+
+
+def steps(kit: Any, run: Any, count: int) -> list[float]:
+    micro_batches = run.plan.workload.micro_batches
+    return [kit.train_alone(run.model, run.optimizer, run.batches, micro_batches) for _ in range(count)]
+
+
+def everything(run: Any) -> dict[str, torch.Tensor]:
+    """Parameters, masters and moments by name."""
+    session = run.session
+    found = {f"param/{n}": torch.as_tensor(t).clone() for n, t in run.model.state_dict().items()}
+    for index, tensor in enumerate(run.plan.workload.tensors):
+        if tensor.tied_to is None and not tensor.frozen:
+            for name in ("param32", "momentum", "variance"):
+                found[f"{name}/{tensor.name}"] = session.state_value(index, name)
+    return found
+
+
+def skip(run: Any, count: int) -> None:
+    for _ in range(count * run.plan.workload.micro_batches):
+        next(run.batches)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("update", ["step", "eager"])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("policy", ["tide", "zero_offload"])
+def test_the_loss_curve_is_that_of_the_uninterrupted_run(
+    start: Callable[..., Any],
+    kit: Any,
+    tmp_path: Path,
+    policy: str,
+    micro_batches: int,
+    update: str,
+    dtype: torch.dtype,
+) -> None:
+    options = {"micro_batches": micro_batches, "update": update, "dtype": dtype}
+    whole = start("gpt2", policy, **options)
+    curve = steps(kit, whole, SAVED_AFTER)
+    whole.optimizer.save(tmp_path / "c")  # right behind step(): its updates are in flight, and are waited for
+    curve += steps(kit, whole, STEPS - SAVED_AFTER)
+    again = start("gpt2", policy, plan=whole.plan, **options)
+    steps(kit, again, 1)  # other values and moments than the checkpoint's
+    assert again.optimizer.load(tmp_path / "c").iteration == SAVED_AFTER
+    again.batches = kit.batches(kit.build("gpt2")[1])
+    skip(again, SAVED_AFTER)
+    assert steps(kit, again, STEPS - SAVED_AFTER) == curve[SAVED_AFTER:]
+    mine, theirs = everything(again), everything(whole)
+    assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+
+
+@pytest.mark.parametrize(
+    "policy, options",
+    [
+        ("all_on_gpu", {}),
+        ("zero_offload", {}),
+        ("patrickstar", {}),
+        ("tide", {"micro_batches": 2}),
+        ("tide", {"update": "eager"}),
+        ("tide", {"clip": 1e6}),
+    ],
+    ids=["all_on_gpu", "zero_offload", "patrickstar", "micro-batches", "eager", "clip"],
+)
+def test_under_another_plan(
+    start: Callable[..., Any], kit: Any, tmp_path: Path, policy: str, options: dict[str, Any]
+) -> None:
+    first = start("gpt2", "static_partition", dtype=torch.bfloat16)
+    steps(kit, first, SAVED_AFTER)
+    first.optimizer.save(tmp_path / "c")
+    second = start("gpt2", policy, dtype=torch.bfloat16, **options)
+    second.optimizer.load(tmp_path / "c")
+    mine, theirs = everything(second), everything(first)
+    assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+    steps(kit, second, 1)
+    with second.session.still():
+        assert set(second.session.contents.steps_taken.values()) == {SAVED_AFTER + 1}
+
+
+def test_under_another_chunk_size(start: Callable[..., Any], kit: Any, tmp_path: Path) -> None:
+    model, draw = kit.build("llama")
+    w = kit.workload_of(model, draw(torch.Generator().manual_seed(9)))
+    plans = [
+        kit.tight_plan("static_partition", w, Settings(clip=False, update="step", chunk_bytes=size))
+        for size in (2 << 20, 4 << 20)
+    ]
+    runs = [start("llama", "static_partition", plan=plan) for plan in plans]
+    steps(kit, runs[0], 2)
+    runs[0].optimizer.save(tmp_path / "c")
+    runs[1].optimizer.load(tmp_path / "c")
+    skip(runs[1], 2)
+    assert steps(kit, runs[1], 2) == pytest.approx(steps(kit, runs[0], 2), rel=1e-6)
+
+
+def test_from_bf16_to_fp32_the_masters_are_kept(start: Callable[..., Any], kit: Any, tmp_path: Path) -> None:
+    first = start("llama", "tide", dtype=torch.bfloat16)
+    steps(kit, first, 1)
+    first.optimizer.save(tmp_path / "c")
+    second = start("llama", "tide")
+    second.optimizer.load(tmp_path / "c")
+    mine, theirs = everything(second), everything(first)
+    assert all(torch.equal(mine[k], theirs[k]) for k in theirs if not k.startswith("param/"))
+    assert all(torch.equal(mine[k.replace("param32/", "param/")], theirs[k]) for k in theirs if k.startswith("param32"))
+
+
+def test_random_numbers_go_on_where_they_were(start: Callable[..., Any], kit: Any, tmp_path: Path) -> None:
+    import random
+
+    import numpy
+
+    def draw() -> tuple[float, float, float]:
+        return float(torch.rand(())), random.random(), float(numpy.random.rand())
+
+    run = start("mlp", "tide")
+    run.optimizer.save(tmp_path / "c")
+    first = draw()
+    run.optimizer.load(tmp_path / "c", generators=False)
+    assert draw() != first
+    run.optimizer.load(tmp_path / "c")
+    assert draw() == first
+
+
+def test_the_scale_and_the_groups_go_on(start: Callable[..., Any], kit: Any, tmp_path: Path) -> None:
+    run = start("gpt2", "tide", dtype=torch.float16)
+    steps(kit, run, 2)
+    run.optimizer.param_groups[0]["lr"] = 0.123
+    run.session.scaling.scale = 512.0
+    run.optimizer.save(tmp_path / "c")
+    again = start("gpt2", "tide", plan=run.plan, dtype=torch.float16)
+    again.optimizer.load(tmp_path / "c")
+    assert again.optimizer.param_groups[0]["lr"] == 0.123 and again.session.scaling.scale == 512.0
+    again.batches = run.batches
+    rows = [next(run.batches) for _ in range(2)]
+    losses = []
+    for one in (run, again):
+        one.batches = iter(rows)
+        losses.append(steps(kit, one, 2))
+    assert losses[0] == losses[1]
+
+
+def test_frozen_parameters_come_from_the_weights(kit: Any, tmp_path: Path) -> None:
+    def build(seed: int) -> Any:
+        model, draw = kit.build("llama", seed=seed)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("mlp" in name)
+        return model.bfloat16(), draw
+
+    model, draw = build(0)
+    batch = draw(torch.Generator().manual_seed(9))
+    plan = kit.tight_plan("tide", kit.workload_of(model, batch), Settings(clip=False, update="step"))
+    model, optimizer = executor.prepare(model, plan, executor.AdamW())
+    kit.train_alone(model, optimizer, kit.batches(draw), 1)
+    optimizer.save(tmp_path / "c")
+    other, again = executor.prepare(build(3)[0], plan, executor.AdamW())
+    again.load(tmp_path / "c")
+    assert all(torch.equal(v, other.state_dict()[k]) for k, v in model.state_dict().items())
+    for one in (optimizer, again):
+        one.session.close()
+
+
+def test_the_iterations_of_both_runs_are_counted(start: Callable[..., Any], kit: Any, tmp_path: Path) -> None:
+    run = start("mlp", "tide")
+    steps(kit, run, 3)
+    run.optimizer.save(tmp_path / "c")
+    again = start("mlp", "tide", plan=run.plan)
+    steps(kit, again, 1)
+    assert again.optimizer.load(tmp_path / "c").iteration == 3
+    steps(kit, again, 2)
+    again.optimizer.save(tmp_path / "c")
+    assert run.optimizer.load(tmp_path / "c").iteration == 5
