@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from executor.compiled import eagerly
 from executor.hooks import MomentClock, tensors_of
 from executor.live_bytes import LiveStorages
 from executor.models import (
@@ -156,6 +157,7 @@ def _run(
                 parameters[index].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         if not (isinstance(inputs, Mapping) and "position_ids" in inputs):
             stack.enter_context(unpacked_sequences())
+        stack.enter_context(eagerly())
         stack.enter_context(quiet("torch._subclasses.fake_tensor"))  # it logs what it raises
         with _readable_failures(name, module, live), mode, live, attention_kernel(attention), torch.enable_grad():
             loss(module, inputs).backward()  # type: ignore[no-untyped-call]

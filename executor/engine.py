@@ -27,6 +27,7 @@ from torch import nn
 from executor.adam import Hyper
 from executor.arena import Arena, check_host_memory
 from executor.backend import Backend, VirtualBackend, available_host_bytes
+from executor.compiled import untraced
 from executor.contents import Contents, Update
 from executor.contract import ChunkParameter, ParkedParameter, disown, raw_grad, set_raw_grad
 from executor.demand import Demand
@@ -117,9 +118,9 @@ class Session:
         self.guard: Guard | None = None
         self.ladder = Ladder(self)
         self._install(plan, arena, queues)
-        self.clock = MomentClock(model, self.on_event)
+        self.clock = MomentClock(model, self.on_event, wrap=untraced)
         self._hooks = [
-            parameters[t].register_post_accumulate_grad_hook(self._gradient_hook(t))  # type: ignore[no-untyped-call]
+            parameters[t].register_post_accumulate_grad_hook(untraced(self._gradient_hook(t)))  # type: ignore[no-untyped-call]
             for t in sorted(self._chunk_of)
             if not plan.workload.tensors[t].frozen
         ]
@@ -142,6 +143,7 @@ class Session:
         self._chunk_of = plan.layout.chunk_of
         self._compile()
         self.demand = Demand(self)
+        self._touch = untraced(self.demand.touch)
         if self.guard is not None:
             self.guard.bind()
 
@@ -712,7 +714,7 @@ class Session:
         set_raw_grad(self.parameters[tensor], None)
 
     def touch(self, func: Any, parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
-        return self.demand.touch(func, parameters, args, kwargs)
+        return self._touch(func, parameters, args, kwargs)
 
     # -- warm-up (record.py) ------------------------------------------------------------------------------------------
 

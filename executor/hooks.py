@@ -61,12 +61,19 @@ def units(model: nn.Module) -> dict[str, nn.Module]:
 class MomentClock:
     """Calls `on_event(event)` at every event of `model` until `close()`. Costs a few microseconds an event.
 
-    inside: a unit's forward is open or a backward runs. micro_batch: of the current moment, from 0; `step()` starts the
-    count anew.
+    wrap: applied to each hook (`executor.compiled.untraced`). inside: a unit's forward is open or a backward runs.
+    micro_batch: of the current moment, from 0; `step()` starts the count anew.
     """
 
-    def __init__(self, model: nn.Module, on_event: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        on_event: Callable[[Event], None],
+        *,
+        wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda hook: hook,
+    ) -> None:
         self.units = units(model)
+        self._wrap = wrap
         self.micro_batch = 0
         self._on_event = on_event
         self._forwards = 0  # root forwards since the last step
@@ -75,8 +82,8 @@ class MomentClock:
         self._in_one = False  # several calls of autograd are one backward
         self._handles: list[Any] = []
         for name, module in self.units.items():
-            self._handles.append(module.register_forward_pre_hook(self._begin_hook(name), prepend=True))
-            self._handles.append(module.register_forward_hook(self._end_hook(name)))
+            self._handles.append(module.register_forward_pre_hook(wrap(self._begin_hook(name)), prepend=True))
+            self._handles.append(module.register_forward_hook(wrap(self._end_hook(name))))
 
     @property
     def inside(self) -> bool:
@@ -170,7 +177,7 @@ class MomentClock:
             # A leaf would keep the hook for ever; it is a parameter or an input, whose gradient is no output's.
             if tensor.requires_grad and tensor.grad_fn is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
-                tensor.register_hook(grad)  # type: ignore[no-untyped-call]
+                tensor.register_hook(self._wrap(grad))  # type: ignore[no-untyped-call]
 
     def _watch_backward(self) -> None:
         if not self._callback_due:

@@ -17,6 +17,7 @@ from torch import nn
 from executor.arena import Arena, check_gpu_memory, check_host_memory
 from executor.backend import Backend, VirtualBackend, available_host_bytes, keep_freed_pages
 from executor.checks import check_model, check_settings
+from executor.compiled import untraced
 from executor.contract import adopt
 from executor.engine import Session
 from executor.moments import describe_parameters
@@ -284,5 +285,5 @@ def _watch_batches(model: nn.Module, session: Session) -> None:
         if held is not None and not held.closed:
             held.see_batch(args, kwargs)
 
-    handle = model.register_forward_pre_hook(see, prepend=True, with_kwargs=True)
+    handle = model.register_forward_pre_hook(untraced(see), prepend=True, with_kwargs=True)
     session.add_hook(handle)

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from executor.compiled import untraced
 from pstar_sim.errors import PlanError
 
 __all__ = ["LossScale", "LossScaling", "guard_boundary", "loss_scale_for"]
@@ -165,8 +166,8 @@ def guard_boundary(model: nn.Module, scale: Callable[[], float]) -> list[Any]:
         return _bounded(output, scale, {}) if torch.is_grad_enabled() else None
 
     return [
-        model.register_forward_pre_hook(enter, with_kwargs=True),
-        model.register_forward_hook(leave),
+        model.register_forward_pre_hook(untraced(enter), with_kwargs=True),
+        model.register_forward_hook(untraced(leave)),
     ]
 
 

@@ -22,9 +22,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import executor
 from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.policy.registry import find_policy
 from pstar_sim.workload.optimizers import with_optimizer
 
 _spec = importlib.util.spec_from_file_location("executor_test_kit", Path(__file__).parent / "conftest.py")
@@ -47,8 +49,9 @@ class Case:
 
     groups(model): parameter groups. schedule(optimizer): a learning-rate scheduler. inside(): a context around each
     forward and backward. between(model, step): what happens after each step, on both models alike. recorded: the
-    workload comes from a recorded iteration (fake tensors cannot run the model). before(model): applied after the cast.
-    on_plan: no deviation is expected. scale: of AdamW, for fp16. variable(step): another batch for some steps.
+    workload comes from a recorded iteration (fake tensors cannot run the model).
+    on_plan: no deviation is expected. scale: of AdamW, for fp16. variable(step, batch): another batch for some steps.
+    after_prepare(model): done to both models then. check(session): at the end. spare_bytes: gpu memory more than tight.
     """
 
     model: nn.Module
@@ -69,6 +72,7 @@ class Case:
     steps: int = 3
     variable: Callable[[int, Any], Any] | None = None
     check: Callable[[Any], None] | None = None
+    spare_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -169,7 +173,12 @@ def plan_for(case: Case, model: nn.Module, batch: Any, policy: str, spec: execut
         groups = executor.optimizer.group_of(spec.groups(model))
         w = replace(w, tensors=executor.moments.describe_parameters(model, groups)[0])
     w = with_optimizer(w, case.optimizer)
-    return kit.tight_plan(policy, w, Settings(update=case.update, clip=case.clip is not None))
+    settings = Settings(update=case.update, clip=case.clip is not None)
+    if case.spare_bytes:
+        machine = kit.tight_plan(policy, w, settings).machine
+        gpu = machine.gpu.usable_bytes + case.spare_bytes
+        return find_policy(policy)(w, kit.small_machine(gpu), settings)
+    return kit.tight_plan(policy, w, settings)
 
 
 def run_cell(row: Row, dtype: str, policy: str) -> Cell:
@@ -339,6 +348,288 @@ def warmed(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
 
 
+class Frozen(Stack):
+    """Two of five layers frozen, a buffer that changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        for i in (1, 3):
+            self.layers[i].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return super().forward(x)
+
+
+class Tied(Stack):
+    """The first and the last layer share their weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[4].weight = self.layers[0].weight
+
+
+class Twice(Stack):
+    """The middle layer is called twice, and the first one again at the end."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in (0, 1, 2, 2, 3, 4, 0):
+            x = torch.tanh(self.layers[i](x)) + x
+        return square(x)
+
+
+class Outside(Stack):
+    """Parameters read by a module that does not own them, and an inner value that the loop's loss uses too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:4]:
+            x = torch.tanh(layer(x)) + x
+        return square(x @ self.layers[1].weight @ self.layers[4].weight) + square(self.layers[0].bias)
+
+
+class Unused(Stack):
+    """A layer nobody calls, and one whose output does not reach the loss."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in (0, 1, 3):
+            x = torch.tanh(self.layers[i](x)) + x
+        self.layers[2](x)
+        return square(x)
+
+
+class Routed(nn.Module):
+    """Four experts behind a router of the loop's own: `route` says which of them each micro-batch uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(40, 40)
+        self.experts = nn.ModuleList(nn.Linear(40, 40) for _ in range(4))
+        self.gate = nn.Linear(40, 4)
+        self.after = nn.Linear(40, 40)
+
+    def forward(self, x: torch.Tensor, route: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.before(x))
+        weights = self.gate(x).softmax(-1)
+        out = torch.zeros_like(x)
+        for number in range(4):
+            if bool(route[number]):
+                out = out + weights[:, number : number + 1] * torch.tanh(self.experts[number](x))
+        return square(self.after(out) + x)
+
+
+def routed_batch(draw: torch.Generator) -> Any:
+    return {"x": torch.randn(3, 40, generator=draw), "route": torch.ones(4, dtype=torch.int64)}
+
+
+def two_experts(step: int, batch: Any) -> Any:
+    """Every expert in the first step and in the fourth, two of the four in the others."""
+    route = torch.ones(4, dtype=torch.int64) if step % 3 == 0 else torch.tensor([step % 2, 1, 1 - step % 2, 0])
+    return {**batch, "route": route}
+
+
+class Normed(nn.Module):
+    """Convolutions and BatchNorm: running statistics are buffers that training changes."""
+
+    def __init__(self, checkpointing: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(inplace=True))
+            for a, b in ((3, 16), (16, 24), (24, 16))
+        )
+        self.head = nn.Linear(16, 24)
+        self.checkpointing = checkpointing
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing and self.training else block(x)
+        return square(self.head(x.mean((2, 3))))
+
+
+def pictures(draw: torch.Generator) -> Any:
+    return {"x": torch.randn(4, 3, 8, 8, generator=draw)}
+
+
+class Dropped(nn.Module):
+    """Dropout in each layer; recompute: None, "reentrant" or "non-reentrant" checkpointing."""
+
+    def __init__(self, recompute: str | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(40, 40), nn.Dropout(0.3), nn.Tanh()) for _ in range(5))
+        self.recompute = recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.recompute == "reentrant":
+            x = x.requires_grad_()  # what enable_input_require_grads is for
+        for layer in self.layers:
+            if self.recompute and self.training:
+                x = checkpoint(layer, x, use_reentrant=self.recompute == "reentrant") + x
+            else:
+                x = layer(x) + x
+        return square(x)
+
+
+def checkpointed(model: nn.Module, reentrant: bool) -> nn.Module:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    return model
+
+
+def lora() -> nn.Module:
+    import peft
+
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["c_attn", "c_proj"], lora_dropout=0.0)
+    model = peft.get_peft_model(gpt2(), config)
+    for name, parameter in model.named_parameters():  # a fresh adapter's output is 0: no gradient reaches lora_A
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def frozen_chunks_only_come_up(session: Any) -> None:
+    """Frozen chunks have no states anywhere and are never written back; the link carries what the plan says."""
+    plan = session.plan
+    frozen = {c.index for c in plan.layout.chunks if c.frozen}
+    assert frozen
+    assert not {r.list for r in session.arena.present if r.chunk in frozen} - {"param"}
+    session.drain()
+    last = session.iteration - 1
+    for queue in ("h2d", "d2h"):
+        copied = sum(r.copied_bytes for r in session.span_log if r.iteration == last and r.step.queue.value == queue)
+        assert copied == plan.moved_bytes[queue], queue
+    assert not [r for r in session.span_log if r.step.chunk in frozen and r.step.queue.value in ("d2h", "adam")]
+
+
+def evaluated(model: nn.Module, step: int) -> torch.Tensor:
+    """An evaluation without gradients, then training goes on."""
+    model.eval()
+    with torch.no_grad():
+        loss = model(**text()(torch.Generator().manual_seed(step))).loss
+    model.train()
+    return loss
+
+
+def generated(model: nn.Module, step: int) -> torch.Tensor:
+    """Tokens by transformers' generate, with its cache."""
+    model.eval()
+    prompt = torch.randint(0, 96, (2, 3), generator=torch.Generator().manual_seed(step))
+    tokens = model.generate(
+        prompt,
+        max_new_tokens=4,
+        do_sample=False,
+        use_cache=True,
+        pad_token_id=0,
+        attention_mask=torch.ones_like(prompt),
+    )
+    model.train()
+    return tokens
+
+
+def lengths(step: int, batch: Any) -> Any:
+    """The planned length, then shorter and longer ones."""
+    return {k: v[:, : (12, 8, 12, 5, 10)[step]] for k, v in batch.items()}
+
+
+def longer(step: int, batch: Any) -> Any:
+    """Longer than planned from the second step on: off plan, and after three of them a new plan."""
+    return {k: v if step == 0 else torch.cat([v, v[:, :4]], 1) for k, v in batch.items()}
+
+
+def planned_anew(session: Any) -> None:
+    assert any("new plan" in line for line in session.deviation_log)
+
+
+def offloaded() -> Any:
+    return torch.autograd.graph.save_on_cpu()
+
+
+def compiled(backend: str, whole: bool) -> Callable[[nn.Module], None]:
+    def apply(model: nn.Module) -> None:
+        for module in [model] if whole else model.layers:
+            module.compile(backend=backend)
+
+    return apply
+
+
+def transformer(kind: str, **numbers: Any) -> Callable[[], nn.Module]:
+    """A tiny transformers model by the names of its config and model class."""
+
+    def make() -> nn.Module:
+        import transformers
+
+        config_name, model_name = kind.split(":")
+        model = getattr(transformers, model_name)(getattr(transformers, config_name)(**numbers))
+        model.config.use_cache = False
+        return model.train()
+
+    return make
+
+
+def no_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("dropout", "attention_dropout", "dropout_prob"):
+            if isinstance(module.__dict__.get(name), float):
+                setattr(module, name, 0.0)
+    return model
+
+
+_LLAMA = {
+    "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 96,
+    "max_position_embeddings": 32, "pad_token_id": 0,
+}  # fmt: skip
+_BERT = {**_LLAMA, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_EXPERTS = {
+    "num_key_value_heads": 2, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "head_dim": 16,
+}  # fmt: skip
+_T5 = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 96, "dropout_rate": 0.0,
+       "decoder_start_token_id": 0, "pad_token_id": 0}  # fmt: skip
+_VIT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "image_size": 16,
+        "patch_size": 8, "num_labels": 5, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # fmt: skip
+
+
+def vit_batch(draw: torch.Generator) -> Any:
+    return {
+        "pixel_values": torch.randn(2, 3, 16, 16, generator=draw),
+        "labels": torch.randint(0, 5, (2,), generator=draw),
+    }
+
+
+ARCHITECTURES: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], Any]]] = {
+    "llama": (transformer("LlamaConfig:LlamaForCausalLM", **_LLAMA, num_key_value_heads=1), text()),
+    "qwen2": (transformer("Qwen2Config:Qwen2ForCausalLM", **_LLAMA, num_key_value_heads=2), text()),
+    "gemma": (transformer("GemmaConfig:GemmaForCausalLM", **_LLAMA, num_key_value_heads=1, head_dim=16), text()),
+    "gpt_neox": (transformer("GPTNeoXConfig:GPTNeoXForCausalLM", **_LLAMA), text()),
+    "opt": (
+        transformer(
+            "OPTConfig:OPTForCausalLM", hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=2,
+            vocab_size=96, max_position_embeddings=32, dropout=0.0, word_embed_proj_dim=32,
+        ),
+        text(),
+    ),
+    "bloom": (
+        transformer("BloomConfig:BloomForCausalLM", hidden_size=32, n_layer=2, n_head=2, vocab_size=96), text()
+    ),
+    "phi": (transformer("PhiConfig:PhiForCausalLM", **_LLAMA), text()),
+    "bert": (transformer("BertConfig:BertForMaskedLM", **_BERT), text()),
+    "t5": (transformer("T5Config:T5ForConditionalGeneration", **_T5), text()),
+    "vit": (transformer("ViTConfig:ViTForImageClassification", **_VIT), vit_batch),
+}  # fmt: skip
+
+EXPERTS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], Any]]] = {
+    "mixtral": (transformer("MixtralConfig:MixtralForCausalLM", **_LLAMA, **_EXPERTS), text()),
+    "qwen2_moe": (transformer("Qwen2MoeConfig:Qwen2MoeForCausalLM", **_LLAMA, **_EXPERTS), text()),
+}
+
+
+def architecture(name: str, *, steps: int = 2, **more: Any) -> Row:
+    make, draw = {**ARCHITECTURES, **EXPERTS}[name]
+    return Row(f"transformers: {name}", lambda: Case(model=no_dropout(make()), draw=draw, steps=steps, **more))
+
+
 OVERFLOWING = executor.LossScale(init_scale=2.0**24, growth_interval=2)  # falls, then grows, in a few steps
 
 ROWS = [
@@ -356,4 +647,51 @@ ROWS = [
         lambda: Case(model=gpt2(), draw=text(), groups=decayed, schedule=warmed, clip=0.5),
     ),
     Row("states in bf16", lambda: Case(model=gpt2(), draw=text(), optimizer="adamw-bf16-states", micro_batches=2)),
+    Row("frozen parameters", lambda: Case(model=Frozen(), draw=vectors(), clip=0.5, check=frozen_chunks_only_come_up)),
+    Row("LoRA", lambda: Case(model=lora(), draw=text(), clip=0.5, check=frozen_chunks_only_come_up)),
+    Row("tied weights", lambda: Case(model=Tied(), draw=vectors(), micro_batches=2)),
+    Row("a module called twice", lambda: Case(model=Twice(), draw=vectors(), micro_batches=2)),
+    Row("parameters of another module", lambda: Case(model=Outside(), draw=vectors())),
+    Row("unused parameters", lambda: Case(model=Unused(), draw=vectors(), micro_batches=2)),
+    Row(
+        "routed experts, unused in some steps",
+        lambda: Case(
+            model=Routed(),
+            draw=routed_batch,
+            variable=two_experts,
+            recorded=True,
+            on_plan=False,
+            steps=5,
+            micro_batches=2,
+            clip=0.5,
+        ),
+    ),
+    Row("BatchNorm", lambda: Case(model=Normed(), draw=pictures)),
+    Row("BatchNorm, accumulation", lambda: Case(model=Normed(), draw=pictures, micro_batches=3)),
+    Row("BatchNorm under recompute", lambda: Case(model=Normed(True), draw=pictures, micro_batches=2)),
+    Row("dropout", lambda: Case(model=Dropped(), draw=vectors())),
+    Row("dropout under recompute", lambda: Case(model=Dropped("non-reentrant"), draw=vectors(), micro_batches=2)),
+    Row("dropout under reentrant recompute", lambda: Case(model=Dropped("reentrant"), draw=vectors())),
+    Row("checkpointing", lambda: Case(model=checkpointed(gpt2(), False), draw=text(), micro_batches=2)),
+    Row("checkpointing, reentrant", lambda: Case(model=checkpointed(gpt2(), True), draw=text(), micro_batches=2)),
+    Row("activation offload", lambda: Case(model=gpt2(), draw=text(), inside=offloaded, micro_batches=2)),
+    Row("evaluation between steps", lambda: Case(model=gpt2(), draw=text(), between=evaluated)),
+    Row("generate between steps", lambda: Case(model=gpt2(), draw=text(), between=generated)),
+    Row("batches of other lengths", lambda: Case(model=gpt2(), draw=text(), variable=lengths, on_plan=False, steps=5)),
+    Row(
+        "longer batches, new plan",
+        lambda: Case(
+            model=gpt2(), draw=text(), variable=longer, on_plan=False, steps=6, spare_bytes=200_000, check=planned_anew
+        ),
+    ),
+    Row(
+        "torch.compile of blocks",
+        lambda: Case(model=Stack(), draw=vectors(), after_prepare=compiled("aot_eager", False)),
+    ),
+    Row(
+        "torch.compile of the model",
+        lambda: Case(model=Stack(), draw=vectors(), after_prepare=compiled("aot_eager", True)),
+    ),
+    *(architecture(name) for name in ARCHITECTURES),
+    *(architecture(name, recorded=True, on_plan=False) for name in EXPERTS),
 ]
