@@ -37,6 +37,7 @@ from executor.models import (
     unpacked_sequences,
 )
 from executor.moments import MomentRecorder, attention_seen, describe_parameters
+from executor.scaling import guard_boundary, needs_loss_scaling
 from pstar_sim.errors import ModelError, PstarError
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
@@ -151,6 +152,9 @@ def _run(
         clock = MomentClock(module, lambda event: recorder.on_event(event))
         stack.callback(clock.close)
         recorder = MomentRecorder(tensors, live, inside=lambda: clock.inside)
+        if needs_loss_scaling(tensors):
+            for handle in guard_boundary(module, lambda: 1.0):
+                stack.callback(handle.remove)
         for index in own:
             if not tensors[index].frozen:
                 hook = _GradientHook(recorder, index, firings.get(index, 1), keep_gradients)

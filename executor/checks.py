@@ -18,7 +18,7 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.workload import Tensor, activations_text
 
-__all__ = ["check_model", "check_settings"]
+__all__ = ["check_model", "check_settings", "state_dtype_of"]
 
 STATES = ("param32", "momentum", "variance")
 ADAMW = {"adamw": torch.float32, "adamw-bf16-states": torch.bfloat16}  # optimizer descriptions that AdamW can be
@@ -102,31 +102,38 @@ def check_settings(plan: Plan, optimizer: AdamW) -> None:
             + " or make the plan with the same setting"
         )
     dtype = plan.workload.dtype
-    if loss_scale_for(optimizer.loss_scale, dtype) is not None and settings.barrier(dtype) is None:
+    if loss_scale_for(optimizer.loss_scale, plan.workload.tensors) is not None and settings.barrier(dtype) is None:
+        why = f"AdamW(loss_scale={optimizer.loss_scale!r})" if optimizer.loss_scale is not None else "an fp16 base"
         raise PlanError(
-            f"AdamW(loss_scale={optimizer.loss_scale!r}) has to see all gradients before any update, the plan was made "
-            f"with update={settings.update!r} for {dtype}; make the plan with update='step', or leave loss_scale out"
+            f"{why}: loss scaling has to see all gradients before any update, the plan was made with "
+            f"update={settings.update!r} for {dtype}; make the plan with update='step'"
         )
+
+
+def state_dtype_of(plan: Plan) -> torch.dtype:
+    """AdamW's state_dtype for this plan. Raises PlanError for the plan of an optimizer that the executor does not
+    know."""
+    planned = plan.workload.optimizer.name
+    if planned not in ADAMW:
+        raise PlanError(
+            f"the plan is for optimizer {planned!r}, which the executor does not know; it runs {', '.join(ADAMW)}; "
+            "make the plan with one of them (--optimizer)"
+        )
+    return ADAMW[planned]
 
 
 def _check_states(plan: Plan, optimizer: AdamW) -> None:
-    planned = plan.workload.optimizer
-    known = ", ".join(ADAMW)
-    if planned.name not in ADAMW:
-        raise PlanError(
-            f"the plan is for optimizer {planned.name!r}, which the executor does not know; it runs {known}: make the "
-            "plan with one of them (--optimizer)"
-        )
+    planned, state_dtype = plan.workload.optimizer, state_dtype_of(plan)
     widths = {name: STATE_DTYPES.get(size) for name, size in planned.state_bytes}
-    wanted = dict(zip(STATES, (torch.float32, ADAMW[planned.name], ADAMW[planned.name])))
+    wanted = dict(zip(STATES, (torch.float32, state_dtype, state_dtype)))
     if widths != wanted or list(widths) != list(STATES):
         raise PlanError(
             f"the plan's optimizer {planned.name!r} has states of {planned.state_bytes} bytes; the executor keeps "
             f"{', '.join(STATES)} of {', '.join(str(d.itemsize) for d in wanted.values())} bytes for it"
         )
-    if optimizer.state_dtype != ADAMW[planned.name]:
+    if optimizer.state_dtype != state_dtype:
         raise PlanError(
             f"the plan is for optimizer {planned.name!r}, AdamW has state_dtype={optimizer.state_dtype}; give "
-            f"AdamW(state_dtype={ADAMW[planned.name]}) or make the plan with --optimizer "
+            f"AdamW(state_dtype={state_dtype}) or make the plan with --optimizer "
             f"{next(name for name, dtype in ADAMW.items() if dtype == optimizer.state_dtype)}"
         )

@@ -39,7 +39,7 @@ from executor.contract import (
 from executor.hooks import Event, tensors_of
 from executor.measure import unseen
 from executor.models import map_tensors
-from executor.torch26 import saved_tensor_hooks_in_force
+from executor.torch26 import saved_tensor_hooks
 from pstar_sim.core.step import Place, Queue
 from pstar_sim.errors import ContractError, DoesNotFit, OutOfMemory, PlanError, PstarError
 from pstar_sim.policy.registry import find_policy
@@ -749,11 +749,14 @@ class Demand:
         if not self.active and not self.visiting and s.cursor < 0 and not torch.is_grad_enabled():
             with unseen():
                 self.visit()
-        nested = saved_tensor_hooks_in_force()
+        pack, unpack = self._pack, self._unpack
+        own = saved_tensor_hooks()
+        if own is not None:  # the loop's: activation offload, or checkpointing, which counts what is saved
+            pack, unpack = _beside(own, self)
         with torch._C.DisableTorchFunctionSubclass(), _Reads(self):
-            if not torch.is_grad_enabled() or nested:
+            if not torch.is_grad_enabled() or pack is None:
                 return func(*args, **kwargs)
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 return func(*args, **kwargs)
 
     def read(self, chunks: set[int]) -> None:
@@ -825,6 +828,24 @@ class _Reads(TorchDispatchMode):
         if chunks:
             self._demand.read(chunks)
         return func(*args, **kwargs)
+
+
+def _beside(own: tuple[Any, Any], demand: Demand) -> tuple[Any, Any]:
+    """Saved-tensor hooks that keep working lists by chunk and leave every other tensor to the loop's own hooks. (None,
+    None) for those of torch.utils.checkpoint, which must see all."""
+    pack, unpack = own
+    if getattr(pack, "__module__", "") == "torch.utils.checkpoint":
+        return None, None
+
+    def pack_both(tensor: torch.Tensor) -> Any:
+        mine = demand.chunk_of_storage(tensor) is not None
+        return mine, demand._pack(tensor) if mine else pack(tensor)
+
+    def unpack_both(packed: Any) -> Any:
+        mine, kept = packed
+        return demand._unpack(kept) if mine else unpack(kept)
+
+    return pack_both, unpack_both
 
 
 def _refuse_gradient(name: str) -> Any:

@@ -38,7 +38,7 @@ class AdamW:
     norm. eager: update each chunk as soon as its gradient is final, inside backward (the plan has to be made with
     update "eager"). state_dtype: of both moments; torch.bfloat16 where the plan's optimizer is "adamw-bf16-states"
     (the update is done in fp32 and rounded, so small changes of a moment are lost). loss_scale: None for what the
-    plan's dtype needs (dynamic in fp16, none in fp32 and bf16), "dynamic", a number for a fixed scale, or a LossScale;
+    model needs (dynamic if it has fp16 parameters, else none), "dynamic", a number for a fixed scale, or a LossScale;
     the loop stays as it is, see scaling.py. Raises PlanError for numbers out of range.
     """
 
@@ -57,7 +57,7 @@ class AdamW:
             raise PlanError(f"AdamW: max_grad_norm={self.max_grad_norm} must be > 0, or None for no clipping")
         if self.state_dtype not in STATE_DTYPES.values():
             raise PlanError(f"AdamW: state_dtype={self.state_dtype} is not known; use torch.float32 or torch.bfloat16")
-        loss_scale_for(self.loss_scale, "fp32")
+        loss_scale_for(self.loss_scale, ())
         _check_numbers({name: getattr(self, name) for name in _NUMBERS})
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:

@@ -103,7 +103,7 @@ def prepare(
     if threads is not None:
         torch.set_num_threads(threads)
     torch_optimizer = OffloadedAdamW(groups, optimizer)
-    scale = loss_scale_for(optimizer.loss_scale, plan.workload.dtype)
+    scale = loss_scale_for(optimizer.loss_scale, tensors)
     skeleton = _skeleton(model) if plan.steps else None
     if queues == "threads":
         queues = queues_for(made, watchdog_s=watchdog_s)

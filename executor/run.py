@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from executor.checks import state_dtype_of
 from executor.data import batches_like, open_data
 from executor.measure import Measured
 from executor.models import BuiltModel, build, named_failures
@@ -201,4 +202,5 @@ class Job:
             lr=self.lr,
             max_grad_norm=MAX_GRAD_NORM if plan.settings.clip else None,
             eager=plan.settings.update == "eager",
+            state_dtype=state_dtype_of(plan),
         )

@@ -20,7 +20,7 @@ import copy
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -28,8 +28,9 @@ from torch import nn
 
 from executor.compiled import untraced
 from pstar_sim.errors import PlanError
+from pstar_sim.workload.workload import Tensor
 
-__all__ = ["LossScale", "LossScaling", "guard_boundary", "loss_scale_for"]
+__all__ = ["LossScale", "LossScaling", "guard_boundary", "loss_scale_for", "needs_loss_scaling"]
 
 log = logging.getLogger("executor")
 
@@ -58,11 +59,17 @@ class LossScale:
             raise PlanError(f"LossScale: growth_interval={self.growth_interval} must be > 0, or 0 for a fixed scale")
 
 
-def loss_scale_for(asked: str | float | LossScale | None, dtype: str) -> LossScale | None:
-    """What AdamW(loss_scale=asked) means for a model of this dtype. None asks for what the dtype needs: a dynamic
-    scale in fp16, none in fp32 and bf16. Raises PlanError for anything else."""
+def needs_loss_scaling(tensors: Iterable[Tensor]) -> bool:
+    """Gradients of a model with these parameters pass through fp16: some are fp16, frozen ones too (an adapter in fp32
+    on an fp16 base)."""
+    return any(t.dtype == "fp16" for t in tensors)
+
+
+def loss_scale_for(asked: str | float | LossScale | None, tensors: Iterable[Tensor]) -> LossScale | None:
+    """What AdamW(loss_scale=asked) means for a model of these parameters. None asks for what they need: a dynamic
+    scale if some are fp16, else none. Raises PlanError for anything else."""
     if asked is None:
-        return LossScale() if dtype == "fp16" else None
+        return LossScale() if needs_loss_scaling(tensors) else None
     if isinstance(asked, LossScale):
         return asked
     if asked == "dynamic":

@@ -1,7 +1,7 @@
-"""What torch 2.6 and 2.7 have not yet: asking whether hooks on saved tensors are in force in this thread.
+"""What torch 2.6 and 2.7 have not yet: asking which hooks on saved tensors are in force in this thread.
 
 Newer ones answer themselves; for the older ones the two functions through which every such hook comes and goes are
-counted, thread by thread, from the import of the executor on.
+watched, thread by thread, from the import of the executor on.
 """
 
 from __future__ import annotations
@@ -13,34 +13,45 @@ from typing import Any
 
 import torch
 
-__all__ = ["count_hooks", "saved_tensor_hooks_in_force"]
+__all__ = ["saved_tensor_hooks", "watch_hooks"]
 
 _PUSH, _POP = "_push_saved_tensors_default_hooks", "_pop_saved_tensors_default_hooks"
 
+SavedHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
-def count_hooks(where: Any) -> Callable[[], bool]:
-    """Wrap the two functions of `where` (torch._C._autograd) so that they count; returns the question."""
-    count = threading.local()
 
-    def counted(function: Callable[..., Any], change: int) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args: Any) -> Any:
-            result = function(*args)
-            count.hooks = getattr(count, "hooks", 0) + change
-            return result
+def watch_hooks(where: Any) -> Callable[[], SavedHooks | None]:
+    """Wrap the two functions of `where` (torch._C._autograd) so that what they do is known; returns the question."""
+    mine = threading.local()
+    push, pop = getattr(where, _PUSH), getattr(where, _POP)
 
-        return call
+    @functools.wraps(push)
+    def pushed(*hooks: Any) -> Any:
+        result = push(*hooks)
+        mine.stack = [*getattr(mine, "stack", []), hooks]
+        return result
 
-    setattr(where, _PUSH, counted(getattr(where, _PUSH), +1))
-    setattr(where, _POP, counted(getattr(where, _POP), -1))
-    return lambda: getattr(count, "hooks", 0) > 0
+    @functools.wraps(pop)
+    def popped() -> Any:
+        result = pop()
+        mine.stack = mine.stack[:-1]
+        return result
+
+    def top() -> SavedHooks | None:
+        stack: list[SavedHooks] = getattr(mine, "stack", [])
+        return stack[-1] if stack else None
+
+    setattr(where, _PUSH, pushed)
+    setattr(where, _POP, popped)
+    return top
 
 
 if hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
 
-    def saved_tensor_hooks_in_force() -> bool:
-        """Whether what autograd saves now goes through somebody's hooks."""
-        return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    def saved_tensor_hooks() -> SavedHooks | None:
+        """(pack, unpack) that what autograd saves now goes through; None without."""
+        hooks: SavedHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return hooks
 
 else:
-    saved_tensor_hooks_in_force = count_hooks(torch._C._autograd)
+    saved_tensor_hooks = watch_hooks(torch._C._autograd)

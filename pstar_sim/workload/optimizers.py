@@ -8,7 +8,7 @@ state read and written, the 2-byte gradient read and the 2-byte parameter writte
 - sgd-momentum: one fp32 momentum. 4 + 4 read and written, 2 in, 2 out: 20.
 - sgd: no state but the master copy. 4 read and written, 2 in, 2 out: 12.
 
-The executor runs adamw only and says so; the others can be planned.
+The executor runs adamw and adamw-bf16-states and says so; the others can be planned.
 """
 
 from __future__ import annotations

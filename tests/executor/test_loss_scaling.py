@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import executor
+from executor.moments import describe_parameters
 from executor.scaling import LossScaling, guard_boundary, loss_scale_for
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import ContractError, PlanError
@@ -78,16 +79,21 @@ def test_the_scale_moves_as_gradscalers() -> None:
 
 
 def test_a_fixed_scale_stays_and_still_skips() -> None:
-    scaling = LossScaling(loss_scale_for(128.0, "bf16"))
+    scaling = LossScaling(loss_scale_for(128.0, ()))
     for _ in range(3):
         scaling.close_iteration(True)
     assert (scaling.scale, scaling.skipped_steps) == (128.0, 3)
 
 
 def test_what_a_loss_scale_may_be() -> None:
-    assert loss_scale_for(None, "fp32") is None
-    assert loss_scale_for(None, "bf16") is None
-    assert loss_scale_for(None, "fp16") == executor.LossScale(init_scale=65536.0)
+    def tensors(module: nn.Module) -> Any:
+        return describe_parameters(module)[0]
+
+    assert loss_scale_for(None, tensors(Head())) is None
+    assert loss_scale_for(None, tensors(Head().bfloat16())) is None
+    half = Head()
+    half.body.half().requires_grad_(False)  # an adapter in fp32 on a frozen fp16 base
+    assert loss_scale_for(None, tensors(half)) == executor.LossScale(init_scale=65536.0)
     for bad in ("static", True, 0.0, -1.0, float("nan"), [1]):
         with pytest.raises(PlanError, match=r"loss_scale=|init_scale="):
             executor.AdamW(loss_scale=bad)

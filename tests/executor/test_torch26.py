@@ -1,4 +1,4 @@
-"""What torch 2.6 does not tell is found out by counting: the same answers as a newer torch gives."""
+"""What torch 2.6 does not tell is found out by watching: the same answers as a newer torch gives."""
 
 from __future__ import annotations
 
@@ -8,31 +8,34 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from executor.torch26 import count_hooks, saved_tensor_hooks_in_force
+from executor.torch26 import saved_tensor_hooks, watch_hooks
 
 
-def test_counting_answers_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watching_answers_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
     where = torch._C._autograd
     for name in ("_push_saved_tensors_default_hooks", "_pop_saved_tensors_default_hooks"):
         monkeypatch.setattr(where, name, getattr(where, name))  # put back afterwards
-    counted = count_hooks(where)
+    watched = watch_hooks(where)
 
-    def answers() -> tuple[bool, bool]:
-        return counted(), saved_tensor_hooks_in_force()
+    def pair() -> tuple[object, object]:
+        return (lambda saved: saved), (lambda packed: packed)
 
-    hooks = saved_tensors_hooks(lambda saved: saved, lambda packed: packed)
-    assert answers() == (False, False)
-    with hooks:
-        assert answers() == (True, True)
-        with saved_tensors_hooks(lambda saved: saved, lambda packed: packed):
-            assert answers() == (True, True)
-        assert answers() == (True, True)
-        elsewhere: list[tuple[bool, bool]] = []
-        thread = threading.Thread(target=lambda: elsewhere.append(answers()))
+    def agree(expected: tuple[object, object] | None) -> bool:
+        return watched() == saved_tensor_hooks() == expected
+
+    outer, inner = pair(), pair()
+    assert agree(None)
+    with saved_tensors_hooks(*outer):
+        assert agree(outer)
+        with saved_tensors_hooks(*inner):
+            assert agree(inner)
+        assert agree(outer)
+        elsewhere: list[bool] = []
+        thread = threading.Thread(target=lambda: elsewhere.append(agree(None)))
         thread.start()
         thread.join()
-        assert elsewhere == [(False, False)]
-    assert answers() == (False, False)
-    with pytest.raises(ZeroDivisionError), hooks:
+        assert elsewhere == [True]
+    assert agree(None)
+    with pytest.raises(ZeroDivisionError), saved_tensors_hooks(*outer):
         raise ZeroDivisionError
-    assert answers() == (False, False)
+    assert agree(None)
