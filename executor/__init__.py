@@ -15,6 +15,7 @@ from executor.prepare import prepare
 from executor.queues import SerialQueues, ThreadQueues, follow
 from executor.record import record
 from executor.scaling import LossScale
+from executor.status import LinkUse, Status
 from executor.streams import StreamQueues
 from executor.virtual_streams import VirtualStreams
 from executor.weights import parameters_on_meta
@@ -23,12 +24,14 @@ __all__ = [
     "AdamW",
     "Backend",
     "Ladder",
+    "LinkUse",
     "LossScale",
     "Measured",
     "OffloadedAdamW",
     "Rung",
     "SerialQueues",
     "Session",
+    "Status",
     "StepResult",
     "StreamQueues",
     "ThreadQueues",

@@ -198,6 +198,22 @@ class Arena:
         if change:
             self.backend.room(self.plan.gpu_budget_bytes - size_bytes)
 
+    def gpu_peak_bytes(self, start_s: float, end_s: float) -> int:
+        """Most bytes of payloads, buffers and non-model data on the gpu at once in [start_s, end_s]."""
+        with self._lock:
+            log, count = self.log, len(self.log)
+            held = self._bytes[Place.GPU] + self.tide_bytes
+        peak = 0
+        for i in range(count - 1, -1, -1):  # back from now: what was held before each change
+            change = log[i]
+            if change.time_s <= end_s:
+                peak = max(peak, held)
+            if change.time_s < start_s:
+                return peak
+            if change.place is Place.GPU:
+                held -= change.change
+        return max(peak, held)
+
     def mark(self, word: str, moment: int) -> None:
         """What the compute queue does from now on: ("in", m) during moment m, ("after", m) between m and the next."""
         self._mark = (word, moment)

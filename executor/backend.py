@@ -226,6 +226,11 @@ class VirtualBackend:
         torch.set_num_threads(self._adam_threads if queue is Queue.ADAM else 1)
 
     @property
+    def link_bytes_per_s(self) -> dict[str, float | None]:
+        """Rate of the link by direction ("h2d", "d2h"); None: as fast as memory copies."""
+        return {queue.value: rate for queue, rate in self._rate.items()}
+
+    @property
     def copied_bytes(self) -> dict[str, int]:
         with self._lock:
             return {queue.value: size for queue, size in self._copied.items()}

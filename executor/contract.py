@@ -21,7 +21,7 @@ replacement; everything else behaves as in plain torch. Silence is the one wrong
 | `step()` without a backward | as plain torch: nothing happens |
 | a `step()` left out, then the next forward | as plain torch until the next backward: ContractError |
 | `step(closure)` | ContractError: AdamW needs one evaluation |
-| `model.to()`, `.half()`, `.cuda()`, ... | ContractError: do it before `prepare` |
+| `model.to()`, `.half()`, `.cuda()`, ... | ContractError: do it before `prepare`; nothing where nothing changes |
 | `model.load_state_dict()` | ContractError: load before `prepare` |
 | `copy.deepcopy(model)` | ContractError: load its `state_dict()` into a second model |
 | `model.state_dict()`, reading a parameter, `copy.deepcopy(p)` | as plain torch, a copy of the current value |

@@ -42,6 +42,7 @@ from executor.models import forward_loss
 from executor.moments import MomentRecorder
 from executor.queues import Program, Queues
 from executor.scaling import LossScaling, guard_boundary
+from executor.status import Status, status_of
 from executor.warm_up import WarmUp
 from pstar_sim.core.effects import gradient_list, needed
 from pstar_sim.core.plan import Plan
@@ -512,7 +513,7 @@ class Session:
 
     def next_iteration(self, *, on_plan: bool = True) -> None:
         """The iteration's compute is over; the side queues go on with its steps and begin the next one's."""
-        self.logs.append(IterationLog(self.iteration, self._now(), on_plan))
+        self.logs.append(IterationLog(self.iteration, self._now(), on_plan, self.backend.copied_bytes))
         self.last_update = self._updates.get(self.iteration, self.last_update)
         self._updates.pop(self.iteration - 2, None)
         if len(self.logs) == KEPT_ITERATIONS and len(self.arena.log) > KEPT_CHANGES:
@@ -608,6 +609,10 @@ class Session:
         run."""
         steps, iterations, changes = self.queues.measured(list(self.span_log), list(self.logs), list(self.arena.log))
         return build_timeline(self.plan, steps, iterations, changes, self.first_s)
+
+    def status(self) -> Status:
+        """What the run is doing, for a progress line: see `executor.status.Status`. Waits for nothing."""
+        return status_of(self)
 
     # -- state and end ------------------------------------------------------------------------------------------------
 

@@ -35,11 +35,13 @@ class StepLog:
 
 @dataclass(frozen=True, slots=True)
 class IterationLog:
-    """end_s: when the compute queue ended its last step of the iteration. on_plan: it ran as the plan says."""
+    """end_s: when the compute queue ended its last step of the iteration. on_plan: it ran as the plan says.
+    copied_bytes: by direction, since the session began."""
 
     number: int
     end_s: float
     on_plan: bool
+    copied_bytes: dict[str, int]
 
 
 def build_timeline(

@@ -204,6 +204,8 @@ def _guard_model(model: nn.Module, session: Session) -> Callable[[], None]:
     undo: list[Callable[[], None]] = []
 
     def moved(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        if _changes_nothing(self, fn):
+            return self
         raise ContractError(
             f"{type(self).__name__}.to() and its like (half, float, cuda, cpu) cannot move a prepared model: its "
             "memory is the plan's; convert the model before executor.prepare"
@@ -241,6 +243,16 @@ def _guard_model(model: nn.Module, session: Session) -> Callable[[], None]:
             action()
 
     return undo_all
+
+
+def _changes_nothing(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """`fn`, which Module._apply would map over the module's tensors, gives each back as it is: `to()` where it is."""
+    for dtype, device in {(t.dtype, t.device) for t in (*module.parameters(), *module.buffers())}:
+        for shape in ((1,), (1, 2, 2, 2)):  # of four dimensions: a memory format would change it
+            probe = torch.zeros(shape, dtype=dtype, device=device)
+            if fn(probe) is not probe or probe.is_shared():
+                return False
+    return True
 
 
 def _stop_at_exit(session: Session) -> Callable[[], None]:

@@ -1,0 +1,128 @@
+"""Hugging Face: a prepared model in `transformers.Trainer`.
+
+`Trainer` clips gradients itself, between backward and `optimizer.step()`, through `accelerator.clip_grad_norm_`; here
+they have left for their chunks by then and are clipped inside the step, by `AdamW(max_grad_norm=)`. `connect(trainer)`
+joins the two: it checks that both mean the same, and answers the Trainer's question for the norm from the session.
+Without it `trainer.train()` stops at its first clipping with a ContractError: nothing is ever left unclipped in
+silence. `executor/examples/trainer.py` is a whole script.
+
+The Trainer is used through its public attributes only; transformers is not imported before `connect`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from executor.engine import Session
+from executor.optimizer import OffloadedAdamW
+from pstar_sim.errors import ContractError
+
+__all__ = ["connect"]
+
+
+def connect(trainer: Any) -> Any:
+    """Make a `transformers.Trainer(model=prepared, optimizers=(optimizer, scheduler))` run by the plan; the same
+    trainer.
+
+    Raises ContractError, naming the argument, for what the plan was not made for: another `max_grad_norm`,
+    `gradient_accumulation_steps` or `per_device_train_batch_size`, mixed precision by autocast (the plan is for the
+    model's own dtype), checkpointing or compilation switched on by the Trainer, `load_best_model_at_end`.
+    """
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate's wrapper after train()
+    if not isinstance(optimizer, OffloadedAdamW):
+        raise ContractError(
+            f"executor.hf.connect: the Trainer's optimizer is {type(trainer.optimizer).__name__}; give it what "
+            "executor.prepare returned: Trainer(model=model, optimizers=(optimizer, scheduler))"
+        )
+    session = optimizer.session
+    if trainer.model is not session.model:
+        raise ContractError(
+            f"executor.hf.connect: the Trainer's model ({type(trainer.model).__name__}) is not the one its optimizer "
+            "was prepared with"
+        )
+    _check_arguments(trainer.args, session)
+    accelerator = trainer.accelerator
+    accelerator.device_placement = False  # the plan says where things are; states would be copied to be put back
+    norm = _Norm(session)
+    accelerator.clip_grad_norm_ = norm.clip_grad_norm_
+    trainer.add_callback(_callback(norm))
+    return trainer
+
+
+def _check_arguments(args: Any, session: Session) -> None:
+    w = session.plan.workload
+    wanted = args.max_grad_norm or None  # the Trainer's 0 is no clipping
+    if wanted != session.max_grad_norm:
+        raise ContractError(
+            f"TrainingArguments(max_grad_norm={args.max_grad_norm}) and AdamW(max_grad_norm={session.max_grad_norm}): "
+            "gradients are clipped inside the step, by AdamW's; give both the same (0.0 there and None here for no "
+            "clipping, and a plan made with or without it)"
+        )
+    accumulated = args.gradient_accumulation_steps
+    if accumulated != w.micro_batches:
+        raise ContractError(
+            f"TrainingArguments(gradient_accumulation_steps={accumulated}), but the plan was made for "
+            f"{w.micro_batches} micro-batches an iteration; make the plan for {accumulated} (--micro-batches)"
+        )
+    if args.per_device_train_batch_size != w.batch:
+        raise ContractError(
+            f"TrainingArguments(per_device_train_batch_size={args.per_device_train_batch_size}), but the plan was made "
+            f"for batches of {w.batch}; make the plan for that batch (--batch)"
+        )
+    checkpointing = bool(getattr(args, "gradient_checkpointing", False) or getattr(args, "activation_checkpointing", 0))
+    if checkpointing and not w.checkpointing:
+        raise ContractError(
+            "TrainingArguments switch checkpointing on, the plan was made without; enable it in the model before "
+            "planning, or plan with --checkpointing"
+        )
+    for name, why in (
+        ("fp16", "loss scaling is AdamW(loss_scale=) here; load the model in float16 and plan for fp16"),
+        ("bf16", "the plan is for the model's own dtype; load the model in bfloat16 and plan for bf16"),
+        ("torch_compile", "the plan is for the model as it was captured"),
+        ("load_best_model_at_end", "weights cannot be loaded into a prepared model; load the checkpoint afterwards"),
+    ):
+        if getattr(args, name, False):
+            raise ContractError(f"TrainingArguments({name}=True) on a prepared model: {why}")
+
+
+class _Norm:
+    """What the Trainer asks before the step and the session knows after it: the global norm of the gradients."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._asked: torch.Tensor | None = None
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor | None:
+        """In place of accelerate's. The step clips; the norm that comes back is filled in when it is logged."""
+        wanted = None if math.isinf(max_norm) else float(max_norm)
+        mine = self.session.max_grad_norm
+        if norm_type != 2 or (wanted is not None and wanted != mine):
+            raise ContractError(
+                f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}) on a prepared model, whose step clips "
+                f"the 2-norm at AdamW(max_grad_norm={mine}); use the same"
+            )
+        if mine is None:
+            return None  # a norm is taken only to clip
+        self._asked = torch.full((), math.nan)
+        return self._asked
+
+    def fill(self) -> None:
+        norm = self.session.grad_norm
+        if self._asked is not None and norm is not None:
+            self._asked.fill_(norm)
+
+
+def _callback(norm: _Norm) -> Any:
+    from transformers import TrainerCallback
+
+    class FillNorm(TrainerCallback):  # type: ignore[misc, unused-ignore]
+        """After a step that is logged: waiting for the norm of each would keep updates from running on."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if control.should_log:
+                norm.fill()
+
+    return FillNorm()

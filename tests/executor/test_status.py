@@ -1,0 +1,63 @@
+"""session.status(): figures of the last iteration, from what was logged anyway."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pstar_sim.core.step import Queue
+
+
+def test_before_the_first_iteration(start: Callable[..., Any]) -> None:
+    run = start("mlp", "tide")
+    run.session.drain()
+    status = run.session.status()
+    assert (status.iterations, status.on_plan, status.deviations) == (0, True, 0)
+    assert status.iteration_s is None and status.tokens_per_s is None and status.links == {}
+    assert 0 < status.gpu_bytes <= status.gpu_peak_bytes <= status.gpu_budget_bytes == run.plan.gpu_budget_bytes
+
+
+@pytest.mark.parametrize("bandwidth", [None, (5e7, 1e8)])
+def test_after_an_iteration_it_says_what_the_timeline_says(
+    start: Callable[..., Any], kit: Any, bandwidth: Any
+) -> None:
+    run = start("gpt2", "tide", micro_batches=2, bandwidth=bandwidth)
+    for _ in range(3):
+        kit.train_alone(run.model, run.optimizer, run.batches, 2)
+    run.session.drain()
+    status, timeline = run.session.status(), run.session.timeline()
+    assert status.iterations == 3 and status.on_plan
+    assert status.iteration_s == timeline.iteration_s
+    assert status.tokens_per_s == pytest.approx(2 * kit.BATCH * kit.SEQUENCE / timeline.iteration_s)
+    assert status.gpu_peak_bytes == timeline.peak_bytes["gpu"] <= status.gpu_budget_bytes
+    assert 0 < status.host_bytes <= status.host_budget_bytes
+    planned = sum(s.bytes for s in run.plan.steps if s.queue is Queue.H2D)
+    for direction, rate in zip(("h2d", "d2h"), bandwidth or (None, None)):
+        use = status.links[direction]
+        assert use.link_bytes_per_s == rate
+        assert use.bytes_per_s == use.moved_bytes / timeline.iteration_s
+        assert 0 < use.busy_share <= 1
+        if rate is not None:  # what a link at full rate moves in that time, and no more
+            assert use.moved_bytes <= rate * timeline.iteration_s * 1.05 + planned
+    assert dataclasses.is_dataclass(status) and status.__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+def test_reading_it_changes_nothing(start: Callable[..., Any], kit: Any) -> None:
+    watched, alone = start("gpt2", "tide"), start("gpt2", "tide")
+    for _ in range(3):
+        mine = kit.train_alone(watched.model, watched.optimizer, watched.batches, 1)
+        assert watched.session.status().iterations == watched.session.iteration
+        assert mine == kit.train_alone(alone.model, alone.optimizer, alone.batches, 1)
+    assert watched.session.deviations == 0
+
+
+def test_off_plan_it_counts_the_deviation_and_its_bytes(start: Callable[..., Any], kit: Any) -> None:
+    run = start("gpt2", "tide", micro_batches=2)
+    kit.train_alone(run.model, run.optimizer, run.batches, 1)
+    status = run.session.status()
+    assert (status.iterations, status.on_plan, status.deviations) == (1, False, 1)
+    assert "optimizer.step() came" in status.last_deviation
+    assert status.links["h2d"].moved_bytes > 0
