@@ -698,9 +698,9 @@ class Session:
         if tensor in self.consumed:
             raise ContractError(
                 f"the gradient of {self.name_of(tensor)!r} is not in .grad: it left for its chunk as soon as it was "
-                "final. To clip, give AdamW(max_grad_norm=...) instead of clip_grad_norm_; its norm is "
-                "optimizer.session.grad_norm. Loss scaling is AdamW(loss_scale=...), on by itself in fp16, instead of "
-                "GradScaler"
+                "final. To clip, give AdamW(max_grad_norm=...) instead of clip_grad_norm_ (executor.hf.connect for a "
+                "transformers Trainer); its norm is optimizer.session.grad_norm. Loss scaling is "
+                "AdamW(loss_scale=...), on by itself in fp16, instead of GradScaler"
             )
         return raw_grad(self.parameters[tensor])
 

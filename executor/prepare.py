@@ -250,7 +250,7 @@ def _changes_nothing(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tenso
     for dtype, device in {(t.dtype, t.device) for t in (*module.parameters(), *module.buffers())}:
         for shape in ((1,), (1, 2, 2, 2)):  # of four dimensions: a memory format would change it
             probe = torch.zeros(shape, dtype=dtype, device=device)
-            if fn(probe) is not probe or probe.is_shared():
+            if fn(probe) is not probe or probe.is_shared():  # type: ignore[no-untyped-call]
                 return False
     return True
 

@@ -21,9 +21,7 @@ def test_before_the_first_iteration(start: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("bandwidth", [None, (5e7, 1e8)])
-def test_after_an_iteration_it_says_what_the_timeline_says(
-    start: Callable[..., Any], kit: Any, bandwidth: Any
-) -> None:
+def test_after_an_iteration_it_says_what_the_timeline_says(start: Callable[..., Any], kit: Any, bandwidth: Any) -> None:
     run = start("gpt2", "tide", micro_batches=2, bandwidth=bandwidth)
     for _ in range(3):
         kit.train_alone(run.model, run.optimizer, run.batches, 2)
