@@ -273,7 +273,7 @@ class TestModel:
             lambda m: m.half(),
             lambda m: m.layers[0].double(),
             lambda m: m.to("meta"),
-            lambda m: m.cpu(),
+            lambda m: m.to_empty(device="cpu"),
         ],
     )
     def test_moving(self, kit: Any, run: Any, action: Callable[[nn.Module], object]) -> None:
