@@ -77,6 +77,7 @@ class Demand:
         self._uses: list[list[int]] = [[] for _ in session.plan.layout.chunks]
         self._by_name: dict[str, set[int]] = {}  # event -> chunks that the plan's moments of that name read
         self._by_name_next: dict[str, set[int]] = {}  # and those after them
+        self._owned: dict[str, set[int]] = {}  # module -> chunks of its own parameters
         self._prefix = False  # the current iteration began on plan
         for m, chunks in enumerate(session._needed):
             for chunk in chunks:
@@ -200,7 +201,7 @@ class Demand:
             self._position = at
         self.moment = -1 if at is None else at
         if self._prefix and event.phase in (Phase.BWD, Phase.RECOMPUTE):
-            self.ensure(self._by_name.get(event.name, set()))
+            self.ensure(self._by_name.get(event.name, set()) | self._own_chunks(event.module))
             self.ensure(self._by_name_next.get(event.name, set()), required=False)
 
     def _reason(self, event: Event) -> str:
@@ -212,6 +213,15 @@ class Demand:
         return (
             f"{event.name} came where the plan has {expected}" if event.name != expected else "a batch of another shape"
         )
+
+    def _own_chunks(self, module: str) -> set[int]:
+        """Chunks of the parameters that the module owns directly: what autograd saved of them is read by its backward,
+        also where the plan knows no such moment."""
+        if module not in self._owned:
+            s = self.session
+            own = s.clock.units[module].parameters(recurse=False) if module in s.clock.units else ()
+            self._owned[module] = {s._chunk_of[t] for p in own if (t := getattr(p, "_tensor", -1)) in s._chunk_of}
+        return self._owned[module]
 
     def _next_moment(self, name: str) -> int | None:
         names: list[str] = self.session.names

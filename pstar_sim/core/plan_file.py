@@ -211,8 +211,10 @@ def _validate(plan: Plan) -> None:
     chunks = plan.layout.chunks
     if len(plan.modes) != len(chunks):
         raise Wrong(f"field 'modes' has {len(plan.modes)} entries; the layout has {len(chunks)} chunks")
+    updated = {plan.layout.chunk_of[t] for tensors in plan.workload.gradients for t in tensors}
     for i, mode in enumerate(plan.modes):
-        if mode not in MODES or (mode == "frozen") != chunks[i].frozen:
+        # A trainable chunk that never gets a gradient in the workload (an expert nobody asked) has no states either.
+        if mode not in MODES or (chunks[i].frozen and mode != "frozen") or (mode == "frozen" and i in updated):
             kind = "frozen" if chunks[i].frozen else "trainable"
             raise Wrong(f"field 'modes[{i}]' is {mode!r}; chunk {i} is {kind} (known modes: {', '.join(MODES)})")
     names = {(name, place) for name, place, _ in plan.buffers}

@@ -15,6 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from pstar_sim.core.layout import Layout
+from pstar_sim.errors import CannotPlan
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["Block", "ChunkUses", "Gap", "belady", "blocks_of", "gaps_of", "uses_of"]
@@ -34,8 +35,9 @@ class ChunkUses:
 
     touched: chunk -> ascending moments in which its working list has to be on the GPU: every read, and in the last
     micro-batch that gives it a gradient also every moment from that in which the first becomes final, because it
-    overwrites the working list in place, to that of the last. (In earlier micro-batches a gradient has a list of its
-    own.) spans: chunk -> (micro-batch, first, last moment in which a gradient of its becomes final), one a micro-batch.
+    overwrites the working list in place, to that of the last (and to a read after it). (In earlier micro-batches a
+    gradient has a list of its own.) spans: chunk -> (micro-batch, first, last moment in which a gradient of its becomes
+    final), one a micro-batch.
     """
 
     def __init__(self, workload: Workload, layout: Layout) -> None:
@@ -48,6 +50,15 @@ class ChunkUses:
         for m, gradients in enumerate(workload.gradients):
             for t in gradients:
                 final[moments[m].micro_batch, t] = m
+        last_batch = max((batch for batch, _ in final), default=0)
+        for m, reads in enumerate(workload.reads):
+            for t in reads:
+                if m > final.get((last_batch, t), m):
+                    raise CannotPlan(
+                        f"parameter {workload.tensors[t].name!r} is read in moment {m} ({moments[m].name}), after its "
+                        f"last gradient in moment {final[last_batch, t]}: a gradient takes its parameter's place, so "
+                        "no policy can plan that"
+                    )
         spans: list[dict[int, tuple[int, int]]] = [{} for _ in range(count)]
         for (batch, t), m in final.items():
             mine = spans[chunk_of[t]]
@@ -56,10 +67,11 @@ class ChunkUses:
         needs: list[set[int]] = [{chunk_of[t] for t in reads} for reads in workload.reads]
         # Once a gradient of its last micro-batch has overwritten a part of it, a working list holds something that is
         # nowhere else: it stays until the last one has come and it can be written back.
+        last_read = {c: m for m, need in enumerate(needs) for c in need}
         for c, mine in enumerate(spans):
             if mine:
                 first, last = mine[max(mine)]
-                for m in range(first, last + 1):
+                for m in range(first, max(last, last_read.get(c, -1)) + 1):
                     needs[m].add(c)
         touched: list[list[int]] = [[] for _ in range(count)]
         for m, need in enumerate(needs):

@@ -309,6 +309,9 @@ def _workload(source: Path, index: int, row: dict[str, Any]) -> Workload:
     for i, m in enumerate(moments):
         if m["phase"] not in list(Phase):
             raise bad(f"moments[{i}].phase", m["phase"], f"it must be one of {', '.join(Phase)}")
+    for i, t in enumerate(tensors):
+        if None in t["shape"]:
+            raise bad(f"tensors[{i}].shape", t["shape"], "it must be whole numbers")
     for i, u in enumerate(uses):
         if u["kind"] not in list(UseKind):
             raise bad(f"uses[{i}].kind", u["kind"], f"it must be one of {', '.join(UseKind)}")

@@ -242,6 +242,9 @@ class Workload:
         return tuple(tuple(sorted(row)) for row in rows)
 
 
+_WORKING_LISTS = ("param", "grad", "grad32", "remote", "grad_remote")
+
+
 def check_workload(w: Workload) -> None:
     """Raise TraceError for a workload that contradicts itself."""
 
@@ -266,9 +269,17 @@ def check_workload(w: Workload) -> None:
             raise bad(f"moments[{i}].micro_batch", m.micro_batch, f"there are {w.micro_batches} micro-batches")
         if m.duration_s is not None and not 0 <= m.duration_s < float("inf"):
             raise bad(f"moments[{i}].duration_s", m.duration_s, "it must be a finite number of seconds")
+    names = [name for name, _ in w.optimizer.state_bytes]
+    for i, (name, size) in enumerate(w.optimizer.state_bytes):
+        if names.index(name) < i or name in _WORKING_LISTS:
+            raise bad(f"optimizer.state_bytes[{i}]", name, "each state needs a name of its own")
+        if size < 1:
+            raise bad(f"optimizer.state_bytes[{i}]", size, f"{name} needs at least 1 byte a parameter")
     for i, t in enumerate(w.tensors):
         if t.bytes < 0 or any(extent < 0 for extent in t.shape):
             raise bad(f"tensors[{i}].bytes", t.bytes, "bytes and shape must not be negative")
+        if t.group < 0:
+            raise bad(f"tensors[{i}].group", t.group, "it must be the number of an optimizer group, from 0")
         if t.tied_to is not None and not (0 <= t.tied_to < len(w.tensors) and w.tensors[t.tied_to].tied_to is None):
             raise bad(f"tensors[{i}].tied_to", t.tied_to, "it must be the index of a tensor that is not tied itself")
     for u in w.uses:
