@@ -246,9 +246,9 @@ class Contents:
         if not arena.has(HOST, chunk, list_name):
             raise PlanError(f"fetch of {list_name} of chunk {chunk}: the host does not hold it")
         waiting = state.where(HOST, "param") if list_name == "param" else set()
-        parked = len(waiting) == len(self.layout.chunks[chunk].slots)  # a gradient back for its update on the gpu
+        parked = bool(waiting)  # gradients go back up for their update on the gpu; nobody can read what comes
         if list_name == "param":
-            if not parked and (HOST not in state.current or waiting):
+            if not parked and HOST not in state.current:
                 raise PlanError(f"fetch of chunk {chunk}: the host's copy does not hold current parameters")
             if state.where(GPU, "param"):
                 raise PlanError(f"fetch of chunk {chunk} would overwrite gradients on the gpu")
@@ -262,6 +262,8 @@ class Contents:
         elif state.where(HOST, list_name):
             state.where(GPU, list_name).update(state.where(HOST, list_name))
             state.where(HOST, list_name).clear()
+            if list_name == "param":
+                state.current.discard(HOST)  # its slots keep the gradients that went up
 
     def write_back(self, chunk: int, list_name: str) -> None:
         """host content = gpu content; gradients in it belong to the host from now on."""

@@ -7,9 +7,10 @@ written out (master from the loaded weights, working copy = cast(master), gradie
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -306,3 +307,14 @@ def start() -> Iterator[Callable[..., Run]]:
     yield begin
     for session in sessions:
         session.close(restore=False)
+
+
+@pytest.fixture
+def streaming(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`optimal` streams the states of every second chunk."""
+
+    def every_second(order: Sequence[int], *_: object) -> tuple[list[int], list[int]]:
+        return [], list(order[::2])
+
+    monkeypatch.setattr(importlib.import_module("pstar_sim.policy.search"), "interleave", every_second)
+    monkeypatch.setattr(importlib.import_module("pstar_sim.policy.optimal"), "_others", lambda *_: [])

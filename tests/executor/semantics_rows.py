@@ -186,9 +186,9 @@ def plan_for(case: Case, model: nn.Module, batch: Any, policy: str, spec: execut
     return kit.tight_plan(policy, w, settings)
 
 
-def run_cell(row: Row, dtype: str, policy: str) -> Cell:
+def run_cell(row: Row, dtype: str, policy: str, *, modes: str | None = None) -> Cell:
     """Train both. Raises AssertionError where something other than a figure is wrong (step counts, skipped steps,
-    deviations)."""
+    deviations). modes: a chunk mode that the plan must have."""
     torch.manual_seed(0)
     case = row.make()
     if dtype == "fp16" and case.half_scale is not None:
@@ -212,6 +212,7 @@ def run_cell(row: Row, dtype: str, policy: str) -> Cell:
         loss_scale=case.scale,
     )
     plan = plan_for(case, model, draw(torch.Generator().manual_seed(9)), policy, spec)
+    assert modes is None or modes in plan.modes
     if case.groups is not None:  # the description names the parameters of the model that is prepared
         spec = replace(spec, params_or_groups=case.groups(model))
     model, optimizer = executor.prepare(model, plan, spec, watchdog_s=20.0)
