@@ -1,13 +1,14 @@
 """Chunk payloads: who has memory where, as torch tensors, under the plan's budgets.
 
 One gpu storage for each (chunk, list), grown and shrunk in place so that every view of it stays valid, also those
-autograd saved. Host payloads are carved from power-of-two slabs allocated once, before anything moves (the pinned
-allocator rounds each request up to a power of two, and pinning inside a hook can deadlock). The arena knows bytes and
-addresses; what the bytes mean is `contents.py`'s matter, when they move is the plan's.
+autograd saved (on several ranks: `slices.py`). Host payloads are carved from power-of-two slabs allocated once, before
+anything moves (the pinned allocator rounds each request up to a power of two, and pinning inside a hook can deadlock).
+The arena knows bytes and addresses; what the bytes mean is `contents.py`'s matter, when they move is the plan's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from executor.backend import Backend
-from pstar_sim.core.effects import category_of
+from executor.slices import OTHERS_OF, GpuPayload
+from pstar_sim.core.effects import OTHERS, category_of
 from pstar_sim.core.plan import Plan, Resident
 from pstar_sim.core.slabs import HostRoom, host_room, pack_slabs
 from pstar_sim.core.step import Place
@@ -49,10 +51,15 @@ class Arena:
     """Payloads of one plan. All byte figures are ints; takes and frees may come from any thread.
 
     peak_gpu_payload_bytes: most payload (and buffer) bytes on the gpu at once. log: every change, oldest first.
+    rank: whose slices these are. peak_transient_bytes: [Note: what a slice moves through]; 0 on one rank.
     """
 
-    def __init__(self, plan: Plan, backend: Backend, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, plan: Plan, backend: Backend, *, rank: int = 0, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.plan = plan
+        self.rank = rank
+        self.sliced = plan.layout.ranks > 1
         self.layout = plan.layout
         self.backend = backend
         self.room = host_room(plan)
@@ -66,6 +73,11 @@ class Arena:
         self._mark = ("", -1)
         self._lock = threading.Lock()
         self._gpu: dict[tuple[int, str], torch.Tensor] = {}
+        self._pairs: dict[tuple[int, str], GpuPayload] = {}
+        self._moving = [threading.RLock() for _ in self.layout.chunks] if self.sliced else []
+        self._turn = threading.Lock()  # of payloads that change between slice and whole
+        self._transient_bytes = 0
+        self.peak_transient_bytes = 0
         self._host: dict[tuple[int, str], torch.Tensor] = {}
         self._slabs: list[torch.Tensor] = []
         self._present: set[tuple[Place, int, str]] = set()
@@ -85,13 +97,46 @@ class Arena:
         return self._state_dtypes.get(list_name, torch.float32)
 
     def gpu(self, chunk: int, list_name: str) -> torch.Tensor:
-        """Flat [numel] gpu payload; a valid tensor object whether it has memory or not."""
+        """Flat [numel] gpu payload (on several ranks: of this rank's slice, wherever that is now); a valid tensor
+        object whether it has memory or not."""
+        if self.sliced and list_name in OTHERS_OF:
+            return self._pair(chunk, list_name).own
         key = (chunk, list_name)
         payload = self._gpu.get(key)
         if payload is None:
-            payload = self.backend.gpu_payload(self.layout.chunks[chunk].numel, self.dtype(chunk, list_name))
+            payload = self.backend.gpu_payload(self.layout.slice_numel(chunk), self.dtype(chunk, list_name))
             self._gpu[key] = payload
         return payload
+
+    def whole(self, chunk: int, list_name: str) -> torch.Tensor:
+        """Flat gpu payload of "param" or "grad" with the slices of all ranks, rank 0's first."""
+        return self._pair(chunk, list_name).whole if self.sliced else self.gpu(chunk, list_name)
+
+    def _pair(self, chunk: int, list_name: str) -> GpuPayload:
+        pair = self._pairs.get((chunk, list_name))
+        if pair is None:
+            layout = self.layout
+            made = GpuPayload(
+                self.backend,
+                layout.slice_numel(chunk),
+                layout.ranks,
+                self.rank,
+                self.dtype(chunk, list_name),
+                self._moving[chunk],
+                self._turn,
+                self._note_transient,
+            )
+            pair = self._pairs.setdefault((chunk, list_name), made)
+        return pair
+
+    def steady(self, chunk: int) -> contextlib.AbstractContextManager[object]:
+        """The chunk's own slices stay where they are inside: a plan may let a copy of one run beside a gather."""
+        return self._moving[chunk] if self.sliced else contextlib.nullcontext()
+
+    def _note_transient(self, change: int) -> None:
+        with self._lock:
+            self._transient_bytes += change
+            self.peak_transient_bytes = max(self.peak_transient_bytes, self._transient_bytes)
 
     def host(self, chunk: int, list_name: str) -> torch.Tensor:
         """Flat [numel] host payload. One the plan has no room for (the engine left the plan) gets memory of its own."""
@@ -99,8 +144,7 @@ class Arena:
         payload = self._host.get(key)
         if payload is None:
             dtype = self.dtype(chunk, list_name)
-            numel = self.layout.chunks[chunk].numel
-            size = numel * dtype.itemsize
+            size = self.layout.slice_numel(chunk) * dtype.itemsize
             if key in self.room.where:
                 slab, offset = self.room.where[key]
                 payload = self._slabs[slab][offset : offset + size].view(dtype)
@@ -153,13 +197,21 @@ class Arena:
             self._note(place, category_of(list_name), size, chunk, list_name)
         if place is Place.GPU:
             try:
-                self.backend.take(self.gpu(chunk, list_name))
+                self._take_on_gpu(chunk, list_name)
             except (OutOfMemory, torch.OutOfMemoryError) as error:
                 with self._lock:
                     self._present.remove(key)
                     self._bytes[place] -= size
                     self._note(place, category_of(list_name), -size, chunk, list_name)
                 raise self._refused(error, f"{list_name} of chunk {chunk}", size) from error
+
+    def _take_on_gpu(self, chunk: int, list_name: str) -> None:
+        if not self.sliced or (list_name not in OTHERS_OF and list_name not in OTHERS):
+            self.backend.take(self.gpu(chunk, list_name))
+        elif list_name in OTHERS:
+            self._pair(chunk, OTHERS[list_name]).take_others()
+        else:
+            self._pair(chunk, list_name).take_own()
 
     def _refused(self, error: OutOfMemory | torch.OutOfMemoryError, what: str, size: int) -> OutOfMemory:
         if isinstance(error, OutOfMemory):
@@ -175,7 +227,12 @@ class Arena:
             if key not in self._present:
                 raise PlanError(f"{list_name} of chunk {chunk} has no memory on the {place.value} to free")
         if place is Place.GPU:
-            self.backend.give(self.gpu(chunk, list_name))
+            if not self.sliced or (list_name not in OTHERS_OF and list_name not in OTHERS):
+                self.backend.give(self.gpu(chunk, list_name))
+            elif list_name in OTHERS:
+                self._pair(chunk, OTHERS[list_name]).free_others()
+            else:
+                self._pair(chunk, list_name).free_own()
         with self._lock:
             self._present.remove(key)
             size = self.layout.payload_bytes(chunk, list_name)
@@ -244,6 +301,9 @@ class Arena:
         with self._lock:
             for payload in self._gpu.values():
                 self.backend.give(payload)
+        for pair in list(self._pairs.values()):
+            pair.give()
+        with self._lock:
             self._present.clear()
             self._host.clear()
             self._slabs.clear()

@@ -8,6 +8,10 @@ that a gradient has overwritten raises PlanError, it is never computed with. It 
 "param", in "grad" (on its way out) or in "grad32" (accumulated), on the gpu or on the host; `gradients` holds the
 tensor indices by (place, list). A slot of a working list whose tensor is not named there holds the parameter's value.
 The working list always equals cast(param32), so a value that a gradient overwrote can be had from there.
+
+On several ranks all of this is about this rank's slice (`slices.py`); `whole` says that the other slices of the working
+list are on the gpu too and current. A tensor index in `gradients` then stands for this rank's part of its gradient,
+which may be empty.
 """
 
 from __future__ import annotations
@@ -20,6 +24,9 @@ import torch
 
 from executor.adam import Hyper, adamw, clip_coefficient, runs_of, total_norm
 from executor.arena import Arena
+from executor.collectives import Wire
+from executor.slices import part_of
+from pstar_sim.core.effects import OTHERS
 from pstar_sim.core.layout import Chunk
 from pstar_sim.core.step import Kind, Place, Queue, Step
 from pstar_sim.errors import PlanError
@@ -32,10 +39,12 @@ GPU, HOST = Place.GPU, Place.HOST
 @dataclass
 class ChunkState:
     """current: places whose copy of the working list holds the current values. ahead: state lists that were updated on
-    the gpu while the host holds the older ones. gradients: see [Note: where a gradient is]."""
+    the gpu while the host holds the older ones. whole: the gpu has the other ranks' slices of the working list as well.
+    gradients: see [Note: where a gradient is]."""
 
     current: set[Place] = field(default_factory=set)
     ahead: set[str] = field(default_factory=set)
+    whole: bool = False
     gradients: dict[tuple[Place, str], set[int]] = field(default_factory=dict)
 
     def where(self, place: Place, list_name: str) -> set[int]:
@@ -52,6 +61,7 @@ class Update:
     max_grad_norm: None without clipping. norms: of each gradient, taken where it arrived (one micro-batch only).
     unscale: what gradients are multiplied with to undo loss scaling. skip: a gradient overflowed, so that Adam steps
     leave values, states and step counts as they are and drop the gradients.
+    agree: makes of the norm of what this rank holds that of all ranks; None where this rank holds everything.
     """
 
     hyper: list[Hyper]
@@ -60,6 +70,7 @@ class Update:
     norm: torch.Tensor | None = None
     unscale: float = 1.0
     skip: bool = False
+    agree: Callable[[torch.Tensor], torch.Tensor] | None = None
     _coefficient: torch.Tensor | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -74,6 +85,8 @@ class Update:
             elif self._coefficient is None:
                 assert self.max_grad_norm is not None
                 self.norm = total_norm(norms()) * self.unscale
+                if self.agree is not None:
+                    self.norm = self.agree(self.norm)
                 self._coefficient = clip_coefficient(self.norm, self.max_grad_norm) * self.unscale
             return self._coefficient
 
@@ -86,30 +99,85 @@ class Update:
 class Contents:
     """Payload contents of one plan's chunks. steps_taken: updates each tensor has had, by tensor index.
 
+    wire: to the other ranks, None on one. summed_norms: tensor -> norm of (this rank's part of) the sum of its gradient
+    over the ranks, of the last time it was summed.
+
     changed(chunk): called whenever the gpu working list of a chunk becomes, or ceases to be, readable.
     """
 
-    def __init__(self, arena: Arena, changed: Callable[[int], None]) -> None:
+    def __init__(self, arena: Arena, changed: Callable[[int], None], wire: Wire | None = None) -> None:
         self.arena = arena
+        self.wire = wire
+        self.sliced = arena.sliced
+        self.summed_norms: dict[int, torch.Tensor] = {}
         self.layout = arena.layout
         self.chunks = [ChunkState() for _ in self.layout.chunks]
         self.steps_taken: dict[int, int] = {s.tensor: 0 for c in self.layout.chunks for s in c.slots}
         self.accumulates = arena.plan.workload.micro_batches > 1
         self._slot = {s.tensor: (c.index, s.offset, s.numel) for c in self.layout.chunks for s in c.slots}
+        self.parts = {
+            s.tensor: part_of(self.layout, c.index, s.offset, s.numel, arena.rank)
+            for c in self.layout.chunks
+            for s in c.slots
+        }
         self._changed = changed
         self._copy = arena.backend.copy
 
     # -- addresses ----------------------------------------------------------------------------------------------------
 
     def slot(self, place: Place, tensor: int, list_name: str) -> torch.Tensor:
-        """Flat view of one tensor's part of a list of its chunk."""
+        """Flat view of one tensor's part of a list of its chunk; on several ranks of what this rank's slice has of it,
+        which may be nothing."""
+        chunk, part = self._slot[tensor][0], self.parts[tensor]
+        return self.arena.at(place, chunk, list_name)[part.offset : part.offset + part.numel]
+
+    def whole_slot(self, tensor: int, list_name: str) -> torch.Tensor:
+        """Flat view of all of one tensor in "param" or "grad" on the gpu, where the other ranks' slices are there."""
         chunk, offset, numel = self._slot[tensor]
-        return self.arena.at(place, chunk, list_name)[offset : offset + numel]
+        return self.arena.whole(chunk, list_name)[offset : offset + numel]
+
+    def put(self, place: Place, tensor: int, list_name: str, value: torch.Tensor, first: int = 0) -> None:
+        """Write values (any shape) into a list from element `first` of the tensor on: this rank's part of them, and all
+        where all of the list is here."""
+        part, flat = self.parts[tensor], value.reshape(-1)
+        begin, end = max(first, part.skip), min(first + flat.numel(), part.skip + part.numel)
+        if begin < end:
+            self.slot(place, tensor, list_name)[begin - part.skip : end - part.skip].copy_(
+                flat[begin - first : end - first]
+            )
+        chunk = self._slot[tensor][0]
+        if self.sliced and place is GPU and list_name == "param" and self.arena.has(GPU, chunk, "remote"):
+            self.whole_slot(tensor, list_name)[first : first + flat.numel()].copy_(flat)
+
+    def joined(self, tensor: int, part: torch.Tensor) -> torch.Tensor:
+        """A flat copy of all of a tensor from this rank's part of it. On several ranks every one has to ask for it."""
+        if not self.sliced:
+            return part.clone()
+        chunk, offset, numel = self._slot[tensor]
+        sizes = [part_of(self.layout, chunk, offset, numel, r).numel for r in range(self.layout.ranks)]
+        longest = max(sizes)
+        mine = torch.zeros(longest, dtype=part.dtype, device=part.device)
+        mine[: part.numel()].copy_(part)
+        rows = self._to_others(chunk).exchange(mine)
+        return torch.cat([row[:size] for row, size in zip(rows, sizes)])
+
+    def fold_on_gpu(self) -> None:
+        """Gradients on the gpu that are in two lists come to be in one."""
+        for row in self.layout.chunks:
+            if sum(bool(mine) for (place, _), mine in self.chunks[row.index].gradients.items() if place is GPU) > 1:
+                self.gather_gradients(row, GPU)
+
+    def holds(self, chunk: int) -> bool:
+        """The gpu holds the current values of the chunk, all of them."""
+        state = self.chunks[chunk]
+        return self.arena.has(GPU, chunk, "param") and GPU in state.current and (state.whole or not self.sliced)
 
     def readable(self, tensor: int) -> bool:
         """The gpu holds the parameter's current value."""
         chunk = self._slot[tensor][0]
         state = self.chunks[chunk]
+        if self.sliced and not state.whole:
+            return False
         return GPU in state.current and tensor not in state.gradients.get((GPU, "param"), ())
 
     # -- gradients ----------------------------------------------------------------------------------------------------
@@ -124,7 +192,14 @@ class Contents:
             )
         state = self.chunks[chunk]
         mine = state.where(GPU, list_name)
-        target = self.slot(GPU, tensor, list_name)
+        if self.sliced:
+            if not self.arena.has(GPU, chunk, "remote" if list_name == "param" else "grad_remote"):
+                raise PlanError(
+                    f"the gradient of tensor {tensor} goes to all of chunk {chunk}, which is not on the gpu"
+                )
+            target = self.whole_slot(tensor, list_name)
+        else:
+            target = self.slot(GPU, tensor, list_name)
         if tensor in mine:
             target.add_(gradient.reshape(-1))
         else:
@@ -186,6 +261,8 @@ class Contents:
             self._take_if_absent(GPU, step)
         elif kind is Kind.WRITEBACK:
             self._take_if_absent(HOST, step)
+        elif kind is Kind.GATHER and step.list in OTHERS:
+            self._take_if_absent(GPU, step)
         elif kind is Kind.ALLOC:
             assert step.place is not None and step.chunk is not None and step.list is not None
             arena.take(step.place, step.chunk, step.list)
@@ -210,11 +287,18 @@ class Contents:
             self.write_back(step.chunk, self._list(step))
         elif kind is Kind.ALLOC:
             assert step.place is not None
-            payload = self.arena.at(step.place, step.chunk, self._list(step))
+            name = self._list(step)
+            payload = self.arena.at(step.place, step.chunk, name)
+            if name in OTHERS:
+                payload = self.arena.whole(step.chunk, OTHERS[name])
             if step.place is GPU:
                 self.arena.backend.zero(payload)
             else:
                 payload.zero_()
+        elif kind is Kind.GATHER:
+            self.gather(step.chunk, self._list(step))
+        elif kind is Kind.REDUCE_SCATTER:
+            self.reduce_scatter(step.chunk, self._list(step))
         elif kind is Kind.CPU_ADD:
             self.cpu_add(step.chunk, step.list)
         elif kind in (Kind.CPU_ADAM, Kind.GPU_ADAM):
@@ -232,6 +316,8 @@ class Contents:
         elif kind is Kind.FREE:
             assert step.place is not None
             self.release(step.place, step.chunk, self._list(step))
+        elif kind is Kind.REDUCE_SCATTER and step.list in OTHERS:
+            self.arena.free(GPU, step.chunk, self._list(step))
         elif kind is Kind.CPU_ADD and step.list != "param" and self.arena.has(HOST, step.chunk, "grad"):
             self.release(HOST, step.chunk, "grad")
 
@@ -254,8 +340,11 @@ class Contents:
                 raise PlanError(f"fetch of chunk {chunk} would overwrite gradients on the gpu")
         elif state.where(GPU, list_name):
             raise PlanError(f"fetch of {list_name} of chunk {chunk} would overwrite gradients on the gpu")
-        self._copy(arena.gpu(chunk, list_name), arena.host(chunk, list_name), Queue.H2D)
-        arena.backend.fence(Queue.H2D)
+        with arena.steady(chunk):
+            self._copy(arena.gpu(chunk, list_name), arena.host(chunk, list_name), Queue.H2D)
+            arena.backend.fence(Queue.H2D)
+        if list_name == "param":
+            state.whole = False  # as far as anybody knows
         if list_name == "param" and not parked:
             state.current.add(GPU)
             self._changed(chunk)
@@ -273,8 +362,9 @@ class Contents:
         leaving, there = state.where(GPU, list_name), state.where(HOST, list_name)
         if there:
             raise PlanError(f"write-back of {list_name} of chunk {chunk} would overwrite gradients on the host")
-        self._copy(arena.host(chunk, list_name), arena.gpu(chunk, list_name), Queue.D2H)
-        arena.backend.fence(Queue.D2H)
+        with arena.steady(chunk):
+            self._copy(arena.host(chunk, list_name), arena.gpu(chunk, list_name), Queue.D2H)
+            arena.backend.fence(Queue.D2H)
         if list_name == "param":
             if GPU in state.current:
                 state.current.add(HOST)
@@ -285,6 +375,58 @@ class Contents:
         state.ahead.discard(list_name)
         there.update(leaving)
         leaving.clear()
+
+    def gather(self, chunk: int, list_name: str) -> None:
+        """The slices of the other ranks come: of the parameters ("remote"), or (nothing is sliced) of a gradient's
+        sum."""
+        state, wire = self.chunks[chunk], self._to_others(chunk)
+        if list_name not in OTHERS:
+            wire.gather(self.arena.gpu(chunk, list_name))
+            for tensor in state.where(GPU, list_name):
+                self.summed_norms[tensor] = self.gradient_norm(tensor)
+            return
+        if GPU not in state.current or state.where(GPU, "param"):
+            raise PlanError(f"gather of chunk {chunk}: this rank's own slice on the gpu does not hold parameters")
+        wire.gather(self.arena.whole(chunk, "param"))
+        state.whole = True
+        self._changed(chunk)
+
+    def reduce_scatter(self, chunk: int, list_name: str) -> None:
+        """This rank's slice of the gradient becomes the sum over all ranks; the other slices are of no use then."""
+        state, wire = self.chunks[chunk], self._to_others(chunk)
+        own = OTHERS.get(list_name, list_name)
+        mine = state.where(GPU, own)
+        if not mine:
+            raise PlanError(f"reduce-scatter of {list_name} of chunk {chunk}: there is no gradient on the gpu")
+        if not self.sliced:
+            wire.reduce_scatter(self.arena.gpu(chunk, own))
+            return
+        if own == "param":
+            state.whole = False
+            self._changed(chunk)
+        wire.reduce_scatter(self.arena.whole(chunk, own))
+        for tensor in mine:
+            self.summed_norms[tensor] = torch.linalg.vector_norm(self.slot(GPU, tensor, own), dtype=torch.float32)
+        if own == "grad" and self.arena.has(GPU, chunk, "grad32"):
+            self._add_on_gpu(chunk)
+
+    def _add_on_gpu(self, chunk: int) -> None:
+        """grad32 += grad, both on the gpu."""
+        state = self.chunks[chunk]
+        arrived, sums = state.where(GPU, "grad"), state.where(GPU, "grad32")
+        for tensor in arrived:
+            target, gradient = self.slot(GPU, tensor, "grad32"), self.slot(GPU, tensor, "grad")
+            if tensor in sums:
+                target.add_(gradient)
+            else:
+                target.copy_(gradient)
+        sums.update(arrived)
+        arrived.clear()
+
+    def _to_others(self, chunk: int) -> Wire:
+        if self.wire is None:
+            raise PlanError(f"chunk {chunk} has to be exchanged with other ranks, and this run has only one")
+        return self.wire
 
     def cpu_add(self, chunk: int, list_name: str | None) -> None:
         """grad32 (host) += the gradients of `list_name` on the host (grad, or param in place)."""
@@ -308,6 +450,10 @@ class Contents:
     def adam(self, chunk: int, place: Place, update: Update, norms: Callable[[], Iterable[torch.Tensor]]) -> None:
         """One AdamW update of every parameter of the chunk that has a gradient; the working list there becomes
         current."""
+        with self.arena.steady(chunk):
+            self._adam(chunk, place, update, norms)
+
+    def _adam(self, chunk: int, place: Place, update: Update, norms: Callable[[], Iterable[torch.Tensor]]) -> None:
         arena, state, row = self.arena, self.chunks[chunk], self.layout.chunks[chunk]
         for list_name in ("param", *self.layout.state_lists):
             if not arena.has(place, chunk, list_name):
@@ -324,9 +470,8 @@ class Contents:
         if source is not None:
             scale = update.coefficient(norms)
             mine = state.where(place, source)
-            runs = runs_of(
-                (s.offset, s.numel, self.steps_taken[s.tensor] if s.tensor in mine else None) for s in row.slots
-            )
+            parts = [(s.tensor, self.parts[s.tensor]) for s in row.slots]
+            runs = runs_of((p.offset, p.numel, self.steps_taken[t] if t in mine else None) for t, p in parts if p.numel)
             adamw(
                 runs,
                 param=arena.at(place, chunk, "param32"),
@@ -341,6 +486,7 @@ class Contents:
             mine.clear()
             arena.at(place, chunk, "param").copy_(arena.at(place, chunk, "param32"))
             state.current = {place}
+            state.whole = False
             if place is GPU:
                 state.ahead = set(self.layout.state_lists)
         elif place not in state.current:
@@ -374,7 +520,10 @@ class Contents:
         state = self.chunks[chunk]
         if state.where(place, list_name):
             raise PlanError(f"{list_name} of chunk {chunk} would be freed on the {place.value} with gradients in it")
-        if list_name == "param":
+        if list_name == "remote":
+            state.whole = False
+            self._changed(chunk)
+        elif list_name == "param":
             frozen = self.layout.chunks[chunk].frozen
             if place in state.current and state.current == {place} and frozen:
                 raise PlanError(f"frozen chunk {chunk} would lose its only copy on the {place.value}")

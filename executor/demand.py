@@ -89,7 +89,7 @@ class Demand:
         self.moment = -1  # the plan's moment that what runs off plan looks like; -1: none
         self._storages: dict[int, int] = {}  # storage of a working list -> chunk
         for c in session.plan.layout.chunks:
-            self._storages[session.arena.gpu(c.index, "param").untyped_storage()._cdata] = c.index
+            self._storages[session.arena.whole(c.index, "param").untyped_storage()._cdata] = c.index
 
     # -- batches ------------------------------------------------------------------------------------------------------
 

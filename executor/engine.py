@@ -41,6 +41,7 @@ from executor.measured import IterationLog, StepLog, build_timeline
 from executor.models import forward_loss
 from executor.moments import MomentRecorder
 from executor.queues import Program, Queues
+from executor.ranks import CountOf, Ranks, count_of
 from executor.scaling import LossScaling, guard_boundary
 from executor.status import Status, status_of
 from executor.warm_up import WarmUp
@@ -80,9 +81,14 @@ class Session:
         scaling: LossScaling | None = None,
         skeleton: nn.Module | None = None,
         replan_after: int = 3,
+        ranks: Ranks | None = None,
+        count: CountOf = count_of,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model = model
+        self.ranks = ranks
+        self._count = count
+        self._weight = 1.0  # of this rank's gradients in the micro-batch that runs
         self.parameters = parameters
         self.backend = backend
         self.iteration = 0
@@ -133,7 +139,7 @@ class Session:
         self.plan = plan
         self.arena = arena
         self.queues = queues
-        self.contents = Contents(arena, self.refresh)
+        self.contents = Contents(arena, self.refresh, None if self.ranks is None else self.ranks.wire)
         self.program = Program(plan)
         self.cut = frozenset((r.place, r.chunk, r.list) for r in plan.initial)
         self.logs: deque[IterationLog] = deque(maxlen=KEPT_ITERATIONS)
@@ -174,6 +180,8 @@ class Session:
         if self._compute and len(self._compute) != len(w.moments):
             raise PlanError(f"the plan has compute steps for {len(self._compute)} of {len(w.moments)} moments")
         self._goes_to = gradient_list(plan)
+        last = Kind.REDUCE_SCATTER if plan.layout.ranks > 1 else Kind.GATHER
+        self._sums = [i for i in program.order.get(Queue.NET, []) if plan.steps[i].kind is last]
         self._final: dict[tuple[int, int], int] = {}  # (micro-batch, tensor) -> moment of its last gradient
         for m, tensors in enumerate(w.gradients):
             for t in tensors:
@@ -268,7 +276,7 @@ class Session:
         if event.kind == "begin":
             if self.cursor < 0 and not torch.is_grad_enabled():
                 return False  # an evaluation
-            if event.module == "" and not self.demand.batch_fits():
+            if event.module == "" and not self._begin_micro_batch():
                 return False
         elif event.kind == "grad":
             self.check_backward(event)
@@ -280,6 +288,13 @@ class Session:
         elif event.kind != "step":
             self.set_open(True)
         return True
+
+    def _begin_micro_batch(self) -> bool:
+        """Whether the batch of the forward that begins may run on plan."""
+        fits = self.demand.batch_fits()
+        if self.ranks is not None:
+            self._weight = self.ranks.weight(self._samples)
+        return fits
 
     def advance(self, moment: int) -> None:
         """End the open moment, run the compute queue up to `moment`, begin it."""
@@ -298,7 +313,7 @@ class Session:
         self.arena.mark("in", moment)
         self.arena.set_tide(self._peaks[moment])
         for chunk in self._needed[moment]:
-            if not self.arena.has(Place.GPU, chunk, "param") or Place.GPU not in self.contents.chunks[chunk].current:
+            if not self.contents.holds(chunk):
                 raise PlanError(
                     f"moment {moment} ({self.names[moment]}) reads chunk {chunk}, which the gpu does not hold"
                 )
@@ -338,9 +353,12 @@ class Session:
             self.scaling.begin_iteration()
         if self.eager:
             self._updates[self.iteration] = self.new_update()
+        self.queues.allow_net(self.iteration)
 
     def new_update(self) -> Update:
-        return Update(hyper=self._hyper(), max_grad_norm=self.max_grad_norm)
+        sliced = self.ranks is not None and self.contents.sliced
+        agree = self.ranks.agree if self.ranks is not None and sliced else None
+        return Update(hyper=self._hyper(), max_grad_norm=self.max_grad_norm, agree=agree)
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -391,8 +409,10 @@ class Session:
             else:
                 micro_batch = self.plan.workload.moments[moment].micro_batch
                 goes_to = self._goes_to[self._chunk_of[tensor], micro_batch]
+                if self._weight != 1.0:
+                    grad.mul_(self._weight)
                 self.contents.accept(tensor, grad, goes_to)
-                if self.max_grad_norm is not None and self.plan.workload.micro_batches == 1:
+                if self.max_grad_norm is not None and self.plan.workload.micro_batches == 1 and self.ranks is None:
                     self._norms[tensor] = torch.linalg.vector_norm(
                         self.contents.slot(Place.GPU, tensor, goes_to), dtype=torch.float32
                     )
@@ -455,7 +475,7 @@ class Session:
         update = self._updates[k]
         update.norms = self._norms
         self.decide_scaling(update)
-        if self.plan.workload.micro_batches == 1 and not update.skip:
+        if self.plan.workload.micro_batches == 1 and self.ranks is None and not update.skip:
             update.coefficient(lambda: self.update_norms(k))
         self.clock.step()  # the event "step": comes back through on_event
         assert self.cursor == len(self.names) - 1 or self.demand.active
@@ -545,8 +565,15 @@ class Session:
         self.stepped = False
 
     def update_norms(self, iteration: int) -> Iterable[torch.Tensor]:
-        """Norms of all gradients of an iteration, called by its first Adam step under clipping."""
+        """Norms of all gradients of an iteration, called by its first Adam step under clipping. On several ranks: of
+        what this one holds of their sums."""
         update = self._updates[iteration]
+        if self.ranks is not None:
+            self.queues.await_steps(self._sums, iteration)
+            if self.plan.workload.micro_batches == 1:
+                norms = self.contents.summed_norms
+                return [norms[t] for t in sorted(norms)]
+            self.contents.fold_on_gpu()
         if self.plan.workload.micro_batches == 1:
             return [update.norms[t] for t in sorted(update.norms)]  # as clip_grad_norm_ has them
         for i in self.program.order.get(Queue.ADAM, []):
@@ -649,11 +676,12 @@ class Session:
             state = contents.chunks[chunk]
             for place in (Place.HOST, Place.GPU):
                 if place in state.current and tensor not in state.where(place, "param"):
-                    return contents.slot(place, tensor, "param").clone().reshape(row.shape)
+                    return contents.joined(tensor, contents.slot(place, tensor, "param")).reshape(row.shape)
             for place in (Place.HOST, Place.GPU):
                 if arena.has(place, chunk, "param32"):
                     dtype = arena.dtype(chunk, "param")
-                    return contents.slot(place, tensor, "param32").to(dtype, copy=True).reshape(row.shape)
+                    value = contents.slot(place, tensor, "param32").to(dtype, copy=True)
+                    return contents.joined(tensor, value).reshape(row.shape)
         raise PlanError(f"no place holds the current value of {self.name_of(tensor)!r}")
 
     def state_value(self, tensor: int, list_name: str) -> torch.Tensor:
@@ -661,7 +689,7 @@ class Session:
         chunk = self._chunk_of[tensor]
         with unseen(), torch.no_grad(), self.still():
             place = Place.HOST if self.arena.has(Place.HOST, chunk, list_name) else Place.GPU
-            value = self.contents.slot(place, tensor, list_name).clone()
+            value = self.contents.joined(tensor, self.contents.slot(place, tensor, list_name))
         return value.reshape(self.plan.workload.tensors[tensor].shape)
 
     def set_state_value(self, tensor: int, list_name: str, value: torch.Tensor) -> None:
@@ -671,7 +699,7 @@ class Session:
     def _write_state(self, tensor: int, list_name: str, value: torch.Tensor) -> None:
         for place in (Place.HOST, Place.GPU):
             if self.arena.has(place, self._chunk_of[tensor], list_name):
-                self.contents.slot(place, tensor, list_name).copy_(value.reshape(-1))
+                self.contents.put(place, tensor, list_name, value)
 
     def rewrite_from_master(self, tensor: int) -> None:
         """The master copy changed (a loaded state): every copy of the working list follows."""
@@ -683,6 +711,7 @@ class Session:
 
     def see_batch(self, args: Any, kwargs: Any) -> None:
         with unseen():
+            self._samples = self._count(args, kwargs) if self.ranks is not None else 1.0
             self.demand.see_batch(args, kwargs)
 
     def add_hook(self, handle: Any) -> None:

@@ -49,7 +49,7 @@ class Guard(LiveStorages):  # type: ignore[no-untyped-call]
         self._keep.clear()
         s = self._session
         for chunk in s.plan.layout.chunks:
-            self.ignore(s.arena.gpu(chunk.index, "param").untyped_storage())
+            self.ignore(s.arena.whole(chunk.index, "param").untyped_storage())
 
     def begin(self) -> None:
         self.__enter__()  # type: ignore[no-untyped-call]

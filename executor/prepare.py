@@ -23,10 +23,12 @@ from executor.engine import Session
 from executor.moments import describe_parameters
 from executor.optimizer import AdamW, OffloadedAdamW, group_of
 from executor.queues import Queues
+from executor.ranks import CountOf, count_of, join, share_values
 from executor.scaling import LossScaling, loss_scale_for
 from executor.streams import queues_for
 from executor.weights import Weights, check_values, give_memory, views_of
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.effects import OTHERS
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 from pstar_sim.errors import ContractError, PlanError, WeightsError
@@ -51,6 +53,9 @@ def prepare(
     watchdog_s: float = 30.0,
     replan_after: int = 3,
     check: bool = True,
+    group: Any = None,
+    count: CountOf = count_of,
+    timeout_s: float = 600.0,
 ) -> tuple[nn.Module, OffloadedAdamW]:
     """Run `model` under `plan` from now on: the same model, and the optimizer whose `step` the loop calls.
 
@@ -60,7 +65,9 @@ def prepare(
     `parameters_on_meta`), and nothing but the chunks is allocated. queues: "threads", or a queues object.
     threads: torch threads of the compute queue until the session is closed (None leaves them). watchdog_s: see
     ThreadQueues. replan_after: so many iterations off plan in a row make a new plan (0: never). check: run the plan's
-    independent checker first.
+    independent checker first. group: the processes of a plan of several ranks (default: torch.distributed's, if it is
+    initialised); every one calls prepare with the same plan and settings, and all begin with the parameters and buffers
+    of the first. count: [Note: the weight of a rank] in ranks.py. timeout_s: of a collective of the run's own.
 
     Raises PlanError for a plan that fails its check or was made for another model, dtype, optimizer setting or machine,
     ContractError for a model that is prepared already, DoesNotFit if host memory is short, WeightsError for weights
@@ -68,11 +75,6 @@ def prepare(
     """
     if device != "virtual" and backend is None:
         raise PlanError(f"device {device!r} is not known; this version runs plans on device='virtual'")
-    if len(plan.machine.ranks) > 1:
-        raise PlanError(
-            f"the plan is one of {len(plan.machine.ranks)} GPUs ({plan.machine.name}), each with its slices; this "
-            "version runs plans of one"
-        )
     if any(hasattr(p, "_reader") for p in model.parameters()):
         raise ContractError("the model is prepared already; call optimizer.session.close() before preparing it again")
     groups = optimizer.groups(model)
@@ -87,7 +89,8 @@ def prepare(
 
     made = backend or _virtual(plan, bandwidth)
     check_gpu_memory(plan, made, worst_bytes)
-    arena = Arena(plan, made)
+    ranks = join(plan, group, device=made.device, timeout_s=timeout_s)
+    arena = Arena(plan, made, rank=0 if ranks is None else ranks.rank)
     model_bytes = sum(t.bytes for t, p in zip(tensors, parameters) if t.tied_to is None and not p.is_meta)
     check_host_memory(
         plan,
@@ -97,6 +100,8 @@ def prepare(
         model_bytes=model_bytes,
     )
     # Nothing has been changed up to here.
+    if ranks is not None and source is None:
+        share_values(ranks, model)
     if made.device.type == "cpu" and not keep_freed_pages():
         log.info("the C library is not glibc: evicted memory may go back to the system each time")
     threads_before = torch.get_num_threads()
@@ -124,6 +129,8 @@ def prepare(
         scaling=None if scale is None else LossScaling(scale),
         skeleton=skeleton,
         replan_after=replan_after,
+        ranks=ranks,
+        count=count,
     )
     torch_optimizer.session = session
     session.optimizer = weakref.ref(torch_optimizer)
@@ -178,7 +185,10 @@ def load_parameters(session: Session, source: Weights | None = None) -> None:
     for resident in present:
         if resident.chunk >= 0:
             arena.take(resident.place, resident.chunk, resident.list)
-            arena.at(resident.place, resident.chunk, resident.list).zero_()
+            if resident.list in OTHERS:
+                arena.whole(resident.chunk, OTHERS[resident.list]).zero_()
+            else:
+                arena.at(resident.place, resident.chunk, resident.list).zero_()
     for chunk in plan.layout.chunks:
         for slot, view in views_of(arena, chunk, session.parameters):
             parameter = session.parameters[slot.tensor]
@@ -187,7 +197,7 @@ def load_parameters(session: Session, source: Weights | None = None) -> None:
                 for place in (Place.GPU, Place.HOST):
                     for list_name in ("param", "param32"):
                         if arena.has(place, chunk.index, list_name):
-                            contents.slot(place, slot.tensor, list_name).copy_(value)
+                            contents.put(place, slot.tensor, list_name, value)
             parameter.data = view
             adopt(parameter, session, slot.tensor)
     if source is not None:
@@ -196,6 +206,7 @@ def load_parameters(session: Session, source: Weights | None = None) -> None:
         for place in (Place.GPU, Place.HOST):
             if arena.has(place, chunk.index, "param"):
                 contents.chunks[chunk.index].current.add(place)
+        contents.chunks[chunk.index].whole = arena.sliced and arena.has(Place.GPU, chunk.index, "remote")
 
 
 def _guard_model(model: nn.Module, session: Session) -> Callable[[], None]:

@@ -5,8 +5,9 @@ an order that a chooser decides, inside the user's thread (`SerialQueues`: tests
 follow a predicted order). Neither knows what a step does: they call `Work`.
 
 [Note: iterations] Every queue runs all steps of iteration k before those of k+1. `allow(k)` lets steps of iterations up
-to k run. `done[i]` is the last iteration in which step i ended, -1 before the first, so `id@-1` is satisfied at the
-start.
+to k run. Those of the net queue wait for `allow_net(k)` besides, which comes with the first moment of iteration k:
+between two iterations no collective is in flight on any rank. `done[i]` is the last iteration in which step i ended, -1
+before the first, so `id@-1` is satisfied at the start.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = ["Program", "QueueEvent", "Queues", "SerialQueues", "ThreadQueues", "W
 
 log = logging.getLogger("executor")
 
-SIDE_QUEUES = (Queue.H2D, Queue.D2H, Queue.ADAM)
+SIDE_QUEUES = (Queue.H2D, Queue.D2H, Queue.ADAM, Queue.NET)
 
 
 class Program:
@@ -106,6 +107,10 @@ class Queues(Protocol):
         """Steps of iterations up to this one may run."""
         ...
 
+    def allow_net(self, iteration: int) -> None:
+        """Steps of the net queue of iterations up to this one may run."""
+        ...
+
     def wait(self, i: int, iteration: int) -> int | None:
         """Return when compute-queue step i may start; the step it waited for last, None if it did not wait."""
         ...
@@ -116,6 +121,10 @@ class Queues(Protocol):
 
     def ended(self, i: int, iteration: int) -> None:
         """Compute-queue step i has ended."""
+        ...
+
+    def await_steps(self, steps: Sequence[int], iteration: int) -> None:
+        """Return when these steps of the iteration have ended. For a step that is being executed, in any thread."""
         ...
 
     def settle(self, iteration: int) -> None:
@@ -178,6 +187,10 @@ class Queues(Protocol):
         """What holds a queue back: see [Note: short of memory]."""
         ...
 
+    def fail(self, error: BaseException) -> None:
+        """From any thread: the run is over, whoever waits raises this."""
+        ...
+
 
 class _AtOnce:
     """What queues share whose steps have happened when they have ended."""
@@ -216,6 +229,8 @@ class ThreadQueues(_AtOnce):
         self._waiting: set[Queue] = set()
         self._threads: list[threading.Thread] = []
         self._allowed = -1
+        self._net_allowed = -1
+        self._ended_here = threading.Condition(self._lock)  # for steps that wait for others (await_steps)
         self._paused = False
         self._stopping = False
         self._ended_steps = 0
@@ -282,7 +297,7 @@ class ThreadQueues(_AtOnce):
                     return False
                 iteration, at = self._at[queue]
                 i = order[at]
-                if not self._paused and iteration <= self._allowed and queue not in self._short:
+                if not self._paused and iteration <= self._limit(queue) and queue not in self._short:
                     missing = program.missing(i, iteration)
                     if not missing:
                         break
@@ -319,9 +334,13 @@ class ThreadQueues(_AtOnce):
     def _depart(self, queue: Queue, i: int, iteration: int) -> None:
         """The step has ended, which nobody knows yet. Called as `_arrive`."""
 
+    def _limit(self, queue: Queue) -> int:
+        return min(self._allowed, self._net_allowed) if queue is Queue.NET else self._allowed
+
     def _mark(self, i: int, iteration: int) -> None:
         self._program.done[i] = iteration
         self._ended_steps += 1
+        self._ended_here.notify_all()
         for queue in self._program.wakes[i]:
             if queue in self._waiting:
                 self._conditions[queue].notify_all()
@@ -329,12 +348,31 @@ class ThreadQueues(_AtOnce):
             self._conditions[Queue.COMPUTE].notify_all()
 
     def _notify_all(self) -> None:
-        for condition in self._conditions.values():
+        for condition in (*self._conditions.values(), self._ended_here):
             condition.notify_all()
 
     def allow(self, iteration: int) -> None:
         with self._lock:
             self._allowed = max(self._allowed, iteration)
+            self._notify_all()
+
+    def allow_net(self, iteration: int) -> None:
+        with self._lock:
+            self._net_allowed = max(self._net_allowed, iteration)
+            self._notify_all()
+
+    def await_steps(self, steps: Sequence[int], iteration: int) -> None:
+        with self._lock:
+            while any(self._program.done[i] < iteration for i in steps):
+                if self._failure is not None:
+                    raise self._failure
+                if self._stopping:
+                    raise PlanError("the queues were stopped while a step waited for another")
+                self._ended_here.wait(self._watchdog_s)
+
+    def fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._failure = self._failure or error
             self._notify_all()
 
     def wait(self, i: int, iteration: int) -> int | None:
@@ -445,7 +483,7 @@ class ThreadQueues(_AtOnce):
                 words.append(f"{queue.value} executes {self._program.word(i, iteration)}")
             elif queue in self._short:
                 words.append(f"{queue.value} is short of memory for {self._program.word(i, iteration)}")
-            elif iteration > self._allowed or self._paused:
+            elif iteration > self._limit(queue) or self._paused:
                 words.append(f"{queue.value} is held")
             else:
                 missing = [self._program.steps[j].id for j in self._program.missing(i, iteration)]
@@ -479,6 +517,8 @@ class SerialQueues(_AtOnce):
         self._started: Program | None = None
         self._flying: dict[Queue, bool] = {}  # queue -> whether the step it executes has done its work
         self._allowed = -1
+        self._net_allowed = -1
+        self._inside: set[Queue] = set()  # queues whose step is being executed right now
         self._paused = False
         self._failure: BaseException | None = None
         self._short: dict[Queue, OutOfMemory] = {}
@@ -512,16 +552,30 @@ class SerialQueues(_AtOnce):
     def allow(self, iteration: int) -> None:
         self._allowed = max(self._allowed, iteration)
 
+    def allow_net(self, iteration: int) -> None:
+        self._net_allowed = max(self._net_allowed, iteration)
+
+    def fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+
+    def await_steps(self, steps: Sequence[int], iteration: int) -> None:
+        while any(self._program.done[i] < iteration for i in steps):
+            possible = [row for row in self._possible() if row[1] not in self._inside]
+            if not possible:
+                raise PlanError(f"the queues are stuck: a step waits for steps {list(steps)} of iteration {iteration}")
+            self._happen(*min(possible, key=lambda row: row[1] is not Queue.NET))
+
     def _possible(self) -> list[tuple[QueueEvent, Queue, int]]:
         found: list[tuple[QueueEvent, Queue, int]] = []
         for queue, (iteration, at) in self._at.items():
             i = self._program.order[queue][at]
             step = self._program.steps[i]
+            limit = min(self._allowed, self._net_allowed) if queue is Queue.NET else self._allowed
             if queue in self._flying:
                 found.append((QueueEvent("end", step, iteration), queue, i))
             elif (
                 not self._paused
-                and iteration <= self._allowed
+                and iteration <= limit
                 and queue not in self._short
                 and self._program.ready(i, iteration)
             ):
@@ -529,6 +583,8 @@ class SerialQueues(_AtOnce):
         return found
 
     def _happen(self, event: QueueEvent, queue: Queue, i: int) -> None:
+        if self._failure is not None:
+            raise self._failure
         work, iteration = self._work, event.iteration
         if event.kind == "start":
             try:
@@ -538,15 +594,22 @@ class SerialQueues(_AtOnce):
                 raise
             early = self._works_early(event.step)
             if early:
-                work.work(i, iteration)
+                self._execute(queue, i, iteration)
             self._flying[queue] = early
             return
         if not self._flying.pop(queue):
-            work.work(i, iteration)
+            self._execute(queue, i, iteration)
         work.finish(i, iteration)
         self._program.done[i] = iteration
         at = self._at[queue][1] + 1
         self._at[queue] = (iteration, at) if at < len(self._program.order[queue]) else (iteration + 1, 0)
+
+    def _execute(self, queue: Queue, i: int, iteration: int) -> None:
+        self._inside.add(queue)
+        try:
+            self._work.work(i, iteration)
+        finally:
+            self._inside.discard(queue)
 
     def _let_others(self, compute: QueueEvent, i: int) -> None:
         while True:

@@ -120,8 +120,8 @@ def give_memory(parameters: Sequence[nn.Parameter], arena: Arena) -> None:
 def views_of(arena: Arena, chunk: Chunk, parameters: Sequence[nn.Parameter]) -> list[tuple[Slot, torch.Tensor]]:
     """Each tensor's part of its chunk's working list on the gpu, in its shape, whether the chunk has memory there or
     not (torch makes a view only of a storage that has it, so it gets it for that moment)."""
-    payload = arena.gpu(chunk.index, "param")
-    absent = not arena.has(Place.GPU, chunk.index, "param")
+    payload = arena.whole(chunk.index, "param")
+    absent = not arena.has(Place.GPU, chunk.index, "remote" if arena.sliced else "param")
     if absent:
         arena.backend.take(payload)
     views = [(s, payload[s.offset : s.offset + s.numel].view(parameters[s.tensor].shape)) for s in chunk.slots]
@@ -334,16 +334,16 @@ class Weights:
             rows.sort(key=lambda row: row[1].entry.start)
             with rows[0][1].file.opened() as descriptor:
                 for index, source in rows:
-                    targets = [
-                        contents.slot(place, index, name)
+                    lists = [
+                        (place, name)
                         for name in ("param32", "param")
                         for place in (Place.GPU, Place.HOST)
                         if arena.has(place, chunk_of[index], name)
                     ]
                     for first, piece in source.file.pieces(descriptor, source.name, buffer):
                         value = piece.float() if piece.dtype == torch.float64 else piece
-                        for target in targets:
-                            target[first : first + piece.numel()].copy_(value)
+                        for place, name in lists:
+                            contents.put(place, index, name, value, first)
         log.info("%s", self.note)
 
     def fill_buffers(self) -> None:

@@ -1,0 +1,138 @@
+"""Ranks: this process among the several that train one model under one plan.
+
+Three process groups of the run's own, so that nothing of the user's comes between: `wire` for the plan's collectives
+(the net queue's thread), `_meeting` for what the ranks tell each other when a micro-batch begins (the user's thread)
+and `_sums` for what they agree on once an iteration (the thread of the first Adam step). The last two are gloo, of a
+few bytes, also where the plan's own is NCCL.
+
+[Note: the weight of a rank] The loss of each rank has to be a mean over its batch (a rank that has more sequences has
+the larger share). Rank r with b_r of the B = b_0 + b_1 + ... sequences of a micro-batch has its gradient multiplied by
+b_r / B when it arrives, and the gradients are summed: that is the gradient of the mean over the joined batch. b_r is
+the first dimension of the first tensor that the model's forward is given, of each micro-batch anew; where the loss is a
+mean over something else (tokens that are not padding), `prepare(count=...)` says how many.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from executor.collectives import Wire, open_group
+from executor.hooks import tensors_of
+from pstar_sim.core.plan import Plan
+from pstar_sim.errors import PlanError
+
+__all__ = ["Ranks", "join"]
+
+log = logging.getLogger("executor")
+
+
+class Ranks:
+    """rank: of this process, from 0; count: of processes. wire: see `executor.collectives`.
+
+    check: called while this process waits for others; raises when one of them is gone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, device: torch.device, timeout_s: float) -> None:
+        self.rank = dist.get_rank(group)
+        self.count = dist.get_world_size(group)
+        self.failure: BaseException | None = None
+        name = _agreed_name(group)
+        backends = ("nccl" if device.type == "cuda" else "gloo", "gloo", "gloo")
+        self.wire, self._meeting, self._sums = (
+            Wire(open_group(b, f"{name}/{i}", self.rank, self.count, timeout_s), check=self.check)
+            for i, b in enumerate(backends)
+        )
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def agree(self, norm: torch.Tensor) -> torch.Tensor:
+        """The norm of what all ranks hold together, from that of what each holds: once an iteration, on every rank. A
+        norm that is not finite on one rank is not finite on any."""
+        total = norm.detach().to("cpu", torch.float64).square().reshape(1)
+        self._sums.sum(total)
+        return total.sqrt().to(norm.device, torch.float32).reshape(())
+
+    def meet(self, row: Sequence[float]) -> list[list[float]]:
+        """What every rank says, in order of the ranks; every rank calls it at the same point of its loop."""
+        rows: list[list[float]] = self._meeting.exchange(torch.tensor(row, dtype=torch.float64)).tolist()
+        return rows
+
+    def same(self, what: str, value: str, advice: str) -> None:
+        """Raise PlanError on every rank if `value` is not the same on all. At the start only."""
+        digest = hashlib.sha256(value.encode()).digest()[:6]
+        rows = self.meet([float(int.from_bytes(digest, "big"))])
+        odd = [r for r, row in enumerate(rows) if row != rows[0]]
+        if odd:
+            others = ", ".join(map(str, odd))
+            raise PlanError(f"{what} of rank{'s' if len(odd) > 1 else ''} {others} is not that of rank 0; {advice}")
+
+    def weight(self, count: float) -> float:
+        """[Note: the weight of a rank], of the micro-batch that begins: every rank calls it with its own b_r."""
+        counts = [row[0] for row in self.meet([count])]
+        return count / sum(counts)
+
+
+def _agreed_name(group: dist.ProcessGroup) -> str:
+    """A name that only this run has, known to all its processes: of the first one's choice."""
+    box = [f"pstar-sim/{uuid.uuid4().hex}"]
+    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+    return box[0]
+
+
+def join(plan: Plan, group: Any, *, device: torch.device, timeout_s: float) -> Ranks | None:
+    """The ranks of a plan's run, None for a plan of one. Raises PlanError where the processes are not the plan's."""
+    wanted = len(plan.machine.ranks)
+    running = dist.is_available() and dist.is_initialized()
+    if group is None and running:
+        group = dist.group.WORLD
+    found = dist.get_world_size(group) if group is not None else 1
+    if found == wanted:
+        return Ranks(group, device=device, timeout_s=timeout_s) if wanted > 1 else None
+    line = f"torchrun --nproc-per-node {wanted} -m executor PLAN --model MODEL"
+    if wanted > 1 and not running:
+        raise PlanError(
+            f"the plan is one of {wanted} GPUs ({plan.machine.name}) and this is a single process; start {wanted}: "
+            f"{line}, or your own script with torchrun and torch.distributed.init_process_group before prepare"
+        )
+    if wanted == 1:
+        raise PlanError(
+            f"the plan is one of a single GPU and this job has {found} processes; make a plan for {found} (--gpus "
+            f"{found}), or give prepare(group=...) a group of this process alone to train {found} models"
+        )
+    raise PlanError(
+        f"the plan is one of {wanted} GPUs ({plan.machine.name}) and this job has {found} processes; {line}, or make a "
+        f"plan for {found}"
+    )
+
+
+def count_of(args: Any, kwargs: Any) -> float:
+    """First dimension of the first tensor of a batch; 1 where there is none."""
+    for tensor in tensors_of((args, kwargs)):
+        if tensor.dim():
+            return float(tensor.shape[0])
+    return 1.0
+
+
+def share_values(ranks: Ranks, model: nn.Module) -> None:
+    """Parameters and buffers of every rank become rank 0's, one at a time. Before anything of the model is moved."""
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            flat = tensor.detach()
+            whole = flat if flat.is_contiguous() else flat.contiguous()
+            ranks.wire.broadcast(whole)
+            if whole is not flat:
+                flat.copy_(whole)
+
+
+CountOf = Callable[[Any, Any], float]
+"""(args, kwargs) of the model's forward -> over how many the loss of this rank is a mean."""

@@ -1,0 +1,154 @@
+"""A few processes that train cases given as JSON on several ranks and write what came of each. Started by
+test_several_ranks.py: `python rank_worker.py PROCESSES FOLDER LIMIT_S`, cases in FOLDER/cases.json, results in
+FOLDER/NAME.RANK.json.
+
+Everything is imported once and then forked. Each case trains on the first `ranks` processes; rank 0 trains the plain
+reference on the joined batches and compares parameters and both moments of every tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+import faulthandler
+import json
+import os
+import sys
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import conftest as kit
+import torch
+import torch.distributed as dist
+
+import executor
+from pstar_sim.catalog.machine import Fabric, Machine
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.errors import DoesNotFit, PstarError
+from pstar_sim.policy.registry import find_policy
+from pstar_sim.sim.play import play
+from pstar_sim.workload.workload import Workload
+
+LR, EPS = 1e-3, 1e-3
+"""eps is large beside torch's 1e-8: with that, Adam turns the last bits of a gradient that is zero but for rounding
+(the bias of attention keys) into a step of lr either way, and a gradient twice as large into the same step."""
+SHARES = (0.25, 0.4, 0.55, 0.7, 1.0, 1.4, 2.0, 3.0, 5.0, 12.0)
+
+
+def machine_of(gpu_bytes: int, ranks: int) -> Machine:
+    one = kit.small_machine(gpu_bytes)
+    peer = Fabric(name="test", bytes_per_s=2e9, latency_s=1e-5, measured=False, source="test")
+    return replace(one, ranks=one.ranks * ranks, peer=peer)
+
+
+def tight_plan(policy: str, w: Workload, settings: Settings, ranks: int) -> Plan:
+    params = sum(t.bytes for t in w.tensors if t.tied_to is None)
+    for share in SHARES:
+        try:
+            return find_policy(policy)(w, machine_of(w.peak_non_model_bytes + int(share * params), ranks), settings)
+        except DoesNotFit:
+            continue
+    raise AssertionError(f"{policy} fits nowhere")
+
+
+def train(case: dict[str, Any], rank: int, group: Any) -> dict[str, Any]:
+    ranks, micro_batches, steps = case["ranks"], case.get("micro_batches", 1), case.get("steps", 2)
+    clip, eager = case.get("clip"), case.get("eager", False)
+    model, draw = kit.build(case.get("model", "mlp"), checkpointing=case.get("checkpointing", False), seed=0)
+    twin = copy.deepcopy(model)
+    if rank:  # the others' values must not matter
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(1.0)
+    settings = Settings(update="eager" if eager else "step", clip=clip is not None)
+    example = draw(torch.Generator().manual_seed(9))
+    w = kit.workload_of(model, example, micro_batches=micro_batches)
+    plan = tight_plan(case["policy"], w, settings, ranks)
+    spec = executor.AdamW(lr=LR, eps=EPS, weight_decay=0.1, max_grad_norm=clip, eager=eager)
+    model, optimizer = executor.prepare(model, plan, spec, group=group, watchdog_s=5.0)
+    session = optimizer.session
+    generator = torch.Generator().manual_seed(1)
+    reference = kit.Reference(twin, LR, 0.1, clip, eps=EPS)
+    for _ in range(steps):
+        for _ in range(micro_batches):
+            batches = [draw(generator) for _ in range(ranks)]
+            (kit.loss_of(model, batches[rank]) / micro_batches).backward()
+            if rank == 0:
+                joined = {k: torch.cat([b[k] for b in batches]) for k in batches[0]}
+                (kit.loss_of(twin, joined) / micro_batches).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0:
+            reference.step()
+            reference.optimizer.zero_grad()
+    result: dict[str, Any] = {"deviations": list(session.deviation_log), "kinds": sorted({s.kind for s in plan.steps})}
+    values = {n: v.clone() for n, v in model.state_dict().items()}
+    states = optimizer.state_dict()["state"]
+    if rank == 0:
+        named = [(n, p) for n, p in twin.named_parameters()]
+        kept = reference.optimizer.state_dict()["state"]
+        result["parameters"] = max(
+            # of the largest element, or of one step where that is less (biases begin at 0)
+            float((values[n] - p.detach()).abs().max()) / max(float(p.detach().abs().max()), LR)
+            for n, p in named
+        )
+        for key in ("exp_avg", "exp_avg_sq"):
+            result[key] = max(kit.distance(states[i][key], kept[i][key]) for i in kept)
+    predicted = play(plan)
+    measured = session.measure_iteration(lambda: one_step(model, optimizer, draw, micro_batches), predicted)
+    result["peak"] = [measured.peak_gpu_bytes, predicted.peak_bytes["gpu"]]
+    result["host"] = [measured.peak_host_bytes, predicted.peak_bytes["host"]]
+    result["transient"] = [
+        session.arena.peak_transient_bytes,
+        max(plan.layout.payload_bytes(c.index, "param") for c in plan.layout.chunks),
+    ]
+    result["layout_ranks"] = plan.layout.ranks
+    session.close(restore=False)
+    return result
+
+
+def one_step(model: Any, optimizer: Any, draw: Any, micro_batches: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(micro_batches):
+        batch = draw(generator)
+        kit.loss_of(model, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def main() -> None:
+    processes, folder = int(sys.argv[1]), Path(sys.argv[2])
+    cases = json.loads((folder / "cases.json").read_text())
+    rank = 0
+    children = []
+    for other in range(1, processes):
+        child = os.fork()
+        if child == 0:
+            rank = other
+            children = []
+            break
+        children.append(child)
+    faulthandler.dump_traceback_later(int(sys.argv[3]), exit=True)  # no process is left behind, whatever happens
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes)
+    groups = {n: dist.new_group(list(range(n))) for n in sorted({case["ranks"] for case in cases})}
+    for case in cases:
+        if rank >= case["ranks"]:
+            continue
+        try:
+            result = train(case, rank, groups[case["ranks"]])
+        except Exception as error:
+            result = {"error": f"{type(error).__name__}: {error}"}
+            if not isinstance(error, PstarError) or os.environ.get("RANK_TRACE"):
+                traceback.print_exc()
+            (folder / f"{case['name']}.{rank}.json").write_text(json.dumps(result))
+            break
+        (folder / f"{case['name']}.{rank}.json").write_text(json.dumps(result))
+    for child in children:
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Two and four processes train as one process does on the joined batch: parameters and both moments, and a rank's bytes
+are the plan's. The processes are started once for all cases (rank_worker.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+SMALL = "bucket=2000,reuse=2000,prefetch=1000,subgroup=3000"
+POLICIES = {
+    "all_on_gpu": "all_on_gpu",
+    "zero_offload": "zero_offload",
+    "patrickstar": "patrickstar",
+    "zero3_resident": "zero3_resident",
+    "zero3_offload": f"zero3_offload:{SMALL}",
+    "deep_optimizer_states": f"deep_optimizer_states:{SMALL}",
+    "tide": "tide",
+    "optimal": "optimal",
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clip": {"clip": 0.05},
+    "eager": {"eager": True},
+    "accumulated": {"clip": 0.05, "micro_batches": 2},
+}
+CASES: list[dict[str, Any]] = [
+    {"name": f"{policy}-2-{setting}", "ranks": 2, "policy": spec, **SETTINGS[setting]}
+    for number, (policy, spec) in enumerate(POLICIES.items())
+    for setting in ("accumulated", "eager" if number % 2 else "clip")
+]
+CASES += [
+    {"name": f"{policy}-4-{setting}", "ranks": 4, "policy": POLICIES[policy], **SETTINGS[setting]}
+    for policy, setting in (("zero_offload", "clip"), ("zero3_offload", "accumulated"), ("tide", "accumulated"))
+]
+CASES += [
+    {"name": "gpt2-tide-2", "ranks": 2, "policy": "tide", "model": "gpt2", "checkpointing": True, "clip": 0.5},
+    {"name": "gpt2-zero3-4", "ranks": 4, "policy": "zero3_resident", "model": "gpt2", "checkpointing": True},
+    {"name": "three", "ranks": 3, "policy": "all_on_gpu", "clip": 0.05},
+]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Case -> what each of its ranks wrote."""
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "cases.json").write_text(json.dumps(CASES))
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("rank_worker.py")), "4", str(folder), "200"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=220,
+    )
+    found = {
+        case["name"]: [json.loads(path.read_text()) for path in sorted(folder.glob(f"{case['name']}.*.json"))]
+        for case in CASES
+    }
+    assert run.returncode == 0, run.stderr[-4000:]
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_trains_as_one_process_on_the_joined_batch(
+    results: dict[str, list[dict[str, Any]]], case: dict[str, Any]
+) -> None:
+    rows = results[case["name"]]
+    assert [row.get("error") for row in rows] == [None] * case["ranks"]
+    for key in ("parameters", "exp_avg", "exp_avg_sq"):
+        assert rows[0][key] <= 1e-6, key
+    for row in rows:
+        assert row["deviations"] == []
+        assert row["peak"][0] == row["peak"][1]
+        assert row["host"][0] == row["host"][1]
+        # [Note: what a slice moves through]: one slice, and none where nothing is sliced
+        assert row["transient"][0] == (row["transient"][1] if row["layout_ranks"] > 1 else 0)
+        assert {"gather", "reduce_scatter"} <= set(row["kinds"])
