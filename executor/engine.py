@@ -500,6 +500,8 @@ class Session:
             return
         update.unscale = 1.0 / self.scaling.scale
         overflowed = self.scaling.overflowed()
+        if self.ranks is not None:
+            overflowed = self.ranks.any(overflowed)
         if overflowed:
             update.skip_all()
         self.scaling.close_iteration(overflowed)

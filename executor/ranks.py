@@ -67,6 +67,10 @@ class Ranks:
         rows: list[list[float]] = self._meeting.exchange(torch.tensor(row, dtype=torch.float64)).tolist()
         return rows
 
+    def any(self, here: bool) -> bool:
+        """Whether it is so on some rank; every rank asks at the same point of its loop."""
+        return any(row[0] for row in self.meet([float(here)]))
+
     def same(self, what: str, value: str, advice: str) -> None:
         """Raise PlanError on every rank if `value` is not the same on all. At the start only."""
         digest = hashlib.sha256(value.encode()).digest()[:6]
