@@ -450,6 +450,8 @@ class Contents:
     def adam(self, chunk: int, place: Place, update: Update, norms: Callable[[], Iterable[torch.Tensor]]) -> None:
         """One AdamW update of every parameter of the chunk that has a gradient; the working list there becomes
         current."""
+        if self.wire is not None and not update.skip:
+            update.coefficient(norms)  # the first one folds gradients of all chunks: before any other touches them
         with self.arena.steady(chunk):
             self._adam(chunk, place, update, norms)
 
