@@ -41,8 +41,15 @@ CASES += [
     for policy, setting in (("zero_offload", "clip"), ("zero3_offload", "accumulated"), ("tide", "accumulated"))
 ]
 CASES += [
-    {"name": "gpt2-tide-2", "ranks": 2, "policy": "tide", "model": "gpt2", "checkpointing": True, "clip": 0.5},
-    {"name": "gpt2-zero3-4", "ranks": 4, "policy": "zero3_resident", "model": "gpt2", "checkpointing": True},
+    {"name": "gpt2-tide-2", "ranks": 2, "policy": "tide", "model": "gpt2", "checkpointing": True, "clip": 0.05},
+    {
+        "name": "gpt2-zero3-4",
+        "ranks": 4,
+        "policy": "zero3_resident",
+        "model": "gpt2",
+        "checkpointing": True,
+        "clip": 0.05,
+    },
     {"name": "three", "ranks": 3, "policy": "all_on_gpu", "clip": 0.05},
 ]
 
