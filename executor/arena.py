@@ -153,6 +153,11 @@ class Arena:
             self._host[key] = payload
         return payload
 
+    def host_bytes(self, key: tuple[int, str], size_bytes: int) -> torch.Tensor:
+        """The first bytes of a room on the host that is no list of a chunk (`core.slabs.stash_key`)."""
+        slab, offset = self.room.where[key]
+        return self._slabs[slab][offset : offset + size_bytes]
+
     def at(self, place: Place, chunk: int, list_name: str) -> torch.Tensor:
         return self.gpu(chunk, list_name) if place is Place.GPU else self.host(chunk, list_name)
 

@@ -16,7 +16,7 @@ from executor.optimizer import AdamW
 from executor.scaling import loss_scale_for
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import PlanError
-from pstar_sim.workload.workload import Tensor, activations_text
+from pstar_sim.workload.workload import Tensor
 
 __all__ = ["check_model", "check_settings", "state_dtype_of"]
 
@@ -81,11 +81,6 @@ def check_model(
 def check_settings(plan: Plan, optimizer: AdamW) -> None:
     """The plan was made for this optimizer: its states, its update, its clipping, its loss scaling."""
     settings = plan.settings
-    if plan.workload.activations:
-        raise PlanError(
-            f"the plan was made for {activations_text(plan.workload)}; this version runs the activations as the model "
-            "has them: make the plan from a trace of the model, without --global-batch"
-        )
     _check_states(plan, optimizer)
     wanted = "eager" if optimizer.eager else "step"
     if settings.update != wanted:

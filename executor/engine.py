@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from executor.activations import as_planned, recomputing
 from executor.adam import Hyper
 from executor.arena import Arena, check_host_memory
 from executor.backend import Backend, VirtualBackend, available_host_bytes
@@ -43,6 +44,7 @@ from executor.moments import MomentRecorder
 from executor.queues import Program, Queues
 from executor.ranks import CountOf, Ranks, count_of
 from executor.scaling import LossScaling, guard_boundary
+from executor.stashes import Stashes
 from executor.status import Status, status_of
 from executor.warm_up import WarmUp
 from pstar_sim.core.effects import gradient_list, needed
@@ -151,6 +153,7 @@ class Session:
         self._compile()
         self.demand = Demand(self)
         self._touch = untraced(self.demand.touch)
+        self.stashes = Stashes(self)
         if self.guard is not None:
             self.guard.bind()
 
@@ -263,6 +266,7 @@ class Session:
                 off_plan = self.demand.active or not self._on_plan(event)
             if off_plan:
                 self.demand.on_event(event)
+        self.stashes.settle()
         if event.kind == "backward-end":
             self.backwards += 1
         if self.watch is not None:
@@ -312,6 +316,7 @@ class Session:
             self.queues.land(chunk)
         self.arena.mark("in", moment)
         self.arena.set_tide(self._peaks[moment])
+        self.stashes.at(moment)
         for chunk in self._needed[moment]:
             if not self.contents.holds(chunk):
                 raise PlanError(
@@ -604,7 +609,7 @@ class Session:
             barrier = other.kind is Kind.COMPUTE and other.moment == len(self.names) - 1
             cause = "barrier" if barrier else other.queue.value
         self._steps[i, iteration] = StepLog(step, iteration, ready_s or start_s, start_s, cause)
-        if take:
+        if take and step.stash is None:
             self.contents.begin(step)
 
     def work(self, i: int, iteration: int) -> None:
@@ -615,12 +620,16 @@ class Session:
             early = self.eager and step.kind in (Kind.CPU_ADAM, Kind.GPU_ADAM) and iteration == self.iteration
             if early and step.chunk is not None:
                 self.updated_early |= self.contents.chunks[step.chunk].with_gradient()
-            self.contents.work(step, self._updates.get(iteration), lambda: self.update_norms(iteration))
+            if step.stash is not None:
+                self.stashes.move(step)
+            else:
+                self.contents.work(step, self._updates.get(iteration), lambda: self.update_norms(iteration))
         if step.kind in COPIES:
             self._steps[i, iteration].copied_bytes = self.backend.copied_bytes[step.queue.value] - before
 
     def finish(self, i: int, iteration: int) -> None:
-        self.contents.finish(self.plan.steps[i])
+        if self.plan.steps[i].stash is None:
+            self.contents.finish(self.plan.steps[i])
         self._steps[i, iteration].end_s = self._now()
         self._log(i, iteration)
 
@@ -857,7 +866,10 @@ class Session:
                 "it under fake tensors; make a plan for this shape"
             )
         self.follow()
-        return capture_module(self.skeleton, (args, kwargs), name=self.plan.workload.model, loss=_some_loss)
+        planned = self.plan.workload
+        with recomputing(self.skeleton, planned):
+            captured = capture_module(self.skeleton, (args, kwargs), name=planned.model, loss=_some_loss)
+        return as_planned(captured, planned)
 
     def follow(self) -> None:
         """Give the skeleton the plain attributes the model has by now (`training`, switches of its own)."""

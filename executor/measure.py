@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from executor.live_bytes import LiveStorages
 from executor.queues import QueueEvent, SerialQueues, follow
-from pstar_sim.core.step import Kind, Place
+from pstar_sim.core.step import COPIES, Place
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PlanError
 
@@ -102,7 +102,7 @@ def measure_iteration(session: Session, step_fn: Callable[[], Any], order: Timel
         gpu.mark(*row[1:])
     moved = {"h2d": 0, "d2h": 0}
     for step in session.span_log:
-        if step.iteration == first and step.step.kind in (Kind.FETCH, Kind.WRITEBACK):
+        if step.iteration == first and step.step.kind in COPIES:
             moved[step.step.queue.value] += step.copied_bytes
     return Measured(
         non_model_bytes=peaks,

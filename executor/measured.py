@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from executor.arena import ByteChange
 from pstar_sim.core.effects import CATEGORIES
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.step import Kind, Place, Queue, Step
+from pstar_sim.core.step import COPIES, Place, Queue, Step
 from pstar_sim.core.timeline import ByteSample, Span, Timeline
 from pstar_sim.errors import PlanError
 
@@ -94,10 +94,8 @@ def build_timeline(
         busy_s[step.step.queue.value] = busy_s.get(step.step.queue.value, 0.0) + step.end_s - step.start_s
         if step.step.queue is Queue.COMPUTE and step.start_s > step.ready_s and step.cause:
             stall_s[step.cause] = stall_s.get(step.cause, 0.0) + step.start_s - step.ready_s
-        if step.step.kind is Kind.FETCH:
-            moved["h2d"] += step.copied_bytes
-        elif step.step.kind is Kind.WRITEBACK:
-            moved["d2h"] += step.copied_bytes
+        if step.step.kind in COPIES:
+            moved[step.step.queue.value] += step.copied_bytes
     samples, peaks = _samples(plan, changes, start_s, end_s)
     return Timeline(
         source="measured",

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from executor.activations import carry_out, check_activations
 from executor.arena import Arena, check_gpu_memory, check_host_memory
 from executor.backend import Backend, VirtualBackend, available_host_bytes, keep_freed_pages
 from executor.checks import check_model, check_settings
@@ -82,6 +83,7 @@ def prepare(
     tensors, parameters = describe_parameters(model, by_id)
     check_model(plan, tensors, parameters, by_id)
     check_settings(plan, optimizer)
+    check_activations(plan.workload, model)
     source = check_values(model, tensors, weights)
     worst_bytes = plan.gpu_budget_bytes
     if check and plan.steps:
@@ -141,7 +143,7 @@ def prepare(
     except WeightsError:  # a file that changed after its header was read
         session.close(restore=False)
         raise
-    session.on_close.append(_guard_model(model, session))
+    session.on_close += [_guard_model(model, session), carry_out(session)]
     if threads is not None:
         session.on_close.append(lambda: torch.set_num_threads(threads_before))
     _watch_batches(model, session)

@@ -8,7 +8,8 @@ batch is there with and without recomputation) or offloaded to the host and fetc
 [Note: which blocks] The last blocks keep (their backward pass comes first), the first ones recompute or are offloaded
 (theirs comes last, so there is most time): a quarter, half or three quarters of them, for offloading also all but the
 last two. Or every second, fourth or eighth block is offloaded, which gives each as many blocks' time on the link, and
-none, the first half or all of the others recompute.
+none, the first half or all of the others recompute. The very first block is not offloaded: a model's forward often
+holds on to what it gives that block (the embeddings), so that the bytes would not go.
 
 [Note: what is planned] Candidates are looked at in the order of what they promise: the larger of their lower bound (at
 the usual chunk size) and of what computing and stashes take with the link to themselves. One is not planned where that
@@ -134,8 +135,9 @@ def _block_by_block(variants: Sequence[Workload]) -> Iterator[Workload]:
 def _offload_sets(blocks: Sequence[str]) -> Iterator[tuple[Sequence[str], Sequence[str]]]:
     """(blocks that are offloaded, blocks that recompute), by [Note: which blocks]."""
     count = len(blocks)
-    firsts = [blocks[:n] for n in (count // 4, count // 2, count * 3 // 4, count - 2) if 0 < n <= count - 2]
-    strides = [blocks[: count - 2 : k] for k in (2, 4, 8) if k < count - 2]
+    ends = (1 + count // 4, 1 + count // 2, 1 + count * 3 // 4, count - 2)
+    firsts = [blocks[1:n] for n in ends if 1 < n <= count - 2]
+    strides = [blocks[1 : count - 2 : k] for k in (2, 4, 8) if k < count - 3]
     seen: set[tuple[tuple[str, ...], int]] = set()
     for offloaded in (*firsts, *strides):
         others = [block for block in blocks if block not in set(offloaded)]
