@@ -12,7 +12,7 @@ so the events of a block's modules are those of a capture in which the model its
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from executor.torch26 import saved_tensor_hooks_in_force
+from executor.torch26 import saved_tensor_hooks
 from pstar_sim.errors import ModelError, PlanError, TraceError
 from pstar_sim.workload.mixing import offload_blocks
 from pstar_sim.workload.workload import Workload, activations_text
@@ -51,11 +51,20 @@ def check_activations(w: Workload, model: nn.Module) -> None:
                 "make a plan without --global-batch"
             )
         seen[id(module)] = block
-        if how != "keep" and getattr(module, "_compiled_call_impl", None) is not None:
+        around = _compiled(modules, block)
+        if how != "keep" and around is not None:
             raise PlanError(
-                f"block {block!r} is compiled (module.compile()), and the plan would {how} its activations; compile "
-                "without it, or make a plan that keeps them (without --global-batch)"
+                f"{f'module {around!r}' if around else 'the model'} is compiled, and the plan would {how} the "
+                f"activations of block {block!r}; compile without it, or make a plan that keeps them (without "
+                "--global-batch)"
             )
+
+
+def _compiled(modules: Mapping[str, nn.Module], block: str) -> str | None:
+    """The block, or the module around it, that is compiled (`module.compile()`); None if none is."""
+    parts = block.split(".")
+    around = [".".join(parts[:n]) for n in range(len(parts), -1, -1)]
+    return next((name for name in around if getattr(modules.get(name), "_compiled_call_impl", None) is not None), None)
 
 
 def carry_out(session: Session) -> Callable[[], None]:
@@ -71,7 +80,7 @@ def carry_out(session: Session) -> Callable[[], None]:
             undo.append(_around(module, _offloaded(session, block)))
         elif how == "recompute":
             undo.append(_around(module, _recomputed))
-        else:
+        elif _compiled(modules, block) is None:
             undo.append(_around(module, _kept(session, block)))
 
     def undo_all() -> None:
@@ -134,7 +143,7 @@ def _around(module: nn.Module, how: Callable[[_Call, nn.Module, Any, Any], Any])
 
 
 def _recomputed(plain: _Call, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    ours = torch.is_grad_enabled() and module.training and not saved_tensor_hooks_in_force()
+    ours = torch.is_grad_enabled() and module.training and saved_tensor_hooks() is None
     if not ours or _in_backward() or getattr(module, _SWITCH, False) is True:
         return plain(*args, **kwargs)
     return checkpoint(plain, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
@@ -169,7 +178,7 @@ def _refuse_its_own(session: Session, block: str, does: str) -> None:
         return
     if _in_backward():
         its = "recomputes them in backward"
-    elif torch.is_grad_enabled() and saved_tensor_hooks_in_force():
+    elif torch.is_grad_enabled() and saved_tensor_hooks() is not None:
         its = "calls it under hooks on saved tensors (activation checkpointing or offload)"
     else:
         return

@@ -6,8 +6,8 @@ stash are used up. The plan's `stash_out` copies them to the host; the moment th
 memory. `stash_in` copies them back into memory taken when its turn came, and autograd gets views of that.
 
 [Note: who lets go] Memory is taken and let go in the user's thread only, where the tide says so: let go when moment
-`gone` begins, taken when moment `back` begins. The queues' threads only copy; where a copy is only issued (streams), what
-it touches is held until its event.
+`gone` begins, taken when moment `back` begins. The queues' threads only copy; where a copy is only issued (streams),
+what it touches is held until its event.
 
 [Note: never wrong data] A tensor that is unpacked while its bytes are on the host (an iteration that left the plan) is
 copied back then and there. A room on the host whose bytes somebody may still want is not overwritten: what wanted the
@@ -107,10 +107,6 @@ class _Saved:
         for view in self.views:
             view.alias = None
         self.source = None
-
-
-_Touched = list[tuple[_Saved, torch.Tensor]]
-"""What a copy was of, and the memory on the gpu that it reads or writes."""
 
 
 class Collection:
@@ -244,13 +240,10 @@ class Stashes:
         backend = self.session.backend
         backend.fence(step.queue)
         if touched and hasattr(backend, "record"):  # issued; see [Note: who lets go]
-            event = backend.record(step.queue)
-            self._flying.append((event, [tensor for _, tensor in touched]))
-            if not out:
-                for saved, _ in touched:
-                    saved.arrival = event
+            self._flying.append((backend.record(step.queue), touched))
 
-    def _send(self, n: int) -> _Touched:
+    def _send(self, n: int) -> list[torch.Tensor]:
+        """Returns the memory on the gpu that is read."""
         stash = self.planned[n]
         if any(saved.only_on_host for saved in _alive(self._rooms.get(stash.block, ()))):
             self.session.note_deviation(
@@ -260,7 +253,8 @@ class Stashes:
             return []
         room = self.session.arena.host_bytes(stash_key(stash.block), stash.bytes)
         offset = 0
-        touched: _Touched = []
+        gone: list[weakref.ref[_Saved]] = []
+        touched: list[torch.Tensor] = []
         for saved in _alive(self._chosen.pop(n, ())):
             if saved.source is None:
                 continue
@@ -268,22 +262,28 @@ class Stashes:
             offset += saved.size_bytes
             self.session.backend.copy(target, saved.source, Queue.D2H)
             saved.host = target
-            touched.append((saved, saved.source))
-        self._rooms[stash.block] = self._out[n] = [weakref.ref(saved) for saved, _ in touched]
+            touched.append(saved.source)
+            gone.append(weakref.ref(saved))
+        self._rooms[stash.block] = self._out[n] = gone
         return touched
 
-    def _fetch(self, n: int) -> _Touched:
-        brought = [(saved, saved.returned) for saved in _alive(self._out.get(n, ())) if self._bring(saved)]
-        return [(saved, tensor) for saved, tensor in brought if tensor is not None]
+    def _fetch(self, n: int) -> list[torch.Tensor]:
+        """Returns the memory on the gpu that is written."""
+        backend = self.session.backend
+        issues = backend if hasattr(backend, "record") else None
+        found = (self._bring(saved, cast("StreamBackend", issues)) for saved in _alive(self._out.get(n, ())))
+        return [memory for memory in found if memory is not None]
 
-    def _bring(self, saved: _Saved) -> bool:
-        """Copy it back, if nobody has. In a thread of a queue of streams it is issued."""
+    def _bring(self, saved: _Saved, issues: StreamBackend | None = None) -> torch.Tensor | None:
+        """Copy it back, if nobody has; the memory it is in then. issues: the backend, in a thread in which the copy is
+        only issued."""
         with self._lock:
             if saved.back or saved.returned is None or saved.host is None:
-                return False
+                return None
             self.session.backend.copy(saved.returned, saved.host, Queue.H2D)
+            saved.arrival = None if issues is None else issues.record(Queue.H2D)
             saved.back = True
-            return True
+            return saved.returned
 
     # -- the user's thread --------------------------------------------------------------------------------------------
 

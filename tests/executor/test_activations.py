@@ -22,6 +22,7 @@ from executor.activations import recomputing
 from executor.capture import capture_module
 from executor.live_bytes import LiveStorages
 from executor.queues import SerialQueues
+from executor.virtual_streams import VirtualStreams
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import PlanError
 from pstar_sim.policy.registry import find_policy
@@ -382,7 +383,7 @@ def test_a_plan_for_other_blocks_is_refused_before_anything_changes(kit: Any) ->
     spec = executor.AdamW(lr=1e-2, max_grad_norm=1.0)
     model = _Own(False)
     model.layers[1]._compiled_call_impl = model.layers[1]._call_impl  # what .compile() sets
-    with pytest.raises(PlanError, match=r"block 'layers\.1' is compiled"):
+    with pytest.raises(PlanError, match=r"module 'layers\.1' is compiled, and the plan would offload"):
         executor.prepare(model, plan, spec)
     other = _Own(False)
     other.layers = nn.ModuleDict({str(n): layer for n, layer in enumerate(other.layers)})
@@ -390,3 +391,21 @@ def test_a_plan_for_other_blocks_is_refused_before_anything_changes(kit: Any) ->
     with pytest.raises(PlanError, match="tied"):
         executor.prepare(other, plan, spec)
     assert not any("_call_impl" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_on_streams_where_copies_happen_later(seed: int | None, planned: Any, start: Any, kit: Any) -> None:
+    """Copies are issued and happen when a stream gets to them, up to 3 ms later; the values are those of plain torch,
+    also where dropout's masks are wanted before the block's own first moment of backward."""
+    rng = random.Random(seed)
+    delays = None if seed is None else lambda queue: rng.uniform(0, 3e-3) * (rng.random() < 0.3)
+    backend = VirtualStreams(delays=delays)
+    plan = planned("gpt2", {0: "offload", 1: "offload"}, "optimal", micro_batches=2)
+    run = start("gpt2", "optimal", plan=plan, clip=1.0, backend=backend)
+    kit.train_both(run.model, run.reference, run.optimizer, run.batches, steps=3, micro_batches=2)
+    same(run, kit)
+    assert run.session.deviations == 0
+    both(run, kit, next(run.batches), next(run.batches))
+    both(run, kit, next(run.batches))  # one backward where the plan has two
+    run.session.drain()
+    same(run, kit)
