@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from executor.engine import Session
     from executor.optimizer import OffloadedAdamW
 
-__all__ = ["is_checkpoint", "save"]
+__all__ = ["find_checkpoint", "is_checkpoint", "save"]
 
 log = logging.getLogger("executor")
 
@@ -61,6 +61,12 @@ _OURS = re.compile(r"(model|optimizer)(-[\w-]+)?\.safetensors(\.index\.json)?|ex
 def is_checkpoint(folder: str | Path) -> bool:
     """A whole checkpoint was put there."""
     return (Path(folder) / MANIFEST).is_file()
+
+
+def find_checkpoint(folder: str | Path) -> Path:
+    """Where the newest whole checkpoint of the folder lies: the folder, or beside it if a save was killed between two
+    renames."""
+    return whole_folder.find(Path(folder).expanduser(), is_checkpoint)
 
 
 def save(optimizer: OffloadedAdamW, folder: str | Path, *, extra: Any = None, shard_bytes: int = SHARD_BYTES) -> Path:

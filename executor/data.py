@@ -6,6 +6,7 @@ folder is the Python standard library's own source, which every machine has. Kno
 
 from __future__ import annotations
 
+import hashlib
 import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -49,14 +50,20 @@ class ByteText:
             raise ModelError(f"text folder {str(folder)!r} holds no text ({', '.join(_SUFFIXES)})")
         return cls(folder, torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8))
 
-    def windows(self, *, batch: int, sequence: int, seed: int) -> Iterator[torch.Tensor]:
-        """Endless int64 tensors [batch, sequence], windows drawn with the seed."""
+    @property
+    def digest(self) -> str:
+        """Tells this text from another."""
+        return hashlib.blake2b(bytes(self.bytes.numpy()), digest_size=8).hexdigest()
+
+    def windows(self, *, batch: int, sequence: int, seed: int, skip: int = 0) -> Iterator[torch.Tensor]:
+        """Endless int64 tensors [batch, sequence], windows drawn with the seed. skip: sequences drawn before."""
         if len(self.bytes) <= sequence:
             raise ModelError(
                 f"text in {str(self.folder)!r} is {len(self.bytes)} bytes, shorter than one sequence of {sequence}"
             )
         draw = torch.Generator().manual_seed(seed)
         span = torch.arange(sequence)
+        torch.randint(0, len(self.bytes) - sequence, (skip, 1), generator=draw)
         while True:
             starts = torch.randint(0, len(self.bytes) - sequence, (batch, 1), generator=draw)
             yield self.bytes[starts + span].long()
@@ -72,18 +79,18 @@ def open_data(spec: str | None) -> ByteText:
     return ByteText.read(Path(where).expanduser())
 
 
-def batches_like(example: Any, text: ByteText, *, vocabulary: int | None, seed: int) -> Iterator[Any]:
+def batches_like(example: Any, text: ByteText, *, vocabulary: int | None, seed: int, skip: int = 0) -> Iterator[Any]:
     """Endless batches shaped as `example`: a dict with integer "input_ids" [batch, sequence] gets text (and labels,
     if it
     has them); any other example (images, a module's own tuple) is repeated as it is, because text means nothing to
-    it."""
+    it. skip: sequences of text drawn before."""
     if not isinstance(example, Mapping) or "input_ids" not in example:
         while True:
             yield example
     if vocabulary is not None and vocabulary < 256:
         raise ModelError(f"the model's vocabulary is {vocabulary}; byte-level text needs at least 256 tokens")
     rows, columns = example["input_ids"].shape
-    for tokens in text.windows(batch=rows, sequence=columns, seed=seed):
+    for tokens in text.windows(batch=rows, sequence=columns, seed=seed, skip=skip):
         made = {**example, "input_ids": tokens}
         if "labels" in example and example["labels"].shape == tokens.shape:
             made["labels"] = tokens

@@ -23,6 +23,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from executor.hooks import tensors_of
+from executor.weights import parameters_on_meta
 from pstar_sim.catalog.models import model_entry
 from pstar_sim.errors import ModelError, PstarError
 
@@ -69,6 +70,7 @@ def build(
     attention: str | None = None,
     device: str = "cpu",
     seed: int = 0,
+    empty: bool = False,
 ) -> BuiltModel:
     """The model that `spec` names, with an example batch of `batch` sequences of `sequence` tokens.
 
@@ -76,11 +78,12 @@ def build(
     the configuration only; weights are random), or "py:package.module:factory" (a callable that returns an nn.Module
     and an example batch; of batch, sequence, dtype and checkpointing it is passed those its signature names). dtype:
     "fp32", "bf16", "fp16"; None means bf16, for "py:" the module's own dtypes. device: "meta" or "cpu"; a "py:" factory
-    decides itself. seed: of weights and batch; the global generator is left as it was.
+    decides itself. seed: of weights and batch; the global generator is left as it was. empty: build the parameters on
+    meta whatever the device, for weights that come from a folder.
     Raises ModelError, and UnknownName for a preset that does not exist.
     """
     _check_arguments(batch=batch, sequence=sequence, dtype=dtype, attention=attention, device=device)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), parameters_on_meta() if empty else contextlib.nullcontext():
         torch.manual_seed(seed)
         if spec.startswith("py:"):
             return _from_factory(spec, batch, sequence, dtype, checkpointing, attention)
@@ -89,7 +92,7 @@ def build(
         else:
             config, architecture = _preset_config(spec)
         return _from_config(
-            spec, config, architecture, batch, sequence, dtype or "bf16", checkpointing, attention, device
+            spec, config, architecture, batch, sequence, dtype or "bf16", checkpointing, attention, device, seed
         )
 
 
@@ -388,6 +391,7 @@ def _from_config(
     checkpointing: bool,
     attention: str | None,
     device: str,
+    seed: int,
 ) -> BuiltModel:
     cls = _model_class(spec, config, architecture)
     if hasattr(config, "use_cache"):
@@ -404,6 +408,7 @@ def _from_config(
     if checkpointing:
         _enable_checkpointing(spec, model)
     model.train()
+    torch.manual_seed(seed)  # the batch is the same whether the parameters were initialised or are on meta
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     names = inspect.signature(model.forward).parameters
     vocabulary: int | None = None

@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ def record(
     loss: Callable[[nn.Module, Any], torch.Tensor] = forward_loss,
     timed: int = 3,
     threads: int | None = 1,
+    weights: str | Path | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Workload:
     """The workload of one iteration of `model` on `batches` (one a micro-batch), run for real within `machine`'s gpu
@@ -57,14 +59,14 @@ def record(
     batch, sequence: by default the first two extents of the batch's first tensor. optimizer: as it will be given to
     `prepare` (its groups and whether it clips are part of what is recorded). loss: forward pass and loss; it is divided
     by the number of micro-batches, as the loops here do. timed: iterations whose median gives each moment's seconds, 0
-    for none. clock: what these are read from. Raises DoesNotFit if what one operator reads does not fit the gpu,
-    ModelError as capture does.
+    for none. weights: as for `prepare`. clock: what the seconds are read from. Raises DoesNotFit if what one operator
+    reads does not fit the gpu, ModelError as capture does.
     """
     if not batches:
         raise PlanError("record: batches is empty; give one batch for each micro-batch of an iteration")
     spec = replace(optimizer or AdamW(), eager=False, max_grad_norm=None)
     plan = empty_plan(model, machine, name=name, micro_batches=len(batches), optimizer=spec)
-    model, prepared = prepare(model, plan, spec, threads=threads, check=False)
+    model, prepared = prepare(model, plan, spec, threads=threads, check=False, weights=weights)
     session = prepared.session
     session.takes_norms = optimizer is not None and optimizer.max_grad_norm is not None
 

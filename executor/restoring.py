@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import pstar_sim
-from executor import whole_folder
 from executor.as_json import decode
-from executor.checkpoint import EXTRA, FORMAT, MANIFEST, SCHEMA, check_between_iterations, is_checkpoint, model_table
+from executor.checkpoint import EXTRA, FORMAT, MANIFEST, SCHEMA, check_between_iterations, find_checkpoint, model_table
 from executor.generators import set_generators
 from executor.measure import unseen
 from executor.tensor_files import TensorFile, piece_buffer
@@ -118,7 +117,7 @@ def stored_extra(folder: str | Path) -> Restored:
 
 
 def _open(folder: Path) -> _Opened:
-    folder = whole_folder.find(folder, is_checkpoint)
+    folder = find_checkpoint(folder)
     if not folder.is_dir():
         raise CheckpointError(f"checkpoint {str(folder)!r} is no folder; give one that optimizer.save wrote")
     path = folder / MANIFEST

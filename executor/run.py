@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from executor.checks import state_dtype_of
-from executor.data import batches_like, open_data
+from executor.data import ByteText, batches_like, open_data
+from executor.keeping import Keeping
 from executor.measure import Measured
 from executor.models import BuiltModel, build, named_failures
 from executor.optimizer import AdamW
@@ -26,7 +27,7 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["Job", "RunResult", "check_device"]
+__all__ = ["Job", "Keeping", "RunResult", "check_device"]
 
 MAX_GRAD_NORM = 1.0
 
@@ -36,12 +37,13 @@ class RunResult:
     """reports: one a step. timeline: of the last timed iterations, measured; None if the last was not on plan.
     measured: bytes of one untimed iteration that
     keeps the predicted order of events (None if it was not asked for). deviations: how the run left the plan, if it
-    did."""
+    did. notes: where weights came from, what the run went on from."""
 
     reports: Sequence[StepReport]
     timeline: Timeline | None
     measured: Measured | None
     deviations: Sequence[str]
+    notes: Sequence[str] = ()
 
 
 def check_device(plan: Plan, device: str) -> None:
@@ -68,8 +70,8 @@ def check_device(plan: Plan, device: str) -> None:
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """model: as for `pstar trace`. batch, sequence: of one micro-batch. data: "text:FOLDER" or None. bandwidth: of
-    the virtual
-    link in bytes per second, (to the gpu, to the host); None = as fast as memory copies."""
+    the virtual link in bytes per second, (to the gpu, to the host); None = as fast as memory copies. weights: folder
+    that the model's values come from; None: initialised by the seed."""
 
     model: str
     batch: int
@@ -82,9 +84,12 @@ class Job:
     seed: int = 0
     attention: str | None = None
     clip: bool = True
+    weights: str | None = None
 
     @classmethod
-    def of_plan(cls, plan: Plan, model: str, *, data: str | None, lr: float, seed: int) -> Job:
+    def of_plan(
+        cls, plan: Plan, model: str, *, data: str | None, lr: float, seed: int, weights: str | None = None
+    ) -> Job:
         """The job a plan was made for, on a model given by name."""
         w = plan.workload
         return cls(
@@ -98,10 +103,11 @@ class Job:
             lr=lr,
             seed=seed,
             clip=plan.settings.clip,
+            weights=weights,
         )
 
-    def build(self) -> BuiltModel:
-        """The model with real weights, the same for the same seed."""
+    def build(self, *, empty: bool = False) -> BuiltModel:
+        """The model with real weights, the same for the same seed; empty: its parameters on meta."""
         return build(
             self.model,
             batch=self.batch,
@@ -111,15 +117,17 @@ class Job:
             attention=self.attention,
             device="cpu",
             seed=self.seed,
+            empty=empty,
         )
 
-    def batches(self, built: BuiltModel) -> Iterator[Any]:
-        """Endless batches, the same for the same seed."""
-        return batches_like(built.example_batch, open_data(self.data), vocabulary=built.vocabulary, seed=self.seed)
+    def batches(self, built: BuiltModel, *, text: ByteText | None = None, skip: int = 0) -> Iterator[Any]:
+        """Endless batches, the same for the same seed. text: the data, if it is open. skip: sequences drawn before."""
+        text = open_data(self.data) if text is None else text
+        return batches_like(built.example_batch, text, vocabulary=built.vocabulary, seed=self.seed, skip=skip)
 
     def record(self, machine: Machine) -> Workload:
         """The workload of a real warm-up iteration on the virtual accelerator of `machine`."""
-        built = self.build()
+        built = self.build(empty=self.weights is not None)
         batches = self.batches(built)
         with named_failures(self.model, built.module):
             return record(
@@ -130,6 +138,7 @@ class Job:
                 batch=self.batch,
                 sequence=self.sequence,
                 optimizer=AdamW(lr=self.lr, max_grad_norm=MAX_GRAD_NORM if self.clip else None),
+                weights=self.weights,
             )
 
     def run(
@@ -139,20 +148,40 @@ class Job:
         steps: int,
         bandwidth: tuple[float | None, float | None] = (None, None),
         order: Timeline | None = None,
+        keeping: Keeping | None = None,
         on_step: Callable[[StepReport], None] | None = None,
     ) -> RunResult:
-        """Train by the plan. order: the predicted timeline; with it, one more iteration is run untimed in that order,
-        to
-        measure bytes. The session is closed whatever happens; what was raised goes on."""
+        """Train by the plan. steps: in all, those done before a checkpoint included. order: the predicted timeline;
+        with it, one more iteration is run untimed in that order, to measure bytes. keeping: checkpoints. The session is
+        closed whatever happens; what was raised goes on."""
         check_device(plan, "virtual")
-        built = self.build()
-        batches = self.batches(built)
-        model, optimizer = prepare(built.module, plan, self._adamw(plan), bandwidth=bandwidth)
+        keeping = keeping or Keeping()
+        text = open_data(self.data)
+        data = {"corpus": text.digest, "seed": self.seed, "sequence": self.sequence, "model": self.model}
+        at = keeping.begin(steps=steps, data=data, empty=self.weights is not None)
+        built = self.build(empty=at.empty or (keeping.resume is not None and not self.model.startswith("py:")))
+        batches = self.batches(built, text=text, skip=at.sequences)
+        model, optimizer = prepare(
+            built.module, plan, self._adamw(plan), bandwidth=bandwidth, weights=keeping.weights or self.weights
+        )
         session = optimizer.session
+        each = plan.workload.micro_batches * built.batch
+
+        def standing(done: int) -> dict[str, Any]:
+            return {"data": data, "sequences": at.sequences + (done - at.steps) * each, "empty": at.empty}
+
         try:
+            keeping.load(optimizer)
+            after = keeping.saving(optimizer, last=steps - 1, extra=standing, on_step=on_step)
             with named_failures(self.model, model):
                 reports = train(
-                    model, optimizer, batches, steps=steps, micro_batches=plan.workload.micro_batches, on_step=on_step
+                    model,
+                    optimizer,
+                    batches,
+                    steps=steps - at.steps,
+                    micro_batches=plan.workload.micro_batches,
+                    first=at.steps,
+                    on_step=after,
                 )
             session.drain()
             timeline = session.timeline() if any(log.on_plan for log in list(session.logs)[-1:]) else None
@@ -168,6 +197,7 @@ class Job:
                 timeline=timeline,
                 measured=measured,
                 deviations=tuple(session.deviation_log),
+                notes=tuple(note for note in (at.note or session.weights_note,) if note),
             )
         finally:
             session.close(restore=False)

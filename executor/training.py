@@ -61,12 +61,14 @@ def train(
     *,
     steps: int,
     micro_batches: int,
+    first: int = 0,
     on_step: Callable[[StepReport], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[StepReport]:
-    """Train for `steps` optimizer steps. Raises ModelError when a loss is not finite, before it updates anything."""
+    """Train for `steps` optimizer steps, numbered from `first` on. Raises ModelError when a loss is not finite, before
+    it updates anything."""
     reports: list[StepReport] = []
-    for step in range(steps):
+    for step in range(first, first + steps):
         start_s = clock()
         loss = train_step(model, optimizer, batches, micro_batches, number=step)
         report = StepReport(step, loss, clock() - start_s)

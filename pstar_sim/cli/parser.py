@@ -178,7 +178,25 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="text:FOLDER",
         help="text to train on, byte by byte (default: the Python standard library's source)",
     )
-    run.add_argument("--steps", type=positive, default=10, metavar="N", help="iterations (default: 10)")
+    run.add_argument(
+        "--weights",
+        metavar="FOLDER",
+        help="safetensors to begin with, streamed into the chunks (default: initialised by the seed)",
+    )
+    run.add_argument(
+        "--steps",
+        type=positive,
+        default=10,
+        metavar="N",
+        help="iterations in all, those before --resume included (default: 10)",
+    )
+    run.add_argument(
+        "--save", metavar="FOLDER", help="write a checkpoint there at the end; transformers loads its weights"
+    )
+    run.add_argument("--save-every", type=positive, metavar="N", help="and after every N iterations (with --save)")
+    run.add_argument(
+        "--resume", metavar="FOLDER", help="go on from that checkpoint, under this plan (need not be the one it had)"
+    )
     run.add_argument("--device", choices=("virtual",), default="virtual", help="what runs it (default: virtual)")
     run.add_argument(
         "--bandwidth", metavar="RATE", help="link speed of the virtual accelerator, such as 2GB/s (default: the plan's)"

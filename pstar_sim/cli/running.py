@@ -88,7 +88,9 @@ def run(args: argparse.Namespace) -> int:
     link = plan.machine.link
     limit = parse_bytes_per_s(args.bandwidth) if args.bandwidth is not None else None
     bandwidth = (limit or link.h2d_bytes_per_s, limit or link.d2h_bytes_per_s)
-    job = jobs.Job.of_plan(plan, args.model, data=args.data, lr=args.lr, seed=args.seed)
+    keeping = jobs.Keeping(save=args.save, every=args.save_every, resume=args.resume)
+    keeping.check(args.steps)
+    job = jobs.Job.of_plan(plan, args.model, data=args.data, lr=args.lr, seed=args.seed, weights=args.weights)
     rates = executor_module("rates")
     measured_machine: Machine
     if plan.machine.gpu.launch_s is not None and plan.machine.confidence == "calibrated":
@@ -107,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
             say(f"warm-up recorded: {args.record}; rates measured here: {machine_file}")
     predicted = play_plan(replace(plan, machine=measured_machine))
     with progress(args.steps, plan, quiet=args.json) as on_step:
-        result = job.run(plan, steps=args.steps, bandwidth=bandwidth, order=predicted, on_step=on_step)
+        result = job.run(plan, steps=args.steps, bandwidth=bandwidth, order=predicted, keeping=keeping, on_step=on_step)
     if args.timeline is not None and result.timeline is not None:
         result.timeline.save(args.timeline)
     elif args.timeline is not None:
@@ -121,6 +123,8 @@ def run(args: argparse.Namespace) -> int:
                 "steps": args.steps,
                 "losses": [r.loss for r in result.reports],
                 "step_s": [r.time_s for r in result.reports],
+                "first_step": result.reports[0].step,
+                "notes": list(result.notes),
                 "deviations": list(result.deviations),
                 "figures": figures_as_json(rows),
             }
@@ -155,10 +159,11 @@ def figures_as_json(rows: Sequence[Figure]) -> list[dict[str, object]]:
 def explain_run(plan: Plan, result: RunResult) -> str:
     """Two lines below the table: what the figures are, and how the run left the plan if it did."""
     lines = [
+        *result.notes,
         (
             "iteration: median of the steps after the first; bytes: counted where they are copied or allocated, the "
             "GPU peak in one more, untimed iteration in the predicted order"
-        )
+        ),
     ]
     if result.timeline is None:
         lines.append("no iteration ran on plan: bytes were not measured")
