@@ -182,3 +182,138 @@ def test_the_iterations_of_both_runs_are_counted(start: Callable[..., Any], kit:
     steps(kit, again, 2)
     again.optimizer.save(tmp_path / "c")
     assert run.optimizer.load(tmp_path / "c").iteration == 5
+
+
+# -- pstar run --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
+    """A job on a tiny GPT-2 with its plan, and its folder."""
+    from executor.capture import capture
+    from executor.run import Job
+    from pstar_sim.catalog.loader import load_machine
+    from pstar_sim.policy.registry import find_policy
+
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "text").mkdir()
+    (folder / "text" / "a.txt").write_text("to be or not to be, that is the question; " * 50)
+    w = capture("tiny-gpt2", batch=2, sequence=32, micro_batches=2, dtype="bf16")
+    plan = find_policy("tide")(w, load_machine("virtual", gpu_memory="20MB"), Settings(update="step", clip=True))
+    return plan, Job.of_plan(plan, "tiny-gpt2", data=f"text:{folder / 'text'}", lr=1e-3, seed=3), folder
+
+
+def losses(result: Any) -> list[tuple[int, float]]:
+    return [(r.step, r.loss) for r in result.reports]
+
+
+def test_a_job_goes_on_with_its_data(job: Any, tmp_path: Path) -> None:
+    from executor.keeping import Keeping
+
+    plan, job, _ = job
+    ck = str(tmp_path / "c")
+    whole = losses(job.run(plan, steps=5))
+    first = job.run(plan, steps=3, keeping=Keeping(save=ck, every=2))
+    second = job.run(plan, steps=5, keeping=Keeping(save=ck, resume=ck))
+    assert losses(first) + losses(second) == whole
+    assert [step for step, _ in losses(second)] == [3, 4]
+    assert any("checkpoint" in note for note in second.notes)
+
+
+def test_another_text_begins_anew_and_says_so(job: Any, tmp_path: Path) -> None:
+    import dataclasses
+
+    from executor.keeping import Keeping
+
+    plan, job, _ = job
+    ck = str(tmp_path / "c")
+    job.run(plan, steps=1, keeping=Keeping(save=ck))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "b.txt").write_text("all the world is a stage " * 40)
+    other = dataclasses.replace(job, data=f"text:{tmp_path / 'other'}")
+    result = other.run(plan, steps=2, keeping=Keeping(resume=ck))
+    assert "the data is not the checkpoint's and begins anew" in result.notes[0]
+
+
+def test_a_job_begins_from_weights(job: Any, tmp_path: Path) -> None:
+    import dataclasses
+
+    from executor.keeping import Keeping
+
+    plan, job, _ = job
+    job.run(plan, steps=1, keeping=Keeping(save=str(tmp_path / "c")))
+    begun = dataclasses.replace(job, weights=str(tmp_path / "c")).run(plan, steps=1)
+    assert "stored in bfloat16: fp32 masters from the file's values, working copies in bf16" in begun.notes[0]
+
+
+def run_cli(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    from pstar_sim.cli import main
+
+    status = main(list(arguments))
+    return status, capsys.readouterr().err.strip()
+
+
+def test_what_the_command_line_refuses(job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from executor.keeping import Keeping
+
+    plan, job, _ = job
+    plan.save(tmp_path / "plan.json")
+    ck = str(tmp_path / "c")
+    job.run(plan, steps=2, keeping=Keeping(save=ck))
+    run = ("run", str(tmp_path / "plan.json"), "--model", "tiny-gpt2")
+    for flags, message in (
+        (("--save-every", "2"), "--save-every 2 needs a folder: add --save FOLDER"),
+        (("--save", ck), "the folder holds a checkpoint, of iteration 2, that would be lost"),
+        (("--resume", ck, "--steps", "2"), "2 steps are done and --steps 2 asks for no more"),
+        (("--resume", str(tmp_path / "no")), "is no folder; give one that optimizer.save wrote"),
+    ):
+        status, error = run_cli(capsys, *run, *flags)
+        assert status == 2 and message in error and "\n" not in error, error
+
+
+@pytest.mark.slow
+def test_killed_at_random_times_every_run_goes_on(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    script = Path(__file__).parents[2] / "benchmarks" / "kills.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--count", "4", "--cases", "1", "--seed", "5", "--no-write"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("4 kills, ") and ", 0 problems" in done.stdout
+
+
+def test_dropout_goes_on_with_its_random_numbers(kit: Any, tmp_path: Path) -> None:
+    from torch import nn
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(24, 32), nn.Linear(32, 24)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return ((self.b(nn.functional.dropout(self.a(x), 0.5)) - y) ** 2).mean()
+
+    torch.manual_seed(0)
+    draw = kit.build("mlp")[1]
+    plan = kit.tight_plan(
+        "tide", kit.workload_of(Noisy(), draw(torch.Generator().manual_seed(9))), Settings(clip=False, update="step")
+    )
+    curves = []
+    for resumes in (False, True):
+        model, optimizer = executor.prepare(Noisy(), plan, executor.AdamW(lr=1e-2))
+        rows = kit.batches(draw)
+        curve = [kit.train_alone(model, optimizer, rows, 1) for _ in range(2)]
+        if resumes:
+            optimizer.load(tmp_path / "c")
+        else:
+            optimizer.save(tmp_path / "c")
+        curves.append([kit.train_alone(model, optimizer, rows, 1) for _ in range(3)])
+        optimizer.session.close()
+        torch.manual_seed(99)
+        assert curve
+    assert curves[0] == curves[1]

@@ -1,0 +1,245 @@
+"""SIGKILL at random times, also while saving: every run that goes on equals the uninterrupted one, bit by bit.
+
+A job saves after every step. A process that runs it is killed at a random time, the next one resumes from what is on
+the disk, until the job is through; then the next job. Counted are kills of a running process. Held against the
+uninterrupted run: every loss of every process, and at the end the files of the last checkpoint, byte by byte (values,
+moments, step counts, random number generators). A checkpoint may never be older than the last save that had ended.
+
+    python benchmarks/kills.py --count 100
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import multiprocessing
+import random
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+STEPS = 12
+SHARES = (0.25, 0.4, 0.55, 0.7, 1.0, 1.4, 2.0, 3.0, 5.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One job: dtype, micro-batches, when updates run, policy."""
+
+    dtype: str
+    micro_batches: int
+    update: str
+    policy: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.policy}, {self.dtype}, {self.micro_batches} micro-batches, update {self.update}"
+
+
+CASES = (
+    Case("bf16", 1, "step", "tide"),
+    Case("fp32", 4, "eager", "tide"),
+    Case("fp32", 1, "step", "zero_offload"),
+    Case("bf16", 4, "step", "static_partition"),
+)
+
+
+def make_plan(case: Case, path: Path) -> None:
+    """A plan at a budget that is too small for the model, so that chunks move."""
+    from executor.capture import capture
+    from pstar_sim.catalog.loader import load_machine
+    from pstar_sim.core.plan import Settings
+    from pstar_sim.errors import DoesNotFit
+    from pstar_sim.policy.registry import find_policy
+
+    workload = capture("tiny-gpt2", batch=2, sequence=32, micro_batches=case.micro_batches, dtype=case.dtype)
+    size = sum(t.bytes for t in workload.tensors if t.tied_to is None)
+    for share in SHARES:
+        machine = load_machine("virtual", gpu_memory=str(workload.peak_non_model_bytes + int(share * size)))
+        try:
+            plan = find_policy(case.policy)(workload, machine, Settings(update=case.update, clip=False))
+        except DoesNotFit:
+            continue
+        plan.save(path)
+        return
+    raise SystemExit(f"{case.name}: no budget fits")
+
+
+def train(folder: str, name: str, resume: bool) -> None:
+    """What a process does: the job, with a line for each step, until it is through or killed."""
+    import numpy
+
+    from executor.keeping import Keeping
+    from executor.run import Job
+    from pstar_sim.core.plan import load_plan
+
+    random.seed(1)  # what a job begins with; one that goes on has its checkpoint's
+    numpy.random.seed(1)
+    here = Path(folder)
+    plan = load_plan(here / "plan.json")
+    job = Job.of_plan(plan, "tiny-gpt2", data=f"text:{here / 'corpus'}", lr=1e-3, seed=1)
+    checkpoint = str(here / name)
+    with (here / f"{name}.log").open("a") as log:
+
+        def on_step(report: Any) -> None:
+            log.write(f"{report.step} {report.loss.hex()}\n")
+            log.flush()
+
+        keeping = Keeping(save=checkpoint, every=1, resume=checkpoint if resume else None)
+        job.run(plan, steps=STEPS, keeping=keeping, on_step=on_step)
+
+
+def losses_of(log: Path) -> list[tuple[int, str]]:
+    """(step, loss) of every line that was written whole."""
+    if not log.exists():
+        return []
+    rows = [line.split() for line in log.read_text().split("\n")[:-1]]
+    return [(int(step), loss) for step, loss in rows]
+
+
+def digests(checkpoint: Path) -> dict[str, str]:
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(checkpoint.glob("*.safetensors"))}
+
+
+class Kills:
+    """The kills of one case. counts: what was seen; problems: what must not be."""
+
+    def __init__(self, case: Case, folder: Path, draw: random.Random) -> None:
+        self.case = case
+        self.folder = folder
+        self.counts: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self._draw = draw
+        self._processes = multiprocessing.get_context("forkserver")
+        self._jobs = 0
+        (folder / "corpus").mkdir()
+        (folder / "corpus" / "letters.txt").write_text("".join(chr(97 + draw.randrange(26)) for _ in range(20_000)))
+        make_plan(case, folder / "plan.json")
+        warm = self._processes.Process(target=len, args=("",))  # the server of processes imports torch first
+        warm.start()
+        warm.join()
+        start_s = time.perf_counter()
+        process = self._start("whole", resume=False)
+        process.join()
+        self._whole_s = time.perf_counter() - start_s
+        self._curve = dict(losses_of(folder / "whole.log"))
+        self._files = digests(folder / "whole")
+        if process.exitcode or len(self._curve) != STEPS:
+            raise SystemExit(f"{case.name}: the uninterrupted run ended with {process.exitcode}")
+
+    def _start(self, name: str, *, resume: bool) -> Any:
+        process = self._processes.Process(target=train, args=(str(self.folder), name, resume))
+        process.start()
+        return process
+
+    def run(self, count: int) -> None:
+        """Kill `count` running processes; whole jobs in between are held against the uninterrupted one."""
+        while self.counts["kills"] < count and not self.problems:
+            name = f"job{self._jobs}"
+            self._jobs += 1
+            while not self._attempt(name, last=self.counts["kills"] >= count):
+                pass
+
+    def _attempt(self, name: str, *, last: bool) -> bool:
+        """One process, killed unless it is the `last`; whether the job is through."""
+        from executor.checkpoint import find_checkpoint, is_checkpoint
+        from executor.restoring import stored_extra
+
+        checkpoint = find_checkpoint(self.folder / name)
+        resume = is_checkpoint(checkpoint)
+        done = stored_extra(checkpoint).iteration if resume else 0
+        if done >= STEPS:
+            return self._through(name)
+        process = self._start(name, resume=resume)
+        if not last:
+            process.join(self._draw.uniform(0.2, 1.0) * self._whole_s)
+        killed = not last and process.is_alive()
+        if killed:
+            process.kill()
+        process.join()
+        log = self.folder / f"{name}.log"
+        rows = losses_of(log)
+        other = [step for step, loss in rows if loss != self._curve[step]]
+        if other:
+            self.problems.append(f"{self.case.name}: step {other[0]} has another loss")
+        log.write_text("")
+        if killed:
+            self.counts["kills"] += 1
+            self.counts["while saving"] += (self.folder / f".{name}.saving").exists()
+            self.counts["before the first checkpoint"] += not is_checkpoint(find_checkpoint(self.folder / name))
+        elif process.exitcode != 0:
+            self.problems.append(f"{self.case.name}: a process that was not killed ended with {process.exitcode}")
+        # The save of a step ended before the next step was reported.
+        least = max([done, *(step for step, _ in rows)])
+        found = find_checkpoint(self.folder / name)
+        stored = stored_extra(found).iteration if is_checkpoint(found) else 0
+        if stored < least:
+            self.problems.append(f"{self.case.name}: the checkpoint is of iteration {stored}, {least} had been saved")
+        if self.problems:
+            return True
+        return self._through(name) if stored >= STEPS else False
+
+    def _through(self, name: str) -> bool:
+        self.counts["jobs"] += 1
+        if digests(self.folder / name) != self._files:
+            self.problems.append(f"{self.case.name}: {name} ended with other values or states")
+        shutil.rmtree(self.folder / name)
+        return True
+
+
+def kill_and_resume(count: int, *, seed: int = 0, cases: int = len(CASES)) -> Mapping[str, Any]:
+    """Kill `count` processes, spread over the first `cases` cases. Figures: kills, how many hit a save, jobs that were
+    finished and found equal, problems (empty if all is well)."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["executor.run", "transformers.models.gpt2"])
+    draw = random.Random(seed)
+    counts: Counter[str] = Counter()
+    problems: list[str] = []
+    start_s = time.perf_counter()
+    for number, case in enumerate(CASES[:cases]):
+        share = count * (number + 1) // cases - count * number // cases
+        with tempfile.TemporaryDirectory() as folder:
+            kills = Kills(case, Path(folder), draw)
+            kills.run(share)
+            counts += kills.counts
+            problems += kills.problems
+    return {
+        "kills": counts["kills"],
+        "while_saving": counts["while saving"],
+        "before_the_first_checkpoint": counts["before the first checkpoint"],
+        "jobs_finished_and_equal": counts["jobs"],
+        "steps_a_job": STEPS,
+        "cases": [case.name for case in CASES[:cases]],
+        "problems": problems,
+        "seed": seed,
+        "seconds": round(time.perf_counter() - start_s, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=100, help="processes to kill (default: 100)")
+    parser.add_argument("--cases", type=int, default=len(CASES), help=f"kinds of jobs (default: {len(CASES)})")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-write", action="store_true", help="leave benchmarks/results/kills.json as it is")
+    args = parser.parse_args()
+    figures = kill_and_resume(args.count, seed=args.seed, cases=args.cases)
+    print(
+        f"{figures['kills']} kills, {figures['while_saving']} of them while a checkpoint was written; "
+        f"{figures['jobs_finished_and_equal']} jobs of {STEPS} steps finished, {len(figures['problems'])} problems"
+    )
+    for problem in figures["problems"]:
+        print(f"  {problem}")
+    if not args.no_write:
+        from _results import write_result
+
+        write_result("kills", figures)
+    raise SystemExit(1 if figures["problems"] else 0)
+
+
+if __name__ == "__main__":
+    main()
