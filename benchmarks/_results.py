@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 
+from pstar_sim.files import write_atomically
+
 __all__ = ["write_result"]
 
 
@@ -19,9 +21,17 @@ def write_result(name: str, figures: Mapping[str, object]) -> Path:
     content = {
         "date": date.today().isoformat(),
         "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()},
-        "versions": {p: importlib.metadata.version(p) for p in packages},
+        "versions": {p: version for p in packages if (version := _version(p)) is not None},
         **figures,
     }
     path = Path(__file__).parent / "results" / f"{name}.json"
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_atomically(path, json.dumps(content, indent=1) + "\n")
     return path
+
+
+def _version(package: str) -> str | None:
+    """None where it is not installed: a machine with a GPU may have the source tree and torch only."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,128 @@
+"""The executor, by a plan made here: captured under fake tensors, planned for the task's caps, run by `prepare`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from contenders.task import MAX_GRAD_NORM, Task
+from contenders.worker import Built
+from executor import AdamW, prepare
+from executor.capture import capture
+from executor.models import forward_loss
+from pstar_sim.catalog.loader import load_machine
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.step import Place
+from pstar_sim.policy.registry import find_policy
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["Contender", "imports", "plan_of", "predicted"]
+
+
+def imports(task: Task) -> None:
+    """What is imported before the baseline of host memory is taken: also what planning needs."""
+    workload = capture("tiny-gpt2", batch=1, sequence=8, dtype=task.dtype)
+    find_policy("all_on_gpu")(workload, load_machine("virtual"), Settings())
+
+
+def workload_of(task: Task) -> Workload:
+    return capture(
+        task.model,
+        batch=task.micro_batch,
+        sequence=task.sequence,
+        micro_batches=task.micro_batches,
+        dtype=task.dtype,
+        checkpointing=task.checkpointing,
+    )
+
+
+def machine_of(task: Task, workload: Workload) -> Machine:
+    """On a CPU the virtual accelerator, large enough for everything (or the task's cap); on CUDA the task's machine
+    file, or this machine by the catalog, within the caps."""
+    if task.device == "cpu":
+        all_bytes = 24 * workload.params + 2 * workload.peak_non_model_bytes + (1 << 30)
+        return load_machine("virtual", gpu_memory=task.gpu_cap_bytes or all_bytes, host_memory=task.host_cap_bytes)
+    return load_machine(task.machine or "here", gpu_memory=task.gpu_cap_bytes, host_memory=task.host_cap_bytes)
+
+
+def plan_of(task: Task, settings: Mapping[str, Any]) -> Plan:
+    """Raises DoesNotFit where nothing fits the caps."""
+    workload = workload_of(task)
+    asked = Settings(update=settings["update"], clip=task.clip)
+    return find_policy(settings["policy"][task.device])(workload, machine_of(task, workload), asked)
+
+
+def predicted(plan: Plan) -> dict[str, Any]:
+    """Bytes a parameter at the border of two iterations, and the peaks of the simulated iteration (None without
+    simpy)."""
+    params = plan.workload.params
+    lists = dict.fromkeys((Place.GPU, Place.HOST), 0)
+    for resident in plan.initial:
+        if resident.chunk >= 0 and resident.place in lists:
+            lists[resident.place] += plan.layout.payload_bytes(resident.chunk, resident.list)
+    peaks: Mapping[str, int] = {}
+    iteration_s = None
+    if importlib.util.find_spec("simpy") is not None:
+        from pstar_sim.sim.play import play
+
+        timeline = play(plan)
+        peaks, iteration_s = timeline.peak_bytes, timeline.iteration_s
+    return {
+        "gpu_bytes_per_param": lists[Place.GPU] / params,
+        "host_bytes_per_param": lists[Place.HOST] / params,
+        "gpu_peak_bytes": peaks.get("gpu"),
+        "host_peak_bytes": peaks.get("host"),
+        "iteration_s": iteration_s,
+        "moved_bytes": plan.moved_bytes,
+    }
+
+
+class Contender:
+    def __init__(self, built: Built, settings: Mapping[str, Any]) -> None:
+        self.task = task = built.task
+        self.params = sum(p.numel() for p in built.module.parameters())
+        self.plan = plan_of(task, settings)
+        adamw = AdamW(
+            lr=task.lr, max_grad_norm=MAX_GRAD_NORM if task.clip else None, eager=settings["update"] == "eager"
+        )
+        self.model, self.optimizer = prepare(
+            built.module,
+            self.plan,
+            adamw,
+            device="virtual" if task.device == "cpu" else "cuda",
+            threads=task.threads,
+        )
+
+    def step(self, micro_batches: Sequence[Any]) -> float:
+        total = 0.0
+        for batch in micro_batches:
+            loss = forward_loss(self.model, batch) / len(micro_batches)
+            loss.backward()
+            total += float(loss.detach())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total
+
+    def figures(self) -> dict[str, Any]:
+        session = self.optimizer.session
+        session.drain()
+        held = {place: session.arena.payload_bytes(place) for place in (Place.GPU, Place.HOST)}
+        return {
+            "plan": {
+                "policy": self.plan.policy,
+                "chunks": len(self.plan.layout.chunks),
+                "steps": len(self.plan.steps),
+                "gpu_budget_bytes": self.plan.gpu_budget_bytes,
+                "deviations": session.deviations,
+            },
+            "predicted": predicted(self.plan),
+            "measured": {
+                "gpu_bytes_per_param": held[Place.GPU] / self.params,
+                "host_bytes_per_param": held[Place.HOST] / self.params,
+            },
+        }
+
+    def close(self) -> None:
+        self.optimizer.session.close(restore=False)

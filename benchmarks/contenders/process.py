@@ -1,0 +1,129 @@
+"""A contender's own process and the pipe to it: one JSON line there, one JSON line back, in bounded time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from contenders.memory import host_bytes
+from contenders.task import Task
+
+__all__ = ["Failed", "Process", "processes"]
+
+BENCHMARKS = Path(__file__).resolve().parents[1]
+
+
+class Failed(Exception):
+    """What a contender said, or how it died. lasting: it would fail again (not: its time was up)."""
+
+    def __init__(self, why: str, *, lasting: bool = True) -> None:
+        super().__init__(why)
+        self.lasting = lasting
+
+
+class Process:
+    """interpreter: that runs it. log: file for what it prints. most_host_bytes: it is killed when it holds more."""
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        interpreter: str,
+        log: Path,
+        environment: Mapping[str, str],
+        most_host_bytes: int | None = None,
+    ) -> None:
+        self.task = task
+        self._log = log
+        self._most_host_bytes = most_host_bytes
+        self._output: IO[bytes] = log.open("wb")
+        self._process = subprocess.Popen(
+            [interpreter, "-m", "contenders.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._output,
+            cwd=BENCHMARKS,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join((str(BENCHMARKS.parent), str(BENCHMARKS))),
+                "OMP_NUM_THREADS": str(task.threads),
+                **environment,
+            },
+        )
+
+    def start_building(self) -> None:
+        self._send({"do": "build", "task": self.task.to_json()})
+
+    def ask(self, what: str, timeout_s: float) -> dict[str, Any]:
+        """Raises Failed where the contender fails, dies or takes longer."""
+        self._send({"do": what})
+        return self.answer(timeout_s)
+
+    def answer(self, timeout_s: float) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        give_up_s = time.perf_counter() + timeout_s
+        line = b""
+        while not line.endswith(b"\n"):
+            left_s = give_up_s - time.perf_counter()
+            if left_s <= 0:
+                self.kill()
+                raise Failed(f"no answer within {timeout_s:.0f} s", lasting=False)
+            if self._most_host_bytes is not None and host_bytes(self._process.pid) > self._most_host_bytes:
+                self.kill()
+                raise Failed(f"killed: it held more than {self._most_host_bytes} bytes of host memory")
+            ready, _, _ = select.select([self._process.stdout], [], [], min(left_s, 0.05))
+            if ready:
+                part = os.read(self._process.stdout.fileno(), 65536)
+                if not part:
+                    raise Failed(f"the process ended ({self._process.wait()}): {self._last_words()}")
+                line += part
+        answer: dict[str, Any] = json.loads(line)
+        if "failed" in answer:
+            raise Failed(str(answer["failed"]))
+        return answer
+
+    def close(self) -> None:
+        """End it in peace, or else kill it."""
+        with contextlib.suppress(BrokenPipeError):
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+        try:
+            self._process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._output.close()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _send(self, request: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise Failed(f"the process ended ({self._process.wait()}): {self._last_words()}") from None
+
+    def _last_words(self) -> str:
+        lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return lines[-1][:300] if lines else "it said nothing"
+
+
+@contextlib.contextmanager
+def processes(made: list[Process]) -> Iterator[list[Process]]:
+    """Inside, the processes; afterwards all are ended, whatever happened."""
+    try:
+        yield made
+    finally:
+        for process in made:
+            process.close()

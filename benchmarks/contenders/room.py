@@ -1,0 +1,80 @@
+"""Bytes a parameter, and the largest model they leave room for.
+
+[Note: arithmetic] Model data in bytes a parameter, where w is the working dtype's width (fp32 4, bf16 2):
+
+| contender         | on the GPU              | on the host                                        |
+|-------------------|-------------------------|----------------------------------------------------|
+| plain, fp32       | 4 + 4 + 8               | - (param, gradient, moments)                       |
+| plain, bf16       | 2 + 2 + 4 + 4 + 8       | - (besides: master and its gradient in fp32)       |
+| ZeRO-2 offload    | w + w (param, gradient) | 4 + 8 + 4 (master, moments, fp32 gradient)         |
+| ZeRO-3 offload    | what is gathered        | w + 4 + 8 + 4 (param, then the same)               |
+| FSDP2 CPU offload | what is gathered        | 4 + 4 + 8 (fp32 param, its gradient, moments)      |
+| ours              | by the plan             | by the plan: w + 12, or that on the GPU instead    |
+
+On a CPU the "GPU" is host memory too, so both columns add up. Pinned memory that torch rounds up to a power of two,
+buckets and what is gathered come on top: the measured column has them, the arithmetic does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from contenders.task import Task
+
+__all__ = ["bytes_per_param", "largest_by_trial"]
+
+_WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def bytes_per_param(task: Task) -> dict[str, int] | None:
+    """{"gpu", "host"} of the note's table; None for ours, whose plan says it."""
+    w = _WIDTH[task.dtype]
+    master = 0 if task.dtype == "fp32" else 8  # and its gradient
+    table = {
+        "plain": {"gpu": 2 * w + 8 + master, "host": 0},
+        "zero2": {"gpu": 2 * w, "host": 16},
+        "zero3": {"gpu": 0, "host": w + 16},
+        "zero3_twinflow": {"gpu": 0, "host": w + 16},
+        "fsdp2": {"gpu": 0, "host": 16},
+    }
+    return table.get(task.contender)
+
+
+def largest_by_trial(
+    trial: Callable[[int], int | None],
+    *,
+    cap_bytes: int,
+    small_layers: int,
+    small_bytes: int,
+    layer_bytes: float,
+    most_trials: int = 5,
+) -> tuple[int, int | None, list[tuple[int, int | None]]]:
+    """Most layers whose peak stays within the cap: (layers that were run and fit, fewest that were run and did not,
+    every trial as (layers, peak bytes or None where it died)).
+
+    trial: layers -> its peak in bytes, None where it died. small_layers, small_bytes: a run known to fit.
+    layer_bytes: what a layer is reckoned to add; the next trial goes where the line through the last two points meets
+    the cap.
+    """
+    fits, fits_bytes = small_layers, small_bytes
+    fails: int | None = None
+    tried: list[tuple[int, int | None]] = []
+    for _ in range(most_trials):
+        guess = fits + max(1, int((cap_bytes - fits_bytes) / layer_bytes))
+        if fails is not None:
+            guess = min(guess, fails - 1)
+        if guess <= fits:
+            break
+        peak = trial(guess)
+        tried.append((guess, peak))
+        if peak is not None:
+            layer_bytes = max((peak - fits_bytes) / (guess - fits), 1.0)
+        if peak is not None and peak <= cap_bytes:
+            fits, fits_bytes = guess, peak
+        else:
+            fails = guess
+            if peak is None:
+                layer_bytes *= 1.25
+        if fails == fits + 1:
+            break
+    return fits, fails, tried

@@ -1,0 +1,160 @@
+"""One contender in a process of its own: builds it, then answers one JSON line with one JSON line until its input ends.
+
+{"do": "step"} trains on the next global batch: {"loss", "time_s"}. {"do": "settle"} begins counting peaks anew.
+{"do": "memory"}: what it holds and held. Anything else is an error. Failures are answered too, as {"failed": why}.
+Standard output is the pipe's alone: whatever a library prints goes to standard error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from contenders.memory import forget_peak, host_bytes, peak_host_bytes
+from contenders.task import CONTENDERS, Task, settings_of
+
+__all__ = ["Built", "main"]
+
+
+@dataclass(kw_only=True)
+class Built:
+    """A model ready to train, and how to cut a global batch into micro-batches. batches: endless global batches, the
+    same for every contender."""
+
+    module: Any
+    batches: Iterator[Any]
+    task: Task
+
+    def micro_batches(self, batch: Any) -> list[Any]:
+        """The global batch as micro-batches, on the task's device."""
+        from executor.models import map_tensors
+
+        size, device = self.task.micro_batch, self.task.device
+
+        def part(start: int) -> Any:
+            return map_tensors(batch, lambda t: t[start : start + size].to(device))
+
+        return [part(start) for start in range(0, self.task.global_batch, size)]
+
+
+def build_model(task: Task) -> Built:
+    """The task's model with weights drawn from its seed, on the host, in the task's dtype."""
+    from executor.data import batches_like, open_data
+    from executor.models import build
+
+    built = build(
+        task.model,
+        batch=task.global_batch,
+        sequence=task.sequence,
+        dtype=task.dtype,
+        checkpointing=task.checkpointing,
+        seed=task.seed,
+    )
+    batches = batches_like(built.example_batch, open_data(None), vocabulary=built.vocabulary, seed=task.seed)
+    return Built(module=built.module, batches=batches, task=task)
+
+
+def warm_imports(task: Task) -> None:
+    """Load, before the baseline of host memory is taken, what every contender loads sooner or later: the model's code,
+    the corpus, the compiler that torch's optimizers pull in."""
+    import torch
+    import torch._dynamo
+
+    from executor.data import open_data
+    from executor.models import build
+
+    build(task.model, batch=1, sequence=8, dtype=task.dtype, device="meta")
+    open_data(None)
+    weight = torch.ones(8, 8, requires_grad=True)
+    (weight @ weight).sum().backward()
+    torch.optim.AdamW([weight], fused=True).step()
+
+
+class Worker:
+    def __init__(self, task: Task) -> None:
+        import torch
+
+        torch.set_num_threads(task.threads)
+        self.task, self.torch = task, torch
+        if task.device == "cuda" and task.gpu_cap_bytes is not None:
+            total_bytes = torch.cuda.get_device_properties(0).total_memory
+            if task.gpu_cap_bytes > total_bytes:
+                raise ValueError(f"the cap of {task.gpu_cap_bytes} bytes is more than the card's {total_bytes}")
+            torch.cuda.set_per_process_memory_fraction(task.gpu_cap_bytes / total_bytes)
+        module = importlib.import_module(f"contenders.{CONTENDERS[task.contender][0]}")
+        module.imports(task)
+        warm_imports(task)
+        self.baseline_bytes = host_bytes()
+        forget_peak()
+        self.built = build_model(task)
+        self.contender = module.Contender(self.built, settings_of(task.contender))
+
+    def step(self) -> dict[str, Any]:
+        batch = next(self.built.batches)
+        self._synchronize()
+        start_s = time.perf_counter()
+        loss = self.contender.step(self.built.micro_batches(batch))
+        self._synchronize()
+        if not math.isfinite(loss):
+            raise ValueError(f"the loss is {loss}")
+        return {"loss": loss, "time_s": time.perf_counter() - start_s}
+
+    def settle(self) -> dict[str, Any]:
+        """Peaks up to here are the start's; what follows is the steady state."""
+        start_peak_bytes = peak_host_bytes()
+        if self.task.device == "cuda":
+            self.torch.cuda.reset_peak_memory_stats()
+        return {"start_peak_bytes": start_peak_bytes - self.baseline_bytes, "forgotten": forget_peak()}
+
+    def memory(self) -> dict[str, Any]:
+        cuda = self.torch.cuda
+        on_card = self.task.device == "cuda"
+        return {
+            "baseline_bytes": self.baseline_bytes,
+            "host_peak_bytes": peak_host_bytes() - self.baseline_bytes,
+            "gpu_allocated_bytes": cuda.max_memory_allocated() if on_card else None,
+            "gpu_reserved_bytes": cuda.max_memory_reserved() if on_card else None,
+            "params": self.contender.params,
+            **self.contender.figures(),
+        }
+
+    def _synchronize(self) -> None:
+        if self.task.device == "cuda":
+            self.torch.cuda.synchronize()
+
+
+def main(requests: TextIO, answers: TextIO) -> None:
+    worker: Worker | None = None
+    for line in requests:
+        request = json.loads(line)
+        try:
+            if request["do"] == "build":
+                worker = Worker(Task(**request["task"]))
+                answer: dict[str, Any] = {"built": True}
+            elif worker is not None and request["do"] in ("step", "settle", "memory"):
+                answer = getattr(worker, request["do"])()
+            else:
+                raise ValueError(f"{request['do']!r} is not known, or the model is not built")
+        except (Exception, KeyboardInterrupt) as error:
+            traceback.print_exc()
+            answer = {"failed": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+        if "failed" in answer:
+            break
+    if worker is not None and hasattr(worker, "contender"):
+        worker.contender.close()
+
+
+if __name__ == "__main__":
+    pipe = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    main(sys.stdin, pipe)

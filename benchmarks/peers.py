@@ -1,0 +1,537 @@
+"""Ours beside plain PyTorch, DeepSpeed ZeRO-2 and ZeRO-3 offload and FSDP2 CPU offload: one model, one global batch.
+
+    python benchmarks/peers.py                   on this CPU; DeepSpeed in .venv-peers, which is made for it
+    python benchmarks/peers.py --device cuda     on a CUDA card, with what this interpreter can import
+
+Every contender has a process of its own (contenders/), settings that are committed beside its code, the same weights,
+the same batches, the same threads on the same cores. First each is tried at every micro-batch that divides the global
+batch and keeps its best. Then, on a CPU, all are alive at once and are asked for a step each in turn; on a card they
+run one after the other, because host memory holds one at a time. Last, the largest model within a cap on host memory,
+by really training deeper and deeper ones. What is done is kept as it is done (JSON lines): a run that was cut off, or
+used up its --minutes, goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from contenders.process import Failed, Process, processes
+from contenders.room import bytes_per_param, largest_by_trial
+from contenders.rounds import interleave
+from contenders.stages import Stages
+from contenders.task import CONTENDERS, Task, settings_of
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path(__file__).parent / "results"
+DEFAULTS = {
+    "cpu": {
+        "model": "gpt2", "batch": 4, "sequence": 128, "dtype": "fp32", "checkpointing": False, "steps": 11,
+        "warm_up": 2, "micro": (1, 2, 4), "largest": "4GB", "gpu_memory": None, "minutes": None,
+        "contenders": ("ours", "ours_eager", "plain", "zero2", "zero3", "fsdp2"),
+    },
+    "cuda": {
+        "model": "llama-7b", "batch": 16, "sequence": 1024, "dtype": "bf16", "checkpointing": True, "steps": 3,
+        "warm_up": 2, "micro": (4, 8, 16), "largest": "64GB", "gpu_memory": "24GB", "minutes": 8.0,
+        "contenders": ("ours", "ours_eager", "plain", "zero2", "zero3", "zero3_twinflow", "fsdp2"),
+    },
+}  # fmt: skip
+NEEDS = {"zero": "deepspeed", "fsdp2": "torch", "plain": "torch", "ours": "torch"}
+BUILD_S, STEP_S = 900.0, 300.0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--contenders", help=f"comma-separated, of {','.join(CONTENDERS)}")
+    add("--model", help="as for `pstar trace`")
+    add("--batch", type=int, help="sequences of one optimizer step")
+    add("--micro", help="micro-batches to try, comma-separated")
+    add("--sequence", type=int)
+    add("--dtype", choices=("fp32", "bf16"))
+    add("--steps", type=int, help="timed steps")
+    add("--warm-up", type=int, help="steps before them")
+    add("--threads", type=int, help="of every contender, on as many cores (default: all there are)")
+    add("--largest", help="host memory for the largest-model search, such as 4GB; 0 for no search")
+    add("--gpu-memory", help="what may be reserved of the card, such as 24GB; 0 for all of it")
+    add("--machine", help="machine file for our plans on CUDA (`pstar calibrate`); default: the catalog's entry")
+    add("--minutes", type=float, help="of this run; stages that have no time are left for the next; 0 for no limit")
+    add("--venv", type=Path, default=ROOT / ".venv-peers", help="where DeepSpeed is installed for --device cpu")
+    add("--fresh", action="store_true", help="forget the stages of a run that was cut off")
+    add("--out", help="name of the result (default peers, or peers_cuda)")
+    args = parser.parse_args(argv)
+    defaults: Mapping[str, Any] = DEFAULTS[args.device]
+    for name, value in defaults.items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
+    try:
+        from pstar_sim.errors import PstarError
+        from pstar_sim.units import parse_bytes
+
+        if isinstance(args.contenders, str):
+            args.contenders = tuple(args.contenders.split(","))
+        if isinstance(args.micro, str):
+            args.micro = tuple(int(size) for size in args.micro.split(","))
+        for name in ("largest", "gpu_memory"):
+            text = getattr(args, name)
+            setattr(args, name, None if text in (None, "0") else parse_bytes(text))
+    except (PstarError, ValueError) as error:
+        parser.error(str(error))
+    for name in args.contenders:
+        if name not in CONTENDERS:
+            parser.error(f"--contenders: {name!r} is not known; choose from {', '.join(CONTENDERS)}")
+    for name in ("batch", "sequence", "steps"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)}: must be at least 1")
+    if any(size < 1 or args.batch % size for size in args.micro):
+        parser.error(f"--micro {','.join(map(str, args.micro))}: every one has to divide --batch {args.batch}")
+    cores = len(os.sched_getaffinity(0))
+    if args.threads is None:
+        args.threads = cores
+    if not 1 <= args.threads <= cores:
+        parser.error(f"--threads {args.threads}: this process may use {cores} cores")
+    args.minutes = args.minutes or None
+    args.out = args.out or ("peers" if args.device == "cpu" else "peers_cuda")
+    return args
+
+
+def cuda_is_missing() -> str | None:
+    """Why nothing can run on CUDA here, in one line; None where it can."""
+    if importlib.util.find_spec("torch") is None:
+        return "torch cannot be imported by this interpreter"
+    import torch
+
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} sees no CUDA device"
+    return None
+
+
+def what_is_missing(names: Sequence[str], device: str) -> dict[str, str]:
+    """Contender -> why it is skipped, for those whose packages this interpreter has not."""
+    found = {}
+    for name in names:
+        package = NEEDS[CONTENDERS[name][0]]
+        if device == "cuda" and importlib.util.find_spec(package) is None:
+            found[name] = f"{package} cannot be imported by {sys.executable}"
+        elif name == "zero3_twinflow" and device == "cpu":
+            found[name] = "Twin-Flow splits the update between CPU and GPU; there is no GPU"
+    if importlib.util.find_spec("transformers") is None:
+        found |= dict.fromkeys(names, f"transformers cannot be imported by {sys.executable}")
+    return found
+
+
+class Run:
+    """One run of the script: its arguments, who takes part, and where results are kept."""
+
+    def __init__(self, args: argparse.Namespace, logs: Path) -> None:
+        self.args, self.logs = args, logs
+        self.skipped = what_is_missing(args.contenders, args.device)
+        self.names = [name for name in args.contenders if name not in self.skipped]
+        self.interpreters = dict.fromkeys(self.names, sys.executable)
+        self.environments: dict[str, dict[str, str]] = {
+            name: dict(settings_of(name).get("environment", {})) for name in self.names
+        }
+        self._use_venv()
+        partial = RESULTS / f"{args.out}.partial.jsonl"
+        if args.fresh:
+            partial.unlink(missing_ok=True)
+        self.stages = Stages(partial, minutes=args.minutes, expected_s=150.0 if args.device == "cuda" else 0.0)
+
+    def _use_venv(self) -> None:
+        zeros = [name for name in self.names if CONTENDERS[name][0] == "zero"]
+        if self.args.device != "cpu" or not zeros:
+            return
+        from contenders.venv import VenvError, environment_of, make_venv
+
+        try:
+            interpreter = make_venv(self.args.venv, ROOT / "constraints.txt", print)
+        except VenvError as error:
+            for name in zeros:
+                self.skipped[name] = str(error)
+                self.names.remove(name)
+            return
+        for name in zeros:
+            self.interpreters[name] = interpreter
+            self.environments[name] |= environment_of(self.args.venv.absolute())
+
+    def task(self, name: str, **changes: Any) -> Task:
+        a = self.args
+        task = Task(
+            contender=name, model=a.model, global_batch=a.batch, micro_batch=a.micro[0], sequence=a.sequence,
+            dtype=a.dtype, checkpointing=a.checkpointing, clip=False, device=a.device, threads=a.threads,
+            gpu_cap_bytes=a.gpu_memory, machine=a.machine,
+        )  # fmt: skip
+        return task.changed(**changes)
+
+    def start(self, task: Task, most_host_bytes: int | None = None) -> Process:
+        return Process(
+            task,
+            interpreter=self.interpreters[task.contender],
+            log=self.logs / f"{task.contender}-{task.micro_batch}-{task.clip}.log",
+            environment=self.environments[task.contender],
+            most_host_bytes=most_host_bytes,
+        )
+
+    def alone(self, task: Task, *, warm_up: int, steps: int, left_s: float, most_host_bytes: int | None = None) -> Any:
+        """One contender in a process of its own. Raises Failed."""
+        with processes([self.start(task, most_host_bytes)]) as made:
+            found = interleave(
+                made, warm_up=warm_up, steps=steps, build_s=min(BUILD_S, left_s), step_s=min(STEP_S, left_s)
+            )[task.contender]
+        if "failed" in found:
+            raise Failed(found["failed"], lasting="no answer within" not in found["failed"])
+        return found
+
+    # -- the three questions ------------------------------------------------------------------------------------------
+
+    def best_micro_batches(self) -> dict[str, dict[str, Any]]:
+        """Contender -> {"micro_batch": its fastest, "tried": {micro-batch: seconds, or why not}}."""
+        found = {}
+        for name in self.names:
+            tried: dict[int, Any] = {}
+            for size in self.args.micro:
+                task = self.task(name, micro_batch=size)
+                result = self.stages.run(
+                    "search " + task.key,
+                    f"{CONTENDERS[name][2]}: micro-batch {size}",
+                    lambda left_s, task=task: self.alone(task, warm_up=1, steps=3, left_s=left_s),
+                )
+                if result is not None:
+                    tried[size] = result.get("failed", result.get("median_s"))
+            seconds = {size: s for size, s in tried.items() if isinstance(s, float)}
+            if seconds:
+                found[name] = {"micro_batch": min(seconds, key=lambda size: seconds[size]), "tried": tried}
+            elif len(tried) == len(self.args.micro):
+                self.skipped[name] = f"no micro-batch ran: {tried[self.args.micro[0]]}"
+        return found
+
+    def timed(self, best: Mapping[str, Mapping[str, Any]], clip: bool) -> dict[str, dict[str, Any]]:
+        """Contender -> what interleave() says of it, at its best micro-batch."""
+        names = [n for n in best if not (clip and n == "ours_eager")]
+        tasks = [self.task(n, micro_batch=best[n]["micro_batch"], clip=clip) for n in names]
+        warm_up, steps = self.args.warm_up, self.args.steps
+        word = "clipped" if clip else "not clipped"
+        if self.args.device == "cpu":
+
+            def together(left_s: float) -> dict[str, Any]:
+                with processes([self.start(task) for task in tasks]) as made:
+                    return {**interleave(made, warm_up=warm_up, steps=steps, build_s=BUILD_S, step_s=STEP_S), **load()}
+
+            key = "timed " + json.dumps([t.to_json() for t in tasks] + [warm_up, steps], sort_keys=True)
+            found = self.stages.run(key, f"{len(tasks)} contenders in turns, {word}", together)
+            return {} if found is None else found
+        results: dict[str, dict[str, Any]] = {}
+        for task in tasks:
+            result = self.stages.run(
+                f"timed {warm_up} {steps} {task.key}",
+                f"{CONTENDERS[task.contender][2]}: {steps} steps, {word}",
+                lambda left_s, task=task: self.alone(task, warm_up=warm_up, steps=steps, left_s=left_s),
+            )
+            if result is not None:
+                results[task.contender] = result
+        return results
+
+    def largest(self, best: Mapping[str, Mapping[str, Any]], timed: Mapping[str, Any]) -> dict[str, Any]:
+        """Contender -> the deepest model of this width that trains within the cap on host memory, by trial."""
+        cap = self.args.largest
+        if cap is None:
+            return {}
+        found: dict[str, Any] = {}
+        with tempfile.TemporaryDirectory() as folder:
+            shapes = Shapes(self.args.model, Path(folder))
+            for name in best:
+                known = timed.get(name, {}).get("memory")
+                if known is None or name == "ours_eager":
+                    continue
+                task = self.task(name, micro_batch=best[name]["micro_batch"], host_cap_bytes=None)
+                result = self.stages.run(
+                    f"largest {cap} {task.key}",
+                    f"{CONTENDERS[name][2]}: the largest model",
+                    lambda left_s, task=task, known=known: self._largest(task, shapes, known, cap, left_s),
+                )
+                if result is not None:
+                    found[name] = result
+        return found
+
+    def _largest(self, task: Task, shapes: Shapes, known: Mapping[str, Any], cap: int, left_s: float) -> dict[str, Any]:
+        def trial(layers: int) -> int | None:
+            changes: dict[str, Any] = {"model": shapes.spec(layers)}
+            if task.contender == "ours" and task.device == "cuda":
+                changes["host_cap_bytes"] = cap
+            try:
+                ran = self.alone(
+                    task.changed(**changes),
+                    warm_up=0,
+                    steps=2,
+                    left_s=left_s,
+                    most_host_bytes=known["baseline_bytes"] + int(1.3 * cap) + (1 << 30),
+                )
+            except Failed as error:
+                if not error.lasting:
+                    raise
+                return None
+            return max(ran["start"]["start_peak_bytes"], ran["memory"]["host_peak_bytes"])
+
+        measured = known["host_peak_bytes"] / known["params"]
+        layers, fails, tried = largest_by_trial(
+            trial,
+            cap_bytes=cap,
+            small_layers=shapes.layers,
+            small_bytes=known["host_peak_bytes"],
+            layer_bytes=measured * shapes.layer_params,
+        )
+        return {
+            "layers": layers,
+            "params": shapes.params(layers),
+            "did_not_fit_layers": fails,
+            "tried": tried,
+            "cap_bytes": cap,
+        }
+
+
+class Shapes:
+    """The model with another number of layers, as configuration files of transformers in `folder`."""
+
+    def __init__(self, model: str, folder: Path) -> None:
+        from executor.models import build
+
+        small = build(model, batch=1, sequence=8, device="meta").module
+        self._config, self._folder = small.config, folder
+        self._key = "n_layer" if hasattr(self._config, "n_layer") else "num_hidden_layers"
+        self.layers = int(getattr(self._config, self._key))
+        self._params = self._count(small)
+        self.layer_params = self._count(build(self.spec(self.layers + 1), batch=1, sequence=8, device="meta").module)
+        self.layer_params -= self._params
+
+    @staticmethod
+    def _count(module: Any) -> int:
+        return sum(p.numel() for p in module.parameters())
+
+    def params(self, layers: int) -> int:
+        return self._params + (layers - self.layers) * self.layer_params
+
+    def spec(self, layers: int) -> str:
+        values = {**self._config.to_dict(), self._key: layers, "architectures": [None]}
+        values.pop("architectures")
+        values.pop("layer_types", None)
+        folder = self._folder / str(layers)
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(values, default=str), encoding="utf-8")
+        return f"hf:{folder}"
+
+
+def load() -> dict[str, dict[str, Any]]:
+    """The machine's load now, kept with what was timed in it."""
+    return {"_load": {"loadavg": [round(value, 2) for value in os.getloadavg()]}}
+
+
+def losses_apart(timed: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Largest relative difference of a contender's losses to the reference's: plain PyTorch's, or else ours'."""
+    reference = next((n for n in ("plain", "ours", "ours_eager") if "losses" in timed.get(n, {})), None)
+    if reference is None:
+        return {}
+    base = timed[reference]["losses"]
+    return {
+        name: max(abs(a - b) / abs(b) for a, b in zip(found["losses"], base))
+        for name, found in timed.items()
+        if found.get("losses")
+    }
+
+
+def ratios(timed: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Of every contender's step to ours' ("ours"), and ours to plain's: "medians" of each and the median over the
+    rounds of the two times of one round ("rounds"), which noise that both saw leaves alone."""
+    found = {}
+    for mine in ("ours", "ours_eager"):
+        times = timed.get(mine, {}).get("times_s")
+        if not times:
+            continue
+        for name, other in timed.items():
+            if name == mine or not other.get("times_s"):
+                continue
+            found[f"{mine} / {name}"] = {
+                "medians": statistics.median(times) / statistics.median(other["times_s"]),
+                "rounds": statistics.median(a / b for a, b in zip(times, other["times_s"])),
+            }
+    return found
+
+
+def rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One row a contender and clipping, for the table and the README."""
+    made = []
+    for clip in (False, True):
+        timed = results["clipped" if clip else "unclipped"]
+        apart = losses_apart(timed)
+        for name, (_, _, title) in CONTENDERS.items():
+            found = timed.get(name)
+            if found is None or "failed" in found:
+                continue
+            memory = found["memory"]
+            made.append(
+                {
+                    "contender": title,
+                    "clip": clip,
+                    "micro_batch": results["micro_batches"][name]["micro_batch"],
+                    "tokens_per_s": found["tokens_per_s"],
+                    "median_s": found["median_s"],
+                    "host_peak_bytes": memory["host_peak_bytes"],
+                    "host_bytes_per_param": memory["host_peak_bytes"] / memory["params"],
+                    "gpu_allocated_bytes": memory["gpu_allocated_bytes"],
+                    "gpu_reserved_bytes": memory["gpu_reserved_bytes"],
+                    "loss_apart": apart.get(name),
+                    "largest_params": results["largest"].get(name, {}).get("params"),
+                }
+            )
+    return made
+
+
+def show(results: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from pstar_sim.units import format_bytes, format_s
+
+    job = results["job"]
+    table = Table(
+        title=f"{job['model']}, {job['dtype']}, {job['batch']} x {job['sequence']} tokens a step, "
+        f"{job['threads']} threads each, {results['device']}"
+    )
+    table.add_column("contender")
+    columns = ("clip", "micro", "step", "tokens/s", "GPU alloc.", "GPU reserved", "host peak", "B/param", "loss apart")
+    for column in (*columns, "largest"):
+        table.add_column(column, justify="right")
+    for r in rows(results):
+        gpu = [format_bytes(b) if b is not None else "n/a" for b in (r["gpu_allocated_bytes"], r["gpu_reserved_bytes"])]
+        table.add_row(
+            r["contender"], "yes" if r["clip"] else "no", str(r["micro_batch"]), format_s(r["median_s"]),
+            f"{r['tokens_per_s']:,.0f}", *gpu, format_bytes(r["host_peak_bytes"]), f"{r['host_bytes_per_param']:.1f}",
+            f"{r['loss_apart']:.1e}" if r["loss_apart"] is not None else "-",
+            f"{r['largest_params'] / 1e6:,.0f} M" if r["largest_params"] else "-",
+        )  # fmt: skip
+    console = Console(width=max(150, Console().width))
+    console.print(table)
+    for name, why in results["skipped"].items():
+        print(f"skipped: {CONTENDERS[name][2]}: {why}")
+    for clip in ("unclipped", "clipped"):
+        for pair, ratio in results["ratios"][clip].items():
+            print(f"{clip}: step of {pair} = {ratio['medians']:.3f} (round by round {ratio['rounds']:.3f})")
+    for line in results["verdict"]:
+        print(line)
+
+
+def verdict(results: Mapping[str, Any]) -> list[str]:
+    """What was to be shown, and whether it was."""
+    lines = []
+    cuda = results["job"]["device"] == "cuda"
+    for clip in ("unclipped", "clipped"):
+        timed = {n: f for n, f in results[clip].items() if f.get("median_s")}
+        mine = min((n for n in ("ours", "ours_eager") if n in timed), key=lambda n: timed[n]["median_s"], default=None)
+        if mine is None:
+            continue
+        step_s = timed[mine]["median_s"]
+        if not cuda and "plain" in timed and "ours" in timed:
+            ratio = timed["ours"]["median_s"] / timed["plain"]["median_s"]
+            word = "met" if ratio <= 1.10 else "missed"
+            lines.append(f"{clip}: ours over plain PyTorch {ratio:.3f}, goal at most 1.10: {word}")
+        for peer in ("zero2", "zero3", "zero3_twinflow", "fsdp2"):
+            if peer in timed:
+                faster = timed[peer]["median_s"] / step_s
+                goal = 2.0 if cuda and peer == "zero3" else 1.0
+                word = "met" if faster >= goal else "missed"
+                title = CONTENDERS[peer][2]
+                lines.append(
+                    f"{clip}: {CONTENDERS[mine][2]} is {faster:.2f} times as fast as {title}, goal {goal:g}: {word}"
+                )
+    sizes = {n: f["params"] for n, f in results["largest"].items() if f.get("params")}
+    for peer, goal in (("zero3", 1.6), ("fsdp2", 1.3)):
+        if cuda and "ours" in sizes and peer in sizes:
+            times = sizes["ours"] / sizes[peer]
+            word = "met" if times >= goal else "missed"
+            lines.append(f"largest model {times:.2f} times that of {CONTENDERS[peer][2]}, goal {goal}: {word}")
+    return lines
+
+
+def arithmetic(run: Run, timed: Mapping[str, Any], best: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Bytes a parameter of model data in each place: by the note in room.py (ours: by the plan), and as measured."""
+    found: dict[str, Any] = {}
+    for name, result in timed.items():
+        memory = result.get("memory")
+        if memory is None:
+            continue
+        by_hand = bytes_per_param(run.task(name, micro_batch=best[name]["micro_batch"]))
+        peak = memory["host_peak_bytes"] / memory["params"]
+        found[name] = {"arithmetic": by_hand, "host_peak_measured": peak}
+        if memory["gpu_reserved_bytes"] is not None:
+            found[name]["gpu_reserved_measured"] = memory["gpu_reserved_bytes"] / memory["params"]
+        if "predicted" in memory:
+            found[name] |= {"predicted": memory["predicted"], "measured": memory["measured"]}
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    if args.device == "cuda" and (why := cuda_is_missing()) is not None:
+        print(f"peers: nothing to run: {why}")
+        return 2
+    RESULTS.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as logs:
+        run = Run(args, Path(logs))
+        load_before = load()["_load"]["loadavg"]
+        for name, why in run.skipped.items():
+            print(f"skipped: {CONTENDERS[name][2]}: {why}")
+        best = run.best_micro_batches()
+        unclipped = run.timed(best, clip=False)
+        clipped = run.timed(best, clip=True)
+        largest = run.largest(best, unclipped)
+        loads = {word: found.pop("_load", None) for word, found in (("unclipped", unclipped), ("clipped", clipped))}
+        results: dict[str, Any] = {
+            "device": device_name(args.device),
+            "job": {
+                "model": args.model, "dtype": args.dtype, "batch": args.batch, "sequence": args.sequence,
+                "checkpointing": args.checkpointing, "device": args.device, "threads": args.threads,
+                "cores": sorted(os.sched_getaffinity(0))[: args.threads], "gpu_memory_bytes": args.gpu_memory,
+                "steps": args.steps, "warm_up": args.warm_up,
+            },
+            "settings": {name: settings_of(name) for name in run.names},
+            "skipped": run.skipped,
+            "micro_batches": best,
+            "unclipped": unclipped,
+            "clipped": clipped,
+            "ratios": {"unclipped": ratios(unclipped), "clipped": ratios(clipped)},
+            "losses_apart": {"unclipped": losses_apart(unclipped), "clipped": losses_apart(clipped)},
+            "bytes_per_param": arithmetic(run, unclipped, best),
+            "largest": largest,
+            "loadavg": {"before": load_before, **loads},
+            "stages_left": run.stages.left_out,
+        }  # fmt: skip
+        results["verdict"] = verdict(results)
+        show(results)
+        from _results import write_result
+
+        print(f"written: {write_result(args.out, results).relative_to(ROOT)}")
+        if run.stages.left_out:
+            print(f"{run.stages.left_out} stages had no time left; run the same command again and it goes on")
+        else:
+            run.stages.forget()
+    return 0
+
+
+def device_name(device: str) -> str:
+    if device == "cpu":
+        return "CPU, the accelerator is virtual (host memory)"
+    import torch
+
+    return torch.cuda.get_device_name(0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
