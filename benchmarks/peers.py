@@ -29,6 +29,7 @@ from contenders.room import bytes_per_param, largest_by_trial
 from contenders.rounds import interleave
 from contenders.stages import Stages
 from contenders.task import CONTENDERS, Task, settings_of
+from preflight import no_cuda, report
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
@@ -102,17 +103,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.minutes = args.minutes or None
     args.out = args.out or ("peers" if args.device == "cpu" else "peers_cuda")
     return args
-
-
-def cuda_is_missing() -> str | None:
-    """Why nothing can run on CUDA here, in one line; None where it can."""
-    if importlib.util.find_spec("torch") is None:
-        return "torch cannot be imported by this interpreter"
-    import torch
-
-    if not torch.cuda.is_available():
-        return f"torch {torch.__version__} sees no CUDA device"
-    return None
 
 
 def what_is_missing(names: Sequence[str], device: str) -> dict[str, str]:
@@ -479,9 +469,11 @@ def arithmetic(run: Run, timed: Mapping[str, Any], best: Mapping[str, Mapping[st
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    if args.device == "cuda" and (why := cuda_is_missing()) is not None:
-        print(f"peers: nothing to run: {why}")
-        return 2
+    if args.device == "cuda" and (why := no_cuda()) is not None:
+        print(f"gpu-peers: skipped: {why}")
+        return 0
+    if args.device == "cuda":
+        print(report())
     RESULTS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as logs:
         run = Run(args, Path(logs))

@@ -87,13 +87,10 @@ class Contender:
         adamw = AdamW(
             lr=task.lr, max_grad_norm=MAX_GRAD_NORM if task.clip else None, eager=settings["update"] == "eager"
         )
-        self.model, self.optimizer = prepare(
-            built.module,
-            self.plan,
-            adamw,
-            device="virtual" if task.device == "cpu" else "cuda",
-            threads=task.threads,
-        )
+        options: dict[str, Any] = {"threads": task.threads}
+        if task.device == "cuda":
+            options = {"device": "cuda", "gpu_memory": task.gpu_cap_bytes}
+        self.model, self.optimizer = prepare(built.module, self.plan, adamw, **options)
 
     def step(self, micro_batches: Sequence[Any]) -> float:
         total = 0.0

@@ -1,0 +1,66 @@
+"""What a machine with a GPU has for the `make gpu-...` commands: they use its own interpreter and install nothing.
+
+python benchmarks/preflight.py         says what is there and what is missing, and what that costs
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Sequence
+
+__all__ = ["missing", "no_cuda", "report"]
+
+# Package -> what needs it.
+NEEDED_FOR = {
+    "torch": "anything",
+    "numpy": "planning",
+    "transformers": "building GPT-2, Llama and ViT: gpu-record and gpu-peers",
+    "safetensors": "weights and checkpoints",
+    "pytest": "gpu-test",
+    "hypothesis": "tests that use it",
+    "peft": "tests of adapters",
+    "scipy": "--certify",
+    "simpy": "simulated times and peaks (plans, and bytes by the plan, are made without it)",
+    "pyarrow": "trace files (Parquet)",
+    "pandas": "tables as frames",
+    "rich": "tables on the terminal",
+    "deepspeed": "the DeepSpeed contenders of gpu-peers",
+}
+
+
+def missing(names: Sequence[str] = tuple(NEEDED_FOR)) -> dict[str, str]:
+    """Package -> what needs it, for those that this interpreter cannot import."""
+    return {name: NEEDED_FOR[name] for name in names if importlib.util.find_spec(name) is None}
+
+
+def no_cuda() -> str | None:
+    """Why nothing runs on a GPU here, in one line; None where one is there."""
+    if importlib.util.find_spec("torch") is None:
+        return f"torch cannot be imported by {sys.executable}"
+    import torch
+
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} finds no CUDA device"
+    return None
+
+
+def report(names: Sequence[str] = tuple(NEEDED_FOR)) -> str:
+    """What is there, with versions, and what is not."""
+    gone = missing(names)
+    there = [f"{name} {_version(name)}" for name in names if name not in gone]
+    lines = [f"python {sys.version.split()[0]} ({sys.executable})", "there: " + ", ".join(there)]
+    return "\n".join([*lines, *(f"missing: {name}, needed for {what}" for name, what in gone.items())])
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "(version unknown)"
+
+
+if __name__ == "__main__":
+    print(report())
+    print(f"CUDA: {no_cuda() or 'there'}")

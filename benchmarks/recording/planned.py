@@ -1,0 +1,159 @@
+"""A plan run on a card, with the allocator asked in every moment, beside what the plan says."""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from contenders.memory import forget_peak, host_bytes, peak_host_bytes
+
+from executor import AdamW, prepare
+from executor.arena import ByteChange
+from executor.capture import capture
+from executor.data import batches_like, open_data
+from executor.hooks import MomentClock
+from executor.models import build, map_tensors
+from executor.training import train_step
+from pstar_sim.catalog.loader import load_machine
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.step import Place
+from pstar_sim.policy.registry import find_policy
+from recording.memcpy import profiled_bytes
+from recording.tide import Peaks
+
+__all__ = ["payload_peaks", "predicted_iteration", "run", "worst_row"]
+
+TIMED = 3
+
+
+def payload_peaks(begun_bytes: int, changes: Iterable[ByteChange], moments: int) -> list[int]:
+    """Most payload bytes on the gpu in each moment: what was there when the iteration began, and every change since,
+    which says the moment it happened in. A moment without a change holds what the one before left."""
+    held, at, peaks = begun_bytes, 0, [begun_bytes] * moments
+    for change in changes:
+        if change.place is not Place.GPU or change.category == "non-model":
+            continue
+        moment = max(change.mark[1], 0)
+        if moment < at:  # the border: the next iteration's copies begin
+            moment = moments - 1
+        for passed in range(at + 1, moment + 1):
+            peaks[passed] = held
+        at = max(at, moment)
+        held += change.change
+        peaks[at] = max(peaks[at], held)
+    for passed in range(at + 1, moments):
+        peaks[passed] = held
+    return peaks
+
+
+def predicted_iteration(plan: Plan) -> tuple[float | None, str]:
+    """Seconds of an iteration and who says so: the simulator, or without simpy the policy's own reckoning."""
+    if importlib.util.find_spec("simpy") is not None:
+        from pstar_sim.sim.play import play
+
+        return play(plan).iteration_s, "simulator"
+    return plan.predictions.get("policy_iteration_s"), "policy (simpy cannot be imported)"
+
+
+def worst_row(names: Sequence[str], predicted: Sequence[int], measured: Sequence[int]) -> dict[str, Any]:
+    """The moment whose measured bytes are furthest from the predicted."""
+    worst = max(range(len(names)), key=lambda i: abs(predicted[i] - measured[i]))
+    return {
+        "moment": worst,
+        "name": names[worst],
+        "predicted_bytes": predicted[worst],
+        "measured_bytes": measured[worst],
+    }
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """A stage: {"model", "batch", "sequence", "checkpointing", "policy", "machine", "gpu_memory_bytes"}. Raises
+    DoesNotFit where there is no plan within the cap."""
+    options = {"batch": job["batch"], "sequence": job["sequence"], "checkpointing": job["checkpointing"]}
+    workload = capture(job["model"], dtype="bf16", **options)
+    machine = load_machine(job["machine"], gpu_memory=job["gpu_memory_bytes"])
+    plan = find_policy(job["policy"])(workload, machine, Settings(update="eager", clip=False))
+    iteration_s, who = predicted_iteration(plan)
+    baseline_bytes = host_bytes()
+    forget_peak()
+    built = build(job["model"], dtype="bf16", **options)
+    batches = batches_like(built.example_batch, open_data(None), vocabulary=built.vocabulary, seed=0)
+    on_card = (map_tensors(batch, lambda t: t.to("cuda")) for batch in batches)
+    model, optimizer = prepare(
+        built.module, plan, AdamW(lr=1e-4, eager=True), device="cuda", gpu_memory=job["gpu_memory_bytes"]
+    )
+    session = optimizer.session
+
+    def step() -> None:
+        train_step(model, optimizer, on_card, workload.micro_batches)
+
+    try:
+        start_peak_bytes = peak_host_bytes() - baseline_bytes
+        for _ in range(2):
+            step()
+        forget_peak()
+        times_s = [_timed(step) for _ in range(TIMED)]
+        session.drain()
+        moved = profiled_bytes(lambda: (step(), session.drain()))
+        figures = _moments(session, plan, model, step)
+        return {
+            **figures,
+            "plan": {"policy": plan.policy, "chunks": len(plan.layout.chunks), "modes": _modes(plan)},
+            "deviations": list(session.deviation_log)[:5],
+            "iteration_s": {"predicted": iteration_s, "by": who, "measured": statistics.median(times_s)},
+            "moved_bytes": {"plan": plan.moved_bytes, "profiler": moved},
+            "gpu_budget_bytes": plan.gpu_budget_bytes,
+            "max_memory_allocated_bytes": torch.cuda.max_memory_allocated(),
+            "max_memory_reserved_bytes": torch.cuda.max_memory_reserved(),
+            "host_bytes": {
+                "predicted": sum(session.arena.room.slab_bytes),
+                "measured_steady": peak_host_bytes() - baseline_bytes,
+                "measured_start": start_peak_bytes,
+            },
+        }
+    finally:
+        session.close(restore=False)
+
+
+def _timed(step: Callable[[], None]) -> float:
+    torch.cuda.synchronize()
+    begun_s = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begun_s
+
+
+def _moments(session: Any, plan: Plan, model: Any, step: Callable[[], None]) -> dict[str, Any]:
+    """One iteration with the allocator's peak of every moment, beside payload (counted by the arena) and tide."""
+    session.drain()
+    most_allocated, most_reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    begun, log_at = session.arena.payload_bytes(Place.GPU), len(session.arena.log)
+    peaks = Peaks()
+    clock = MomentClock(model, peaks)
+    try:
+        step()
+        clock.step()
+        peaks.finish()
+    finally:
+        clock.close()
+    names = [m.name for m in plan.workload.moments]
+    # optimizer.step() ran inside the last backward moment of this clock: its own "step" comes after it.
+    if peaks.names != names:
+        return {"moments_differ": {"measured": len(peaks.names), "predicted": len(names)}}
+    payload = payload_peaks(begun, session.arena.log[log_at:], len(names))
+    predicted = [held + m.peak_bytes for held, m in zip(payload, plan.workload.moments)]
+    return {
+        "predicted_bytes": predicted,
+        "measured_bytes": peaks.bytes,
+        "worst": worst_row(names, predicted, peaks.bytes),
+        "peak_allocated_bytes": {"predicted": max(predicted), "measured": max(most_allocated, *peaks.bytes)},
+        "peak_reserved_bytes": {"plan": plan.gpu_budget_bytes, "measured": most_reserved},
+    }
+
+
+def _modes(plan: Plan) -> dict[str, int]:
+    return {mode: plan.modes.count(mode) for mode in sorted(set(plan.modes))}

@@ -1,0 +1,140 @@
+"""The tide of plain training on a card: what the allocator held at most in each moment, model data left out.
+
+The moments are the executor's own (MomentClock), gradients are dropped as soon as they are final, as in a run by a
+plan, so the figures stand beside a capture's moment by moment. Nothing is updated: parameters alone are on the card.
+"""
+
+from __future__ import annotations
+
+import gzip
+import pickle
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from executor.capture import capture
+from executor.hooks import Event, MomentClock
+from executor.models import build, forward_loss, map_tensors
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["Peaks", "record_tide", "tide_rows"]
+
+
+class Peaks:
+    """Peak of allocated bytes in every moment, moments told by a clock's events. read, forget: the allocator's peak
+    since the last `forget` and a new beginning."""
+
+    def __init__(self, read: Any = None, forget: Any = None) -> None:
+        self._read = read or torch.cuda.max_memory_allocated
+        self._forget = forget or torch.cuda.reset_peak_memory_stats
+        self.names: list[str] = []
+        self.bytes: list[int] = []
+
+    def __call__(self, event: Event) -> None:
+        self._close()
+        self.names.append(event.name)
+
+    def finish(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if len(self.bytes) < len(self.names):
+            self.bytes.append(self._read())
+        self._forget()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tide:
+    """names, bytes: of every moment, non-model bytes; reserved_bytes: in the end. snapshot: torch's own."""
+
+    names: tuple[str, ...]
+    bytes: tuple[int, ...]
+    reserved_bytes: int
+    snapshot: dict[str, Any]
+
+
+def record_tide(model: nn.Module, batch: Any) -> Tide:
+    """One iteration after one to warm up."""
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(_drop)
+    base_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    peaks = Peaks()
+    forward_loss(model, batch).backward()
+    torch.cuda.synchronize()
+    torch.cuda.memory._record_memory_history(context=None, stacks="python", max_entries=200_000)
+    clock = MomentClock(model, peaks)
+    try:
+        forward_loss(model, batch).backward()
+        clock.step()
+        peaks.finish()
+    finally:
+        clock.close()
+    snapshot = torch.cuda.memory._snapshot()
+    torch.cuda.memory._record_memory_history(enabled=None)
+    return Tide(
+        names=tuple(peaks.names),
+        bytes=tuple(value - base_bytes for value in peaks.bytes),
+        reserved_bytes=torch.cuda.memory_reserved(),
+        snapshot=snapshot,
+    )
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def tide_rows(workload: Workload, names: tuple[str, ...], measured: tuple[int, ...]) -> dict[str, Any]:
+    """Predicted (capture) against measured, and the worst moment. Where the moments differ, the first that does."""
+    expected = [m.name for m in workload.moments]
+    if list(names) != expected:
+        at = next((i for i, (a, b) in enumerate(zip(names, expected)) if a != b), min(len(names), len(expected)))
+        return {"moments_differ_at": at, "measured_name": names[at : at + 1], "predicted_name": expected[at : at + 1]}
+    rows = [(m.peak_bytes, value) for m, value in zip(workload.moments, measured)]
+    worst = max(range(len(rows)), key=lambda i: abs(rows[i][0] - rows[i][1]))
+    return {
+        "moments": len(rows),
+        "predicted_peak_bytes": max(p for p, _ in rows),
+        "measured_peak_bytes": max(m for _, m in rows),
+        "worst": {
+            "moment": worst,
+            "name": names[worst],
+            "predicted_bytes": rows[worst][0],
+            "measured_bytes": rows[worst][1],
+        },
+        "predicted_bytes": [p for p, _ in rows],
+        "measured_bytes": [m for _, m in rows],
+    }
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """A stage: {"model", "batch", "sequence", "checkpointing", "folder", "slug"} -> figures; writes the trace with the
+    measured tide (where pyarrow is there) and torch's memory snapshot."""
+    options = {"batch": job["batch"], "sequence": job["sequence"], "checkpointing": job["checkpointing"]}
+    workload = capture(job["model"], dtype="bf16", **options)
+    built = build(job["model"], dtype="bf16", **options)
+    model = built.module.to("cuda")
+    tide = record_tide(model, map_tensors(built.example_batch, lambda t: t.to("cuda")))
+    figures = tide_rows(workload, tide.names, tide.bytes)
+    figures |= {"measured_reserved_bytes": tide.reserved_bytes, "params": workload.params}
+    folder = Path(job["folder"])
+    snapshot = folder / f"{job['slug']}_snapshot.pickle.gz"
+    with gzip.open(snapshot, "wb") as file:
+        pickle.dump(tide.snapshot, file)
+    figures["files"] = [snapshot.name]
+    if "worst" in figures:
+        try:
+            from pstar_sim.workload.trace import save_trace
+        except ImportError as error:
+            figures["trace_skipped"] = str(error)
+        else:
+            moments = tuple(
+                replace(m, peak_bytes=max(value, m.start_bytes, m.end_bytes, 0))
+                for m, value in zip(workload.moments, tide.bytes)
+            )
+            trace = folder / f"{job['slug']}.parquet"
+            save_trace(replace(workload, moments=moments, source="recorded", recorded_on=job["gpu"]), trace)
+            figures["files"].append(trace.name)
+    return figures
