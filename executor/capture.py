@@ -41,7 +41,7 @@ from executor.scaling import guard_boundary, needs_loss_scaling
 from pstar_sim.errors import ModelError, PstarError
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
-__all__ = ["capture", "capture_module", "fake_module"]
+__all__ = ["capture", "capture_module", "capture_variants", "fake_module"]
 
 
 def capture(
@@ -78,6 +78,34 @@ def capture(
         attention=model.attention,
     )
     return repeat_micro_batch(workload, micro_batches) if micro_batches != 1 else workload
+
+
+def capture_variants(
+    model: str, *, batch: int = 1, sequence: int = 1024, dtype: str | None = None, attention: str | None = None
+) -> tuple[Workload, ...]:
+    """What a planner may choose among for one model: the batch, its half and its quarter (as far as they are whole),
+    each with its activations kept and, where the model can switch that on, recomputed.
+
+    Raises ModelError as `capture` does.
+    """
+    out: list[Workload] = []
+    can_recompute = True
+    for size in (batch, batch // 2, batch // 4):
+        if not size or batch % size or any(w.batch == size for w in out):
+            continue
+        for checkpointing in (False, True):
+            if checkpointing and not can_recompute:
+                continue
+            try:
+                made = build(model, batch=size, sequence=sequence, dtype=dtype, checkpointing=checkpointing,
+                             attention=attention, device="meta")  # fmt: skip
+            except ModelError:
+                if not checkpointing:
+                    raise
+                can_recompute = False
+                continue
+            out.append(capture(made))
+    return tuple(out)
 
 
 def capture_module(

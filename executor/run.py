@@ -90,14 +90,15 @@ class Job:
     def of_plan(
         cls, plan: Plan, model: str, *, data: str | None, lr: float, seed: int, weights: str | None = None
     ) -> Job:
-        """The job a plan was made for, on a model given by name."""
+        """The job a plan was made for, on a model given by name. Where the plan chooses for each block, the model's own
+        checkpointing stays off: the plan's choices are carried out by `prepare`."""
         w = plan.workload
         return cls(
             model=model,
             batch=w.batch,
             sequence=w.sequence,
             dtype=w.dtype,
-            checkpointing=w.checkpointing,
+            checkpointing=w.checkpointing and not w.activations,
             micro_batches=w.micro_batches,
             data=data,
             lr=lr,

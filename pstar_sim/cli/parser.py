@@ -156,6 +156,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     checkpointing_flag(trace, default=False, note="default: off, as transformers models come")
     trace.add_argument(
+        "--variants",
+        action="store_true",
+        help="with and without recomputing activations, at the batch, half and a quarter of it, in one file: what "
+        "`pstar plan --global-batch` chooses among",
+    )
+    trace.add_argument(
         "--attention", choices=("flash", "efficient", "math"), help="attention kernel (default: torch's choice)"
     )
     trace.add_argument(

@@ -20,6 +20,7 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import ModelError
 from pstar_sim.report.run import Figure, figures, figures_table, losses_table
 from pstar_sim.units import format_bytes, parse_bytes_per_s
+from pstar_sim.workload.workload import Workload
 
 if TYPE_CHECKING:
     from executor.run import RunResult
@@ -42,37 +43,57 @@ def executor_module(name: str) -> ModuleType:
 def trace(args: argparse.Namespace) -> int:
     from pstar_sim.workload.trace import save_trace
 
-    workload = executor_module("capture").capture(
-        args.model,
-        batch=args.batch,
-        sequence=args.seq,
-        micro_batches=args.micro_batches,
-        dtype=args.dtype,
-        checkpointing=args.checkpointing,
-        attention=args.attention,
-    )
-    save_trace(workload, args.output)
-    facts: dict[str, object] = {
-        "trace": args.output,
-        "model": workload.model,
-        "params": workload.params,
-        "dtype": workload.dtype,
-        "moments": len(workload.moments),
-        "flops": workload.flops,
-        "peak_non_model_bytes": workload.peak_non_model_bytes,
-        "attention": workload.attention,
-        "checkpointing": workload.checkpointing,
-    }
-    if args.json:
-        say_json(facts)
+    capture = executor_module("capture")
+    shape = {"batch": args.batch, "sequence": args.seq, "dtype": args.dtype, "attention": args.attention}
+    variants: tuple[Workload, ...]
+    if args.variants:
+        if args.micro_batches > 1 or args.checkpointing:
+            raise ModelError(
+                "--variants traces one micro-batch with and without checkpointing: leave --micro-batches and "
+                "--checkpointing out"
+            )
+        variants = capture.capture_variants(args.model, **shape)
     else:
-        say(
-            f"{args.output}: {workload.model}, {workload.params / 1e6:,.1f} M parameters in {workload.dtype}, "
-            f"{len(workload.moments)} moments, {workload.flops / 1e12:.2f} TFLOP, at most "
-            f"{format_bytes(workload.peak_non_model_bytes)} of non-model data ({workload.attention} attention, "
-            f"{'with' if workload.checkpointing else 'without'} checkpointing)"
-        )
+        more = {"micro_batches": args.micro_batches, "checkpointing": args.checkpointing}
+        variants = (capture.capture(args.model, **shape, **more),)
+    save_trace(variants, args.output)
+    if args.json:
+        rows = [{"trace": args.output, **_facts(w)} for w in variants]
+        say_json({**rows[0], "variants": rows} if args.variants else rows[0])
+        return 0
+    first = variants[0]
+    if not args.variants:
+        say(f"{args.output}: {_model_words(first)}, {_variant_words(first)}")
+        return 0
+    say(f"{args.output}: {_model_words(first)}, {len(variants)} variants")
+    for w in variants:
+        say(f"  batch {w.batch}: {_variant_words(w)}")
     return 0
+
+
+def _facts(w: Workload) -> dict[str, object]:
+    return {
+        "model": w.model,
+        "params": w.params,
+        "dtype": w.dtype,
+        "batch": w.batch,
+        "moments": len(w.moments),
+        "flops": w.flops,
+        "peak_non_model_bytes": w.peak_non_model_bytes,
+        "attention": w.attention,
+        "checkpointing": w.checkpointing,
+    }
+
+
+def _model_words(w: Workload) -> str:
+    return f"{w.model}, {w.params / 1e6:,.1f} M parameters in {w.dtype}"
+
+
+def _variant_words(w: Workload) -> str:
+    return (
+        f"{len(w.moments)} moments, {w.flops / 1e12:.2f} TFLOP, at most {format_bytes(w.peak_non_model_bytes)} of "
+        f"non-model data ({w.attention} attention, {'with' if w.checkpointing else 'without'} checkpointing)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

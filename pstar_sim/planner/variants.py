@@ -123,8 +123,8 @@ def _block_by_block(variants: Sequence[Workload]) -> Iterator[Workload]:
             with contextlib.suppress(TraceError):
                 for n in parts:
                     yield mix_blocks(recomputed, kept, blocks[count - n :])
-        with contextlib.suppress(TraceError):
-            for offloaded, recomputing_too in _offload_sets(blocks):
+        for offloaded, recomputing_too in _offload_sets(blocks):
+            with contextlib.suppress(TraceError):
                 if not recomputing_too:
                     yield offload_blocks(kept, offloaded)
                 elif recomputed is not None:

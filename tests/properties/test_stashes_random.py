@@ -1,0 +1,68 @@
+"""Random blocks offloaded, in the plans of every policy: proved by the checker, and played with random durations."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Settings
+from pstar_sim.errors import CannotPlan, DoesNotFit, PlanError, TraceError
+from pstar_sim.planner.bounds import lower_bound
+from pstar_sim.policy.registry import built_in
+from pstar_sim.sim.play import play
+from pstar_sim.testing import chain_workload, random_jitter, random_machine
+from pstar_sim.units import KIB
+from pstar_sim.workload.mixing import block_names, mix_blocks, offload_blocks
+from pstar_sim.workload.workload import Workload, repeat_micro_batch
+
+
+def random_choice(rng: random.Random) -> Workload:
+    """A chain whose layers leave random bytes behind, some recomputed, some offloaded, in one to three
+    micro-batches."""
+    layers = rng.randint(4, 9)
+    left = [rng.randrange(1, 64) * KIB for _ in range(layers)]
+    up = [sum(left[: n + 1]) for n in range(layers)]
+    kept = chain_workload(layers, 4096, tide_bytes=[*up, *up[::-1], 0])
+    recomputed = chain_workload(layers, 4096, tide_bytes=64 * KIB, checkpointing=True)
+    blocks = block_names(kept)
+    keep = [block for block in blocks if rng.random() < 0.7]
+    mixed = mix_blocks(recomputed, kept, keep)
+    offload = [block for block in keep if rng.random() < 0.6]
+    while True:
+        try:
+            return repeat_micro_batch(offload_blocks(mixed, offload), rng.randint(1, 3))
+        except TraceError:  # the last of them is needed again at once
+            offload = offload[:-1]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_policy_on_random_choices(seed: int) -> None:
+    rng = random.Random(seed)
+    w = random_choice(rng)
+    machine: Machine = random_machine(rng, w)
+    settings = Settings(update=rng.choice(("step", "eager")), clip=rng.random() < 0.5)
+    checked = 0
+    for name, policy in built_in().items():
+        try:
+            plan = policy(w, machine, settings)
+        except (DoesNotFit, CannotPlan):
+            continue
+        report = plan.check()
+        assert sum(step.stash is not None for step in plan.steps) == 2 * len(w.stashes)
+        timeline = play(plan)
+        bound = lower_bound(w, machine, settings, plan.layout).seconds
+        assert timeline.iteration_s >= bound * (1 - 1e-9), name
+        jittered = play(plan, jitter=random_jitter(rng, plan), max_iterations=6)
+        for place, most in report.peak_bytes.items():
+            assert jittered.peak_bytes.get(place, 0) <= most, (name, place)
+        checked += 1
+        for step in rng.sample(plan.steps, min(6, len(plan.steps))):
+            if step.stash is None or not step.after:
+                continue
+            steps = tuple(replace(s, after=s.after[1:]) if s is step else s for s in plan.steps)
+            with pytest.raises(PlanError):
+                replace(plan, steps=steps).check()
+    assert checked or not w.stashes or machine.gpu_budget_bytes < 4 * w.peak_non_model_bytes
