@@ -83,7 +83,7 @@ class _Before:
         norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._NormBase)]
         self._buffers = [(b, b.clone()) for m in norms for b in m.buffers(recurse=False)]
         self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
 
     def restore(self) -> None:
         torch.set_rng_state(self._cpu)
