@@ -168,16 +168,16 @@ def test_when_no_rung_helps_the_last_whole_step_stands(kit: Any, start: Callable
     train(run, kit, losses, 2)
     batch = next(run.batches)
     backend.gpu_bytes = 8_000 if when == "in the forward" else plan.gpu_budget_bytes // 2
+    loss = None
     with pytest.raises(DoesNotFit, match=r"does not fit: gpu needs .* but has .* kB, short by .*") as told:
         loss = kit.loss_of(run.model, batch)
         if when == "in the backward":
             hook = run.model.layers[4].weight.register_hook(lambda _: setattr(backend, "gpu_bytes", 8_000))
         loss.backward()
-        del loss
         backend.gpu_bytes = 8_000
         run.optimizer.step()
-    said, loss = str(told.value), None
-    del told  # its frames hold the graph
+    said = str(told.value)
+    del told, loss  # with them the graph
     if when == "before the next plan":
         assert "parameters are those after step 2, whole" in said
         run.optimizer.zero_grad()
