@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Hyper", "Run", "adamw", "runs_of", "total_norm"]
+__all__ = ["Hyper", "Run", "Scratch", "adamw", "runs_of", "total_norm"]
 
 BLOCK = 1 << 20  # elements of one piece where a cast needs scratch: 4 MiB stay in cache
 
@@ -52,6 +52,22 @@ def runs_of(slots: Iterable[tuple[int, int, int | None]]) -> list[Run]:
     return runs
 
 
+class Scratch:
+    """fp32 room for the casts of whoever updates at one place, kept from one update to the next. block: elements of a
+    piece."""
+
+    def __init__(self, block: int = BLOCK) -> None:
+        self.block = block
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def get(self, number: int, like: torch.Tensor) -> torch.Tensor:
+        """[block] on the device of `like`; another number is another tensor."""
+        kept = self._kept.get(number)
+        if kept is None or kept.device != like.device:
+            kept = self._kept[number] = torch.empty(self.block, dtype=torch.float32, device=like.device)
+        return kept
+
+
 def adamw(
     runs: Sequence[Run],
     *,
@@ -61,25 +77,27 @@ def adamw(
     variance: torch.Tensor,
     hyper: Hyper,
     scale: torch.Tensor | None = None,
+    scratch: Scratch | None = None,
 ) -> None:
     """One AdamW update of each run, in place. All flat [numel of the chunk]; fp32 but `grad`, `momentum` and
     `variance`, which may be narrower: they are widened, the update is done in fp32, and the moments are rounded to the
     nearest on their way back.
 
-    scale: fp32 scalar that multiplies the gradients first (clipping, loss scaling); the gradients are spent.
+    scale: fp32 scalar that multiplies the gradients first (clipping, loss scaling); the gradients are spent. scratch:
+    where narrow lists are widened (None: room for this call).
     """
+    room = scratch or Scratch()
     narrow = [each.dtype != torch.float32 for each in (grad, momentum, variance)]
     for run in runs:
         if not any(narrow):
             _fused(param, grad, momentum, variance, run.start, run.stop, run.steps, hyper, scale)
             continue
-        size = min(BLOCK, run.stop - run.start)
-        scratch = [torch.empty(size, dtype=torch.float32, device=grad.device) if each else None for each in narrow]
-        for start in range(run.start, run.stop, BLOCK):
-            stop = min(start + BLOCK, run.stop)
+        wider = [room.get(number, grad) if each else None for number, each in enumerate(narrow)]
+        for start in range(run.start, run.stop, room.block):
+            stop = min(start + room.block, run.stop)
             g, m, v = (
                 each[start:stop] if wide is None else wide[: stop - start].copy_(each[start:stop])
-                for each, wide in zip((grad, momentum, variance), scratch)
+                for each, wide in zip((grad, momentum, variance), wider)
             )
             _fused(param[start:stop], g, m, v, 0, stop - start, run.steps, hyper, scale)
             if narrow[1]:
@@ -108,7 +126,7 @@ def _fused(
         [momentum[start:stop]],
         [variance[start:stop]],
         [],
-        [torch.tensor(float(steps + 1), device=param.device)],
+        [torch.full((), float(steps + 1), device=param.device)],  # filled there: no copy, no wait
         lr=hyper.lr,
         beta1=hyper.beta1,
         beta2=hyper.beta2,
@@ -124,6 +142,8 @@ def total_norm(norms: Iterable[torch.Tensor]) -> torch.Tensor:
     stacked = list(norms)
     if not stacked:
         return torch.zeros(())
+    if len({each.device for each in stacked}) > 1:  # of chunks updated on the host and on the gpu
+        stacked = [each.cpu() for each in stacked]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(stacked))
     return norm
 

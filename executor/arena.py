@@ -87,6 +87,7 @@ class Arena:
 
     def allocate_slabs(self) -> None:
         """Take all host memory at once. `check_host_memory` comes before."""
+        self.backend.begin(self.plan)
         self._slabs = [self.backend.host_slab(size) for size in self.room.slab_bytes]
 
     # -- addresses ----------------------------------------------------------------------------------------------------

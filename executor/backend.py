@@ -2,7 +2,7 @@
 
 `Backend` is the whole interface between engine and hardware, `StreamBackend` what it also is where work is only issued
 and happens later. `VirtualBackend` is a real one: its "gpu" is a byte-budgeted part of host memory, its links are
-copies that last as long as the link's bandwidth says. Backends know no plan, no chunk and no order of queues.
+copies that last as long as the link's bandwidth says. Backends know no chunk and no order of queues.
 
 [Note: glibc and eviction] glibc gives big blocks back to the system at every eviction and the next refill pays for
 fresh pages (16-47 ms for 32 MiB, 2.5 ms when the pages are kept). `keep_freed_pages` tells malloc, once a process, to
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
+from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import OutOfMemory
 
@@ -32,6 +33,10 @@ class Backend(Protocol):
 
     name: str
     device: torch.device
+
+    def begin(self, plan: Plan) -> None:
+        """Payloads of this plan are asked for from now on."""
+        ...
 
     def host_slab(self, size_bytes: int) -> torch.Tensor:
         """uint8 [size_bytes] of host memory that copies can read and write (pinned where that means something)."""
@@ -76,6 +81,11 @@ class Backend(Protocol):
         compute queue, before non-model data is allocated in the room that is left."""
         ...
 
+    def touch(self) -> None:
+        """The compute queue has issued work in this thread, which may be another than that of the moment's end
+        (autograd's own, say): the moment's end comes after it."""
+        ...
+
     def enter_thread(self, queue: Queue | None = None) -> None:
         """Called first in every thread that executes steps, with its queue."""
         ...
@@ -95,7 +105,10 @@ class StreamBackend(Backend, Protocol):
     in order; the compute queue is whatever stream is current in the thread that asks. An event is a point of a stream.
 
     A thread says once, in `enter_thread`, which queue it issues for; a thread that never did issues for compute.
+    host_queues: queues whose steps happen in their thread, and have happened when they have ended.
     """
+
+    host_queues: frozenset[Queue]
 
     def record(self, queue: Queue) -> Any:
         """An event that is complete when everything issued to the queue's stream so far is."""
@@ -115,10 +128,6 @@ class StreamBackend(Backend, Protocol):
 
     def time_of(self, event: Any) -> float:
         """When a completed event happened, in seconds of `time.perf_counter`."""
-        ...
-
-    def touch(self) -> None:
-        """The compute queue has issued work in this thread to the stream that is current now."""
         ...
 
 
@@ -156,6 +165,9 @@ class VirtualBackend:
         self.gpu_bytes = gpu_bytes
         self.payload_bytes = 0  # of storages that have memory
         self.count_other: Callable[[], int] = lambda: 0  # everything else alive; the session's guard counts it
+
+    def begin(self, plan: Plan) -> None:
+        return None
 
     def host_slab(self, size_bytes: int) -> torch.Tensor:
         return torch.zeros(size_bytes, dtype=torch.uint8)
@@ -217,6 +229,9 @@ class VirtualBackend:
         return None
 
     def room(self, payload_bytes: int) -> None:
+        return None
+
+    def touch(self) -> None:
         return None
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from executor.adam import Hyper, adamw, clip_coefficient, runs_of, total_norm
+from executor.adam import BLOCK, Hyper, Scratch, adamw, clip_coefficient, runs_of, total_norm
 from executor.arena import Arena
 from executor.collectives import Wire
 from executor.slices import part_of
@@ -72,6 +72,7 @@ class Update:
     skip: bool = False
     agree: Callable[[torch.Tensor], torch.Tensor] | None = None
     _coefficient: torch.Tensor | None = None
+    _on_host: torch.Tensor | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def coefficient(self, norms: Callable[[], Iterable[torch.Tensor]]) -> torch.Tensor | None:
@@ -89,6 +90,17 @@ class Update:
                     self.norm = self.agree(self.norm)
                 self._coefficient = clip_coefficient(self.norm, self.max_grad_norm) * self.unscale
             return self._coefficient
+
+    def coefficient_on(self, device: torch.device, norms: Callable[[], Iterable[torch.Tensor]]) -> torch.Tensor | None:
+        """The same for an update on that device. A scalar on the host goes along with a kernel; one on the gpu comes to
+        the host once, for the thread that updates there."""
+        scale = self.coefficient(norms)
+        if scale is None or scale.device == device or scale.device.type == "cpu":
+            return scale
+        with self._lock:
+            if self._on_host is None:
+                self._on_host = scale.cpu()
+            return self._on_host
 
     def skip_all(self) -> None:
         """No update in this iteration: a gradient is not finite."""
@@ -122,6 +134,8 @@ class Contents:
         }
         self._changed = changed
         self._copy = arena.backend.copy
+        wide = 1 if arena.backend.device.type == "cpu" else 4  # what keeps a cache busy there is less than a kernel's
+        self._scratch = {HOST: Scratch(), GPU: Scratch(BLOCK * wide)}
 
     # -- addresses ----------------------------------------------------------------------------------------------------
 
@@ -150,16 +164,17 @@ class Contents:
             self.whole_slot(tensor, list_name)[first : first + flat.numel()].copy_(flat)
 
     def joined(self, tensor: int, part: torch.Tensor) -> torch.Tensor:
-        """A flat copy of all of a tensor from this rank's part of it. On several ranks every one has to ask for it."""
+        """A flat copy, in host memory, of all of a tensor from this rank's part of it. On several ranks every one has
+        to ask for it."""
         if not self.sliced:
-            return part.clone()
+            return part.to("cpu", copy=True)
         chunk, offset, numel = self._slot[tensor]
         sizes = [part_of(self.layout, chunk, offset, numel, r).numel for r in range(self.layout.ranks)]
         longest = max(sizes)
         mine = torch.zeros(longest, dtype=part.dtype, device=part.device)
         mine[: part.numel()].copy_(part)
         rows = self._to_others(chunk).exchange(mine)
-        return torch.cat([row[:size] for row, size in zip(rows, sizes)])
+        return torch.cat([row[:size] for row, size in zip(rows, sizes)]).cpu()
 
     def fold_on_gpu(self) -> None:
         """Gradients on the gpu that are in two lists come to be in one."""
@@ -470,18 +485,20 @@ class Contents:
             state.current.discard(place)  # a gradient may lie in it
         source = None if update.skip else self.gather_gradients(row, place)
         if source is not None:
-            scale = update.coefficient(norms)
+            master = arena.at(place, chunk, "param32")
+            scale = update.coefficient_on(master.device, norms)
             mine = state.where(place, source)
             parts = [(s.tensor, self.parts[s.tensor]) for s in row.slots]
             runs = runs_of((p.offset, p.numel, self.steps_taken[t] if t in mine else None) for t, p in parts if p.numel)
             adamw(
                 runs,
-                param=arena.at(place, chunk, "param32"),
+                param=master,
                 grad=arena.at(place, chunk, source),
                 momentum=arena.at(place, chunk, "momentum"),
                 variance=arena.at(place, chunk, "variance"),
                 hyper=update.hyper[row.group],
                 scale=scale,
+                scratch=self._scratch[place],
             )
             for tensor in mine:
                 self.steps_taken[tensor] += 1

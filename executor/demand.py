@@ -170,7 +170,7 @@ class Demand:
         if not self.active and not self.visiting:
             if s.cursor < 0 and event.kind == "begin" and not torch.is_grad_enabled():
                 self.visit()
-            elif event.kind != "step" or s.cursor >= 0:
+            elif event.kind != "step":
                 self.leave(self._reason(event))
         if event.kind == "step":
             return
@@ -500,8 +500,7 @@ class Demand:
         self.active = False
         s.queues.jump(s.iteration)
         s.next_iteration(on_plan=False)
-        s.held = s.ladder.pending  # then everything stays where it is until there is a new plan
-        if not s.held:
+        if not s.ladder.pending:  # otherwise everything stays where it is until there is a new plan
             s.queues.resume()
 
     def _reach(self, wanted: frozenset[tuple[Place, int, str]]) -> None:
@@ -812,7 +811,7 @@ class Demand:
         s = self.session
 
         def copy(parameter: ChunkParameter) -> torch.Tensor:
-            value = s.current_value(parameter._tensor)
+            value = s.current_value(parameter._tensor).to(s.backend.device)
             if torch.is_grad_enabled() and parameter.requires_grad:
                 value.requires_grad_()
                 value.register_hook(_refuse_gradient(s.name_of(parameter._tensor)))  # type: ignore[no-untyped-call]

@@ -93,6 +93,7 @@ class Session:
         self._weight = 1.0  # of this rank's gradients in the micro-batch that runs
         self.parameters = parameters
         self.backend = backend
+        self.home = torch.device("cpu")  # where the model was, and will be after `close`
         self.iteration = 0
         self.iterations_before = 0  # done by runs that this one goes on from
         self.cursor = -1
@@ -124,7 +125,6 @@ class Session:
         self.arrived: set[int] = set()  # the same, of the current iteration
         self.stepped = False  # optimizer.step() came after they arrived
         self.updated_early: set[int] = set()  # tensors whose eager update of this iteration is done
-        self.held = False  # nothing moves until there is a new plan
         self.guard: Guard | None = None
         self.ladder = Ladder(self)
         self._install(plan, arena, queues)
@@ -231,10 +231,9 @@ class Session:
         self.queues.allow(self.iteration)
         self.queues.resume()
 
-    def guard_memory(self, *, always: bool = False) -> None:
-        """Watch every operator from now on, where the accelerator has a limit of its own (or always)."""
-        limited = isinstance(self.backend, VirtualBackend) and self.backend.gpu_bytes is not None
-        if self.guard is None and (limited or always):
+    def guard_memory(self) -> None:
+        """Watch every operator from now on, where the accelerator has a limit of its own."""
+        if self.guard is None and isinstance(self.backend, VirtualBackend) and self.backend.gpu_bytes is not None:
             self.guard = Guard(self)
             self.guard.begin()
 
@@ -255,7 +254,7 @@ class Session:
         with unseen():
             if self.queues.failure is not None:
                 raise self.queues.failure
-            self.ladder.on_event(event)
+            self.ladder.on_event()
             if self.demand.visiting:
                 if not torch.is_grad_enabled() and event.kind in ("begin", "end"):
                     self.demand.on_event(event)
@@ -427,6 +426,7 @@ class Session:
                 self.scaling.see(grad)
             if not self.demand.active:
                 self._outstanding.discard(tensor)
+            self.backend.touch()
             self.consumed.add(tensor)
             self.arrived.add(tensor)
             self.stepped = False
@@ -460,7 +460,6 @@ class Session:
                 "optimizer.step() twice for one backward: the gradients are gone after the first; run a backward in "
                 "between"
             )
-        self.ladder.check_whole()
         with unseen(), torch.no_grad():
             self.set_open(False)
             if not self.demand.active and self.cursor != len(self.names) - 2:
@@ -468,7 +467,6 @@ class Session:
             if self.demand.active:
                 self.demand.step()
                 self.clock.reset()
-                self.stepped = True
                 self.demand.replan()
             else:
                 self._step_on_plan()
@@ -501,7 +499,6 @@ class Session:
                 self.next_iteration()
                 return
         self.demand.step()
-        self.stepped = True
         self.demand.replan()
 
     def decide_scaling(self, update: Update) -> None:
@@ -674,7 +671,7 @@ class Session:
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
         """Updates of finished iterations are done and nothing moves inside; the queues go on afterwards."""
-        held = self.held or self.demand.active or self.demand.visiting  # they stand still already
+        held = self.demand.active or self.demand.visiting  # they stand still already
         if not held:
             self.drain()
         try:
@@ -684,7 +681,7 @@ class Session:
                 self.queues.resume()
 
     def current_value(self, tensor: int) -> torch.Tensor:
-        """A copy of a parameter's current value, in its shape and working dtype."""
+        """A copy of a parameter's current value, in its shape and working dtype, in host memory."""
         contents, arena = self.contents, self.arena
         chunk = self._chunk_of[tensor]
         row = self.plan.workload.tensors[tensor]
@@ -701,7 +698,7 @@ class Session:
         raise PlanError(f"no place holds the current value of {self.name_of(tensor)!r}")
 
     def state_value(self, tensor: int, list_name: str) -> torch.Tensor:
-        """A copy of a tensor's part of an optimizer state list, in its shape (fp32)."""
+        """A copy of a tensor's part of an optimizer state list, in its shape, in host memory."""
         chunk = self._chunk_of[tensor]
         with unseen(), torch.no_grad(), self.still():
             place = Place.HOST if self.arena.has(Place.HOST, chunk, list_name) else Place.GPU
@@ -824,7 +821,6 @@ class Session:
         )
         with torch.no_grad():
             self.drain()
-            self.held = True
             old, contents, queues = self.arena, self.contents, self.queues
             steps_taken = contents.steps_taken
             lists = plan.layout.state_lists
@@ -849,7 +845,6 @@ class Session:
             for (t, name), value in states.items():
                 self._write_state(t, name, value)
             self.contents.steps_taken.update(steps_taken)
-        self.held = False
         self.start()
 
     # -- deviations ---------------------------------------------------------------------------------------------------
@@ -911,7 +906,7 @@ class Session:
             if isinstance(parameter, ChunkParameter):
                 disown(parameter)
                 if t in values:
-                    parameter.data = values[t]
+                    parameter.data = values[t].to(self.home)
         self.arena.empty()
         self.backend.close()
 

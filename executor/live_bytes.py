@@ -109,6 +109,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         *,
         on_param_read: Callable[[int], None] | None = None,
         costs: bool = True,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.current = 0
@@ -120,6 +121,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.kernels: set[str] = set()
         self._on_param_read = on_param_read
         self._costs = costs
+        self._device = None if device is None or device.type == "cpu" else device
         self._paused = False
         self._live: dict[int, _Watched] = {}
         self._ours: dict[int, tuple[list[int], list[int]]] = {}  # storage -> byte offsets, parameter indices
@@ -223,9 +225,12 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _add(self, storage: torch.UntypedStorage, key: int) -> None:
         watched = _Watched(storage, self._gone)
         watched.key = key
-        watched.size = storage.nbytes()
+        watched.size = self._size(storage)
         self._live[key] = watched
         self.current += watched.size
+
+    def _size(self, storage: torch.UntypedStorage) -> int:
+        return storage.nbytes() if self._device is None or storage.device == self._device else 0
 
     def _gone(self, watched: Any) -> None:
         key, size = watched.key, watched.size
@@ -234,7 +239,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.current -= size
 
     def _resized(self, watched: _Watched, storage: torch.UntypedStorage) -> None:
-        size = storage.nbytes()
+        size = self._size(storage)
         self.current += size - watched.size
         watched.size = size
 

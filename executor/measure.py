@@ -64,7 +64,10 @@ def measure_iteration(session: Session, step_fn: Callable[[], Any], order: Timel
     try:
         step_fn()
         live = LiveStorages(
-            [session.parameters[t] for t in sorted(session.plan.layout.chunk_of)], session.model.buffers(), costs=False
+            [session.parameters[t] for t in sorted(session.plan.layout.chunk_of)],
+            session.model.buffers(),
+            costs=False,
+            device=session.backend.device,
         )
         watch = Watch(session, live)
         first = session.iteration

@@ -16,10 +16,11 @@ from torch import nn
 
 from executor.activations import carry_out, check_activations
 from executor.arena import Arena, check_gpu_memory, check_host_memory
-from executor.backend import Backend, VirtualBackend, available_host_bytes, keep_freed_pages
+from executor.backend import Backend, available_host_bytes, keep_freed_pages
 from executor.checks import check_model, check_settings
 from executor.compiled import untraced
 from executor.contract import adopt
+from executor.device import DeviceOptions, check_placement, move_buffers, open_backend
 from executor.engine import Session
 from executor.moments import describe_parameters
 from executor.optimizer import AdamW, OffloadedAdamW, group_of
@@ -51,6 +52,8 @@ def prepare(
     queues: Queues | str = "threads",
     backend: Backend | None = None,
     threads: int | None = 1,
+    adam_threads: int | None = None,
+    gpu_memory: int | None = None,
     watchdog_s: float = 30.0,
     replan_after: int = 3,
     check: bool = True,
@@ -60,22 +63,23 @@ def prepare(
 ) -> tuple[nn.Module, OffloadedAdamW]:
     """Run `model` under `plan` from now on: the same model, and the optimizer whose `step` the loop calls.
 
-    machine: the machine the run is on, compared with the plan's. bandwidth: of the virtual accelerator's link, bytes
-    per second, one figure or (to the gpu, to the host); None: as fast as memory. weights: a folder (or file) of
+    device: "virtual", "cuda" or "cuda:N". The model is on the CPU (or on meta, with weights), or on that device; its
+    buffers are moved there, the loop's batches have to be there. machine: the machine the run is on, compared with the
+    plan's. bandwidth, adam_threads, gpu_memory (bytes): see DeviceOptions. weights: a folder (or file) of
     safetensors whose values the model gets, streamed into the chunks; the model's parameters may then be on meta (see
     `parameters_on_meta`), and nothing but the chunks is allocated. queues: "threads", or a queues object.
-    threads: torch threads of the compute queue until the session is closed (None leaves them). watchdog_s: see
-    ThreadQueues. replan_after: so many iterations off plan in a row make a new plan (0: never). check: run the plan's
-    independent checker first. group: the processes of a plan of several ranks (default: torch.distributed's, if it is
-    initialised); every one calls prepare with the same plan and settings, and all begin with the parameters and buffers
-    of the first. count: [Note: the weight of a rank] in ranks.py. timeout_s: of a collective of the run's own.
+    threads: torch threads of the virtual accelerator's compute queue until the session is closed (None leaves them).
+    watchdog_s: see ThreadQueues. replan_after: so many iterations off plan in a row make a new plan (0: never). check:
+    run the plan's independent checker first. group: the processes of a plan of several ranks (default:
+    torch.distributed's, if it is initialised); every one calls prepare with the same plan and settings, and all begin
+    with the parameters and buffers of the first. count: [Note: the weight of a rank] in ranks.py. timeout_s: of a
+    collective of the run's own.
 
     Raises PlanError for a plan that fails its check or was made for another model, dtype, optimizer setting or machine,
     ContractError for a model that is prepared already, DoesNotFit if host memory is short, WeightsError for weights
     that are broken or not of this model; the model is then unchanged.
     """
-    if device != "virtual" and backend is None:
-        raise PlanError(f"device {device!r} is not known; this version runs plans on device='virtual'")
+    options = DeviceOptions(bandwidth=bandwidth, adam_threads=adam_threads, gpu_memory_bytes=gpu_memory)
     if any(hasattr(p, "_reader") for p in model.parameters()):
         raise ContractError("the model is prepared already; call optimizer.session.close() before preparing it again")
     groups = optimizer.groups(model)
@@ -89,7 +93,8 @@ def prepare(
     if check and plan.steps:
         worst_bytes = plan.check(machine=machine).peak_bytes["gpu"]
 
-    made = backend or _virtual(plan, bandwidth)
+    made = backend or open_backend(device, plan, options)
+    home = check_placement(model, made.device)
     check_gpu_memory(plan, made, worst_bytes)
     ranks = join(plan, group, device=made.device, timeout_s=timeout_s)
     arena = Arena(plan, made, rank=0 if ranks is None else ranks.rank)
@@ -107,6 +112,8 @@ def prepare(
     if made.device.type == "cpu" and not keep_freed_pages():
         log.info("the C library is not glibc: evicted memory may go back to the system each time")
     threads_before = torch.get_num_threads()
+    if made.device.type != "cpu":
+        threads = None
     if threads is not None:
         torch.set_num_threads(threads)
     torch_optimizer = OffloadedAdamW(groups, optimizer)
@@ -116,6 +123,7 @@ def prepare(
         queues = queues_for(made, watchdog_s=watchdog_s)
     if isinstance(queues, str):
         raise PlanError(f"queues={queues!r} is not known; use 'threads' or a queues object such as SerialQueues")
+    put_buffers_back = move_buffers(model, made.device)
     arena.allocate_slabs()
     give_memory(parameters, arena)
     session = Session(
@@ -135,7 +143,9 @@ def prepare(
         count=count,
     )
     torch_optimizer.session = session
+    session.home = home
     session.optimizer = weakref.ref(torch_optimizer)
+    session.on_close.append(put_buffers_back)
     session.weights_note = source.note if source is not None else ""
     try:
         with torch.no_grad():
@@ -153,15 +163,6 @@ def prepare(
     atexit.register(stop)
     session.on_close.append(lambda: atexit.unregister(stop))
     return model, torch_optimizer
-
-
-def _virtual(plan: Plan, bandwidth: float | tuple[float | None, float | None] | None) -> VirtualBackend:
-    h2d, d2h = bandwidth if isinstance(bandwidth, tuple) else (bandwidth, bandwidth)
-    for rate in (h2d, d2h):
-        if rate is not None and not rate > 0:
-            raise PlanError(f"bandwidth={bandwidth!r}: bytes per second must be > 0, or None for as fast as memory")
-    latency_s = plan.machine.link.latency_s if (h2d or d2h) else 0.0
-    return VirtualBackend(h2d_bytes_per_s=h2d, d2h_bytes_per_s=d2h, latency_s=latency_s)
 
 
 def _skeleton(model: nn.Module) -> nn.Module | None:

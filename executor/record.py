@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from executor.device import synchronized
 from executor.engine import Session
 from executor.hooks import tensors_of
 from executor.live_bytes import LiveStorages
@@ -44,6 +45,7 @@ def record(
     machine: Machine,
     *,
     name: str,
+    device: str = "virtual",
     batch: int | None = None,
     sequence: int | None = None,
     optimizer: AdamW | None = None,
@@ -54,7 +56,7 @@ def record(
     clock: Callable[[], float] = time.perf_counter,
 ) -> Workload:
     """The workload of one iteration of `model` on `batches` (one a micro-batch), run for real within `machine`'s gpu
-    budget.
+    budget. device: as for `prepare`; the batches are copied there.
 
     batch, sequence: by default the first two extents of the batch's first tensor. optimizer: as it will be given to
     `prepare` (its groups and whether it clips are part of what is recorded). loss: forward pass and loss; it is divided
@@ -66,8 +68,13 @@ def record(
         raise PlanError("record: batches is empty; give one batch for each micro-batch of an iteration")
     spec = replace(optimizer or AdamW(), eager=False, max_grad_norm=None)
     plan = empty_plan(model, machine, name=name, micro_batches=len(batches), optimizer=spec)
-    model, prepared = prepare(model, plan, spec, threads=threads, check=False, weights=weights)
+    model, prepared = prepare(model, plan, spec, device=device, threads=threads, check=False, weights=weights)
     session = prepared.session
+    where = session.backend.device
+    clock = synchronized(where, clock)
+    devices = [where] if where.type == "cuda" else []
+    if devices:
+        batches = [map_tensors(one, lambda tensor: tensor.to(where)) for one in batches]
     session.takes_norms = optimizer is not None and optimizer.max_grad_norm is not None
 
     def fresh(one: Any) -> Any:
@@ -86,7 +93,7 @@ def record(
     with contextlib.ExitStack() as stack:
         stack.callback(session.close)
         stack.callback(_restore, buffers)
-        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.random.fork_rng(devices=devices))
         recorder = _counted(session, iteration)
         shape = next((tuple(t.shape) for t in tensors_of(batches[0]) if t.dim()), ())
         w = recorder.workload(
@@ -130,7 +137,12 @@ def _count_once(session: Session, iteration: Callable[[], None], firings: dict[i
         recorder.read(own[index])
         session.demand.read({chunk_of[own[index]]})
 
-    live = LiveStorages([session.parameters[t] for t in own], session.model.buffers(), on_param_read=read)
+    live = LiveStorages(
+        [session.parameters[t] for t in own],
+        session.model.buffers(),
+        on_param_read=read,
+        device=session.backend.device,
+    )
     recorder = MomentRecorder(session.plan.workload.tensors, live, inside=lambda: session.clock.inside)
     session.warm_up(recorder, live, firings)
     try:

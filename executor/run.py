@@ -7,27 +7,30 @@ What `pstar run`, the demo and the benchmarks do between loading a plan and prin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from executor.checks import state_dtype_of
+from executor.cuda import CudaBackend, cuda_device
 from executor.data import ByteText, batches_like, open_data
+from executor.device import is_cuda
 from executor.keeping import Keeping
 from executor.measure import Measured
-from executor.models import BuiltModel, build, named_failures
+from executor.models import BuiltModel, build, map_tensors, named_failures
 from executor.optimizer import AdamW
 from executor.prepare import prepare
 from executor.record import record
 from executor.training import StepReport, train, train_step
+from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["Job", "Keeping", "RunResult", "check_device"]
+__all__ = ["Job", "Keeping", "RunResult", "check_device", "recording_machine"]
 
 MAX_GRAD_NORM = 1.0
 
@@ -48,14 +51,16 @@ class RunResult:
 
 def check_device(plan: Plan, device: str) -> None:
     """Raise PlanError if the plan cannot run on `device`: made for other hardware, or not from a trace of a module."""
-    if device != "virtual":
-        raise PlanError(f"device {device!r} is not supported; use --device virtual")
+    if is_cuda(device):
+        cuda_device(device)
+    elif device != "virtual":
+        raise PlanError(f"device {device!r} is not known; use --device virtual, cuda or cuda:N")
     if len(plan.machine.ranks) > 1:
         raise PlanError(
             f"the plan is one of {len(plan.machine.ranks)} GPUs ({plan.machine.name}); plans of several GPUs can be "
             "checked and simulated, not run"
         )
-    if plan.machine.gpu.name != "virtual":
+    if device == "virtual" and plan.machine.gpu.name != "virtual":
         raise PlanError(
             f"the plan was made for machine {plan.machine.name!r} (GPU {plan.machine.gpu.name}), not for the virtual "
             "accelerator; plan with --machine virtual --gpu-memory SIZE, or with the machine file that --record wrote"
@@ -67,6 +72,30 @@ def check_device(plan: Plan, device: str) -> None:
         )
 
 
+def recording_machine(device: str, machine: Machine | None, gpu_memory_bytes: int | None) -> Machine:
+    """The machine whose GPU budget a warm-up on `device` keeps. Without one given, the virtual accelerator's figures
+    with that memory; on CUDA with the card's name and, by default, what of its memory is free."""
+    if not is_cuda(device):
+        if device != "virtual":
+            raise PlanError(f"device {device!r} is not known; use --device virtual, cuda or cuda:N")
+        base = machine or load_machine("virtual")
+        return base if gpu_memory_bytes is None else load_machine("virtual", gpu_memory=gpu_memory_bytes)
+    where = cuda_device(device)
+    available = CudaBackend(where, limit_bytes=gpu_memory_bytes).available_gpu_bytes()
+    assert available is not None
+    if machine is not None and machine.gpu_budget_bytes <= available:
+        return machine
+    made = load_machine("virtual", gpu_memory=available)
+    return replace(made, name=machine.name if machine is not None else torch.cuda.get_device_name(where))
+
+
+def on_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+    """The batches, each copied to the device as it is drawn."""
+    if device.type == "cpu":
+        return batches
+    return (map_tensors(one, lambda tensor: tensor.to(device, non_blocking=True)) for one in batches)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """model: as for `pstar trace`. batch, sequence: of one micro-batch. data: "text:FOLDER" or None. bandwidth: of
@@ -76,7 +105,7 @@ class Job:
     model: str
     batch: int
     sequence: int
-    dtype: str
+    dtype: str | None
     checkpointing: bool
     micro_batches: int = 1
     data: str | None = None
@@ -126,8 +155,8 @@ class Job:
         text = open_data(self.data) if text is None else text
         return batches_like(built.example_batch, text, vocabulary=built.vocabulary, seed=self.seed, skip=skip)
 
-    def record(self, machine: Machine) -> Workload:
-        """The workload of a real warm-up iteration on the virtual accelerator of `machine`."""
+    def record(self, machine: Machine, *, device: str = "virtual") -> Workload:
+        """The workload of a real warm-up iteration on `device`, within the GPU budget of `machine`."""
         built = self.build(empty=self.weights is not None)
         batches = self.batches(built)
         with named_failures(self.model, built.module):
@@ -136,6 +165,7 @@ class Job:
                 [next(batches) for _ in range(self.micro_batches)],
                 machine,
                 name=self.model,
+                device=device,
                 batch=self.batch,
                 sequence=self.sequence,
                 optimizer=AdamW(lr=self.lr, max_grad_norm=MAX_GRAD_NORM if self.clip else None),
@@ -147,15 +177,17 @@ class Job:
         plan: Plan,
         *,
         steps: int,
-        bandwidth: tuple[float | None, float | None] = (None, None),
+        device: str = "virtual",
+        bandwidth: tuple[float | None, float | None] | None = None,
+        gpu_memory: int | None = None,
         order: Timeline | None = None,
         keeping: Keeping | None = None,
         on_step: Callable[[StepReport], None] | None = None,
     ) -> RunResult:
-        """Train by the plan. steps: in all, those done before a checkpoint included. order: the predicted timeline;
-        with it, one more iteration is run untimed in that order, to measure bytes. keeping: checkpoints. The session is
-        closed whatever happens; what was raised goes on."""
-        check_device(plan, "virtual")
+        """Train by the plan. steps: in all, those done before a checkpoint included. bandwidth, gpu_memory: as for
+        `prepare`. order: the predicted timeline; with it, one more iteration is run untimed in that order, to measure
+        bytes. keeping: checkpoints. The session is closed whatever happens; what was raised goes on."""
+        check_device(plan, device)
         keeping = keeping or Keeping()
         text = open_data(self.data)
         data = {"corpus": text.digest, "seed": self.seed, "sequence": self.sequence, "model": self.model}
@@ -163,9 +195,16 @@ class Job:
         built = self.build(empty=at.empty or (keeping.resume is not None and not self.model.startswith("py:")))
         batches = self.batches(built, text=text, skip=at.sequences)
         model, optimizer = prepare(
-            built.module, plan, self._adamw(plan), bandwidth=bandwidth, weights=keeping.weights or self.weights
+            built.module,
+            plan,
+            self._adamw(plan),
+            device=device,
+            bandwidth=bandwidth,
+            gpu_memory=gpu_memory,
+            weights=keeping.weights or self.weights,
         )
         session = optimizer.session
+        batches = on_device(batches, session.backend.device)
         each = plan.workload.micro_batches * built.batch
 
         def standing(done: int) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """StreamQueues: the queues of a plan on an accelerator that is given work ahead of time.
 
 The threads are those of ThreadQueues; what they do with a step of a device queue is issue it. A step of a device queue
-has *ended* for the other threads when it is issued, and its event says when it has happened. A step of the adam queue
-runs on the host and has ended when it has happened.
+has *ended* for the other threads when it is issued, and its event says when it has happened. A step of a host queue
+(CPU Adam's; disks'; collectives on an accelerator that has no stream for them) has ended when it has happened.
 
 [Note: edges on streams] Who starts a step waits on the host until the steps it is after have ended in that sense. Then,
 for each of them that is of another queue: from a device step to a device step, its stream waits for the event; from a
@@ -36,7 +36,6 @@ __all__ = ["StreamQueues", "queues_for"]
 
 log = logging.getLogger("executor")
 
-HOST_QUEUES = frozenset({Queue.ADAM, Queue.NVME})
 _ARRIVALS = frozenset({(Kind.FETCH, "param"), (Kind.GATHER, "remote"), (Kind.GATHER, "param")})
 _POLL_S = 2e-4
 
@@ -83,10 +82,10 @@ class StreamQueues(ThreadQueues):
 
     def _arrive(self, queue: Queue, i: int, iteration: int) -> None:
         program, backend = self._program, self._backend
-        on_host = queue in HOST_QUEUES
+        on_host = queue in backend.host_queues
         for j, back in program.after[i]:
             other = program.steps[j].queue
-            if other is queue or other in HOST_QUEUES:
+            if other is queue or other in backend.host_queues:
                 continue
             event = self._event(j, iteration - back)
             if event is None:
@@ -95,14 +94,15 @@ class StreamQueues(ThreadQueues):
                 backend.synchronize(event)
             elif not backend.query(event):
                 backend.wait_event(queue, event)
+        if on_host:
+            return
         step = program.steps[i]
         if step.chunk is not None and (step.kind, step.list) in _ARRIVALS:
             self._in_flight[step.chunk] = None
-        if not on_host:
-            self._times.begun(i, iteration, backend.record(queue))
+        self._times.begun(i, iteration, backend.record(queue))
 
     def _depart(self, queue: Queue, i: int, iteration: int) -> None:
-        if queue in HOST_QUEUES:
+        if queue in self._backend.host_queues:
             return
         event = self._backend.record(queue)
         events = self._events[i]

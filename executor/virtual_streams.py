@@ -1,6 +1,6 @@
 """VirtualStreams: an accelerator in host memory whose copies happen later, on streams of their own.
 
-What CUDA's streams are to `cuda.py`, with nothing mocked: each device queue has a thread that does what was issued to
+What CUDA's streams are to `cuda.py`, with nothing mocked: each copy queue has a thread that does what was issued to
 it in order, copies last as long as the link's bandwidth says, events are complete when their stream gets there, and
 memory given back is gated by them. Every hazard of streams exists here for real (a read before the copy arrived, a
 block given back while a copy reads it, an event waited for before it was recorded), so a wrong edge gives wrong data.
@@ -24,6 +24,8 @@ from pstar_sim.core.step import Queue
 from pstar_sim.errors import PlanError
 
 __all__ = ["VirtualEvent", "VirtualStreams"]
+
+_STREAMS = (Queue.H2D, Queue.D2H)
 
 
 class VirtualEvent:
@@ -93,6 +95,7 @@ class VirtualStreams(VirtualBackend):
     """
 
     name = "virtual streams"
+    host_queues = frozenset({Queue.ADAM, Queue.NVME, Queue.NET})
 
     def __init__(
         self,
@@ -149,7 +152,7 @@ class VirtualStreams(VirtualBackend):
 
     def zero(self, payload: torch.Tensor) -> None:
         queue = self._queue
-        if queue in (Queue.COMPUTE, Queue.ADAM):
+        if queue not in _STREAMS:
             payload.zero_()
             return
 
@@ -182,14 +185,14 @@ class VirtualStreams(VirtualBackend):
 
     def record(self, queue: Queue) -> VirtualEvent:
         event = VirtualEvent()
-        if queue is Queue.ADAM or (queue is Queue.COMPUTE and self._delays is None):
+        if queue not in _STREAMS and (queue is not Queue.COMPUTE or self._delays is None):
             event.complete(time.perf_counter(), None)
         else:
             self._stream(queue).issue(event)
         return event
 
     def wait_event(self, queue: Queue, event: VirtualEvent) -> None:
-        if queue in (Queue.COMPUTE, Queue.ADAM):
+        if queue not in _STREAMS:
             event.wait()
         elif not event.query():
             self._stream(queue).issue(event.wait)
@@ -202,9 +205,6 @@ class VirtualStreams(VirtualBackend):
 
     def time_of(self, event: VirtualEvent) -> float:
         return event.time_s
-
-    def touch(self) -> None:
-        return None
 
     def close(self) -> None:
         with self._lock:

@@ -165,6 +165,17 @@ def make_parser() -> argparse.ArgumentParser:
         "--attention", choices=("flash", "efficient", "math"), help="attention kernel (default: torch's choice)"
     )
     trace.add_argument(
+        "--device",
+        metavar="DEVICE",
+        help="record a real iteration, with seconds, on virtual, cuda or cuda:N (default: nothing runs, no seconds)",
+    )
+    trace.add_argument(
+        "--machine",
+        metavar="NAME|FILE.toml",
+        help="with --device: the machine whose seconds these are (pstar calibrate)",
+    )
+    trace.add_argument("--gpu-memory", metavar="SIZE", help="with --device: what the recording may use, such as 24GB")
+    trace.add_argument(
         "-o", "--output", type=new_file, required=True, metavar="FILE", help="the trace file to write (.parquet)"
     )
     trace.add_argument("--json", action="store_true", help="what was traced as a JSON object")
@@ -203,7 +214,14 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--resume", metavar="FOLDER", help="go on from that checkpoint, under this plan (need not be the one it had)"
     )
-    run.add_argument("--device", choices=("virtual",), default="virtual", help="what runs it (default: virtual)")
+    run.add_argument(
+        "--device", default="virtual", metavar="DEVICE", help="what runs it: virtual, cuda or cuda:N (default: virtual)"
+    )
+    run.add_argument(
+        "--gpu-memory",
+        metavar="SIZE",
+        help="what the run may use of the accelerator's memory, context included, such as 24GB (default: all it has)",
+    )
     run.add_argument(
         "--bandwidth", metavar="RATE", help="link speed of the virtual accelerator, such as 2GB/s (default: the plan's)"
     )

@@ -17,9 +17,9 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.cli.planning import checked_plan, say, say_json
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.errors import ModelError
+from pstar_sim.errors import ModelError, PstarError
 from pstar_sim.report.run import Figure, figures, figures_table, losses_table
-from pstar_sim.units import format_bytes, parse_bytes_per_s
+from pstar_sim.units import format_bytes, parse_bytes, parse_bytes_per_s
 from pstar_sim.workload.workload import Workload
 
 if TYPE_CHECKING:
@@ -46,7 +46,13 @@ def trace(args: argparse.Namespace) -> int:
     capture = executor_module("capture")
     shape = {"batch": args.batch, "sequence": args.seq, "dtype": args.dtype, "attention": args.attention}
     variants: tuple[Workload, ...]
-    if args.variants:
+    if args.device is None and (args.machine is not None or args.gpu_memory is not None):
+        raise PstarError("--machine and --gpu-memory of `pstar trace` are those of a recording; give --device too")
+    if args.device is not None:
+        if args.variants:
+            raise PstarError("--variants traces without running; a recording (--device) is of one variant")
+        variants = (record_on_device(args),)
+    elif args.variants:
         if args.micro_batches > 1 or args.checkpointing:
             raise ModelError(
                 "--variants traces one micro-batch with and without checkpointing: leave --micro-batches and "
@@ -96,6 +102,26 @@ def _variant_words(w: Workload) -> str:
     )
 
 
+def record_on_device(args: argparse.Namespace) -> Workload:
+    """What `pstar trace --device` does: one real iteration, counted and timed."""
+    from pstar_sim.catalog.loader import load_machine
+
+    jobs = executor_module("run")
+    limit = parse_bytes(args.gpu_memory) if args.gpu_memory is not None else None
+    named = load_machine(args.machine) if args.machine is not None else None
+    job = jobs.Job(
+        model=args.model,
+        batch=args.batch,
+        sequence=args.seq,
+        micro_batches=args.micro_batches,
+        dtype=args.dtype,
+        checkpointing=args.checkpointing,
+        attention=args.attention,
+    )
+    recorded: Workload = job.record(jobs.recording_machine(args.device, named, limit), device=args.device)
+    return recorded
+
+
 def run(args: argparse.Namespace) -> int:
     """Load, check, measure this machine's rates (unless the plan's machine was calibrated), (record,) train, and say
     what was predicted and what was measured."""
@@ -112,9 +138,13 @@ def run(args: argparse.Namespace) -> int:
     keeping = jobs.Keeping(save=args.save, every=args.save_every, resume=args.resume)
     keeping.check(args.steps)
     job = jobs.Job.of_plan(plan, args.model, data=args.data, lr=args.lr, seed=args.seed, weights=args.weights)
+    virtual = args.device == "virtual"
+    memory = parse_bytes(args.gpu_memory) if args.gpu_memory is not None else None
     rates = executor_module("rates")
     measured_machine: Machine
-    if plan.machine.gpu.launch_s is not None and plan.machine.confidence == "calibrated":
+    if not virtual:
+        measured_machine = plan.machine
+    elif plan.machine.gpu.launch_s is not None and plan.machine.confidence == "calibrated":
         measured_machine = rates.throttled(plan.machine, *bandwidth)  # the plan's own prediction stands
     else:
         measured_machine = rates.measure_virtual_machine(
@@ -123,14 +153,23 @@ def run(args: argparse.Namespace) -> int:
     if args.record is not None:
         from pstar_sim.workload.trace import save_trace
 
-        save_trace(job.record(plan.machine), args.record)
+        save_trace(job.record(plan.machine, device=args.device), args.record)
         machine_file = Path(args.record).with_suffix(".toml")
         save_machine(measured_machine, machine_file)
         if not args.json:
             say(f"warm-up recorded: {args.record}; rates measured here: {machine_file}")
     predicted = play_plan(replace(plan, machine=measured_machine))
     with progress(args.steps, plan, quiet=args.json) as on_step:
-        result = job.run(plan, steps=args.steps, bandwidth=bandwidth, order=predicted, keeping=keeping, on_step=on_step)
+        result = job.run(
+            plan,
+            steps=args.steps,
+            device=args.device,
+            bandwidth=bandwidth if virtual or limit is not None else None,
+            gpu_memory=memory,
+            order=predicted,
+            keeping=keeping,
+            on_step=on_step,
+        )
     if args.timeline is not None and result.timeline is not None:
         result.timeline.save(args.timeline)
     elif args.timeline is not None:

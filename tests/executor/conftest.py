@@ -237,6 +237,7 @@ def train_alone(
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     """Largest difference, relative to the largest element."""
+    a, b = a.cpu(), b.cpu()
     scale = float(b.abs().max())
     return float((a - b).abs().max()) / scale if scale else float((a - b).abs().max())
 

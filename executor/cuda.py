@@ -1,0 +1,228 @@
+"""CudaBackend: the engine's queues as CUDA streams and events.
+
+A thin mapping: what the streams are for, which edges they need and when memory is free again is decided above, by code
+that also runs on `virtual_streams.py` (StreamQueues, Gate). Here are the calls.
+
+Copies run on persistent streams of high priority, between pinned slabs and chunk storages, without blocking the host.
+The compute queue is whatever stream is current in the thread that asks, asked anew each time: autograd runs each
+backward function on the stream of its forward, in a thread of its own, and users have streams of theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import torch
+
+from executor.cuda_blocks import Blocks, pool_shape
+from executor.gate import Gate
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Queue
+from pstar_sim.errors import DoesNotFit, PlanError
+from pstar_sim.units import format_bytes
+
+__all__ = ["CudaBackend", "cuda_device", "default_adam_threads"]
+
+_SIDE = (Queue.H2D, Queue.D2H, Queue.NET, Queue.ADAM)
+_REBASE_S = 10.0
+_HIGH = -1  # copies before kernels; CUDA takes the nearest priority it has
+
+
+def cuda_device(name: str) -> torch.device:
+    """The device that "cuda" or "cuda:N" names. Raises PlanError for another word or a device that is not there."""
+    word, colon, number = name.partition(":")
+    if word != "cuda" or (colon and not (number.isascii() and number.isdigit())):
+        raise PlanError(f"device {name!r} is not known; use 'virtual', 'cuda' or 'cuda:0'")
+    if not torch.cuda.is_available():
+        raise PlanError(f"device {name!r} is not there: torch {torch.__version__} finds no CUDA device; use 'virtual'")
+    index = int(number) if colon else torch.cuda.current_device()
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise PlanError(f"device {name!r} is not there: there are {count} CUDA devices, 0 to {count - 1}")
+    return torch.device("cuda", index)
+
+
+def default_adam_threads() -> int:
+    """Cores for CPU Adam: all of the process but one for the training thread and one for the threads that issue copies.
+    More threads than cores cost Adam (OpenMP barriers) far more than the last core brings."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity is not None else (os.cpu_count() or 1)
+    return max(1, cores - 2)
+
+
+class CudaBackend:
+    """One CUDA device.
+
+    adam_threads: torch threads of the queue that updates on the host (None: `default_adam_threads()`). limit_bytes: of
+    the card that this process may use, context included, so that a big card plays a small one.
+
+    Raises PlanError for a limit larger than the card.
+    """
+
+    name = "cuda"
+    host_queues = frozenset({Queue.ADAM, Queue.NVME})
+
+    def __init__(
+        self, device: torch.device, *, adam_threads: int | None = None, limit_bytes: int | None = None
+    ) -> None:
+        self.device = device
+        self._adam_threads = default_adam_threads() if adam_threads is None else adam_threads
+        with torch.cuda.device(device):
+            total = int(torch.cuda.mem_get_info(device)[1])
+            if limit_bytes is not None and limit_bytes > total:
+                raise PlanError(
+                    f"--gpu-memory {format_bytes(limit_bytes)} is more than {torch.cuda.get_device_name(device)} has "
+                    f"({format_bytes(total)}), by {format_bytes(limit_bytes - total)}; give at most what it has"
+                )
+            self._streams: dict[Queue, Any] = {
+                queue: torch.cuda.Stream(device, priority=0 if queue is Queue.ADAM else _HIGH)  # type: ignore[no-untyped-call]
+                for queue in _SIDE
+            }
+            self._blocks = Blocks(device)
+            self._base = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._base.record(self._streams[Queue.H2D])
+            self._base.synchronize()
+            self._base_s = time.perf_counter()
+        self._total_bytes = total
+        self._limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._thread = threading.local()
+        self._copied = {Queue.H2D: 0, Queue.D2H: 0}
+        self._touched: list[Any] = []
+        self._budget_bytes = 0
+        self.gate = Gate(self, grow=self._blocks.grow, shrink=self._blocks.shrink)
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    @property
+    def exchanges(self) -> int:
+        """How often memory went back to the driver while plans ran ([Note: reserved bytes] in cuda_blocks.py)."""
+        return self._blocks.exchanges
+
+    @property
+    def pool_bytes(self) -> int:
+        """Reserved by the pool of equal blocks."""
+        return self._blocks.pool_bytes
+
+    def begin(self, plan: Plan) -> None:
+        self._budget_bytes = plan.gpu_budget_bytes
+        self._blocks.expect(pool_shape(plan), plan.gpu_budget_bytes)
+
+    def host_slab(self, size_bytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:  # cudaHostAlloc's own; torch has no class for it
+            raise DoesNotFit(
+                policy="the run",
+                place="host",
+                needed_bytes=size_bytes,
+                available_bytes=0,
+                what=f"pinned memory that the driver would not give ({error})",
+            ) from error
+
+    def gpu_payload(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._blocks.payload(numel, dtype)
+
+    def take(self, payload: torch.Tensor) -> None:
+        self.gate.take(payload, self._queue)
+
+    def give(self, payload: torch.Tensor) -> None:
+        self.gate.give(payload, self._queue)
+
+    def room(self, payload_bytes: int) -> None:
+        self.gate.room(payload_bytes, self._queue)
+        self._blocks.make_room(self._budget_bytes - payload_bytes)
+
+    def available_gpu_bytes(self) -> int | None:
+        """What torch has reserved and could still reserve; under a limit, what that leaves beside everything on the
+        card that is not torch's (the context of this process, other programs)."""
+        free = int(torch.cuda.mem_get_info(self.device)[0])
+        reserved = int(torch.cuda.memory_reserved(self.device))
+        available = free + reserved
+        if self._limit_bytes is not None:
+            available = min(available, self._limit_bytes - (self._total_bytes - free - reserved))
+        return available
+
+    # -- work ---------------------------------------------------------------------------------------------------------
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
+        with self._lock:
+            self._copied[direction] += target.numel() * target.element_size()
+        target.copy_(source, non_blocking=True)
+        if self._queue is not direction:  # off plan: on the current stream, behind what was issued there
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def zero(self, payload: torch.Tensor) -> None:
+        payload.zero_()
+
+    def fence(self, queue: Queue) -> None:
+        return None
+
+    def enter_thread(self, queue: Queue | None = None) -> None:
+        torch.cuda.set_device(self.device)
+        torch.set_num_threads(self._adam_threads if queue is Queue.ADAM else 1)
+        if queue in self._streams:
+            self._thread.queue = queue
+            torch.cuda.set_stream(self._streams[queue])
+
+    @property
+    def copied_bytes(self) -> dict[str, int]:
+        with self._lock:
+            return {queue.value: size for queue, size in self._copied.items()}
+
+    @property
+    def _queue(self) -> Queue:
+        found: Queue = getattr(self._thread, "queue", Queue.COMPUTE)
+        return found
+
+    def _stream(self, queue: Queue) -> Any:
+        if queue is Queue.COMPUTE:
+            return torch.cuda.current_stream(self.device)
+        return self._streams[queue]
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def record(self, queue: Queue) -> Any:
+        stream = self._stream(queue)
+        if queue is Queue.COMPUTE:
+            with self._lock:
+                touched, self._touched = self._touched, []
+            for other in touched:
+                if other != stream:
+                    stream.wait_stream(other)
+        # blocking: a thread that waits for it sleeps, and leaves its core to CPU Adam
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def wait_event(self, queue: Queue, event: Any) -> None:
+        self._stream(queue).wait_event(event)
+
+    def synchronize(self, event: Any) -> None:
+        event.synchronize()
+
+    def query(self, event: Any) -> bool:
+        return bool(event.query())
+
+    def time_of(self, event: Any) -> float:
+        """The events' clock counts milliseconds in single precision, so its zero moves along."""
+        with self._lock:
+            after_s = float(self._base.elapsed_time(event)) / 1e3
+            time_s = self._base_s + after_s
+            if after_s > _REBASE_S:
+                self._base, self._base_s = event, time_s
+            return time_s
+
+    def touch(self) -> None:
+        stream = torch.cuda.current_stream(self.device)
+        with self._lock:
+            if stream not in self._touched:
+                self._touched.append(stream)
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self.device)
+        self.gate.abandon()
+        self._blocks.close()

@@ -1,0 +1,346 @@
+"""The CUDA mapping without a GPU: its arithmetic, its refusals, and its calls, made against a driver that does each
+thing at once. What only hardware can tell is in the tests marked gpu."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import executor
+from executor import cuda_blocks
+from executor.cuda import CudaBackend, cuda_device, default_adam_threads
+from executor.cuda_blocks import MIB, Blocks, block_bytes, pool_shape
+from executor.device import DeviceOptions, check_placement, move_buffers, open_backend
+from pstar_sim.core.plan import Settings
+from pstar_sim.errors import ContractError, DoesNotFit, OutOfMemory, PlanError
+
+NO_CUDA = not torch.cuda.is_available()
+
+
+class Card:
+    """A driver that does everything when it is asked, and counts. memory_bytes: of the card."""
+
+    def __init__(self, memory_bytes: int) -> None:
+        self.memory_bytes = memory_bytes
+        self.reserved = self.allocated = self.emptied = self.streams = 0
+        self.pools: list[Any] = []
+        self.routed: list[Any] = []
+
+
+class Stream:
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.waited: list[Any] = []
+
+    def wait_event(self, event: Any) -> None:
+        assert event.recorded, "an event that is not recorded waits for nothing"
+        self.waited.append(event)
+
+    def wait_stream(self, other: Any) -> None:
+        self.waited.append(other)
+
+    def synchronize(self) -> None:
+        return None
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+        self.recorded = False
+        self.time_s = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self.recorded, self.time_s = True, time.perf_counter()
+
+    def query(self) -> bool:
+        return self.recorded
+
+    def synchronize(self) -> None:
+        assert self.recorded
+
+    def elapsed_time(self, other: Any) -> float:
+        return (other.time_s - self.time_s) * 1e3
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    """torch.cuda as far as the backend calls it, on a card of 1 GB whose memory is the host's."""
+    made = Card(10**9)
+    current = Stream()
+
+    @contextlib.contextmanager
+    def nothing(*_: Any, **__: Any) -> Iterator[None]:
+        yield
+
+    @contextlib.contextmanager
+    def use_mem_pool(pool: Any, device: Any = None) -> Iterator[None]:
+        assert not made.routed, "one pool's context is entered twice"
+        made.routed.append(pool)
+        try:
+            yield
+        finally:
+            made.routed.pop()
+
+    def mem_pool() -> Any:
+        made.pools.append(object())
+        return made.pools[-1]
+
+    def empty_cache() -> None:
+        assert not made.routed
+        made.emptied += 1
+
+    for name, value in {
+        "Stream": Stream,
+        "Event": Event,
+        "MemPool": mem_pool,
+        "use_mem_pool": use_mem_pool,
+        "device": nothing,
+        "stream": nothing,
+        "empty_cache": empty_cache,
+        "current_stream": lambda device=None: current,
+        "set_stream": lambda stream: None,
+        "set_device": lambda device: None,
+        "synchronize": lambda device=None: None,
+        "memory_reserved": lambda device=None: made.reserved,
+        "memory_allocated": lambda device=None: made.allocated,
+        "mem_get_info": lambda device=None: (made.memory_bytes - made.reserved, made.memory_bytes),
+        "get_device_name": lambda device=None: "a card",
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", lambda *_: None, raising=False)
+    return made
+
+
+class TestBlockSizes:
+    def test_of_a_block_of_its_own(self) -> None:
+        assert block_bytes(1) == 512
+        assert block_bytes(512 * 3 + 1) == 2048
+        assert block_bytes(MIB) == MIB
+        assert block_bytes(MIB + 1) == 2 * MIB
+        assert block_bytes(64 * MIB) == 64 * MIB
+        assert block_bytes(64 * MIB + 1) == 66 * MIB
+
+    def test_the_pool_has_the_size_that_moves_most_and_leaves_the_tide(self, kit: Any) -> None:
+        model, draw = kit.build("gpt2")
+        plan = kit.tight_plan("tide", kit.workload_of(model, draw(torch.Generator())), Settings(clip=True))
+        block, most = pool_shape(plan)
+        moving = {s.chunk for s in plan.steps if s.kind.value == "fetch"}
+        sizes = [block_bytes(plan.layout.payload_bytes(c, "param")) for c in moving]
+        assert block in sizes
+        kept = sum(
+            block_bytes(plan.layout.payload_bytes(r.chunk, r.list))
+            for r in plan.initial
+            if r.place.value == "gpu" and r.chunk not in moving
+        )
+        assert most == max(0, plan.gpu_budget_bytes - plan.workload.peak_non_model_bytes - kept)
+
+
+class TestBlocks:
+    @staticmethod
+    def payloads(blocks: Blocks, count: int, numel: int) -> list[torch.Tensor]:
+        return [blocks.payload(numel, torch.float32) for _ in range(count)]
+
+    def test_a_pool_that_is_used_again(self, card: Card) -> None:
+        """Blocks of 4 MiB, a pool of 12: four payloads, at most three with memory."""
+        blocks = Blocks(torch.device("cpu"))
+        blocks.expect((4 * MIB, 12 * MIB), 100 * MIB)
+        a, b, c, d = self.payloads(blocks, 4, MIB)
+        assert blocks.pool_bytes == 4 * MIB  # one block made them all, in turn
+        for payload in (a, b, c):
+            blocks.grow(payload)
+        assert blocks.pool_bytes == 12 * MIB
+        for _ in range(50):
+            blocks.shrink(a)
+            blocks.grow(d)
+            blocks.shrink(d)
+            blocks.grow(a)
+        assert blocks.pool_bytes == 12 * MIB
+        assert blocks.exchanges == 0
+        blocks.grow(d)  # beyond the pool: memory of its own
+        assert (blocks.pool_bytes, blocks.loose_free_bytes) == (12 * MIB, 0)
+        blocks.shrink(d)
+        assert blocks.loose_free_bytes == 4 * MIB
+
+    def test_what_is_free_outside_the_pool_goes_when_the_tide_needs_it(self, card: Card) -> None:
+        """Budget 20 MiB: pool 8, one loose block of 6 that was given back; a tide of 6 fits beside it, one of 7 does
+        not."""
+        blocks = Blocks(torch.device("cpu"))
+        blocks.expect((4 * MIB, 8 * MIB), 20 * MIB)
+        a, b = self.payloads(blocks, 2, MIB)
+        odd = blocks.payload(3 * MIB // 2, torch.float32)
+        for payload in (a, b, odd):
+            blocks.grow(payload)
+        blocks.make_room(12 * MIB)
+        assert card.emptied == 0  # nothing is free
+        blocks.shrink(odd)
+        blocks.make_room(6 * MIB)
+        assert card.emptied == 0
+        blocks.make_room(7 * MIB)
+        assert (card.emptied, blocks.exchanges, blocks.loose_free_bytes) == (1, 1, 0)
+
+    def test_before_more_is_reserved_than_the_budget_idle_memory_goes(self, card: Card) -> None:
+        blocks = Blocks(torch.device("cpu"))
+        blocks.expect((4 * MIB, 4 * MIB), 20 * MIB)
+        odd = blocks.payload(3 * MIB // 2, torch.float32)
+        blocks._loose_free.clear()
+        card.reserved, card.allocated = 16 * MIB, 16 * MIB
+        blocks.grow(odd)
+        assert card.emptied == 0  # full, but nothing is idle
+        blocks.shrink(odd)
+        blocks._loose_free.clear()
+        card.allocated = 8 * MIB
+        blocks.grow(odd)
+        assert card.emptied == 1
+
+    def test_refused_memory_is_asked_for_once_more_and_changes_nothing(
+        self, card: Card, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        blocks = Blocks(torch.device("cpu"))
+        blocks.expect((4 * MIB, 8 * MIB), 20 * MIB)
+        (a,) = self.payloads(blocks, 1, MIB)
+
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(cuda_blocks.Blocks, "_routed", refuse)
+        with pytest.raises(OutOfMemory, match=r"a chunk asked for 4.194 MB"):
+            blocks.grow(a)
+        monkeypatch.undo()
+        assert blocks.pool_bytes == 4 * MIB
+
+
+class TestAgainstThisTorch:
+    """The names and arguments the mapping uses exist in the torch that is installed."""
+
+    def test_signatures(self) -> None:
+        assert list(inspect.signature(torch.cuda.use_mem_pool).parameters) == ["pool", "device"]
+        assert all(
+            parameter.default is not inspect.Parameter.empty
+            for name, parameter in inspect.signature(torch.cuda.MemPool.__init__).parameters.items()
+            if name != "self"
+        )
+        for name in ("wait_event", "wait_stream", "synchronize"):
+            assert callable(getattr(torch.cuda.Stream, name))
+        for name in ("record", "query", "synchronize", "elapsed_time"):
+            assert callable(getattr(torch.cuda.Event, name))
+        assert "priority" in inspect.signature(torch.cuda.Stream.__new__).parameters
+        assert {"enable_timing", "blocking"} <= set(inspect.signature(torch.cuda.Event.__new__).parameters)
+        assert issubclass(torch.OutOfMemoryError, RuntimeError)
+
+
+class TestRefusals:
+    @pytest.mark.skipif(not NO_CUDA, reason="there is a CUDA device")
+    def test_no_device(self) -> None:
+        with pytest.raises(PlanError, match=r"device 'cuda' is not there: torch .* finds no CUDA device"):
+            cuda_device("cuda")
+
+    @pytest.mark.parametrize("name", ["cuda:x", "cuda:", "gpu", "cuda:-1"])
+    def test_words_that_name_no_device(self, name: str) -> None:
+        with pytest.raises(PlanError, match=r"use 'virtual', 'cuda' or 'cuda:0'"):
+            cuda_device(name)
+
+    def test_a_number_that_is_not_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        with pytest.raises(PlanError, match=r"'cuda:7' is not there: there are 2 CUDA devices, 0 to 1"):
+            cuda_device("cuda:7")
+
+    def test_a_cap_larger_than_the_card(self, card: Card) -> None:
+        with pytest.raises(PlanError, match=r"--gpu-memory 2.00 GB is more than a card has \(1.00 GB\), by 1.00 GB"):
+            CudaBackend(torch.device("cpu"), limit_bytes=2 * 10**9)
+
+    def test_a_cap_leaves_room_for_what_is_not_torchs(self, card: Card) -> None:
+        backend = CudaBackend(torch.device("cpu"), limit_bytes=6 * 10**8)
+        assert backend.available_gpu_bytes() == 6 * 10**8
+        card.reserved = 10**8
+        assert backend.available_gpu_bytes() == 6 * 10**8
+
+    def test_a_model_on_another_device(self) -> None:
+        model = torch.nn.Linear(2, 2)
+        assert check_placement(model, torch.device("cuda", 0)) == torch.device("cpu")
+        assert check_placement(model.to("meta"), torch.device("cuda", 0)) == torch.device("cpu")
+        there = torch.device("xpu", 1)
+
+        class Elsewhere(torch.nn.Module):
+            def parameters(self, recurse: bool = True) -> Any:
+                class P:
+                    device = there
+
+                return iter([P()])
+
+        with pytest.raises(
+            ContractError, match=r"on a wrong device: its parameters are on xpu:1, the run is on cuda:0"
+        ):
+            check_placement(Elsewhere(), torch.device("cuda", 0))
+
+    def test_options(self, kit: Any) -> None:
+        with pytest.raises(PlanError, match="adam_threads=0 must be at least 1"):
+            DeviceOptions(adam_threads=0)
+        with pytest.raises(PlanError, match="gpu_memory=-5 must be at least 1"):
+            DeviceOptions(gpu_memory_bytes=-5)
+        with pytest.raises(PlanError, match="cuda has its own"):
+            open_backend("cuda", None, DeviceOptions(bandwidth=1e9))  # type: ignore[arg-type]
+        assert default_adam_threads() >= 1
+
+    def test_a_plan_for_more_memory_than_the_card_has(self, card: Card, kit: Any) -> None:
+        model, draw = kit.build("mlp")
+        plan = kit.tight_plan("tide", kit.workload_of(model, draw(torch.Generator())), Settings(clip=False))
+        card.memory_bytes = plan.gpu_budget_bytes // 2
+        with pytest.raises(DoesNotFit, match=r"gpu needs .* plan again with --gpu-memory .* short by"):
+            executor.prepare(model, plan, executor.AdamW(), backend=CudaBackend(torch.device("cpu")))
+        assert all(type(p) is torch.nn.Parameter for p in model.parameters())
+
+
+def test_buffers_move_once_and_come_back() -> None:
+    class Shared(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            table = torch.arange(4.0)
+            self.register_buffer("one", table)
+            self.register_buffer("two", table)
+
+    model = Shared()
+    back = move_buffers(model, torch.device("meta"))
+    assert model.one.is_meta
+    assert model.one is model.two
+    model = Shared()
+    back = move_buffers(model, torch.device("cpu"))
+    model.one.add_(1)
+    back()
+    assert model.two.tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "micro_batches", "clip"), [("tide", 1, 0.5), ("zero_offload", 2, 0.5), ("patrickstar", 1, None)]
+)
+def test_a_run_through_the_mapping(
+    kit: Any,
+    start: Callable[..., Any],
+    card: Card,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    micro_batches: int,
+    clip: float | None,
+) -> None:
+    """Every call of the backend, in a real run whose driver does each thing at once: right numbers, clean end."""
+    backend = CudaBackend(torch.device("cpu"), adam_threads=1)
+    monkeypatch.setattr(backend, "host_slab", lambda size: torch.zeros(size, dtype=torch.uint8))
+    run = start("mlp", policy, micro_batches=micro_batches, clip=clip, backend=backend)
+    mine, theirs = kit.train_both(
+        run.model, run.reference, run.optimizer, run.batches, steps=3, micro_batches=micro_batches
+    )
+    assert mine == pytest.approx(theirs, rel=1e-6)
+    run.session.drain()
+    timeline = run.session.timeline()
+    run.session.queues.resume()
+    assert timeline.iteration_s > 0
+    assert backend.copied_bytes["h2d"] > 0
+    assert run.session.deviations == 0
+    run.session.close()
+    assert backend.gate.pending_bytes == 0
+    for one, other in zip(run.model.parameters(), run.reference.model.parameters()):
+        assert kit.distance(one.detach(), other.detach()) <= 1e-6

@@ -1,0 +1,213 @@
+"""GPU memory on a CUDA device: what is reserved, who allocates and who waits in a steady iteration. Needs a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import executor
+from executor.cuda_blocks import block_bytes
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.errors import DoesNotFit, PlanError
+from pstar_sim.policy.registry import find_policy
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch finds none"),
+]
+
+MIB = 1 << 20
+LAYERS, WIDTH = 12, 2048  # 16 MiB a layer in fp32: chunks of several blocks of the allocator
+
+
+class Wide(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.square().mean()
+
+
+def batch(device: str = "cuda") -> torch.Tensor:
+    return torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(3)).to(device)
+
+
+def plan_of(kit: Any, policy: str, chunks: int, *, clip: bool = False) -> Plan:
+    """Room for that many chunks beside the highest tide."""
+    from executor.capture import capture_module
+
+    w = capture_module(Wide(), (batch("cpu"),), name="wide", batch=64, sequence=1)
+    room = w.peak_non_model_bytes + chunks * WIDTH * WIDTH * 4
+    return find_policy(policy)(w, kit.small_machine(room), Settings(clip=clip))
+
+
+def begin(plan: Plan, **options: Any) -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    spec = executor.AdamW(lr=1e-4, max_grad_norm=1.0 if plan.settings.clip else None)
+    model, optimizer = executor.prepare(Wide(), plan, spec, device="cuda", **options)
+    return model, optimizer, batch()
+
+
+def iterate(model: Any, optimizer: Any, x: torch.Tensor, count: int) -> None:
+    for _ in range(count):
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("policy", ["static_partition", "tide", "patrickstar"])
+def test_a_steady_iteration_allocates_nothing_and_the_training_thread_never_waits_for_the_device(
+    kit: Any, policy: str
+) -> None:
+    plan = plan_of(kit, policy, 5)
+    model, optimizer, x = begin(plan)
+    try:
+        iterate(model, optimizer, x, 6)
+        optimizer.session.drain()
+        optimizer.session.queues.resume()
+        before = torch.cuda.memory_stats()
+        host_before = host_allocations()
+        exchanges = optimizer.session.backend.exchanges
+        torch.cuda.set_sync_debug_mode("error")  # an operator that waits for the device raises, in whatever thread
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+            iterate(model, optimizer, x, 4)
+        torch.cuda.set_sync_debug_mode("default")
+        optimizer.session.drain()
+        after = torch.cuda.memory_stats()
+        assert host_allocations() == host_before
+        if optimizer.session.backend.exchanges == exchanges:
+            for key in ("num_device_alloc", "num_device_free", "num_alloc_retries"):
+                if key in after:
+                    assert after[key] == before[key], key
+            called = {event.name for event in profile.events()}
+            assert not called & {"cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost", "cudaDeviceSynchronize"}
+        else:  # the plan uses room at low tide that the highest tide needs: said, not hidden
+            assert policy == "tide"
+        optimizer.session.queues.resume()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        optimizer.session.close(restore=False)
+
+
+def host_allocations() -> int | None:
+    """Pinned allocations of this process; None before torch counts them."""
+    stats = getattr(torch.cuda, "host_memory_stats", None)
+    return None if stats is None else int(stats().get("num_host_alloc", 0))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(480)
+def test_reserved_stays_with_allocated_over_2000_steps(kit: Any) -> None:
+    plan = plan_of(kit, "static_partition", 4)
+    model, optimizer, x = begin(plan)
+    backend = optimizer.session.backend
+    most = 0
+    grow = backend.gate._grow
+
+    def watched(payload: torch.Tensor) -> None:
+        nonlocal most
+        grow(payload)
+        size = block_bytes(payload.numel() * payload.element_size())
+        most = max(most, backend.gate.held_bytes + backend.gate.pending_bytes + size)
+
+    backend.gate._grow = watched
+    try:
+        iterate(model, optimizer, x, 50)
+        torch.cuda.synchronize()
+        pool, reserved = backend.pool_bytes, torch.cuda.memory_reserved()
+        iterate(model, optimizer, x, 1950)
+        torch.cuda.synchronize()
+        assert backend.pool_bytes == pool
+        assert torch.cuda.memory_reserved() <= reserved
+        chunk = max(block_bytes(plan.layout.payload_bytes(c.index, "param")) for c in plan.layout.chunks)
+        assert pool <= most + chunk
+        assert backend.exchanges == 0
+    finally:
+        optimizer.session.close(restore=False)
+
+
+@pytest.mark.parametrize("policy", ["static_partition", "tide", "optimal"])
+def test_the_budget_is_reserved_bytes(kit: Any, policy: str) -> None:
+    """Peak of everything torch reserved during steady iterations: the plan's budget, and at most one chunk and the
+    allocator's rounding of activations (20 MiB pieces) more."""
+    plan = plan_of(kit, policy, 6)
+    torch.cuda.empty_cache()
+    outside = torch.cuda.memory_reserved()
+    model, optimizer, x = begin(plan)
+    try:
+        iterate(model, optimizer, x, 4)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        iterate(model, optimizer, x, 6)
+        torch.cuda.synchronize()
+        chunk = max(block_bytes(plan.layout.payload_bytes(c.index, "param")) for c in plan.layout.chunks)
+        workspace = 64 * MIB  # cuBLAS takes its own through torch: a fixed term of the catalog, not the plan's
+        assert torch.cuda.max_memory_reserved() - outside <= plan.gpu_budget_bytes + chunk + 20 * MIB + workspace
+    finally:
+        optimizer.session.close(restore=False)
+
+
+def test_memory_comes_back(kit: Any) -> None:
+    plan = plan_of(kit, "tide", 5)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    model, optimizer, x = begin(plan)
+    iterate(model, optimizer, x, 2)
+    optimizer.session.close(restore=False)
+    del model, optimizer, x
+    torch.cuda.synchronize()
+    workspace = 64 * MIB
+    assert torch.cuda.memory_allocated() - before <= workspace
+
+
+class TestTheCap:
+    def test_larger_than_the_card(self, kit: Any) -> None:
+        total = torch.cuda.mem_get_info()[1]
+        plan = plan_of(kit, "tide", 5)
+        with pytest.raises(PlanError, match=r"--gpu-memory .* is more than .* has"):
+            executor.prepare(Wide(), plan, executor.AdamW(), device="cuda", gpu_memory=total + 1)
+
+    def test_smaller_than_the_plan(self, kit: Any) -> None:
+        plan = plan_of(kit, "tide", 5)
+        taken = torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()
+        with pytest.raises(DoesNotFit, match="plan again with --gpu-memory"):
+            executor.prepare(
+                Wide(), plan, executor.AdamW(), device="cuda", gpu_memory=taken + plan.gpu_budget_bytes // 2
+            )
+
+    def test_a_plan_for_a_larger_card(self, kit: Any) -> None:
+        from dataclasses import replace
+
+        plan = plan_of(kit, "tide", 5)
+        larger = replace(plan, gpu_budget_bytes=2 * torch.cuda.mem_get_info()[1])
+        with pytest.raises(DoesNotFit, match="gpu needs"):
+            executor.prepare(Wide(), larger, executor.AdamW(), device="cuda", check=False)
+
+
+def test_copies_overlap_compute(kit: Any) -> None:
+    """Spans of the measured timeline, in the device's time: some copy runs while a moment computes, none before what it
+    waits for has ended."""
+    plan = plan_of(kit, "tide", 5)
+    model, optimizer, x = begin(plan)
+    try:
+        iterate(model, optimizer, x, 5)
+        optimizer.session.drain()
+        timeline = optimizer.session.timeline()
+        at = {(s.step, s.iteration): s for s in timeline.spans}
+        slack_s = 5e-5  # events of two streams are taken a few microseconds apart
+        for step in plan.steps:
+            for ref in step.after:
+                for iteration in range(timeline.iterations):
+                    one, other = at.get((step.id, iteration)), at.get((ref.id, iteration - ref.back))
+                    if one is not None and other is not None:
+                        assert one.start_s >= other.end_s - slack_s, (step, ref)
+        optimizer.session.queues.resume()
+    finally:
+        optimizer.session.close(restore=False)
