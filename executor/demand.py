@@ -170,7 +170,7 @@ class Demand:
         if not self.active and not self.visiting:
             if s.cursor < 0 and event.kind == "begin" and not torch.is_grad_enabled():
                 self.visit()
-            elif event.kind != "step":
+            elif event.kind != "step" or s.cursor >= 0:
                 self.leave(self._reason(event))
         if event.kind == "step":
             return
@@ -500,7 +500,8 @@ class Demand:
         self.active = False
         s.queues.jump(s.iteration)
         s.next_iteration(on_plan=False)
-        if not s.ladder.pending:  # otherwise everything stays where it is until there is a new plan
+        s.held = s.ladder.pending  # then everything stays where it is until there is a new plan
+        if not s.held:
             s.queues.resume()
 
     def _reach(self, wanted: frozenset[tuple[Place, int, str]]) -> None:

@@ -125,6 +125,7 @@ class Session:
         self.arrived: set[int] = set()  # the same, of the current iteration
         self.stepped = False  # optimizer.step() came after they arrived
         self.updated_early: set[int] = set()  # tensors whose eager update of this iteration is done
+        self.held = False  # nothing moves until there is a new plan
         self.guard: Guard | None = None
         self.ladder = Ladder(self)
         self._install(plan, arena, queues)
@@ -231,9 +232,10 @@ class Session:
         self.queues.allow(self.iteration)
         self.queues.resume()
 
-    def guard_memory(self) -> None:
-        """Watch every operator from now on, where the accelerator has a limit of its own."""
-        if self.guard is None and isinstance(self.backend, VirtualBackend) and self.backend.gpu_bytes is not None:
+    def guard_memory(self, *, always: bool = False) -> None:
+        """Watch every operator from now on, where the accelerator has a limit of its own (or always)."""
+        limited = isinstance(self.backend, VirtualBackend) and self.backend.gpu_bytes is not None
+        if self.guard is None and (limited or always):
             self.guard = Guard(self)
             self.guard.begin()
 
@@ -254,7 +256,7 @@ class Session:
         with unseen():
             if self.queues.failure is not None:
                 raise self.queues.failure
-            self.ladder.on_event()
+            self.ladder.on_event(event)
             if self.demand.visiting:
                 if not torch.is_grad_enabled() and event.kind in ("begin", "end"):
                     self.demand.on_event(event)
@@ -460,6 +462,7 @@ class Session:
                 "optimizer.step() twice for one backward: the gradients are gone after the first; run a backward in "
                 "between"
             )
+        self.ladder.check_whole()
         with unseen(), torch.no_grad():
             self.set_open(False)
             if not self.demand.active and self.cursor != len(self.names) - 2:
@@ -467,6 +470,7 @@ class Session:
             if self.demand.active:
                 self.demand.step()
                 self.clock.reset()
+                self.stepped = True
                 self.demand.replan()
             else:
                 self._step_on_plan()
@@ -499,6 +503,7 @@ class Session:
                 self.next_iteration()
                 return
         self.demand.step()
+        self.stepped = True
         self.demand.replan()
 
     def decide_scaling(self, update: Update) -> None:
@@ -671,7 +676,7 @@ class Session:
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
         """Updates of finished iterations are done and nothing moves inside; the queues go on afterwards."""
-        held = self.demand.active or self.demand.visiting  # they stand still already
+        held = self.held or self.demand.active or self.demand.visiting  # they stand still already
         if not held:
             self.drain()
         try:
@@ -821,6 +826,7 @@ class Session:
         )
         with torch.no_grad():
             self.drain()
+            self.held = True
             old, contents, queues = self.arena, self.contents, self.queues
             steps_taken = contents.steps_taken
             lists = plan.layout.state_lists
@@ -845,6 +851,7 @@ class Session:
             for (t, name), value in states.items():
                 self._write_state(t, name, value)
             self.contents.steps_taken.update(steps_taken)
+        self.held = False
         self.start()
 
     # -- deviations ---------------------------------------------------------------------------------------------------

@@ -31,7 +31,8 @@ TRIES = 8
 
 
 class Guard(LiveStorages):  # type: ignore[no-untyped-call]
-    """Watches the iterations of one session from `begin` to `end`; between iterations it only passes on."""
+    """Watches what runs inside the model's modules and in backward, from `begin` to `end`. What else a loop does (a
+    loss of its own, an evaluation's figures) counts where the model's operators or backward meet it."""
 
     def __init__(self, session: Session) -> None:
         super().__init__([], session.model.buffers(), costs=False, device=session.backend.device)
@@ -63,9 +64,16 @@ class Guard(LiveStorages):  # type: ignore[no-untyped-call]
         self._entered = False
 
     @property
+    def counts(self) -> bool:
+        """The accelerator goes by what is counted here, so that nothing else is held."""
+        return self._counts is not None and self._counts.gpu_bytes is not None
+
+    @property
     def watches(self) -> bool:
         s = self._session
-        return self._entered and not s.closed and (s.cursor >= 0 or s.demand.active or s.demand.visiting)
+        if not self._entered or s.closed or s.ladder.given_up or not s.clock.inside:
+            return False
+        return s.cursor >= 0 or s.demand.active or s.demand.visiting
 
     def closes_moment(self) -> int:
         """Most bytes alive since the last call."""

@@ -18,17 +18,25 @@ each moment is known. Elsewhere only the refusal is: then the budget shrinks to 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, overload
 
+import torch
+
 from executor.arena import check_gpu_memory
+from executor.hooks import Event
+from executor.measure import unseen
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.errors import DoesNotFit, OutOfMemory
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Place
+from pstar_sim.errors import ContractError, DoesNotFit, OutOfMemory
 from pstar_sim.policy.options import options_of, show, split_spec
 from pstar_sim.policy.registry import find_policy
-from pstar_sim.units import format_bytes
-from pstar_sim.workload.workload import Workload
+from pstar_sim.python310 import add_note
+from pstar_sim.units import format_bytes, parse_bytes
+from pstar_sim.workload.workload import Phase, Workload
 
 if TYPE_CHECKING:
     from executor.engine import Session
@@ -74,12 +82,14 @@ class Ladder(Sequence[Rung]):
     def __init__(self, session: Session) -> None:
         self.session = session
         self.pending = False
+        self.given_up = False  # the iteration in progress does not fit, whatever is done
         self.level = -1
         self.measured: dict[int, int] = {}
         self.unforeseen_bytes = 0
         self._rungs: list[Rung] = []
         self._error: OutOfMemory | None = None
         self._budget = 0  # what the accelerator turned out to have for chunks and the tide
+        self._made: Plan | None = None  # the last plan the ladder made
         self._known: tuple[int, tuple[int, ...]] | None = None  # (budget, tide) the last plan was made for
 
     @overload
@@ -97,9 +107,13 @@ class Ladder(Sequence[Rung]):
 
     # -- inside an iteration ------------------------------------------------------------------------------------------
 
-    def on_event(self) -> None:
+    def on_event(self, event: Event) -> None:
         """Before each event: what was seen since the last one, and what a queue is short of."""
         s = self.session
+        if self.given_up and event.kind == "begin" and event.phase is Phase.FWD:
+            self.check_whole()
+            with torch.no_grad():
+                s.demand.discard()
         if s.guard is not None:
             peak = s.guard.closes_moment()
             moment = s.demand.moment if s.demand.active else s.cursor
@@ -111,6 +125,14 @@ class Ladder(Sequence[Rung]):
             self.climb(s.queues.short)
         elif self.pending and s.cursor < 0 and not s.demand.active:
             self.replan()
+
+    def check_whole(self) -> None:
+        """Raise ContractError if an iteration that did not fit has left some of its gradients."""
+        if self.given_up and self.session.arrived:
+            raise ContractError(
+                "the iteration that ran out of memory has left some of its gradients; call optimizer.zero_grad() and "
+                "run its forward and backward again"
+            )
 
     def note(self, error: OutOfMemory, done: str, alive_bytes: int | None = None) -> None:
         """Memory ran out; a new plan is due. alive_bytes: non-model bytes there have to be, if they are known."""
@@ -150,6 +172,34 @@ class Ladder(Sequence[Rung]):
         if not s.demand.active:
             s.demand.leave(f"out of memory: {error.what} in moment {s.cursor}")
 
+    def recover(self, error: OutOfMemory | torch.OutOfMemoryError) -> None:
+        """An operator of the loop's own forward or backward was refused memory and the error came out of it (a CUDA
+        allocation inside an operator; on a virtual accelerator the guard sees to it). Call this from the loop: the
+        iteration's gradients are dropped, nothing of it has updated anything, the next plan is made for less, and the
+        loop runs the iteration's micro-batches again, as `executor.training.train_step` does. Operators are watched
+        from then on. Raises the error itself where eager updates of this iteration have been made."""
+        s = self.session
+        if s.updated_early:
+            add_note(error, "it cannot be run again: AdamW(eager=True) has updated parameters inside its backward")
+            raise error
+        if not isinstance(error, OutOfMemory):
+            error = OutOfMemory(
+                what="an operator",
+                asked_bytes=_asked(str(error)),
+                payload_bytes=s.arena.payload_bytes(Place.GPU),
+                other_bytes=s.arena.tide_bytes,
+                limit_bytes=s.backend.available_gpu_bytes(),
+            )
+        s.guard_memory(always=True)
+        self.note(error, "the iteration is given up, to be run again")
+        with unseen(), torch.no_grad():
+            if s.cursor >= 0 or s.demand.active:
+                s.demand.discard()
+            else:
+                self.replan()
+        s.consumed.clear()
+        s.arrived.clear()
+
     def give_back(self, error: OutOfMemory, *, needed: set[int], alive_bytes: int | None = None) -> None:
         """What an operator or a chunk off plan asked for was refused: make room for it. alive_bytes: as in `note`.
         Raises DoesNotFit if that cannot be."""
@@ -168,6 +218,8 @@ class Ladder(Sequence[Rung]):
                 words.append(f"moved the optimizer states of {len(moved)} chunks to the host ({format_bytes(more)}) ")
         self.note(error, "and ".join(words).strip() or "nothing is left to give back", alive_bytes)
         if freed < short:
+            self.given_up = True
+            s.clock.reset()  # the forward that runs ends with the error
             raise self._does_not_fit(error, short - freed)
 
     def _does_not_fit(self, error: OutOfMemory, short: int) -> DoesNotFit:
@@ -193,6 +245,12 @@ class Ladder(Sequence[Rung]):
         two iterations with the values of the last whole step, and tries again at the next."""
         s = self.session
         assert s.cursor < 0 and not s.demand.active and not s.demand.visiting
+        self.given_up = False
+        if not s.held:
+            s.drain()
+            s.held = True
+        if s.plan is not self._made:  # somebody else made a plan since
+            self.level, self._known = -1, None
         workload, budget = self._workload(), self._available()
         known = (budget, tuple(m.peak_bytes for m in workload.moments))
         first = max(self.level, 0) if known != self._known else self.level + 1
@@ -212,7 +270,7 @@ class Ladder(Sequence[Rung]):
                 log.warning("rung %r (%s): %s", RUNGS[level], spec, error)
                 last = error
                 continue
-            self.level, self._known, self.pending = level, known, False
+            self.level, self._known, self._made, self.pending = level, known, plan, False
             self.unforeseen_bytes = 0
             done = (
                 f"new plan by {spec} (rung {RUNGS[level]!r}) for {format_bytes(budget)} and a tide of at most "
@@ -222,6 +280,7 @@ class Ladder(Sequence[Rung]):
             log.warning("iteration %d: %s", s.iteration, done)
             s.deviation_log.append(f"iteration {s.iteration}: {done}")
             return
+        s.clock.reset()  # a forward that was about to begin does not
         refused = self._error
         assert refused is not None
         raise DoesNotFit(
@@ -234,15 +293,15 @@ class Ladder(Sequence[Rung]):
         ) from last
 
     def _available(self) -> int:
-        """Bytes a new plan may count on."""
+        """Bytes a new plan may count on: what the accelerator has, or, where that would change nothing and the tide is
+        not counted, an eighth less than before (at least what was asked for): fragments, or a tide above the plan's."""
         s = self.session
         budget = s.plan.gpu_budget_bytes
         limit = s.backend.available_gpu_bytes()
-        if limit is not None:
-            budget = min(budget, limit)
-        if s.guard is None or limit is None:
-            budget = min(budget, s.arena.gpu_budget_bytes)
-        return budget
+        if limit is not None and (limit < budget or (s.guard is not None and s.guard.counts)):
+            return min(budget, limit)
+        asked = self._error.asked_bytes if self._error is not None else 0
+        return max(0, budget - max(asked, budget // 8))
 
     def _workload(self) -> Workload:
         """The plan's, with the tide that was measured where it was higher."""
@@ -252,6 +311,14 @@ class Ladder(Sequence[Rung]):
             for i, m in enumerate(w.moments)
         )
         return w if moments == w.moments else replace(w, moments=moments)
+
+
+def _asked(text: str) -> int:
+    """Bytes that torch's message says it tried to allocate; 0 where it does not say."""
+    found = re.search(r"allocate ([0-9.]+) ?([KMGT]i?B|bytes)", text)
+    if found is None:
+        return 0
+    return parse_bytes(found[1] + found[2].replace("bytes", "B"))
 
 
 def with_gpu_budget(machine: Machine, budget_bytes: int) -> Machine:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from executor.models import forward_loss
-from pstar_sim.errors import ModelError
+from pstar_sim.errors import ModelError, OutOfMemory
 
 __all__ = ["StepReport", "train", "train_step"]
 
@@ -37,21 +37,61 @@ def train_step(
     number: int = 0,
 ) -> float:
     """One step of the usual loop: every micro-batch forward and backward, then step and zero_grad. Returns the mean
-    loss. Raises ModelError when a loss is not finite, before its backward. number: of the step, for the message."""
-    total = 0.0
-    for _ in range(micro_batches):
-        loss = forward_loss(model, next(batches)) / micro_batches
-        value = float(loss.detach())
-        if not math.isfinite(value):
-            raise ModelError(
-                f"the loss is {value} at step {number}; lower the learning rate (--lr), clip gradients (--clip) "
-                "or use fp32, and start again from the last good state"
-            )
-        loss.backward()  # type: ignore[no-untyped-call]
-        total += value
+    loss. Raises ModelError when a loss is not finite, before its backward. number: of the step, for the message.
+
+    Where the accelerator refuses memory inside an operator, a prepared model climbs its ladder (`ladder.py`) and the
+    same micro-batches run again, with the same random numbers.
+    """
+    drawn: list[Any] = []
+    before = _Before(model)
+    while True:
+        try:
+            total = 0.0
+            for i in range(micro_batches):
+                if i == len(drawn):
+                    drawn.append(next(batches))
+                total += _micro_batch(model, drawn[i], micro_batches, number)
+            break
+        except (OutOfMemory, torch.OutOfMemoryError) as error:
+            session = getattr(optimizer, "session", None)
+            if session is None:
+                raise
+            refused = error.with_traceback(None)  # its frames hold what the forward left
+        session.ladder.recover(refused)
+        before.restore()
     optimizer.step()
     optimizer.zero_grad()
     return total
+
+
+def _micro_batch(model: torch.nn.Module, batch: Any, micro_batches: int, number: int) -> float:
+    loss = forward_loss(model, batch) / micro_batches
+    value = float(loss.detach())
+    if not math.isfinite(value):
+        raise ModelError(
+            f"the loss is {value} at step {number}; lower the learning rate (--lr), clip gradients (--clip) "
+            "or use fp32, and start again from the last good state"
+        )
+    loss.backward()  # type: ignore[no-untyped-call]
+    return value
+
+
+class _Before:
+    """What a forward changes beside gradients: random numbers, and the running figures of normalisations."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._NormBase)]
+        self._buffers = [(b, b.clone()) for m in norms for b in m.buffers(recurse=False)]
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
 
 
 def train(

@@ -269,6 +269,8 @@ def check_workload(w: Workload) -> None:
             raise bad(f"moments[{i}].micro_batch", m.micro_batch, f"there are {w.micro_batches} micro-batches")
         if m.duration_s is not None and not 0 <= m.duration_s < float("inf"):
             raise bad(f"moments[{i}].duration_s", m.duration_s, "it must be a finite number of seconds")
+    if w.optimizer.dram_bytes_per_param < 1:
+        raise bad("optimizer.dram_bytes_per_param", w.optimizer.dram_bytes_per_param, "it must be at least 1")
     names = [name for name, _ in w.optimizer.state_bytes]
     for i, (name, size) in enumerate(w.optimizer.state_bytes):
         if names.index(name) < i or name in _WORKING_LISTS:
