@@ -587,7 +587,6 @@ class Demand:
                 s.ladder.note(error, "a new plan is made from where everything is")
         self.visiting = False
         self._before_visit = None
-        s.clock.evaluation_ended()
         if s.ladder.pending:
             s.ladder.replan()
         else:

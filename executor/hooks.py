@@ -62,7 +62,8 @@ class MomentClock:
     """Calls `on_event(event)` at every event of `model` until `close()`. Costs a few microseconds an event.
 
     wrap: applied to each hook (`executor.compiled.untraced`). inside: a unit's forward is open or a backward runs.
-    micro_batch: of the current moment, from 0; `step()` starts the count anew.
+    micro_batch: of the current moment, from 0; `step()` starts the count anew. All forwards up to a backward are of one
+    micro-batch (a loss may compare two).
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class MomentClock:
         self._wrap = wrap
         self.micro_batch = 0
         self._on_event = on_event
-        self._forwards = 0  # root forwards since the last step
+        self._turns = 0  # backwards that ended since the last step
         self._open = 0  # units whose forward is open, outside backward
         self._callback_due = False
         self._in_one = False  # several calls of autograd are one backward
@@ -100,13 +101,8 @@ class MomentClock:
 
     def reset(self) -> None:
         """Count micro-batches from 0 again (after an iteration that was given up, or an evaluation)."""
-        self._forwards = 0
+        self._turns = 0
         self._open = 0
-
-    def evaluation_ended(self) -> None:
-        """The forward that begins is the first of an iteration: those before it were no micro-batches."""
-        self._forwards = min(self._forwards, 1)
-        self.micro_batch = 0
 
     @contextlib.contextmanager
     def one_backward(self) -> Iterator[None]:
@@ -138,8 +134,7 @@ class MomentClock:
                 if name == "":
                     self._callback_due = False  # a backward that raised never ended
                     self._open = 0
-                    self.micro_batch = self._forwards
-                    self._forwards += 1
+                    self.micro_batch = self._turns
                 self._open += 1
             self._on_event(Event("begin", name, word, phase, self.micro_batch))
 
@@ -189,6 +184,7 @@ class MomentClock:
     def _backward_end(self) -> None:
         if self._callback_due:
             self._callback_due = False
+            self._turns += 1
             self._on_event(Event("backward-end", "", "backward-end", Phase.BWD, self.micro_batch))
 
 

@@ -58,6 +58,8 @@ class AdamW:
         if self.state_dtype not in STATE_DTYPES.values():
             raise PlanError(f"AdamW: state_dtype={self.state_dtype} is not known; use torch.float32 or torch.bfloat16")
         loss_scale_for(self.loss_scale, ())
+        if self.params_or_groups is not None:  # `model.parameters()` can be read once only
+            object.__setattr__(self, "params_or_groups", _read(self.params_or_groups))
         _check_numbers({name: getattr(self, name) for name in _NUMBERS})
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
@@ -76,6 +78,17 @@ class AdamW:
                     raise PlanError("AdamW: amsgrad and maximize are not supported")
             return groups
         return [{"params": rows}]
+
+
+def _read(params_or_groups: Iterable[Any]) -> tuple[Any, ...]:
+    """The same as tuples."""
+
+    def group(row: Any) -> Any:
+        if not isinstance(row, Mapping) or isinstance(row.get("params"), torch.Tensor) or "params" not in row:
+            return row
+        return {**row, "params": tuple(row["params"])}
+
+    return tuple(group(row) for row in params_or_groups)
 
 
 def _check_numbers(numbers: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from executor.compiled import eagerly
 from executor.device import synchronized
 from executor.engine import Session
 from executor.hooks import tensors_of
@@ -91,6 +92,7 @@ def record(
 
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with contextlib.ExitStack() as stack:
+        stack.enter_context(eagerly())
         stack.callback(session.close)
         stack.callback(_restore, buffers)
         stack.enter_context(torch.random.fork_rng(devices=devices))

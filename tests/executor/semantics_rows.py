@@ -52,8 +52,9 @@ class Case:
     forward and backward. between(model, step): what happens after each step, on both models alike;
     between_micro_batches: after each backward. recorded: the workload comes from a recorded iteration (fake tensors
     cannot run the model). on_plan: no deviation is expected. scale: AdamW's loss_scale (half_scale: in fp16 only).
-    variable(step, batch): another batch for some steps. cast(model, dtype): makes the model of that dtype.
-    after_prepare(model): done to both models then. check(session): at the end. spare_bytes: gpu memory more than tight.
+    variable(step, batch): another batch for some steps. cast(model, dtype): makes the model of that dtype. driven:
+    session.step runs the iterations. after_prepare(model): done to both models then. check(session): at the end.
+    spare_bytes: gpu memory more than tight.
     """
 
     model: nn.Module
@@ -78,6 +79,7 @@ class Case:
     spare_bytes: int = 0
     cast: Callable[[nn.Module, torch.dtype], nn.Module] = nn.Module.to
     between_micro_batches: Callable[[nn.Module, int], Any] | None = None
+    driven: bool = False
 
 
 @dataclass(frozen=True)
@@ -243,9 +245,11 @@ def _train(
     mine: list[float] = []
     theirs: list[float] = []
     for step in range(case.steps):
-        for micro_batch in range(case.micro_batches):
-            batch = draw(generator, step)
+        batches = [draw(generator, step) for _ in range(case.micro_batches)]
+        for micro_batch, batch in enumerate(batches):
             for losses, module in ((mine, model), (theirs, plain.model)):
+                if case.driven and module is model:
+                    continue
                 torch.manual_seed(1000 * step + micro_batch)
                 with case.inside():
                     loss = case.loss(module, batch) / case.micro_batches
@@ -257,8 +261,12 @@ def _train(
             if case.between_micro_batches is not None:
                 seen = [case.between_micro_batches(module, step) for module in (model, plain.model)]
                 assert torch.equal(*seen), "an evaluation between micro-batches differs"
-        optimizer.step()
-        optimizer.zero_grad()
+        if case.driven:
+            mine.append(optimizer.session.step(batches, loss=case.loss).loss)
+            theirs[step:] = [sum(theirs[step:])]
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
         plain.step()
         for schedule in schedules:
             schedule.step()
@@ -388,6 +396,23 @@ class Twice(Stack):
         for i in (0, 1, 2, 2, 3, 4, 0):
             x = torch.tanh(self.layers[i](x)) + x
         return square(x)
+
+
+class Pair(Stack):
+    """An encoder; the loop calls it on two inputs and compares."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + x
+        return x
+
+
+def pairs(draw: torch.Generator) -> Any:
+    return {"a": torch.randn(3, 40, generator=draw), "b": torch.randn(3, 40, generator=draw)}
+
+
+def between_two(model: nn.Module, batch: Any) -> torch.Tensor:
+    return square(model(batch["a"]).float() - model(batch["b"]).float())
 
 
 class Outside(Stack):
@@ -618,6 +643,14 @@ def compiled(backend: str, whole: bool) -> Callable[[nn.Module], None]:
     return apply
 
 
+def compiled_blocks() -> nn.Module:
+    """Blocks replaced by compiled ones: their parameters have other names."""
+    model = Stack()
+    for number, layer in enumerate(model.layers):
+        model.layers[number] = torch.compile(layer, backend="aot_eager")
+    return model
+
+
 def transformer(kind: str, **numbers: Any) -> Callable[[], nn.Module]:
     """A tiny transformers model by the names of its config and model class."""
 
@@ -776,6 +809,9 @@ ROWS = [
             model=gpt2(), draw=text(), variable=longer, on_plan=False, steps=6, spare_bytes=900_000, check=planned_anew
         ),
     ),
+    Row("session.step", lambda: Case(model=gpt2(), draw=text(), driven=True, micro_batches=2, clip=0.5)),
+    Row("two forwards, one backward", lambda: Case(model=Pair(), draw=pairs, loss=between_two)),
+    Row("torch.compile before prepare", lambda: Case(model=compiled_blocks(), draw=vectors(), inside=quietly)),
     Row(
         "torch.compile of blocks",
         lambda: Case(model=Stack(), draw=vectors(), after_prepare=compiled("aot_eager", False), inside=quietly),

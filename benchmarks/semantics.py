@@ -1,0 +1,93 @@
+"""The semantics table: every row of tests/executor/semantics_rows.py x dtype x policy beside plain PyTorch.
+
+Prints, for each row and dtype, the largest relative difference of losses, parameters, master copies, moments and
+buffers over all policies, and writes every cell to benchmarks/results/semantics.json. Exit status 1 if a cell fails.
+
+    python benchmarks/semantics.py [--only TEXT] [--policy NAME ...] [--no-result]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+from _results import write_result
+
+
+def load_rows() -> Any:
+    path = Path(__file__).parent.parent / "tests" / "executor" / "semantics_rows.py"
+    spec = importlib.util.spec_from_file_location("semantics_rows", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["semantics_rows"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--policy", nargs="+", help="these policies instead of all")
+    parser.add_argument("--no-result", action="store_true", help="do not write the result file")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    rows = load_rows()
+    cells: list[dict[str, Any]] = []
+    failed, started_s = 0, time.perf_counter()
+    print(f"{'row':<42}" + "".join(f"{dtype:>26}" for dtype in rows.DTYPES))
+    for row in rows.ROWS:
+        if args.only not in row.name:
+            continue
+        shown = []
+        for dtype in rows.DTYPES:
+            if dtype in row.exceptions:
+                cells.append({"row": row.name, "dtype": dtype, "exception": row.exceptions[dtype]})
+                shown.append("exception *")
+                continue
+            found: list[tuple[float, str]] = []
+            for policy in args.policy or row.policies:
+                cell: dict[str, Any] = {"row": row.name, "dtype": dtype, "policy": policy}
+                cells.append(cell)
+                try:
+                    result = rows.run_cell(row, dtype, policy)
+                except Exception as error:  # a cell that fails is a line of the table, the others still run
+                    cell["error"] = f"{type(error).__name__}: {error}"
+                    found.append((float("inf"), policy))
+                    failed += 1
+                    continue
+                cell |= {
+                    "losses": result.losses, "parameters": result.parameters, "moments": result.moments,
+                    "buffers": result.buffers, "deviations": result.deviations, "skipped_steps": result.skipped_steps,
+                }  # fmt: skip
+                found.append((result.worst, policy))
+                failed += not result.worst <= rows.TOLERANCE
+            worst, policy = max(found)
+            shown.append("FAILED " + policy if worst == float("inf") else f"{worst:.1e}" + f" {policy}" * (worst > 0))
+        print(f"{row.name:<42}" + "".join(f"{text:>26}" for text in shown), flush=True)
+    ran = [cell for cell in cells if "losses" in cell]
+    worst = max((max(c["losses"], c["parameters"], c["moments"], c["buffers"]) for c in ran), default=0.0)
+    exact = sum(not any(c[key] for key in ("losses", "parameters", "moments", "buffers")) for c in ran)
+    for cell in cells:
+        if "exception" in cell:
+            print(f"* {cell['row']}, {cell['dtype']}: {cell['exception']}")
+        if "error" in cell:
+            print(f"FAILED {cell['row']}, {cell['dtype']}, {cell['policy']}: {cell['error'][:300]}")
+    print(
+        f"{len(ran)} runs in {time.perf_counter() - started_s:.0f} s, {exact} equal to the bit, largest relative "
+        f"difference {worst:.1e} (allowed {rows.TOLERANCE:.0e}), {failed} failed"
+    )
+    if not args.no_result:
+        figures = {"runs": len(ran), "equal_to_the_bit": exact, "largest_relative_difference": worst, "failed": failed}
+        write_result("semantics", {**figures, "tolerance": rows.TOLERANCE, "cells": cells})
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
