@@ -38,7 +38,7 @@ copy", padding, whole chunks, accumulation on the host, loss of overlap) only ma
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -49,20 +49,22 @@ from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import PlanError
+from pstar_sim.planner.stash_bound import stash_bound_s
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import DTYPE_BYTES, Phase, Workload, activations_text
 
 __all__ = ["NAMES", "Bound", "Facts", "bound_reason", "lower_bound", "relative_to"]
 
 Array = NDArray[np.float64]
+STASHES = "stashes"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
     """seconds: no schedule of this setting is faster. binding: its largest term ("compute", "adam", "barrier", "h2d",
-    "d2h", "link", "dram"; a tie goes to the first of these). terms: every term at the best numbers of parameters whose
-    states stay on the gpu (`pinned_params`) or visit it (`streamed_params`). max_pinned_params: how many would fit.
-    method: "closed form" or "fluid LP". notes: what went wrong on the way, for people."""
+    "d2h", "link", "dram", "stashes"; a tie goes to the first of these). terms: every term at the best numbers of
+    parameters whose states stay on the gpu (`pinned_params`) or visit it (`streamed_params`). max_pinned_params: how
+    many would fit. method: "closed form" or "fluid LP". notes: what went wrong on the way, for people."""
 
     seconds: float
     binding: str
@@ -103,6 +105,27 @@ def lower_bound(
     if reason is not None:
         raise PlanError(reason)
     cost = cost or CostModel(workload, machine, layout)
+    bound = _without_stashes(workload, machine, settings, layout, cost, max_pinned=max_pinned, stream=stream)
+    if workload.stashes:
+        seconds = stash_bound_s(workload, cost)
+        terms = {**bound.terms, STASHES: seconds}
+        bound = replace(bound, terms=terms)
+        if seconds > bound.seconds:
+            bound = replace(bound, seconds=seconds, binding=STASHES)
+    return bound
+
+
+def _without_stashes(
+    workload: Workload,
+    machine: Machine,
+    settings: Settings,
+    layout: Layout,
+    cost: CostModel,
+    *,
+    max_pinned: int | None,
+    stream: bool,
+) -> Bound:
+    """The bound of everything but the waits for stashes ([Note: the bound of stashes] in stash_bound.py)."""
     facts = Facts(workload, machine, layout, cost)
     barrier = settings.barrier(workload.dtype) is not None
     limit = np.inf if max_pinned is None else max_pinned + float(facts.params[facts.small].sum())

@@ -33,8 +33,8 @@ from pstar_sim.errors import DoesNotFit, TraceError
 from pstar_sim.planner.bounds import bound_reason, lower_bound
 from pstar_sim.planner.compare import plan_and_play
 from pstar_sim.planner.memory import shortage
+from pstar_sim.planner.stash_bound import stash_bound_s
 from pstar_sim.policy.registry import Policy, find_policy
-from pstar_sim.policy.stashes import StashMoves
 from pstar_sim.units import format_s
 from pstar_sim.workload.mixing import block_names, mix_blocks, offload_blocks
 from pstar_sim.workload.workload import Workload, activations_text, repeat_micro_batch
@@ -188,7 +188,7 @@ class _Race:
         usual = build_layout(workloads[0], chunk_bytes=settings.chunk_bytes, ranks=len(machine.ranks)).chunk_bytes
         self.usual = replace(settings, chunk_bytes=usual)
         self.layouts = {id(w): build_layout(w, chunk_bytes=usual, ranks=len(machine.ranks)) for w in workloads}
-        self.least_s = {id(w): _least_s(w, CostModel(w, machine, self.layouts[id(w)])) for w in workloads}
+        self.least_s = {id(w): stash_bound_s(w, CostModel(w, machine, self.layouts[id(w)])) for w in workloads}
         self.promise_s = dict(self.least_s)
         self.planned: Counter[int] = Counter()  # by number of micro-batches
         self.best: tuple[float, Plan] | None = None
@@ -256,24 +256,6 @@ class _Race:
         if self.searching and enough:
             return f"others promised more (its bound is {format_s(promise)})"
         return ""
-
-
-def _least_s(w: Workload, cost: CostModel) -> float:
-    """Seconds of the moments with the copies of stashes they wait for, nothing else on the link: no plan is faster. (A
-    stash that is made earlier is also waited for earlier, out and in, so first come, first served is the best order.)
-    """
-    moves = StashMoves(w)
-    copies = [(cost.transfer_s(s.bytes, "d2h"), cost.transfer_s(s.bytes, "h2d")) for s in w.stashes]
-    out_s, in_s = [0.0] * len(copies), [0.0] * len(copies)  # when each copy has ended
-    clock = down = up = 0.0
-    for m, seconds in enumerate(cost.moments_s):
-        waits = [out_s[n] for n in moves.gone.get(m, ())] + [in_s[n] for n in moves.needed.get(m, ())]
-        clock = max(clock, *waits, 0.0) + seconds
-        for n in moves.made.get(m, ()):
-            down = out_s[n] = max(clock, down) + copies[n][0]
-        for n in moves.back.get(m, ()):
-            up = in_s[n] = max(clock, up, out_s[n]) + copies[n][1]
-    return clock
 
 
 def _left_out(workloads: Sequence[Workload]) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from pstar_sim.core.plan import STASHES, Plan, Settings, load_plan
 from pstar_sim.core.slabs import host_room, stash_key
 from pstar_sim.core.step import Kind, Place, Ref, Step, from_text, to_text
 from pstar_sim.errors import DoesNotFit, PlanError, TraceError
+from pstar_sim.planner.bounds import lower_bound
 from pstar_sim.planner.explain import explain
 from pstar_sim.planner.memory import memory_need
 from pstar_sim.policy.registry import built_in, find_policy
@@ -179,6 +180,8 @@ def test_the_seconds_worked_out_by_hand(name: str, machine: Machine) -> None:
     (at 15). Moment 9 ends at 15: layer 0 is back at 16.5, before moment 11 (at 17), which ends at 19."""
     plan = find_policy(name)(offloaded(), machine, EAGER)
     assert play(plan).iteration_s == pytest.approx(19.0, rel=1e-6)
+    bound = lower_bound(offloaded(), machine, EAGER, plan.layout)
+    assert (bound.seconds, bound.binding) == (pytest.approx(19.0, rel=1e-9), "stashes")
     assert "2 blocks offloaded" in explain(plan, play(plan))
 
 

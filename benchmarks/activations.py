@@ -1,0 +1,85 @@
+"""What it is worth to choose block by block: the fastest plan of `optimal` where all blocks keep or all recompute their
+activations, where the last blocks keep and the others recompute, and where blocks may also be offloaded.
+
+bf16 (fp16 on v100-32), update eager, no clipping, one micro-batch. Prints a row a case with what was chosen, writes
+results/activations.json, and fails if a wider choice is ever slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from _results import write_result
+
+import pstar_sim as ps
+from pstar_sim.cli.inputs import default_dtype
+from pstar_sim.core.plan import Settings
+from pstar_sim.errors import DoesNotFit
+from pstar_sim.planner.variants import Chosen, candidates, choose
+from pstar_sim.workload.workload import Workload, activations_text
+
+CASES = (
+    ("llama-3-8b", 8192, 2, "a100-80"),
+    ("llama-7b", 2048, 8, "v100-32"),
+    ("4B", 1024, 16, "rtx4090"),
+    ("1B", 1024, 8, "rtx4090"),
+    ("NV_39B", 1024, 8, "a100-80"),
+)
+TOLERANCE = 0.02  # a wider choice is searched with the same effort
+
+
+def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    settings = Settings(update="eager", clip=False)
+    rows: list[dict[str, object]] = []
+    wrong = 0
+    print(
+        "| model | sequence | batch | machine | all alike | kept or recomputed | also offloaded | gain | CPU | chosen |"
+    )
+    print("|---|---:|---:|---|---:|---:|---:|---:|---:|---|")
+    for model, sequence, batch, name in CASES:
+        machine = ps.machine(name)
+        dtype = default_dtype(machine)
+        plain = [ps.preset(model, batch=batch, seq=sequence, dtype=dtype, checkpointing=c) for c in (True, False)]
+        every = candidates(plain, batch)
+        sets = {
+            "all alike": [w for w in every if not w.activations],
+            "kept or recomputed": [w for w in every if not w.stashes],
+            "also offloaded": list(every),
+        }
+        seconds: dict[str, float | None] = {}
+        chosen: Chosen | None = None
+        begin_s = time.process_time()
+        for what, among in sets.items():
+            chosen = _chosen(among, machine, settings)
+            seconds[what] = chosen.iteration_s if chosen is not None else None
+        cpu_s = time.process_time() - begin_s
+        known = [s for s in seconds.values() if s is not None]
+        if not known or chosen is None:
+            print(f"| {model} | {sequence} | {batch} | {name} | does not fit |")
+            continue
+        wrong += known[-1] > min(known) * (1 + TOLERANCE)
+        gain = 1 - known[-1] / known[0]
+        how = activations_text(chosen.workload).removeprefix("activations ").removeprefix("of ")
+        cells = [f"{s:.3f} s" if s is not None else "-" for s in seconds.values()]
+        print(
+            f"| {model} | {sequence} | {batch} | {name} | {' | '.join(cells)} | {gain:.1%} | {cpu_s:.1f} s | {how} |",
+            flush=True,
+        )
+        rows.append({"model": model, "sequence": sequence, "batch": batch, "machine": name, "chosen": how,
+                     "seconds": seconds, "gain": gain, "cpu_s": cpu_s})  # fmt: skip
+    write_result("activations", {"rows": rows})
+    return 1 if wrong else 0
+
+
+def _chosen(among: list[Workload], machine: ps.Machine, settings: Settings) -> Chosen | None:
+    try:
+        return choose(among, machine, settings)
+    except DoesNotFit:
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
