@@ -9,7 +9,7 @@ the goal allows for reading; what reading takes is one piece of 16 MiB. Measured
 mark is reset just before `prepare` (ru_maxrss where the system does not allow that); files are read with pread, so that
 their pages are the system's and no memory of the process.
 
-Beside it: saving and loading a checkpoint (which take one piece each), three steps of training, and the ordinary way,
+Beside it: saving and loading a checkpoint (which take one piece each), a step of training, and the ordinary way,
 where the model is in memory first.
 """
 
@@ -55,7 +55,7 @@ def make(folder: Path) -> None:
     """The weights in both dtypes, in shards."""
     from executor.models import TORCH_DTYPES, build
 
-    model = build("gpt2", batch=1, sequence=128, dtype="fp32").module
+    model = build("gpt2", batch=1, sequence=16, dtype="fp32").module
     for name in ("fp32", "bf16"):
         model.to(TORCH_DTYPES[name]).save_pretrained(folder / name, max_shard_size=SHARD)  # type: ignore[operator]
 
@@ -66,13 +66,13 @@ def plan(policy: str, dtype: str, gpu_memory: str, path: Path) -> None:
     from pstar_sim.core.plan import Settings
     from pstar_sim.policy.registry import find_policy
 
-    workload = capture("gpt2", batch=1, sequence=128, dtype=dtype)
+    workload = capture("gpt2", batch=1, sequence=16, dtype=dtype)
     made = find_policy(policy)(workload, load_machine("virtual", gpu_memory=gpu_memory), Settings(clip=False))
     made.save(path)
 
 
 def measure(plan_path: Path, weights: Path, meta: bool, folder: Path) -> dict[str, Any]:
-    """One process: bytes of every term, and the marks after prepare, three steps, a save and a load."""
+    """One process: bytes of every term, and the marks after prepare, a step, a save and a load."""
     from executor import AdamW, prepare
     from executor.models import build
     from executor.tensor_files import PIECE_BYTES
@@ -82,7 +82,7 @@ def measure(plan_path: Path, weights: Path, meta: bool, folder: Path) -> dict[st
 
     chosen = load_plan(plan_path)
     chosen.check()
-    built = build("gpt2", batch=1, sequence=128, dtype=chosen.workload.dtype, empty=meta)
+    built = build("gpt2", batch=1, sequence=16, dtype=chosen.workload.dtype, empty=meta)
     baseline = status("VmRSS")
     exact = reset_peak()
     model, optimizer = prepare(built.module, chosen, AdamW(lr=1e-4), weights=weights if meta else None, check=False)
@@ -107,12 +107,10 @@ def measure(plan_path: Path, weights: Path, meta: bool, folder: Path) -> dict[st
         "model_bytes": sum(t.bytes for t in chosen.workload.tensors if t.tied_to is None),
     }
     if meta:
-        batches = iter([built.example_batch] * 3)
-        for _ in range(3):
-            train_step(model, optimizer, batches, 1)
-        session.drain()
-        found["peak_after_training"] = status("VmHWM")
-        session.queues.resume()
+        batches = iter([built.example_batch])
+        train_step(model, optimizer, batches, 1)
+        with session.still():
+            found["peak_after_training"] = status("VmHWM")
         for name, action in (("save", optimizer.save), ("load", optimizer.load)):
             before = status("VmRSS")
             reset_peak()

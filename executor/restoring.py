@@ -6,6 +6,7 @@ another model or other groups, a newer schema, states that do not cover their te
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
@@ -17,7 +18,16 @@ import torch
 
 import pstar_sim
 from executor.as_json import decode
-from executor.checkpoint import EXTRA, FORMAT, MANIFEST, SCHEMA, check_between_iterations, find_checkpoint, model_table
+from executor.checkpoint import (
+    EXTRA,
+    FORMAT,
+    MANIFEST,
+    SCHEMA,
+    check_between_iterations,
+    find_checkpoint,
+    model_table,
+    together,
+)
 from executor.generators import set_generators
 from executor.measure import unseen
 from executor.tensor_files import TensorFile, piece_buffer
@@ -73,20 +83,15 @@ def load(optimizer: OffloadedAdamW, folder: str | Path, *, generators: bool = Tr
     """Put parameters, optimizer states, step counts, groups and loss scale of a checkpoint into a prepared model.
 
     The plan may be another than the one it was saved under. generators: also set the global random number generators
-    (torch, Python, numpy). Raises CheckpointError for a folder that is partial, of another model, or from a newer
-    version, before anything is changed; ContractError between a forward and `step()`.
+    (torch, Python, numpy), on several ranks each its own. On several ranks every one calls it. Raises CheckpointError
+    for a folder that is partial, of another model, or from a newer version, before anything is changed; ContractError
+    between a forward and `step()`.
     """
     session = optimizer.session
     session.require_running()
-    check_between_iterations(session, "load")
-    opened = _open(Path(folder).expanduser())
-    _check_model(opened, session, optimizer)
-    try:
-        weights = Weights(opened.folder)
-        weights.match(session.model, session.plan.workload.tensors)
-    except WeightsError as error:
-        raise CheckpointError(f"checkpoint {opened.folder}: {error}") from error
-    _check_states(opened, session)
+    ranks = session.ranks
+    folder = Path(folder).expanduser()
+    opened, weights = together(ranks, f"be loaded from {folder}", functools.partial(_checked, optimizer, folder))
     manifest = opened.manifest
     numbers = [decode(group["numbers"], opened.extra) for group in manifest["groups"]]
     extra = decode(manifest["extra"], opened.extra)
@@ -101,12 +106,28 @@ def load(optimizer: OffloadedAdamW, folder: str | Path, *, generators: bool = Tr
         session.scaling.load_state_dict(manifest["loss_scaling"])
     session.iterations_before = int(manifest["iteration"]) - session.iteration
     if generators:
+        kept = f"random.{0 if ranks is None else ranks.rank}"
         set_generators(
-            {name: rows[0].file.read(rows[0].name) for (kind, name), rows in opened.pieces.items() if kind == "random"}
+            {name: rows[0].file.read(rows[0].name) for (kind, name), rows in opened.pieces.items() if kind == kept}
         )
     note = f"checkpoint {opened.folder}: iteration {manifest['iteration']}"
     log.info("%s", note)
     return Restored(int(manifest["iteration"]), extra, note)
+
+
+def _checked(optimizer: OffloadedAdamW, folder: Path) -> tuple[_Opened, Weights]:
+    """All that can be wrong before anything is changed."""
+    session = optimizer.session
+    check_between_iterations(session, "load")
+    opened = _open(folder)
+    _check_model(opened, session, optimizer)
+    try:
+        weights = Weights(opened.folder)
+        weights.match(session.model, session.plan.workload.tensors)
+    except WeightsError as error:
+        raise CheckpointError(f"checkpoint {opened.folder}: {error}") from error
+    _check_states(opened, session)
+    return opened, weights
 
 
 def stored_extra(folder: str | Path) -> Restored:
@@ -231,30 +252,27 @@ def _check_states(opened: _Opened, session: Session) -> None:
 
 
 def _fill_states(opened: _Opened, session: Session) -> None:
-    """Read every state into all places that hold its list; then the working copies follow their masters."""
+    """Read every state into all places that hold its list, of what this rank holds of it; the working copies follow
+    their masters."""
     contents, arena, chunk_of = session.contents, session.arena, session.plan.layout.chunk_of
     buffer = piece_buffer()
     by_file: dict[Path, list[tuple[int, str, _Piece]]] = {}
-    masters: set[int] = set()
     for tensor, list_name in _wanted_states(session):
         for piece in opened.pieces.get((list_name, session.name_of(tensor)), []):
             by_file.setdefault(piece.file.path, []).append((tensor, list_name, piece))
-            if list_name == "param32":
-                masters.add(tensor)
     for rows in by_file.values():
         rows.sort(key=lambda row: row[2].file.entries[row[2].name].start)
         with rows[0][2].file.opened() as descriptor:
             for tensor, list_name, piece in rows:
-                targets = [
-                    contents.slot(place, tensor, list_name)
-                    for place in (Place.HOST, Place.GPU)
-                    if arena.has(place, chunk_of[tensor], list_name)
-                ]
-                for first, values in piece.file.pieces(descriptor, piece.name, buffer):
-                    begin = piece.start + first
-                    for target in targets:
-                        target[begin : begin + values.numel()].copy_(values)
-    for tensor in masters:
-        for place in (Place.HOST, Place.GPU):
-            if place in contents.chunks[chunk_of[tensor]].current:
-                contents.restore(place, tensor)
+                chunk, part = chunk_of[tensor], contents.parts[tensor]
+                lists = ("param32", "param") if list_name == "param32" else (list_name,)
+                targets = [(p, n) for p in (Place.HOST, Place.GPU) for n in lists if arena.has(p, chunk, n)]
+                begin, end = max(piece.start, part.skip), min(piece.stop, part.skip + part.numel)
+                if list_name == "param32" and arena.sliced and arena.has(Place.GPU, chunk, "remote"):
+                    begin, end = piece.start, piece.stop  # the other ranks' slices of the working list are here too
+                if begin >= end:
+                    continue
+                within = piece.file.pieces(descriptor, piece.name, buffer, begin - piece.start, end - piece.start)
+                for first, values in within:
+                    for place, name in targets:
+                        contents.put(place, tensor, name, values, piece.start + first)

@@ -14,12 +14,13 @@ import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-__all__ = ["begin", "exchange", "find", "finish"]
+__all__ = ["abandon", "begin", "exchange", "find", "finish", "temporary"]
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
-def _temporary(folder: Path) -> Path:
+def temporary(folder: Path) -> Path:
+    """Where the folder is written."""
     return folder.with_name(f".{folder.name}.saving")
 
 
@@ -29,16 +30,16 @@ def _previous(folder: Path) -> Path:
 
 def begin(folder: Path) -> Path:
     """An empty folder to write in; what a save that was killed left there goes. Raises OSError."""
-    temporary = _temporary(folder)
-    if temporary.exists():
-        shutil.rmtree(temporary)
-    temporary.mkdir(parents=True)
-    return temporary
+    written = temporary(folder)
+    if written.exists():
+        shutil.rmtree(written)
+    written.mkdir(parents=True)
+    return written
 
 
 def abandon(folder: Path) -> None:
     """Take away what `begin` made."""
-    shutil.rmtree(_temporary(folder), ignore_errors=True)
+    shutil.rmtree(temporary(folder), ignore_errors=True)
 
 
 def find(folder: Path, is_whole: Callable[[Path], bool]) -> Path:
@@ -53,21 +54,21 @@ def finish(folder: Path, replaces: Collection[str], swap: Callable[[Path, Path],
     replaces: names in the old folder that the new one stands for; whatever else lies there is carried over (as hard
     links where the disk has them). swap: `exchange`, or another. Raises OSError; the old folder is then still there.
     """
-    temporary, previous = _temporary(folder), _previous(folder)
+    written, previous = temporary(folder), _previous(folder)
     for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if entry.name not in replaces and not (temporary / entry.name).exists():
-            _carry(entry, temporary / entry.name)
-    sync(temporary)
+        if entry.name not in replaces and not (written / entry.name).exists():
+            _carry(entry, written / entry.name)
+    sync(written)
     if not folder.exists():
-        temporary.rename(folder)
-    elif (swap or exchange)(temporary, folder):
+        written.rename(folder)
+    elif (swap or exchange)(written, folder):
         sync(folder.parent)
-        shutil.rmtree(temporary)
+        shutil.rmtree(written)
     else:
         if previous.exists():
             shutil.rmtree(previous)
         folder.rename(previous)
-        temporary.rename(folder)
+        written.rename(folder)
     sync(folder.parent)
     if previous.exists():
         shutil.rmtree(previous)

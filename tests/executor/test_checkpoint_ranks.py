@@ -1,0 +1,46 @@
+"""Checkpoints of several ranks: each writes its slices, and any number of ranks goes on from them; the processes are
+those of checkpoint_worker.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Policy -> what both ranks wrote."""
+    folder = tmp_path_factory.mktemp("ranks")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("checkpoint_worker.py")), str(folder), "200"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=220,
+    )
+    found = {
+        policy: [json.loads(path.read_text()) for path in sorted(folder.glob(f"{policy}.?.json"))]
+        for policy in ("tide", "zero3_resident", "all_on_gpu")
+    }
+    assert done.returncode == 0 and all(len(rows) == 2 for rows in found.values()), done.stderr[-4000:]
+    return found
+
+
+@pytest.mark.parametrize("policy", ["tide", "zero3_resident", "all_on_gpu"])
+def test_any_number_of_ranks_goes_on(results: dict[str, list[dict[str, Any]]], policy: str) -> None:
+    rows = results[policy]
+    for row in rows:
+        assert row.get("error") is None
+        assert row["restored"] and row["goes on"] and row["to two"]
+        assert row["extra"] == {"rank": 0}
+        assert "is no whole checkpoint" in row["damaged"]
+        assert {"model.safetensors", "optimizer-rank0.safetensors", "optimizer-rank1.safetensors"} <= set(row["files"])
+    assert rows[0]["to one"]
