@@ -30,6 +30,7 @@ from executor.calibrate import calibrate
 from executor.capture import capture
 from executor.rates import throttled
 from executor.run import Job
+from executor.status import Status
 from executor.training import StepReport
 from pstar_sim.catalog.loader import load_machine, resize
 from pstar_sim.core.plan import Plan, Settings
@@ -57,7 +58,7 @@ def one_run(job: Job, plan: Plan, bandwidth: float, steps: int) -> list[Iteratio
     others = Others()
     cpu_s = time.thread_time()
 
-    def on_step(report: StepReport) -> None:
+    def on_step(report: StepReport, _: Status) -> None:
         nonlocal cpu_s
         now_s = time.thread_time()
         rows.append(Iteration(report.time_s, now_s - cpu_s, others.cores()))

@@ -7,7 +7,8 @@ from the end of the compute queue's last step of the iteration before to that of
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from executor.arena import ByteChange
 from pstar_sim.core.effects import CATEGORIES
@@ -16,7 +17,10 @@ from pstar_sim.core.step import COPIES, Place, Queue, Step
 from pstar_sim.core.timeline import ByteSample, Span, Timeline
 from pstar_sim.errors import PlanError
 
-__all__ = ["IterationLog", "StepLog", "build_timeline"]
+if TYPE_CHECKING:
+    from executor.measure import Measured
+
+__all__ = ["IterationLog", "StepLog", "build_timeline", "with_tide"]
 
 
 @dataclass(slots=True)
@@ -110,6 +114,27 @@ def build_timeline(
         label=plan.policy,
         phases=tuple(m.phase.value for m in plan.workload.moments),
         budget_bytes={"gpu": plan.gpu_budget_bytes, "host": plan.host_budget_bytes},
+    )
+
+
+def with_tide(timeline: Timeline, measured: Measured) -> Timeline:
+    """The timeline with the non-model bytes that were measured of each moment (in an iteration of its own, which is not
+    timed) in place of the plan's. See [Note: what a step does to memory] for what holds between two moments."""
+    peaks = measured.non_model_bytes
+    last = timeline.iterations - 1
+    computes = [s for s in timeline.spans if s.queue is Queue.COMPUTE]
+    origin_s = max((s.end_s for s in computes if s.iteration == last - 1), default=0.0)
+    tide = [(0.0, min(peaks[-1], peaks[0]))]
+    for span in computes:
+        if span.iteration == last and span.kind is Kind.COMPUTE and span.moment is not None:
+            m, following = span.moment, peaks[(span.moment + 1) % len(peaks)]
+            tide += [(span.start_s - origin_s, peaks[m]), (span.end_s - origin_s, min(peaks[m], following))]
+    kept = [s for s in timeline.samples if s.category != "non-model"]
+    kept += [ByteSample(time_s, Place.GPU.value, "non-model", size) for time_s, size in tide]
+    return replace(
+        timeline,
+        samples=tuple(sorted(kept, key=lambda s: s.time_s)),
+        peak_bytes={**timeline.peak_bytes, "gpu": measured.peak_gpu_bytes},
     )
 
 

@@ -18,10 +18,12 @@ from executor.data import ByteText, batches_like, open_data
 from executor.device import is_cuda
 from executor.keeping import Keeping
 from executor.measure import Measured
+from executor.measured import with_tide
 from executor.models import BuiltModel, build, map_tensors, named_failures
 from executor.optimizer import AdamW
 from executor.prepare import prepare
 from executor.record import record
+from executor.status import Status
 from executor.training import StepReport, train, train_step
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
@@ -37,7 +39,8 @@ MAX_GRAD_NORM = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """reports: one a step. timeline: of the last timed iterations, measured; None if the last was not on plan.
+    """reports: one a step. timeline: of the last timed iterations, measured; None if the last was not on plan. Its tide
+    is the measured one where there is `measured`, else the plan's figures at measured times.
     measured: bytes of one untimed iteration that
     keeps the predicted order of events (None if it was not asked for). deviations: how the run left the plan, if it
     did. notes: where weights came from, what the run went on from."""
@@ -182,7 +185,7 @@ class Job:
         gpu_memory: int | None = None,
         order: Timeline | None = None,
         keeping: Keeping | None = None,
-        on_step: Callable[[StepReport], None] | None = None,
+        on_step: Callable[[StepReport, Status], None] | None = None,
     ) -> RunResult:
         """Train by the plan. steps: in all, those done before a checkpoint included. bandwidth, gpu_memory: as for
         `prepare`. order: the predicted timeline; with it, one more iteration is run untimed in that order, to measure
@@ -210,9 +213,13 @@ class Job:
         def standing(done: int) -> dict[str, Any]:
             return {"data": data, "sequences": at.sequences + (done - at.steps) * each, "empty": at.empty}
 
+        def told(report: StepReport) -> None:
+            if on_step is not None:
+                on_step(report, session.status())
+
         try:
             keeping.load(optimizer)
-            after = keeping.saving(optimizer, last=steps - 1, extra=standing, on_step=on_step)
+            after = keeping.saving(optimizer, last=steps - 1, extra=standing, on_step=told)
             with named_failures(self.model, model):
                 reports = train(
                     model,
@@ -232,6 +239,8 @@ class Job:
                 measured = session.measure_iteration(
                     lambda: train_step(model, optimizer, drawn, plan.workload.micro_batches), order
                 )
+                if measured.on_plan:
+                    timeline = with_tide(timeline, measured)
             return RunResult(
                 reports=reports,
                 timeline=timeline,

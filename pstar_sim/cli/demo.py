@@ -11,7 +11,8 @@ import json
 from pathlib import Path
 
 from pstar_sim.cli.planning import save_picture, say
-from pstar_sim.cli.running import compare_with_run, executor_module, explain_run, figures_as_json, progress
+from pstar_sim.cli.progress import progress
+from pstar_sim.cli.running import compare_with_run, executor_module, explain_run, figures_as_json
 from pstar_sim.files import write_atomically
 
 __all__ = ["demo"]

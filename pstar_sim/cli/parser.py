@@ -111,7 +111,7 @@ def make_parser() -> argparse.ArgumentParser:
     settings_flags(tide)
     policies_flag(tide, "draw this policy; may be given several times (default: static_partition and tide)")
     tide.add_argument("--x", choices=("time", "moment", "both"), default="both", help="against what (default: both)")
-    tide.add_argument("--measured", metavar="FILE", help="a timeline file of a run, drawn over the first policy")
+    tide.add_argument("--measured", metavar="FILE", help="what `pstar run --timeline` kept, over the first policy")
     tide.add_argument(
         "-o",
         "--output",
@@ -131,6 +131,9 @@ def make_parser() -> argparse.ArgumentParser:
     form = export.add_mutually_exclusive_group(required=True)
     form.add_argument("--perfetto", action="store_true", help="Chrome trace JSON: a lane a queue, counters of memory")
     form.add_argument("--timeline", action="store_true", help="our own timeline JSON")
+    export.add_argument(
+        "--measured", metavar="FILE", help="with --perfetto: what `pstar run --timeline` kept, beside the prediction"
+    )
     export.add_argument("-o", "--output", type=new_file, required=True, metavar="FILE", help="file to write")
 
     trace = command(
@@ -226,10 +229,22 @@ def make_parser() -> argparse.ArgumentParser:
         "--bandwidth", metavar="RATE", help="link speed of the virtual accelerator, such as 2GB/s (default: the plan's)"
     )
     run.add_argument("--record", type=new_file, metavar="FILE", help="keep the warm-up iteration as a trace")
-    run.add_argument("--timeline", type=new_file, metavar="FILE", help="keep the measured timeline")
+    run.add_argument(
+        "--timeline", type=new_file, metavar="FILE", help="keep the measured timeline beside the predicted one (JSON)"
+    )
+    run.add_argument(
+        "--perfetto",
+        type=new_file,
+        metavar="FILE",
+        help="the same for ui.perfetto.dev, two groups of lanes",
+    )
+    run.add_argument(
+        "--plot", type=new_file, metavar="FILE", help="picture of the measured tide over the predicted one"
+    )
     run.add_argument("--lr", type=float, default=3e-4, metavar="LR", help="learning rate (default: 3e-4)")
     run.add_argument("--seed", type=natural, default=0, metavar="N", help="seed of weights and data (default: 0)")
-    run.add_argument("--json", action="store_true", help="one JSON object instead of the tables")
+    run.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    run.add_argument("--json", action="store_true", help="one JSON object instead of the tables; no progress")
 
     demo = command(
         "demo",

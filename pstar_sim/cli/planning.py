@@ -28,10 +28,12 @@ __all__ = [
     "explain",
     "export",
     "machines",
+    "measured_of",
     "models",
     "plan",
     "plot_tide",
     "policies",
+    "save_perfetto",
     "save_picture",
 ]
 
@@ -155,9 +157,7 @@ def plot_tide(args: argparse.Namespace) -> int:
     timelines, title = _timelines(args)
     measured = None
     if args.measured is not None:
-        from pstar_sim.core.timeline import load_timeline
-
-        measured = load_timeline(args.measured)
+        measured = measured_of(args.measured)
     xs = ("time", "moment") if args.x == "both" else (args.x,)
     figure = tide_figure(timelines, xs=xs, measured=measured, title=title)
     save_picture(figure, Path(args.output), dpi=150)
@@ -184,17 +184,36 @@ def export(args: argparse.Namespace) -> int:
     from pstar_sim.planner.compare import play_plan
 
     loaded, _ = checked_plan(args.plan)
+    if args.timeline and args.measured is not None:
+        raise PstarError("--measured goes with --perfetto; `pstar run --timeline` keeps both timelines itself")
+    measured = [measured_of(args.measured)] if args.measured is not None else []
     timeline = play_plan(loaded)
     if args.timeline:
         timeline.save(args.output)
     else:
-        from pstar_sim.files import write_atomically
-        from pstar_sim.report.perfetto import to_perfetto
-
-        text = json.dumps(to_perfetto(timeline, loaded), allow_nan=False, separators=(",", ":"))
-        write_atomically(Path(args.output), text + "\n")
+        save_perfetto([timeline, *measured], loaded, Path(args.output))
     say(f"{args.output}: {len(timeline.spans)} spans of {timeline.iterations} iterations")
     return 0
+
+
+def measured_of(path: str) -> Timeline:
+    """The measured timeline in a file. Raises TraceError, naming it, if it has none."""
+    from pstar_sim.core.run_file import load_timelines
+    from pstar_sim.errors import TraceError
+
+    found = load_timelines(path)
+    if "measured" not in found:
+        raise TraceError(f"{path}: holds a predicted timeline and no measured one; `pstar run --timeline` writes both")
+    return found["measured"]
+
+
+def save_perfetto(timelines: Sequence[Timeline], plan: Plan, path: Path) -> None:
+    """Write a trace for ui.perfetto.dev, whole or not at all."""
+    from pstar_sim.files import write_atomically
+    from pstar_sim.report.perfetto import to_perfetto
+
+    text = json.dumps(to_perfetto(timelines, plan), allow_nan=False, separators=(",", ":"))
+    write_atomically(path, text + "\n")
 
 
 def machines(args: argparse.Namespace) -> int:

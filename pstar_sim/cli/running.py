@@ -6,15 +6,15 @@ import argparse
 import importlib
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.cli.planning import checked_plan, say, say_json
+from pstar_sim.cli.planning import checked_plan, save_perfetto, save_picture, say, say_json
+from pstar_sim.cli.progress import progress
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import ModelError, PstarError
@@ -25,7 +25,7 @@ from pstar_sim.workload.workload import Workload
 if TYPE_CHECKING:
     from executor.run import RunResult
 
-__all__ = ["compare_with_run", "executor_module", "explain_run", "figures_as_json", "progress", "run", "trace"]
+__all__ = ["compare_with_run", "executor_module", "explain_run", "figures_as_json", "run", "trace"]
 
 
 def executor_module(name: str) -> ModuleType:
@@ -159,7 +159,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             say(f"warm-up recorded: {args.record}; rates measured here: {machine_file}")
     predicted = play_plan(replace(plan, machine=measured_machine))
-    with progress(args.steps, plan, quiet=args.json) as on_step:
+    with progress(args.steps, plan, quiet=args.json or args.quiet) as on_step:
         result = job.run(
             plan,
             steps=args.steps,
@@ -170,10 +170,7 @@ def run(args: argparse.Namespace) -> int:
             keeping=keeping,
             on_step=on_step,
         )
-    if args.timeline is not None and result.timeline is not None:
-        result.timeline.save(args.timeline)
-    elif args.timeline is not None:
-        sys.stderr.write(f"pstar: {args.timeline} is not written: no iteration ran on plan\n")
+    write_timelines(args, plan, predicted, result)
     rows = compare_with_run(predicted, result)
     if args.json:
         say_json(
@@ -195,6 +192,27 @@ def run(args: argparse.Namespace) -> int:
     say(render(figures_table(rows)))
     say(explain_run(plan, result))
     return 0
+
+
+def write_timelines(args: argparse.Namespace, plan: Plan, predicted: Timeline, result: RunResult) -> None:
+    """The files that lay the measured timeline beside the predicted one, as far as they were asked for."""
+    asked = [name for name in (args.timeline, args.perfetto, args.plot) if name is not None]
+    if result.timeline is None:
+        for name in asked:
+            sys.stderr.write(f"pstar: {name} is not written: the last iteration did not run on plan\n")
+        return
+    if args.timeline is not None:
+        from pstar_sim.core.run_file import RunTimelines
+
+        RunTimelines(predicted=predicted, measured=result.timeline).save(args.timeline)
+    if args.perfetto is not None:
+        save_perfetto([predicted, result.timeline], plan, Path(args.perfetto))
+    if args.plot is not None:
+        from pstar_sim.report.tide import tide_figure
+
+        w = plan.workload
+        title = f"{plan.policy}, {w.model}, batch {w.batch}: predicted (areas) and measured (lines)"
+        save_picture(tide_figure([predicted], measured=result.timeline, title=title), Path(args.plot), dpi=150)
 
 
 def compare_with_run(predicted: Timeline, result: RunResult) -> list[Figure]:
@@ -230,38 +248,3 @@ def explain_run(plan: Plan, result: RunResult) -> str:
     if result.deviations:
         lines.append(f"the run left the plan {len(result.deviations)} times, first: {result.deviations[0]}")
     return "\n".join(lines)
-
-
-@contextmanager
-def progress(steps: int, plan: Plan, *, quiet: bool) -> Iterator[Callable[[Any], None] | None]:
-    """A progress bar on stderr with loss and throughput, from the first step on; none if quiet."""
-    if quiet:
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[state]}"),
-        TimeRemainingColumn(),
-    )
-    peak = format_bytes(plan.gpu_budget_bytes)
-    bar = Progress(*columns, console=Console(file=sys.stderr))
-    task = bar.add_task(plan.policy, total=steps, state="")
-    try:
-
-        def on_step(report: Any) -> None:
-            bar.start()
-            speed = plan.workload.tokens / report.time_s
-            bar.update(task, advance=1, state=f"loss {report.loss:.4f}  {speed:,.0f} tokens/s  GPU budget {peak}")
-
-        yield on_step
-    except BaseException:
-        bar.live.transient = True  # a run that failed leaves one line, which says why
-        raise
-    finally:
-        if bar.live.is_started:
-            bar.stop()

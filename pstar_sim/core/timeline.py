@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.axes import Axes
 
-__all__ = ["ByteSample", "Span", "Timeline", "load_timeline"]
+__all__ = ["ByteSample", "Span", "Timeline", "load_timeline", "read_values"]
 
 FORMAT = "pstar-sim timeline"
 VERSION = 1
@@ -158,6 +158,15 @@ class Timeline:
 
 def load_timeline(path: str | Path) -> Timeline:
     """Read a timeline file. Raises TraceError naming the file and the field or line that is wrong."""
+    values = read_values(path)
+    try:
+        return Timeline.from_dict(values)
+    except TraceError as error:
+        raise TraceError(f"{path}: {error}") from None
+
+
+def read_values(path: str | Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises TraceError naming the file and what is wrong with it."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=no_constant)
     except OSError as error:
@@ -168,7 +177,4 @@ def load_timeline(path: str | Path) -> Timeline:
         raise TraceError(f"{path}: is not a timeline: {error}") from None
     if not isinstance(values, dict):
         raise TraceError(f"{path}: is not a timeline (not an object)")
-    try:
-        return Timeline.from_dict(values)
-    except TraceError as error:
-        raise TraceError(f"{path}: {error}") from None
+    return values

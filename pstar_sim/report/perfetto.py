@@ -1,12 +1,13 @@
-"""Chrome trace JSON of a timeline, for ui.perfetto.dev: a lane a queue, counters of memory, flows from fetch to use.
+"""Chrome trace JSON of timelines, for ui.perfetto.dev: a lane a queue, counters of memory, flows from fetch to use.
 
 Format: the JSON that Perfetto documents as "other formats": complete events (ph X), counters (C), metadata (M) and
-flows (s, f); times in microseconds. All iterations of the timeline are shown; counters cover the steady one.
+flows (s, f); times in microseconds. All iterations of a timeline are shown; counters cover the steady one. Several
+timelines (a prediction and a run) are groups of lanes below each other, their steady iterations begin at one time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pstar_sim.core.plan import Plan
@@ -24,26 +25,39 @@ _LANES = {
     Queue.NET: "collectives",
     Queue.NVME: "NVMe",
 }
-_PID = 1
 
 
-def to_perfetto(timeline: Timeline, plan: Plan | None = None) -> dict[str, Any]:
+def to_perfetto(timelines: Timeline | Sequence[Timeline], plan: Plan | None = None) -> dict[str, Any]:
     """The trace as an object ready for `json.dump`. With the plan, moments carry their names and fetches flow to their
-    use.
+    use. Raises PstarError for a timeline without compute spans beside another.
     """
-    events: list[dict[str, Any]] = [_meta("process_name", 0, f"{timeline.label or 'plan'} ({timeline.source})")]
+    many = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    steady = [steady_start_s(t) for t in many] if len(many) > 1 else [0.0]
+    events: list[dict[str, Any]] = []
+    for number, (timeline, start_s) in enumerate(zip(many, steady), start=1):
+        events.extend(_group(timeline, plan, number, max(steady) - start_s))
+    about: Mapping[str, Any] = _about(many[0])
+    if len(many) > 1:
+        about = {f"{n} {t.source}": _about(t) for n, t in enumerate(many, start=1)}
+    return {"displayTimeUnit": "ms", "traceEvents": events, "otherData": about}
+
+
+def _group(timeline: Timeline, plan: Plan | None, pid: int, shift_s: float) -> list[dict[str, Any]]:
+    """Events of one timeline, as process `pid`, later by `shift_s`."""
+    name = f"{timeline.label or 'plan'} ({timeline.source})"
+    events = [_meta("process_name", pid, 0, {"name": name}), _meta("process_sort_index", pid, 0, {"sort_index": pid})]
     lanes = {queue: number for number, queue in enumerate(_LANES, start=1)}
     for queue in sorted({s.queue for s in timeline.spans}, key=lambda q: lanes[q]):
-        events.append(_meta("thread_name", lanes[queue], _LANES[queue]))
-        events.append({**_meta("thread_sort_index", lanes[queue], ""), "args": {"sort_index": lanes[queue]}})
+        events.append(_meta("thread_name", pid, lanes[queue], {"name": _LANES[queue]}))
+        events.append(_meta("thread_sort_index", pid, lanes[queue], {"sort_index": lanes[queue]}))
     computes = {(s.iteration, s.moment): s for s in timeline.spans if s.kind is Kind.COMPUTE}
     for number, span in enumerate(timeline.spans):
         if span.end_s <= span.start_s:
             continue  # bookkeeping of no length (drop, alloc, free): the counters show it
-        tid = lanes[span.queue]
+        where = (pid, lanes[span.queue], shift_s)
         if span.start_s > span.ready_s and span.queue is Queue.COMPUTE and span.cause:
             name = f"waits for {span.cause}"
-            events.append(_slice(name, "stall", tid, span.ready_s, span.start_s, {"cause": span.cause}))
+            events.append(_slice(name, "stall", where, span.ready_s, span.start_s, {"cause": span.cause}))
         args = {
             "step": span.step,
             "iteration": span.iteration,
@@ -52,14 +66,15 @@ def to_perfetto(timeline: Timeline, plan: Plan | None = None) -> dict[str, Any]:
             "chunk": span.chunk,
         }
         args = {k: v for k, v in args.items() if v is not None}
-        events.append(_slice(_name(span, plan), span.kind.value, tid, span.start_s, span.end_s, args))
+        events.append(_slice(_name(span, plan), span.kind.value, where, span.start_s, span.end_s, args))
         use = computes.get((span.iteration, span.moment)) if span.kind is Kind.FETCH else None
         if use is not None and use.start_s >= span.start_s:
-            flow = {"cat": "fetch to use", "name": "fetch to use", "id": number, "pid": _PID}
-            events.append({**flow, "ph": "s", "tid": tid, "ts": _us(span.start_s)})
-            events.append({**flow, "ph": "f", "bp": "e", "tid": lanes[Queue.COMPUTE], "ts": _us(use.start_s)})
-    events.extend(_counters(timeline))
-    return {"displayTimeUnit": "ms", "traceEvents": events, "otherData": _about(timeline)}
+            flow = {"cat": "fetch to use", "name": "fetch to use", "id": f"{pid}.{number}", "pid": pid}
+            begin, end = _us(span.start_s + shift_s), _us(use.start_s + shift_s)
+            events.append({**flow, "ph": "s", "tid": lanes[span.queue], "ts": begin})
+            events.append({**flow, "ph": "f", "bp": "e", "tid": lanes[Queue.COMPUTE], "ts": end})
+    events.extend(_counters(timeline, pid, shift_s))
+    return events
 
 
 def _about(timeline: Timeline) -> Mapping[str, Any]:
@@ -71,9 +86,9 @@ def _about(timeline: Timeline) -> Mapping[str, Any]:
     }
 
 
-def _counters(timeline: Timeline) -> list[dict[str, Any]]:
+def _counters(timeline: Timeline, pid: int, shift_s: float) -> list[dict[str, Any]]:
     """One counter event for every change of a place, with all its categories (drawn stacked in chrome://tracing)."""
-    origin = steady_start_s(timeline)
+    origin = steady_start_s(timeline) + shift_s
     events: list[dict[str, Any]] = []
     for place in sorted({s.place for s in timeline.samples}):
         now: dict[str, int] = {s.category: 0 for s in timeline.samples if s.place == place}
@@ -83,7 +98,7 @@ def _counters(timeline: Timeline) -> list[dict[str, Any]]:
             rows[sample.time_s] = dict(now)
         name = f"{place} memory [bytes]"
         for time_s, row in rows.items():
-            events.append({"ph": "C", "name": name, "pid": _PID, "ts": _us(origin + time_s), "args": row})
+            events.append({"ph": "C", "name": name, "pid": pid, "ts": _us(origin + time_s), "args": row})
     return events
 
 
@@ -96,22 +111,26 @@ def _name(span: Span, plan: Plan | None) -> str:
     return f"{span.kind.value} chunk {span.chunk}" if span.chunk is not None else span.kind.value
 
 
-def _slice(name: str, category: str, tid: int, start_s: float, end_s: float, args: Mapping[str, Any]) -> dict[str, Any]:
-    begin = _us(start_s)
+def _slice(
+    name: str, category: str, where: tuple[int, int, float], start_s: float, end_s: float, args: Mapping[str, Any]
+) -> dict[str, Any]:
+    """where: process, lane, and by how much later."""
+    pid, tid, shift_s = where
+    begin = _us(start_s + shift_s)
     return {
         "ph": "X",
         "name": name,
         "cat": category,
-        "pid": _PID,
+        "pid": pid,
         "tid": tid,
         "ts": begin,
-        "dur": round(_us(end_s) - begin, 3),
+        "dur": round(_us(end_s + shift_s) - begin, 3),
         "args": dict(args),
     }
 
 
-def _meta(kind: str, tid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": _PID, "tid": tid, "args": {"name": name}}
+def _meta(kind: str, pid: int, tid: int, args: Mapping[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": dict(args)}
 
 
 def _us(time_s: float) -> float:

@@ -5,6 +5,9 @@ non-model data hangs from the capacity line, so its lower edge is the capacity t
 White between the two is free. A policy that does not look at the tide plans with one constant capacity, that of the
 tide's peak: everything between this constant (dotted) and the tide line is room it can never use (hatched).
 
+A measured timeline is laid over the first prediction as lines: the tide line and the model data that were measured, the
+measured phases as a second strip. The hatching is left out then, and the time axis ends where the longer one ends.
+
 Draws on the axes it is given, opens no window, calls no `show`. Knows matplotlib and `curves`; knows no policy.
 """
 
@@ -18,7 +21,7 @@ import numpy as np
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PstarError
 from pstar_sim.report.curves import Curves, byte_curves, phase_bands
-from pstar_sim.units import GB, format_s
+from pstar_sim.units import GB, KB, MB, format_s
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,14 +79,16 @@ def plot_tide(
     if len(axes) != len(many):
         raise PstarError(f"plot_tide got {len(many)} timelines and {len(axes)} axes; give as many axes as timelines")
     top = max(_capacity(t, place) for t in many)
+    unit, name = next((u for u in ((GB, "GB"), (MB, "MB"), (KB, "kB")) if top >= u[0]), (1, "B"))
     handles: dict[str, Any] = {}
     for i, (timeline, one) in enumerate(zip(many, axes)):
-        _draw(timeline, one, x, place, handles)
-        if measured is not None and i == 0:
-            _overlay(measured, one, x, place, _capacity(timeline, place), handles)
-        one.set_ylim(0, top / GB * 1.09)
+        over = measured if i == 0 else None
+        _draw(timeline, one, x, place, unit, handles, hatch=over is None)
+        if over is not None:
+            _overlay(timeline, over, one, x, place, unit, handles)
+        one.set_ylim(0, top / unit * (1.09 if measured is None else 1.15))
         if i == 0:
-            one.set_ylabel(f"{place.upper()} memory [GB]")
+            one.set_ylabel(f"{place.upper()} memory [{name}]")
     _legend(axes[-1], handles)
     return axes[0] if isinstance(timelines, Timeline) else np.array(axes, dtype=object)
 
@@ -121,46 +126,48 @@ def _capacity(timeline: Timeline, place: str) -> int:
     return known if known else int(byte_curves(timeline, place=place).total.max())
 
 
-def _steps(curves: Curves, values: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """The step function as a polyline: x and y (in GB) of its corners."""
-    return np.repeat(curves.edges, 2)[1:-1], np.repeat(values, 2) / GB
+def _steps(
+    curves: Curves, values: np.ndarray[Any, Any], unit: int
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """The step function as a polyline: x and y (in units of `unit` bytes) of its corners."""
+    return np.repeat(curves.edges, 2)[1:-1], np.repeat(values, 2) / unit
 
 
-def _draw(timeline: Timeline, ax: Axes, x: str, place: str, handles: dict[str, Any]) -> None:
+def _draw(timeline: Timeline, ax: Axes, x: str, place: str, unit: int, handles: dict[str, Any], *, hatch: bool) -> None:
     curves = byte_curves(timeline, x=x, place=place)
     capacity = _capacity(timeline, place)
     floor = np.zeros(len(curves.edges) - 1, np.int64)
     for category, values in curves.values.items():
         if category == "non-model" or not values.any():
             continue
-        xs, low = _steps(curves, floor)
-        _, high = _steps(curves, floor + values)
+        xs, low = _steps(curves, floor, unit)
+        _, high = _steps(curves, floor + values, unit)
         colour = COLOURS.get(category, COLOURS["buffer"])
         handles[NAMES.get(category, category)] = ax.fill_between(xs, low, high, color=colour, linewidth=0)
         floor = floor + values
     line = capacity - curves.tide
-    xs, tide_line = _steps(curves, line)
+    xs, tide_line = _steps(curves, line, unit)
     handles[NAMES["non-model"]] = ax.fill_between(
-        xs, tide_line, capacity / GB, color=COLOURS["non-model"], linewidth=0, alpha=0.85
+        xs, tide_line, capacity / unit, color=COLOURS["non-model"], linewidth=0, alpha=0.85
     )
     constant = int(line.min())
     # Only where no model data stands: what static leaves empty at low tide.
     reachable = np.maximum(floor, constant)
-    _, low = _steps(curves, reachable)
-    _, high = _steps(curves, np.maximum(line, reachable))
-    if (line > constant).any():
+    _, low = _steps(curves, reachable, unit)
+    _, high = _steps(curves, np.maximum(line, reachable), unit)
+    if hatch and (line > constant).any():
         handles[_WASTE] = ax.fill_between(
             xs, low, high, facecolor="none", edgecolor="#555555", hatch="////", linewidth=0, zorder=1.5
         )
         handles["capacity of a static partition"] = ax.axhline(
-            constant / GB, color="black", linestyle=":", linewidth=1.2, zorder=3
+            constant / unit, color="black", linestyle=":", linewidth=1.2, zorder=3
         )
     fine = len(curves.edges) > 400  # a line as wide as a moment would hide the teeth it follows
     ax.plot(xs, tide_line, color="#1F5F8B", linewidth=0.25 if fine else 0.9, zorder=3)
     handles["capacity (the plan's budget)"] = ax.axhline(
-        capacity / GB, color="black", linestyle="--", linewidth=1.4, zorder=4
+        capacity / unit, color="black", linestyle="--", linewidth=1.4, zorder=4
     )
-    _phases(timeline, ax, x, capacity / GB)
+    _phases(timeline, ax, x, capacity / unit)
     ax.set_xlim(curves.edges[0], curves.edges[-1])
     ax.set_xlabel("time in the iteration [s]" if x == "time" else "moment")
     ax.set_title(
@@ -170,31 +177,47 @@ def _draw(timeline: Timeline, ax: Axes, x: str, place: str, handles: dict[str, A
         ax.spines[side].set_visible(False)
 
 
-def _phases(timeline: Timeline, ax: Axes, x: str, capacity: float) -> None:
-    """A strip above the capacity line, named, and faint shading under it."""
+def _phases(timeline: Timeline, ax: Axes, x: str, capacity: float, *, above: float = 0.0, shade: bool = True) -> None:
+    """A strip above the capacity line (by `above` of it), named, and faint shading under it."""
     bands = phase_bands(timeline, x=x)
     if not bands:
         return
     whole = bands[-1].end - bands[0].start
+    low, high = capacity * (1.02 + above), capacity * (1.075 + above)
     for band in bands:
         colour = _PHASE_COLOURS.get(band.name, "#CCCCCC")
-        ax.fill_between([band.start, band.end], capacity * 1.02, capacity * 1.075, color=colour, linewidth=0, zorder=2)
-        if band.name != "FWD":
+        ax.fill_between([band.start, band.end], low, high, color=colour, linewidth=0, zorder=2)
+        if shade and band.name != "FWD":
             ax.axvspan(band.start, band.end, color="#000000", alpha=0.05, linewidth=0, zorder=0)
         share = (band.end - band.start) / whole if whole > 0 else 0
         label = band.name if share > 0.25 else band.name.split(" ")[0]
-        if share > 0.06:
+        if not shade:
+            label += " measured"
+        if share > (0.06 if shade else 0.2):
             ink = "white" if band.name == "ADAM" else "black"
             middle = (band.start + band.end) / 2
-            ax.text(middle, capacity * 1.0475, label, ha="center", va="center", fontsize=7, color=ink, zorder=5)
+            ax.text(middle, (low + high) / 2, label, ha="center", va="center", fontsize=7, color=ink, zorder=5)
 
 
-def _overlay(measured: Timeline, ax: Axes, x: str, place: str, capacity: int, handles: dict[str, Any]) -> None:
+def _overlay(
+    predicted: Timeline, measured: Timeline, ax: Axes, x: str, place: str, unit: int, handles: dict[str, Any]
+) -> None:
     curves = byte_curves(measured, x=x, place=place)
-    xs, model = _steps(curves, curves.model_data)
-    _, line = _steps(curves, capacity - curves.tide)
+    capacity = _capacity(predicted, place)
+    xs, model = _steps(curves, curves.model_data, unit)
+    _, line = _steps(curves, capacity - curves.tide, unit)
     (handles["measured model data"],) = ax.plot(xs, model, color="black", linewidth=1.3, zorder=6)
     (handles["measured tide line"],) = ax.plot(xs, line, color="#D55E00", linewidth=1.3, linestyle="--", zorder=6)
+    left, right = ax.get_xlim()
+    ax.set_xlim(left, max(right, float(curves.edges[-1])))
+    ax.set_title(
+        f"{predicted.label or 'plan'}: {format_s(predicted.iteration_s)} an iteration predicted, "
+        f"{format_s(measured.iteration_s)} measured",
+        fontsize=10,
+        loc="left",
+    )
+    if x == "time":
+        _phases(measured, ax, x, capacity / unit, above=0.062, shade=False)
 
 
 def _legend(ax: Axes, handles: dict[str, Any]) -> None:

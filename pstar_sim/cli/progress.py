@@ -1,0 +1,109 @@
+"""Progress of a run on stderr: three live lines on a terminal, plain lines elsewhere, nothing if quiet.
+
+It is told of a step after it ended, with `session.status()`; it never asks the run for anything.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING
+
+from pstar_sim.core.plan import Plan
+from pstar_sim.units import format_bytes
+
+if TYPE_CHECKING:
+    from executor.status import Status
+    from executor.training import StepReport
+
+__all__ = ["plain_line", "progress", "words"]
+
+OnStep = Callable[["StepReport", "Status"], None]
+PLAIN_EVERY_S = 1.0
+
+
+@contextmanager
+def progress(
+    steps: int,
+    plan: Plan,
+    *,
+    quiet: bool,
+    file: IO[str] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[OnStep | None]:
+    """What to call after each step. file: where to write (stderr); live lines if it is a terminal, else a line a step,
+    no more than one a second (and the last)."""
+    if quiet:
+        yield None
+        return
+    out = sys.stderr if file is None else file
+    if not out.isatty():
+        yield _plain(steps, plan, out, clock)
+        return
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.text import Text
+
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[state]}"),
+        TimeRemainingColumn(),
+    )
+    task = bar.add_task(plan.policy, total=steps, state="")
+    live = Live(console=Console(file=out), refresh_per_second=4)
+    try:
+
+        def on_step(report: StepReport, status: Status) -> None:
+            first, *others = words(plan, report, status)
+            bar.update(task, advance=1, state=first)
+            live.update(Group(bar, *(Text(f"  {line}") for line in others)))
+            if not live.is_started:  # from the first step on: what fails before it leaves one line, which says why
+                live.start()
+
+        yield on_step
+    except BaseException:
+        live.transient = True
+        raise
+    finally:
+        if live.is_started:
+            live.stop()
+
+
+def _plain(steps: int, plan: Plan, out: IO[str], clock: Callable[[], float]) -> OnStep:
+    last_s = -PLAIN_EVERY_S
+
+    def on_step(report: StepReport, status: Status) -> None:
+        nonlocal last_s
+        now_s = clock()
+        if now_s - last_s >= PLAIN_EVERY_S or report.step + 1 == steps:
+            last_s = now_s
+            out.write(plain_line(steps, plan, report, status) + "\n")
+            out.flush()
+
+    return on_step
+
+
+def plain_line(steps: int, plan: Plan, report: StepReport, status: Status) -> str:
+    return f"step {report.step + 1}/{steps}: " + "; ".join(words(plan, report, status))
+
+
+def words(plan: Plan, report: StepReport, status: Status) -> list[str]:
+    """Three lines: how training goes and whether by the plan; what is held where; the link in both directions."""
+    rate = plan.workload.tokens / report.time_s if report.time_s > 0 else 0.0
+    held = (
+        f"GPU {format_bytes(status.gpu_peak_bytes)} at most of {format_bytes(status.gpu_budget_bytes)}, "
+        f"host {format_bytes(status.host_bytes)} of {format_bytes(status.host_budget_bytes)}"
+    )
+    plan_words = "on plan" if not status.deviations else f"{status.deviations} off plan"
+    links: list[str] = []
+    for direction, use in status.links.items():
+        of = f" of {format_bytes(use.link_bytes_per_s)}/s" if use.link_bytes_per_s is not None else ""
+        busy = f" busy {use.busy_share:.0%}" if status.on_plan else ""
+        links.append(f"{direction} {format_bytes(use.bytes_per_s)}/s{of}{busy}")
+    links.append(f"compute waits {status.waiting_share:.0%}")
+    return [f"loss {report.loss:.4f}, {rate:,.0f} tokens/s, {plan_words}", held, ", ".join(links)]
