@@ -30,6 +30,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from executor.compiled import untraced
+
 __all__ = ["Part", "Tape", "find_blocks", "shared_part"]
 
 
@@ -106,6 +108,7 @@ class _Root(torch.autograd.Function):
         return ctx.sink.take(), None
 
 
+_BEFORE = "before "
 _LEAF = "torch::autograd::AccumulateGrad"
 _CUT_NODE = _Cut._backward_cls
 
@@ -125,6 +128,17 @@ class Part:
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A border. On a tensor that a block took, other: what it got instead; on what a block's consumers got, other: what
+    the block gave."""
+
+    tape: Tape
+    other: torch.Tensor
+    part: Part
+    sink: Sink
+
+
 class Tape:
     """The parts of one micro-batch's forward, recorded by `cutting` and finished by `end`."""
 
@@ -134,8 +148,6 @@ class Tape:
         self._model = model
         self._blocks = blocks
         self._anchor = torch.zeros((), requires_grad=True)
-        self._cut: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of a tensor -> (itself, its cut)
-        self._outputs: dict[int, tuple[torch.Tensor, torch.Tensor, Part, Sink]] = {}  # id of a cut output -> its cut
         self._open = 0
 
     @property
@@ -149,20 +161,18 @@ class Tape:
         handles: list[Any] = []
         try:
             for name, block in self._blocks.items():
-                handles.append(block.register_forward_pre_hook(self._before(name), with_kwargs=True))
-                handles.append(block.register_forward_hook(self._after(name)))
+                handles.append(block.register_forward_pre_hook(untraced(self._before(name)), with_kwargs=True))
+                handles.append(block.register_forward_hook(untraced(self._after(name))))
             if self._blocks:
-                handles.append(self._model.register_forward_hook(self._leave, prepend=True))
+                handles.append(self._model.register_forward_hook(untraced(self._leave), prepend=True))
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
     def end(self, loss: torch.Tensor) -> None:
-        """The forward is over: what leads to the loss is the tail. Inputs may go."""
+        """The forward is over: what leads to the loss is the tail."""
         self.parts.append(Part("tail", [(loss, None)]))
-        self._cut.clear()
-        self._outputs.clear()
 
     def _before(self, name: str) -> Any:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -171,7 +181,7 @@ class Tape:
             self._open += 1
             if self._open > 1:
                 return None  # a block that calls another
-            part = Part(f"before {name}")
+            part = Part(f"{_BEFORE}{name}")
             given = _change((args, kwargs), lambda t: self._input(t, part))
             if part.ends:
                 self.parts.append(part)
@@ -195,18 +205,26 @@ class Tape:
         return after
 
     def _input(self, tensor: torch.Tensor, part: Part) -> torch.Tensor:
-        if tensor.grad_fn is None or id(tensor) in self._outputs:
-            return tensor  # no gradient flows, or a border is there already
-        if id(tensor) not in self._cut:
-            self._cut[id(tensor)] = (tensor, self._border(tensor, part)[0])
-        return self._cut[id(tensor)][1]
+        if tensor.grad_fn is None:
+            return tensor  # no gradient flows through it
+        known = self._known(tensor)
+        if known is None:
+            made, sink = self._border(tensor, part)
+            known = _Known(self, made, part, sink)
+            tensor._pstar_border = known  # type: ignore[attr-defined]
+        return known.other if known.part.name.startswith(_BEFORE) else tensor
 
     def _output(self, tensor: torch.Tensor, part: Part) -> torch.Tensor:
         if tensor.grad_fn is None:
             return tensor
         made, sink = self._border(tensor, part)
-        self._outputs[id(made)] = (made, tensor, part, sink)
+        made._pstar_border = _Known(self, tensor, part, sink)  # type: ignore[attr-defined]
         return made
+
+    def _known(self, tensor: torch.Tensor) -> _Known | None:
+        """What was cut is written on the tensor itself: a list of them would keep their memory."""
+        known = getattr(tensor, "_pstar_border", None)
+        return known if known is not None and known.tape is self else None
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """What the model itself returns is not cut: the clock hooks it, and a block that gives it has its gradient
@@ -214,12 +232,12 @@ class Tape:
         return _change(output, self._uncut) if _cuttable() else None
 
     def _uncut(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in self._outputs:
+        known = self._known(tensor)
+        if known is None or known.part.name.startswith(_BEFORE):
             return tensor
-        _, own, part, sink = self._outputs.pop(id(tensor))
-        part.ends = [end for end in part.ends if end[1] is not sink]
-        sink.closed = True
-        return own
+        known.part.ends = [end for end in known.part.ends if end[1] is not known.sink]
+        known.sink.closed = True
+        return known.other
 
     def _border(self, tensor: torch.Tensor, part: Part) -> tuple[torch.Tensor, Sink]:
         sink = Sink()

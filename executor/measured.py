@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from executor.arena import ByteChange
 from pstar_sim.core.effects import CATEGORIES
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.step import COPIES, Place, Queue, Step
+from pstar_sim.core.step import COPIES, Kind, Place, Queue, Step
 from pstar_sim.core.timeline import ByteSample, Span, Timeline
 from pstar_sim.errors import PlanError
 
