@@ -12,7 +12,7 @@ from torch import nn
 import executor
 from executor.blocks import Tape, find_blocks, shared_part
 from pstar_sim.core.plan import Settings
-from pstar_sim.errors import ContractError
+from pstar_sim.errors import ContractError, ModelError
 from pstar_sim.workload.mixing import block_names, mix_blocks, offload_blocks
 
 TOLERANCE = 1e-6
@@ -275,3 +275,54 @@ def test_blocks_that_the_plan_recomputes_and_offloads(start: Callable[..., Any],
     reports = run.session.stashes.reports
     assert [r.block for r in reports] == [s.block for s in run.plan.workload.stashes] == [blocks[1]]
     assert all(r.freed_bytes == r.moved_bytes == r.planned_bytes > 0 for r in reports)
+
+
+class Twice(nn.Module):
+    """Each layer is called twice: its parameters have gradients in two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.layers, *self.layers):
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_blocks_called_twice_give_their_gradient_once(start: Callable[..., Any], kit: Any) -> None:
+    torch.manual_seed(0)
+    run = sequential(start, kit, Twice())
+    try:
+        assert compare(run, kit, steps=2, micro_batches=1, loss=error)[0].blocks == 6
+    finally:
+        run.session.close()
+
+
+def test_frozen_blocks_in_front_have_no_backward(start: Callable[..., Any], kit: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 16))
+    model[0].requires_grad_(False)
+    run = sequential(start, kit, model)
+    try:
+        results = [run.session.step([next(run.batches)], loss=error) for _ in range(2)]
+        assert results[0].blocks == 3 and not results[0].whole and run.session.deviations == 0
+    finally:
+        run.session.close()
+
+
+def test_a_micro_batch_that_raises_can_be_dropped(start: Callable[..., Any], kit: Any) -> None:
+    run = start("gpt2", "tide", micro_batches=2)
+    good = [next(run.batches) for _ in range(2)]
+    run.session.step(good)
+    with pytest.raises(ModelError):
+        run.session.step([good[0], {"nonsense": 1}])
+    run.optimizer.zero_grad()
+    run.session.step(good)
+    for _ in range(2):
+        for row in good:
+            (kit.loss_of(run.reference.model, row) / 2).backward()
+        run.reference.step()
+    named = dict(run.model.named_parameters())
+    for name, p in run.reference.model.named_parameters():
+        assert kit.distance(named[name].detach(), p.detach()) <= TOLERANCE, name
