@@ -60,7 +60,7 @@ def progress(
 
         def on_step(report: StepReport, status: Status) -> None:
             first, *others = words(plan, report, status)
-            bar.update(task, advance=1, state=first)
+            bar.update(task, completed=report.step + 1, state=first)
             live.update(Group(bar, *(Text(f"  {line}") for line in others)))
             if not live.is_started:  # from the first step on: what fails before it leaves one line, which says why
                 live.start()
