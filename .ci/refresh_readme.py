@@ -64,6 +64,31 @@ def gaps_table() -> str:
     return "\n".join(lines)
 
 
+def peers_table() -> str:
+    """What benchmarks/peers.py has written: on this CPU and, where it has run there, on a GPU."""
+    lines = []
+    for name in ("peers", "peers_cuda"):
+        path = ROOT / "benchmarks" / "results" / f"{name}.json"
+        if not path.exists():
+            continue
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if not lines:
+            lines = [
+                "| contender | clipped | micro-batch | tokens/s | GPU | host peak | a parameter | largest | losses |",
+                "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+            ]
+        for row in result["rows"]:
+            gpu, most, apart = row["gpu_reserved_bytes"], row["largest_params"], row["loss_apart"]
+            lines.append(
+                f"| {row['contender']}{', on ' + result['device'] if name == 'peers_cuda' else ''} "
+                f"| {'yes' if row['clip'] else 'no'} | {row['micro_batch']} | {row['tokens_per_s']:,.0f} "
+                f"| {'n/a' if gpu is None else f'{gpu / 1e9:.2f} GB'} | {row['host_peak_bytes'] / 1e9:.2f} GB "
+                f"| {row['host_bytes_per_param']:.1f} B | {'-' if most is None else f'{most / 1e6:,.0f} M'} "
+                f"| {'-' if apart is None else f'{apart:.1e}'} |"
+            )
+    return "\n".join(lines)
+
+
 def validation_summary() -> str:
     """The first part of what `pstar validate` prints, up to the list of misses, as a block of text."""
     return "```text\n" + printed(["validate"]).partition("\n\nTested rows off")[0] + "\n```"
@@ -83,6 +108,7 @@ def main() -> None:
     text = re.sub(r"^```console\n(.*?)^```", session, text, flags=re.MULTILINE | re.DOTALL)
     text = put(text, "contract", contract_table())
     text = put(text, "gaps", gaps_table())
+    text = put(text, "peers", peers_table())
     if "--table" in sys.argv[1:]:
         rows, _, verdict = policies_table().partition("\n\n")
         sys.stdout.write(verdict + "\n")

@@ -57,6 +57,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--model", help="as for `pstar trace`")
     add("--batch", type=int, help="sequences of one optimizer step")
     add("--micro", help="micro-batches to try, comma-separated")
+    add("--clip", choices=("no", "yes", "both"), default="both", help="by the global norm")
     add("--sequence", type=int)
     add("--dtype", choices=("fp32", "bf16"))
     add("--steps", type=int, help="timed steps")
@@ -185,8 +186,11 @@ class Run:
 
     def best_micro_batches(self) -> dict[str, dict[str, Any]]:
         """Contender -> {"micro_batch": its fastest, "tried": {micro-batch: seconds, or why not}}."""
-        found = {}
+        found: dict[str, dict[str, Any]] = {}
         for name in self.names:
+            if len(self.args.micro) == 1:  # nothing to choose
+                found[name] = {"micro_batch": self.args.micro[0], "tried": {}}
+                continue
             tried: dict[int, Any] = {}
             for size in self.args.micro:
                 task = self.task(name, micro_batch=size)
@@ -206,6 +210,8 @@ class Run:
 
     def timed(self, best: Mapping[str, Mapping[str, Any]], clip: bool) -> dict[str, dict[str, Any]]:
         """Contender -> what interleave() says of it, at its best micro-batch."""
+        if self.args.clip == ("no" if clip else "yes"):
+            return {}
         names = [n for n in best if not (clip and n == "ours_eager")]
         tasks = [self.task(n, micro_batch=best[n]["micro_batch"], clip=clip) for n in names]
         warm_up, steps = self.args.warm_up, self.args.steps
@@ -399,7 +405,7 @@ def show(results: Mapping[str, Any]) -> None:
     columns = ("clip", "micro", "step", "tokens/s", "GPU alloc.", "GPU reserved", "host peak", "B/param", "loss apart")
     for column in (*columns, "largest"):
         table.add_column(column, justify="right")
-    for r in rows(results):
+    for r in results["rows"]:
         gpu = [format_bytes(b) if b is not None else "n/a" for b in (r["gpu_allocated_bytes"], r["gpu_reserved_bytes"])]
         table.add_row(
             r["contender"], "yes" if r["clip"] else "no", str(r["micro_batch"]), format_s(r["median_s"]),
@@ -412,6 +418,9 @@ def show(results: Mapping[str, Any]) -> None:
     for name, why in results["skipped"].items():
         print(f"skipped: {CONTENDERS[name][2]}: {why}")
     for clip in ("unclipped", "clipped"):
+        for name, found in results[clip].items():
+            if "failed" in found:
+                print(f"failed: {CONTENDERS[name][2]}, {clip}: {found['failed']}")
         for pair, ratio in results["ratios"][clip].items():
             print(f"{clip}: step of {pair} = {ratio['medians']:.3f} (round by round {ratio['rounds']:.3f})")
     for line in results["verdict"]:
@@ -483,7 +492,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         best = run.best_micro_batches()
         unclipped = run.timed(best, clip=False)
         clipped = run.timed(best, clip=True)
-        largest = run.largest(best, unclipped)
+        largest = run.largest(best, unclipped or clipped)
         loads = {word: found.pop("_load", None) for word, found in (("unclipped", unclipped), ("clipped", clipped))}
         results: dict[str, Any] = {
             "device": device_name(args.device),
@@ -500,11 +509,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             "clipped": clipped,
             "ratios": {"unclipped": ratios(unclipped), "clipped": ratios(clipped)},
             "losses_apart": {"unclipped": losses_apart(unclipped), "clipped": losses_apart(clipped)},
-            "bytes_per_param": arithmetic(run, unclipped, best),
+            "bytes_per_param": arithmetic(run, unclipped or clipped, best),
             "largest": largest,
             "loadavg": {"before": load_before, **loads},
             "stages_left": run.stages.left_out,
         }  # fmt: skip
+        results["rows"] = rows(results)
         results["verdict"] = verdict(results)
         show(results)
         from _results import write_result

@@ -30,9 +30,9 @@ NEEDED_FOR = {
 }
 
 
-def missing(names: Sequence[str] = tuple(NEEDED_FOR)) -> dict[str, str]:
+def missing(names: Sequence[str] | None = None) -> dict[str, str]:
     """Package -> what needs it, for those that this interpreter cannot import."""
-    return {name: NEEDED_FOR[name] for name in names if importlib.util.find_spec(name) is None}
+    return {name: NEEDED_FOR[name] for name in names or NEEDED_FOR if importlib.util.find_spec(name) is None}
 
 
 def no_cuda() -> str | None:
@@ -46,10 +46,10 @@ def no_cuda() -> str | None:
     return None
 
 
-def report(names: Sequence[str] = tuple(NEEDED_FOR)) -> str:
+def report() -> str:
     """What is there, with versions, and what is not."""
-    gone = missing(names)
-    there = [f"{name} {_version(name)}" for name in names if name not in gone]
+    gone = missing()
+    there = [f"{name} {_version(name)}" for name in NEEDED_FOR if name not in gone]
     lines = [f"python {sys.version.split()[0]} ({sys.executable})", "there: " + ", ".join(there)]
     return "\n".join([*lines, *(f"missing: {name}, needed for {what}" for name, what in gone.items())])
 

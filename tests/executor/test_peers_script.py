@@ -1,0 +1,296 @@
+"""benchmarks/peers.py and the gpu commands: what they refuse, how they go on after a cut, the arithmetic, and one real
+comparison of two contenders in their own processes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pstar_sim.core.step import Place
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device: these would run for minutes")
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """A module of benchmarks/ by name."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+class TestArguments:
+    @pytest.mark.parametrize(
+        ("argv", "message"),
+        [
+            (["--contenders", "ours,gemini"], "'gemini' is not known; choose from ours, ours_eager, plain"),
+            (["--micro", "3"], "every one has to divide --batch 4"),
+            (["--micro", "two"], "invalid literal"),
+            (["--batch", "0"], "--batch 0: must be at least 1"),
+            (["--largest", "much"], "'much' is not a size"),
+            (["--threads", "4096"], "--threads 4096: this process may use"),
+            (["--device", "tpu"], "invalid choice: 'tpu'"),
+        ],
+    )
+    def test_refused(
+        self, load: Callable[[str], Any], argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit) as stopped:
+            load("peers").parse(argv)
+        assert stopped.value.code == 2
+        assert message in capsys.readouterr().err
+
+    def test_defaults_of_a_card(self, load: Callable[[str], Any]) -> None:
+        args = load("peers").parse(["--device", "cuda"])
+        assert (args.model, args.gpu_memory, args.largest, args.minutes) == ("llama-7b", 24 * 10**9, 64 * 10**9, 8.0)
+        assert load("peers").parse(["--largest", "0"]).largest is None
+
+    def test_a_task_knows_what_it_cannot_be(self, load: Callable[[str], Any]) -> None:
+        task = load("contenders.task").Task
+        fields: dict[str, Any] = {
+            "contender": "zero3", "model": "gpt2", "global_batch": 8, "micro_batch": 2, "sequence": 64, "dtype": "bf16",
+            "checkpointing": True, "clip": True, "device": "cpu", "threads": 1,
+        }  # fmt: skip
+        made = task(**fields)
+        assert (made.micro_batches, made.tokens) == (4, 512)
+        for wrong, message in (
+            ({"micro_batch": 3}, "a micro-batch of 3 does not divide the global batch of 8"),
+            ({"contender": "gemini"}, "contender 'gemini' is not known"),
+            ({"device": "mps"}, "device 'mps' is not known"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                task(**{**fields, **wrong})
+        config = load("contenders.zero").config_of(made, load("contenders.task").settings_of("zero3"))
+        assert config["gradient_accumulation_steps"] == 4 and config["gradient_clipping"] == 1.0
+        assert config["zero_optimization"]["sub_group_size"] == 10**8 and config["bf16"] == {"enabled": True}
+
+
+@NO_CUDA
+@pytest.mark.parametrize(("script", "argv"), [("gpu_test", []), ("gpu_record", []), ("peers", ["--device", "cuda"])])
+def test_without_a_device_there_is_one_line(
+    load: Callable[[str], Any], script: str, argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert load(script).main(argv) == 0
+    word = "gpu-peers" if script == "peers" else script.replace("_", "-")
+    assert capsys.readouterr().out == f"{word}: skipped: torch {torch.__version__} finds no CUDA device\n"
+
+
+def test_what_is_missing_is_named(load: Callable[[str], Any]) -> None:
+    preflight = load("preflight")
+    assert preflight.missing(("torch", "numpy")) == {}
+    preflight.NEEDED_FOR["no_such_package"] = "a test"
+    try:
+        assert preflight.missing(("torch", "no_such_package")) == {"no_such_package": "a test"}
+        assert "missing: no_such_package, needed for a test" in preflight.report()
+    finally:
+        del preflight.NEEDED_FOR["no_such_package"]
+
+
+class TestStages:
+    def stages(self, load: Callable[[str], Any], path: Path, **changes: Any) -> tuple[Any, list[str]]:
+        said: list[str] = []
+        now = SimpleNamespace(s=0.0)
+        made = load("contenders.stages").Stages(
+            path, **{"minutes": 1.0, "expected_s": 10.0, **changes}, say=said.append, clock=lambda: now.s
+        )
+        made.now = now
+        return made, said
+
+    def test_what_is_done_is_not_done_again(self, load: Callable[[str], Any], tmp_path: Path) -> None:
+        path = tmp_path / "some.jsonl"
+        first, _ = self.stages(load, path)
+        assert first.run("a", "A", lambda left_s: {"left": left_s}) == {"left": 60.0}
+        with path.open("a", encoding="utf-8") as file:
+            file.write('{"key": "b", "resu')  # cut off while it wrote
+        second, said = self.stages(load, path)
+        assert second.run("a", "A", lambda left_s: {}) == {"left": 60.0}
+        assert second.run("b", "B", lambda left_s: {"x": 1}) == {"x": 1}
+        assert "line 2: not a result" in said[0] and "1 stages are done already" in said[1]
+
+    def test_no_time_left(self, load: Callable[[str], Any], tmp_path: Path) -> None:
+        """A minute; the first takes 45 s, so the second, reckoned to take as long, waits for the next run."""
+        stages, _ = self.stages(load, tmp_path / "some.jsonl")
+
+        def long(left_s: float) -> dict[str, Any]:
+            stages.now.s += 45.0
+            return {}
+
+        assert stages.run("a", "A", long) == {}
+        assert stages.run("b", "B", long) is None
+        assert (len(stages), stages.left_out) == (1, 1)
+
+    def test_a_failure_is_kept_unless_time_was_up(self, load: Callable[[str], Any], tmp_path: Path) -> None:
+        failed = load("contenders.process").Failed
+        stages, _ = self.stages(load, tmp_path / "some.jsonl")
+
+        def dies(left_s: float) -> dict[str, Any]:
+            raise failed("out of memory")
+
+        def hangs(left_s: float) -> dict[str, Any]:
+            stages.now.s += left_s
+            raise failed("no answer", lasting=False)
+
+        assert stages.run("a", "A", dies) == {"failed": "out of memory"}
+        assert stages.run("b", "B", hangs) is None
+        again, _ = self.stages(load, tmp_path / "some.jsonl")
+        assert again.run("a", "A", lambda left_s: {}) == {"failed": "out of memory"}
+        assert again.run("b", "B", lambda left_s: {"done": True}) == {"done": True}
+
+
+class TestLargest:
+    def test_the_line_through_two_points(self, load: Callable[[str], Any]) -> None:
+        """Peaks of 100 + 10 a layer, thought to be 20 a layer: from 2 layers (120) towards 1,000: 46 layers (560), then
+        90 (1,000), then 91 is one too many."""
+        largest = load("contenders.room").largest_by_trial
+        assert largest(
+            lambda layers: 100 + 10 * layers, cap_bytes=1000, small_layers=2, small_bytes=120, layer_bytes=20.0
+        ) == (90, 91, [(46, 560), (90, 1000), (91, 1010)])
+
+    def test_one_that_dies(self, load: Callable[[str], Any]) -> None:
+        """Dies above 12 layers: 20 is tried, then with 1.25 times the bytes a layer (10 + 12.5 n) 16, 13, 11, 12."""
+        largest = load("contenders.room").largest_by_trial
+        fits, fails, tried = largest(
+            lambda layers: None if layers > 12 else 10 * layers,
+            cap_bytes=200, small_layers=2, small_bytes=20, layer_bytes=10.0,
+        )  # fmt: skip
+        assert (fits, fails) == (12, 13) and len(tried) <= 5
+
+    def test_bytes_by_hand(self, load: Callable[[str], Any]) -> None:
+        """ZeRO-3 offload in bf16: 2 param + 4 master + 8 moments + 4 gradient = 18 on the host."""
+        task = load("contenders.task").Task(
+            contender="zero3", model="gpt2", global_batch=1, micro_batch=1, sequence=8, dtype="bf16",
+            checkpointing=False, clip=False, device="cuda", threads=1,
+        )  # fmt: skip
+        of = load("contenders.room").bytes_per_param
+        assert of(task) == {"gpu": 0, "host": 18}
+        assert of(task.changed(contender="fsdp2")) == {"gpu": 0, "host": 16}
+        assert of(task.changed(contender="plain", dtype="fp32")) == {"gpu": 16, "host": 0}
+        assert of(task.changed(contender="ours")) is None
+
+
+class TestRecording:
+    def test_bytes_of_memcpy_events(self, load: Callable[[str], Any]) -> None:
+        events = [
+            {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "args": {"bytes": 4096}},
+            {"cat": "gpu_memcpy", "name": "Memcpy DtoH (Device -> Pinned)", "args": {"bytes": 100}},
+            {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pageable -> Device)", "args": {"bytes": 4}},
+            {"cat": "gpu_memcpy", "name": "Memcpy DtoD (Device -> Device)", "args": {"bytes": 7}},
+            {"cat": "kernel", "name": "gemm"},
+            {"ph": "M", "name": "process_name"},
+        ]
+        assert load("recording.memcpy").bytes_by_direction(events) == {"h2d": 4100, "d2h": 100}
+
+    def test_payload_of_each_moment(self, load: Callable[[str], Any]) -> None:
+        """100 held at first; +50 in moment 1, -120 in moment 1, +10 in moment 3 and, the border passed, +5."""
+
+        def change(size: int, moment: int, place: Place = Place.GPU, category: str = "param") -> Any:
+            return SimpleNamespace(place=place, category=category, change=size, mark=("in", moment))
+
+        changes = [
+            change(50, 1), change(-120, 1), change(999, 1, Place.HOST), change(999, 2, category="non-model"),
+            change(10, 3), change(5, 0),
+        ]  # fmt: skip
+        assert load("recording.planned").payload_peaks(100, changes, 5) == [100, 150, 30, 40, 45]
+
+    def test_the_worst_moment_is_named(self, load: Callable[[str], Any]) -> None:
+        worst = load("recording.planned").worst_row(["a", "b", "c"], [10, 20, 30], [11, 15, 30])
+        assert worst == {"moment": 1, "name": "b", "predicted_bytes": 20, "measured_bytes": 15}
+
+    def test_moments_that_differ_are_said(self, load: Callable[[str], Any], kit: Any) -> None:
+        from executor.capture import capture
+
+        workload = capture("tiny-gpt2", sequence=8, dtype="fp32")
+        names = tuple(m.name for m in workload.moments)
+        tide_rows = load("recording.tide").tide_rows
+        peaks = tuple(m.peak_bytes + (7 if i == 3 else 0) for i, m in enumerate(workload.moments))
+        rows = tide_rows(workload, names, peaks)
+        assert rows["worst"]["moment"] == 3 and rows["worst"]["measured_bytes"] - rows["worst"]["predicted_bytes"] == 7
+        assert tide_rows(workload, (*names[:5], "other"), peaks[:6])["moments_differ_at"] == 5
+
+    def test_peaks_fall_into_the_moments_of_the_clock(self, load: Callable[[str], Any]) -> None:
+        from executor.hooks import Event
+        from pstar_sim.workload.workload import Phase
+
+        values = iter([5, 9, 7])
+        peaks = load("recording.tide").Peaks(read=lambda: next(values), forget=lambda: None)
+        for name in ("begin:a", "end:a", "step"):
+            peaks(Event("begin", "a", name, Phase.FWD, 0))
+        peaks.finish()
+        assert (peaks.names, peaks.bytes) == (["begin:a", "end:a", "step"], [5, 9, 7])
+
+
+class TestAnswers:
+    def test_a_worker_that_fails_says_why_and_leaves(self, load: Callable[[str], Any], tmp_path: Path) -> None:
+        process, task = load("contenders.process"), load("contenders.task")
+        wrong = task.Task(
+            contender="plain", model="no-such-model", global_batch=1, micro_batch=1, sequence=8, dtype="fp32",
+            checkpointing=False, clip=False, device="cpu", threads=1,
+        )  # fmt: skip
+        made = process.Process(
+            wrong, interpreter=importlib.import_module("sys").executable, log=tmp_path / "log", environment={}
+        )
+        with process.processes([made]):
+            made.start_building()
+            with pytest.raises(process.Failed, match="no-such-model"):
+                made.answer(120)
+
+    def test_a_process_that_dies_is_told_by_its_last_words(self, load: Callable[[str], Any], tmp_path: Path) -> None:
+        process, task = load("contenders.process"), load("contenders.task")
+        some = task.Task(
+            contender="plain", model="gpt2", global_batch=1, micro_batch=1, sequence=8, dtype="fp32",
+            checkpointing=False, clip=False, device="cpu", threads=1,
+        )  # fmt: skip
+        fake = tmp_path / "python"
+        fake.write_text("#!/bin/sh\nread line\necho 'killed by the weather' >&2\nexit 9\n", encoding="utf-8")
+        fake.chmod(0o755)
+        made = process.Process(some, interpreter=str(fake), log=tmp_path / "log", environment={})
+        with process.processes([made]):
+            made.start_building()
+            with pytest.raises(process.Failed, match=r"ended \(9\): killed by the weather"):
+                made.answer(60)
+
+
+@pytest.mark.slow
+def test_two_contenders_in_turns(
+    load: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ours and plain PyTorch on a tiny model: the same losses, to the last bit, and a file that says everything."""
+    peers = load("peers")
+    monkeypatch.setattr(peers, "RESULTS", tmp_path)
+    written: dict[str, Any] = {}
+
+    def write(name: str, figures: Any) -> Path:
+        written[name] = json.loads(json.dumps(figures))
+        return BENCHMARKS / "results" / f"{name}.json"
+
+    monkeypatch.setattr(load("_results"), "write_result", write)
+    argv = [
+        "--model",
+        "tiny-gpt2",
+        "--sequence",
+        "16",
+        "--micro",
+        "4",
+        "--steps",
+        "2",
+        "--threads",
+        "1",
+        "--largest",
+        "0",
+    ]
+    assert peers.main([*argv, "--contenders", "ours,plain", "--clip", "yes"]) == 0
+    result = written["peers"]
+    assert result["losses_apart"] == {"unclipped": {}, "clipped": {"ours": 0.0, "plain": 0.0}}
+    assert [row["contender"] for row in result["rows"]] == ["ours", "plain PyTorch"]
+    assert result["bytes_per_param"]["ours"]["predicted"]["gpu_bytes_per_param"] == 16.0
+    assert result["bytes_per_param"]["ours"]["measured"]["gpu_bytes_per_param"] == 16.0
+    assert result["bytes_per_param"]["plain"]["arithmetic"] == {"gpu": 16, "host": 0}
+    assert not list(tmp_path.iterdir())  # the kept stages are forgotten once all is written
+    assert "ours over plain PyTorch" in capsys.readouterr().out
