@@ -195,7 +195,7 @@ def load_parameters(session: Session, source: Weights | None = None) -> None:
     for chunk in plan.layout.chunks:
         for slot, view in views_of(arena, chunk, session.parameters):
             parameter = session.parameters[slot.tensor]
-            if source is None:
+            if source is None or not source.holds(slot.tensor):
                 value = parameter.detach().reshape(-1)
                 for place in (Place.GPU, Place.HOST):
                     for list_name in ("param", "param32"):

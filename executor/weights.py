@@ -12,6 +12,10 @@ masters that begin as the file's values. `Weights.note` says in words which was 
 [Note: buffers on meta] Buffers that a state_dict holds come from the file. Others (rotary frequencies, masks) are
 computed when the module is built, and nobody but the module knows how; so they must not be on meta.
 `parameters_on_meta()` leaves every buffer its memory.
+
+[Note: adapters] A model under peft is loaded from the folder of its base model: "base_model.model." and ".base_layer"
+of its names are not the file's, and what the adapters add is in no file. Adapters keep the values they have; those on
+meta (peft puts them where the base is) get memory and peft's own initial values.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -77,6 +82,7 @@ def check_values(model: nn.Module, tensors: Sequence[Tensor], folder: str | Path
     if folder is not None:
         source = Weights(folder)
         source.match(model, tensors)
+        _initialise_adapters(model)
         return source
     empty = [name for name, p in model.named_parameters() if p.is_meta]
     empty += [name for name, buffer in model.named_buffers() if buffer.is_meta]
@@ -96,6 +102,25 @@ def persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 found[f"{prefix}.{name}" if prefix else name] = (module, name)
     return found
+
+
+def _initialise_adapters(model: Any) -> None:
+    """See [Note: adapters]."""
+    adapters: dict[str, Any] = getattr(model, "peft_config", {})
+    layers: list[Any] = [m for m in model.modules() if hasattr(m, "reset_lora_parameters")] if adapters else []
+    for layer in layers:
+        for name, config in adapters.items():
+            parts = [part[name] for part in (layer.lora_A, layer.lora_B) if name in part]
+            empty = [p for part in parts for p in part.parameters() if p.is_meta]
+            for parameter in empty:
+                real = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
+            if empty:
+                layer.reset_lora_parameters(name, config.init_lora_weights)
+
+
+def _is_adapter(model: nn.Module, name: str) -> bool:
+    return hasattr(model, "peft_config") and ".lora_" in name
 
 
 def give_memory(parameters: Sequence[nn.Parameter], arena: Arena) -> None:
@@ -233,7 +258,8 @@ class Weights:
             used.update(names)
             source = next((self._sources[n] for n in names if n in self._sources), None)
             if source is None:
-                missing.append(tensors[index].name)
+                if not _is_adapter(model, tensors[index].name):
+                    missing.append(tensors[index].name)
                 continue
             if source.entry.shape != tensors[index].shape:
                 odd_shapes.append(_shapes(tensors[index].name, source.entry.shape, tensors[index].shape))
@@ -265,8 +291,10 @@ class Weights:
 
     def _renaming(self, model: nn.Module, names: Sequence[str]) -> Callable[[str], str]:
         """Model name -> file name: the same, without or with the base model's prefix; the one that finds most."""
-        prefix = str(getattr(model, "base_model_prefix", "") or "")
         ways: list[Callable[[str], str]] = [lambda name: name]
+        if hasattr(model, "peft_config"):
+            ways.append(lambda name: name.removeprefix("base_model.model.").replace(".base_layer.", "."))
+        prefix = str(getattr(model, "base_model_prefix", "") or "")
         if prefix:
             ways += [lambda name: name.removeprefix(prefix + "."), lambda name: f"{prefix}.{name}"]
         return max(ways, key=lambda way: sum(way(name) in self._sources for name in names))
@@ -316,6 +344,10 @@ class Weights:
             masters = "frozen, no masters" if frozen else "fp32 masters from the file's values"
             parts.append(f"{numel / 1e6:,.1f} M parameters stored in {stored}: {masters}, {kept}")
         return f"weights {self.folder}: " + "; ".join(parts)
+
+    def holds(self, tensor: int) -> bool:
+        """The folder has the value of that parameter."""
+        return tensor in self._parameters
 
     # -- reading ------------------------------------------------------------------------------------------------------
 

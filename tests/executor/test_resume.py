@@ -64,6 +64,23 @@ def test_the_loss_curve_is_that_of_the_uninterrupted_run(
     assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_on_streams_that_come_late(start: Callable[..., Any], kit: Any, tmp_path: Path, micro_batches: int) -> None:
+    from executor.virtual_streams import VirtualStreams
+
+    def late() -> VirtualStreams:
+        return VirtualStreams(delays=lambda queue: 1e-3)
+
+    whole = start("gpt2", "tide", micro_batches=micro_batches, backend=late())
+    steps(kit, whole, SAVED_AFTER)
+    whole.optimizer.save(tmp_path / "c")
+    curve = steps(kit, whole, 2)
+    again = start("gpt2", "tide", micro_batches=micro_batches, plan=whole.plan, backend=late())
+    again.optimizer.load(tmp_path / "c")
+    skip(again, SAVED_AFTER)
+    assert steps(kit, again, 2) == curve
+
+
 @pytest.mark.parametrize(
     "policy, options",
     [

@@ -194,6 +194,39 @@ def test_buffers_of_the_state_dict_come_from_the_file(kit: Any, tmp_path: Path) 
     assert torch.equal(twin[1].running_mean, torch.arange(16.0)) and int(twin[1].num_batches_tracked) == 5
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
+def test_adapters_over_a_base_from_a_folder(kit: Any, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base, draw = kit.build("llama")
+    folder = saved(base, tmp_path / "w")
+
+    def adapted(model: nn.Module) -> nn.Module:
+        torch.manual_seed(3)
+        return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+    real = adapted(copy.deepcopy(base))
+    batch = draw(torch.Generator().manual_seed(9))
+    plan = kit.tight_plan("tide", kit.workload_of(real, batch), Settings(update="step", clip=False))
+    with executor.parameters_on_meta():
+        empty, _ = kit.build("llama", seed=7)
+    empty = adapted(empty)
+    torch.manual_seed(3)
+    empty, optimizer = executor.prepare(empty, plan, executor.AdamW(lr=1e-2), weights=folder)
+    values = empty.state_dict()
+    for name, value in real.state_dict().items():
+        if ".lora_A." in name:  # initialised by peft: not zero, and not what was drawn before
+            assert float(values[name].abs().max()) > 0
+        else:
+            assert torch.equal(values[name], value), name
+    before = {n: torch.as_tensor(v).clone() for n, v in values.items()}
+    kit.train_alone(empty, optimizer, kit.batches(draw), 1)
+    changed = {n for n, v in empty.state_dict().items() if not torch.equal(v, before[n])}
+    assert changed and all(".lora_B." in n or ".lora_A." in n for n in changed)
+    optimizer.save(tmp_path / "c")
+    optimizer.load(tmp_path / "c")
+    optimizer.session.close()
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
