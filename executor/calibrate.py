@@ -178,10 +178,10 @@ def measure(
 def _moments(device: Device, bench: Bench, found: Findings) -> tuple[float, float]:
     """(seconds a moment takes besides products and bytes, bytes/s of its operators)."""
     if device.kind != "virtual":
-        # No engine runs there yet: operators alone, and about three kernels too small for anything but their launch.
+        # Operators alone, and about three kernels too small for anything but their launch.
         _, rate = max(compute.memory_rates(device, bench))
         smallest, flops_per_s = min(found.matmul["fp32"])
-        found.skipped.append("moments of training: the executor has no engine for this device; operators timed alone")
+        found.skipped.append("moments of training: timed on the virtual accelerator only; operators timed alone")
         return 3 * smallest / flops_per_s, rate
     machine = load_machine("virtual", gpu_memory="1GB", host_memory="3GB")
     curve = found.matmul["fp32"]

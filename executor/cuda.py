@@ -6,6 +6,10 @@ that also runs on `virtual_streams.py` (StreamQueues, Gate). Here are the calls.
 Copies run on persistent streams of high priority, between pinned slabs and chunk storages, without blocking the host.
 The compute queue is whatever stream is current in the thread that asks, asked anew each time: autograd runs each
 backward function on the stream of its forward, in a thread of its own, and users have streams of theirs.
+
+[Note: two clocks] Events know the milliseconds between two of them, in single precision and by the device's clock,
+which drifts against the host's. So times are counted from a point taken in both clocks, and every ten seconds a new one
+is taken, on the stream that never has anything to do; it counts for events that come well after it.
 """
 
 from __future__ import annotations
@@ -53,6 +57,20 @@ def default_adam_threads() -> int:
     return max(1, cores - 2)
 
 
+class _Zero:
+    """A point in both clocks, taken on a stream that has nothing to do."""
+
+    def __init__(self, stream: Any) -> None:
+        self.event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self.event.record(stream)
+        self.event.synchronize()
+        self.time_s = time.perf_counter()
+
+    def until(self, event: Any) -> float:
+        """Seconds from here to a later event."""
+        return float(self.event.elapsed_time(event)) / 1e3
+
+
 class CudaBackend:
     """One CUDA device.
 
@@ -82,10 +100,8 @@ class CudaBackend:
                 for queue in _SIDE
             }
             self._blocks = Blocks(device)
-            self._base = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self._base.record(self._streams[Queue.H2D])
-            self._base.synchronize()
-            self._base_s = time.perf_counter()
+            self._zero = _Zero(self._streams[Queue.ADAM])
+            self._next_zero: _Zero | None = None
         self._total_bytes = total
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
@@ -208,13 +224,15 @@ class CudaBackend:
         return bool(event.query())
 
     def time_of(self, event: Any) -> float:
-        """The events' clock counts milliseconds in single precision, so its zero moves along."""
+        """See [Note: two clocks]."""
         with self._lock:
-            after_s = float(self._base.elapsed_time(event)) / 1e3
-            time_s = self._base_s + after_s
-            if after_s > _REBASE_S:
-                self._base, self._base_s = event, time_s
-            return time_s
+            after_s = self._zero.until(event)
+            if after_s > 2 * _REBASE_S and self._next_zero is not None:
+                self._zero, self._next_zero = self._next_zero, None
+                after_s = self._zero.until(event)
+            if after_s > _REBASE_S and self._next_zero is None:
+                self._next_zero = _Zero(self._streams[Queue.ADAM])
+            return self._zero.time_s + after_s
 
     def touch(self) -> None:
         stream = torch.cuda.current_stream(self.device)

@@ -47,22 +47,22 @@ class DeviceTimes:
 
     def resolve(self, iteration: int) -> None:
         """Iteration `iteration` begins: what is old enough becomes seconds, what is too old is forgotten."""
-        self._take([key for key in list(self._open) if key[1] <= iteration - _SETTLED], wait=False)
+        old = [key for key in list(self._open) if key[1] <= iteration - _SETTLED]
+        for key in old:
+            if self._open[key][1] is None:
+                del self._open[key]  # a moment that the iteration left in the middle
+        self._take([key for key in old if key in self._open], wait=False)
         for key in [key for key in self._seconds if key[1] < iteration - KEPT_ITERATIONS]:
             del self._seconds[key]
 
-    def resolve_all(self) -> None:
-        """Every step that has ended, however recent; waits for those in flight."""
-        self._take([key for key, row in list(self._open.items()) if row[1] is not None], wait=True)
+    def resolve_all(self, *, wait: bool) -> None:
+        """Every step that has ended, however recent. wait: for those in flight too."""
+        self._take([key for key, row in list(self._open.items()) if row[1] is not None], wait=wait)
 
     def _take(self, keys: Sequence[tuple[int, int]], *, wait: bool) -> None:
         backend = self._backend
         for key in keys:
             begin, end = self._open[key]
-            if end is None:
-                if not wait:
-                    del self._open[key]  # a moment that the iteration left in the middle
-                continue
             if wait:
                 backend.synchronize(end)
             elif not backend.query(end):

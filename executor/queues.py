@@ -167,9 +167,15 @@ class Queues(Protocol):
         ...
 
     def measured(
-        self, steps: Sequence[StepLog], iterations: Sequence[IterationLog], changes: Sequence[ByteChange]
+        self,
+        steps: Sequence[StepLog],
+        iterations: Sequence[IterationLog],
+        changes: Sequence[ByteChange],
+        *,
+        wait: bool = True,
     ) -> tuple[Sequence[StepLog], Sequence[IterationLog], Sequence[ByteChange]]:
-        """The logs in the time in which things happened; they were written when things were issued."""
+        """The logs in the time in which things happened; they were written when things were issued. wait: for what has
+        not happened yet (else it keeps the time it was issued at)."""
         ...
 
     @property
@@ -203,7 +209,12 @@ class _AtOnce:
         return None
 
     def measured(
-        self, steps: Sequence[StepLog], iterations: Sequence[IterationLog], changes: Sequence[ByteChange]
+        self,
+        steps: Sequence[StepLog],
+        iterations: Sequence[IterationLog],
+        changes: Sequence[ByteChange],
+        *,
+        wait: bool = True,
     ) -> tuple[Sequence[StepLog], Sequence[IterationLog], Sequence[ByteChange]]:
         return steps, iterations, changes
 

@@ -8,9 +8,8 @@ step of the one before to that of its own; a copy that runs across that border c
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from executor.backend import VirtualBackend
@@ -66,13 +65,14 @@ class Status:
 
 def status_of(session: Session) -> Status:
     plan, arena = session.plan, session.arena
-    last: IterationLog | None = session.logs[-1] if session.logs else None
-    start_s, end_s = _window(session, last)
+    steps, logs, _ = session.queues.measured(list(session.span_log), list(session.logs), (), wait=False)
+    last: IterationLog | None = logs[-1] if logs else None
+    start_s, end_s = _window(session, logs)
     length_s = end_s - start_s
     busy = dict.fromkeys((q.value for q in Queue), 0.0)
     waited_s = 0.0
     # Steps are logged as they end, so the window's are the newest ones.
-    for row in reversed(list(session.span_log)):
+    for row in reversed(steps):
         if row.end_s <= start_s and row.iteration < (last.number if last else 0) - 1:
             break
         busy[row.step.queue.value] += max(0.0, min(row.end_s, end_s) - max(row.start_s, start_s))
@@ -84,7 +84,7 @@ def status_of(session: Session) -> Status:
         rates: Mapping[str, float | None] = {"h2d": link.h2d_bytes_per_s, "d2h": link.d2h_bytes_per_s}
         if isinstance(backend, VirtualBackend):
             rates = backend.link_bytes_per_s
-        before = session.logs[-2].copied_bytes if len(session.logs) > 1 else {}
+        before = logs[-2].copied_bytes if len(logs) > 1 else {}
         for direction in ("h2d", "d2h"):
             moved = last.copied_bytes[direction] - before.get(direction, 0)
             links[direction] = LinkUse(
@@ -114,9 +114,8 @@ def status_of(session: Session) -> Status:
     )
 
 
-def _window(session: Session, last: IterationLog | None) -> tuple[float, float]:
+def _window(session: Session, logs: Sequence[IterationLog]) -> tuple[float, float]:
     """From when to when the last finished iteration ran; empty before the first."""
-    if last is None:
+    if not logs:
         return session.first_s, session.first_s
-    before = next(islice(reversed(session.logs), 1, None), None)
-    return (before.end_s if before is not None else session.first_s), last.end_s
+    return (logs[-2].end_s if len(logs) > 1 else session.first_s), logs[-1].end_s

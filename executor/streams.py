@@ -181,6 +181,13 @@ class StreamQueues(ThreadQueues):
         for chunk in list(self._in_flight):
             self.land(chunk)
 
+    def resume(self) -> None:
+        """What the compute queue was given meanwhile (parameters loaded, an iteration off plan) has happened before any
+        other stream goes on: none of it has an edge."""
+        if self._started is not None:
+            self._backend.synchronize(self._backend.record(Queue.COMPUTE))
+        super().resume()
+
     def jump(self, iteration: int) -> None:
         super().jump(iteration)
         for events in self._events:
@@ -218,7 +225,12 @@ class StreamQueues(ThreadQueues):
     # -- times --------------------------------------------------------------------------------------------------------
 
     def measured(
-        self, steps: Sequence[StepLog], iterations: Sequence[IterationLog], changes: Sequence[ByteChange]
+        self,
+        steps: Sequence[StepLog],
+        iterations: Sequence[IterationLog],
+        changes: Sequence[ByteChange],
+        *,
+        wait: bool = True,
     ) -> tuple[Sequence[StepLog], Sequence[IterationLog], Sequence[ByteChange]]:
-        self._times.resolve_all()
+        self._times.resolve_all(wait=wait)
         return self._times.apply(steps, iterations, changes)

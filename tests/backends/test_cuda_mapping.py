@@ -314,6 +314,28 @@ def test_buffers_move_once_and_come_back() -> None:
     assert model.two.tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
+def test_the_clock_takes_a_new_zero_and_counts_from_it_later(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Device 100 ppm slow: at 11 s a second zero is taken, at 21 s times count from there."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    backend = CudaBackend(torch.device("cpu"))
+
+    def at(seconds: float) -> float:
+        now[0] = seconds
+        event = Event()
+        event.recorded, event.time_s = True, seconds
+        return backend.time_of(event)
+
+    def slow(self: Event, other: Event) -> float:
+        return (other.time_s - self.time_s) * 1e3 * (1 - 1e-4)
+
+    monkeypatch.setattr(Event, "elapsed_time", slow)
+    assert at(5.0) == pytest.approx(5.0 - 5e-4, abs=1e-9)
+    assert at(11.0) == pytest.approx(11.0 - 11e-4, abs=1e-9)  # and a zero at 11
+    assert at(20.0) == pytest.approx(20.0 - 20e-4, abs=1e-9)
+    assert at(21.0) == pytest.approx(21.0 - 10e-4, abs=1e-9)
+
+
 @pytest.mark.parametrize(
     ("policy", "micro_batches", "clip"), [("tide", 1, 0.5), ("zero_offload", 2, 0.5), ("patrickstar", 1, None)]
 )

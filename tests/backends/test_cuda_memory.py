@@ -88,7 +88,7 @@ def test_a_steady_iteration_allocates_nothing_and_the_training_thread_never_wait
             called = {event.name for event in profile.events()}
             assert not called & {"cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost", "cudaDeviceSynchronize"}
         else:  # the plan uses room at low tide that the highest tide needs: said, not hidden
-            assert policy == "tide"
+            assert policy != "static_partition"
         optimizer.session.queues.resume()
     finally:
         torch.cuda.set_sync_debug_mode("default")
