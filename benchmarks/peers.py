@@ -17,13 +17,13 @@ import argparse
 import importlib.util
 import json
 import os
-import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from contenders.groups import groups_of, merged, ratios
 from contenders.process import Failed, Process, processes
 from contenders.room import bytes_per_param, largest_by_trial
 from contenders.rounds import interleave
@@ -189,9 +189,10 @@ class Run:
         found: dict[str, dict[str, Any]] = {}
         for name in self.names:
             if len(self.args.micro) == 1:  # nothing to choose
-                found[name] = {"micro_batch": self.args.micro[0], "tried": {}}
+                found[name] = {"micro_batch": self.args.micro[0], "tried": {}, "need_bytes": 0}
                 continue
             tried: dict[int, Any] = {}
+            need: dict[int, int] = {}
             for size in self.args.micro:
                 task = self.task(name, micro_batch=size)
                 result = self.stages.run(
@@ -201,40 +202,47 @@ class Run:
                 )
                 if result is not None:
                     tried[size] = result.get("failed", result.get("median_s"))
+                    if memory := result.get("memory"):
+                        peak = max(memory["host_peak_bytes"], result["start"]["start_peak_bytes"])
+                        need[size] = peak + memory["baseline_bytes"]
             seconds = {size: s for size, s in tried.items() if isinstance(s, float)}
             if seconds:
-                found[name] = {"micro_batch": min(seconds, key=lambda size: seconds[size]), "tried": tried}
+                size = min(seconds, key=lambda size: seconds[size])
+                found[name] = {"micro_batch": size, "tried": tried, "need_bytes": need[size]}
             elif len(tried) == len(self.args.micro):
                 self.skipped[name] = f"no micro-batch ran: {tried[self.args.micro[0]]}"
         return found
 
-    def timed(self, best: Mapping[str, Mapping[str, Any]], clip: bool) -> dict[str, dict[str, Any]]:
-        """Contender -> what interleave() says of it, at its best micro-batch."""
+    def timed(self, best: Mapping[str, Mapping[str, Any]], clip: bool) -> list[dict[str, Any]]:
+        """Groups of contenders that were alive at once, each contender -> what interleave() says of it, at its best
+        micro-batch. On a card every group is one contender."""
         if self.args.clip == ("no" if clip else "yes"):
-            return {}
+            return []
         names = [n for n in best if not (clip and n == "ours_eager")]
-        tasks = [self.task(n, micro_batch=best[n]["micro_batch"], clip=clip) for n in names]
         warm_up, steps = self.args.warm_up, self.args.steps
         word = "clipped" if clip else "not clipped"
         if self.args.device == "cpu":
+            groups = groups_of(names, {n: best[n]["need_bytes"] for n in names}, int(0.85 * available_bytes()))
+        else:
+            groups = [[name] for name in names]
+        found = []
+        for group in groups:
+            tasks = [self.task(n, micro_batch=best[n]["micro_batch"], clip=clip) for n in group]
 
-            def together(left_s: float) -> dict[str, Any]:
+            def together(left_s: float, tasks: list[Task] = tasks) -> dict[str, Any]:
+                build_s, step_s = min(BUILD_S, left_s), min(STEP_S, left_s)
+                before = os.getloadavg()
                 with processes([self.start(task) for task in tasks]) as made:
-                    return {**interleave(made, warm_up=warm_up, steps=steps, build_s=BUILD_S, step_s=STEP_S), **load()}
+                    results = interleave(made, warm_up=warm_up, steps=steps, build_s=build_s, step_s=step_s)
+                if len(tasks) == 1 and (why := results[tasks[0].contender].get("failed")):
+                    raise Failed(why, lasting="no answer within" not in why)
+                return {"contenders": results, "loadavg": [before, os.getloadavg()]}
 
             key = "timed " + json.dumps([t.to_json() for t in tasks] + [warm_up, steps], sort_keys=True)
-            found = self.stages.run(key, f"{len(tasks)} contenders in turns, {word}", together)
-            return {} if found is None else found
-        results: dict[str, dict[str, Any]] = {}
-        for task in tasks:
-            result = self.stages.run(
-                f"timed {warm_up} {steps} {task.key}",
-                f"{CONTENDERS[task.contender][2]}: {steps} steps, {word}",
-                lambda left_s, task=task: self.alone(task, warm_up=warm_up, steps=steps, left_s=left_s),
-            )
+            result = self.stages.run(key, f"{', '.join(CONTENDERS[n][2] for n in group)}: {word}", together)
             if result is not None:
-                results[task.contender] = result
-        return results
+                found.append({"contenders": dict.fromkeys(group, result)} if "failed" in result else result)
+        return found
 
     def largest(self, best: Mapping[str, Mapping[str, Any]], timed: Mapping[str, Any]) -> dict[str, Any]:
         """Contender -> the deepest model of this width that trains within the cap on host memory, by trial."""
@@ -325,9 +333,11 @@ class Shapes:
         return f"hf:{folder}"
 
 
-def load() -> dict[str, dict[str, Any]]:
-    """The machine's load now, kept with what was timed in it."""
-    return {"_load": {"loadavg": [round(value, 2) for value in os.getloadavg()]}}
+def available_bytes() -> int:
+    """Host memory that is free, or could be."""
+    from executor.backend import available_host_bytes
+
+    return available_host_bytes() or 8 << 30
 
 
 def losses_apart(timed: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
@@ -341,24 +351,6 @@ def losses_apart(timed: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
         for name, found in timed.items()
         if found.get("losses")
     }
-
-
-def ratios(timed: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Of every contender's step to ours' ("ours"), and ours to plain's: "medians" of each and the median over the
-    rounds of the two times of one round ("rounds"), which noise that both saw leaves alone."""
-    found = {}
-    for mine in ("ours", "ours_eager"):
-        times = timed.get(mine, {}).get("times_s")
-        if not times:
-            continue
-        for name, other in timed.items():
-            if name == mine or not other.get("times_s"):
-                continue
-            found[f"{mine} / {name}"] = {
-                "medians": statistics.median(times) / statistics.median(other["times_s"]),
-                "rounds": statistics.median(a / b for a, b in zip(times, other["times_s"])),
-            }
-    return found
 
 
 def rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -432,23 +424,20 @@ def verdict(results: Mapping[str, Any]) -> list[str]:
     lines = []
     cuda = results["job"]["device"] == "cuda"
     for clip in ("unclipped", "clipped"):
-        timed = {n: f for n, f in results[clip].items() if f.get("median_s")}
-        mine = min((n for n in ("ours", "ours_eager") if n in timed), key=lambda n: timed[n]["median_s"], default=None)
-        if mine is None:
-            continue
-        step_s = timed[mine]["median_s"]
-        if not cuda and "plain" in timed and "ours" in timed:
-            ratio = timed["ours"]["median_s"] / timed["plain"]["median_s"]
-            word = "met" if ratio <= 1.10 else "missed"
-            lines.append(f"{clip}: ours over plain PyTorch {ratio:.3f}, goal at most 1.10: {word}")
+        of = results["ratios"][clip]
+        if not cuda and "ours / plain" in of:
+            ratio = of["ours / plain"]["medians"]
+            lines.append(
+                f"{clip}: ours over plain PyTorch {ratio:.3f}, goal at most 1.10: {'met' if ratio <= 1.1 else 'missed'}"
+            )
+        mine = "ours_eager" if cuda and any(pair.startswith("ours_eager") for pair in of) else "ours"
         for peer in ("zero2", "zero3", "zero3_twinflow", "fsdp2"):
-            if peer in timed:
-                faster = timed[peer]["median_s"] / step_s
+            if f"{mine} / {peer}" in of:
+                faster = 1 / of[f"{mine} / {peer}"]["medians"]
                 goal = 2.0 if cuda and peer == "zero3" else 1.0
-                word = "met" if faster >= goal else "missed"
-                title = CONTENDERS[peer][2]
                 lines.append(
-                    f"{clip}: {CONTENDERS[mine][2]} is {faster:.2f} times as fast as {title}, goal {goal:g}: {word}"
+                    f"{clip}: {CONTENDERS[mine][2]} is {faster:.2f} times as fast as {CONTENDERS[peer][2]}, goal "
+                    f"{goal:g}: {'met' if faster >= goal else 'missed'}"
                 )
     sizes = {n: f["params"] for n, f in results["largest"].items() if f.get("params")}
     for peer, goal in (("zero3", 1.6), ("fsdp2", 1.3)):
@@ -486,14 +475,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     RESULTS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as logs:
         run = Run(args, Path(logs))
-        load_before = load()["_load"]["loadavg"]
         for name, why in run.skipped.items():
             print(f"skipped: {CONTENDERS[name][2]}: {why}")
         best = run.best_micro_batches()
-        unclipped = run.timed(best, clip=False)
-        clipped = run.timed(best, clip=True)
+        timed = {word: run.timed(best, clip=word == "clipped") for word in ("unclipped", "clipped")}
+        groups = {word: [group["contenders"] for group in found] for word, found in timed.items()}
+        unclipped, clipped = merged(groups["unclipped"]), merged(groups["clipped"])
         largest = run.largest(best, unclipped or clipped)
-        loads = {word: found.pop("_load", None) for word, found in (("unclipped", unclipped), ("clipped", clipped))}
         results: dict[str, Any] = {
             "device": device_name(args.device),
             "job": {
@@ -507,11 +495,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             "micro_batches": best,
             "unclipped": unclipped,
             "clipped": clipped,
-            "ratios": {"unclipped": ratios(unclipped), "clipped": ratios(clipped)},
+            "groups": {word: [list(group) for group in found] for word, found in groups.items()},
+            "ratios": {
+                word: ratios(found if args.device == "cpu" else [merged(found)]) for word, found in groups.items()
+            },
             "losses_apart": {"unclipped": losses_apart(unclipped), "clipped": losses_apart(clipped)},
             "bytes_per_param": arithmetic(run, unclipped or clipped, best),
             "largest": largest,
-            "loadavg": {"before": load_before, **loads},
+            "loadavg": {word: [group.get("loadavg") for group in found] for word, found in timed.items()},
             "stages_left": run.stages.left_out,
         }  # fmt: skip
         results["rows"] = rows(results)

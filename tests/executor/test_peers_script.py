@@ -294,3 +294,33 @@ def test_two_contenders_in_turns(
     assert result["bytes_per_param"]["plain"]["arithmetic"] == {"gpu": 16, "host": 0}
     assert not list(tmp_path.iterdir())  # the kept stages are forgotten once all is written
     assert "ours over plain PyTorch" in capsys.readouterr().out
+
+
+class TestGroups:
+    def test_as_many_as_fit_with_ours_and_plain_in_each(self, load: Callable[[str], Any]) -> None:
+        """Room for 17: ours 3 and plain 3 leave 11, so zero2 5 and zero3 6 go together, fsdp2 and ours_eager next."""
+        need = {"ours": 3, "plain": 3, "zero2": 5, "zero3": 6, "fsdp2": 4, "ours_eager": 3}
+        groups_of = load("contenders.groups").groups_of
+        assert groups_of(list(need), need, 17) == [
+            ["ours", "plain", "zero2", "zero3"],
+            ["ours", "plain", "fsdp2", "ours_eager"],
+        ]
+        assert groups_of(["ours", "zero2", "zero3"], need, 1) == [["ours", "zero2"], ["ours", "zero3"]]
+        assert groups_of(["ours", "plain"], need, 1) == [["ours", "plain"]]
+
+    def test_ratios_are_of_the_same_rounds(self, load: Callable[[str], Any]) -> None:
+        """Two groups, the second at a third of the speed: zero2 took 2, 4 and 2 times what ours did, plain the same."""
+        fast = {"ours": {"times_s": [1.0, 1.0, 2.0]}, "plain": {"times_s": [1.0, 1.0, 2.0]}}
+        fast["zero2"] = {"times_s": [2.0, 4.0, 4.0]}
+        slow = {"ours": {"times_s": [3.0]}, "plain": {"times_s": [3.0]}, "fsdp2": {"failed": "died"}}
+        found = load("contenders.groups").ratios([fast, slow])
+        assert found["ours / zero2"] == {"medians": 0.25, "rounds": 0.5, "number": 3}
+        assert found["ours / plain"] == {"medians": 1.0, "rounds": 1.0, "number": 4}
+        assert "ours / fsdp2" not in found
+
+    def test_a_contender_of_two_groups_has_the_times_of_both(self, load: Callable[[str], Any]) -> None:
+        first = {"ours": {"times_s": [1.0, 2.0], "median_s": 1.5, "tokens_per_s": 400.0, "losses": [5.0]}}
+        second = {"ours": {"times_s": [3.0], "median_s": 3.0, "tokens_per_s": 200.0}, "fsdp2": {"failed": "died"}}
+        found = load("contenders.groups").merged([first, second])
+        assert found["ours"] == {"times_s": [1.0, 2.0, 3.0], "median_s": 2.0, "tokens_per_s": 300.0, "losses": [5.0]}
+        assert found["fsdp2"] == {"failed": "died"}
