@@ -10,6 +10,7 @@ all-reduce of a copy): there every rank sums the whole tensor in place, twice th
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -25,20 +26,26 @@ NAPS_S = (5e-5, 5e-4)
 
 
 class Wire:
-    """Collectives on `group`, a backend's process group that is nobody else's (`open_group`). check(): called while
-    waiting; raises when the others are gone.
+    """Collectives on `group`, a backend's process group that is nobody else's (`open_group`). check(waited_s): called
+    while waiting; raises when the others are gone. explain: what to raise for a collective that broke.
 
     sent_bytes: what this rank has sent to the others, a ring reckoned (its own slice left out).
     """
 
     def __init__(
-        self, group: Any, *, check: Callable[[], None], clock: Callable[[], float] = time.perf_counter
+        self,
+        group: Any,
+        *,
+        check: Callable[[float], None],
+        explain: Callable[[BaseException], BaseException],
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.rank: int = group.rank()
         self.ranks: int = group.size()
         self.sent_bytes = 0
         self._group = group
         self._check = check
+        self._explain = explain
         self._clock = clock
         self._nccl = group.name() == "nccl"
 
@@ -52,7 +59,7 @@ class Wire:
         """Each rank's slice of `flat` becomes that rank's own, in place. Returns when it is there."""
         even, mine, _ = self._slice(flat)
         if even.numel():
-            self._wait(self._group._allgather_base(even, mine))
+            self._do(lambda: self._group._allgather_base(even, mine))
             self.sent_bytes += mine.numel() * mine.element_size() * (self.ranks - 1)
 
     def reduce_scatter(self, flat: torch.Tensor) -> None:
@@ -60,7 +67,7 @@ class Wire:
         even, mine, rest = self._slice(flat)
         if even.numel():
             if self._nccl:
-                self._wait(self._group._reduce_scatter_base(mine, even))
+                self._do(lambda: self._group._reduce_scatter_base(mine, even))
             else:
                 self.sum(even)
             self.sent_bytes += mine.numel() * mine.element_size() * (self.ranks - 1)
@@ -69,19 +76,26 @@ class Wire:
 
     def sum(self, flat: torch.Tensor) -> None:
         """`flat` becomes the sum over the ranks, in place."""
-        self._wait(self._group.allreduce([flat]))
+        self._do(lambda: self._group.allreduce([flat]))
 
     def broadcast(self, flat: torch.Tensor) -> None:
         """`flat` becomes that of the group's first rank."""
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        self._wait(self._group.broadcast([flat], options))
+        self._do(lambda: self._group.broadcast([flat], options))
 
     def exchange(self, row: torch.Tensor) -> torch.Tensor:
         """[n] of every rank -> [ranks, n]."""
         rows = torch.empty(self.ranks * row.numel(), dtype=row.dtype, device=row.device)
-        self._wait(self._group._allgather_base(rows, row.contiguous()))
+        self._do(lambda: self._group._allgather_base(rows, row.contiguous()))
         return rows.reshape(self.ranks, -1)
+
+    def _do(self, begin: Callable[[], Any]) -> None:
+        try:
+            work = begin()
+        except RuntimeError as error:
+            raise self._explain(error) from error
+        self._wait(work)
 
     def _wait(self, work: Any) -> None:
         """Not Work.wait: that cannot be left when a rank that will never answer is known to be gone."""
@@ -91,9 +105,27 @@ class Wire:
             return
         start_s = self._clock()
         while not work.is_completed():
-            self._check()
-            time.sleep(NAPS_S[self._clock() - start_s > SOON_S])
-        work.wait()  # raises what it died of
+            waited_s = self._clock() - start_s
+            try:
+                self._check(waited_s)
+            except BaseException:
+                _keep_for_ever(self._group)
+                raise
+            time.sleep(NAPS_S[waited_s > SOON_S])
+        try:
+            work.wait()  # raises what it died of
+        except RuntimeError as error:
+            raise self._explain(error) from error
+
+    def close(self) -> None:
+        """Give the group up; a collective that another thread is in goes on without an owner."""
+        self._group = None
+
+
+def _keep_for_ever(group: Any) -> None:
+    """A collective was abandoned. Destroying its group would wait for it, at the end of the process at the latest, and
+    so for a rank that is gone: leave it to the operating system."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def open_group(backend: str, name: str, rank: int, ranks: int, timeout_s: float) -> Any:

@@ -40,6 +40,7 @@ from executor.hooks import Event, tensors_of
 from executor.measure import unseen
 from executor.models import map_tensors
 from executor.torch26 import saved_tensor_hooks
+from pstar_sim.core.effects import OTHERS
 from pstar_sim.core.step import Place, Queue
 from pstar_sim.errors import ContractError, DoesNotFit, OutOfMemory, PlanError, PstarError
 from pstar_sim.policy.registry import find_policy
@@ -240,8 +241,10 @@ class Demand:
         arena.set_tide(min(size, max(free, 0)))
 
     def leave(self, reason: str) -> None:
-        """From here on the iteration is carried on demand."""
+        """From here on the iteration is carried on demand. On several ranks that cannot be: raises PlanError."""
         s = self.session
+        if s.ranks is not None:
+            raise s.ranks.cannot_leave(reason)
         if not s.on_demand_only:
             s.note_deviation(reason)
         s.queues.settle(s.iteration - 1)
@@ -471,6 +474,11 @@ class Demand:
     def discard(self) -> None:
         """`zero_grad()` before `step()`: the gradients are dropped, the iteration begins anew."""
         s = self.session
+        if s.ranks is not None:
+            raise ContractError(
+                "zero_grad() before step() on several ranks: the gradients are summed already, and the other ranks "
+                "count on the update; call step()"
+            )
         if not self.active:
             s.queues.settle(s.iteration - 1)
             s.queues.pause()
@@ -531,6 +539,8 @@ class Demand:
             for place in (GPU, HOST):
                 if arena.has(place, chunk, "param") and place not in contents.chunks[chunk].current:
                     self._fill(place, chunk, "param")
+            if arena.has(GPU, chunk, "remote") and not contents.chunks[chunk].whole:
+                self._fill(GPU, chunk, "remote")
 
     def _fill(self, place: Place, chunk: int, name: str) -> None:
         """Current content for a payload that just got its memory (or is out of date)."""
@@ -538,9 +548,12 @@ class Demand:
         arena, contents = s.arena, s.contents
         state = contents.chunks[chunk]
         other = HOST if place is GPU else GPU
-        target = arena.at(place, chunk, name)
+        target = arena.at(place, chunk, OTHERS.get(name, name))
         if name in ("grad", "grad32"):
             target.zero_()
+            return
+        if name == "remote":
+            contents.gather(chunk, name)
             return
         direction = Queue.H2D if place is GPU else Queue.D2H
         if name != "param":
@@ -568,6 +581,12 @@ class Demand:
             return
         s.drain()
         self._before_visit = frozenset((r.place, r.chunk, r.list) for r in s.arena.present)
+        if s.ranks is not None:
+            # How far each rank's copies have run ahead is its own; what is gathered now has to be the same on all.
+            s.arena.set_tide(0)
+            with torch.no_grad():
+                self._reach(s.cut)
+            s.arena.set_tide(s.cut_tide)
         self.visiting = True
         self._frames = [set()]
         s.set_open(False)
@@ -628,7 +647,7 @@ class Demand:
         if arena.room_on_gpu() >= size:
             return
         for chunk in self._victims(needed):
-            s.contents.release(GPU, chunk, "param")
+            self._drop(chunk)
             if arena.room_on_gpu() >= size:
                 return
         # The tide known here is that of the plan's moments; give up of it what is only an estimate.
@@ -657,10 +676,18 @@ class Demand:
             for c in s.plan.layout.chunks
             if s.arena.has(GPU, c.index, "param")
             and c.index not in protected
-            and self._movable(c.index)
+            and (self._movable(c.index) or s.arena.has(GPU, c.index, "remote"))
             and not s.contents.chunks[c.index].where(GPU, "param")
         ]
         return sorted(victims, key=lambda chunk: (-self._next_use(chunk), chunk))
+
+    def _drop(self, chunk: int) -> None:
+        """The working list of a chunk leaves the gpu, or of one that cannot the other ranks' slices."""
+        contents = self.session.contents
+        if self.session.arena.has(GPU, chunk, "remote"):
+            contents.release(GPU, chunk, "remote")
+        if self._movable(chunk):
+            contents.release(GPU, chunk, "param")
 
     def give_back(self, size: int, *, needed: set[int]) -> tuple[list[int], int]:
         """Drop working lists that nobody uses now until the gpu holds `size` bytes less, if there are so many; (chunks
@@ -742,8 +769,19 @@ class Demand:
                     continue
                 self._take(chunk, "param", needed=wanted, place=GPU)
             with torch.no_grad():
-                self._fill(GPU, chunk, "param")
+                if GPU not in s.contents.chunks[chunk].current:
+                    self._fill(GPU, chunk, "param")
+                if s.arena.sliced:
+                    self._gather(chunk, wanted)
         self._frames[-1] |= wanted
+
+    def _gather(self, chunk: int, wanted: set[int]) -> None:
+        """The other ranks' slices come; every rank asks for them at the same point."""
+        s = self.session
+        if not s.arena.has(GPU, chunk, "remote"):
+            self._make_room(s.plan.layout.payload_bytes(chunk, "remote"), needed=wanted)
+            self._take(chunk, "remote", needed=wanted, place=GPU)
+        s.contents.gather(chunk, "remote")
 
     # -- reads through Python -----------------------------------------------------------------------------------------
 
@@ -788,7 +826,7 @@ class Demand:
     def _held(self, chunk: int) -> bool:
         s = self.session
         state = s.contents.chunks[chunk]
-        return s.arena.has(GPU, chunk, "param") and GPU in state.current and not state.where(GPU, "param")
+        return s.contents.holds(chunk) and not state.where(GPU, "param")
 
     def chunk_of_storage(self, tensor: torch.Tensor) -> int | None:
         return self._storages.get(tensor.untyped_storage()._cdata)

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -89,6 +91,8 @@ class Session:
     ) -> None:
         self.model = model
         self.ranks = ranks
+        if ranks is not None:
+            ranks.life.on_loss = self._hear_of_loss(weakref.ref(self))
         self._count = count
         self._weight = 1.0  # of this rank's gradients in the micro-batch that runs
         self.parameters = parameters
@@ -137,6 +141,17 @@ class Session:
         ]
         if scaling is not None:
             self._hooks += guard_boundary(model, lambda: scaling.scale)
+
+    @staticmethod
+    def _hear_of_loss(keeper: weakref.ref[Session]) -> Callable[[BaseException], None]:
+        """From the lifeline's thread: whoever waits for a queue of this rank raises that another rank is lost."""
+
+        def hear(error: BaseException) -> None:
+            held = keeper()
+            if held is not None:
+                held.queues.fail(error)
+
+        return hear
 
     def _install(self, plan: Plan, arena: Arena, queues: Queues) -> None:
         """Everything that belongs to one plan."""
@@ -685,9 +700,17 @@ class Session:
             if not held:
                 self.queues.resume()
 
+    def _require_border(self, tensor: int) -> None:
+        if self.ranks is not None and self.cursor >= 0:
+            raise ContractError(
+                f"{self.name_of(tensor)!r} is read inside an iteration, outside every module: on several ranks each "
+                "holds a part of it; read it between optimizer.step() and the next forward, on all ranks"
+            )
+
     def current_value(self, tensor: int) -> torch.Tensor:
         """A copy of a parameter's current value, in its shape and working dtype, in host memory."""
         contents, arena = self.contents, self.arena
+        self._require_border(tensor)
         chunk = self._chunk_of[tensor]
         row = self.plan.workload.tensors[tensor]
         with unseen(), torch.no_grad(), self.still():
@@ -892,6 +915,11 @@ class Session:
                 if not key.startswith("_") and key in twin.__dict__ and not callable(value):
                     twin.__dict__[key] = value
 
+    def end_ranks(self, error: BaseException | None) -> None:
+        """The other ranks hear that this one's run is over. error: what it ends with, as far as is known."""
+        if self.ranks is not None and not self.closed:
+            self.ranks.announce(self.queues.failure or error, self.iteration)
+
     def close(self, *, restore: bool = True) -> None:
         """End the session: queues stop, hooks go, and (restore) parameters become plain ones with their current
         values."""
@@ -902,8 +930,11 @@ class Session:
         values: dict[int, torch.Tensor] = {}
         if restore and self.queues.failure is None:
             values = {t: self.current_value(t) for t in self._chunk_of}
+        self.end_ranks(sys.exc_info()[1])
         self.closed = True
         self.queues.stop()
+        if self.ranks is not None:
+            self.ranks.close()
         self.clock.close()
         for handle in self._hooks:
             handle.remove()

@@ -164,6 +164,8 @@ class Ladder(Sequence[Rung]):
         """A step of the plan was refused memory: the iteration is carried on demand from here; between two iterations
         a new plan is made at once."""
         s = self.session
+        if s.ranks is not None:
+            raise error
         if s.cursor < 0 and not s.demand.active:
             self.note(error, "a new plan is made at once")
             self.replan()

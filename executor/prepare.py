@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import copy
 import logging
+import sys
 import types
 import weakref
 from collections.abc import Callable
@@ -276,6 +277,7 @@ def _stop_at_exit(session: Session) -> Callable[[], None]:
     def stop() -> None:
         held = keeper()
         if held is not None:
+            held.end_ranks(getattr(sys, "last_value", None))
             held.queues.stop()
 
     return stop

@@ -26,34 +26,76 @@ from torch import nn
 
 from executor.collectives import Wire, open_group
 from executor.hooks import tensors_of
+from executor.lifeline import Address, Lifeline
 from pstar_sim.core.plan import Plan
-from pstar_sim.errors import PlanError
+from pstar_sim.errors import PlanError, RankLost
 
 __all__ = ["Ranks", "join"]
 
 log = logging.getLogger("executor")
 
+LEFT_S = 5.0  # a rank that waits so long for one that has ended its run waits in vain
+
 
 class Ranks:
     """rank: of this process, from 0; count: of processes. wire: see `executor.collectives`.
 
-    check: called while this process waits for others; raises when one of them is gone.
+    Raises RankLost, wherever this process waits for the others, when one of them is gone.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, device: torch.device, timeout_s: float) -> None:
         self.rank = dist.get_rank(group)
         self.count = dist.get_world_size(group)
-        self.failure: BaseException | None = None
-        name = _agreed_name(group)
+        self._over = False
+        self.life = Lifeline(self.rank, self.count)
+        name, addresses = _introduce(group, self.life.address)
+        self.life.connect(addresses)
         backends = ("nccl" if device.type == "cuda" else "gloo", "gloo", "gloo")
         self.wire, self._meeting, self._sums = (
-            Wire(open_group(b, f"{name}/{i}", self.rank, self.count, timeout_s), check=self.check)
+            Wire(
+                open_group(b, f"{name}/{i}", self.rank, self.count, timeout_s),
+                check=self.check,
+                explain=self.life.explain,
+            )
             for i, b in enumerate(backends)
         )
 
-    def check(self) -> None:
-        if self.failure is not None:
-            raise self.failure
+    def check(self, waited_s: float = 0.0) -> None:
+        """Raise RankLost if a rank is gone, or has ended its run while this one waits for it."""
+        if self.life.lost is not None:
+            raise self.life.lost
+        if self._over:
+            raise RankLost("this rank's run is over")
+        who = self.life.left() if waited_s > LEFT_S else None
+        if who is not None:
+            raise RankLost(f"{who}, and this is rank {self.rank}, which still waits for it")
+
+    def cannot_leave(self, reason: str) -> PlanError:
+        """What to raise where one process would go on without its plan; the others hear it."""
+        text = (
+            f"rank {self.rank} cannot go on: {reason}. On several ranks an iteration keeps to its plan, as the others "
+            "wait for what it says comes next; make a plan for what the model does on every rank (trace it with "
+            "batches of the largest shape), and evaluate, read or save between two iterations, on all ranks"
+        )
+        self.life.fail(f"PlanError: {text}")
+        return PlanError(text)
+
+    def announce(self, error: BaseException | None, iteration: int) -> None:
+        """This rank's run is over: the others hear how, and nothing here waits for them any more."""
+        if isinstance(error, RankLost):
+            self.life.leave("ended because another rank was lost")
+        elif error is not None:
+            text = str(error).splitlines()
+            self.life.fail(f"{type(error).__name__}: {text[0] if text else ''}")
+            self.life.leave("failed")
+        else:
+            self.life.leave(f"has ended its run after {iteration} iterations")
+        self._over = True
+
+    def close(self) -> None:
+        """No thread is in an exchange any more."""
+        for wire in (self.wire, self._meeting, self._sums):
+            wire.close()
 
     def agree(self, norm: torch.Tensor) -> torch.Tensor:
         """The norm of what all ranks hold together, from that of what each holds: once an iteration, on every rank. A
@@ -86,11 +128,11 @@ class Ranks:
         return count / sum(counts)
 
 
-def _agreed_name(group: dist.ProcessGroup) -> str:
-    """A name that only this run has, known to all its processes: of the first one's choice."""
-    box = [f"pstar-sim/{uuid.uuid4().hex}"]
-    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
-    return box[0]
+def _introduce(group: dist.ProcessGroup, mine: Address) -> tuple[str, list[Address]]:
+    """A name that only this run has, of the first process's choice, and everybody's address."""
+    rows: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(rows, (uuid.uuid4().hex, mine), group=group)
+    return f"pstar-sim/{rows[0][0]}", [address for _, address in rows]
 
 
 def join(plan: Plan, group: Any, *, device: torch.device, timeout_s: float) -> Ranks | None:

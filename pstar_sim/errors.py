@@ -17,6 +17,7 @@ __all__ = [
     "OutOfMemory",
     "PlanError",
     "PstarError",
+    "RankLost",
     "TraceError",
     "UnknownName",
     "WeightsError",
@@ -82,6 +83,10 @@ class OutOfMemory(PstarError):
         self.payload_bytes = payload_bytes
         self.other_bytes = other_bytes
         self.limit_bytes = limit_bytes
+
+
+class RankLost(PstarError):
+    """Another process of a run on several ranks is gone, or cannot follow; the text names it and what it said."""
 
 
 class IllegalTransition(PstarError):

@@ -54,7 +54,18 @@ def tight_plan(policy: str, w: Workload, settings: Settings, ranks: int) -> Plan
     raise AssertionError(f"{policy} fits nowhere")
 
 
-def train(case: dict[str, Any], rank: int, group: Any) -> dict[str, Any]:
+def settings_of(case: dict[str, Any]) -> Settings:
+    return Settings(update="eager" if case.get("eager") else "step", clip=case.get("clip") is not None)
+
+
+def plan_of(case: dict[str, Any]) -> Plan:
+    model, draw = kit.build(case.get("model", "mlp"), checkpointing=case.get("checkpointing", False), seed=0)
+    example = draw(torch.Generator().manual_seed(9))
+    w = kit.workload_of(model, example, micro_batches=case.get("micro_batches", 1))
+    return tight_plan(case["policy"], w, settings_of(case), case["ranks"])
+
+
+def train(case: dict[str, Any], plan: Plan, rank: int, group: Any) -> dict[str, Any]:
     ranks, micro_batches, steps = case["ranks"], case.get("micro_batches", 1), case.get("steps", 2)
     clip, eager = case.get("clip"), case.get("eager", False)
     model, draw = kit.build(case.get("model", "mlp"), checkpointing=case.get("checkpointing", False), seed=0)
@@ -63,18 +74,22 @@ def train(case: dict[str, Any], rank: int, group: Any) -> dict[str, Any]:
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(1.0)
-    settings = Settings(update="eager" if eager else "step", clip=clip is not None)
-    example = draw(torch.Generator().manual_seed(9))
-    w = kit.workload_of(model, example, micro_batches=micro_batches)
-    plan = tight_plan(case["policy"], w, settings, ranks)
     spec = executor.AdamW(lr=LR, eps=EPS, weight_decay=0.1, max_grad_norm=clip, eager=eager)
     model, optimizer = executor.prepare(model, plan, spec, group=group, watchdog_s=5.0)
     session = optimizer.session
     generator = torch.Generator().manual_seed(1)
     reference = kit.Reference(twin, LR, 0.1, clip, eps=EPS)
+    evaluations = []
     for _ in range(steps):
+        if case.get("evaluate"):
+            with torch.no_grad():
+                batch = draw(torch.Generator().manual_seed(2))
+                pair = float(kit.loss_of(model, batch)), float(kit.loss_of(twin, batch))
+                evaluations.append(abs(pair[0] / pair[1] - 1) if rank == 0 else 0.0)
         for _ in range(micro_batches):
             batches = [draw(generator) for _ in range(ranks)]
+            if "sequences" in case:  # of each rank; the plan is for the largest
+                batches = [{k: v[:n] for k, v in b.items()} for b, n in zip(batches, case["sequences"])]
             (kit.loss_of(model, batches[rank]) / micro_batches).backward()
             if rank == 0:
                 joined = {k: torch.cat([b[k] for b in batches]) for k in batches[0]}
@@ -84,7 +99,11 @@ def train(case: dict[str, Any], rank: int, group: Any) -> dict[str, Any]:
         if rank == 0:
             reference.step()
             reference.optimizer.zero_grad()
-    result: dict[str, Any] = {"deviations": list(session.deviation_log), "kinds": sorted({s.kind for s in plan.steps})}
+    result: dict[str, Any] = {
+        "evaluations": evaluations,
+        "deviations": list(session.deviation_log),
+        "kinds": sorted({s.kind for s in plan.steps}),
+    }
     values = {n: v.clone() for n, v in model.state_dict().items()}
     states = optimizer.state_dict()["state"]
     if rank == 0:
@@ -122,6 +141,7 @@ def one_step(model: Any, optimizer: Any, draw: Any, micro_batches: int) -> None:
 def main() -> None:
     processes, folder = int(sys.argv[1]), Path(sys.argv[2])
     cases = json.loads((folder / "cases.json").read_text())
+    plans = {case["name"]: plan_of(case) for case in cases}
     rank = 0
     children = []
     for other in range(1, processes):
@@ -138,7 +158,7 @@ def main() -> None:
         if rank >= case["ranks"]:
             continue
         try:
-            result = train(case, rank, groups[case["ranks"]])
+            result = train(case, plans[case["name"]], rank, groups[case["ranks"]])
         except Exception as error:
             result = {"error": f"{type(error).__name__}: {error}"}
             if not isinstance(error, PstarError) or os.environ.get("RANK_TRACE"):

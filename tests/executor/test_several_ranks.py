@@ -50,6 +50,8 @@ CASES += [
         "checkpointing": True,
         "clip": 0.05,
     },
+    {"name": "unequal", "ranks": 2, "policy": "tide", "sequences": [2, 1], "clip": 0.05, "evaluate": True},
+    {"name": "evaluated", "ranks": 2, "policy": "zero3_resident", "evaluate": True},
     {"name": "three", "ranks": 3, "policy": "all_on_gpu", "clip": 0.05},
 ]
 
@@ -84,6 +86,7 @@ def test_trains_as_one_process_on_the_joined_batch(
         assert rows[0][key] <= 1e-6, key
     for row in rows:
         assert row["deviations"] == []
+        assert row["evaluations"] == [0.0] * len(row["evaluations"])
         assert row["peak"][0] == row["peak"][1]
         assert row["host"][0] == row["host"][1]
         # [Note: what a slice moves through]: one slice, and none where nothing is sliced

@@ -1,0 +1,131 @@
+"""Processes of a run on several ranks of which one gets into trouble. Started by test_lost_ranks.py:
+`python rank_trouble.py FOLDER LIMIT_S`, cases in FOLDER/cases.json ({"name", "ranks", "trouble"}).
+
+Everything is imported once; each case forks its processes, whose output goes to FOLDER/NAME.RANK.txt and whose end
+(exit code, seconds after the trouble) to FOLDER/NAME.json.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import conftest as kit
+import rank_worker
+import torch
+import torch.distributed as dist
+
+import executor
+from executor.training import train_step
+from pstar_sim.core.plan import Plan
+
+ITERATION = 2  # in which it happens
+
+
+def loop(name: str, plan: Plan, rank: int, folder: Path) -> None:
+    """A user's training loop; rank 1 does something in iteration ITERATION that it should not."""
+    model, draw = kit.build("mlp")
+    lr = 2e-3 if name == "another lr" and rank == 1 else 1e-3
+    model, optimizer = executor.prepare(model, plan, executor.AdamW(lr=lr, max_grad_norm=1.0), watchdog_s=5.0)
+    generator = torch.Generator().manual_seed(rank)
+
+    def batches() -> Iterator[Any]:
+        while True:
+            yield draw(generator)
+
+    rows = batches()
+    for iteration in range(5):
+        here = rank == 1 and iteration == ITERATION
+        if here:
+            (folder / f"{name}.begun").write_text(str(time.time()))
+        if here and name == "killed between":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if here and name == "ends early":
+            optimizer.session.close(restore=False)
+            time.sleep(9)  # it lives on
+            return
+        if here and name == "exception":
+            raise KeyError("a bug in the user's loop")
+        if here and name == "nan":
+            rows = iter([{k: v * float("nan") for k, v in draw(generator).items()}])
+        if here and name == "evaluates inside":
+            kit.loss_of(model, next(rows)).backward()
+            with torch.no_grad():
+                kit.loss_of(model, next(rows))
+        if here and name == "adam dies":
+            optimizer.session.contents.adam = _breaks  # the thread of the adam queue
+        if name == "killed inside":
+            loss = kit.loss_of(model, next(rows))
+            if here:
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            train_step(model, optimizer, rows, 1, number=iteration)
+
+
+def _breaks(*_: Any) -> None:
+    raise OSError("the disk of the adam thread is on fire")
+
+
+def run(case: dict[str, Any], folder: Path, limit_s: int) -> dict[str, Any]:
+    name, ranks = case["name"], case["ranks"]
+    children: dict[int, int] = {}
+    planned = 3 if name == "another P" else ranks
+    plan = rank_worker.plan_of({"policy": "tide", "ranks": planned, "clip": 1.0})
+    for rank in range(ranks):
+        child = os.fork()
+        if child == 0:
+            out = os.open(folder / f"{name}.{rank}.txt", os.O_WRONLY | os.O_CREAT)
+            os.dup2(out, 1)
+            os.dup2(out, 2)
+            faulthandler.dump_traceback_later(limit_s, exit=True)
+            dist.init_process_group("gloo", init_method=f"file://{folder}/{name}.store", rank=rank, world_size=ranks)
+            _leave(partial(loop, name, plan, rank, folder))
+        children[child] = rank
+    ends: dict[int, list[float]] = {}
+    while children:
+        child, status = os.wait()
+        ends[children.pop(child)] = [os.waitstatus_to_exitcode(status), time.time()]
+    begun = folder / f"{name}.begun"
+    since = float(begun.read_text()) if begun.exists() else 0.0
+    return {"ends": {rank: [code, at - since] for rank, (code, at) in ends.items()}}
+
+
+def _leave(action: Callable[[], None]) -> None:
+    """Run the action as a script would, down to the interpreter's own end."""
+    raise _Script(action)
+
+
+class _Script(BaseException):
+    def __init__(self, action: Callable[[], None]) -> None:
+        self.action = action
+
+
+def main() -> None:
+    folder, limit_s = Path(sys.argv[1]), int(sys.argv[2])
+    for case in json.loads((folder / "cases.json").read_text()):
+        result = run(case, folder, limit_s)
+        (folder / f"{case['name']}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except _Script as script:
+        action = script.action
+    else:
+        action = None
+    if action is not None:
+        action()

@@ -1,0 +1,66 @@
+"""A rank that dies, fails or leaves ends the others in seconds, and they say which and why. Real processes
+(rank_trouble.py); nothing here waits for a collective's timeout, which is ten minutes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+BOUND_S = 30.0  # on a busy machine; a collective's timeout is 600
+CASES: dict[str, tuple[int, str, str]] = {
+    # name: ranks, what rank 1 says itself, what the others say
+    "killed inside": (3, "", "died: it ended without a word"),
+    "exception": (2, 'KeyError: "a bug in the user\'s loop"', 'failed: KeyError: "a bug in the user\'s loop"'),
+    "nan": (2, "ModelError: the loss is nan at step 2", "failed: ModelError: the loss is nan at step 2"),
+    "adam dies": (2, "OSError: the disk of the adam thread is on fire", "failed: OSError: the disk of the adam thread"),
+    "evaluates inside": (2, "PlanError: rank 1 cannot go on: begin:<root>", "failed: PlanError: rank 1 cannot go on"),
+    "ends early": (2, "", "has ended its run after 2 iterations"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("trouble")
+    cases: list[dict[str, Any]] = [{"name": name, "ranks": row[0]} for name, row in CASES.items()]
+    cases.append({"name": "another P", "ranks": 2})
+    (place / "cases.json").write_text(json.dumps(cases))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("rank_trouble.py")), str(place), "60"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return place
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_others_end_soon_and_name_it(folder: Path, name: str) -> None:
+    ranks, own, others = CASES[name]
+    ends = json.loads((folder / f"{name}.json").read_text())["ends"]
+    for rank in range(ranks):
+        code, after_s = ends[str(rank)]
+        said = (folder / f"{name}.{rank}.txt").read_text()
+        if rank == 1:
+            assert own in said
+            continue
+        assert code == 1
+        assert after_s < BOUND_S
+        last = next(line for line in reversed(said.splitlines()) if "RankLost" in line)
+        assert "RankLost: rank 1 (process" in last
+        assert others in last
+
+
+def test_a_plan_for_another_number_of_processes(folder: Path) -> None:
+    for rank in range(2):
+        said = (folder / f"another P.{rank}.txt").read_text()
+        assert "the plan is one of 3 GPUs (virtual) and this job has 2 processes; torchrun --nproc-per-node 3" in said
