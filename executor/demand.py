@@ -120,7 +120,7 @@ class Demand:
         for shape, dtype in shapes:
             if shape:
                 tokens = len(shape) == 2 and not dtype.is_floating_point
-                return shape[0] == w.batch and (not tokens or shape[1] == w.sequence)
+                return shape[0] == self.session.planned_batch and (not tokens or shape[1] == w.sequence)
         return True
 
     def _check_fits(self, shapes: Any, moments: tuple[Moment, ...]) -> None:

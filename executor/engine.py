@@ -879,6 +879,15 @@ class Session:
 
     # -- deviations ---------------------------------------------------------------------------------------------------
 
+    @property
+    def planned_batch(self) -> int:
+        """Sequences of this rank's micro-batch; a plan for ranks with unequal shares is made for the largest."""
+        batch = self.plan.workload.batch
+        if self.ranks is None:
+            return batch
+        shares = [rank.batch_share for rank in self.plan.machine.ranks]
+        return round(batch * shares[self.ranks.rank] / max(shares))
+
     def note_deviation(self, reason: str) -> None:
         self.deviations += 1
         self.deviation_log.append(f"iteration {self.iteration}: {reason}")

@@ -38,17 +38,19 @@ LR, EPS = 1e-3, 1e-3
 SHARES = (0.25, 0.4, 0.55, 0.7, 1.0, 1.4, 2.0, 3.0, 5.0, 12.0)
 
 
-def machine_of(gpu_bytes: int, ranks: int) -> Machine:
+def machine_of(gpu_bytes: int, ranks: int, sequences: list[int] | None = None) -> Machine:
     one = kit.small_machine(gpu_bytes)
     peer = Fabric(name="test", bytes_per_s=2e9, latency_s=1e-5, measured=False, source="test")
-    return replace(one, ranks=one.ranks * ranks, peer=peer)
+    several = [replace(one.ranks[0], batch_share=float(n)) for n in sequences or [1] * ranks]
+    return replace(one, ranks=tuple(several), peer=peer)
 
 
-def tight_plan(policy: str, w: Workload, settings: Settings, ranks: int) -> Plan:
+def tight_plan(policy: str, w: Workload, settings: Settings, ranks: int, sequences: list[int] | None = None) -> Plan:
     params = sum(t.bytes for t in w.tensors if t.tied_to is None)
     for share in SHARES:
         try:
-            return find_policy(policy)(w, machine_of(w.peak_non_model_bytes + int(share * params), ranks), settings)
+            machine = machine_of(w.peak_non_model_bytes + int(share * params), ranks, sequences)
+            return find_policy(policy)(w, machine, settings)
         except DoesNotFit:
             continue
     raise AssertionError(f"{policy} fits nowhere")
@@ -62,7 +64,7 @@ def plan_of(case: dict[str, Any]) -> Plan:
     model, draw = kit.build(case.get("model", "mlp"), checkpointing=case.get("checkpointing", False), seed=0)
     example = draw(torch.Generator().manual_seed(9))
     w = kit.workload_of(model, example, micro_batches=case.get("micro_batches", 1))
-    return tight_plan(case["policy"], w, settings_of(case), case["ranks"])
+    return tight_plan(case["policy"], w, settings_of(case), case["ranks"], case.get("sequences"))
 
 
 def train(case: dict[str, Any], plan: Plan, rank: int, group: Any) -> dict[str, Any]:
@@ -117,7 +119,8 @@ def train(case: dict[str, Any], plan: Plan, rank: int, group: Any) -> dict[str, 
         for key in ("exp_avg", "exp_avg_sq"):
             result[key] = max(kit.distance(states[i][key], kept[i][key]) for i in kept)
     predicted = play(plan)
-    measured = session.measure_iteration(lambda: one_step(model, optimizer, draw, micro_batches), predicted)
+    sequences = case["sequences"][rank] if "sequences" in case else None
+    measured = session.measure_iteration(lambda: one_step(model, optimizer, draw, micro_batches, sequences), predicted)
     result["peak"] = [measured.peak_gpu_bytes, predicted.peak_bytes["gpu"]]
     result["host"] = [measured.peak_host_bytes, predicted.peak_bytes["host"]]
     result["transient"] = [
@@ -129,10 +132,10 @@ def train(case: dict[str, Any], plan: Plan, rank: int, group: Any) -> dict[str, 
     return result
 
 
-def one_step(model: Any, optimizer: Any, draw: Any, micro_batches: int) -> None:
+def one_step(model: Any, optimizer: Any, draw: Any, micro_batches: int, sequences: int | None) -> None:
     generator = torch.Generator().manual_seed(4)
     for _ in range(micro_batches):
-        batch = draw(generator)
+        batch = {k: v[:sequences].clone() for k, v in draw(generator).items()}
         kit.loss_of(model, batch).backward()
     optimizer.step()
     optimizer.zero_grad()

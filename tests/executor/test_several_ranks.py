@@ -84,10 +84,11 @@ def test_trains_as_one_process_on_the_joined_batch(
     assert [row.get("error") for row in rows] == [None] * case["ranks"]
     for key in ("parameters", "exp_avg", "exp_avg_sq"):
         assert rows[0][key] <= 1e-6, key
-    for row in rows:
+    for rank, row in enumerate(rows):
         assert row["deviations"] == []
         assert row["evaluations"] == [0.0] * len(row["evaluations"])
-        assert row["peak"][0] == row["peak"][1]
+        smaller = "sequences" in case and case["sequences"][rank] < max(case["sequences"])
+        assert row["peak"][0] < row["peak"][1] if smaller else row["peak"][0] == row["peak"][1]
         assert row["host"][0] == row["host"][1]
         # [Note: what a slice moves through]: one slice, and none where nothing is sliced
         assert row["transient"][0] == (row["transient"][1] if row["layout_ranks"] > 1 else 0)
