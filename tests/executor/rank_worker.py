@@ -135,7 +135,9 @@ def train(case: dict[str, Any], plan: Plan, rank: int, group: Any) -> dict[str, 
 def one_step(model: Any, optimizer: Any, draw: Any, micro_batches: int, sequences: int | None) -> None:
     generator = torch.Generator().manual_seed(4)
     for _ in range(micro_batches):
-        batch = {k: v[:sequences].clone() for k, v in draw(generator).items()}
+        batch = draw(generator)
+        if sequences is not None:
+            batch = {k: v[:sequences].clone() for k, v in batch.items()}
         kit.loss_of(model, batch).backward()
     optimizer.step()
     optimizer.zero_grad()
