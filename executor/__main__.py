@@ -80,7 +80,7 @@ def _run(args: argparse.Namespace, plan: Plan) -> None:
     model, optimizer = prepare(
         built.module,
         plan,
-        job.adamw(plan),
+        job._adamw(plan),
         bandwidth=(rate or link.h2d_bytes_per_s, rate or link.d2h_bytes_per_s),
         weights=job.weights,
     )
@@ -94,7 +94,8 @@ def _run(args: argparse.Namespace, plan: Plan) -> None:
         drawn = iter([next(mine) for _ in range(2 * micro_batches)])
         measured = session.measure_iteration(lambda: train_step(model, optimizer, drawn, micro_batches))
         losses = _joined(reports, ranks, session.planned_batch)
-        peaks = [measured.peak_gpu_bytes] if ranks is None else [int(r[0]) for r in ranks.meet([measured.peak_gpu_bytes])]
+        here = [float(measured.peak_gpu_bytes)]
+        peaks = [int(row[0]) for row in ([here] if ranks is None else ranks.meet(here))]
         if ranks is None or ranks.rank == 0:
             _say(args, plan, reports, losses, peaks, measured.moved_bytes, session.arena.peak_transient_bytes)
     finally:
@@ -171,7 +172,7 @@ def _say(
     lines += [f"{name:<20}{plan_says:>14}  {here:>12}" for name, plan_says, here in rows]
     lines += [
         "",
-        "iteration: median of the steps after the first; predicted for the machine of the plan, not for this one; "
+        "iteration: median of the steps after the first; predicted for the machine of the plan, not for this one",
         f"slices that change place hold {format_bytes(transient_bytes)} more for the time of a copy",
     ]
     sys.stdout.write("\n".join(lines) + "\n")

@@ -18,7 +18,13 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.workload import Tensor
 
-__all__ = ["check_model", "check_settings", "state_dtype_of"]
+__all__ = [
+    "check_model",
+    "check_processes",
+    "check_settings",
+    "state_dtype_of",
+    "torchrun_line",
+]
 
 STATES = ("param32", "momentum", "variance")
 ADAMW = {"adamw": torch.float32, "adamw-bf16-states": torch.bfloat16}  # optimizer descriptions that AdamW can be
@@ -132,3 +138,31 @@ def _check_states(plan: Plan, optimizer: AdamW) -> None:
             f"AdamW(state_dtype={state_dtype}) or make the plan with --optimizer "
             f"{next(name for name, dtype in ADAMW.items() if dtype == optimizer.state_dtype)}"
         )
+
+
+def torchrun_line(plan: Plan, file: str = "PLAN", model: str = "MODEL") -> str:
+    """What to type to run a plan of several ranks."""
+    nodes = f"--nnodes {plan.machine.nodes} " if plan.machine.nodes > 1 else ""
+    return f"torchrun {nodes}--nproc-per-node {plan.machine.local_ranks} -m executor {file} --model {model}"
+
+
+def check_processes(plan: Plan, found: int, *, file: str = "PLAN", model: str = "MODEL") -> None:
+    """The job has as many processes as the plan has ranks. file, model: for the message."""
+    wanted = len(plan.machine.ranks)
+    if found == wanted:
+        return
+    if found == 1:
+        raise PlanError(
+            f"the plan is one of {wanted} GPUs ({plan.machine.name}) and this is a single process; start {wanted}: "
+            f"{torchrun_line(plan, file, model)} (or your own script with torchrun, and "
+            "torch.distributed.init_process_group before prepare)"
+        )
+    if wanted == 1:
+        raise PlanError(
+            f"the plan is one of a single GPU and this job has {found} processes; make a plan for a machine of {found} "
+            f"GPUs, or give prepare(group=...) a group of this process alone to train {found} models"
+        )
+    raise PlanError(
+        f"the plan is one of {wanted} GPUs ({plan.machine.name}) and this job has {found} processes; start {wanted}: "
+        f"{torchrun_line(plan, file, model)}, or make a plan for {found}"
+    )

@@ -48,6 +48,7 @@ class Wire:
         self._explain = explain
         self._clock = clock
         self._nccl = group.name() == "nccl"
+        self.on_host: Wire = self  # for tensors in host memory, which NCCL does not take
 
     def _slice(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(what divides evenly, this rank's slice of it, the rest)."""
@@ -80,12 +81,17 @@ class Wire:
 
     def broadcast(self, flat: torch.Tensor) -> None:
         """`flat` becomes that of the group's first rank."""
+        if self._nccl and flat.device.type == "cpu":
+            self.on_host.broadcast(flat)
+            return
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         self._do(lambda: self._group.broadcast([flat], options))
 
     def exchange(self, row: torch.Tensor) -> torch.Tensor:
         """[n] of every rank -> [ranks, n]."""
+        if self._nccl and row.device.type == "cpu":
+            return self.on_host.exchange(row)
         rows = torch.empty(self.ranks * row.numel(), dtype=row.dtype, device=row.device)
         self._do(lambda: self._group._allgather_base(rows, row.contiguous()))
         return rows.reshape(self.ranks, -1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import dataclasses
 import logging
 import sys
 import types
@@ -98,6 +99,18 @@ def prepare(
     home = check_placement(model, made.device)
     check_gpu_memory(plan, made, worst_bytes)
     ranks = join(plan, group, device=made.device, timeout_s=timeout_s)
+    if ranks is not None:
+        names = {id(p): t.name for t, p in zip(tensors, parameters)}
+        ranks.same(
+            {
+                "the plan": f"{plan.workload.fingerprint} {plan.layout.to_dict()} {plan.modes} {plan.to_text()}",
+                "AdamW": f"{dataclasses.replace(optimizer, params_or_groups=None)}",
+                "the order of AdamW's groups, or of their parameters,": str(
+                    [[names.get(id(p)) for p in group["params"]] for group in groups]
+                ),
+                "the source of the values (weights=)": str(source is not None),
+            }
+        )
     arena = Arena(plan, made, rank=0 if ranks is None else ranks.rank)
     model_bytes = sum(t.bytes for t, p in zip(tensors, parameters) if t.tied_to is None and not p.is_meta)
     check_host_memory(

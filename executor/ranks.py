@@ -17,13 +17,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from executor.checks import check_processes
 from executor.collectives import Wire, open_group
 from executor.hooks import tensors_of
 from executor.lifeline import Address, Lifeline
@@ -59,6 +60,7 @@ class Ranks:
             )
             for i, b in enumerate(backends)
         )
+        self.wire.on_host = self._meeting
 
     def check(self, waited_s: float = 0.0) -> None:
         """Raise RankLost if a rank is gone, or has ended its run while this one waits for it."""
@@ -113,14 +115,15 @@ class Ranks:
         """Whether it is so on some rank; every rank asks at the same point of its loop."""
         return any(row[0] for row in self.meet([float(here)]))
 
-    def same(self, what: str, value: str, advice: str) -> None:
-        """Raise PlanError on every rank if `value` is not the same on all. At the start only."""
-        digest = hashlib.sha256(value.encode()).digest()[:6]
-        rows = self.meet([float(int.from_bytes(digest, "big"))])
-        odd = [r for r, row in enumerate(rows) if row != rows[0]]
-        if odd:
-            others = ", ".join(map(str, odd))
-            raise PlanError(f"{what} of rank{'s' if len(odd) > 1 else ''} {others} is not that of rank 0; {advice}")
+    def same(self, values: Mapping[str, str]) -> None:
+        """Raise PlanError on every rank if some value (by what it is) is not the same on all. At the start only."""
+        digests = [hashlib.sha256(value.encode()).digest()[:6] for value in values.values()]
+        rows = self.meet([float(int.from_bytes(digest, "big")) for digest in digests])
+        for i, what in enumerate(values):
+            odd = [r for r, row in enumerate(rows) if row[i] != rows[0][i]]
+            if odd:
+                text = f"{what} of rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} is not that of rank 0"
+                raise PlanError(f"{text}; give every rank the same")
 
     def weight(self, count: float) -> float:
         """[Note: the weight of a rank], of the micro-batch that begins: every rank calls it with its own b_r."""
@@ -137,28 +140,10 @@ def _introduce(group: dist.ProcessGroup, mine: Address) -> tuple[str, list[Addre
 
 def join(plan: Plan, group: Any, *, device: torch.device, timeout_s: float) -> Ranks | None:
     """The ranks of a plan's run, None for a plan of one. Raises PlanError where the processes are not the plan's."""
-    wanted = len(plan.machine.ranks)
-    running = dist.is_available() and dist.is_initialized()
-    if group is None and running:
+    if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
-    found = dist.get_world_size(group) if group is not None else 1
-    if found == wanted:
-        return Ranks(group, device=device, timeout_s=timeout_s) if wanted > 1 else None
-    line = f"torchrun --nproc-per-node {wanted} -m executor PLAN --model MODEL"
-    if wanted > 1 and not running:
-        raise PlanError(
-            f"the plan is one of {wanted} GPUs ({plan.machine.name}) and this is a single process; start {wanted}: "
-            f"{line}, or your own script with torchrun and torch.distributed.init_process_group before prepare"
-        )
-    if wanted == 1:
-        raise PlanError(
-            f"the plan is one of a single GPU and this job has {found} processes; make a plan for {found} (--gpus "
-            f"{found}), or give prepare(group=...) a group of this process alone to train {found} models"
-        )
-    raise PlanError(
-        f"the plan is one of {wanted} GPUs ({plan.machine.name}) and this job has {found} processes; {line}, or make a "
-        f"plan for {found}"
-    )
+    check_processes(plan, dist.get_world_size(group) if group is not None else 1)
+    return Ranks(group, device=device, timeout_s=timeout_s) if len(plan.machine.ranks) > 1 else None
 
 
 def count_of(args: Any, kwargs: Any) -> float:

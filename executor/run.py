@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from executor.checks import state_dtype_of
+from executor.checks import check_processes, state_dtype_of
 from executor.cuda import CudaBackend, cuda_device
 from executor.data import ByteText, batches_like, open_data
 from executor.device import is_cuda
@@ -32,7 +32,7 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["Job", "Keeping", "RunResult", "check_device", "recording_machine"]
+__all__ = ["Job", "Keeping", "RunResult", "check_device", "check_hardware", "recording_machine"]
 
 MAX_GRAD_NORM = 1.0
 
@@ -53,16 +53,18 @@ class RunResult:
 
 
 def check_device(plan: Plan, device: str) -> None:
-    """Raise PlanError if the plan cannot run on `device`: made for other hardware, or not from a trace of a module."""
+    """Raise PlanError if the plan cannot run on `device` in one process: made for several, for other hardware, or not
+    from a trace of a module."""
+    check_processes(plan, 1)
+    check_hardware(plan, device)
+
+
+def check_hardware(plan: Plan, device: str) -> None:
+    """As `check_device`, for any number of ranks."""
     if is_cuda(device):
         cuda_device(device)
     elif device != "virtual":
         raise PlanError(f"device {device!r} is not known; use --device virtual, cuda or cuda:N")
-    if len(plan.machine.ranks) > 1:
-        raise PlanError(
-            f"the plan is one of {len(plan.machine.ranks)} GPUs ({plan.machine.name}); plans of several GPUs can be "
-            "checked and simulated, not run"
-        )
     if device == "virtual" and plan.machine.gpu.name != "virtual":
         raise PlanError(
             f"the plan was made for machine {plan.machine.name!r} (GPU {plan.machine.gpu.name}), not for the virtual "

@@ -131,6 +131,7 @@ def run(args: argparse.Namespace) -> int:
 
     plan, _ = checked_plan(args.plan)
     jobs = executor_module("run")
+    executor_module("checks").check_processes(plan, 1, file=args.plan, model=args.model)
     jobs.check_device(plan, args.device)
     link = plan.machine.link
     limit = parse_bytes_per_s(args.bandwidth) if args.bandwidth is not None else None

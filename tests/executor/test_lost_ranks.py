@@ -30,7 +30,7 @@ CASES: dict[str, tuple[int, str, str]] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("trouble")
     cases: list[dict[str, Any]] = [{"name": name, "ranks": row[0]} for name, row in CASES.items()]
-    cases.append({"name": "another P", "ranks": 2})
+    cases += [{"name": "another P", "ranks": 2}, {"name": "another lr", "ranks": 2}]
     (place / "cases.json").write_text(json.dumps(cases))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(Path(__file__).with_name("rank_trouble.py")), str(place), "60"],
@@ -63,4 +63,13 @@ def test_the_others_end_soon_and_name_it(folder: Path, name: str) -> None:
 def test_a_plan_for_another_number_of_processes(folder: Path) -> None:
     for rank in range(2):
         said = (folder / f"another P.{rank}.txt").read_text()
-        assert "the plan is one of 3 GPUs (virtual) and this job has 2 processes; torchrun --nproc-per-node 3" in said
+        assert (
+            "the plan is one of 3 GPUs (virtual) and this job has 2 processes; start 3: torchrun --nproc-per-node 3"
+            in said
+        )
+
+
+def test_ranks_with_different_settings(folder: Path) -> None:
+    for rank in range(2):
+        said = (folder / f"another lr.{rank}.txt").read_text()
+        assert "PlanError: AdamW of rank 1 is not that of rank 0; give every rank the same" in said
