@@ -175,14 +175,15 @@ def test_a_plan_edited_by_hand_is_not_run(capsys: pytest.CaptureFixture[str]) ->
     assert "edited.json: gpu may hold" in said
 
 
-def test_a_plan_of_several_gpus_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_of_several_gpus_says_how_it_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, plan = tmp_path / "two.toml", tmp_path / "two.json"
     file.write_text('[machines.two]\ngpu = "virtual"\ngpus = 2\nlink = "virtual"\nhost = "virtual"\n', encoding="utf-8")
     argv = ["plan", "--model", "gpt2", "--batch", "2", "--seq", "64", "--dtype", "bf16", "--gpu-memory", "4GB"]
     assert main([*argv, "--machine", str(file), "--policy", "zero_offload", "-o", str(plan)]) == 0
     capsys.readouterr()
     said = complaint(capsys, "run", str(plan), "--model", "py:pstar_bad_models:net")
-    assert "one of 2 GPUs (two); plans of several GPUs can be checked and simulated, not run" in said
+    assert "one of 2 GPUs (two) and this is a single process; start 2: torchrun --nproc-per-node 2 -m executor" in said
+    assert f"{plan} --model py:pstar_bad_models:net" in said
 
 
 def test_host_memory_too_small_is_found_before_anything_is_allocated(
