@@ -3,7 +3,7 @@
 Prints, for each row and dtype, the largest relative difference of losses, parameters, master copies, moments and
 buffers over all policies, and writes every cell to benchmarks/results/semantics.json. Exit status 1 if a cell fails.
 
-    python benchmarks/semantics.py [--only TEXT] [--policy NAME ...] [--no-result]
+    python benchmarks/semantics.py [--only TEXT] [--policy NAME ...] [--device cuda] [--no-result]
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--policy", nargs="+", help="these policies instead of all")
+    parser.add_argument("--device", default="cpu", help="cpu (the virtual accelerator) or cuda")
     parser.add_argument("--no-result", action="store_true", help="do not write the result file")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -56,7 +57,7 @@ def main() -> int:
                 cell: dict[str, Any] = {"row": row.name, "dtype": dtype, "policy": policy}
                 cells.append(cell)
                 try:
-                    result = rows.run_cell(row, dtype, policy)
+                    result = rows.run_cell(row, dtype, policy, device=args.device)
                 except Exception as error:  # a cell that fails is a line of the table, the others still run
                     cell["error"] = f"{type(error).__name__}: {error}"
                     found.append((float("inf"), policy))
@@ -85,7 +86,10 @@ def main() -> int:
     )
     if not args.no_result:
         figures = {"runs": len(ran), "equal_to_the_bit": exact, "largest_relative_difference": worst, "failed": failed}
-        write_result("semantics", {**figures, "tolerance": rows.TOLERANCE, "cells": cells})
+        write_result(
+            "semantics" if args.device == "cpu" else f"semantics_{args.device}",
+            {**figures, "tolerance": rows.TOLERANCE, "cells": cells},
+        )
     return 1 if failed else 0
 
 

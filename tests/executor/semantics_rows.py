@@ -124,9 +124,13 @@ class Plain:
         self.optimizer = torch.optim.AdamW(groups, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
         spec = executor.LossScale() if case.scale is None else case.scale
         self.scaler = torch.amp.GradScaler(
-            "cpu", init_scale=spec.init_scale, growth_factor=spec.growth_factor, backoff_factor=spec.backoff_factor,
-            growth_interval=spec.growth_interval, enabled=scaled,
-        )  # fmt: skip
+            next(model.parameters()).device.type,
+            init_scale=spec.init_scale,
+            growth_factor=spec.growth_factor,
+            backoff_factor=spec.backoff_factor,
+            growth_interval=spec.growth_interval,
+            enabled=scaled,
+        )
         self.skipped = 0
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -188,9 +192,11 @@ def plan_for(case: Case, model: nn.Module, batch: Any, policy: str, spec: execut
     return kit.tight_plan(policy, w, settings)
 
 
-def run_cell(row: Row, dtype: str, policy: str, *, modes: str | None = None) -> Cell:
+def run_cell(
+    row: Row, dtype: str, policy: str, *, modes: str | None = None, device: str = "cpu", **options: Any
+) -> Cell:
     """Train both. Raises AssertionError where something other than a figure is wrong (step counts, skipped steps,
-    deviations). modes: a chunk mode that the plan must have."""
+    deviations). modes: a chunk mode that the plan must have. device: of both; options: of prepare."""
     torch.manual_seed(0)
     case = row.make()
     if dtype == "fp16" and case.half_scale is not None:
@@ -203,7 +209,10 @@ def run_cell(row: Row, dtype: str, policy: str, *, modes: str | None = None) -> 
             batch = case.variable(step, batch)
         return {k: v.to(DTYPES[dtype]) if v.is_floating_point() else v for k, v in batch.items()}
 
-    twin = copy.deepcopy(model)
+    def there(generator: torch.Generator, step: int = 0) -> Any:
+        return {k: v.to(device) for k, v in draw(generator, step).items()}
+
+    twin = copy.deepcopy(model).to(device)
     spec = executor.AdamW(
         case.groups(model) if case.groups else None,
         lr=LR,
@@ -217,14 +226,16 @@ def run_cell(row: Row, dtype: str, policy: str, *, modes: str | None = None) -> 
     assert modes is None or modes in plan.modes
     if case.groups is not None:  # the description names the parameters of the model that is prepared
         spec = replace(spec, params_or_groups=case.groups(model))
-    model, optimizer = executor.prepare(model, plan, spec, watchdog_s=20.0)
+    model, optimizer = executor.prepare(
+        model, plan, spec, watchdog_s=20.0, device="virtual" if device == "cpu" else device, **options
+    )  # fmt: skip
     session = optimizer.session
     try:
         plain = Plain(twin, case, dtype, scaled=session.scaling is not None)
         if case.after_prepare is not None:
             case.after_prepare(model)
             case.after_prepare(twin)
-        mine, theirs = _train(case, model, optimizer, plain, draw)
+        mine, theirs = _train(case, model, optimizer, plain, there)
         if case.on_plan:
             assert session.deviations == 0, list(session.deviation_log)
         assert session.skipped_steps == plain.skipped
