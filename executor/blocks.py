@@ -2,7 +2,7 @@
 
 The model's own forward runs, with hooks on its blocks. [Note: borders] What a block takes and gives is cut out of the
 autograd graph: the consumer gets a tensor of the same memory that belongs to a new graph, whose gradient ends in a
-`Sink`; the producer keeps a `_root` from which that gradient later goes on. So a forward leaves one graph a block, and
+`Sink`; the producer keeps a `_Root` from which that gradient later goes on. So a forward leaves one graph a block, and
 glue (whatever the model does outside blocks) in graphs of its own: before the first block, between two, and the tail
 with the loss. `Tape` knows them in the order of the forward; run in reverse they are the whole backward.
 
@@ -32,7 +32,7 @@ from torch import nn
 
 from executor.compiled import untraced
 
-__all__ = ["Part", "Tape", "find_blocks", "shared_part"]
+__all__ = ["Borders", "Part", "Tape", "find_blocks", "shared_part"]
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -131,22 +131,62 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class _Known:
     """A border. On a tensor that a block took, other: what it got instead; on what a block's consumers got, other: what
-    the block gave."""
+    the block gave. node: the tensor's, so that one changed in place since is known for another."""
 
     tape: Tape
+    node: Any
     other: torch.Tensor
     part: Part
     sink: Sink
 
 
-class Tape:
-    """The parts of one micro-batch's forward, recorded by `cutting` and finished by `end`."""
+class Borders:
+    """Hooks on a model's blocks, in place until `close()`, that do something inside `recording` only. So they keep
+    their place among other hooks: what a model collects of its blocks by hooks, it collects the same each time."""
 
     def __init__(self, model: nn.Module, blocks: dict[str, nn.Module]) -> None:
+        self._tape: Tape | None = None
+        self._handles: list[Any] = []
+        for name, block in blocks.items():
+            self._handles.append(block.register_forward_pre_hook(untraced(self._before(name)), with_kwargs=True))
+            self._handles.append(block.register_forward_hook(untraced(self._after(name))))
+        self._handles.append(model.register_forward_hook(untraced(self._leave), prepend=True))
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[Tape]:
+        """Inside, calls of the blocks are cut at both ends."""
+        self._tape = Tape()
+        try:
+            yield self._tape
+        finally:
+            self._tape = None
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, name: str) -> Any:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return self._tape.enter(name, args, kwargs) if self._tape is not None and _cuttable() else None
+
+        return before
+
+    def _after(self, name: str) -> Any:
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            return self._tape.leave(name, output) if self._tape is not None and _cuttable() else None
+
+        return after
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self._tape.give_back(output) if self._tape is not None and _cuttable() else None
+
+
+class Tape:
+    """The parts of one micro-batch's forward, recorded by `Borders` and finished by `end`."""
+
+    def __init__(self) -> None:
         self.calls = 0
         self.parts: list[Part] = []
-        self._model = model
-        self._blocks = blocks
         self._anchor = torch.zeros((), requires_grad=True)
         self._open = 0
 
@@ -155,54 +195,36 @@ class Tape:
         """What was called and how many tensors were cut: equal signatures have equal graphs, as far as one can see."""
         return tuple((part.name, len(part.ends)) for part in self.parts)
 
-    @contextlib.contextmanager
-    def cutting(self) -> Iterator[None]:
-        """Inside, calls of the blocks are cut at both ends."""
-        handles: list[Any] = []
-        try:
-            for name, block in self._blocks.items():
-                handles.append(block.register_forward_pre_hook(untraced(self._before(name)), with_kwargs=True))
-                handles.append(block.register_forward_hook(untraced(self._after(name))))
-            if self._blocks:
-                handles.append(self._model.register_forward_hook(untraced(self._leave), prepend=True))
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
     def end(self, loss: torch.Tensor) -> None:
         """The forward is over: what leads to the loss is the tail."""
         self.parts.append(Part("tail", [(loss, None)]))
 
-    def _before(self, name: str) -> Any:
-        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if not _cuttable():
-                return None
-            self._open += 1
-            if self._open > 1:
-                return None  # a block that calls another
-            part = Part(f"{_BEFORE}{name}")
-            given = _change((args, kwargs), lambda t: self._input(t, part))
-            if part.ends:
-                self.parts.append(part)
-            return given
-
-        return before
-
-    def _after(self, name: str) -> Any:
-        def after(module: nn.Module, args: Any, output: Any) -> Any:
-            if not _cuttable():
-                return None
-            self._open -= 1
-            if self._open > 0:
-                return None
-            part = Part(name)
-            given = _change(output, lambda t: self._output(t, part))
+    def enter(self, name: str, args: Any, kwargs: Any) -> Any:
+        """A block is called: what it gets instead of these arguments; None: the same."""
+        self._open += 1
+        if self._open > 1:
+            return None  # a block that calls another
+        part = Part(f"{_BEFORE}{name}")
+        given = _change((args, kwargs), lambda t: self._input(t, part))
+        if part.ends:
             self.parts.append(part)
-            self.calls += 1
-            return given
+        return given
 
-        return after
+    def leave(self, name: str, output: Any) -> Any:
+        """A block's call ends: what its caller gets instead of its output; None: the same."""
+        self._open -= 1
+        if self._open > 0:
+            return None
+        part = Part(name)
+        given = _change(output, lambda t: self._output(t, part))
+        self.parts.append(part)
+        self.calls += 1
+        return given
+
+    def give_back(self, output: Any) -> Any:
+        """What the model returns of its last block is not cut: the clock hooks it for both, and the block comes first.
+        Such a block belongs to the tail."""
+        return _change(output, self._uncut)
 
     def _input(self, tensor: torch.Tensor, part: Part) -> torch.Tensor:
         if tensor.grad_fn is None:
@@ -210,7 +232,7 @@ class Tape:
         known = self._known(tensor)
         if known is None:
             made, sink = self._border(tensor, part)
-            known = _Known(self, made, part, sink)
+            known = _Known(self, tensor.grad_fn, made, part, sink)
             tensor._pstar_border = known  # type: ignore[attr-defined]
         return known.other if known.part.name.startswith(_BEFORE) else tensor
 
@@ -218,22 +240,17 @@ class Tape:
         if tensor.grad_fn is None:
             return tensor
         made, sink = self._border(tensor, part)
-        made._pstar_border = _Known(self, tensor, part, sink)  # type: ignore[attr-defined]
+        made._pstar_border = _Known(self, made.grad_fn, tensor, part, sink)  # type: ignore[attr-defined]
         return made
 
     def _known(self, tensor: torch.Tensor) -> _Known | None:
         """What was cut is written on the tensor itself: a list of them would keep their memory."""
-        known = getattr(tensor, "_pstar_border", None)
-        return known if known is not None and known.tape is self else None
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """What the model itself returns is not cut: the clock hooks it, and a block that gives it has its gradient
-        first. Such a block belongs to the tail."""
-        return _change(output, self._uncut) if _cuttable() else None
+        known: _Known | None = getattr(tensor, "_pstar_border", None)
+        return known if known is not None and known.tape is self and known.node is tensor.grad_fn else None
 
     def _uncut(self, tensor: torch.Tensor) -> torch.Tensor:
         known = self._known(tensor)
-        if known is None or known.part.name.startswith(_BEFORE):
+        if known is None or not self.parts or known.part is not self.parts[-1]:
             return tensor
         known.part.ends = [end for end in known.part.ends if end[1] is not known.sink]
         known.sink.closed = True

@@ -33,7 +33,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from executor.blocks import Tape, find_blocks, shared_part
+from executor.blocks import Borders, Tape, find_blocks, shared_part
 from executor.capture import fake_module
 from executor.contents import Update
 from executor.hooks import tensors_of
@@ -80,8 +80,10 @@ class Driver:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.blocks = find_blocks(session.model)
-        self.whole: str | None = None if self.blocks else "the model has no list of blocks"
+        blocks = find_blocks(session.model)
+        self.whole: str | None = None if blocks else "the model has no list of blocks"
+        self._borders = Borders(session.model, blocks)
+        session.on_close.append(self._borders.close)
         self._clean: set[tuple[tuple[str, int], ...]] = set()  # signatures whose parts share nothing
         self._looked = False
 
@@ -142,7 +144,7 @@ class Driver:
             self.whole = f"{type(s.model).__name__} cannot be copied to look at its structure"
             return
         s.follow()
-        tape = Tape(skeleton, find_blocks(skeleton))
+        borders = Borders(skeleton, find_blocks(skeleton))
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         guard = s.model.register_forward_pre_hook(_not_this_one, prepend=True)
         try:
@@ -154,7 +156,7 @@ class Driver:
                 stack.enter_context(mode)
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(torch.random.fork_rng(devices=[]))
-                with tape.cutting():
+                with borders.recording() as tape:
                     tape.end(loss(skeleton, inputs))
                 self.whole = _obstacle(tape)
         except ContractError:
@@ -164,9 +166,8 @@ class Driver:
             self.whole = f"its structure cannot be looked at under fake tensors: {type(error).__name__}: {text}"
         finally:
             guard.remove()
-        if self.whole is None:
-            self._clean.add(tape.signature)
-        else:
+            borders.close()
+        if self.whole is not None:
             log.info("session.step runs the model whole: %s", self.whole)
 
     # -- what orders are made of --------------------------------------------------------------------------------------
@@ -176,16 +177,21 @@ class Driver:
         part of it. Returns the tape and that part. Raises ContractError where the model turns out to have another
         structure than it had, which cannot be cut.
         """
-        tape = Tape(self.session.model, {} if self.whole else self.blocks)
-        with tape.cutting():
-            value = loss(self.session.model, batch) / of
+        model = self.session.model
+        if self.whole is not None:
+            tape, value = Tape(), loss(model, batch) / of
+            tape.end(value)
+            return tape, value.detach()
+        with self._borders.recording() as tape:
+            value = loss(model, batch) / of
             tape.end(value)
         if tape.signature not in self._clean:
-            obstacle = None if self.whole else _obstacle(tape)
+            obstacle = _obstacle(tape)
             if obstacle is not None:
                 raise ContractError(
-                    f"session.step cannot run this micro-batch block by block, as it could the first: {obstacle}; drop "
-                    "it with optimizer.zero_grad() and use loss.backward() in a loop of your own"
+                    f"session.step cannot run this micro-batch block by block, though its structure looked as if it "
+                    f"could: {obstacle}; drop it with optimizer.zero_grad() and use loss.backward() in a loop of your "
+                    "own"
                 )
             self._clean.add(tape.signature)
         return tape, value.detach()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import executor
-from executor.blocks import Tape, find_blocks, shared_part
+from executor.blocks import Borders, find_blocks, shared_part
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import ContractError, ModelError
 from pstar_sim.workload.mixing import block_names, mix_blocks, offload_blocks
@@ -172,8 +172,7 @@ def test_parts_of_a_forward_and_what_leads_from_one_to_the_next() -> None:
     nn.init.constant_(a.weight, 3.0)
     nn.init.constant_(b.weight, 5.0)
     x = torch.tensor([[7.0]], requires_grad=True)
-    tape = Tape(nn.ModuleList([a, b]), {"a": a, "b": b})
-    with tape.cutting():
+    with Borders(nn.ModuleList([a, b]), {"a": a, "b": b}).recording() as tape:
         tape.end(b(a(2 * x) + 1).sum())
     assert [p.name for p in tape.parts] == ["before a", "a", "before b", "b", "tail"]
     assert shared_part(tape) is None
@@ -184,6 +183,59 @@ def test_parts_of_a_forward_and_what_leads_from_one_to_the_next() -> None:
     assert seen == [(False,) * 3, (False, True, False), (False, True, False), (True, True, False), (True, True, True)]
     # loss = 5 (3 * 2x + 1): d/dx = 30, d/da = 5 * 2x = 70, d/db = 6x + 1 = 43
     assert [float(t.grad) for t in (x, a.weight, b.weight)] == [30.0, 70.0, 43.0]  # type: ignore[arg-type]
+
+
+class Shift(nn.Module):
+    """Adds its parameter; saves nothing, so that its input may change in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.by
+
+
+def test_a_tensor_changed_in_place_is_another() -> None:
+    a, b = Shift(), Shift()
+    x = torch.tensor([1.0], requires_grad=True)
+    borders = Borders(nn.ModuleList([a, b]), {"a": a, "b": b})
+    with borders.recording() as tape:
+        y = 2 * x
+        y += a(y)
+        tape.end(b(y).sum())
+    assert shared_part(tape) == ("before a", "before b")
+
+    with borders.recording() as tape:
+        y = a(2 * x)
+        y *= 3  # of a's output alone: glue between the blocks
+        tape.end(b(y).sum())
+    assert shared_part(tape) is None
+    while tape.parts:
+        tape.parts.pop().backward()
+    assert x.grad is not None and a.by.grad is not None and (float(x.grad), float(a.by.grad)) == (6.0, 3.0)
+
+
+def test_hidden_states_that_the_loss_uses_too(start: Callable[..., Any], kit: Any) -> None:
+    """Outputs of blocks that the model returns besides: gradients reach each block from two sides."""
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        output = model(**batch, output_hidden_states=True)
+        squares: torch.Tensor = sum(h.pow(2).mean() for h in output.hidden_states)
+        return output.loss + 0.1 * squares
+
+    run = start("llama", "tide")
+    run.session.replan_after = 0
+    results = []
+    for _ in range(2):
+        batch = next(run.batches)
+        results.append(run.session.step([batch], loss=loss))
+        loss(run.reference.model, batch).backward()
+        run.reference.step()
+    assert [r.blocks for r in results] == [3, 3], results[0].whole
+    named = dict(run.model.named_parameters())
+    for name, p in run.reference.model.named_parameters():
+        assert kit.distance(named[name].detach(), p.detach()) <= 1e-4, name  # sums of two sides, in another order
 
 
 def test_blocks_are_the_outermost_lists() -> None:
