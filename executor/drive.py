@@ -61,18 +61,14 @@ class StepResult:
     tokens: int
     blocks: int
     whole: str = ""
-    _update: Update | None = field(default=None, repr=False)
-    _settle: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
+    _norm: float | None = field(default=None, repr=False)
+    _ask: Callable[[], float | None] | None = field(default=None, repr=False, compare=False)
 
     @property
     def grad_norm(self) -> float | None:
         """Global norm of the gradients before clipping; None without clipping. With several micro-batches it is known
         when the first update begins, and asking waits for the updates."""
-        if self._update is None or self._update.max_grad_norm is None:
-            return None
-        if self._update.norm is None:
-            self._settle()
-        return None if self._update.norm is None else float(self._update.norm)
+        return self._norm if self._ask is None else self._ask()
 
 
 class Driver:
@@ -102,15 +98,17 @@ class Driver:
         number = s.iteration
         optimizer.step()
         optimizer.zero_grad()
-        mean = float(torch.stack(losses).sum())
+        update = s.last_update
+        clips = update is not None and update.max_grad_norm is not None
+        known = update.norm if update is not None and clips else None
         return StepResult(
-            loss=mean,
+            loss=float(torch.stack(losses).sum()),
             time_s=time.perf_counter() - begun_s,
             tokens=sum(_tokens(batch) for batch in micro_batches),
             blocks=calls,
             whole=self.whole or "",
-            _update=s.last_update,
-            _settle=lambda: s.queues.settle(number),
+            _norm=None if known is None else float(known),
+            _ask=_asking(s, update, number) if update is not None and clips and known is None else None,
         )
 
     def _check(self, micro_batches: Sequence[Any], order: str) -> None:
@@ -232,6 +230,17 @@ def _obstacle(tape: Tape) -> str | None:
     if shared is None:
         return None
     return f"a tensor that a block takes is also used past it: {shared[0]} and {shared[1]} share a part of the graph"
+
+
+def _asking(session: Session, update: Update, iteration: int) -> Callable[[], float | None]:
+    """The norm of an iteration whose updates have not begun."""
+
+    def ask() -> float | None:
+        if update.norm is None:
+            session.queues.settle(iteration)
+        return None if update.norm is None else float(update.norm)
+
+    return ask
 
 
 def _not_this_one(module: nn.Module, args: Any) -> None:

@@ -55,6 +55,7 @@ def test_blocks_one_by_one_are_the_loop(
     results = compare(run, kit, steps=3, micro_batches=2)
     assert [r.blocks for r in results] == [6 if name == "mlp" else 3] * 3
     assert not results[0].whole
+    assert results[-1].grad_norm == run.session.grad_norm > 0  # known when the updates have begun
 
 
 def test_the_norm_is_that_of_clip_grad_norm(start: Callable[..., Any], kit: Any) -> None:
