@@ -86,9 +86,24 @@ class Arena:
             self._bytes[place] += size
 
     def allocate_slabs(self) -> None:
-        """Take all host memory at once. `check_host_memory` comes before."""
+        """Take all host memory at once. `check_host_memory` comes before. Raises DoesNotFit where the system refuses
+        some of it all the same; what was taken is given back."""
         self.backend.begin(self.plan)
-        self._slabs = [self.backend.host_slab(size) for size in self.room.slab_bytes]
+        slabs: list[torch.Tensor] = []
+        try:
+            for size in self.room.slab_bytes:
+                slabs.append(self.backend.host_slab(size))
+        except (RuntimeError, MemoryError) as error:
+            held = sum(slab.numel() for slab in slabs)
+            raise DoesNotFit(
+                policy=self.plan.policy,
+                place="host",
+                needed_bytes=self.room.total_bytes,
+                available_bytes=held,
+                what=f"{len(self.room.slab_bytes)} slabs, of which the system refused number {len(slabs) + 1} "
+                f"({str(error).splitlines()[0]})",
+            ) from error
+        self._slabs = slabs
 
     # -- addresses ----------------------------------------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ __all__ = ["Session"]
 log = logging.getLogger("executor")
 
 KEPT_ITERATIONS = 16
-KEPT_CHANGES = 100_000  # of bytes; older ones are summed up
+KEPT_CHANGES = 2_000  # of bytes, at least; older ones are summed up once there are twice as many as those kept
 
 
 class Session:
@@ -162,6 +162,7 @@ class Session:
         self.program = Program(plan)
         self.cut = frozenset((r.place, r.chunk, r.list) for r in plan.initial)
         self.logs: deque[IterationLog] = deque(maxlen=KEPT_ITERATIONS)
+        self._most_changes = KEPT_CHANGES
         self.span_log: deque[StepLog] = deque(maxlen=KEPT_ITERATIONS * max(1, len(plan.steps)))
         self.first_s = self._now()
         self._steps: dict[tuple[int, int], StepLog] = {}
@@ -565,8 +566,10 @@ class Session:
         self.logs.append(IterationLog(self.iteration, self._now(), on_plan, self.backend.copied_bytes))
         self.last_update = self._updates.get(self.iteration, self.last_update)
         self._updates.pop(self.iteration - 2, None)
-        if len(self.logs) == KEPT_ITERATIONS and len(self.arena.log) > KEPT_CHANGES:
+        measured = self.arena.marks is not None  # somebody counts the changes of this iteration
+        if len(self.logs) == KEPT_ITERATIONS and len(self.arena.log) > self._most_changes and not measured:
             self.arena.trim(self.logs[0].end_s)
+            self._most_changes = max(KEPT_CHANGES, 2 * len(self.arena.log))
         self.iteration += 1
         self.cursor = -1
         self._outstanding = set()

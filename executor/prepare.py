@@ -35,7 +35,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.effects import OTHERS
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
-from pstar_sim.errors import ContractError, PlanError, WeightsError
+from pstar_sim.errors import ContractError, DoesNotFit, PlanError, WeightsError
 
 __all__ = ["prepare"]
 
@@ -138,7 +138,12 @@ def prepare(
     if isinstance(queues, str):
         raise PlanError(f"queues={queues!r} is not known; use 'threads' or a queues object such as SerialQueues")
     put_buffers_back = move_buffers(model, made.device)
-    arena.allocate_slabs()
+    try:
+        arena.allocate_slabs()
+    except DoesNotFit:
+        put_buffers_back()
+        torch.set_num_threads(threads_before)
+        raise
     give_memory(parameters, arena)
     session = Session(
         model,

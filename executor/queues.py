@@ -69,6 +69,11 @@ class Program:
         """Positions of the steps that step i still waits for."""
         return [j for j, back in self.after[i] if self.done[j] < iteration - back]
 
+    def waiting(self, i: int, iteration: int) -> str:
+        """For the watchdog: the step, and the steps it waits for."""
+        missing = [self.word(j, iteration - back) for j, back in self.after[i] if self.done[j] < iteration - back]
+        return self.word(i, iteration) + (f", which waits for {', '.join(missing[:4])}" if missing else "")
+
     def word(self, i: int, iteration: int) -> str:
         """For messages: "step 12 (fetch of chunk 3) of iteration 4"."""
         step = self.steps[i]
@@ -397,7 +402,7 @@ class ThreadQueues(_AtOnce):
                 waited_for = missing[-1]
             return not missing
 
-        self._wait_until(ready, lambda: program.word(i, iteration), needs_all=True)
+        self._wait_until(ready, lambda: program.waiting(i, iteration), needs_all=True)
         return waited_for
 
     def before_end(self, i: int, iteration: int) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -302,5 +303,18 @@ def test_a_new_plan_for_a_longer_batch(kit: Any, start: Callable[..., Any]) -> N
         mine, theirs = kit.train_both(run.model, run.reference, run.optimizer, batch, steps=1, micro_batches=1)
         assert mine == pytest.approx(theirs, rel=1e-6)
     assert run.session.plan.workload.sequence == 15
+    assert run.session.deviations == 3
+    assert_same(kit, run)
+
+
+@pytest.mark.parametrize("event", ["grad:layers.2", "begin:layers.4", "backward-end", "step"])
+def test_a_moment_that_the_plan_calls_otherwise(kit: Any, start: Callable[..., Any], event: str) -> None:
+    """The plan's trace knows this event by another name: left there, wherever it is, and carried on."""
+    model, draw = kit.build("mlp")
+    w = kit.workload_of(model, draw(torch.Generator().manual_seed(9)))
+    renamed = replace(w, moments=tuple(replace(m, name="x") if m.name == event else m for m in w.moments))
+    run = start("mlp", "tide", clip=0.5, plan=kit.tight_plan("tide", renamed, Settings(clip=True)), replan_after=0)
+    mine, theirs = kit.train_both(run.model, run.reference, run.optimizer, run.batches, steps=3, micro_batches=1)
+    assert mine == pytest.approx(theirs, rel=1e-6)
     assert run.session.deviations == 3
     assert_same(kit, run)

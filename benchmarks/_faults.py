@@ -1,0 +1,379 @@
+"""Faults, injected for real: what each costs, and what it says.
+
+Every case ends a run, or a step of one, by something that goes wrong beneath it; held against the same run without the
+fault: the error is one of ours or the one that was injected, it names where it happened, it comes within a bounded time
+and never as a hang, and parameters, states and files are those of the last whole step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from _interleavings import MICRO_BATCHES, job_of
+from torch import nn
+
+from executor import AdamW, VirtualBackend, prepare
+from executor.queues import Program, ThreadQueues, Work
+from executor.training import train_step
+from pstar_sim.core.plan import Plan, load_plan
+from pstar_sim.core.step import Kind, Queue, Ref
+from pstar_sim.errors import CheckpointError, DoesNotFit, ModelError, PlanError, PstarError
+
+__all__ = ["FAULTS", "Report", "run_faults"]
+
+BOUND_S = 60.0
+
+
+class Broken(RuntimeError):
+    """What is injected."""
+
+
+# --- a queue's thread dies -------------------------------------------------------------------------------------------
+
+
+class Dying(ThreadQueues):
+    """The n-th step of a queue raises, in `begin`, `work` or `finish`."""
+
+    def __init__(self, queue: Queue, half: str, at: int) -> None:
+        super().__init__(watchdog_s=BOUND_S)
+        self._dies = (queue, half)
+        self._left = at
+
+    def start(self, program: Program, work: Work) -> None:
+        super().start(program, _DyingWork(work, program, self))
+
+    def strike(self, half: str, queue: Queue) -> None:
+        if (queue, half) == self._dies:
+            self._left -= 1
+            if self._left < 0:
+                raise Broken(f"the {queue.value} queue broke in {half}")
+
+
+class _DyingWork:
+    def __init__(self, work: Work, program: Program, queues: Dying) -> None:
+        self._work, self._program, self._queues = work, program, queues
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+    def begin(self, i: int, iteration: int, ready_s: float, waited_for: int | None) -> None:
+        self._queues.strike("begin", self._program.steps[i].queue)
+        self._work.begin(i, iteration, ready_s, waited_for)
+
+    def work(self, i: int, iteration: int) -> None:
+        self._queues.strike("work", self._program.steps[i].queue)
+        self._work.work(i, iteration)
+
+    def finish(self, i: int, iteration: int) -> None:
+        self._queues.strike("finish", self._program.steps[i].queue)
+        self._work.finish(i, iteration)
+
+
+@dataclass
+class Run:
+    """A prepared net, batches, and what plain training gives."""
+
+    model: nn.Module
+    optimizer: Any
+    plan: Plan
+    draw: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(1))
+
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(2, 24, generator=self.draw), torch.randn(2, 24, generator=self.draw)
+
+    def backward(self) -> None:
+        for _ in range(MICRO_BATCHES):
+            (self.model(*self.batch()) / MICRO_BATCHES).backward()
+
+    def step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@contextlib.contextmanager
+def running(**options: Any) -> Iterator[Run]:
+    model, plan = job_of("tide")
+    before = set(threading.enumerate())
+    model, optimizer = prepare(copy.deepcopy(model), plan, AdamW(lr=1e-2, max_grad_norm=0.5), **options)
+    try:
+        yield Run(model, optimizer, plan)
+    finally:
+        optimizer.session.close(restore=False)
+    left = [thread.name for thread in set(threading.enumerate()) - before]
+    assert not left, f"left running: {left}"
+
+
+def expect(kind: type[BaseException], action: Callable[[], object], *words: str) -> str:
+    """What the action raised: of this kind, within the bound, with the words in it."""
+    begun_s = time.perf_counter()
+    try:
+        action()
+    except kind as error:
+        said = "; ".join([str(error), *getattr(error, "__notes__", ())])
+    else:
+        raise AssertionError(f"nothing was raised where {kind.__name__} should have been")
+    took_s = time.perf_counter() - begun_s
+    assert took_s < BOUND_S, f"took {took_s:.0f} s"
+    for word in words:
+        assert word in said, f"{word!r} is not in {said!r}"
+    return said
+
+
+def dead_thread(queue: Queue, half: str, at: int, then: str) -> str:
+    """The error reaches the loop, and everything that is asked of the session afterwards."""
+    queues = Dying(queue, half, at)
+    with running(queues=queues) as run:
+
+        def go_on() -> None:
+            for _ in range(4):
+                run.backward()
+                if then == "demand":  # the iteration leaves the plan, and the queues are asked to stand still
+                    with torch.no_grad():
+                        run.model(*run.batch())
+                if then == "settle":
+                    run.model.state_dict()
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+                if then == "save":
+                    with tempfile.TemporaryDirectory() as folder:
+                        run.optimizer.save(Path(folder) / "saved")
+
+        words = (f"the {queue.value} queue broke in {half}", f"raised in queue {queue.value}, at step")
+        said = expect(Broken, go_on, *words)
+        expect(Broken, run.step, words[0])
+        expect(Broken, run.model.state_dict, words[0])
+        with tempfile.TemporaryDirectory() as folder:
+            expect(Broken, lambda: run.optimizer.save(Path(folder) / "saved"), words[0])
+            assert not list(Path(folder).iterdir()), "a file is left"
+        return said
+
+
+def stuck_step() -> str:
+    """A step that waits for what never comes is named, with what it waits for and what the queues do."""
+    model, plan = job_of("tide")
+    fetch = next(step for step in plan.steps if step.kind is Kind.FETCH)
+    last = next(step for step in reversed(plan.steps) if step.queue is Queue.D2H)
+    steps = tuple(replace(s, after=(*s.after, Ref(last.id, 0))) if s.id == fetch.id else s for s in plan.steps)
+    spec = AdamW(lr=1e-2, max_grad_norm=0.5)
+    model, optimizer = prepare(model, replace(plan, steps=steps), spec, check=False, watchdog_s=0.2)
+    run = Run(model, optimizer, plan)
+    try:
+        words = (
+            f"step {fetch.id} (fetch of chunk {fetch.chunk})",
+            f"waits for steps [{last.id}",
+            "the queues are stuck",
+        )
+        return expect(PlanError, run.step, *words)
+    finally:
+        optimizer.session.close(restore=False)
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def nan_loss() -> str:
+    """The loop stops before the backward; parameters are those of the last whole step."""
+    with running() as run:
+        run.step()
+        before = run.model.state_dict()
+        bad = (torch.full((2, 24), float("nan")), torch.zeros(2, 24))
+        batches = iter([{"x": bad[0], "y": bad[1]}] * 2)
+        said = expect(ModelError, lambda: train_step(run.model, run.optimizer, batches, 2, number=1), "nan at step 1")
+        after = run.model.state_dict()
+        assert all(torch.equal(before[name], value) for name, value in after.items())
+        return said
+
+
+def infinite_gradient() -> str:
+    """With loss scaling the step is left out and the next one counts."""
+    import executor
+    from executor.capture import capture_module
+    from pstar_sim.catalog.loader import load_machine
+    from pstar_sim.core.plan import Settings
+    from pstar_sim.policy.registry import find_policy
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)).half()
+    w = capture_module(model, torch.randn(2, 16).half(), name="half", batch=2, sequence=1, loss=lambda m, b: m(b).sum())
+    machine = load_machine("virtual", gpu_memory=w.peak_non_model_bytes + 16 * sum(t.bytes for t in w.tensors))
+    plan = find_policy("tide")(w, machine, Settings(clip=False))
+    model, optimizer = executor.prepare(model, plan, AdamW(lr=1e-2, loss_scale=1024.0))
+    try:
+        before = model.state_dict()
+        (model(torch.randn(2, 16).half()).sum() * float("inf")).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after = model.state_dict()
+        assert all(torch.equal(before[name], value) for name, value in after.items())
+        assert optimizer.session.skipped_steps == 1
+        model(torch.randn(2, 16).half()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert any(not torch.equal(before[name], value) for name, value in model.state_dict().items())
+        return "1 step left out, the next one counts"
+    finally:
+        optimizer.session.close(restore=False)
+
+
+# --- disk and memory -------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def file_size_limit(size_bytes: int) -> Iterator[None]:
+    """No file of this process may grow beyond: a write across the limit is short, the next one fails. As a full disk
+    does, for real and without one. (Python ignores the signal, so that the write fails.)"""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def full_disk_while_saving(limit_bytes: int) -> str:
+    """The earlier checkpoint stays whole, nothing else is left, and training goes on to the same end."""
+    with tempfile.TemporaryDirectory() as folder, running() as run, running() as other:
+        target = Path(folder) / "saved"
+        run.step()
+        run.optimizer.save(target)
+        kept = {p.name: p.read_bytes() for p in target.iterdir()}
+        run.step()
+        with file_size_limit(limit_bytes):
+            said = expect(CheckpointError, lambda: run.optimizer.save(target), "saved")
+        assert {p.name: p.read_bytes() for p in target.iterdir()} == kept, "the earlier checkpoint changed"
+        assert [p.name for p in Path(folder).iterdir()] == ["saved"], sorted(p.name for p in Path(folder).iterdir())
+        run.step()
+        run.optimizer.save(target)
+        for _ in range(3):
+            other.step()
+        mine, theirs = run.model.state_dict(), other.model.state_dict()
+        assert all(torch.equal(mine[name], value) for name, value in theirs.items())
+        return said
+
+
+def full_disk_while_planning() -> str:
+    """A plan file is whole or not there."""
+    _, plan = job_of("tide")
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "plan.json"
+        plan.save(target)
+        kept = target.read_bytes()
+        with file_size_limit(5000):
+            said = expect(PstarError, lambda: plan.save(target), "plan.json", "File too large")
+        assert target.read_bytes() == kept and [p.name for p in Path(folder).iterdir()] == ["plan.json"]
+        assert load_plan(target).steps == plan.steps
+        return said
+
+
+def refused_host_memory() -> str:
+    """Host memory that the system refuses although it said there was some: the model is as it was."""
+    model, plan = job_of("tide")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    class Refusing(VirtualBackend):
+        def host_slab(self, size_bytes: int) -> torch.Tensor:
+            return torch.zeros(2**60, dtype=torch.uint8)  # the allocator's own refusal
+
+    spec = AdamW(lr=1e-2, max_grad_norm=0.5)
+    said = expect(DoesNotFit, lambda: prepare(model, plan, spec, backend=Refusing()), "host", "slab")
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    return said
+
+
+def refused_accelerator_memory() -> str:
+    """The step in progress is finished and the next plan made for less; see the ladder's own tests."""
+    _, plan = job_of("tide")
+    backend = VirtualBackend(gpu_bytes=plan.gpu_budget_bytes)
+    with running() as other, running(backend=backend) as run:
+        run.step()
+        backend.gpu_bytes = plan.gpu_budget_bytes * 7 // 8
+        run.step()
+        run.step()
+        for _ in range(3):
+            other.step()
+        mine, theirs = run.model.state_dict(), other.model.state_dict()
+        worst = max(float((mine[name] - value).abs().max()) for name, value in theirs.items())
+        assert worst <= 1e-6, worst
+        assert run.optimizer.session.ladder
+        return str(run.optimizer.session.ladder[-1])
+
+
+_LOST_RANKS = Path(__file__).resolve().parent.parent / "tests" / "executor" / "test_lost_ranks.py"
+
+
+def lost_rank() -> str:
+    """One of several processes dies: the others end with a message, in bounded time. The test that kills it says so."""
+    argv = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(_LOST_RANKS), "-k", "end_soon"]
+    done = subprocess.run(
+        argv, cwd=_LOST_RANKS.parent.parent.parent, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:]
+    return done.stdout.strip().splitlines()[-1]
+
+
+FAULTS: dict[str, Callable[[], str]] = {
+    **{
+        f"{queue.value} thread dies in {half}": lambda queue=queue, half=half, at=at: dead_thread(
+            queue, half, at, "step"
+        )
+        for queue, half, at in (
+            (Queue.H2D, "begin", 2),
+            (Queue.H2D, "work", 5),
+            (Queue.H2D, "finish", 9),
+            (Queue.D2H, "begin", 3),
+            (Queue.D2H, "work", 0),
+            (Queue.D2H, "finish", 6),
+            (Queue.ADAM, "begin", 4),
+            (Queue.ADAM, "work", 1),
+            (Queue.ADAM, "finish", 0),
+        )
+    },
+    "adam thread dies, an evaluation follows": lambda: dead_thread(Queue.ADAM, "work", 3, "demand"),
+    "d2h thread dies, parameters are read": lambda: dead_thread(Queue.D2H, "work", 4, "settle"),
+    "adam thread dies, a checkpoint is saved": lambda: dead_thread(Queue.ADAM, "work", 5, "save"),
+    "a step waits for ever": stuck_step,
+    "the loss is not a number": nan_loss,
+    "a gradient is infinite, with loss scaling": infinite_gradient,
+    "disk full at a checkpoint's first bytes": lambda: full_disk_while_saving(100),
+    "short write in a checkpoint": lambda: full_disk_while_saving(20_001),
+    "short write in a plan": full_disk_while_planning,
+    "host memory refused": refused_host_memory,
+    "accelerator memory refused": refused_accelerator_memory,
+    **({"a rank dies": lost_rank} if _LOST_RANKS.exists() else {}),
+}
+
+
+@dataclass
+class Report:
+    """said: what each fault said. misses: faults that were not dealt with as they should be."""
+
+    said: dict[str, str] = field(default_factory=dict)
+    misses: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def run_faults(names: tuple[str, ...] = tuple(FAULTS), on_miss: Callable[[str], None] = lambda miss: None) -> Report:
+    report = Report()
+    begun_s = time.perf_counter()
+    for name in names:
+        try:
+            report.said[name] = " ".join(FAULTS[name]().split())[:300]
+        except Exception as error:
+            report.misses.append(f"{name}: {type(error).__name__}: {error}")
+            on_miss(report.misses[-1])
+    report.seconds = time.perf_counter() - begun_s
+    return report
