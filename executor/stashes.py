@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -160,7 +159,7 @@ class Stashes:
         self._chosen: dict[int, list[weakref.ref[_Saved]]] = {}  # stash -> what goes, in the current iteration
         self._out: dict[int, list[weakref.ref[_Saved]]] = {}  # stash -> what has gone
         self._returning: list[int] = []  # stashes whose memory on the gpu is due
-        self._flying: deque[tuple[Any, list[torch.Tensor]]] = deque()
+        self._flying: dict[tuple[Kind, int], tuple[Any, list[torch.Tensor]]] = {}
         self._buffers = {b.untyped_storage()._cdata for b in self.session.model.buffers()}
 
     @property
@@ -240,7 +239,7 @@ class Stashes:
         backend = self.session.backend
         backend.fence(step.queue)
         if touched and hasattr(backend, "record"):  # issued; see [Note: who lets go]
-            self._flying.append((backend.record(step.queue), touched))
+            self._flying[step.kind, step.stash] = (backend.record(step.queue), touched)
 
     def _send(self, n: int) -> list[torch.Tensor]:
         """Returns the memory on the gpu that is read."""
@@ -289,10 +288,14 @@ class Stashes:
 
     def at(self, moment: int) -> None:
         """A moment of the plan begins: what has gone is let go, what is to return is noted."""
-        while self._flying and cast("StreamBackend", self.session.backend).query(self._flying[0][0]):
-            self._flying.popleft()
         for n in self._moves.gone.get(moment, ()):
+            self._flying.pop((Kind.STASH_OUT, n), None)  # the compute queue is behind the copy
             self._let_go(n)
+        for n in self._moves.needed.get(moment, ()):
+            self._flying.pop((Kind.STASH_IN, n), None)
+        for key, (event, _) in list(self._flying.items()):  # of graphs that went before their time
+            if cast("StreamBackend", self.session.backend).query(event):
+                self._flying.pop(key, None)
         self._returning += self._moves.back.get(moment, ())
 
     def _let_go(self, n: int) -> None:

@@ -30,7 +30,8 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.sim.play import play
-from pstar_sim.workload.workload import Workload
+from pstar_sim.workload.mixing import block_names, offload_blocks
+from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
 LR, EPS = 1e-3, 1e-3
 """eps is large beside torch's 1e-8: with that, Adam turns the last bits of a gradient that is zero but for rounding
@@ -63,7 +64,10 @@ def settings_of(case: dict[str, Any]) -> Settings:
 def plan_of(case: dict[str, Any]) -> Plan:
     model, draw = kit.build(case.get("model", "mlp"), checkpointing=case.get("checkpointing", False), seed=0)
     example = draw(torch.Generator().manual_seed(9))
-    w = kit.workload_of(model, example, micro_batches=case.get("micro_batches", 1))
+    w = kit.workload_of(model, example)
+    if "offload" in case:
+        w = offload_blocks(w, [block_names(w)[n] for n in case["offload"]])
+    w = repeat_micro_batch(w, case.get("micro_batches", 1))
     return tight_plan(case["policy"], w, settings_of(case), case["ranks"], case.get("sequences"))
 
 

@@ -409,3 +409,19 @@ def test_on_streams_where_copies_happen_later(seed: int | None, planned: Any, st
     both(run, kit, next(run.batches))  # one backward where the plan has two
     run.session.drain()
     same(run, kit)
+
+
+def test_under_session_step(planned: Any, start: Any, kit: Any) -> None:
+    """The engine runs the blocks one by one; what it calls is what the plan says of each."""
+    run = start("gpt2", "tide", plan=planned("gpt2", THREE, micro_batches=2), clip=1.0)
+    for _ in range(3):
+        batches = [next(run.batches), next(run.batches)]
+        result = run.session.step(batches)
+        assert result.blocks == 3
+        losses = [kit.loss_of(run.reference.model, batch) / 2 for batch in batches]
+        sum(losses).backward()
+        assert result.loss == pytest.approx(float(sum(losses)), rel=1e-6)
+        run.reference.step()
+    assert run.session.deviations == 0
+    same(run, kit)
+    assert [r.moved_bytes for r in run.session.stashes.reports] == [s.bytes for s in run.plan.workload.stashes]

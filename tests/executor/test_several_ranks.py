@@ -43,6 +43,14 @@ CASES += [
 CASES += [
     {"name": "gpt2-tide-2", "ranks": 2, "policy": "tide", "model": "gpt2", "checkpointing": True, "clip": 0.05},
     {
+        "name": "gpt2-offload-2",
+        "ranks": 2,
+        "policy": "tide",
+        "model": "gpt2",
+        "offload": [1],
+        **SETTINGS["accumulated"],
+    },
+    {
         "name": "gpt2-zero3-4",
         "ranks": 4,
         "policy": "zero3_resident",
