@@ -21,9 +21,7 @@ Borders hold no memory that an ordinary backward would not hold.
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +29,7 @@ import torch
 from torch import nn
 
 from executor.compiled import untraced
+from executor.nests import change_tensors
 
 __all__ = ["Borders", "Part", "Tape", "find_blocks", "shared_part"]
 
@@ -205,7 +204,7 @@ class Tape:
         if self._open > 1:
             return None  # a block that calls another
         part = Part(f"{_BEFORE}{name}")
-        given = _change((args, kwargs), lambda t: self._input(t, part))
+        given = change_tensors((args, kwargs), lambda t: self._input(t, part))
         if part.ends:
             self.parts.append(part)
         return given
@@ -216,7 +215,7 @@ class Tape:
         if self._open > 0:
             return None
         part = Part(name)
-        given = _change(output, lambda t: self._output(t, part))
+        given = change_tensors(output, lambda t: self._output(t, part))
         self.parts.append(part)
         self.calls += 1
         return given
@@ -224,7 +223,7 @@ class Tape:
     def give_back(self, output: Any) -> Any:
         """What the model returns of its last block is not cut: the clock hooks it for both, and the block comes first.
         Such a block belongs to the tail."""
-        return _change(output, self._uncut)
+        return change_tensors(output, self._uncut)
 
     def _input(self, tensor: torch.Tensor, part: Part) -> torch.Tensor:
         if tensor.grad_fn is None:
@@ -288,32 +287,3 @@ def shared_part(tape: Tape) -> tuple[str, str] | None:
             elif owner[node] != number:
                 return tape.parts[owner[node]].name, part.name
     return None
-
-
-def _change(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`value` with its tensors (as `tensors_of` finds them) changed; the same object where none was."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        keys: list[Any] = list(value)
-    elif isinstance(value, (tuple, list)):
-        keys = list(range(len(value)))
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        keys = [f.name for f in dataclasses.fields(value)]
-        new = {key: _change(getattr(value, key, None), change) for key in keys}
-        changed = {key: item for key, item in new.items() if item is not getattr(value, key, None)}
-        made = copy.copy(value) if changed else value
-        for key, item in changed.items():
-            object.__setattr__(made, key, item)
-        return made
-    else:
-        return value
-    items = [_change(value[key], change) for key in keys]
-    if all(item is value[key] for key, item in zip(keys, items)):
-        return value
-    if isinstance(value, tuple):
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    made = copy.copy(value)
-    for key, item in zip(keys, items):
-        made[key] = item
-    return made

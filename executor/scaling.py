@@ -16,7 +16,6 @@ Knows neither chunks nor plans; `Update` (contents.py) carries the decision of o
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 import math
@@ -27,6 +26,7 @@ import torch
 from torch import nn
 
 from executor.compiled import untraced
+from executor.nests import change_tensors
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.workload import Tensor
 
@@ -179,34 +179,13 @@ def guard_boundary(model: nn.Module, scale: Callable[[], float]) -> list[Any]:
 
 
 def _bounded(value: Any, factor: Callable[[], float], made: dict[int, torch.Tensor]) -> Any:
-    """`value` with a boundary at each tensor that has a gradient: tuples, lists, mappings and dataclasses, nested. The
-    same object where there is none."""
-    if isinstance(value, torch.Tensor):
-        if not (value.requires_grad and (value.is_floating_point() or value.is_complex())):
-            return value
-        if id(value) not in made:
-            made[id(value)] = _Boundary.apply(value, factor)  # type: ignore[no-untyped-call]
-        return made[id(value)]
-    if isinstance(value, Mapping):
-        changed = {k: new for k, old in value.items() if (new := _bounded(old, factor, made)) is not old}
-        if not changed:
-            return value
-        rebuilt: Any = copy.copy(value)
-        for key, new in changed.items():
-            rebuilt[key] = new
-        return rebuilt
-    if isinstance(value, (tuple, list)):
-        items = [_bounded(old, factor, made) for old in value]
-        if all(new is old for new, old in zip(items, value)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
-        changed = {k: new for k, old in fields.items() if (new := _bounded(old, factor, made)) is not old}
-        if not changed:
-            return value
-        rebuilt = copy.copy(value)
-        for key, new in changed.items():
-            object.__setattr__(rebuilt, key, new)
-        return rebuilt
-    return value
+    """`value` with a boundary at each tensor that has a gradient; the same object where there is none."""
+
+    def bounded(tensor: torch.Tensor) -> torch.Tensor:
+        if not (tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())):
+            return tensor
+        if id(tensor) not in made:
+            made[id(tensor)] = _Boundary.apply(tensor, factor)  # type: ignore[no-untyped-call]
+        return made[id(tensor)]
+
+    return change_tensors(value, bounded)

@@ -58,6 +58,25 @@ def test_blocks_one_by_one_are_the_loop(
     assert results[-1].grad_norm == run.session.grad_norm > 0  # known when the updates have begun
 
 
+def test_fp16_with_its_loss_scale_is_the_loop_to_the_bit(start: Callable[..., Any], kit: Any) -> None:
+    ours, loop = (start("gpt2", "tide", dtype=torch.float16, micro_batches=2, clip=0.5) for _ in range(2))
+    for _ in range(2):
+        rows = [next(ours.batches) for _ in range(2)]
+        result = ours.session.step(rows)
+        losses = []
+        for row in rows:
+            loss = kit.loss_of(loop.model, row) / 2
+            loss.backward()
+            losses.append(loss.detach())
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        assert result.loss == float(torch.stack(losses).sum()) and result.blocks == 3
+    theirs = dict(loop.model.named_parameters())
+    for name, p in ours.model.named_parameters():
+        assert torch.equal(p.detach().clone(), theirs[name].detach().clone()), name
+    assert ours.session.deviations == 0
+
+
 def test_the_norm_is_that_of_clip_grad_norm(start: Callable[..., Any], kit: Any) -> None:
     run = start("gpt2", "tide", clip=0.1)
     batch = next(run.batches)
