@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gpu-record: skipped: {why}")
         return 0
     print(report())
-    if gone := missing(("numpy", "transformers")):
+    if gone := missing(("numpy", "scipy", "transformers")):
         print(f"gpu-record: skipped: {', '.join(gone)} cannot be imported by {sys.executable}")
         return 0
     import torch

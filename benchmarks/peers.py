@@ -45,7 +45,7 @@ DEFAULTS = {
         "contenders": ("ours", "ours_eager", "plain", "zero2", "zero3", "zero3_twinflow", "fsdp2"),
     },
 }  # fmt: skip
-NEEDS = {"zero": "deepspeed", "fsdp2": "torch", "plain": "torch", "ours": "torch"}
+NEEDS = {"zero": ("deepspeed",), "ours": ("numpy", "scipy")}
 BUILD_S, STEP_S = 900.0, 300.0
 
 
@@ -110,9 +110,9 @@ def what_is_missing(names: Sequence[str], device: str) -> dict[str, str]:
     """Contender -> why it is skipped, for those whose packages this interpreter has not."""
     found = {}
     for name in names:
-        package = NEEDS[CONTENDERS[name][0]]
-        if device == "cuda" and importlib.util.find_spec(package) is None:
-            found[name] = f"{package} cannot be imported by {sys.executable}"
+        needed = NEEDS.get(CONTENDERS[name][0], ()) if device == "cuda" else ()
+        if gone := [package for package in needed if importlib.util.find_spec(package) is None]:
+            found[name] = f"{', '.join(gone)} cannot be imported by {sys.executable}"
         elif name == "zero3_twinflow" and device == "cpu":
             found[name] = "Twin-Flow splits the update between CPU and GPU; there is no GPU"
     if importlib.util.find_spec("transformers") is None:
@@ -382,31 +382,32 @@ def rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     return made
 
 
-def show(results: Mapping[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+COLUMNS = (
+    "contender", "clip", "micro", "step", "tokens/s", "GPU alloc.", "GPU reserved", "host peak", "B/param",
+    "loss apart", "largest",
+)  # fmt: skip
 
+
+def show(results: Mapping[str, Any]) -> None:
+    """The table, what was skipped or failed, the ratios and what they had to be."""
     from pstar_sim.units import format_bytes, format_s
 
-    job = results["job"]
-    table = Table(
-        title=f"{job['model']}, {job['dtype']}, {job['batch']} x {job['sequence']} tokens a step, "
-        f"{job['threads']} threads each, {results['device']}"
-    )
-    table.add_column("contender")
-    columns = ("clip", "micro", "step", "tokens/s", "GPU alloc.", "GPU reserved", "host peak", "B/param", "loss apart")
-    for column in (*columns, "largest"):
-        table.add_column(column, justify="right")
+    lines = []
     for r in results["rows"]:
         gpu = [format_bytes(b) if b is not None else "n/a" for b in (r["gpu_allocated_bytes"], r["gpu_reserved_bytes"])]
-        table.add_row(
-            r["contender"], "yes" if r["clip"] else "no", str(r["micro_batch"]), format_s(r["median_s"]),
-            f"{r['tokens_per_s']:,.0f}", *gpu, format_bytes(r["host_peak_bytes"]), f"{r['host_bytes_per_param']:.1f}",
-            f"{r['loss_apart']:.1e}" if r["loss_apart"] is not None else "-",
-            f"{r['largest_params'] / 1e6:,.0f} M" if r["largest_params"] else "-",
+        lines.append(
+            (
+                r["contender"], "yes" if r["clip"] else "no", str(r["micro_batch"]), format_s(r["median_s"]),
+                f"{r['tokens_per_s']:,.0f}", *gpu, format_bytes(r["host_peak_bytes"]),
+                f"{r['host_bytes_per_param']:.1f}", f"{r['loss_apart']:.1e}" if r["loss_apart"] is not None else "-",
+                f"{r['largest_params'] / 1e6:,.0f} M" if r["largest_params"] else "-",
+            )
         )  # fmt: skip
-    console = Console(width=max(150, Console().width))
-    console.print(table)
+    job = results["job"]
+    title = (
+        f"{job['model']}, {job['dtype']}, {job['batch']} x {job['sequence']} tokens a step, {job['threads']} threads "
+    )
+    print_table(title + f"each, {results['device']}", lines)
     for name, why in results["skipped"].items():
         print(f"skipped: {CONTENDERS[name][2]}: {why}")
     for clip in ("unclipped", "clipped"):
@@ -417,6 +418,24 @@ def show(results: Mapping[str, Any]) -> None:
             print(f"{clip}: step of {pair} = {ratio['medians']:.3f} (round by round {ratio['rounds']:.3f})")
     for line in results["verdict"]:
         print(line)
+
+
+def print_table(title: str, lines: Sequence[Sequence[str]]) -> None:
+    """By rich, or where that cannot be imported with tabs."""
+    if importlib.util.find_spec("rich") is None:
+        print(title)
+        for line in (COLUMNS, *lines):
+            print("\t".join(line))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column == "contender" else "right")
+    for line in lines:
+        table.add_row(*line)
+    Console(width=max(150, Console().width)).print(table)
 
 
 def verdict(results: Mapping[str, Any]) -> list[str]:

@@ -21,7 +21,7 @@ NEEDED_FOR = {
     "pytest": "gpu-test",
     "hypothesis": "tests that use it",
     "peft": "tests of adapters",
-    "scipy": "--certify",
+    "scipy": "the check that every plan passes before it runs",
     "simpy": "simulated times and peaks (plans, and bytes by the plan, are made without it)",
     "pyarrow": "trace files (Parquet)",
     "pandas": "tables as frames",

@@ -7,6 +7,7 @@ plan, so the figures stand beside a capture's moment by moment. Nothing is updat
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import pickle
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -125,11 +126,11 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         pickle.dump(tide.snapshot, file)
     figures["files"] = [snapshot.name]
     if "worst" in figures:
-        try:
-            from pstar_sim.workload.trace import save_trace
-        except ImportError as error:
-            figures["trace_skipped"] = str(error)
+        if importlib.util.find_spec("pyarrow") is None:
+            figures["trace_skipped"] = "pyarrow cannot be imported"
         else:
+            from pstar_sim.workload.trace import save_trace
+
             moments = tuple(
                 replace(m, peak_bytes=max(value, m.start_bytes, m.end_bytes, 0))
                 for m, value in zip(workload.moments, tide.bytes)
