@@ -27,7 +27,7 @@ from contenders.groups import groups_of, merged, ratios
 from contenders.process import Failed, Process, processes
 from contenders.room import bytes_per_param, largest_by_trial
 from contenders.rounds import interleave
-from contenders.stages import Stages
+from contenders.stages import OutOfTime, Stages
 from contenders.task import CONTENDERS, Task, settings_of
 from preflight import no_cuda, report
 
@@ -126,6 +126,7 @@ class Run:
     def __init__(self, args: argparse.Namespace, logs: Path) -> None:
         self.args, self.logs = args, logs
         self.skipped = what_is_missing(args.contenders, args.device)
+        self.skipped |= self._too_large()
         self.names = [name for name in args.contenders if name not in self.skipped]
         self.interpreters = dict.fromkeys(self.names, sys.executable)
         self.environments: dict[str, dict[str, str]] = {
@@ -136,6 +137,25 @@ class Run:
         if args.fresh:
             partial.unlink(missing_ok=True)
         self.stages = Stages(partial, minutes=args.minutes, expected_s=150.0 if args.device == "cuda" else 0.0)
+
+    def _too_large(self) -> dict[str, str]:
+        """Contenders whose model data alone is more than the cap on the card, by arithmetic."""
+        cap = self.args.gpu_memory
+        if self.args.device != "cuda" or cap is None or importlib.util.find_spec("transformers") is None:
+            return {}
+        from executor.models import build
+
+        module = build(self.args.model, batch=1, sequence=8, dtype=self.args.dtype, device="meta").module
+        params = sum(p.numel() for p in module.parameters())
+        found = {}
+        for name in self.args.contenders:
+            each = (bytes_per_param(self.task(name)) or {"gpu": 0})["gpu"]
+            if each * params > cap:
+                found[name] = (
+                    f"{each} bytes a parameter on the GPU x {params / 1e9:.2f} G = {each * params / 1e9:.0f} GB, the "
+                    f"cap is {cap / 1e9:.0f} GB"
+                )
+        return found
 
     def _use_venv(self) -> None:
         zeros = [name for name in self.names if CONTENDERS[name][0] == "zero"]
@@ -256,22 +276,22 @@ class Run:
                 known = timed.get(name, {}).get("memory")
                 if known is None or name == "ours_eager":
                     continue
-                task = self.task(name, micro_batch=best[name]["micro_batch"], host_cap_bytes=None)
-                result = self.stages.run(
-                    f"largest {cap} {task.key}",
-                    f"{CONTENDERS[name][2]}: the largest model",
-                    lambda left_s, task=task, known=known: self._largest(task, shapes, known, cap, left_s),
-                )
-                if result is not None:
-                    found[name] = result
+                task = self.task(name, micro_batch=best[name]["micro_batch"])
+                try:
+                    found[name] = self._largest(task, shapes, known, cap)
+                except OutOfTime:
+                    break
         return found
 
-    def _largest(self, task: Task, shapes: Shapes, known: Mapping[str, Any], cap: int, left_s: float) -> dict[str, Any]:
+    def _largest(self, task: Task, shapes: Shapes, known: Mapping[str, Any], cap: int) -> dict[str, Any]:
+        """Every trial is a stage. Raises OutOfTime."""
+
         def trial(layers: int) -> int | None:
             changes: dict[str, Any] = {"model": shapes.spec(layers)}
             if task.contender == "ours" and task.device == "cuda":
                 changes["host_cap_bytes"] = cap
-            try:
+
+            def work(left_s: float) -> dict[str, Any]:
                 ran = self.alone(
                     task.changed(**changes),
                     warm_up=0,
@@ -279,11 +299,13 @@ class Run:
                     left_s=left_s,
                     most_host_bytes=known["baseline_bytes"] + int(1.3 * cap) + (1 << 30),
                 )
-            except Failed as error:
-                if not error.lasting:
-                    raise
-                return None
-            return max(ran["start"]["start_peak_bytes"], ran["memory"]["host_peak_bytes"])
+                return {"peak": max(ran["start"]["start_peak_bytes"], ran["memory"]["host_peak_bytes"])}
+
+            what = f"{CONTENDERS[task.contender][2]}: {layers} layers, {shapes.params(layers) / 1e6:,.0f} M parameters"
+            result = self.stages.run(f"largest {cap} {layers} {task.key}", what, work)
+            if result is None:
+                raise OutOfTime
+            return result.get("peak")
 
         measured = known["host_peak_bytes"] / known["params"]
         layers, fails, tried = largest_by_trial(
@@ -293,12 +315,17 @@ class Run:
             small_bytes=known["host_peak_bytes"],
             layer_bytes=measured * shapes.layer_params,
         )
+        each = bytes_per_param(task) or {
+            place: known["predicted"][f"{place}_bytes_per_param"] for place in ("gpu", "host")
+        }
+        each_bytes = each["host"] + (each["gpu"] if task.device == "cpu" else 0)
         return {
             "layers": layers,
-            "params": shapes.params(layers),
+            "params": shapes.params(layers) if layers else None,
             "did_not_fit_layers": fails,
             "tried": tried,
             "cap_bytes": cap,
+            "arithmetic": {"bytes_per_param": each, "params": int(cap / each_bytes) if each_bytes else None},
         }
 
 

@@ -6,7 +6,7 @@
 |-------------------|-------------------------|----------------------------------------------------|
 | plain, fp32       | 4 + 4 + 8               | - (param, gradient, moments)                       |
 | plain, bf16       | 2 + 2 + 4 + 4 + 8       | - (besides: master and its gradient in fp32)       |
-| ZeRO-2 offload    | w + w (param, gradient) | 4 + 8 + 4 (master, moments, fp32 gradient)         |
+| ZeRO-2 offload    | w (gradients leave)     | 4 + 8 + 4 (master, moments, fp32 gradient)         |
 | ZeRO-3 offload    | what is gathered        | w + 4 + 8 + 4 (param, then the same)               |
 | FSDP2 CPU offload | what is gathered        | 4 + 4 + 8 (fp32 param, its gradient, moments)      |
 | ours              | by the plan             | by the plan: w + 12, or that on the GPU instead    |
@@ -32,7 +32,7 @@ def bytes_per_param(task: Task) -> dict[str, int] | None:
     master = 0 if task.dtype == "fp32" else 8  # and its gradient
     table = {
         "plain": {"gpu": 2 * w + 8 + master, "host": 0},
-        "zero2": {"gpu": 2 * w, "host": 16},
+        "zero2": {"gpu": w, "host": 16},
         "zero3": {"gpu": 0, "host": w + 16},
         "zero3_twinflow": {"gpu": 0, "host": w + 16},
         "fsdp2": {"gpu": 0, "host": 16},
@@ -52,12 +52,14 @@ def largest_by_trial(
     """Most layers whose peak stays within the cap: (layers that were run and fit, fewest that were run and did not,
     every trial as (layers, peak bytes or None where it died)).
 
-    trial: layers -> its peak in bytes, None where it died. small_layers, small_bytes: a run known to fit.
-    layer_bytes: what a layer is reckoned to add; the next trial goes where the line through the last two points meets
-    the cap.
+    trial: layers -> its peak in bytes, None where it died. small_layers, small_bytes: a run that is known, within the
+    cap or above it. layer_bytes: what a layer is reckoned to add; the next trial goes where the line through the last
+    two points meets the cap. 0 layers: none that was tried fits.
     """
     fits, fits_bytes = small_layers, small_bytes
     fails: int | None = None
+    if small_bytes > cap_bytes:
+        fits, fits_bytes, fails = 0, max(0, int(small_bytes - small_layers * layer_bytes)), small_layers
     tried: list[tuple[int, int | None]] = []
     for _ in range(most_trials):
         guess = fits + max(1, int((cap_bytes - fits_bytes) / layer_bytes))

@@ -153,6 +153,14 @@ class TestLargest:
             lambda layers: 100 + 10 * layers, cap_bytes=1000, small_layers=2, small_bytes=120, layer_bytes=20.0
         ) == (90, 91, [(46, 560), (90, 1000), (91, 1010)])
 
+    def test_a_known_run_above_the_cap(self, load: Callable[[str], Any]) -> None:
+        """32 layers took 420 = 100 + 10 a layer: 20 would take the cap of 300, and do."""
+        largest = load("contenders.room").largest_by_trial
+        fits, fails, tried = largest(
+            lambda layers: 100 + 10 * layers, cap_bytes=300, small_layers=32, small_bytes=420, layer_bytes=10.0
+        )
+        assert (fits, fails, tried) == (20, 21, [(20, 300), (21, 310)])
+
     def test_one_that_dies(self, load: Callable[[str], Any]) -> None:
         """Dies above 12 layers: 20 is tried, then with 1.25 times the bytes a layer (10 + 12.5 n) 16, 13, 11, 12."""
         largest = load("contenders.room").largest_by_trial
@@ -170,6 +178,7 @@ class TestLargest:
         )  # fmt: skip
         of = load("contenders.room").bytes_per_param
         assert of(task) == {"gpu": 0, "host": 18}
+        assert of(task.changed(contender="zero2")) == {"gpu": 2, "host": 16}
         assert of(task.changed(contender="fsdp2")) == {"gpu": 0, "host": 16}
         assert of(task.changed(contender="plain", dtype="fp32")) == {"gpu": 16, "host": 0}
         assert of(task.changed(contender="ours")) is None
@@ -324,3 +333,14 @@ class TestGroups:
         found = load("contenders.groups").merged([first, second])
         assert found["ours"] == {"times_s": [1.0, 2.0, 3.0], "median_s": 2.0, "tokens_per_s": 300.0, "losses": [5.0]}
         assert found["fsdp2"] == {"failed": "died"}
+
+
+def test_what_is_too_large_for_the_card_is_not_built(load: Callable[[str], Any], tmp_path: Path) -> None:
+    """A Llama-7B in bf16 in plain PyTorch: 20 bytes x 6.74 G parameters is 135 GB, more than 24 GB."""
+    peers = load("peers")
+    args = peers.parse(["--device", "cuda", "--contenders", "plain,ours,fsdp2", "--out", "never"])
+    run = peers.Run(args, tmp_path)
+    assert run.skipped == {
+        "plain": "20 bytes a parameter on the GPU x 6.74 G = 135 GB, the cap is 24 GB",
+    }
+    assert run.names == ["ours", "fsdp2"]
