@@ -218,13 +218,24 @@ class Arena:
             self._note(place, category_of(list_name), size, chunk, list_name)
         if place is Place.GPU:
             try:
-                self._take_on_gpu(chunk, list_name)
+                try:
+                    self._take_on_gpu(chunk, list_name)
+                except (OutOfMemory, torch.OutOfMemoryError):
+                    self.flush()  # what was given back may only be on its way
+                    self._take_on_gpu(chunk, list_name)
             except (OutOfMemory, torch.OutOfMemoryError) as error:
                 with self._lock:
                     self._present.remove(key)
                     self._bytes[place] -= size
                     self._note(place, category_of(list_name), -size, chunk, list_name)
                 raise self._refused(error, f"{list_name} of chunk {chunk}", size) from error
+
+    def flush(self) -> None:
+        """Return when everything given back on the gpu is free: where work is issued ahead, it waits for its last
+        use."""
+        gate = getattr(self.backend, "gate", None)
+        if gate is not None:
+            gate.flush()
 
     def _take_on_gpu(self, chunk: int, list_name: str) -> None:
         if not self.sliced or (list_name not in OTHERS_OF and list_name not in OTHERS):

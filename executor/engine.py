@@ -53,7 +53,7 @@ from pstar_sim.core.effects import gradient_list, needed
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import COPIES, Kind, Place, Queue
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.errors import ContractError, ModelError, OutOfMemory, PlanError
+from pstar_sim.errors import ContractError, DoesNotFit, ModelError, OutOfMemory, PlanError
 from pstar_sim.workload.workload import Moment, Phase, Workload
 
 __all__ = ["Session"]
@@ -843,15 +843,24 @@ class Session:
 
         assert self.cursor < 0 and not self.demand.active
         arena = Arena(plan, self.backend)
+        layout = self.plan.layout
+        moving = sum(layout.payload_bytes(c.index, "param") + layout.states_bytes(c.index) for c in layout.chunks)
         check_host_memory(
             plan,
             arena.room,
             available_bytes=available_host_bytes(),
             gpu_is_host=self.backend.device.type == "cpu",
-            model_bytes=0,
+            model_bytes=-moving,  # between two sets of chunks every value has a third place
         )
         with torch.no_grad():
             self.drain()
+            try:
+                arena.allocate_slabs()
+            except DoesNotFit:
+                self.backend.begin(self.plan)
+                if not self.held:
+                    self.queues.resume()
+                raise
             self.held = True
             old, contents, queues = self.arena, self.contents, self.queues
             steps_taken = contents.steps_taken
@@ -867,7 +876,6 @@ class Session:
             }
             self.queues.stop()
             self.set_open(False)
-            arena.allocate_slabs()
             for t, value in values.items():
                 self.parameters[t].__class__ = nn.Parameter
                 self.parameters[t].data = value

@@ -90,6 +90,8 @@ class Guard(LiveStorages):  # type: ignore[no-untyped-call]
         out = self._run(func, types, args, kwargs)
         if self._counts is not None:
             for _ in range(TRIES):
+                if self._counts.over_bytes() > 0:
+                    self._session.arena.flush()
                 if self._counts.over_bytes() <= 0:
                     break
                 self._make_room(self._refusal(func, max(0, self.current - before), self._counts.gpu_bytes))
@@ -105,6 +107,8 @@ class Guard(LiveStorages):  # type: ignore[no-untyped-call]
                 # How much was asked for is only in the text; what its inputs hold is of the same order.
                 asked = sum(t.numel() * t.element_size() for t in args if isinstance(t, torch.Tensor))
                 self._make_room(self._refusal(func, asked, None))
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()  # chunks and activations come from different pools
         raise AssertionError("the last try raises")
 
     def _refusal(self, func: Any, asked_bytes: int, limit_bytes: int | None) -> OutOfMemory:

@@ -218,6 +218,7 @@ class Ladder(Sequence[Rung]):
             freed += more
             if moved:
                 words.append(f"moved the optimizer states of {len(moved)} chunks to the host ({format_bytes(more)}) ")
+        s.arena.flush()
         self.note(error, "and ".join(words).strip() or "nothing is left to give back", alive_bytes)
         if freed < short:
             self.given_up = True

@@ -4,6 +4,7 @@ of plain torch."""
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 import executor
 from executor.ladder import RUNGS
 from executor.training import train as train_loop
+from executor.virtual_streams import VirtualStreams
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import ContractError, DoesNotFit
 from pstar_sim.policy.registry import find_policy, policy_name
@@ -103,6 +105,31 @@ def test_less_memory_than_the_plan_counted_on(kit: Any, start: Callable[..., Any
     before = len(run.session.ladder)
     train(run, kit, losses, 2)
     assert len(run.session.ladder) == before
+    assert_same(run, kit, losses)
+
+
+@pytest.mark.parametrize("at", ["FWD", "BWD"])
+def test_where_work_is_issued_ahead(kit: Any, start: Callable[..., Any], at: str) -> None:
+    """Streams: what is given back may still be in use, what is fetched may not be there yet."""
+    plan = roomy_plan(kit, "mlp", "tide", clip=True, spare=3.0)
+    rng = random.Random(1)
+    backend = VirtualStreams(delays=lambda queue: rng.random() * 3e-4 if rng.random() < 0.5 else 0.0)
+    backend.gpu_bytes = plan.gpu_budget_bytes
+    run = start("mlp", "tide", clip=0.5, plan=plan, backend=backend)
+    losses: list[list[float]] = [[], []]
+    train(run, kit, losses, 2)
+    target = next(i for i, m in enumerate(plan.workload.moments) if m.phase == at) + 3
+    real = run.session.advance
+
+    def shrink(moment: int) -> None:
+        real(moment)
+        if moment == target:
+            backend.gpu_bytes = plan.gpu_budget_bytes // 2
+            run.session.advance = real
+
+    run.session.advance = shrink
+    train(run, kit, losses, 4)
+    assert run.session.ladder and run.session.plan is not plan
     assert_same(run, kit, losses)
 
 
