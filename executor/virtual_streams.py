@@ -103,6 +103,7 @@ class VirtualStreams(VirtualBackend):
         h2d_bytes_per_s: float | None = None,
         d2h_bytes_per_s: float | None = None,
         latency_s: float = 0.0,
+        gpu_bytes: int | None = None,
         adam_threads: int = 1,
         delays: Callable[[Queue], float] | None = None,
         poison: bool = True,
@@ -111,6 +112,7 @@ class VirtualStreams(VirtualBackend):
             h2d_bytes_per_s=h2d_bytes_per_s,
             d2h_bytes_per_s=d2h_bytes_per_s,
             latency_s=latency_s,
+            gpu_bytes=gpu_bytes,
             adam_threads=adam_threads,
         )
         self._delays = delays

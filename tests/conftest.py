@@ -14,6 +14,16 @@ from pstar_sim.core.plan import Plan, Resident, Settings, steps_from_text
 from pstar_sim.core.step import Place
 from pstar_sim.testing import chain_workload
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--streams",
+        action="store_true",
+        help="where a test of the executor opens the virtual accelerator, it gets the one with asynchronous streams, "
+        "each with random delays",
+    )
+
+
 TEXT = """
 0 h2d fetch chunk=0 list=param moment=0 bytes=2048 after=11@-1,14@-1
 1 h2d fetch chunk=1 list=param moment=1 bytes=2048 after=13@-1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import itertools
+import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -261,6 +262,21 @@ class Run:
     @property
     def session(self) -> executor.Session:
         return self.optimizer.session
+
+
+@pytest.fixture(autouse=True)
+def _streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --streams: every virtual accelerator that a test does not make itself has streams."""
+    if not request.config.getoption("--streams"):
+        return
+    rng = random.Random(7)
+
+    def with_streams(**options: Any) -> executor.VirtualStreams:
+        return executor.VirtualStreams(
+            delays=lambda queue: rng.random() * 3e-4 if rng.random() < 0.4 else 0.0, **options
+        )
+
+    monkeypatch.setattr("executor.device.VirtualBackend", with_streams)
 
 
 @pytest.fixture
