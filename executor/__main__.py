@@ -11,19 +11,12 @@ import json
 import logging
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from itertools import islice
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 
 from executor.checks import check_processes
-from executor.models import named_failures
-from executor.prepare import prepare
-from executor.ranks import Ranks
-from executor.run import Job, check_hardware
-from executor.training import StepReport, train, train_step
+from executor.run import Job, Keeping, RunResult, check_hardware
 from pstar_sim.core.plan import Plan, load_plan
 from pstar_sim.errors import PstarError
 from pstar_sim.units import format_bytes, format_s, parse_bytes_per_s
@@ -42,8 +35,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if dist.is_torchelastic_launched() and not dist.is_initialized():
             dist.init_process_group("gloo" if args.device == "virtual" else "cpu:gloo,cuda:nccl")
             started = True
-        check_processes(plan, dist.get_world_size() if dist.is_initialized() else 1)
-        _run(args, plan)
+        processes, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        check_processes(plan, processes, file=args.plan, model=args.model)
+        keeping = Keeping(save=args.save, every=args.save_every, resume=args.resume)
+        keeping.check(args.steps)
+        job = Job.of_plan(plan, args.model, data=args.data, lr=args.lr, seed=args.seed, weights=args.weights)
+        rate = parse_bytes_per_s(args.bandwidth) if args.bandwidth is not None else None
+        link = plan.machine.link
+        bandwidth = (rate or link.h2d_bytes_per_s, rate or link.d2h_bytes_per_s)
+        result = job.run(
+            plan,
+            steps=args.steps,
+            device=args.device,
+            bandwidth=bandwidth if args.device == "virtual" else None,
+            keeping=keeping,
+        )
+        if rank == 0:
+            _say(plan, result, as_json=args.json)
     except PstarError as error:
         sys.stderr.write(f"pstar: {error}\n")
         return 2
@@ -58,122 +66,73 @@ def _parser() -> argparse.ArgumentParser:
         prog="torchrun --nproc-per-node N -m executor",
         description="Train a real model by a plan of N ranks; flags as of `pstar run`.",
     )
-    parser.add_argument("plan", metavar="PLAN", help="a plan file, made for a machine of N GPUs")
-    parser.add_argument("--model", required=True, help="the model the plan was made for, as for `pstar trace`")
-    parser.add_argument("--data", metavar="text:FOLDER", help="text to train on (default: Python's standard library)")
-    parser.add_argument("--weights", metavar="FOLDER", help="safetensors to begin with (default: by the seed)")
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="iterations (default: 10)")
-    parser.add_argument("--device", choices=("virtual",), default="virtual", help="what runs it (default: virtual)")
-    parser.add_argument("--bandwidth", metavar="RATE", help="of each rank's virtual link (default: the plan's)")
-    parser.add_argument("--lr", type=float, default=3e-4, help="learning rate (default: 3e-4)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (default: 0)")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    add = parser.add_argument
+    add("plan", metavar="PLAN", help="a plan file, made for a machine of N GPUs")
+    add("--model", required=True, help="the model the plan was made for, as for `pstar trace`")
+    add("--data", metavar="text:FOLDER", help="text to train on (default: the Python standard library's source)")
+    add("--weights", metavar="FOLDER", help="safetensors to begin with (default: initialised by the seed)")
+    add("--steps", type=int, default=10, metavar="N", help="iterations in all, those before --resume included")
+    add("--save", metavar="FOLDER", help="write a checkpoint there at the end")
+    add("--save-every", type=int, metavar="N", help="and after every N iterations (with --save)")
+    add("--resume", metavar="FOLDER", help="go on from that checkpoint, of any number of ranks")
+    add("--device", default="virtual", help="virtual, or cuda (each rank takes the GPU of its number)")
+    add("--bandwidth", metavar="RATE", help="of each rank's virtual link, such as 2GB/s (default: the plan's)")
+    add("--lr", type=float, default=3e-4, help="learning rate (default: 3e-4)")
+    add("--seed", type=int, default=0, help="seed of weights and data (default: 0)")
+    add("--json", action="store_true", help="one JSON object instead of the table")
     return parser
 
 
-def _run(args: argparse.Namespace, plan: Plan) -> None:
-    job = Job.of_plan(plan, args.model, data=args.data, lr=args.lr, seed=args.seed, weights=args.weights)
-    rate = parse_bytes_per_s(args.bandwidth) if args.bandwidth is not None else None
-    link = plan.machine.link
-    built = job.build(empty=job.weights is not None)
-    batches = job.batches(built)
-    model, optimizer = prepare(
-        built.module,
-        plan,
-        job._adamw(plan),
-        bandwidth=(rate or link.h2d_bytes_per_s, rate or link.d2h_bytes_per_s),
-        weights=job.weights,
-    )
-    session = optimizer.session
-    ranks, micro_batches = session.ranks, plan.workload.micro_batches
-    mine = _own(batches, ranks, session.planned_batch, plan)
-    try:
-        with named_failures(job.model, model):
-            reports = train(model, optimizer, mine, steps=args.steps, micro_batches=micro_batches)
-        session.drain()
-        drawn = iter([next(mine) for _ in range(2 * micro_batches)])
-        measured = session.measure_iteration(lambda: train_step(model, optimizer, drawn, micro_batches))
-        losses = _joined(reports, ranks, session.planned_batch)
-        here = [float(measured.peak_gpu_bytes)]
-        peaks = [int(row[0]) for row in ([here] if ranks is None else ranks.meet(here))]
-        if ranks is None or ranks.rank == 0:
-            _say(args, plan, reports, losses, peaks, measured.moved_bytes, session.arena.peak_transient_bytes)
-    finally:
-        session.close(restore=False)
-
-
-def _own(batches: Iterator[Any], ranks: Ranks | None, sequences: int, plan: Plan) -> Iterator[Any]:
-    """This rank's part of the data: of every P batches in a row the one of its number, and of it so many sequences."""
-    if ranks is None:
-        return batches
-    whole = plan.workload.batch
-    own = islice(batches, ranks.rank, None, ranks.count)
-    return own if sequences == whole else (_first(batch, sequences, whole) for batch in own)
-
-
-def _first(batch: Any, sequences: int, of: int) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return batch[:sequences].clone() if batch.dim() and batch.shape[0] == of else batch
-    if isinstance(batch, dict):
-        return {key: _first(value, sequences, of) for key, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(_first(value, sequences, of) for value in batch)
-    return batch
-
-
-def _joined(reports: Sequence[StepReport], ranks: Ranks | None, sequences: int) -> list[float]:
-    """The loss of each step over the batches of all ranks."""
-    losses = [report.loss for report in reports]
-    if ranks is None:
-        return losses
-    rows = ranks.meet([float(sequences), *losses])
-    total = sum(row[0] for row in rows)
-    return [sum(row[0] * row[1 + i] for row in rows) / total for i in range(len(losses))]
-
-
-def _say(
-    args: argparse.Namespace,
-    plan: Plan,
-    reports: Sequence[StepReport],
-    losses: Sequence[float],
-    peaks: Sequence[int],
-    moved: dict[str, int],
-    transient_bytes: int,
-) -> None:
-    w, ranks = plan.workload, plan.machine.ranks
-    times = [report.time_s for report in reports]
+def _say(plan: Plan, result: RunResult, *, as_json: bool) -> None:
+    """What the run did, beside what the plan says of it."""
+    w, shares = plan.workload, [rank.batch_share for rank in plan.machine.ranks]
+    times = [report.time_s for report in result.reports]
     step_s = statistics.median(times[1:] or times)
-    shares = [rank.batch_share for rank in ranks]
     tokens = w.tokens * sum(shares) / max(shares)
-    proved = plan.check().peak_bytes["gpu"]
-    predicted = plan.predictions.get("iteration_s")
+    shared = result.shared
+    losses = [report.loss for report in result.reports] if shared is None else shared.losses
+    here = result.measured
+    predicted_s = plan.predictions.get("iteration_s")
+    at_most = plan.check().peak_bytes["gpu"]
     wanted = plan.moved_bytes
-    if args.json:
+    moved = {**(here.moved_bytes if here is not None else {}), **({"net": shared.sent_bytes} if shared else {})}
+    peaks = list(shared.peak_gpu_bytes) if shared is not None else [here.peak_gpu_bytes] if here is not None else []
+    transient = 0 if shared is None else shared.transient_bytes
+    first = result.reports[0].step
+    if as_json:
         figures = {
-            "policy": plan.policy, "model": w.model, "ranks": len(ranks), "steps": len(losses), "losses": list(losses),
-            "step_s": times, "tokens_per_s": tokens / step_s, "peak_gpu_bytes": list(peaks),
-            "peak_gpu_bytes_at_most": proved, "transient_bytes": transient_bytes, "moved_bytes": moved,
-            "predicted_moved_bytes": {lane: wanted[lane] for lane in moved}, "predicted_iteration_s": predicted,
+            "policy": plan.policy, "model": w.model, "ranks": len(shares), "first_step": first, "losses": list(losses),
+            "step_s": times, "tokens_per_s": tokens / step_s, "peak_gpu_bytes": peaks,
+            "peak_gpu_bytes_at_most": at_most, "transient_bytes": transient, "moved_bytes": moved,
+            "predicted_moved_bytes": {lane: wanted.get(lane, 0) for lane in moved},
+            "predicted_iteration_s": predicted_s, "notes": list(result.notes), "deviations": list(result.deviations),
         }  # fmt: skip
         sys.stdout.write(json.dumps(figures) + "\n")
         return
-    first = len(losses) - 5 if len(losses) > 6 else 0
-    shown = [(i, x) for i, x in enumerate(losses) if i == 0 or i >= first]
-    lines = [f"{plan.policy}: {w.model} on {len(ranks)} ranks, {len(losses)} steps of {int(tokens)} tokens", ""]
-    lines += [f"{'step':>6}  {'loss':>9}  {'seconds':>8}  {'tokens/s':>9}"]
-    lines += [f"{i:>6}  {x:>9.4f}  {times[i]:>8.3f}  {tokens / times[i]:>9,.0f}" for i, x in shown]
-    rows = [
-        ("iteration", "-" if predicted is None else format_s(predicted), format_s(step_s)),
-        ("GPU peak of a rank", f"<= {format_bytes(proved)}", format_bytes(max(peaks))),
-        ("to the GPU", format_bytes(wanted["h2d"]), format_bytes(moved["h2d"])),
-        ("to the host", format_bytes(wanted["d2h"]), format_bytes(moved["d2h"])),
+    from_ = len(losses) - 5 if len(losses) > 6 else 0
+    lines = [
+        f"{plan.policy}: {w.model} on {len(shares)} ranks, {len(losses)} steps of {int(tokens)} tokens",
+        "",
+        f"{'step':>6}  {'loss':>9}  {'seconds':>8}  {'tokens/s':>9}",
     ]
+    lines += [
+        f"{first + i:>6}  {loss:>9.4f}  {times[i]:>8.3f}  {tokens / times[i]:>9,.0f}"
+        for i, loss in enumerate(losses)
+        if i == 0 or i >= from_
+    ]
+    rows = [("iteration", "-" if predicted_s is None else format_s(predicted_s), format_s(step_s))]
+    if peaks:
+        rows.append(("GPU peak of a rank", f"<= {format_bytes(at_most)}", format_bytes(max(peaks))))
+    for lane, name in (("h2d", "to the GPU"), ("d2h", "to the host"), ("net", "to other ranks")):
+        if lane in moved:
+            rows.append((name, format_bytes(wanted.get(lane, 0)), format_bytes(moved[lane])))
     lines += ["", f"{'':<20}{'predicted':>14}  {'measured':>12}"]
-    lines += [f"{name:<20}{plan_says:>14}  {here:>12}" for name, plan_says, here in rows]
+    lines += [f"{name:<20}{plan_says:>14}  {found:>12}" for name, plan_says, found in rows]
     lines += [
         "",
+        *result.notes,
         "iteration: median of the steps after the first; predicted for the machine of the plan, not for this one",
-        f"slices that change place hold {format_bytes(transient_bytes)} more for the time of a copy",
+        f"a slice that changes place holds {format_bytes(transient)} more for the time of a copy",
     ]
     sys.stdout.write("\n".join(lines) + "\n")
 

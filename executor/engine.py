@@ -752,6 +752,8 @@ class Session:
             for place in (Place.HOST, Place.GPU):
                 if place in self.contents.chunks[chunk].current:
                     self.contents.restore(place, tensor)
+            if self.contents.chunks[chunk].whole:  # the other ranks' slices, which have changed too
+                self.contents.gather(chunk, "remote")
 
     def see_batch(self, args: Any, kwargs: Any) -> None:
         with unseen():

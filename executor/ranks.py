@@ -5,6 +5,10 @@ Three process groups of the run's own, so that nothing of the user's comes betwe
 and `_sums` for what they agree on once an iteration (the thread of the first Adam step). The last two are gloo, of a
 few bytes, also where the plan's own is NCCL.
 
+[Note: all ranks at once] A rank holds a part of each parameter. So whatever needs whole ones is done by every rank at
+the same point of its loop: training, an evaluation, reading a parameter or `state_dict()`, saving and loading. They are
+done between `optimizer.step()` and the next forward. An iteration keeps to its plan (`cannot_leave`).
+
 [Note: the weight of a rank] The loss of each rank has to be a mean over its batch (a rank that has more sequences has
 the larger share). Rank r with b_r of the B = b_0 + b_1 + ... sequences of a micro-batch has its gradient multiplied by
 b_r / B when it arrives, and the gradients are summed: that is the gradient of the mean over the joined batch. b_r is

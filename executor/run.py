@@ -23,6 +23,7 @@ from executor.models import BuiltModel, build, map_tensors, named_failures
 from executor.optimizer import AdamW
 from executor.prepare import prepare
 from executor.record import record
+from executor.shared_run import SharedRun, own_batches, share_results
 from executor.status import Status
 from executor.training import StepReport, train, train_step
 from pstar_sim.catalog.loader import load_machine
@@ -43,13 +44,14 @@ class RunResult:
     is the measured one where there is `measured`, else the plan's figures at measured times.
     measured: bytes of one untimed iteration that
     keeps the predicted order of events (None if it was not asked for). deviations: how the run left the plan, if it
-    did. notes: where weights came from, what the run went on from."""
+    did. notes: where weights came from, what the run went on from. shared: of all ranks, None on one."""
 
     reports: Sequence[StepReport]
     timeline: Timeline | None
     measured: Measured | None
     deviations: Sequence[str]
     notes: Sequence[str] = ()
+    shared: SharedRun | None = None
 
 
 def check_device(plan: Plan, device: str) -> None:
@@ -192,7 +194,7 @@ class Job:
         """Train by the plan. steps: in all, those done before a checkpoint included. bandwidth, gpu_memory: as for
         `prepare`. order: the predicted timeline; with it, one more iteration is run untimed in that order, to measure
         bytes. keeping: checkpoints. The session is closed whatever happens; what was raised goes on."""
-        check_device(plan, device)
+        check_hardware(plan, device)
         keeping = keeping or Keeping()
         text = open_data(self.data)
         data = {"corpus": text.digest, "seed": self.seed, "sequence": self.sequence, "model": self.model}
@@ -209,8 +211,8 @@ class Job:
             weights=keeping.weights or self.weights,
         )
         session = optimizer.session
-        batches = on_device(batches, session.backend.device)
-        each = plan.workload.micro_batches * built.batch
+        batches = own_batches(on_device(batches, session.backend.device), session)
+        each = plan.workload.micro_batches * built.batch * len(plan.machine.ranks)
 
         def standing(done: int) -> dict[str, Any]:
             return {"data": data, "sequences": at.sequences + (done - at.steps) * each, "empty": at.empty}
@@ -233,9 +235,10 @@ class Job:
                     on_step=after,
                 )
             session.drain()
+            sent_bytes = 0 if session.ranks is None else session.ranks.wire.sent_bytes
             timeline = session.timeline() if any(log.on_plan for log in list(session.logs)[-1:]) else None
             measured = None
-            if order is not None and timeline is not None:
+            if timeline is not None and (order is not None or session.ranks is not None):
                 # Drawn before: the corpus lies in host memory and is no part of what the accelerator holds.
                 drawn = iter([next(batches) for _ in range(2 * plan.workload.micro_batches)])
                 measured = session.measure_iteration(
@@ -249,6 +252,7 @@ class Job:
                 measured=measured,
                 deviations=tuple(session.deviation_log),
                 notes=tuple(note for note in (at.note or session.weights_note,) if note),
+                shared=share_results(session, reports, measured, sent_bytes),
             )
         finally:
             session.close(restore=False)

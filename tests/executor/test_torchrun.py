@@ -1,0 +1,71 @@
+"""`torchrun -m executor PLAN --model M`: real processes started as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from executor.models import forward_loss
+from executor.run import MAX_GRAD_NORM, Job
+from pstar_sim.cli import main
+from pstar_sim.core.plan import load_plan
+
+pytestmark = pytest.mark.slow
+
+CONFIG = {
+    "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 2, "n_head": 2, "n_embd": 64,
+    "vocab_size": 256, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+MACHINE = '[machines.two]\ngpu = "virtual"\ngpus = 2\nlink = "virtual"\nhost = "virtual"\n'
+
+
+def test_two_processes_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, trace, machine, file = (tmp_path / name for name in ("gpt2.json", "t.parquet", "two.toml", "plan.json"))
+    config.write_text(json.dumps(CONFIG))
+    machine.write_text(MACHINE)
+    model = f"hf:{config}"
+    assert main(["trace", model, "--batch", "2", "--seq", "16", "--dtype", "fp32", "-o", str(trace)]) == 0
+    plan_for = ["plan", "--trace", str(trace), "--machine", str(machine), "--gpu-memory", "3MB", "--policy", "tide"]
+    assert main([*plan_for, "-o", str(file)]) == 0
+    capsys.readouterr()
+    done = subprocess.run(
+        [
+            *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *("-m", "executor", str(file), "--model", model, "--steps", "3", "--json"),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(rows) == 1  # the first rank speaks for all
+    said = rows[0]
+    assert said["deviations"] == []
+    assert set(said["moved_bytes"]) == {"h2d", "d2h", "net"}
+    assert said["moved_bytes"] == said["predicted_moved_bytes"]
+    assert max(said["peak_gpu_bytes"]) <= said["peak_gpu_bytes_at_most"]
+
+    # One process, the two ranks' batches joined: rank r takes every second batch of the same stream.
+    job = Job.of_plan(load_plan(file), model, data=None, lr=3e-4, seed=0)
+    built = job.build()
+    batches = job.batches(built)
+    optimizer = torch.optim.AdamW(built.module.parameters(), lr=3e-4, fused=True)
+    losses = []
+    for _ in range(3):
+        pair = [next(batches) for _ in range(2)]
+        loss = forward_loss(built.module, {key: torch.cat([one[key] for one in pair]) for key in pair[0]})
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(built.module.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert said["losses"] == pytest.approx(losses, rel=1e-6, abs=0)
