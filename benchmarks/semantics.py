@@ -3,6 +3,8 @@
 Prints, for each row and dtype, the largest relative difference of losses, parameters, master copies, moments and
 buffers over all policies, and writes every cell to benchmarks/results/semantics.json. Exit status 1 if a cell fails.
 
+With --only or --policy the rest of the file stays as it was. A run with failures writes nothing.
+
     python benchmarks/semantics.py [--only TEXT] [--policy NAME ...] [--device cuda] [--no-result]
 """
 
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import logging
 import sys
 import time
@@ -28,6 +31,24 @@ def load_rows() -> Any:
     sys.modules["semantics_rows"] = module
     spec.loader.exec_module(module)
     return module
+
+
+def _table(cells: list[dict[str, Any]]) -> dict[str, Any]:
+    """row -> dtype -> figure -> policy -> number; an exception instead of figures where there is one."""
+    table: dict[str, Any] = {}
+    for cell in cells:
+        place = table.setdefault(cell["row"], {}).setdefault(cell["dtype"], {})
+        if "exception" in cell:
+            place["exception"] = cell["exception"]
+        for key in ("difference", "deviations", "skipped_steps"):
+            if key in cell:
+                place.setdefault(key, {})[cell["policy"]] = cell[key]
+    return table
+
+
+def _last(name: str) -> dict[str, Any]:
+    path = Path(__file__).parent / "results" / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")).get("table", {}) if path.exists() else {}
 
 
 def main() -> int:
@@ -64,32 +85,42 @@ def main() -> int:
                     failed += 1
                     continue
                 cell |= {
-                    "losses": result.losses, "parameters": result.parameters, "moments": result.moments,
-                    "buffers": result.buffers, "deviations": result.deviations, "skipped_steps": result.skipped_steps,
+                    "difference": result.worst, "deviations": result.deviations, "skipped_steps": result.skipped_steps
                 }  # fmt: skip
                 found.append((result.worst, policy))
                 failed += not result.worst <= rows.TOLERANCE
             worst, policy = max(found)
             shown.append("FAILED " + policy if worst == float("inf") else f"{worst:.1e}" + f" {policy}" * (worst > 0))
         print(f"{row.name:<42}" + "".join(f"{text:>26}" for text in shown), flush=True)
-    ran = [cell for cell in cells if "losses" in cell]
-    worst = max((max(c["losses"], c["parameters"], c["moments"], c["buffers"]) for c in ran), default=0.0)
-    exact = sum(not any(c[key] for key in ("losses", "parameters", "moments", "buffers")) for c in ran)
     for cell in cells:
         if "exception" in cell:
             print(f"* {cell['row']}, {cell['dtype']}: {cell['exception']}")
         if "error" in cell:
             print(f"FAILED {cell['row']}, {cell['dtype']}, {cell['policy']}: {cell['error'][:300]}")
+    name = "semantics" if args.device == "cpu" else f"semantics_{args.device}"
+    table = _table(cells)
+    if args.only or args.policy:  # the other rows (and policies) keep their last figures
+        for row, kept in _last(name).items():
+            for dtype, cell in kept.items():
+                mine = table.setdefault(row, {}).setdefault(dtype, {})
+                table[row][dtype] = {
+                    key: {**cell[key], **mine.get(key, {})} for key in cell if key != "exception"
+                } or cell
+    differences = [d for row in table.values() for cell in row.values() for d in cell.get("difference", {}).values()]
+    figures = {
+        "runs": len(differences),
+        "equal_to_the_bit": differences.count(0.0),
+        "largest_relative_difference": max(differences, default=0.0),
+        "allowed_relative_difference": rows.TOLERANCE,
+    }
+    ran = sum("difference" in cell for cell in cells)
+    print(f"{ran} runs in {time.perf_counter() - started_s:.0f} s, {failed} failed")
     print(
-        f"{len(ran)} runs in {time.perf_counter() - started_s:.0f} s, {exact} equal to the bit, largest relative "
-        f"difference {worst:.1e} (allowed {rows.TOLERANCE:.0e}), {failed} failed"
+        f"in the table: {figures['runs']} runs, {figures['equal_to_the_bit']} equal to the bit, largest relative "
+        f"difference {figures['largest_relative_difference']:.1e} (allowed {rows.TOLERANCE:.0e})"
     )
-    if not args.no_result:
-        figures = {"runs": len(ran), "equal_to_the_bit": exact, "largest_relative_difference": worst, "failed": failed}
-        write_result(
-            "semantics" if args.device == "cpu" else f"semantics_{args.device}",
-            {**figures, "tolerance": rows.TOLERANCE, "cells": cells},
-        )
+    if not args.no_result and not failed:
+        write_result(name, {**figures, "table": table})
     return 1 if failed else 0
 
 
