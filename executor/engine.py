@@ -140,7 +140,7 @@ class Session:
             if not plan.workload.tensors[t].frozen
         ]
         if scaling is not None:
-            self._hooks += guard_boundary(model, lambda: scaling.scale)
+            self._hooks += guard_boundary(model, lambda: scaling.scale, wrap=untraced)
 
     @staticmethod
     def _hear_of_loss(keeper: weakref.ref[Session]) -> Callable[[BaseException], None]:

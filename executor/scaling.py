@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from executor.compiled import untraced
 from executor.nests import change_tensors
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.workload import Tensor
@@ -157,9 +156,14 @@ class _Boundary(torch.autograd.Function):
         return gradient * ctx.factor(), None
 
 
-def guard_boundary(model: nn.Module, scale: Callable[[], float]) -> list[Any]:
-    """Scale gradients inside `model` from now on; see [Note: where the scale acts]. scale: read in each backward.
-    Returns the hooks' handles."""
+def guard_boundary(
+    model: nn.Module,
+    scale: Callable[[], float],
+    *,
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda hook: hook,
+) -> list[Any]:
+    """Scale gradients inside `model` from now on; see [Note: where the scale acts]. scale: read in each backward. wrap:
+    applied to both hooks (`executor.compiled.untraced`). Returns the hooks' handles."""
 
     def shrink() -> float:
         return 1.0 / scale()
@@ -173,8 +177,8 @@ def guard_boundary(model: nn.Module, scale: Callable[[], float]) -> list[Any]:
         return _bounded(output, scale, {}) if torch.is_grad_enabled() else None
 
     return [
-        model.register_forward_pre_hook(untraced(enter), with_kwargs=True),
-        model.register_forward_hook(untraced(leave)),
+        model.register_forward_pre_hook(wrap(enter), with_kwargs=True),
+        model.register_forward_hook(wrap(leave)),
     ]
 
 
