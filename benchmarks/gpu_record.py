@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from typing import Any
 
 from contenders.process import Failed
 from contenders.stages import Stages
-from preflight import missing, no_cuda, report
+from preflight import missing, no_cuda, report, slug
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
@@ -47,10 +46,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if name not in MODELS:
             parser.error(f"--models: {name!r} is not known; choose from {', '.join(MODELS)}")
     return args
-
-
-def slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def in_process(job: Mapping[str, Any], left_s: float) -> dict[str, Any]:

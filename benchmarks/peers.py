@@ -29,7 +29,7 @@ from contenders.room import bytes_per_param, largest_by_trial
 from contenders.rounds import interleave
 from contenders.stages import OutOfTime, Stages
 from contenders.task import CONTENDERS, Task, settings_of
-from preflight import no_cuda, report
+from preflight import no_cuda, report, slug
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
@@ -65,7 +65,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--threads", type=int, help="of every contender, on as many cores (default: all there are)")
     add("--largest", help="host memory for the largest-model search, such as 4GB; 0 for no search")
     add("--gpu-memory", help="what may be reserved of the card, such as 24GB; 0 for all of it")
-    add("--machine", help="machine file for our plans on CUDA (`pstar calibrate`); default: the catalog's entry")
+    add("--machine", help="machine file for our plans on CUDA; default: what gpu-record measured, or the catalog's")
     add("--minutes", type=float, help="of this run; stages that have no time are left for the next; 0 for no limit")
     add("--venv", type=Path, default=ROOT / ".venv-peers", help="where DeepSpeed is installed for --device cpu")
     add("--fresh", action="store_true", help="forget the stages of a run that was cut off")
@@ -485,12 +485,33 @@ def verdict(results: Mapping[str, Any]) -> list[str]:
                     f"{clip}: {CONTENDERS[mine][2]} is {faster:.2f} times as fast as {CONTENDERS[peer][2]}, goal "
                     f"{goal:g}: {'met' if faster >= goal else 'missed'}"
                 )
+        if cuda:
+            lines += [line for n in ("ours", "ours_eager") for line in as_planned(clip, results[clip].get(n, {}))]
     sizes = {n: f["params"] for n, f in results["largest"].items() if f.get("params")}
     for peer, goal in (("zero3", 1.6), ("fsdp2", 1.3)):
         if cuda and "ours" in sizes and peer in sizes:
             times = sizes["ours"] / sizes[peer]
             word = "met" if times >= goal else "missed"
             lines.append(f"largest model {times:.2f} times that of {CONTENDERS[peer][2]}, goal {goal}: {word}")
+    return lines
+
+
+def as_planned(clip: str, found: Mapping[str, Any]) -> list[str]:
+    """Seconds of an iteration within 10 % of the simulator's, reserved bytes within 3 % of the plan's budget."""
+    memory = found.get("memory")
+    if memory is None:
+        return []
+    predicted_s, budget = memory["predicted"]["iteration_s"], memory["plan"]["gpu_budget_bytes"]
+    lines = []
+    if predicted_s is not None:
+        off = found["median_s"] / predicted_s - 1
+        lines.append(
+            f"{clip}: iteration {off:+.1%} of the prediction, goal 10 %: {'met' if abs(off) <= 0.1 else 'missed'}"
+        )
+    off = memory["gpu_reserved_bytes"] / budget - 1
+    lines.append(
+        f"{clip}: reserved {off:+.1%} of the plan's budget, goal 3 %: {'met' if abs(off) <= 0.03 else 'missed'}"
+    )
     return lines
 
 
@@ -518,6 +539,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if args.device == "cuda":
         print(report())
+    if args.device == "cuda" and args.machine is None:
+        measured = ROOT / "traces" / "measured" / f"{slug(device_name('cuda'))}.toml"
+        args.machine = str(measured) if measured.exists() else None  # of `make gpu-record`
     RESULTS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as logs:
         run = Run(args, Path(logs))

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import re
 import sys
 from collections.abc import Sequence
 
-__all__ = ["missing", "no_cuda", "report"]
+__all__ = ["missing", "no_cuda", "report", "slug"]
 
 # Package -> what needs it.
 NEEDED_FOR = {
@@ -52,6 +53,11 @@ def report() -> str:
     there = [f"{name} {_version(name)}" for name in NEEDED_FOR if name not in gone]
     lines = [f"python {sys.version.split()[0]} ({sys.executable})", "there: " + ", ".join(there)]
     return "\n".join([*lines, *(f"missing: {name}, needed for {what}" for name, what in gone.items())])
+
+
+def slug(text: str) -> str:
+    """A name for files: "NVIDIA H100 80GB" -> "nvidia-h100-80gb"."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def _version(name: str) -> str:

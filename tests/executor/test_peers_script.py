@@ -344,3 +344,28 @@ def test_what_is_too_large_for_the_card_is_not_built(load: Callable[[str], Any],
         "plain": "20 bytes a parameter on the GPU x 6.74 G = 135 GB, the cap is 24 GB",
     }
     assert run.names == ["ours", "fsdp2"]
+
+
+def test_verdict_on_a_card(load: Callable[[str], Any]) -> None:
+    """Twice as fast as ZeRO-3, 5 % slower than predicted, 1 % under the plan's budget; 7,000 parameters."""
+    memory = {
+        "predicted": {"iteration_s": 1.0}, "plan": {"gpu_budget_bytes": 1000}, "gpu_reserved_bytes": 990,
+    }  # fmt: skip
+    mine = {"median_s": 1.05, "memory": memory}
+    pair = {"medians": 0.5, "rounds": 0.5, "number": 3}
+    assert load("peers").verdict(
+        {
+            "job": {"device": "cuda"},
+            "unclipped": {"ours_eager": mine},
+            "clipped": {},
+            "ratios": {"unclipped": {"ours_eager / zero3": pair, "ours_eager / fsdp2": pair}, "clipped": {}},
+            "largest": {"ours": {"params": 7_000}, "zero3": {"params": 4_000}, "fsdp2": {"params": 5_500}},
+        }
+    ) == [
+        "unclipped: ours, eager is 2.00 times as fast as DeepSpeed ZeRO-3 offload, goal 2: met",
+        "unclipped: ours, eager is 2.00 times as fast as FSDP2 CPU offload, goal 1: met",
+        "unclipped: iteration +5.0% of the prediction, goal 10 %: met",
+        "unclipped: reserved -1.0% of the plan's budget, goal 3 %: met",
+        "largest model 1.75 times that of DeepSpeed ZeRO-3 offload, goal 1.6: met",
+        "largest model 1.27 times that of FSDP2 CPU offload, goal 1.3: missed",
+    ]
