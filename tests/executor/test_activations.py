@@ -426,3 +426,20 @@ def test_under_session_step(planned: Any, start: Any, kit: Any) -> None:
     assert run.session.deviations == 0
     same(run, kit)
     assert [r.moved_bytes for r in run.session.stashes.reports] == [s.bytes for s in run.plan.workload.stashes]
+
+
+def test_a_new_plan_makes_the_same_choices(start: Any, kit: Any) -> None:
+    """Batches of another length for good: after two iterations off plan there is one for them, with their stashes."""
+    w = chosen(kit, "gpt2", THREE)
+    plan = find_policy("tide")(w, kit.small_machine(w.peak_non_model_bytes + 250_000), Settings())
+    run = start("gpt2", "tide", plan=plan, clip=1.0, replan_after=2)
+    for _ in range(4):
+        both(run, kit, other_batch(14))
+    new = run.session.plan.workload
+    assert new is not w and new.activations == w.activations
+    assert new.stashes[0].bytes > w.stashes[0].bytes
+    assert [r.moved_bytes for r in run.session.stashes.reports] == [s.bytes for s in new.stashes]
+    before = run.session.deviations
+    both(run, kit, other_batch(14))
+    assert run.session.deviations == before
+    same(run, kit)
