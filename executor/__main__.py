@@ -13,6 +13,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 
 from executor.checks import check_processes
@@ -36,6 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             dist.init_process_group("gloo" if args.device == "virtual" else "cpu:gloo,cuda:nccl")
             started = True
         processes, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        device = args.device
+        if device == "cuda" and processes > 1:
+            device = f"cuda:{rank % torch.cuda.device_count()}"
+            torch.cuda.set_device(device)
         check_processes(plan, processes, file=args.plan, model=args.model)
         keeping = Keeping(save=args.save, every=args.save_every, resume=args.resume)
         keeping.check(args.steps)
@@ -46,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = job.run(
             plan,
             steps=args.steps,
-            device=args.device,
+            device=device,
             bandwidth=bandwidth if args.device == "virtual" else None,
             keeping=keeping,
         )

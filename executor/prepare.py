@@ -98,6 +98,8 @@ def prepare(
     made = backend or open_backend(device, plan, options)
     home = check_placement(model, made.device)
     check_gpu_memory(plan, made, worst_bytes)
+    if len(plan.machine.ranks) > 1 and made.device.type == "cpu" and hasattr(made, "record"):
+        raise PlanError(f"backend {made.name!r} runs plans of one rank; on several use device='virtual' or 'cuda'")
     ranks = join(plan, group, device=made.device, timeout_s=timeout_s)
     if ranks is not None:
         names = {id(p): t.name for t, p in zip(tensors, parameters)}
