@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 
 from pstar_sim.core.step import Queue
+from pstar_sim.errors import OutOfMemory
 
 __all__ = ["Gate", "Streams"]
 
@@ -73,7 +74,8 @@ class Gate:
         self.stream_waits = 0
 
     def take(self, payload: torch.Tensor, queue: Queue) -> None:
-        """Give the payload its memory, for work that `queue` issues from now on."""
+        """Give the payload its memory, for work that `queue` issues from now on. Raises OutOfMemory where the device
+        has none, also when everything given back is free."""
         key, size = _key(payload), payload.numel() * payload.element_size()
         while True:
             with self._lock:
@@ -86,11 +88,17 @@ class Gate:
                     return
                 oldest = self._oldest_in_the_way(size)
                 if oldest is None:
-                    self._grow(payload)
-                    self._hold(key, size)
-                    for event in self._early:
-                        self._streams.wait_event(queue, event)
-                    return
+                    try:
+                        self._grow(payload)
+                    except OutOfMemory:
+                        oldest = next(iter(self._pending.values()), None)  # the device has less than was believed
+                        if oldest is None:
+                            raise
+                    else:
+                        self._hold(key, size)
+                        for event in self._early:
+                            self._streams.wait_event(queue, event)
+                        return
             self._wait(queue, oldest)
 
     def give(self, payload: torch.Tensor, queue: Queue) -> None:

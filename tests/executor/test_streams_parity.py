@@ -15,6 +15,7 @@ import executor
 from executor.streams import StreamQueues
 from executor.virtual_streams import VirtualStreams
 from pstar_sim.core.step import Kind, Place, Queue
+from pstar_sim.errors import OutOfMemory
 
 RELATIVE = 1e-6
 
@@ -236,6 +237,38 @@ class TestTheGateInARun:
         )
         assert backend.gate.held_bytes == held
         run.session.queues.resume()
+
+
+class TestTheGateAlone:
+    """Two payloads of 400 bytes on a device of 500; a copy is under way for 20 ms when its payload is given back."""
+
+    @pytest.mark.parametrize("queue", [Queue.COMPUTE, Queue.H2D])
+    def test_what_is_pending_is_waited_for_before_memory_has_run_out(self, queue: Queue) -> None:
+        backend = VirtualStreams(gpu_bytes=500, delays=lambda queue: 2e-2 if queue is Queue.D2H else 0.0)
+        one, other = (backend.gpu_payload(100, torch.float32) for _ in range(2))
+        backend.gate.take(one, Queue.COMPUTE)
+        backend.gate.give(one, Queue.D2H)
+        assert backend.gate.pending_bytes == 400
+        backend.gate.take(other, queue)
+        assert (backend.gate.held_bytes, backend.gate.pending_bytes) == (400, 0)
+        assert (backend.gate.stream_waits, backend.gate.host_waits) == ((1, 0) if queue is Queue.COMPUTE else (0, 1))
+        with pytest.raises(OutOfMemory, match="a chunk asked for 400 B"):
+            backend.gate.take(one, queue)
+        backend.gate.give(other, Queue.COMPUTE)
+        backend.gate.flush()
+        backend.close()
+
+    def test_taken_again_before_it_was_free(self) -> None:
+        """Its memory is still its own: nothing is allocated, and what follows waits for what was under way."""
+        backend = VirtualStreams(delays=lambda queue: 2e-2 if queue is Queue.D2H else 0.0)
+        payload = backend.gpu_payload(100, torch.float32)
+        backend.gate.take(payload, Queue.COMPUTE)
+        payload.fill_(3.0)
+        backend.gate.give(payload, Queue.D2H)
+        backend.gate.take(payload, Queue.COMPUTE)
+        assert payload.tolist() == [3.0] * 100
+        assert (backend.gate.held_bytes, backend.gate.pending_bytes) == (400, 0)
+        backend.close()
 
 
 class TestTheTrainingThread:
