@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-STEPS = 12
+STEPS = 24
 SHARES = (0.25, 0.4, 0.55, 0.7, 1.0, 1.4, 2.0, 3.0, 5.0)
 
 
@@ -157,7 +157,7 @@ class Kills:
             return self._through(name)
         process = self._start(name, resume=resume)
         if not last:
-            process.join(self._draw.uniform(0.2, 1.0) * self._whole_s)
+            process.join(self._draw.uniform(0.1, 0.6) * self._whole_s)
         killed = not last and process.is_alive()
         if killed:
             process.kill()
@@ -205,6 +205,11 @@ def kill_and_resume(count: int, *, seed: int = 0, cases: int = len(CASES)) -> Ma
         with tempfile.TemporaryDirectory() as folder:
             kills = Kills(case, Path(folder), draw)
             kills.run(share)
+            seen = kills.counts
+            print(
+                f"{case.name}: {seen['kills']} kills, {seen['while saving']} while saving, {seen['jobs']} jobs",
+                flush=True,
+            )
             counts += kills.counts
             problems += kills.problems
     return {
