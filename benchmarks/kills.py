@@ -86,7 +86,7 @@ def train(folder: str, name: str, resume: bool) -> None:
     checkpoint = str(here / name)
     with (here / f"{name}.log").open("a") as log:
 
-        def on_step(report: Any) -> None:
+        def on_step(report: Any, status: Any) -> None:
             log.write(f"{report.step} {report.loss.hex()}\n")
             log.flush()
 
