@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 import resource
 import subprocess
 import sys
@@ -371,7 +372,7 @@ def run_faults(names: tuple[str, ...] = tuple(FAULTS), on_miss: Callable[[str], 
     begun_s = time.perf_counter()
     for name in names:
         try:
-            report.said[name] = " ".join(FAULTS[name]().split())[:300]
+            report.said[name] = re.sub(r"/\S*/tmp\w+/", "", " ".join(FAULTS[name]().split()))[:300]
         except Exception as error:
             report.misses.append(f"{name}: {type(error).__name__}: {error}")
             on_miss(report.misses[-1])
