@@ -80,6 +80,8 @@ def warm_imports(task: Task) -> None:
 
 class Worker:
     def __init__(self, task: Task) -> None:
+        if hasattr(os, "sched_setaffinity"):  # before torch makes its threads: they stay on these cores
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: task.threads])
         import torch
 
         torch.set_num_threads(task.threads)
