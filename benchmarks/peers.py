@@ -62,7 +62,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", choices=("fp32", "bf16"))
     add("--steps", type=int, help="timed steps")
     add("--warm-up", type=int, help="steps before them")
-    add("--threads", type=int, help="of every contender, on as many cores (default: all there are)")
+    add(
+        "--threads",
+        type=int,
+        help="of every contender, on as many cores (default: 1 on a CPU, as `prepare` has it; all on CUDA)",
+    )
     add("--largest", help="host memory for the largest-model search, such as 4GB; 0 for no search")
     add("--gpu-memory", help="what may be reserved of the card, such as 24GB; 0 for all of it")
     add("--machine", help="machine file for our plans on CUDA; default: what gpu-record measured, or the catalog's")
@@ -98,7 +102,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--micro {','.join(map(str, args.micro))}: every one has to divide --batch {args.batch}")
     cores = len(os.sched_getaffinity(0))
     if args.threads is None:
-        args.threads = cores
+        args.threads = 1 if args.device == "cpu" else cores
     if not 1 <= args.threads <= cores:
         parser.error(f"--threads {args.threads}: this process may use {cores} cores")
     args.minutes = args.minutes or None
@@ -218,7 +222,7 @@ class Run:
                 result = self.stages.run(
                     "search " + task.key,
                     f"{CONTENDERS[name][2]}: micro-batch {size}",
-                    lambda left_s, task=task: self.alone(task, warm_up=1, steps=3, left_s=left_s),
+                    lambda left_s, task=task: self.alone(task, warm_up=1, steps=2, left_s=left_s),
                 )
                 if result is not None:
                     tried[size] = result.get("failed", result.get("median_s"))
