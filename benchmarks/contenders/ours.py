@@ -104,8 +104,8 @@ class Contender:
 
     def figures(self) -> dict[str, Any]:
         session = self.optimizer.session
-        session.drain()
-        held = {place: session.arena.payload_bytes(place) for place in (Place.GPU, Place.HOST)}
+        with session.still():
+            held = {place: session.arena.payload_bytes(place) for place in (Place.GPU, Place.HOST)}
         return {
             "plan": {
                 "policy": self.plan.policy,

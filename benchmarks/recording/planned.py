@@ -97,8 +97,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             step()
         forget_peak()
         times_s = [_timed(step) for _ in range(TIMED)]
-        session.drain()
-        moved = profiled_bytes(lambda: (step(), session.drain()))
+        settle(session)
+        moved = profiled_bytes(lambda: whole(session, step))
         figures = _moments(session, plan, model, step)
         return {
             **figures,
@@ -119,6 +119,18 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         session.close(restore=False)
 
 
+def settle(session: Any) -> None:
+    """Every update of the finished iterations is done; the queues go on."""
+    with session.still():
+        pass
+
+
+def whole(session: Any, step: Callable[[], None]) -> None:
+    """One iteration and what of it runs on behind it."""
+    step()
+    settle(session)
+
+
 def _timed(step: Callable[[], None]) -> float:
     torch.cuda.synchronize()
     begun_s = time.perf_counter()
@@ -129,7 +141,7 @@ def _timed(step: Callable[[], None]) -> float:
 
 def _moments(session: Any, plan: Plan, model: Any, step: Callable[[], None]) -> dict[str, Any]:
     """One iteration with the allocator's peak of every moment, beside payload (counted by the arena) and tide."""
-    session.drain()
+    settle(session)
     most_allocated, most_reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     begun, log_at = session.arena.payload_bytes(Place.GPU), len(session.arena.log)
     peaks = Peaks()
