@@ -125,8 +125,11 @@ class Kills:
         warm.join()
         start_s = time.perf_counter()
         process = self._start("whole", resume=False)
+        while process.is_alive() and not losses_of(folder / "whole.log"):
+            process.join(0.01)
+        self._start_s = time.perf_counter() - start_s  # until the first step
         process.join()
-        self._whole_s = time.perf_counter() - start_s
+        self._step_s = (time.perf_counter() - start_s - self._start_s) / STEPS
         self._curve = dict(losses_of(folder / "whole.log"))
         self._files = digests(folder / "whole")
         if process.exitcode or len(self._curve) != STEPS:
@@ -145,6 +148,16 @@ class Kills:
             while not self._attempt(name, last=self.counts["kills"] >= count):
                 pass
 
+    def _wait(self, process: Any, log: Path) -> None:
+        """Until the random moment of the kill: one in four at any time from the start of the process, the others while
+        it trains and saves, at most some six steps after its first."""
+        if self._draw.random() < 0.25:
+            process.join(self._draw.uniform(0.0, 1.0) * self._start_s)
+            return
+        while process.is_alive() and not losses_of(log):
+            process.join(0.01)
+        process.join(self._draw.uniform(0.0, 6.0) * self._step_s)
+
     def _attempt(self, name: str, *, last: bool) -> bool:
         """One process, killed unless it is the `last`; whether the job is through."""
         from executor.checkpoint import find_checkpoint, is_checkpoint
@@ -157,7 +170,7 @@ class Kills:
             return self._through(name)
         process = self._start(name, resume=resume)
         if not last:
-            process.join(self._draw.uniform(0.1, 0.6) * self._whole_s)
+            self._wait(process, self.folder / f"{name}.log")
         killed = not last and process.is_alive()
         if killed:
             process.kill()
