@@ -96,6 +96,8 @@ def validation_summary() -> str:
 
 def put(text: str, mark: str, content: str) -> str:
     """Replace what stands under the marker, a table or a block of text, up to the next empty line."""
+    if f"<!-- {mark} -->\n" not in text:
+        raise SystemExit(f"README.md has no marker <!-- {mark} -->")
     old = r"(?:\|[^\n]*\n)*" if content.startswith("|") else r"(?:```text\n.*?\n```\n)?"
     return re.sub(
         rf"(<!-- {mark} -->\n)\n*{old}\n*", lambda m: f"{m[1]}\n{content}\n\n", text, count=1, flags=re.DOTALL

@@ -361,11 +361,20 @@ def check_gpu_memory(plan: Plan, backend: Backend, worst_bytes: int) -> None:
         )
 
 
-def check_host_memory(plan: Plan, room: HostRoom, *, available_bytes: int, gpu_is_host: bool, model_bytes: int) -> None:
+def check_host_memory(
+    plan: Plan,
+    room: HostRoom,
+    *,
+    available_bytes: int,
+    gpu_is_host: bool,
+    model_bytes: int,
+    processes: int = 1,
+) -> None:
     """Raise DoesNotFit before anything is allocated if host memory cannot hold the plan.
 
     available_bytes: what the process can still take. gpu_is_host: the virtual accelerator's memory comes from the same.
-    model_bytes: of the loaded parameters, given back while they move into their chunks.
+    model_bytes: of the loaded parameters, given back while they move into their chunks. processes: ranks on this host,
+    which all take as much.
     """
     permanent = sum(
         plan.layout.payload_bytes(r.chunk, r.list) for r in plan.initial if r.place is Place.HOST and r.chunk >= 0
@@ -387,9 +396,10 @@ def check_host_memory(plan: Plan, room: HostRoom, *, available_bytes: int, gpu_i
             if r.place is Place.GPU and r.chunk >= 0 and r.list != "param"
         )
         on_gpu = min(plan.gpu_budget_bytes, every + plan.workload.peak_non_model_bytes)
-    needed = max(room.total_bytes, room.total_bytes + on_gpu - model_bytes)
+    needed = max(room.total_bytes, room.total_bytes + on_gpu - model_bytes) * processes
     if needed > available_bytes:
         also = " and the virtual accelerator's own memory" if gpu_is_host else ""
+        also += f", for each of {processes} ranks on this host" if processes > 1 else ""
         raise DoesNotFit(
             policy=plan.policy,
             place="host",

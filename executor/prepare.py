@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
 import dataclasses
 import logging
 import sys
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from executor.engine import Session
 from executor.moments import describe_parameters
 from executor.optimizer import AdamW, OffloadedAdamW, group_of
 from executor.queues import Queues
-from executor.ranks import CountOf, count_of, join, share_values
+from executor.ranks import CountOf, Ranks, count_of, join, share_values
 from executor.scaling import LossScaling, loss_scale_for
 from executor.streams import queues_for
 from executor.weights import Weights, check_values, give_memory, views_of
@@ -98,92 +99,110 @@ def prepare(
     made = backend or open_backend(device, plan, options)
     home = check_placement(model, made.device)
     check_gpu_memory(plan, made, worst_bytes)
-    if len(plan.machine.ranks) > 1 and made.device.type == "cpu" and hasattr(made, "record"):
-        raise PlanError(f"backend {made.name!r} runs plans of one rank; on several use device='virtual' or 'cuda'")
-    ranks = join(plan, group, device=made.device, timeout_s=timeout_s)
-    if ranks is not None:
-        names = {id(p): t.name for t, p in zip(tensors, parameters)}
-        ranks.same(
-            {
-                "the plan": f"{plan.workload.fingerprint} {plan.layout.to_dict()} {plan.modes} {plan.to_text()}",
-                "AdamW": f"{dataclasses.replace(optimizer, params_or_groups=None)}",
-                "the order of AdamW's groups, or of their parameters,": str(
-                    [[names.get(id(p)) for p in group["params"]] for group in groups]
-                ),
-                "the source of the values (weights=)": str(source is not None),
-            }
+    if len(plan.machine.ranks) > 1 and hasattr(made, "record"):
+        # [Note: ranks and streams] Slices change their place, and norms are read, by what the host has issued; on
+        # asynchronous streams that is too early.
+        raise PlanError(
+            f"backend {made.name!r} runs plans of one rank; a plan of {len(plan.machine.ranks)} runs on "
+            "device='virtual' only, as yet"
         )
-    arena = Arena(plan, made, rank=0 if ranks is None else ranks.rank)
-    model_bytes = sum(t.bytes for t, p in zip(tensors, parameters) if t.tied_to is None and not p.is_meta)
-    check_host_memory(
-        plan,
-        arena.room,
-        available_bytes=available_host_bytes(),
-        gpu_is_host=made.device.type == "cpu",
-        model_bytes=model_bytes,
-    )
-    # Nothing has been changed up to here.
-    if ranks is not None and source is None:
-        share_values(ranks, model)
-    if made.device.type == "cpu" and not keep_freed_pages():
-        log.info("the C library is not glibc: evicted memory may go back to the system each time")
-    threads_before = torch.get_num_threads()
-    if made.device.type != "cpu":
-        threads = None
-    if threads is not None:
-        torch.set_num_threads(threads)
-    torch_optimizer = OffloadedAdamW(groups, optimizer)
-    scale = loss_scale_for(optimizer.loss_scale, tensors)
-    skeleton = _skeleton(model) if plan.steps else None
-    if queues == "threads":
-        queues = queues_for(made, watchdog_s=watchdog_s)
-    if isinstance(queues, str):
-        raise PlanError(f"queues={queues!r} is not known; use 'threads' or a queues object such as SerialQueues")
-    put_buffers_back = move_buffers(model, made.device)
+    ranks = join(plan, group, device=made.device, timeout_s=timeout_s)
+    with _heard(ranks):
+        if ranks is not None:
+            names = {id(p): t.name for t, p in zip(tensors, parameters)}
+            ranks.same(
+                {
+                    "the plan": f"{plan.workload.fingerprint} {plan.layout.to_dict()} {plan.modes} {plan.to_text()}",
+                    "AdamW": f"{dataclasses.replace(optimizer, params_or_groups=None)}",
+                    "the order of AdamW's groups, or of their parameters,": str(
+                        [[names.get(id(p)) for p in group["params"]] for group in groups]
+                    ),
+                    "the source of the values (weights=)": str(source is not None),
+                }
+            )
+        arena = Arena(plan, made, rank=0 if ranks is None else ranks.rank)
+        model_bytes = sum(t.bytes for t, p in zip(tensors, parameters) if t.tied_to is None and not p.is_meta)
+        check_host_memory(
+            plan,
+            arena.room,
+            available_bytes=available_host_bytes(),
+            gpu_is_host=made.device.type == "cpu",
+            model_bytes=model_bytes,
+            processes=1 if ranks is None else ranks.on_this_host(),
+        )
+        # Nothing has been changed up to here.
+        if ranks is not None and source is None:
+            share_values(ranks, model)
+        if made.device.type == "cpu" and not keep_freed_pages():
+            log.info("the C library is not glibc: evicted memory may go back to the system each time")
+        threads_before = torch.get_num_threads()
+        if made.device.type != "cpu":
+            threads = None
+        if threads is not None:
+            torch.set_num_threads(threads)
+        torch_optimizer = OffloadedAdamW(groups, optimizer)
+        scale = loss_scale_for(optimizer.loss_scale, tensors)
+        skeleton = _skeleton(model) if plan.steps else None
+        if queues == "threads":
+            queues = queues_for(made, watchdog_s=watchdog_s)
+        if isinstance(queues, str):
+            raise PlanError(f"queues={queues!r} is not known; use 'threads' or a queues object such as SerialQueues")
+        put_buffers_back = move_buffers(model, made.device)
+        try:
+            arena.allocate_slabs()
+        except DoesNotFit:
+            put_buffers_back()
+            torch.set_num_threads(threads_before)
+            raise
+        give_memory(parameters, arena)
+        session = Session(
+            model,
+            plan,
+            parameters,
+            arena=arena,
+            backend=made,
+            queues=queues,
+            hyper=torch_optimizer.hyper,
+            max_grad_norm=optimizer.max_grad_norm,
+            eager=optimizer.eager and plan.settings.barrier(plan.workload.dtype) is None,
+            scaling=None if scale is None else LossScaling(scale),
+            skeleton=skeleton,
+            replan_after=replan_after,
+            ranks=ranks,
+            count=count,
+        )
+        torch_optimizer.session = session
+        session.home = home
+        session.optimizer = weakref.ref(torch_optimizer)
+        session.on_close.append(put_buffers_back)
+        session.weights_note = source.note if source is not None else ""
+        try:
+            with torch.no_grad():
+                load_parameters(session, source)
+        except WeightsError:  # a file that changed after its header was read
+            session.close(restore=False)
+            raise
+        session.on_close += [_guard_model(model, session), carry_out(session)]
+        if threads is not None:
+            session.on_close.append(lambda: torch.set_num_threads(threads_before))
+        _watch_batches(model, session)
+        session.guard_memory()
+        session.start()
+        stop = _stop_at_exit(session)
+        atexit.register(stop)
+        session.on_close.append(lambda: atexit.unregister(stop))
+        return model, torch_optimizer
+
+
+@contextlib.contextmanager
+def _heard(ranks: Ranks | None) -> Iterator[None]:
+    """What is raised inside reaches the other ranks, which would wait for this one."""
     try:
-        arena.allocate_slabs()
-    except DoesNotFit:
-        put_buffers_back()
-        torch.set_num_threads(threads_before)
+        yield
+    except BaseException as error:
+        if ranks is not None:
+            ranks.announce(error, 0)
         raise
-    give_memory(parameters, arena)
-    session = Session(
-        model,
-        plan,
-        parameters,
-        arena=arena,
-        backend=made,
-        queues=queues,
-        hyper=torch_optimizer.hyper,
-        max_grad_norm=optimizer.max_grad_norm,
-        eager=optimizer.eager and plan.settings.barrier(plan.workload.dtype) is None,
-        scaling=None if scale is None else LossScaling(scale),
-        skeleton=skeleton,
-        replan_after=replan_after,
-        ranks=ranks,
-        count=count,
-    )
-    torch_optimizer.session = session
-    session.home = home
-    session.optimizer = weakref.ref(torch_optimizer)
-    session.on_close.append(put_buffers_back)
-    session.weights_note = source.note if source is not None else ""
-    try:
-        with torch.no_grad():
-            load_parameters(session, source)
-    except WeightsError:  # a file that changed after its header was read
-        session.close(restore=False)
-        raise
-    session.on_close += [_guard_model(model, session), carry_out(session)]
-    if threads is not None:
-        session.on_close.append(lambda: torch.set_num_threads(threads_before))
-    _watch_batches(model, session)
-    session.guard_memory()
-    session.start()
-    stop = _stop_at_exit(session)
-    atexit.register(stop)
-    session.on_close.append(lambda: atexit.unregister(stop))
-    return model, torch_optimizer
 
 
 def _skeleton(model: nn.Module) -> nn.Module | None:

@@ -164,6 +164,9 @@ def _open(folder: Path) -> _Opened:
     missing = _MANIFEST_FIELDS - manifest.keys()
     if missing:
         raise CheckpointError(f"{path} has no field {sorted(missing)[0]!r}; give another checkpoint")
+    files = manifest["files"]
+    if not isinstance(files, dict) or not files:
+        raise CheckpointError(f"{path}: 'files' must name the files of the checkpoint; give another checkpoint")
     opened = _Opened(folder, manifest)
     for name, size in manifest["files"].items():
         file = folder / name

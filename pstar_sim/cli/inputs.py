@@ -19,7 +19,11 @@ from pstar_sim.workload.workload import Workload, retype
 
 __all__ = ["default_dtype", "lora_of", "machine_of", "settings_of", "variants_of", "workload_of", "workloads_of"]
 
-SPLITS = (1, 2, 4, 8, 16)  # numbers of micro-batches of a preset that a global batch is tried in
+SPLITS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of micro-batches of a preset that a global batch may be cut in
+MOST_SPLITS, LARGE_BATCH = (
+    5,
+    64,
+)  # of them that are tried; those that make larger micro-batches only where no other does
 
 
 def machine_of(args: argparse.Namespace) -> Machine:
@@ -116,13 +120,14 @@ def variants_of(args: argparse.Namespace, machine: Machine) -> tuple[Workload, .
 
 
 def _preset_variants(args: argparse.Namespace, machine: Machine, share: int) -> tuple[Workload, ...]:
-    """The preset in SPLITS micro-batches, with and without recomputation (unless --checkpointing says), and what
-    becomes of these block by block."""
+    """The preset in some of SPLITS micro-batches, with and without recomputation (unless --checkpointing says), and
+    what becomes of these block by block."""
     choices = (True, False) if args.checkpointing is None else (args.checkpointing,)
+    possible = [split for split in SPLITS if share % split == 0]
+    splits = [split for split in possible if share // split <= LARGE_BATCH] or possible[-1:]
     made = [
         _preset(args, machine, share // split, checkpointing)
-        for split in SPLITS
-        if share % split == 0
+        for split in splits[:MOST_SPLITS]
         for checkpointing in choices
     ]
     return candidates(made, share)

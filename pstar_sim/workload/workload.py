@@ -313,6 +313,10 @@ def _check_activations(w: Workload, bad: Callable[[str, object, str], TraceError
             raise bad(f"stashes[{i}].micro_batch", s.micro_batch, "all its moments are of that micro-batch")
         if i and s.made <= w.stashes[i - 1].made:
             raise bad(f"stashes[{i}].made", s.made, "stashes come in the order in which they are made")
+        if i and s.micro_batch == w.stashes[i - 1].micro_batch:
+            before = w.stashes[i - 1]
+            if s.gone < before.gone or s.back >= before.back or s.needed >= before.needed:
+                raise bad(f"stashes[{i}]", s, "what is made later is gone later, and comes back and is needed earlier")
         for begin, end in ((s.made, s.gone), (s.back, s.needed)):
             counted[begin] += s.bytes
             counted[end + 1] -= s.bytes
