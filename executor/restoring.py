@@ -165,7 +165,7 @@ def _open(folder: Path) -> _Opened:
     if missing:
         raise CheckpointError(f"{path} has no field {sorted(missing)[0]!r}; give another checkpoint")
     files = manifest["files"]
-    if not isinstance(files, dict) or not files:
+    if not isinstance(files, dict):
         raise CheckpointError(f"{path}: 'files' must name the files of the checkpoint; give another checkpoint")
     opened = _Opened(folder, manifest)
     for name, size in manifest["files"].items():

@@ -240,9 +240,10 @@ def change(folder: Path, **values: Any) -> None:
         (lambda f: (f / MANIFEST).write_text("[]"), "is not a checkpoint's"),
         (lambda f: change(f, schema=2), "is of schema 2, written by pstar-sim .* reads up to 1: upgrade"),
         (lambda f: change(f, files={}), r"damaged: momentum of '.*' is not there from the first to the last"),
+        (lambda f: change(f, files=[]), "'files' must name the files of the checkpoint"),
         (lambda f: change(f, groups=[]), "optimizer groups of .* give AdamW the groups"),
     ],
-    ids=["partial", "shard", "size", "json", "foreign", "newer", "states", "groups"],
+    ids=["partial", "shard", "size", "json", "foreign", "newer", "states", "files", "groups"],
 )
 def test_a_broken_checkpoint_is_refused_and_nothing_changes(
     start: Callable[..., Any], kit: Any, tmp_path: Path, break_it: Callable[[Path], Any], match: str
