@@ -4,7 +4,8 @@ The reference every offloading policy is measured against where it fits. Uses 14
 (the gradient overwrites the working list), 18 with several micro-batches.
 
 On several ranks this is plain data parallelism: every GPU holds everything, a chunk's gradient is all-reduced
-(reduce-scatter, then gather) as soon as it is complete, and each GPU updates all parameters in optimizer.step().
+(reduce-scatter, then gather) as soon as it is complete, and each GPU updates all parameters in optimizer.step(), under
+clipping not before all gradients are there: the norm is that of all sums.
 """
 
 from __future__ import annotations
@@ -54,9 +55,10 @@ def all_on_gpu(workload: Workload, machine: Machine, settings: Settings) -> Plan
             if at_once:
                 b.gpu_adam(c)
     if not at_once:
+        norm = [step for steps in list(summed.values())[-1:] for step in steps] if settings.clip else []
         arrived = [c for chunks in final.values() for c in chunks]
         for c in arrived if b.ranks > 1 else sorted(arrived):
-            b.gpu_adam(c, after=summed.get(c, ()))
+            b.gpu_adam(c, after=[*summed.get(c, ()), *norm])
     b.choices["capacity"] = f"everything is resident: {format_bytes(model)} and the tide's peak"
     b.choices["adam"] = "on the GPU, " + (
         "behind each last gradient" if at_once else f"after the step moment ({barrier or 'all-reduced by then'})"

@@ -204,6 +204,7 @@ class Sharded:
         self._free_of: dict[int, int] = {}  # chunk -> the step that freed its gradient list on the GPU
         self._added: dict[int, int] = {}  # chunk -> its latest cpu_add
         self._last_add = -1
+        self._last_sum = -1  # the latest reduce_scatter
         self._bucket: list[int] = []
         self._freed: list[list[int]] = []  # bucket -> steps that freed its gradient lists
         self._stall: list[int] = []  # what the next moment waits for
@@ -408,7 +409,7 @@ class Sharded:
             ready = self.computed[m]
             if self.ranks > 1:
                 name = "remote" if self.in_place(c) else "grad_remote"
-                ready = b.reduce_scatter(c, m, [self.computed[m]], name)
+                ready = self._last_sum = b.reduce_scatter(c, m, [self.computed[m]], name)
                 if self.in_place(c):
                     self._gone[c] = [ready]
             self.gradient_at[c] = [ready]
@@ -473,7 +474,11 @@ class Sharded:
         return update, gone
 
     def cpu_adam(self, c: int, after: Iterable[int] = ()) -> int:
-        return self.b.cpu_adam(c, after=[self.computed[-1], *self.gradient_at[c], *after])
+        return self.b.cpu_adam(c, after=[self.computed[-1], *self.gradient_at[c], *self._all_summed(), *after])
+
+    def _all_summed(self) -> list[int]:
+        """What every update waits for under clipping: the norm is that of all gradients, summed over the ranks."""
+        return [self._last_sum] if self._last_sum >= 0 and self.b.settings.clip else []
 
     def copy_up(self, c: int, after: Iterable[int], *, pinned: bool = True) -> list[int]:
         """The updated parameters go where they live; returns the steps that bring them (none where that is the
@@ -484,7 +489,7 @@ class Sharded:
 
     def gpu_adam(self, c: int, after: Iterable[int] = ()) -> int:
         """Of a chunk whose states are on the GPU; after all gradients have been added, for the norm."""
-        norm = [self._last_add] if self._last_add >= 0 else []
+        norm = [*([self._last_add] if self._last_add >= 0 else []), *self._all_summed()]
         return self.b.gpu_adam(c, after=[self.computed[-1], *self.gradient_at[c], *norm, *after])
 
     def finish(self, last: Iterable[int], updated: Mapping[int, list[int]]) -> None:

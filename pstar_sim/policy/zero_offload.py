@@ -57,6 +57,7 @@ def zero_offload(workload: Workload, machine: Machine, settings: Settings) -> Pl
     filling: list[int] = []  # in the bucket, gradients still arriving
     leaving: list[int] = []  # in the bucket, on their way to the host, oldest first
     bucket_bytes = 0
+    norm: list[int] = []  # of the gradients of all ranks: every update waits for the last sum
     for m in range(len(workload.moments)):
         for c in opened.get(m, ()):
             # Chunks still filling up cannot leave; of the others as many may linger as the bucket has room for.
@@ -69,7 +70,10 @@ def zero_offload(workload: Workload, machine: Machine, settings: Settings) -> Pl
             bucket_bytes = max(bucket_bytes, sum(b.payload(g, n) for g in (*filling, *leaving) for n in lists))
         computed.append(b.compute(m))
         for c in closed.get(m, ()):
-            final = computed[m] if b.ranks == 1 else b.reduce_scatter(c, m, [computed[m]], "grad_remote")
+            final = computed[m]
+            if b.ranks > 1:
+                final = b.reduce_scatter(c, m, [computed[m]], "grad_remote")
+                norm = [final] if settings.clip else []
             b.writeback(c, "grad", m, after=[final, *([add_of[c]] if c in add_of else [])])
             free_of[c] = b.free(Queue.D2H, c, "grad", Place.GPU, m)
             filling.remove(c)
@@ -79,7 +83,7 @@ def zero_offload(workload: Workload, machine: Machine, settings: Settings) -> Pl
     # optimizer.step(): Adam in order of the next use, the copies back behind it; the next forward waits for the last.
     copied = -1
     for c in sorted(trained, key=lambda c: (uses.first_use(c), c)):
-        adam = b.cpu_adam(c, after=[computed[-1], add_of.get(c, free_of[c])])
+        adam = b.cpu_adam(c, after=[computed[-1], add_of.get(c, free_of[c]), *norm])
         copied = b.fetch(c, 0, after=[adam])
         if b.ranks > 1:
             copied = b.gather(c, 0, after=[copied, computed[-1]])

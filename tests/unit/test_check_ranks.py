@@ -19,6 +19,8 @@ from pstar_sim.errors import PlanError
 from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload
 
+UNCLIPPED = Settings(clip=False)  # no norm, for which the sums of all gradients would have to be there
+
 TEXT = """
 0 h2d fetch chunk=0 list=param moment=0 bytes=1024 after=16@-1
 1 net gather chunk=0 list=remote moment=0 bytes=2048 after=0
@@ -33,7 +35,7 @@ TEXT = """
 10 d2h writeback chunk=0 list=param moment=3 bytes=1024 after=9
 11 d2h drop chunk=0 list=param bytes=1024
 12 compute compute moment=4
-15 compute gpu_adam chunk=1 moment=2 bytes=14336 after=6
+15 compute gpu_adam chunk=1 moment=2 bytes=14336 after=9
 16 adam cpu_adam chunk=0 moment=3 bytes=14336 after=11,12
 17 net gather chunk=1 list=remote bytes=2048 after=15
 """
@@ -89,7 +91,7 @@ def test_a_right_plan(two: Machine) -> None:
             "9 net drop chunk=0 list=remote bytes=1024",
             "step 9 .* gives up gradients that no reduce_scatter has summed",
         ),
-        ("after=9\n", "after=8\n", "nothing makes step 10 .* wait for step 9"),
+        ("bytes=1024 after=9\n", "bytes=1024 after=8\n", "nothing makes step 10 .* wait for step 9"),
         # Read while only a slice is there.
         ("1 net gather chunk=0 list=remote moment=0 bytes=2048 after=0\n", "", "after step 1, which the plan does not"),
         ("3 compute drop chunk=0 list=remote bytes=1024\n", "", "after step 3, which the plan does not have"),
@@ -110,7 +112,23 @@ def test_a_right_plan(two: Machine) -> None:
 def test_one_thing_wrong(two: Machine, old: str, new: str, says: str) -> None:
     assert TEXT.count(old) == 1
     with pytest.raises(PlanError, match=says):
-        make(two, TEXT.replace(old, new)).check()
+        make(two, TEXT.replace(old, new), settings=UNCLIPPED).check()
+
+
+def test_clipping_needs_every_sum(two: Machine) -> None:
+    """Chunk 1's own gradient is summed by step 6, but its norm is that of chunk 0's sum (step 9), too. Without clipping
+    there is no norm."""
+    early = TEXT.replace("bytes=14336 after=9\n", "bytes=14336 after=6\n")
+    with pytest.raises(PlanError, match=r"step 15 .* may start before step 9 .* needs all gradients summed over the"):
+        make(two, early).check()
+    make(two, early, settings=UNCLIPPED).check()
+    early = REPLICATED.replace("9 compute gpu_adam chunk=0 bytes=28672 after=7\n", "").replace(
+        "after=4\n", "after=4,8\n"
+    )
+    early += "11 compute gpu_adam chunk=0 bytes=28672 after=7\n"
+    with pytest.raises(PlanError, match=r"step 10 .* may start before step 7 .* needs all gradients summed over the"):
+        replicated(two, early).check()
+    replicated(two, early.replace("after=4,8\n", "after=7,8\n")).check()
 
 
 def test_collectives_need_somebody(toy_machine: Machine) -> None:
@@ -133,7 +151,7 @@ REPLICATED = """
 """
 
 
-def replicated(machine: Machine, text: str = REPLICATED) -> Plan:
+def replicated(machine: Machine, text: str = REPLICATED, **fields: object) -> Plan:
     lists = ("param", "param32", "momentum", "variance")
     return make(
         machine,
@@ -142,6 +160,7 @@ def replicated(machine: Machine, text: str = REPLICATED) -> Plan:
         modes=("pin", "pin"),
         initial=frozenset(Resident(c, name, Place.GPU) for c in (0, 1) for name in lists),
         gpu_budget_bytes=28 * 1024 + 40,
+        **fields,
     )
 
 
@@ -163,7 +182,7 @@ def test_everything_on_every_rank(two: Machine) -> None:
 def test_one_thing_wrong_on_every_rank(two: Machine, old: str, new: str, says: str) -> None:
     assert REPLICATED.count(old) == 1
     with pytest.raises(PlanError, match=says):
-        replicated(two, REPLICATED.replace(old, new)).check()
+        replicated(two, REPLICATED.replace(old, new), settings=UNCLIPPED).check()
 
 
 def test_an_update_with_this_ranks_own_gradient(two: Machine) -> None:

@@ -181,6 +181,32 @@ def test_resident_waits_for_the_first_gather_and_the_last_scatter() -> None:
     assert play(planned("zero3_resident", machine(4, net=0.5 * MIB))).iteration_s == pytest.approx(34.0)
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "zero3_resident",
+        f"zero3_offload:subgroup={LAYER},{SMALL}",
+        f"deep_optimizer_states:every=2,subgroup={LAYER // 4},{SMALL}",
+        f"zero_infinity:subgroup={LAYER},bucket=1048576,reuse=0",
+        "zero_offload",
+        "all_on_gpu",
+        "tide",
+        "patrickstar",
+    ],
+)
+def test_the_clipped_norm_waits_for_the_sums_of_all_gradients(spec: str) -> None:
+    """On a network as slow as that the gradient of layer 0 is the last to be summed, long after the others. With
+    clipping no chunk is updated before, not even layers 1 and 3, which deep_optimizer_states has on the GPU first."""
+    plan = planned(spec, machine(4, net=0.5 * MIB), settings=replace(SETTINGS, clip=True))
+    timeline = play(plan)
+    first = min(s.iteration for s in timeline.spans)
+    spans = [s for s in timeline.spans if s.iteration == first]
+    summed = max(s.end_s for s in spans if s.kind is Kind.REDUCE_SCATTER)
+    updates = [s.start_s for s in spans if s.kind in (Kind.CPU_ADAM, Kind.GPU_ADAM)]
+    assert updates and min(updates) >= summed
+    plan.check()
+
+
 def test_resident_holds_eighteen_bytes_a_parameter_and_two_blocks() -> None:
     """18 N / P = 18 MiB; a block's gradients 2 MiB; the others' slices of this block and the next, 1.5 MiB each."""
     timeline = play(planned("zero3_resident", machine(4)))
