@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from executor.backend import Backend
-from executor.slices import OTHERS_OF, GpuPayload
+from executor.slices import OTHERS_OF, GpuPayload, Steady
 from pstar_sim.core.effects import OTHERS, category_of
 from pstar_sim.core.plan import Plan, Resident
 from pstar_sim.core.slabs import HostRoom, host_room, pack_slabs
@@ -74,7 +74,7 @@ class Arena:
         self._lock = threading.Lock()
         self._gpu: dict[tuple[int, str], torch.Tensor] = {}
         self._pairs: dict[tuple[int, str], GpuPayload] = {}
-        self._moving = [threading.RLock() for _ in self.layout.chunks] if self.sliced else []
+        self._moving = [Steady(backend) for _ in self.layout.chunks] if self.sliced else []
         self._turn = threading.Lock()  # of payloads that change between slice and whole
         self._transient_bytes = 0
         self.peak_transient_bytes = 0

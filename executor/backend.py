@@ -71,6 +71,12 @@ class Backend(Protocol):
         """Write zeros into a gpu payload; issued or done as in `copy`."""
         ...
 
+    def issue(self, work: Callable[[], object]) -> None:
+        """Do `work`, torch operations on payloads, in the order of this thread's queue: done on return, but in the
+        thread of a queue of a stream backend, on whose stream it happens later (host memory that it needs it looks up
+        before)."""
+        ...
+
     def fence(self, queue: Queue) -> None:
         """Return when what this thread issued for `queue` has happened; at once in a thread of a stream backend's
         queues, whose edges are events."""
@@ -109,6 +115,11 @@ class StreamBackend(Backend, Protocol):
     """
 
     host_queues: frozenset[Queue]
+
+    @property
+    def queue(self) -> Queue:
+        """Which this thread issues for."""
+        ...
 
     def record(self, queue: Queue) -> Any:
         """An event that is complete when everything issued to the queue's stream so far is."""
@@ -224,6 +235,9 @@ class VirtualBackend:
 
     def zero(self, payload: torch.Tensor) -> None:
         payload.zero_()
+
+    def issue(self, work: Callable[[], object]) -> None:
+        work()
 
     def fence(self, queue: Queue) -> None:
         return None

@@ -6,11 +6,20 @@ is the plan's on every rank and nothing of the user's comes between them. It kno
 A flat tensor of n elements is exchanged in equal slices of n // ranks; the few elements left over (only where nothing
 is sliced and n is no multiple of the ranks) are summed whole. gloo has no reduce-scatter of its own (torch's is an
 all-reduce of a copy): there every rank sums the whole tensor in place, twice the bytes, and uses its slice.
+
+[Note: bounded waits] gloo's collectives are waited for here, a look at a time, so that a rank which is known to be gone
+ends the wait. NCCL's are issued: they come after what the current stream was given before, and what it is given
+afterwards comes after them, but whoever waits for that stream (also the user's own `loss.item()`) waits inside the
+driver, for ever if a rank never comes. So a thread looks at the last one issued (`_Deadline`), and when a rank is gone,
+or nothing has come back for timeout_s, the run is failed first and the communicator aborted then: its kernels end,
+every wait in the driver returns, and what they left in memory is used by nobody, as the run has failed.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,13 +30,17 @@ import torch.distributed as dist
 
 __all__ = ["Wire", "open_group"]
 
+log = logging.getLogger("executor")
+
+TORCH_LATER_S = 60.0  # torch's own limit, which ends the process without our words, comes so much after ours
 SOON_S = 0.01  # a thread that has waited longer than this looks less often
 NAPS_S = (5e-5, 5e-4)
 
 
 class Wire:
     """Collectives on `group`, a backend's process group that is nobody else's (`open_group`). check(waited_s): called
-    while waiting; raises when the others are gone. explain: what to raise for a collective that broke.
+    while waiting; raises when the others are gone. explain: what to raise for a collective that broke. broken(error):
+    from another thread, where `check` raised for a collective that nobody waits for in Python (NCCL's).
 
     sent_bytes: what this rank has sent to the others, a ring reckoned (its own slice left out).
     """
@@ -38,6 +51,7 @@ class Wire:
         *,
         check: Callable[[float], None],
         explain: Callable[[BaseException], BaseException],
+        broken: Callable[[BaseException], None] = lambda error: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.rank: int = group.rank()
@@ -48,6 +62,7 @@ class Wire:
         self._explain = explain
         self._clock = clock
         self._nccl = group.name() == "nccl"
+        self._deadline = _Deadline(check, broken, clock) if self._nccl else None
         self.on_host: Wire = self  # for tensors in host memory, which NCCL does not take
 
     def _slice(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -60,7 +75,7 @@ class Wire:
         """Each rank's slice of `flat` becomes that rank's own, in place. Returns when it is there."""
         even, mine, _ = self._slice(flat)
         if even.numel():
-            self._do(lambda: self._group._allgather_base(even, mine))
+            self._do(lambda: self._group._allgather_base(even, mine, self._options("AllgatherOptions")))
             self.sent_bytes += mine.numel() * mine.element_size() * (self.ranks - 1)
 
     def reduce_scatter(self, flat: torch.Tensor) -> None:
@@ -68,7 +83,7 @@ class Wire:
         even, mine, rest = self._slice(flat)
         if even.numel():
             if self._nccl:
-                self._do(lambda: self._group._reduce_scatter_base(mine, even))
+                self._do(lambda: self._group._reduce_scatter_base(mine, even, self._options("ReduceScatterOptions")))
             else:
                 self.sum(even)
             self.sent_bytes += mine.numel() * mine.element_size() * (self.ranks - 1)
@@ -77,14 +92,14 @@ class Wire:
 
     def sum(self, flat: torch.Tensor) -> None:
         """`flat` becomes the sum over the ranks, in place."""
-        self._do(lambda: self._group.allreduce([flat]))
+        self._do(lambda: self._group.allreduce([flat], self._options("AllreduceOptions")))
 
     def broadcast(self, flat: torch.Tensor) -> None:
         """`flat` becomes that of the group's first rank."""
         if self._nccl and flat.device.type == "cpu":
             self.on_host.broadcast(flat)
             return
-        options = dist.BroadcastOptions()
+        options = self._options("BroadcastOptions")
         options.rootRank = options.rootTensor = 0
         self._do(lambda: self._group.broadcast([flat], options))
 
@@ -93,7 +108,7 @@ class Wire:
         if self._nccl and row.device.type == "cpu":
             return self.on_host.exchange(row)
         rows = torch.empty(self.ranks * row.numel(), dtype=row.dtype, device=row.device)
-        self._do(lambda: self._group._allgather_base(rows, row.contiguous()))
+        self._do(lambda: self._group._allgather_base(rows, row.contiguous(), self._options("AllgatherOptions")))
         return rows.reshape(self.ranks, -1)
 
     def _do(self, begin: Callable[[], Any]) -> None:
@@ -104,10 +119,15 @@ class Wire:
         self._wait(work)
 
     def _wait(self, work: Any) -> None:
-        """Not Work.wait: that cannot be left when a rank that will never answer is known to be gone."""
-        if self._nccl:
-            work.wait()  # orders the stream; NCCL's own watchdog ends what never comes
-            torch.cuda.current_stream().synchronize()
+        """Not Work.wait for gloo: that cannot be left when a rank that will never answer is known to be gone. See
+        [Note: bounded waits]."""
+        if self._deadline is not None:
+            try:
+                if work is not None:  # else torch has ordered the stream itself
+                    work.wait()  # on the device: orders the current stream, returns at once
+            except RuntimeError as error:
+                raise self._explain(error) from error
+            self._deadline.watch(torch.cuda.current_stream().record_event())
             return
         start_s = self._clock()
         while not work.is_completed():
@@ -123,9 +143,83 @@ class Wire:
         except RuntimeError as error:
             raise self._explain(error) from error
 
+    def _options(self, name: str) -> Any:
+        """Of a collective. NCCL is told that its caller waits at once, and so has to keep the tensors for nobody: torch
+        would else note NCCL's own stream in their memory and give that back late."""
+        options = getattr(dist.distributed_c10d, name)()
+        if self._nccl and hasattr(options, "asyncOp"):
+            options.asyncOp = False
+        return options
+
+    def abort(self) -> None:
+        """A rank is gone: what NCCL has in flight on this device ends, undone. Nothing for gloo, whose waits look for
+        themselves. From any thread, any number of times."""
+        group, deadline = self._group, self._deadline
+        if deadline is None or group is None or not deadline.end():
+            return
+        abort = getattr(group, "abort", None) or getattr(group, "_shutdown", None)
+        if abort is None:
+            log.error("torch %s cannot abort NCCL: this process waits for NCCL's own limit", torch.__version__)
+            return
+        abort()
+
     def close(self) -> None:
         """Give the group up; a collective that another thread is in goes on without an owner."""
+        if self._deadline is not None:
+            self._deadline.end()
         self._group = None
+
+
+class _Deadline:
+    """Looks, from a thread of its own, at the last collective that was issued to the device. See [Note: bounded
+    waits]."""
+
+    def __init__(
+        self,
+        check: Callable[[float], None],
+        broken: Callable[[BaseException], None],
+        clock: Callable[[], float],
+        every_s: float = 0.2,
+    ) -> None:
+        self._check = check
+        self._broken = broken
+        self._clock = clock
+        self._every_s = every_s
+        self._issued: list[tuple[float, Any]] = []  # (when, event) of those that may not have happened
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, event: Any) -> None:
+        with self._lock:
+            self._issued.append((self._clock(), event))
+            if len(self._issued) > 64:
+                self._drop_done()
+            if self._thread is None and not self._over.is_set():
+                self._thread = threading.Thread(target=self._run, name="executor-collectives", daemon=True)
+                self._thread.start()
+
+    def end(self) -> bool:
+        """Look no more; whether it still did."""
+        was = not self._over.is_set()
+        self._over.set()
+        return was
+
+    def _drop_done(self) -> None:
+        while self._issued and self._issued[0][1].query():
+            self._issued.pop(0)
+
+    def _run(self) -> None:
+        while not self._over.wait(self._every_s):
+            try:
+                with self._lock:
+                    self._drop_done()
+                    waited_s = self._clock() - self._issued[0][0] if self._issued else 0.0
+                if waited_s:
+                    self._check(waited_s)
+            except BaseException as error:  # handed on: it ends the run
+                self._broken(error)
+                return
 
 
 def _keep_for_ever(group: Any) -> None:
@@ -143,5 +237,5 @@ def open_group(backend: str, name: str, rank: int, ranks: int, timeout_s: float)
     if backend == "gloo":
         return dist.ProcessGroupGloo(store, rank, ranks, limit)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = limit
+    options._timeout = timedelta(seconds=timeout_s + TORCH_LATER_S)
     return dist.ProcessGroupNCCL(store, rank, ranks, options)

@@ -19,11 +19,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from executor.adam import BLOCK, Hyper, Scratch, adamw, clip_coefficient, runs_of, total_norm
 from executor.arena import Arena
+from executor.backend import StreamBackend
 from executor.collectives import Wire
 from executor.slices import part_of
 from pstar_sim.core.effects import OTHERS
@@ -62,6 +64,8 @@ class Update:
     unscale: what gradients are multiplied with to undo loss scaling. skip: a gradient overflowed, so that Adam steps
     leave values, states and step counts as they are and drop the gradients.
     agree: makes of the norm of what this rank holds that of all ranks; None where this rank holds everything.
+    streams: the accelerator where work is issued ahead, else None. Then a coefficient that a host queue's thread worked
+    out is a number on the host, and whoever takes one that is on the gpu to the host waits for the event behind it.
     """
 
     hyper: list[Hyper]
@@ -71,7 +75,9 @@ class Update:
     unscale: float = 1.0
     skip: bool = False
     agree: Callable[[torch.Tensor], torch.Tensor] | None = None
+    streams: StreamBackend | None = None
     _coefficient: torch.Tensor | None = None
+    _ready: Any = None  # event behind it
     _on_host: torch.Tensor | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -89,7 +95,18 @@ class Update:
                 if self.agree is not None:
                     self.norm = self.agree(self.norm)
                 self._coefficient = clip_coefficient(self.norm, self.max_grad_norm) * self.unscale
+                self._settle()
             return self._coefficient
+
+    def _settle(self) -> None:
+        """The coefficient is issued, in this thread: see the class."""
+        if self.streams is None:
+            return
+        assert self.norm is not None and self._coefficient is not None
+        if self.streams.queue in self.streams.host_queues:
+            self.norm, self._coefficient = self.norm.cpu(), self._coefficient.cpu()
+        else:
+            self._ready = self.streams.record(self.streams.queue)
 
     def coefficient_on(self, device: torch.device, norms: Callable[[], Iterable[torch.Tensor]]) -> torch.Tensor | None:
         """The same for an update on that device. A scalar on the host goes along with a kernel; one on the gpu comes to
@@ -99,6 +116,8 @@ class Update:
             return scale
         with self._lock:
             if self._on_host is None:
+                if self.streams is not None and self._ready is not None:
+                    self.streams.synchronize(self._ready)
                 self._on_host = scale.cpu()
             return self._on_host
 
@@ -307,7 +326,8 @@ class Contents:
             if name in OTHERS:
                 payload = self.arena.whole(step.chunk, OTHERS[name])
             if step.place is GPU:
-                self.arena.backend.zero(payload)
+                with self.arena.steady(step.chunk):
+                    self.arena.backend.zero(payload)
             else:
                 payload.zero_()
         elif kind is Kind.GATHER:
@@ -395,14 +415,17 @@ class Contents:
         """The slices of the other ranks come: of the parameters ("remote"), or (nothing is sliced) of a gradient's
         sum."""
         state, wire = self.chunks[chunk], self._to_others(chunk)
+        issue = self.arena.backend.issue
         if list_name not in OTHERS:
-            wire.gather(self.arena.gpu(chunk, list_name))
-            for tensor in state.where(GPU, list_name):
-                self.summed_norms[tensor] = self.gradient_norm(tensor)
+            flat = self.arena.gpu(chunk, list_name)
+            issue(lambda: wire.gather(flat))
+            self._note_norms(state.where(GPU, list_name), list_name)
             return
         if GPU not in state.current or state.where(GPU, "param"):
             raise PlanError(f"gather of chunk {chunk}: this rank's own slice on the gpu does not hold parameters")
-        wire.gather(self.arena.whole(chunk, "param"))
+        with self.arena.steady(chunk):
+            whole = self.arena.whole(chunk, "param")
+            issue(lambda: wire.gather(whole))
         state.whole = True
         self._changed(chunk)
 
@@ -413,28 +436,45 @@ class Contents:
         mine = state.where(GPU, own)
         if not mine:
             raise PlanError(f"reduce-scatter of {list_name} of chunk {chunk}: there is no gradient on the gpu")
+        issue, flat = self.arena.backend.issue, self.arena.whole(chunk, own)
         if not self.sliced:
-            wire.reduce_scatter(self.arena.gpu(chunk, own))
+            issue(lambda: wire.reduce_scatter(flat))
             return
         if own == "param":
             state.whole = False
             self._changed(chunk)
-        wire.reduce_scatter(self.arena.whole(chunk, own))
-        for tensor in mine:
-            self.summed_norms[tensor] = torch.linalg.vector_norm(self.slot(GPU, tensor, own), dtype=torch.float32)
-        if own == "grad" and self.arena.has(GPU, chunk, "grad32"):
-            self._add_on_gpu(chunk)
+        with self.arena.steady(chunk):
+            issue(lambda: wire.reduce_scatter(flat))
+            self._note_norms(mine, own)
+            if own == "grad" and self.arena.has(GPU, chunk, "grad32"):
+                self._add_on_gpu(chunk)
+
+    def _note_norms(self, tensors: Iterable[int], list_name: str) -> None:
+        """Norms of sums that are on the gpu, in the order of this thread's queue."""
+        slots = {tensor: self.slot(GPU, tensor, list_name) for tensor in tensors}
+
+        def note() -> None:
+            for tensor, flat in slots.items():
+                self.summed_norms[tensor] = torch.linalg.vector_norm(flat, dtype=torch.float32)
+
+        self.arena.backend.issue(note)
 
     def _add_on_gpu(self, chunk: int) -> None:
         """grad32 += grad, both on the gpu."""
         state = self.chunks[chunk]
         arrived, sums = state.where(GPU, "grad"), state.where(GPU, "grad32")
-        for tensor in arrived:
-            target, gradient = self.slot(GPU, tensor, "grad32"), self.slot(GPU, tensor, "grad")
-            if tensor in sums:
-                target.add_(gradient)
-            else:
-                target.copy_(gradient)
+        pairs = [
+            (self.slot(GPU, tensor, "grad32"), self.slot(GPU, tensor, "grad"), tensor in sums) for tensor in arrived
+        ]
+
+        def add() -> None:
+            for target, gradient, has_some in pairs:
+                if has_some:
+                    target.add_(gradient)
+                else:
+                    target.copy_(gradient)
+
+        self.arena.backend.issue(add)
         sums.update(arrived)
         arrived.clear()
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -143,13 +144,13 @@ class CudaBackend:
         return self._blocks.payload(numel, dtype)
 
     def take(self, payload: torch.Tensor) -> None:
-        self.gate.take(payload, self._queue)
+        self.gate.take(payload, self.queue)
 
     def give(self, payload: torch.Tensor) -> None:
-        self.gate.give(payload, self._queue)
+        self.gate.give(payload, self.queue)
 
     def room(self, payload_bytes: int) -> None:
-        self.gate.room(payload_bytes, self._queue)
+        self.gate.room(payload_bytes, self.queue)
         self._blocks.make_room(self._budget_bytes - payload_bytes)
 
     def available_gpu_bytes(self) -> int | None:
@@ -168,11 +169,14 @@ class CudaBackend:
         with self._lock:
             self._copied[direction] += target.numel() * target.element_size()
         target.copy_(source, non_blocking=True)
-        if self._queue is not direction:  # off plan: on the current stream, behind what was issued there
+        if self.queue is not direction:  # off plan: on the current stream, behind what was issued there
             torch.cuda.current_stream(self.device).synchronize()
 
     def zero(self, payload: torch.Tensor) -> None:
         payload.zero_()
+
+    def issue(self, work: Callable[[], object]) -> None:
+        work()
 
     def fence(self, queue: Queue) -> None:
         return None
@@ -190,7 +194,7 @@ class CudaBackend:
             return {queue.value: size for queue, size in self._copied.items()}
 
     @property
-    def _queue(self) -> Queue:
+    def queue(self) -> Queue:
         found: Queue = getattr(self._thread, "queue", Queue.COMPUTE)
         return found
 

@@ -21,7 +21,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from torch import nn
 from executor.activations import as_planned, recomputing
 from executor.adam import Hyper
 from executor.arena import Arena, check_host_memory
-from executor.backend import Backend, VirtualBackend, available_host_bytes
+from executor.backend import Backend, StreamBackend, VirtualBackend, available_host_bytes
 from executor.compiled import untraced
 from executor.contents import Contents, Update
 from executor.contract import ChunkParameter, ParkedParameter, disown, raw_grad, set_raw_grad
@@ -92,7 +92,7 @@ class Session:
         self.model = model
         self.ranks = ranks
         if ranks is not None:
-            ranks.life.on_loss = self._hear_of_loss(weakref.ref(self))
+            ranks.on_loss = self._hear_of_loss(weakref.ref(self))
         self._count = count
         self._weight = 1.0  # of this rank's gradients in the micro-batch that runs
         self.parameters = parameters
@@ -382,7 +382,8 @@ class Session:
     def new_update(self) -> Update:
         sliced = self.ranks is not None and self.contents.sliced
         agree = self.ranks.agree if self.ranks is not None and sliced else None
-        return Update(hyper=self._hyper(), max_grad_norm=self.max_grad_norm, agree=agree)
+        streams = cast(StreamBackend, self.backend) if hasattr(self.backend, "record") else None
+        return Update(hyper=self._hyper(), max_grad_norm=self.max_grad_norm, agree=agree, streams=streams)
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -433,7 +434,9 @@ class Session:
             else:
                 micro_batch = self.plan.workload.moments[moment].micro_batch
                 goes_to = self._goes_to[self._chunk_of[tensor], micro_batch]
-                if self._weight != 1.0:
+                if self._weight == 0.0:  # of an empty batch: what a mean over nothing gives is no number
+                    grad.zero_()
+                elif self._weight != 1.0:
                     grad.mul_(self._weight)
                 self.contents.accept(tensor, grad, goes_to)
                 if self.max_grad_norm is not None and self.plan.workload.micro_batches == 1 and self.ranks is None:

@@ -99,13 +99,6 @@ def prepare(
     made = backend or open_backend(device, plan, options)
     home = check_placement(model, made.device)
     check_gpu_memory(plan, made, worst_bytes)
-    if len(plan.machine.ranks) > 1 and hasattr(made, "record"):
-        # [Note: ranks and streams] Slices change their place, and norms are read, by what the host has issued; on
-        # asynchronous streams that is too early.
-        raise PlanError(
-            f"backend {made.name!r} runs plans of one rank; a plan of {len(plan.machine.ranks)} runs on "
-            "device='virtual' only, as yet"
-        )
     ranks = join(plan, group, device=made.device, timeout_s=timeout_s)
     with _heard(ranks):
         if ranks is not None:

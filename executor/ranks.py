@@ -34,7 +34,7 @@ from executor.collectives import Wire, open_group
 from executor.hooks import tensors_of
 from executor.lifeline import Address, Lifeline
 from pstar_sim.core.plan import Plan
-from pstar_sim.errors import PlanError, RankLost
+from pstar_sim.errors import ModelError, PlanError, RankLost
 
 __all__ = ["Ranks", "join"]
 
@@ -44,7 +44,8 @@ LEFT_S = 5.0  # a rank that waits so long for one that has ended its run waits i
 
 
 class Ranks:
-    """rank: of this process, from 0; count: of processes. wire: see `executor.collectives`.
+    """rank: of this process, from 0; count: of processes. wire: see `executor.collectives`. on_loss(error): called from
+    another thread when a rank is gone while this one may wait for the device.
 
     Raises RankLost, wherever this process waits for the others, when one of them is gone.
     """
@@ -53,6 +54,9 @@ class Ranks:
         self.rank = dist.get_rank(group)
         self.count = dist.get_world_size(group)
         self._over = False
+        self._timeout_s = timeout_s
+        self._broken: BaseException | None = None
+        self.on_loss: Callable[[BaseException], None] | None = None
         self.life = Lifeline(self.rank, self.count)
         name, addresses = _introduce(group, self.life.address)
         self.life.connect(addresses)
@@ -62,17 +66,38 @@ class Ranks:
                 open_group(b, f"{name}/{i}", self.rank, self.count, timeout_s),
                 check=self.check,
                 explain=self.life.explain,
+                broken=self._break,
             )
             for i, b in enumerate(backends)
         )
         self.wire.on_host = self._meeting
+        self.life.on_loss = self._break
+        if self.life.lost is not None:  # meanwhile
+            raise self.life.lost
+        if device.type == "cuda":  # NCCL connects at its first collective; that is now, where all are sure to come
+            self.wire.sum(torch.zeros(1, device=device))
+            torch.cuda.synchronize(device)
+
+    def _break(self, error: BaseException) -> None:
+        """From the thread that finds out, once: the run fails, and then whatever it has in flight with the others
+        ends."""
+        self._broken = error
+        if self.on_loss is not None:
+            self.on_loss(error)
+        self.wire.abort()
 
     def check(self, waited_s: float = 0.0) -> None:
         """Raise RankLost if a rank is gone, or has ended its run while this one waits for it."""
-        if self.life.lost is not None:
-            raise self.life.lost
+        lost = self.life.lost or self._broken
+        if lost is not None:
+            raise lost
         if self._over:
             raise RankLost("this rank's run is over")
+        if waited_s > self._timeout_s:
+            raise RankLost(
+                f"an exchange with the other ranks has not come for {waited_s:.0f} s (timeout_s={self._timeout_s:g}); "
+                f"this is rank {self.rank}, and every other one lives: one of them stands still"
+            )
         who = self.life.left() if waited_s > LEFT_S else None
         if who is not None:
             raise RankLost(f"{who}, and this is rank {self.rank}, which still waits for it")
@@ -139,6 +164,12 @@ class Ranks:
     def weight(self, count: float) -> float:
         """[Note: the weight of a rank], of the micro-batch that begins: every rank calls it with its own b_r."""
         counts = [row[0] for row in self.meet([count])]
+        if not sum(counts) > 0 or min(counts) < 0:
+            rows = ", ".join(f"{each:g}" for each in counts)
+            raise ModelError(
+                f"a micro-batch of {rows} sequences on ranks 0 to {len(counts) - 1}: there is nothing to take the mean "
+                "over; give at least one rank a batch that is not empty (or see prepare(count=...))"
+            )
         return count / sum(counts)
 
 

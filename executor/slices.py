@@ -10,6 +10,11 @@ its own memory given back; when they go, the reverse. For the time of that copy 
 slice more than the plan counts, and never two, since one payload changes form at a time. A plan that drops "param"
 before "remote" likewise keeps its slice of the whole storage until the second drop. `Arena.peak_transient_bytes`
 measures it.
+
+[Note: slices on streams] A plan orders a gather and a write-back of the same chunk by nothing: both read the own slice,
+wherever it is. Where work is issued ahead, the write-back may still be reading the place that the gather takes it away
+from, or be issued to read the place that the slice has not reached yet. So all that touches the own slices of a chunk
+does it under the chunk's `Steady`: what one queue issues there happens after what the others issued there before it.
 """
 
 from __future__ import annotations
@@ -17,13 +22,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 
-from executor.backend import Backend
+from executor.backend import Backend, StreamBackend
 from pstar_sim.core.layout import Layout
+from pstar_sim.core.step import Queue
 
-__all__ = ["OTHERS_OF", "GpuPayload", "Part", "part_of"]
+__all__ = ["OTHERS_OF", "GpuPayload", "Part", "Steady", "part_of"]
 
 OTHERS_OF = {"param": "remote", "grad": "grad_remote"}
 """List -> the list of the other ranks' slices of it."""
@@ -49,6 +56,41 @@ def part_of(layout: Layout, chunk: int, offset: int, numel: int, rank: int) -> P
     return Part(first - begin, last - first, first - offset)
 
 
+class Steady:
+    """Of one chunk: inside, its own slices stay where they are, and what the queues issue follows in the order in which
+    they came here. See [Note: slices on streams]. May be entered again by the thread that is inside."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._lock = threading.RLock()
+        self._streams = cast(StreamBackend, backend) if hasattr(backend, "record") else None
+        self._last: dict[Queue, Any] = {}  # queue -> event of what it issued here last
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        streams = self._streams
+        if streams is None or not self._last:
+            return
+        try:
+            mine = streams.queue
+            for queue, event in list(self._last.items()):
+                if streams.query(event):
+                    del self._last[queue]
+                elif mine in streams.host_queues:
+                    streams.synchronize(event)
+                elif queue is not mine:
+                    streams.wait_event(mine, event)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if self._streams is not None and self._streams.queue not in self._streams.host_queues:
+                self._last[self._streams.queue] = self._streams.record(self._streams.queue)
+        finally:
+            self._lock.release()
+
+
 class GpuPayload:
     """The own slice of one list of a chunk on the gpu, and the storage it shares with the others' slices.
 
@@ -63,13 +105,13 @@ class GpuPayload:
         ranks: int,
         rank: int,
         dtype: torch.dtype,
-        lock: threading.RLock,
+        steady: Steady,
         one_at_a_time: threading.Lock,
         extra: Callable[[int], None],
     ) -> None:
         self._backend = backend
         self._extra = extra
-        self._lock = lock
+        self._steady = steady
         self._turn = one_at_a_time
         self._bytes = slice_numel * dtype.itemsize
         self.whole = backend.gpu_payload(slice_numel * ranks, dtype)
@@ -88,7 +130,7 @@ class GpuPayload:
         return self._inside if self._has_others else self._alone
 
     def take_own(self) -> None:
-        with self._lock:
+        with self._steady:
             if self._has_others:
                 self._extra(-self._bytes)
             else:
@@ -96,7 +138,7 @@ class GpuPayload:
             self._has_own = True
 
     def free_own(self) -> None:
-        with self._lock:
+        with self._steady:
             if self._has_others:
                 self._extra(self._bytes)  # until the others' go
             else:
@@ -104,28 +146,31 @@ class GpuPayload:
             self._has_own = False
 
     def take_others(self) -> None:
-        with self._lock, self._turn:
+        with self._steady, self._turn:
             self._backend.take(self.whole)
             self._extra(self._bytes)
             if self._has_own:
-                self._inside.copy_(self._alone)
+                self._move(self._inside, self._alone)
                 self._backend.give(self._alone)
                 self._extra(-self._bytes)
             self._has_others = True
 
     def free_others(self) -> None:
-        with self._lock, self._turn:
+        with self._steady, self._turn:
             if self._has_own:
                 self._backend.take(self._alone)
                 self._extra(self._bytes)
-                self._alone.copy_(self._inside)
+                self._move(self._alone, self._inside)
             self._backend.give(self.whole)
             self._extra(-self._bytes)
             self._has_others = False
 
+    def _move(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._backend.issue(lambda: target.copy_(source))
+
     def give(self) -> None:
         """All memory back."""
-        with self._lock:
+        with self._steady:
             self._backend.give(self._alone)
             self._backend.give(self.whole)
             self._has_own = self._has_others = False

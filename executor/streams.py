@@ -2,7 +2,7 @@
 
 The threads are those of ThreadQueues; what they do with a step of a device queue is issue it. A step of a device queue
 has *ended* for the other threads when it is issued, and its event says when it has happened. A step of a host queue
-(CPU Adam's; disks'; collectives on an accelerator that has no stream for them) has ended when it has happened.
+(CPU Adam's; disks') has ended when it has happened.
 
 [Note: edges on streams] Who starts a step waits on the host until the steps it is after have ended in that sense. Then,
 for each of them that is of another queue: from a device step to a device step, its stream waits for the event; from a
@@ -92,6 +92,8 @@ class StreamQueues(ThreadQueues):
                 continue
             if on_host:
                 backend.synchronize(event)
+                if self._failure is not None:  # a lost rank: collectives were ended, not done
+                    raise self._failure
             elif not backend.query(event):
                 backend.wait_event(queue, event)
         if on_host:
@@ -140,6 +142,23 @@ class StreamQueues(ThreadQueues):
                 self._notify_all()
             raise
         return waited_for
+
+    def await_steps(self, steps: Sequence[int], iteration: int) -> None:
+        """Besides, what this thread issues from now on happens after them; in a thread of a host queue they have
+        happened."""
+        super().await_steps(steps, iteration)
+        backend = self._backend
+        queue = backend.queue
+        for i in steps:
+            event = None if self._program.steps[i].queue in backend.host_queues else self._event(i, iteration)
+            if event is None or backend.query(event):
+                continue
+            if queue in backend.host_queues:
+                backend.synchronize(event)
+                if self._failure is not None:
+                    raise self._failure
+            else:
+                backend.wait_event(queue, event)
 
     def ended(self, i: int, iteration: int) -> None:
         self._depart(Queue.COMPUTE, i, iteration)

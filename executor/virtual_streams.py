@@ -1,9 +1,10 @@
 """VirtualStreams: an accelerator in host memory whose copies happen later, on streams of their own.
 
-What CUDA's streams are to `cuda.py`, with nothing mocked: each copy queue has a thread that does what was issued to
-it in order, copies last as long as the link's bandwidth says, events are complete when their stream gets there, and
-memory given back is gated by them. Every hazard of streams exists here for real (a read before the copy arrived, a
-block given back while a copy reads it, an event waited for before it was recorded), so a wrong edge gives wrong data.
+What CUDA's streams are to `cuda.py`, with nothing mocked: each copy queue, and the queue of collectives between ranks,
+has a thread that does what was issued to it in order, copies last as long as the link's bandwidth says, events are
+complete when their stream gets there, and memory given back is gated by them. Every hazard of streams exists here for
+real (a read before the copy arrived, a block given back while a copy reads it, an event waited for before it was
+recorded), so a wrong edge gives wrong data.
 
 The compute queue is the user's thread, which computes as it issues; making it wait for an event is waiting. How far an
 accelerator would be behind its host is played by `delays` (compute events are then complete only later).
@@ -25,7 +26,7 @@ from pstar_sim.errors import PlanError
 
 __all__ = ["VirtualEvent", "VirtualStreams"]
 
-_STREAMS = (Queue.H2D, Queue.D2H)
+_STREAMS = (Queue.H2D, Queue.D2H, Queue.NET)
 
 
 class VirtualEvent:
@@ -55,14 +56,14 @@ class _Stream:
     """A thread that does what it is given in order. After an error it only completes events, with that error."""
 
     def __init__(self, name: str, delay: Callable[[], float], sleep: Callable[[float], None]) -> None:
-        self._issued: queues.SimpleQueue[Callable[[], None] | VirtualEvent | None] = queues.SimpleQueue()
+        self._issued: queues.SimpleQueue[Callable[[], object] | VirtualEvent | None] = queues.SimpleQueue()
         self._delay = delay
         self._sleep = sleep
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"stream-{name}", daemon=True)
         self._thread.start()
 
-    def issue(self, work: Callable[[], None] | VirtualEvent) -> None:
+    def issue(self, work: Callable[[], object] | VirtualEvent) -> None:
         self._issued.put(work)
 
     def end(self) -> None:
@@ -73,6 +74,7 @@ class _Stream:
 
     def _run(self) -> None:
         torch.set_num_threads(1)
+        torch.set_grad_enabled(False)
         while (work := self._issued.get()) is not None:
             try:
                 if self._failure is None:
@@ -95,7 +97,7 @@ class VirtualStreams(VirtualBackend):
     """
 
     name = "virtual streams"
-    host_queues = frozenset({Queue.ADAM, Queue.NVME, Queue.NET})
+    host_queues = frozenset({Queue.ADAM, Queue.NVME})
 
     def __init__(
         self,
@@ -129,18 +131,18 @@ class VirtualStreams(VirtualBackend):
             payload.fill_(float("nan"))
 
     def take(self, payload: torch.Tensor) -> None:
-        self.gate.take(payload, self._queue)
+        self.gate.take(payload, self.queue)
 
     def give(self, payload: torch.Tensor) -> None:
-        self.gate.give(payload, self._queue)
+        self.gate.give(payload, self.queue)
 
     def room(self, payload_bytes: int) -> None:
-        self.gate.room(payload_bytes, self._queue)
+        self.gate.room(payload_bytes, self.queue)
 
     # -- work ---------------------------------------------------------------------------------------------------------
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
-        if self._queue is not direction:
+        if self.queue is not direction:
             super().copy(target, source, direction)
             return
         with self._lock:
@@ -153,16 +155,20 @@ class VirtualStreams(VirtualBackend):
         self._stream(direction).issue(work)
 
     def zero(self, payload: torch.Tensor) -> None:
-        queue = self._queue
-        if queue not in _STREAMS:
-            payload.zero_()
-            return
+        queue = self.queue
 
         def work() -> None:
             _require_memory(payload, payload, queue)
             payload.zero_()
 
-        self._stream(queue).issue(work)
+        self.issue(work)
+
+    def issue(self, work: Callable[[], object]) -> None:
+        queue = self.queue
+        if queue in _STREAMS:
+            self._stream(queue).issue(work)
+        else:
+            work()
 
     def enter_thread(self, queue: Queue | None = None) -> None:
         super().enter_thread(queue)
@@ -170,7 +176,7 @@ class VirtualStreams(VirtualBackend):
             self._thread.queue = queue
 
     @property
-    def _queue(self) -> Queue:
+    def queue(self) -> Queue:
         found: Queue = getattr(self._thread, "queue", Queue.COMPUTE)
         return found
 

@@ -141,7 +141,7 @@ class TestHazards:
         plain = backend.copy
 
         def copy(target: Any, source: Any, direction: Queue) -> None:
-            if direction is queue and backend._queue is queue:
+            if direction is queue and backend.queue is queue:
                 torch.cuda._sleep(5_000_000)  # cycles: a few milliseconds
             plain(target, source, direction)
 

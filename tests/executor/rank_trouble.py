@@ -1,5 +1,5 @@
 """Processes of a run on several ranks of which one gets into trouble. Started by test_lost_ranks.py:
-`python rank_trouble.py FOLDER LIMIT_S`, cases in FOLDER/cases.json ({"name", "ranks", "trouble"}).
+`python rank_trouble.py FOLDER LIMIT_S`, cases in FOLDER/cases.json ({"name", "ranks", "streams"}).
 
 Everything is imported once; each case forks its processes, whose output goes to FOLDER/NAME.RANK.txt and whose end
 (exit code, seconds after the trouble) to FOLDER/NAME.json.
@@ -32,11 +32,12 @@ from pstar_sim.core.plan import Plan
 ITERATION = 2  # in which it happens
 
 
-def loop(name: str, plan: Plan, rank: int, folder: Path) -> None:
+def loop(name: str, plan: Plan, rank: int, folder: Path, backend: executor.VirtualStreams | None = None) -> None:
     """A user's training loop; rank 1 does something in iteration ITERATION that it should not."""
     model, draw = kit.build("mlp")
     lr = 2e-3 if name == "another lr" and rank == 1 else 1e-3
-    model, optimizer = executor.prepare(model, plan, executor.AdamW(lr=lr, max_grad_norm=1.0), watchdog_s=5.0)
+    spec = executor.AdamW(lr=lr, max_grad_norm=1.0)
+    model, optimizer = executor.prepare(model, plan, spec, watchdog_s=5.0, backend=backend)
     generator = torch.Generator().manual_seed(rank)
 
     def batches() -> Iterator[Any]:
@@ -64,7 +65,7 @@ def loop(name: str, plan: Plan, rank: int, folder: Path) -> None:
                 kit.loss_of(model, next(rows))
         if here and name == "adam dies":
             optimizer.session.contents.adam = _breaks  # the thread of the adam queue
-        if name == "killed inside":
+        if name.startswith("killed inside"):
             loss = kit.loss_of(model, next(rows))
             if here:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -92,7 +93,8 @@ def run(case: dict[str, Any], folder: Path, limit_s: int) -> dict[str, Any]:
             os.dup2(out, 2)
             faulthandler.dump_traceback_later(limit_s, exit=True)
             dist.init_process_group("gloo", init_method=f"file://{folder}/{name}.store", rank=rank, world_size=ranks)
-            _leave(partial(loop, name, plan, rank, folder))
+            backend = rank_worker.streams_of(rank) if case.get("streams") else None
+            _leave(partial(loop, name, plan, rank, folder, backend))
         children[child] = rank
     ends: dict[int, list[float]] = {}
     while children:

@@ -12,6 +12,7 @@ import copy
 import faulthandler
 import json
 import os
+import random
 import sys
 import traceback
 from dataclasses import replace
@@ -71,6 +72,12 @@ def plan_of(case: dict[str, Any]) -> Plan:
     return tight_plan(case["policy"], w, settings_of(case), case["ranks"], case.get("sequences"))
 
 
+def streams_of(rank: int, most_s: float = 4e-4) -> executor.VirtualStreams:
+    """Asynchronous streams with random delays, others on each rank."""
+    rng = random.Random(rank)
+    return executor.VirtualStreams(delays=lambda queue: rng.random() * most_s if rng.random() < 0.5 else 0.0)
+
+
 def train(case: dict[str, Any], plan: Plan, rank: int, group: Any) -> dict[str, Any]:
     ranks, micro_batches, steps = case["ranks"], case.get("micro_batches", 1), case.get("steps", 2)
     clip, eager = case.get("clip"), case.get("eager", False)
@@ -81,7 +88,8 @@ def train(case: dict[str, Any], plan: Plan, rank: int, group: Any) -> dict[str, 
             for p in model.parameters():
                 p.add_(1.0)
     spec = executor.AdamW(lr=LR, eps=EPS, weight_decay=0.1, max_grad_norm=clip, eager=eager)
-    model, optimizer = executor.prepare(model, plan, spec, group=group, watchdog_s=5.0)
+    backend = streams_of(rank) if case.get("streams") else None
+    model, optimizer = executor.prepare(model, plan, spec, group=group, watchdog_s=5.0, backend=backend)
     session = optimizer.session
     generator = torch.Generator().manual_seed(1)
     reference = kit.Reference(twin, LR, 0.1, clip, eps=EPS)

@@ -1,0 +1,108 @@
+"""Several processes whose accelerators have asynchronous streams, collectives on one of their own, all with random
+delays: they train as one process does on the joined batch, and a rank that dies ends the others. The processes are
+started once for all cases of a module fixture (rank_worker.py, rank_trouble.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SMALL = "bucket=2000,reuse=2000,prefetch=1000,subgroup=3000"
+ACCUMULATED = {"clip": 0.05, "micro_batches": 2}
+SHORT: list[dict[str, Any]] = [
+    {"name": "tide-clip", "ranks": 2, "policy": "tide", "clip": 0.05},
+    {"name": "offload-accumulated", "ranks": 2, "policy": f"zero3_offload:{SMALL}", **ACCUMULATED},
+]
+LONG: list[dict[str, Any]] = [
+    {"name": f"{policy.split(':')[0]}-{ranks}-{setting}", "ranks": ranks, "policy": policy, **options}
+    for ranks in (2, 4)
+    for policy in (
+        "tide",
+        "optimal",
+        "zero_offload",
+        "patrickstar",
+        "all_on_gpu",
+        "zero3_resident",
+        f"zero3_offload:{SMALL}",
+    )
+    for setting, options in (("accumulated", ACCUMULATED), ("eager", {"eager": True}))
+]
+LONG += [
+    {"name": "gpt2", "ranks": 2, "policy": "tide", "model": "gpt2", "checkpointing": True, "clip": 0.05},
+    {"name": "gpt2-offload", "ranks": 2, "policy": "tide", "model": "gpt2", "offload": [1], **ACCUMULATED},
+    {"name": "unequal", "ranks": 2, "policy": "tide", "sequences": [2, 1], "clip": 0.05, "evaluate": True},
+]
+
+
+def trained(folder: Path, cases: list[dict[str, Any]], processes: int, limit_s: int) -> dict[str, list[dict[str, Any]]]:
+    """Case -> what each of its ranks wrote."""
+    (folder / "cases.json").write_text(json.dumps([{**case, "streams": True} for case in cases]))
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("rank_worker.py")), str(processes), str(folder),
+         str(limit_s)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True, text=True, timeout=limit_s + 20,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-4000:]
+    return {
+        case["name"]: [json.loads(path.read_text()) for path in sorted(folder.glob(f"{case['name']}.[0-9].json"))]
+        for case in cases
+    }
+
+
+def check(case: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    assert [row.get("error") for row in rows] == [None] * case["ranks"]
+    for key in ("parameters", "exp_avg", "exp_avg_sq"):
+        assert rows[0][key] <= 1e-6, key
+    for row in rows:
+        assert row["deviations"] == []
+        assert row["evaluations"] == [0.0] * len(row["evaluations"])
+        assert {"gather", "reduce_scatter"} <= set(row["kinds"])
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    return trained(tmp_path_factory.mktemp("streams"), SHORT, 2, 60)
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    return trained(tmp_path_factory.mktemp("streams"), LONG, 4, 300)
+
+
+@pytest.mark.parametrize("case", SHORT, ids=lambda case: case["name"])
+def test_two_processes_train_as_one(short: dict[str, list[dict[str, Any]]], case: dict[str, Any]) -> None:
+    check(case, short[case["name"]])
+
+
+def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
+    """Killed inside an iteration, with collectives in flight on every rank's stream: the others name it and end, long
+    before a collective's limit (600 s)."""
+    name = "killed inside"
+    (tmp_path / "cases.json").write_text(json.dumps([{"name": name, "ranks": 2, "streams": True}]))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("rank_trouble.py")), str(tmp_path), "60"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True, text=True, timeout=90,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    ends = json.loads((tmp_path / f"{name}.json").read_text())["ends"]
+    said = (tmp_path / f"{name}.0.txt").read_text()
+    code, after_s = ends["0"]
+    assert code == 1, said[-2000:]
+    assert after_s < 30.0
+    last = next(line for line in reversed(said.splitlines()) if "RankLost" in line)
+    assert "RankLost: rank 1 (process" in last
+    assert "died: it ended without a word" in last
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LONG, ids=lambda case: case["name"])
+def test_every_policy_on_two_and_four(long: dict[str, list[dict[str, Any]]], case: dict[str, Any]) -> None:
+    check(case, long[case["name"]])
