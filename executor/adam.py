@@ -12,9 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Hyper", "Run", "Scratch", "adamw", "runs_of", "total_norm"]
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Kind
+
+__all__ = ["GPU_BLOCK", "Hyper", "Run", "Scratch", "adamw", "runs_of", "scratch_bytes", "total_norm"]
 
 BLOCK = 1 << 20  # elements of one piece where a cast needs scratch: 4 MiB stay in cache
+GPU_BLOCK = 4 * BLOCK  # what keeps a cache busy is less than a kernel's
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,18 @@ def runs_of(slots: Iterable[tuple[int, int, int | None]]) -> list[Run]:
             runs.append(Run(offset, offset + numel, steps))
             open_run = True
     return runs
+
+
+def scratch_bytes(plan: Plan) -> int:
+    """What `Scratch` takes on the gpu for the plan's updates there, beside the payloads and the tide: a piece for each
+    of gradient and moments that is narrower than fp32."""
+    chunks = {s.chunk for s in plan.steps if s.kind is Kind.GPU_ADAM and s.chunk is not None}
+    if not chunks:
+        return 0
+    layout = plan.layout
+    narrow = sum(width < 4 for name, width in layout.state_bytes if name in ("momentum", "variance"))
+    narrow += any(layout.chunks[c].dtype != "fp32" for c in chunks)
+    return narrow * 4 * min(GPU_BLOCK, max(layout.slice_numel(c) for c in chunks))
 
 
 class Scratch:

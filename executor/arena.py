@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from executor.adam import scratch_bytes
 from executor.backend import Backend
 from executor.slices import OTHERS_OF, GpuPayload, Steady
 from pstar_sim.core.effects import OTHERS, category_of
@@ -84,6 +85,7 @@ class Arena:
         self._bytes = {Place.GPU: 0, Place.HOST: 0}
         for _, place, size in plan.buffers:
             self._bytes[place] += size
+        self._buffer_bytes = self._bytes[Place.GPU]  # of modules: no payloads, there for good
 
     def allocate_slabs(self) -> None:
         """Take all host memory at once. `check_host_memory` comes before. Raises DoesNotFit where the system refuses
@@ -285,7 +287,7 @@ class Arena:
             if change:
                 self._note(Place.GPU, "non-model", change, -1, "")
         if change:
-            self.backend.room(self.plan.gpu_budget_bytes - size_bytes)
+            self.backend.room(self.gpu_budget_bytes - self._buffer_bytes - size_bytes)
 
     def gpu_peak_bytes(self, start_s: float, end_s: float) -> int:
         """Most bytes of payloads, buffers and non-model data on the gpu at once in [start_s, end_s]."""
@@ -345,11 +347,14 @@ class Arena:
 
 
 def check_gpu_memory(plan: Plan, backend: Backend, worst_bytes: int) -> None:
-    """Raise DoesNotFit before anything is allocated if the accelerator has less than the plan can hold at once.
+    """Raise DoesNotFit before anything is allocated if the accelerator has less than the plan can hold at once, with
+    what its updates there need besides (`adam.scratch_bytes`).
 
     worst_bytes: the most in any legal interleaving (the checker's), or the plan's budget where that is not known.
     """
     available = backend.available_gpu_bytes()
+    if backend.device.type != "cpu":  # else it is the host's memory
+        worst_bytes += scratch_bytes(plan)
     if available is not None and worst_bytes > available:
         raise DoesNotFit(
             policy=plan.policy,

@@ -96,6 +96,15 @@ class Backend(Protocol):
         """Called first in every thread that executes steps, with its queue."""
         ...
 
+    def give_back(self) -> int:
+        """What payloads leave free, and the backend keeps for later ones, is there for operators; how many bytes. May
+        stop the device."""
+        ...
+
+    def give_host_back(self) -> None:
+        """Host slabs that nobody holds any more go back to the system."""
+        ...
+
     def close(self) -> None:
         """The session has ended: on return nothing is under way, and memory and threads are given back."""
         ...
@@ -246,6 +255,12 @@ class VirtualBackend:
         return None
 
     def touch(self) -> None:
+        return None
+
+    def give_back(self) -> int:
+        return 0  # nothing is kept
+
+    def give_host_back(self) -> None:
         return None
 
     def close(self) -> None:

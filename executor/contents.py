@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from executor.adam import BLOCK, Hyper, Scratch, adamw, clip_coefficient, runs_of, total_norm
+from executor.adam import BLOCK, GPU_BLOCK, Hyper, Scratch, adamw, clip_coefficient, runs_of, total_norm
 from executor.arena import Arena
 from executor.backend import StreamBackend
 from executor.collectives import Wire
@@ -153,8 +153,9 @@ class Contents:
         }
         self._changed = changed
         self._copy = arena.backend.copy
-        wide = 1 if arena.backend.device.type == "cpu" else 4  # what keeps a cache busy there is less than a kernel's
-        self._scratch = {HOST: Scratch(), GPU: Scratch(BLOCK * wide)}
+        longest = max((self.layout.slice_numel(c.index) for c in self.layout.chunks), default=1)
+        on_host = arena.backend.device.type == "cpu"
+        self._scratch = {HOST: Scratch(), GPU: Scratch(BLOCK if on_host else min(GPU_BLOCK, longest))}
 
     # -- addresses ----------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ is taken, on the stream that never has anything to do; it counts for events that
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -22,12 +23,14 @@ from typing import Any
 
 import torch
 
-from executor.cuda_blocks import Blocks, pool_shape
+from executor.cuda_blocks import Blocks, check_allocator, pool_shape
 from executor.gate import Gate
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import DoesNotFit, PlanError
 from pstar_sim.units import format_bytes
+
+log = logging.getLogger("executor")
 
 __all__ = ["CudaBackend", "cuda_device", "default_adam_threads"]
 
@@ -76,9 +79,11 @@ class CudaBackend:
     """One CUDA device.
 
     adam_threads: torch threads of the queue that updates on the host (None: `default_adam_threads()`). limit_bytes: of
-    the card that this process may use, context included, so that a big card plays a small one.
+    the card that this process may use, context included, so that a big card plays a small one: torch refuses what goes
+    beyond it, also to operators.
 
-    Raises PlanError for a limit larger than the card.
+    Raises PlanError for a limit larger than the card or with no room beside what is on it already, and for an allocator
+    with which budgets would not hold (`cuda_blocks.check_allocator`).
     """
 
     name = "cuda"
@@ -89,6 +94,7 @@ class CudaBackend:
     ) -> None:
         self.device = device
         self._adam_threads = default_adam_threads() if adam_threads is None else adam_threads
+        check_allocator()
         with torch.cuda.device(device):
             total = int(torch.cuda.mem_get_info(device)[1])
             if limit_bytes is not None and limit_bytes > total:
@@ -105,6 +111,8 @@ class CudaBackend:
             self._next_zero: _Zero | None = None
         self._total_bytes = total
         self._limit_bytes = limit_bytes
+        if limit_bytes is not None:
+            self._cap(limit_bytes)
         self._lock = threading.Lock()
         self._thread = threading.local()
         self._copied = {Queue.H2D: 0, Queue.D2H: 0}
@@ -112,7 +120,35 @@ class CudaBackend:
         self._budget_bytes = 0
         self.gate = Gate(self, grow=self._blocks.grow, shrink=self._blocks.shrink)
 
+    def _cap(self, limit_bytes: int) -> None:
+        """torch's own limit is for what it reserves itself; what else is on the card (this process' context, other
+        programs) comes off first."""
+        available = self.available_gpu_bytes()
+        assert available is not None
+        if available <= 0:
+            raise PlanError(
+                f"--gpu-memory {format_bytes(limit_bytes)} leaves nothing: {format_bytes(limit_bytes - available)} of "
+                f"{torch.cuda.get_device_name(self.device)} are taken by the context of this process and by other "
+                "programs; give more, or free memory on the card"
+            )
+        torch.cuda.set_per_process_memory_fraction(available / self._total_bytes, self.device)
+
     # -- memory -------------------------------------------------------------------------------------------------------
+
+    def give_back(self) -> int:
+        """What payloads leave free goes back to the driver, for operators to have; how many bytes did."""
+        self.gate.flush()
+        return self._blocks.give_back()
+
+    def give_host_back(self) -> None:
+        """Pinned memory that nobody holds goes back to the system. torch keeps it otherwise, also from plans that are
+        over. What still copies from it keeps it. Stops the device."""
+        torch.cuda.synchronize(self.device)
+        empty = getattr(torch._C, "_host_emptyCache", None)
+        if empty is None:
+            log.info("torch %s keeps pinned memory until the process ends", torch.__version__)
+        else:
+            empty()
 
     @property
     def exchanges(self) -> int:
@@ -248,3 +284,6 @@ class CudaBackend:
         torch.cuda.synchronize(self.device)
         self.gate.abandon()
         self._blocks.close()
+        self.give_host_back()
+        if self._limit_bytes is not None:
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)

@@ -4,16 +4,23 @@
 that torch keeps for later is taken from others all the same. So that the two stay together, payloads of the size that
 moves most (the uniform chunk) come from one private MemPool, in which every block has that size and any free one fits
 any of them. The pool may grow to the budget less the highest tide and what is resident for good: memory that non-model
-data never needs. It is never given back and never split, so a steady iteration asks the driver for nothing.
+data never needs. A steady iteration asks the driver for nothing and gives nothing back. Where operators are refused
+memory all the same (ladder.py), `give_back` replaces the pool by a new one: torch returns the free blocks of a pool
+that nobody holds to the driver, at once or with the next `empty_cache`, and keeps those in use until they are free.
 
 What does not fit there (other sizes, and room that the plan takes at low tide only) is allocated outside the pool,
 under a stream of its own, so that torch keeps it apart from the user's tensors too. Its free blocks go back to the
 driver when the tide, or another size, needs the room; that stops the device, is counted in `exchanges`, and does not
 happen under a plan of uniform chunks whose payloads and highest tide fit the budget together.
 
-`torch.cuda.set_per_process_memory_fraction` has no part in this: it would make torch refuse memory, in the middle of an
-operator, for what cached blocks of the wrong size hold. What keeps the budget is the arena's ledger (bytes in use), the
-gate (bytes whose work is in flight) and this module (bytes that are free).
+What keeps the budget is the arena's ledger (bytes in use), the gate (bytes whose work is in flight) and this module
+(bytes that are free). A cap on the whole process (`CudaBackend(limit_bytes=)`) is torch's to keep besides.
+
+[Note: segments] torch takes memory from the driver in segments: 2 MiB for blocks of up to 1 MiB, 20 MiB for blocks
+below 10 MiB, which are cut from it in multiples of 512 B as long as they fit, and multiples of 2 MiB, one block each,
+above. So blocks are counted by what they take of a segment, and the pool by its segments. With `expandable_segments`
+there is one segment that grows by pages and none of this holds; another allocator than torch's own has no pools:
+`check_allocator` refuses both.
 
 [Note: torch versions] `torch.cuda.use_mem_pool` concerns the current thread from torch 2.8 on and every thread before,
 where a context by stream is used instead. Both refuse to be entered twice for one pool, hence the lock.
@@ -30,12 +37,13 @@ from typing import Any
 
 import torch
 
-from pstar_sim.core.effects import frees, takes
+from executor.adam import scratch_bytes
+from pstar_sim.core.effects import OTHERS, frees, takes
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
-from pstar_sim.errors import OutOfMemory
+from pstar_sim.errors import OutOfMemory, PlanError
 
-__all__ = ["Blocks", "PoolShape", "block_bytes", "pool_shape"]
+__all__ = ["Blocks", "PoolShape", "block_bytes", "check_allocator", "pool_shape", "segment_of"]
 
 log = logging.getLogger("executor")
 
@@ -44,9 +52,36 @@ PoolShape = tuple[int, int]  # bytes of a block, bytes the pool may grow to
 
 
 def block_bytes(size: int) -> int:
-    """What torch's allocator takes from the driver for a block of its own of this size: multiples of 2 MiB (small ones
-    share such a piece)."""
-    return -(-size // (2 * MIB)) * (2 * MIB) if size > MIB else -(-max(size, 1) // 512) * 512
+    """What a block of this size takes of its segment. See [Note: segments]."""
+    return _up(size, 2 * MIB) if size >= 10 * MIB else _up(max(size, 1), 512)
+
+
+def segment_of(block: int) -> tuple[int, int]:
+    """(bytes of the segment that torch takes from the driver for such a block, how many of them it holds)."""
+    if block >= 10 * MIB:
+        return _up(block, 2 * MIB), 1
+    segment = 2 * MIB if block <= MIB else 20 * MIB
+    return segment, segment // block
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+def check_allocator() -> None:
+    """Raise PlanError where torch's memory is not managed as this module reckons. Before anything is allocated."""
+    backend = torch.cuda.get_allocator_backend()
+    if backend != "native":
+        raise PlanError(
+            f"torch's CUDA allocator is {backend!r} (backend: in PYTORCH_CUDA_ALLOC_CONF), which has no memory pools; "
+            "leave that setting out, so that it is 'native'"
+        )
+    settings = torch.cuda.memory._snapshot().get("allocator_settings", {})
+    if settings.get("expandable_segments"):
+        raise PlanError(
+            "torch's CUDA allocator has expandable_segments:True (PYTORCH_CUDA_ALLOC_CONF), whose memory is not in "
+            "equal blocks: a plan's budget would not hold; set it to False for this run"
+        )
 
 
 def pool_shape(plan: Plan) -> PoolShape:
@@ -64,7 +99,7 @@ def pool_shape(plan: Plan) -> PoolShape:
         moves = {(chunk.index, "param"): 1 for chunk in plan.layout.chunks}
     counts: dict[int, int] = {}
     for (chunk, list_name), count in moves.items():
-        size = block_bytes(plan.layout.payload_bytes(chunk, list_name))
+        size = block_bytes(_storage_bytes(plan, chunk, list_name))
         counts[size] = counts.get(size, 0) + count
     if not counts:
         return 0, 0
@@ -74,15 +109,22 @@ def pool_shape(plan: Plan) -> PoolShape:
         for r in plan.initial
         if r.place is Place.GPU and r.chunk >= 0 and (r.chunk, r.list) not in moves
     )
-    for_good += sum(size for _, place, size in plan.buffers if place is Place.GPU)
+    for_good += sum(size for _, place, size in plan.buffers if place is Place.GPU) + scratch_bytes(plan)
     return block, max(0, plan.gpu_budget_bytes - plan.workload.peak_non_model_bytes - for_good)
+
+
+def _storage_bytes(plan: Plan, chunk: int, list_name: str) -> int:
+    """Of the storage that is taken with a list: with the other ranks' slices the whole one (slices.py)."""
+    if list_name in OTHERS:
+        return plan.layout.payload_bytes(chunk, OTHERS[list_name]) * plan.layout.ranks
+    return plan.layout.payload_bytes(chunk, list_name)
 
 
 class Blocks:
     """Memory of payloads on one device. Every method may be called from any thread.
 
     pool_bytes: what the pool of equal blocks has reserved. exchanges: how often cached memory went back to the driver
-    because something else needed the room.
+    because something else needed the room. kept_bytes: what torch kept of the pool when it was last to give it back.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -93,7 +135,9 @@ class Blocks:
         self._block, self._most_bytes = 0, 0
         self._free_blocks = 0  # of the pool
         self._in_pool: set[int] = set()  # storages that have one of its blocks
-        self._in_former: set[int] = set()  # the same, of pools of earlier plans
+        self._in_former: dict[int, int] = {}  # the same, of pools that were replaced: storage -> bytes of its block
+        self._former_free_bytes = 0  # of theirs, until the next exchange
+        self.kept_bytes = 0
         self._loose_held_bytes = 0  # outside the pool, with memory
         self._loose_free: Counter[int] = Counter()  # outside the pool, given back and still reserved: blocks by size
         self._lock = threading.Lock()
@@ -101,21 +145,47 @@ class Blocks:
         self._pool: Any = None
 
     def expect(self, shape: PoolShape, budget_bytes: int) -> None:
-        """A plan with these figures begins. What an earlier one left is kept where the block is the same."""
+        """A plan with these figures begins. What an earlier one left is kept where the block is the same and the pool
+        is no larger than it may be now."""
         with self._lock:
-            if shape[0] != self._block:
-                with torch.cuda.device(self.device):
-                    self._pool = torch.cuda.MemPool() if shape[0] else None
-                self._in_former |= self._in_pool
-                self._in_pool.clear()
-                self.pool_bytes = self._free_blocks = 0
+            if shape[0] != self._block or self.pool_bytes > shape[1]:
+                self._replace_pool(shape[0])
             self._block, self._most_bytes = shape
             self._budget_bytes = budget_bytes
+
+    def give_back(self) -> int:
+        """Free memory of payloads goes back to the driver, that of the pool too, so that operators can have it; the
+        bytes by which less is reserved then. Stops the device. See [Note: reserved bytes]."""
+        with self._lock:
+            free = self._free_blocks * self._block
+            before = torch.cuda.memory_reserved(self.device)
+            if free:
+                self._replace_pool(self._block)
+            self._exchange()
+            given = max(0, before - torch.cuda.memory_reserved(self.device))
+            self.kept_bytes = max(0, free - given)
+            if self.kept_bytes and segment_of(self._block)[1] == 1:  # else a block in use holds those beside it
+                log.warning(
+                    "torch %s keeps %d bytes of a memory pool that nobody uses: operators cannot have them",
+                    torch.__version__, self.kept_bytes,
+                )  # fmt: skip
+            return given
+
+    def _replace_pool(self, block: int) -> None:
+        """A new, empty one. Of the former, blocks in use stay theirs; the others are torch's to give back."""
+        for storage in self._in_pool:
+            self._in_former[storage] = self._block
+        self._former_free_bytes += self._free_blocks * self._block
+        self._in_pool.clear()
+        self.pool_bytes = self._free_blocks = 0
+        with torch.cuda.device(self.device):
+            self._pool = None  # torch gives the free blocks of a pool without a holder back
+            self._pool = torch.cuda.MemPool() if block else None
 
     @property
     def loose_free_bytes(self) -> int:
         """Reserved outside the pool, of use to nobody at present."""
-        return sum(size * count for size, count in self._loose_free.items())
+        return sum(size * count for size, count in self._loose_free.items()) + self._former_free_bytes
 
     def grow(self, payload: torch.Tensor) -> None:
         """Memory for a payload that has none. Raises OutOfMemory, nothing changed, if the device has none left."""
@@ -129,7 +199,7 @@ class Blocks:
                 self._count_block()
                 return
             if not self._loose_free[block]:
-                self._make_room(block)
+                self._make_room(segment_of(block)[0])
             self._allocate(lambda: storage.resize_(size), pooled=False, asked_bytes=size)
             self._loose_free[block] = max(0, self._loose_free[block] - 1)
             self._loose_held_bytes += block
@@ -146,7 +216,7 @@ class Blocks:
                 self._in_pool.discard(storage._cdata)
                 self._free_blocks += 1
             elif storage._cdata in self._in_former:
-                self._in_former.discard(storage._cdata)
+                self._former_free_bytes += self._in_former.pop(storage._cdata)
             else:
                 block = block_bytes(size)
                 self._loose_held_bytes -= block
@@ -167,7 +237,7 @@ class Blocks:
             made[0].untyped_storage().resize_(0)
             if pooled:
                 self._count_block()
-                self._free_blocks += 1
+                self._free_blocks += 1  # again
             else:
                 self._loose_free[block] = max(1, self._loose_free[block])
         return made[0]
@@ -182,13 +252,16 @@ class Blocks:
     def _fits_pool(self, block: int) -> bool:
         if not self._block or block != self._block:
             return False
-        return self._free_blocks > 0 or self.pool_bytes + block <= self._most_bytes
+        more = segment_of(block)[0] + sum(self._in_former.values())  # former pools count until they are free
+        return self._free_blocks > 0 or self.pool_bytes + more <= self._most_bytes
 
     def _count_block(self) -> None:
         if self._free_blocks:
             self._free_blocks -= 1
         else:
-            self.pool_bytes += self._block
+            segment, blocks = segment_of(self._block)
+            self.pool_bytes += segment
+            self._free_blocks += blocks - 1
 
     def _make_room(self, more_bytes: int) -> None:
         """Cached memory goes back before the process reserves more than the budget."""
@@ -202,6 +275,7 @@ class Blocks:
     def _exchange(self) -> None:
         self.exchanges += 1
         self._loose_free.clear()
+        self._former_free_bytes = 0
         torch.cuda.empty_cache()  # stops the device; leaves the pool's blocks alone
 
     def _allocate(self, allocate: Callable[[], object], *, pooled: bool, asked_bytes: int) -> None:

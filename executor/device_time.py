@@ -63,9 +63,11 @@ class DeviceTimes:
         backend = self._backend
         for key in keys:
             begin, end = self._open[key]
+            # Both: the two of a moment may lie on two streams of the user's, and a time is had of complete ones only.
             if wait:
+                backend.synchronize(begin)
                 backend.synchronize(end)
-            elif not backend.query(end):
+            elif not (backend.query(begin) and backend.query(end)):
                 continue
             self._seconds[key] = (backend.time_of(begin), backend.time_of(end))
             del self._open[key]

@@ -530,9 +530,11 @@ class Session:
         if self.scaling is None:
             return
         update.unscale = 1.0 / self.scaling.scale
+        begun_s = self._now()
         overflowed = self.scaling.overflowed()
         if self.ranks is not None:
             overflowed = self.ranks.any(overflowed)
+        self.queues.waited(self._now() - begun_s)
         if overflowed:
             update.skip_all()
         self.scaling.close_iteration(overflowed)
@@ -890,6 +892,8 @@ class Session:
             for (t, name), value in states.items():
                 self._write_state(t, name, value)
             self.contents.steps_taken.update(steps_taken)
+        del old, contents, queues, values, states
+        self.backend.give_host_back()  # the former plan's slabs
         self.held = False
         self.start()
 

@@ -107,8 +107,7 @@ class Guard(LiveStorages):  # type: ignore[no-untyped-call]
                 # How much was asked for is only in the text; what its inputs hold is of the same order.
                 asked = sum(t.numel() * t.element_size() for t in args if isinstance(t, torch.Tensor))
                 self._make_room(self._refusal(func, asked, None))
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()  # chunks and activations come from different pools
+                self._session.backend.give_back()  # chunks and activations come from different pools
         raise AssertionError("the last try raises")
 
     def _refusal(self, func: Any, asked_bytes: int, limit_bytes: int | None) -> OutOfMemory:

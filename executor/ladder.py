@@ -199,6 +199,7 @@ class Ladder(Sequence[Rung]):
                 s.demand.discard()
             else:
                 self.replan()
+        s.backend.give_back()
         s.consumed.clear()
         s.arrived.clear()
 

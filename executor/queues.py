@@ -154,6 +154,10 @@ class Queues(Protocol):
         """Queues of the same kind that have not been started."""
         ...
 
+    def waited(self, seconds: float) -> None:
+        """The training thread has waited so long for the device or the other ranks, outside these queues."""
+        ...
+
     def standing(self) -> dict[Queue, tuple[int, int]]:
         """While paused: (iteration, index in the queue's order) of each queue's next step."""
         ...
@@ -211,6 +215,9 @@ class _AtOnce:
         return frozenset()
 
     def land(self, chunk: int) -> None:
+        return None
+
+    def waited(self, seconds: float) -> None:
         return None
 
     def measured(

@@ -88,7 +88,11 @@ def recording_machine(device: str, machine: Machine | None, gpu_memory_bytes: in
         base = machine or load_machine("virtual")
         return base if gpu_memory_bytes is None else load_machine("virtual", gpu_memory=gpu_memory_bytes)
     where = cuda_device(device)
-    available = CudaBackend(where, limit_bytes=gpu_memory_bytes).available_gpu_bytes()
+    backend = CudaBackend(where, limit_bytes=gpu_memory_bytes)
+    try:
+        available = backend.available_gpu_bytes()
+    finally:
+        backend.close()
     assert available is not None
     if machine is not None and machine.gpu_budget_bytes <= available:
         return machine
@@ -162,8 +166,11 @@ class Job:
         text = open_data(self.data) if text is None else text
         return batches_like(built.example_batch, text, vocabulary=built.vocabulary, seed=self.seed, skip=skip)
 
-    def record(self, machine: Machine, *, device: str = "virtual") -> Workload:
-        """The workload of a real warm-up iteration on `device`, within the GPU budget of `machine`."""
+    def record(self, machine: Machine, *, device: str = "virtual", gpu_memory: int | None = None) -> Workload:
+        """The workload of a real warm-up iteration on `device`, within the GPU budget of `machine`. gpu_memory: what it
+        may use of a CUDA device, as for `prepare`."""
+        if is_cuda(device):
+            machine = recording_machine(device, machine, gpu_memory)
         built = self.build(empty=self.weights is not None)
         batches = self.batches(built)
         with named_failures(self.model, built.module):
@@ -173,6 +180,7 @@ class Job:
                 machine,
                 name=self.model,
                 device=device,
+                gpu_memory=gpu_memory if is_cuda(device) else None,
                 batch=self.batch,
                 sequence=self.sequence,
                 optimizer=AdamW(lr=self.lr, max_grad_norm=MAX_GRAD_NORM if self.clip else None),

@@ -50,7 +50,8 @@ def queues_for(backend: Backend, *, watchdog_s: float) -> ThreadQueues:
 class StreamQueues(ThreadQueues):
     """A daemon thread a queue that issues to the backend's stream of that queue. Arguments as for ThreadQueues.
 
-    host_wait_s: seconds the training thread has waited on the host for what was not issued yet. host_waits: how often.
+    host_wait_s: seconds the training thread has waited on the host: for what was not issued yet, and for figures that
+    it has to have before it goes on (`waited`: whether an fp16 gradient overflowed). host_waits: how often.
     """
 
     def __init__(
@@ -159,6 +160,10 @@ class StreamQueues(ThreadQueues):
                     raise self._failure
             else:
                 backend.wait_event(queue, event)
+
+    def waited(self, seconds: float) -> None:
+        self.host_waits += 1
+        self.host_wait_s += seconds
 
     def ended(self, i: int, iteration: int) -> None:
         self._depart(Queue.COMPUTE, i, iteration)

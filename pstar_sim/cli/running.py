@@ -118,7 +118,8 @@ def record_on_device(args: argparse.Namespace) -> Workload:
         checkpointing=args.checkpointing,
         attention=args.attention,
     )
-    recorded: Workload = job.record(jobs.recording_machine(args.device, named, limit), device=args.device)
+    machine = jobs.recording_machine(args.device, named, limit)
+    recorded: Workload = job.record(machine, device=args.device, gpu_memory=limit)
     return recorded
 
 
@@ -154,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
     if args.record is not None:
         from pstar_sim.workload.trace import save_trace
 
-        save_trace(job.record(plan.machine, device=args.device), args.record)
+        save_trace(job.record(plan.machine, device=args.device, gpu_memory=memory), args.record)
         machine_file = Path(args.record).with_suffix(".toml")
         save_machine(measured_machine, machine_file)
         if not args.json:

@@ -15,7 +15,7 @@ import torch
 import executor
 from executor import cuda_blocks
 from executor.cuda import CudaBackend, cuda_device, default_adam_threads
-from executor.cuda_blocks import MIB, Blocks, block_bytes, pool_shape
+from executor.cuda_blocks import MIB, Blocks, block_bytes, pool_shape, segment_of
 from executor.device import DeviceOptions, check_placement, move_buffers, open_backend
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import ContractError, DoesNotFit, OutOfMemory, PlanError
@@ -30,7 +30,11 @@ class Card:
         self.memory_bytes = memory_bytes
         self.reserved = self.allocated = self.emptied = self.streams = 0
         self.pools: list[Any] = []
+        self.fractions: list[float] = []
+        self.allocator, self.expandable = "native", False
         self.routed: list[Any] = []
+        self.pinned_emptied: list[int] = []
+        self.frees_bytes = 0  # what the next empty_cache gives back
 
 
 class Stream:
@@ -92,6 +96,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     def empty_cache() -> None:
         assert not made.routed
         made.emptied += 1
+        made.reserved -= made.frees_bytes
+        made.frees_bytes = 0
 
     for name, value in {
         "Stream": Stream,
@@ -109,9 +115,15 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
         "memory_allocated": lambda device=None: made.allocated,
         "mem_get_info": lambda device=None: (made.memory_bytes - made.reserved, made.memory_bytes),
         "get_device_name": lambda device=None: "a card",
+        "get_allocator_backend": lambda: made.allocator,
+        "set_per_process_memory_fraction": lambda fraction, device=None: made.fractions.append(fraction),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", lambda *_: None, raising=False)
+    monkeypatch.setattr(
+        torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": {"expandable_segments": made.expandable}}
+    )
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: made.pinned_emptied.append(1), raising=False)
     return made
 
 
@@ -120,9 +132,21 @@ class TestBlockSizes:
         assert block_bytes(1) == 512
         assert block_bytes(512 * 3 + 1) == 2048
         assert block_bytes(MIB) == MIB
-        assert block_bytes(MIB + 1) == 2 * MIB
+        assert block_bytes(MIB + 1) == MIB + 512
+        assert block_bytes(10 * MIB - 1) == 10 * MIB
+        assert block_bytes(10 * MIB + 1) == 12 * MIB
         assert block_bytes(64 * MIB) == 64 * MIB
         assert block_bytes(64 * MIB + 1) == 66 * MIB
+
+    def test_segments(self) -> None:
+        """Small blocks share 2 MiB, middling ones 20 MiB, large ones have their own."""
+        assert segment_of(512) == (2 * MIB, 4096)
+        assert segment_of(MIB) == (2 * MIB, 2)
+        assert segment_of(MIB + 512) == (20 * MIB, 19)
+        assert segment_of(4 * MIB) == (20 * MIB, 5)
+        assert segment_of(8 * MIB) == (20 * MIB, 2)
+        assert segment_of(10 * MIB) == (10 * MIB, 1)
+        assert segment_of(66 * MIB) == (66 * MIB, 1)
 
     def test_the_pool_has_the_size_that_moves_most_and_leaves_the_tide(self, kit: Any) -> None:
         model, draw = kit.build("gpt2")
@@ -145,54 +169,115 @@ class TestBlocks:
         return [blocks.payload(numel, torch.float32) for _ in range(count)]
 
     def test_a_pool_that_is_used_again(self, card: Card) -> None:
-        """Blocks of 4 MiB, a pool of 12: four payloads, at most three with memory."""
+        """Blocks of 12 MiB, a pool of 36: four payloads, at most three with memory."""
         blocks = Blocks(torch.device("cpu"))
-        blocks.expect((4 * MIB, 12 * MIB), 100 * MIB)
-        a, b, c, d = self.payloads(blocks, 4, MIB)
-        assert blocks.pool_bytes == 4 * MIB  # one block made them all, in turn
+        blocks.expect((12 * MIB, 36 * MIB), 100 * MIB)
+        a, b, c, d = self.payloads(blocks, 4, 3 * MIB)
+        assert blocks.pool_bytes == 12 * MIB  # one block made them all, in turn
         for payload in (a, b, c):
             blocks.grow(payload)
-        assert blocks.pool_bytes == 12 * MIB
+        assert blocks.pool_bytes == 36 * MIB
         for _ in range(50):
             blocks.shrink(a)
             blocks.grow(d)
             blocks.shrink(d)
             blocks.grow(a)
-        assert blocks.pool_bytes == 12 * MIB
+        assert blocks.pool_bytes == 36 * MIB
         assert blocks.exchanges == 0
         blocks.grow(d)  # beyond the pool: memory of its own
-        assert (blocks.pool_bytes, blocks.loose_free_bytes) == (12 * MIB, 0)
+        assert (blocks.pool_bytes, blocks.loose_free_bytes) == (36 * MIB, 0)
         blocks.shrink(d)
-        assert blocks.loose_free_bytes == 4 * MIB
+        assert blocks.loose_free_bytes == 12 * MIB
+
+    def test_blocks_that_share_a_segment(self, card: Card) -> None:
+        """Five blocks of 4 MiB in 20: the pool grows by 20 MiB, and not at all where it may have 30."""
+        blocks = Blocks(torch.device("cpu"))
+        blocks.expect((4 * MIB, 30 * MIB), 100 * MIB)
+        payloads = self.payloads(blocks, 6, MIB)
+        for payload in payloads[:5]:
+            blocks.grow(payload)
+        assert (blocks.pool_bytes, blocks._free_blocks) == (20 * MIB, 0)
+        blocks.grow(payloads[5])
+        assert blocks.pool_bytes == 20 * MIB
+        assert len(blocks._in_pool) == 5
+
+    def test_free_blocks_go_back_for_operators(self, card: Card) -> None:
+        """Three blocks of 12 MiB, two free: the pool is replaced, which gives 24 MiB back; the one in use stays, counts
+        against the new pool, and goes with the exchange after it is free."""
+        blocks = Blocks(torch.device("cpu"))
+        blocks.expect((12 * MIB, 36 * MIB), 100 * MIB)
+        a, b, c = self.payloads(blocks, 3, 3 * MIB)
+        for payload in (a, b, c):
+            blocks.grow(payload)
+        a.fill_(7.0)
+        for payload in (b, c):
+            blocks.shrink(payload)
+        pools = len(card.pools)
+        card.frees_bytes = 24 * MIB
+        card.reserved = 36 * MIB
+        assert blocks.give_back() == 24 * MIB
+        assert (len(card.pools), card.emptied) == (pools + 1, 1)
+        assert (blocks.pool_bytes, blocks.kept_bytes, blocks.loose_free_bytes) == (0, 0, 0)
+        assert float(a.sum()) == 7.0 * a.numel()
+        blocks.grow(b)
+        blocks.grow(c)
+        assert blocks.pool_bytes == 24 * MIB  # with the former's 12 the 36 it may have
+        blocks.shrink(a)
+        assert blocks.loose_free_bytes == 12 * MIB
+        blocks.make_room(80 * MIB)
+        assert (card.emptied, blocks.loose_free_bytes) == (2, 0)
+
+    def test_a_torch_that_keeps_them(self, card: Card, caplog: pytest.LogCaptureFixture) -> None:
+        blocks = Blocks(torch.device("cpu"))
+        blocks.expect((12 * MIB, 36 * MIB), 100 * MIB)
+        self.payloads(blocks, 1, 3 * MIB)
+        card.reserved = 12 * MIB
+        assert blocks.give_back() == 0
+        assert blocks.kept_bytes == 12 * MIB
+        assert "operators cannot have them" in caplog.text
+
+    def test_a_smaller_pool_under_the_next_plan(self, card: Card) -> None:
+        blocks = Blocks(torch.device("cpu"))
+        blocks.expect((12 * MIB, 36 * MIB), 100 * MIB)
+        a, b = self.payloads(blocks, 2, 3 * MIB)
+        for payload in (a, b):
+            blocks.grow(payload)
+        for payload in (a, b):
+            blocks.shrink(payload)
+        pools = len(card.pools)
+        blocks.expect((12 * MIB, 24 * MIB), 90 * MIB)
+        assert (len(card.pools), blocks.pool_bytes) == (pools, 24 * MIB)
+        blocks.expect((12 * MIB, 12 * MIB), 80 * MIB)
+        assert (len(card.pools), blocks.pool_bytes) == (pools + 1, 0)
 
     def test_what_is_free_outside_the_pool_goes_when_the_tide_needs_it(self, card: Card) -> None:
-        """Budget 20 MiB: pool 8, one loose block of 6 that was given back; a tide of 6 fits beside it, one of 7 does
-        not."""
+        """Budget 60 MiB: pool 24, one loose block of 18 that was given back; a tide of 18 fits beside it, one of 19
+        does not."""
         blocks = Blocks(torch.device("cpu"))
-        blocks.expect((4 * MIB, 8 * MIB), 20 * MIB)
-        a, b = self.payloads(blocks, 2, MIB)
-        odd = blocks.payload(3 * MIB // 2, torch.float32)
+        blocks.expect((12 * MIB, 24 * MIB), 60 * MIB)
+        a, b = self.payloads(blocks, 2, 3 * MIB)
+        odd = blocks.payload(9 * MIB // 2, torch.float32)
         for payload in (a, b, odd):
             blocks.grow(payload)
-        blocks.make_room(12 * MIB)
+        blocks.make_room(36 * MIB)
         assert card.emptied == 0  # nothing is free
         blocks.shrink(odd)
-        blocks.make_room(6 * MIB)
+        blocks.make_room(18 * MIB)
         assert card.emptied == 0
-        blocks.make_room(7 * MIB)
+        blocks.make_room(19 * MIB)
         assert (card.emptied, blocks.exchanges, blocks.loose_free_bytes) == (1, 1, 0)
 
     def test_before_more_is_reserved_than_the_budget_idle_memory_goes(self, card: Card) -> None:
         blocks = Blocks(torch.device("cpu"))
-        blocks.expect((4 * MIB, 4 * MIB), 20 * MIB)
-        odd = blocks.payload(3 * MIB // 2, torch.float32)
+        blocks.expect((12 * MIB, 12 * MIB), 60 * MIB)
+        odd = blocks.payload(9 * MIB // 2, torch.float32)
         blocks._loose_free.clear()
-        card.reserved, card.allocated = 16 * MIB, 16 * MIB
+        card.reserved, card.allocated = 48 * MIB, 48 * MIB
         blocks.grow(odd)
         assert card.emptied == 0  # full, but nothing is idle
         blocks.shrink(odd)
         blocks._loose_free.clear()
-        card.allocated = 8 * MIB
+        card.allocated = 24 * MIB
         blocks.grow(odd)
         assert card.emptied == 1
 
@@ -200,17 +285,17 @@ class TestBlocks:
         self, card: Card, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         blocks = Blocks(torch.device("cpu"))
-        blocks.expect((4 * MIB, 8 * MIB), 20 * MIB)
-        (a,) = self.payloads(blocks, 1, MIB)
+        blocks.expect((12 * MIB, 24 * MIB), 60 * MIB)
+        (a,) = self.payloads(blocks, 1, 3 * MIB)
 
         def refuse(*_: Any, **__: Any) -> Any:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
         monkeypatch.setattr(cuda_blocks.Blocks, "_routed", refuse)
-        with pytest.raises(OutOfMemory, match=r"a chunk asked for 4.194 MB"):
+        with pytest.raises(OutOfMemory, match=r"a chunk asked for 12.58 MB"):
             blocks.grow(a)
         monkeypatch.undo()
-        assert blocks.pool_bytes == 4 * MIB
+        assert blocks.pool_bytes == 12 * MIB
 
 
 class TestAgainstThisTorch:
@@ -258,6 +343,29 @@ class TestRefusals:
         assert backend.available_gpu_bytes() == 6 * 10**8
         card.reserved = 10**8
         assert backend.available_gpu_bytes() == 6 * 10**8
+
+    def test_the_cap_is_torchs_too_less_the_context(self, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+        """600 MB of a card of 1 GB, 100 MB of it taken by the context: torch may reserve 500 MB, half the card. It ends
+        with the backend."""
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (9 * 10**8 - card.reserved, 10**9))
+        backend = CudaBackend(torch.device("cpu"), limit_bytes=6 * 10**8)
+        assert backend.available_gpu_bytes() == 5 * 10**8
+        assert card.fractions == [0.5]
+        backend.close()
+        assert card.fractions == [0.5, 1.0]
+        CudaBackend(torch.device("cpu")).close()
+        assert card.fractions == [0.5, 1.0]
+        with pytest.raises(PlanError, match=r"--gpu-memory 100 MB leaves nothing: 100 MB of a card are taken by"):
+            CudaBackend(torch.device("cpu"), limit_bytes=10**8)
+
+    def test_an_allocator_without_pools_or_equal_blocks(self, card: Card) -> None:
+        card.expandable = True
+        with pytest.raises(PlanError, match="expandable_segments:True"):
+            CudaBackend(torch.device("cpu"))
+        card.allocator = "cudaMallocAsync"
+        with pytest.raises(PlanError, match="torch's CUDA allocator is 'cudaMallocAsync'"):
+            CudaBackend(torch.device("cpu"))
+        assert card.pools == []
 
     def test_a_model_on_another_device(self) -> None:
         model = torch.nn.Linear(2, 2)
@@ -362,7 +470,12 @@ def test_a_run_through_the_mapping(
     assert timeline.iteration_s > 0
     assert backend.copied_bytes["h2d"] > 0
     assert run.session.deviations == 0
+    assert card.pinned_emptied == []
+    run.session.renew(run.plan)
+    assert card.pinned_emptied == [1]  # the slabs of the former plan: nobody has them any more
+    kit.train_both(run.model, run.reference, run.optimizer, run.batches, steps=1, micro_batches=micro_batches)
     run.session.close()
+    assert card.pinned_emptied == [1, 1]
     assert backend.gate.pending_bytes == 0
     for one, other in zip(run.model.parameters(), run.reference.model.parameters()):
         assert kit.distance(one.detach(), other.detach()) <= 1e-6
