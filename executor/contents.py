@@ -63,6 +63,7 @@ class Update:
     max_grad_norm: None without clipping. norms: of each gradient, taken where it arrived (one micro-batch only).
     unscale: what gradients are multiplied with to undo loss scaling. skip: a gradient overflowed, so that Adam steps
     leave values, states and step counts as they are and drop the gradients.
+    unused: tensors that no rank had a gradient of, where it was taken for zero; they are left as they are.
     agree: makes of the norm of what this rank holds that of all ranks; None where this rank holds everything.
     streams: the accelerator where work is issued ahead, else None. Then a coefficient that a host queue's thread worked
     out is a number on the host, and whoever takes one that is on the gpu to the host waits for the event behind it.
@@ -74,6 +75,7 @@ class Update:
     norm: torch.Tensor | None = None
     unscale: float = 1.0
     skip: bool = False
+    unused: frozenset[int] = frozenset()
     agree: Callable[[torch.Tensor], torch.Tensor] | None = None
     streams: StreamBackend | None = None
     _coefficient: torch.Tensor | None = None
@@ -525,6 +527,11 @@ class Contents:
                 mine.clear()
             state.current.discard(place)  # a gradient may lie in it
         source = None if update.skip else self.gather_gradients(row, place)
+        if source is not None and update.unused:
+            state.where(place, source).difference_update(update.unused)
+            if not state.where(place, source):
+                source = None
+                state.current.discard(place)  # a gradient of zero may lie in it
         if source is not None:
             master = arena.at(place, chunk, "param32")
             scale = update.coefficient_on(master.device, norms)

@@ -26,6 +26,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from executor.absent import Absent
 from executor.activations import as_planned, recomputing
 from executor.adam import Hyper
 from executor.arena import Arena, check_host_memory
@@ -94,6 +95,7 @@ class Session:
         if ranks is not None:
             ranks.on_loss = self._hear_of_loss(weakref.ref(self))
         self._count = count
+        self.absent = None if ranks is None or eager else Absent(self)
         self._weight = 1.0  # of this rank's gradients in the micro-batch that runs
         self.parameters = parameters
         self.backend = backend
@@ -294,8 +296,13 @@ class Session:
     def _on_plan(self, event: Event) -> bool:
         """Go to the next moment if the event opens it. False if it does not."""
         following = self.cursor + 1
-        if self.on_demand_only or self.names[following] != event.name:
+        if self.on_demand_only:
             return False
+        if self.names[following] != event.name:
+            later = self.absent.moment_of(event) if self.absent is not None else None
+            if later is None:
+                return False
+            following = later
         if event.kind == "begin":
             if self.cursor < 0 and not torch.is_grad_enabled():
                 return False  # an evaluation
@@ -303,7 +310,9 @@ class Session:
                 return False
         elif event.kind == "grad":
             self.check_backward(event)
-        if self._outstanding:
+        if self.absent is not None:
+            self.absent.pass_to(following)
+        elif self._outstanding:
             return False  # a gradient the plan counts on has not come
         self.advance(following)
         if (event.phase is Phase.FWD and event.kind == "end" and event.module == "") or event.kind == "backward-end":
@@ -373,6 +382,8 @@ class Session:
         self.backwards = 0
         self.updated_early = set()
         self._norms = {}
+        if self.absent is not None:
+            self.absent.begin_iteration()
         if self.scaling is not None:
             self.scaling.begin_iteration()
         if self.eager:
@@ -419,6 +430,8 @@ class Session:
             if self.in_parts and self._final.get((self.plan.workload.moments[moment].micro_batch, tensor), -1) > moment:
                 return  # the same: each part that uses it gives its share
             if moment < 0 or tensor not in self._due[moment]:
+                if self.absent is not None and self.absent.waits(tensor):
+                    return
                 self.demand.leave(
                     f"gradient of {self.name_of(tensor)!r} arrives in moment {moment}, the plan has it elsewhere"
                 )
@@ -474,7 +487,7 @@ class Session:
     def optimizer_step(self) -> None:
         """What `optimizer.step()` does. Returns without waiting for what the plan lets run into the next forward."""
         self.require_running()
-        if not self.arrived:
+        if not self.arrived and (self.absent is None or not self.absent.missed):
             return  # plain torch: no parameter has a gradient
         if self.stepped:
             raise ContractError(
@@ -505,6 +518,9 @@ class Session:
         update = self._updates[k]
         update.norms = self._norms
         self.decide_scaling(update)
+        if self.absent is not None:
+            self.absent.settle()
+            update.unused = self.absent.unused()
         if self.plan.workload.micro_batches == 1 and self.ranks is None and not update.skip:
             update.coefficient(lambda: self.update_norms(k))
         self.clock.step()  # the event "step": comes back through on_event

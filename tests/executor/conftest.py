@@ -91,6 +91,39 @@ def mlp(checkpointing: bool) -> tuple[nn.Module, Callable[[torch.Generator], Any
     return model, batch
 
 
+class Experts(nn.Module):
+    """Four experts; `route` has the number of the one that each row goes to. One that gets no row is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(24, 40)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(40, 40), nn.Tanh()) for _ in range(4))
+        self.after = nn.Linear(40, 24)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, route: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.before(x))
+        out = x
+        for number, expert in enumerate(self.experts):
+            rows = (route == number).nonzero().flatten()
+            if rows.numel():
+                out = out.index_add(0, rows, expert(x[rows]))
+        return ((self.after(out) - y) ** 2).mean()
+
+
+ROUTES = ((0, 1, 2, 3), (1, 1, 2, 2), (0, 0, 1, 1), (2, 2, 2, 2), (3, 3, 0, 0), (0, 1, 1, 0))
+
+
+def experts() -> tuple[nn.Module, Callable[[torch.Generator], Any]]:
+    """The first batch uses every expert; of the next ones some use two, some one."""
+    routes = itertools.cycle(ROUTES)
+
+    def batch(draw: torch.Generator) -> dict[str, torch.Tensor]:
+        x, y = torch.randn(4, 24, generator=draw), torch.randn(4, 24, generator=draw)
+        return {"x": x, "y": y, "route": torch.tensor(next(routes))}
+
+    return Experts(), batch
+
+
 def _text(draw: torch.Generator) -> dict[str, torch.Tensor]:
     ids = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=draw)
     return {"input_ids": ids, "labels": ids}
@@ -127,8 +160,10 @@ def _hf(name: str, checkpointing: bool) -> tuple[nn.Module, Callable[[torch.Gene
 def build(
     name: str, *, checkpointing: bool = False, seed: int = 0
 ) -> tuple[nn.Module, Callable[[torch.Generator], Any]]:
-    """A small model and a function that draws a batch for it. Names: mlp, gpt2 (tied), llama, bert."""
+    """A small model and a function that draws a batch for it. Names: mlp, experts, gpt2 (tied), llama, bert."""
     torch.manual_seed(seed)
+    if name == "experts":
+        return experts()
     return mlp(checkpointing) if name == "mlp" else _hf(name, checkpointing)
 
 

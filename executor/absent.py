@@ -1,0 +1,108 @@
+"""Absent gradients: what a rank does when it does not call a module that the plan has (a routed expert).
+
+The collectives of a plan are the same on every rank, so there an iteration cannot go on without its plan as that of one
+process does (`demand.py`). A rank whose next event belongs to a later moment of the micro-batch passes over the moments
+in between: each begins and ends with nothing computed in it, so that its fetches, gathers and sums take place, and a
+gradient that is due and has not come is zero in the sum. One that comes before its moment (the last module that uses
+the parameter is passed over) waits in `.grad`. One that comes after it ends the run, as does any other order of events.
+
+[Note: zero or none] In plain torch a parameter that nothing used has no gradient and is left alone; with a gradient of
+zero its moments decay and its weight too. So before the updates the ranks tell each other which parameters each had no
+gradient of in any micro-batch: what none used is left alone on all, as in one process on the joined batch. Eager
+updates run before anybody can know, so with them such an iteration still ends the run.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from executor.contract import raw_grad
+from executor.hooks import Event
+from pstar_sim.workload.workload import Phase
+
+if TYPE_CHECKING:
+    from executor.engine import Session
+
+__all__ = ["Absent"]
+
+
+class Absent:
+    """missed: tensors whose gradient counted as zero in some micro-batch of the iteration."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.missed: set[int] = set()
+        self._said = False
+
+    def begin_iteration(self) -> None:
+        self.missed = set()
+        self._said = False
+
+    def moment_of(self, event: Event) -> int | None:
+        """The moment that the event opens, if it is a later one of the micro-batch whose moment is open."""
+        s = self.session
+        moments = s.plan.workload.moments
+        if s.cursor < 0:
+            return None
+        for m in range(s.cursor + 1, len(moments)):
+            moment = moments[m]
+            if moment.micro_batch != moments[s.cursor].micro_batch or moment.phase is Phase.ADAM:
+                return None
+            if moment.name == event.name:
+                return m if moment.phase is event.phase else None
+            if moment.name.startswith("backward-end"):
+                return None  # what belongs behind the backward is not in it
+        return None
+
+    def pass_to(self, moment: int) -> None:
+        """Go through the moments before this one, from the open one on: nothing is computed in them any more."""
+        s = self.session
+        self.settle()
+        while s.cursor + 1 < moment:
+            following = s.cursor + 1
+            if not self._said:
+                self._said = True
+                s.note_deviation(
+                    f"{s.names[following]} does not come on this rank; gradients that are not there count as zero"
+                )
+            s.advance(following)
+            self.settle()
+
+    def settle(self) -> None:
+        """Gradients that are due in the open moment are there now, or zero."""
+        s = self.session
+        for tensor in sorted(s._outstanding):
+            if raw_grad(s.parameters[tensor]) is not None:
+                s.on_gradient(tensor, s.parameters[tensor])
+                continue
+            chunk = s._chunk_of[tensor]
+            zero = torch.zeros((), dtype=s.arena.dtype(chunk, "param"), device=s.backend.device)
+            micro_batch = s.plan.workload.moments[s.cursor].micro_batch
+            with torch.no_grad():
+                s.contents.accept(
+                    tensor, zero.expand(s.plan.workload.tensors[tensor].numel), s._goes_to[chunk, micro_batch]
+                )
+            s.backend.touch()
+            self.missed.add(tensor)
+        s._outstanding = set()
+
+    def waits(self, tensor: int) -> bool:
+        """A gradient that came stays in `.grad`: its moment is a later one of the micro-batch."""
+        s = self.session
+        if s.cursor < 0:
+            return False
+        micro_batch = s.plan.workload.moments[s.cursor].micro_batch
+        return s._final.get((micro_batch, tensor), -1) > s.cursor
+
+    def unused(self) -> frozenset[int]:
+        """Tensors that no rank had a gradient of in this iteration; every rank asks, before its updates."""
+        s = self.session
+        assert s.ranks is not None
+        mine = self.missed - s.arrived
+        if not s.ranks.any(bool(mine)):
+            return frozenset()
+        order = sorted(s._chunk_of)
+        rows = s.ranks.meet([float(tensor in mine) for tensor in order])
+        return frozenset(tensor for i, tensor in enumerate(order) if all(row[i] for row in rows))
