@@ -20,7 +20,6 @@ from pstar_sim.policy.pins import iteration_bounds
 from pstar_sim.policy.points import Point
 from pstar_sim.policy.program import Attempt, attempt
 from pstar_sim.policy.residency import gaps_of
-from pstar_sim.policy.search import EFFORT_OPS, Search
 from pstar_sim.units import format_bytes, format_s
 from pstar_sim.workload.workload import Workload
 
@@ -61,8 +60,6 @@ class Asynchronous:
 
     def plan(self) -> Plan:
         self.ground.check_gpu()
-        if self.point.streams:
-            return self._with_streams()
         best, most, bound_s = self._scan()
         rival = self._rival() if self.ground.follow_tide else None
         if rival is not None and not self.ground.several:
@@ -86,17 +83,6 @@ class Asynchronous:
         chosen = _fastest(allowed)
         self._remember(chosen)
         return self._emit(chosen, attempts, most, bound_s)
-
-    def _with_streams(self) -> Plan:
-        """The best of the search over pinned and streamed chunks. Raises DoesNotFit if none of its choices does."""
-        search = Search(self.ground, EFFORT_OPS)
-        attempts = search.run()
-        if not attempts:
-            raise search.short()
-        chosen = attempts[0]
-        streams = len(chosen.modes.streamed)
-        choices = self._choices(chosen, attempts, search.most, search.floor_s)
-        return emit(self.ground, chosen, {**choices, "streams": f"{streams} of {search.count} chunks"})
 
     def _search(self, best: int, most: int, bound_s: float) -> list[Attempt]:
         """Attempts: the closed form's number of pins, none, all; its neighbours if the event loop stays behind the

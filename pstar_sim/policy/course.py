@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from pstar_sim.policy.ground import SUMS_TAKE, Ground
 from pstar_sim.policy.residency import Gap, gaps_of
@@ -46,8 +47,7 @@ class Knobs:
     states_first: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(NamedTuple):
     """One place on the compute queue: block >= 0, the block of moments it is; chunk >= 0, the streamed chunk it
     updates. tide_bytes: non-model bytes."""
 

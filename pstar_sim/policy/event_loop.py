@@ -32,6 +32,7 @@ from pstar_sim.core.step import Queue
 
 __all__ = ["Op", "Outcome", "Program", "run"]
 
+ROUNDING = 1e-9  # relative, far more than the seconds of a window can be off by adding them up
 COMPUTE, H2D, D2H, ADAM, NET, NVME = range(6)
 _INDEX = {
     Queue.COMPUTE: COMPUTE,
@@ -100,83 +101,93 @@ class Outcome:
 
 def run(program: Program, *, most: int = 6, tolerance: float = 1e-6, limit_s: float = math.inf) -> Outcome:
     """Play the program from the cut until its window repeats and its period does, within the relative tolerance; `most`
-    windows at most. A program is
-    given up, its outcome without a window, once a window takes more than limit_s and no less than the one before: the
-    first one, which waits for nothing of an iteration before it, is the shortest as a rule."""
+    windows at most. A program is given up, its outcome without a window, as soon as a window is sure to take more than
+    limit_s and no less than the one before (what is left of the compute queue says so): the first one, which waits for
+    nothing of an iteration before it, is the shortest as a rule. Its last period is then what it takes at least."""
     return _Loop(program).run(most, tolerance, limit_s)
 
 
 class _Loop:
+    """Plain numbers stand for steps, since there are hundreds of thousands: op i of iteration k is k * count + i where
+    it runs, k * count + rank (place of its key among all) where it is ready, and in the log twice the former, plus 1
+    where it ends."""
+
     def __init__(self, program: Program) -> None:
         self.program = program
         ops = program.ops
         self.ops = ops
         count = len(ops)
-        self.followers: list[list[tuple[int, int]]] = [[] for _ in ops]
-        self.base_waits = [0] * count
-        self.first_waits = [0] * count  # of the first iteration, whose predecessor is taken as done
+        self.followers: list[list[int]] = [[] for _ in ops]  # in the same iteration
+        self.successors: dict[int, list[int]] = {}  # in the next one
+        self.base_waits = [len(op.after) for op in ops]
+        self.first_waits = list(self.base_waits)  # of the first iteration, whose predecessor is taken as done
+        chained: set[int] = set()
         for i, op in enumerate(ops):
             for j, back in op.after:
-                self.followers[j].append((i, back))
-                self.base_waits[i] += 1
-                self.first_waits[i] += back == 0
-        chained = {op.then for op in ops if op.then is not None}
+                if back:
+                    self.successors.setdefault(j, []).append(i)
+                    self.first_waits[i] -= 1
+                else:
+                    self.followers[j].append(i)
+            if op.then is not None:
+                chained.add(op.then)
         self.queue_of = [_INDEX[op.queue] for op in ops]
-        self.compute = [i for i, op in enumerate(ops) if self.queue_of[i] == COMPUTE]
-        self.independent = [i not in chained for i in range(count)]
-        self.queues = max(self.queue_of, default=ADAM) + 1 if max(self.queue_of, default=0) > ADAM else 4
-        self.others = (D2H, ADAM, *range(NET, self.queues))
+        self.compute = [i for i, q in enumerate(self.queue_of) if q == COMPUTE]
+        # Steps that start when they are ready: neither in the order of the program nor behind another one at once.
+        free = [i for i, q in enumerate(self.queue_of) if q != COMPUTE and i not in chained]
+        last = max(self.queue_of, default=ADAM)
+        self.queues = last + 1 if last > ADAM else 4
         self.on_dram = (H2D, D2H, ADAM, NVME) if self.queues > NVME else (H2D, D2H, ADAM)
         self.lengths = [0] * self.queues
-        for i in range(count):
-            if self.independent[i]:
-                self.lengths[self.queue_of[i]] += 1
-        self.keys = [op.key if op.key is not None else (float(i),) for i, op in enumerate(ops)]
+        for i in free:
+            self.lengths[self.queue_of[i]] += 1
+        keys = {i: key if (key := ops[i].key) is not None else (float(i),) for i in free}
+        self.by_rank = sorted(free, key=keys.__getitem__)
+        self.rank = [-1] * count  # of those alone
+        for rank, i in enumerate(self.by_rank):
+            self.rank[i] = rank
+        self.at_once = [i for i in free if not self.base_waits[i]]  # wait for nothing
         self.positions = sum(op.position is not None for op in ops)
         self.upcoming = [0] * len(self.compute)  # bytes the compute queue takes up to its next moment
-        need = 0
+        self.rest_s = [0.0] * len(self.compute)  # nominal seconds from here to the end of its iteration
+        need, rest_s = 0, 0.0
         for n in range(len(self.compute) - 1, -1, -1):
             op = ops[self.compute[n]]
             need = op.gpu_take + (0 if op.position is not None else need)
-            self.upcoming[n] = need
+            rest_s += op.seconds
+            self.upcoming[n], self.rest_s[n] = need, rest_s
         self.shared = self._rates_may_be_short()
         # Queues whose ops take bytes ahead of their use, and these in the order of use.
-        on_net = any(op.use is not None for op, q in zip(ops, self.queue_of) if q == NET)
-        self.reserving = (H2D, NET) if on_net else (H2D,)
-        self.others = tuple(q for q in self.others if q not in self.reserving)
-        self.fetch_order = [
-            sorted(
-                (i for i, op in enumerate(ops) if op.use is not None and self.queue_of[i] == q),
-                key=lambda i: (ops[i].use, self.keys[i]),
-            )
-            for q in range(self.queues)
-        ]
+        served = [i for i in free if ops[i].use is not None]
+        self.reserving = (H2D, NET) if any(self.queue_of[i] == NET for i in served) else (H2D,)
+        self.others = tuple(q for q in (D2H, ADAM, *range(NET, self.queues)) if q not in self.reserving)
+        served.sort(key=lambda i: (ops[i].use, self.rank[i]))
+        self.fetch_order = [[i for i in served if self.queue_of[i] == q] for q in range(self.queues)]
 
     def _rates_may_be_short(self) -> bool:
         if not self.program.duplex:
             return True
         most = [0.0] * self.queues
         for q, op in zip(self.queue_of, self.ops):
-            if op.seconds > 0.0 and op.dram_bytes:
+            if op.dram_bytes and op.seconds > 0.0:
                 most[q] = max(most[q], op.dram_bytes / op.seconds)
         return sum(most) > self.program.dram_bytes_per_s
 
     def run(self, most: int, tolerance: float, limit_s: float) -> Outcome:
-        program, ops = self.program, self.ops
-        keys, queue_of, followers, independent = self.keys, self.queue_of, self.followers, self.independent
-        count = len(ops)
+        program, ops, count = self.program, self.ops, len(self.ops)
+        followers, rank, by_rank = self.followers, self.rank, self.by_rank
+        queue_of, queues, others, on_dram = self.queue_of, self.queues, self.others, self.on_dram
         gpu_free, host_free = program.gpu_free_bytes, program.host_free_bytes
-        log: list[tuple[int, int, bool]] = []
+        log: list[int] = []
         marks: list[tuple[float, int, int, int]] = []  # time, length of the log, gpu_free, host_free
         waits: list[list[int]] = []
         started: list[bytearray] = []
         ended: list[bytearray] = []
-        queues, others, on_dram = self.queues, self.others, self.on_dram
-        ready: list[list[tuple[int, tuple[float, ...], int]]] = [[] for _ in range(queues)]
-        unstarted: list[list[int]] = []  # per iteration, per queue
-        current = [0] * queues  # iteration each queue is at
-        busy: list[tuple[int, int] | None] = [None] * queues
-        until = [0.0] * queues
+        ready: list[list[int]] = [[] for _ in range(queues)]
+        unstarted = list(self.lengths)  # of each queue, in the iteration it is at
+        current = [0] * queues  # that iteration
+        running = [-1] * queues
+        until = [math.inf] * queues
         shared, duplex, dram = self.shared, program.duplex, program.dram_bytes_per_s
         left = [0.0] * queues  # where rates are shared: nominal seconds still to do, since `settled_s`
         speed = [1.0] * queues
@@ -189,48 +200,59 @@ class _Loop:
         ahead = program.room is not None
         slack: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         base: NDArray[np.int64] = np.asarray(program.room if ahead else (), dtype=np.int64)
-        reserving = self.reserving
+        least = np.minimum.reduce
         urgent = [(0, 0)] * queues  # per queue: index into fetch_order of the earliest not started, its iteration
-        refused: list[tuple[int, int, int] | None] = [None] * queues  # (op, iteration, position) without room ahead
+        refused = [(-1, -1)] * queues  # per queue: (step, position) without room ahead
+        latest_s = limit_s * (1 + ROUNDING)  # when the compute queue has to be done with its iteration
         now = 0.0
 
         def open_iteration() -> None:
             nonlocal slack
             k = len(waits)
-            row = list(self.first_waits if k == 0 else self.base_waits)
-            if k > 0:  # steps of the previous iteration that have ended already
+            row = list(self.base_waits if k else self.first_waits)
+            opened = self.at_once if k else [i for i in by_rank if not row[i]]
+            for i in opened:
+                heapq.heappush(ready[queue_of[i]], k * count + rank[i])
+            if k:  # steps of the previous iteration that have ended already
                 previous = ended[k - 1]
-                for j in range(count):
+                for j, behind in self.successors.items():
                     if previous[j]:
-                        for i, back in followers[j]:
-                            if back == 1:
-                                row[i] -= 1
+                        for i in behind:
+                            row[i] -= 1
+                            if not row[i] and rank[i] >= 0:
+                                heapq.heappush(ready[queue_of[i]], k * count + rank[i])
             waits.append(row)
             started.append(bytearray(count))
             ended.append(bytearray(count))
-            unstarted.append(list(self.lengths))
             if ahead:
                 slack = np.concatenate((slack, base))
-            for i in range(count):
-                if row[i] == 0 and independent[i] and queue_of[i] != COMPUTE:
-                    heapq.heappush(ready[queue_of[i]], (k, keys[i], i))
 
         def finish(i: int, k: int) -> None:
-            nonlocal gpu_free, host_free
-            op = ops[i]
-            gpu_free += op.gpu_free
-            host_free += op.host_free
-            ended[k][i] = 1
-            log.append((i, k, True))
-            for j, back in followers[i]:
-                if k + back < len(waits):
-                    row = waits[k + back]
+            """And what follows at once."""
+            nonlocal gpu_free, host_free, position
+            while True:
+                op = ops[i]
+                gpu_free += op.gpu_free
+                host_free += op.host_free
+                ended[k][i] = 1
+                log.append(2 * (k * count + i) + 1)
+                if op.position is not None:
+                    position += 1
+                row = waits[k]
+                for j in followers[i]:
                     row[j] -= 1
-                    if row[j] == 0 and independent[j] and queue_of[j] != COMPUTE:
-                        heapq.heappush(ready[queue_of[j]], (k + back, keys[j], j))
-            if op.then is not None:
-                begin(op.then, k)
-                finish(op.then, k)
+                    if not row[j] and rank[j] >= 0:
+                        heapq.heappush(ready[queue_of[j]], k * count + rank[j])
+                if i in self.successors and k + 1 < len(waits):
+                    row = waits[k + 1]
+                    for j in self.successors[i]:
+                        row[j] -= 1
+                        if not row[j] and rank[j] >= 0:
+                            heapq.heappush(ready[queue_of[j]], (k + 1) * count + rank[j])
+                if op.then is None:
+                    return
+                i = op.then
+                begin(i, k)
 
         def begin(i: int, k: int) -> None:
             nonlocal gpu_free, host_free
@@ -238,42 +260,55 @@ class _Loop:
             gpu_free -= op.gpu_take
             host_free -= op.host_take
             started[k][i] = 1
-            log.append((i, k, False))
+            log.append(2 * (k * count + i))
+
+        def start(q: int, i: int, k: int) -> bool:
+            """Whether it has ended already, since it takes no time."""
+            begin(i, k)
+            seconds = ops[i].seconds
+            if seconds <= 0.0:
+                finish(i, k)
+                return True
+            running[q] = k * count + i
+            until[q] = now + seconds
+            if shared and q in on_dram:
+                left[q] = seconds
+                speed[q] = 0.0  # until now
+                retime()
+            return False
+
+        def leave(q: int) -> None:
+            """The first of the steps that are ready leaves its queue."""
+            heapq.heappop(ready[q])
+            unstarted[q] -= 1
+            if not unstarted[q]:
+                current[q] += 1
+                unstarted[q] = self.lengths[q]
 
         def retime() -> None:
             """New ends for the steps that run now, after one of them has joined or left."""
             nonlocal settled_s
             elapsed, settled_s = now - settled_s, now
-            link = 0.5 if not duplex and busy[H2D] is not None and busy[D2H] is not None else 1.0
+            link = 0.5 if not duplex and running[H2D] >= 0 and running[D2H] >= 0 else 1.0
             wanted = 0.0
             for q in on_dram:
-                running = busy[q]
-                if running is not None:
+                if running[q] >= 0:
                     left[q] -= elapsed * speed[q]
                     speed[q] = link if q in (H2D, D2H) else 1.0
-                    op = ops[running[0]]
+                    op = ops[running[q] % count]
                     wanted += op.dram_bytes / op.seconds * speed[q]
             share = min(1.0, dram / wanted) if wanted > 0 else 1.0
             for q in on_dram:
-                if busy[q] is not None:
+                if running[q] >= 0:
                     speed[q] *= share
                     until[q] = now + max(0.0, left[q]) / speed[q]
-
-        def occupy(q: int, i: int, k: int) -> None:
-            busy[q] = (i, k)
-            until[q] = now + ops[i].seconds
-            if shared and q in on_dram:
-                left[q] = ops[i].seconds
-                speed[q] = 0.0  # until now
-                retime()
 
         open_iteration()
         open_iteration()
         marks.append((0.0, 0, gpu_free, host_free))
         while True:
-            moved = False
             # The compute queue: everything that can go at this instant.
-            while busy[COMPUTE] is None:
+            while running[COMPUTE] < 0:
                 i = compute[at]
                 op = ops[i]
                 if waits[lap][i] or op.gpu_take > gpu_free or op.host_take > host_free:
@@ -287,99 +322,77 @@ class _Loop:
                     outcome = self._repeats(marks, log, tolerance, lap >= most)
                     if outcome is not None:
                         return outcome
-                begin(i, lap)
-                moved = True
-                if op.seconds > 0.0:
-                    occupy(COMPUTE, i, lap)
-                else:
-                    finish(i, lap)
-                    if op.position is not None:
-                        position += 1
+                    latest_s = now + max(limit_s, marks[-1][0] - marks[-2][0]) * (1 + ROUNDING)
+                elif now + self.rest_s[at] > latest_s:
+                    marks.append((now + self.rest_s[at], len(log), gpu_free, host_free))
+                    return _given_up(marks)
+                start(COMPUTE, i, lap)
                 at += 1
                 if at == length:
                     at, lap = 0, lap + 1
                     if lap + 1 >= len(waits):
                         open_iteration()
+            again = (
+                False  # a step that took no time may have made room, or set others free, where nobody looks any more
+            )
             for q in others:
-                while busy[q] is None and ready[q]:
-                    k, _, i = ready[q][0]
+                while ready[q] and running[q] < 0:
+                    k, place = divmod(ready[q][0], count)
+                    i = by_rank[place]
                     op = ops[i]
                     if k > current[q] or op.host_take > host_free or op.gpu_take > gpu_free:
                         break
                     if op.gpu_take and not ahead and not self._safe(i, k, gpu_free, started, ended):
                         break
-                    heapq.heappop(ready[q])
-                    unstarted[k][q] -= 1
-                    while current[q] < len(unstarted) and unstarted[current[q]][q] == 0:
-                        current[q] += 1
-                    begin(i, k)
-                    moved = True
-                    if op.seconds > 0.0:
-                        occupy(q, i, k)
-                    else:
-                        finish(i, k)
-            for q in reserving:
-                fetch_order = self.fetch_order[q]
-                while busy[q] is None and ready[q]:
-                    k, _, i = ready[q][0]
+                    leave(q)
+                    again |= start(q, i, k)
+            for q in self.reserving:
+                while ready[q] and running[q] < 0:
+                    k, place = divmod(ready[q][0], count)
+                    i = by_rank[place]
                     op = ops[i]
                     if k > current[q]:
                         break
                     size = op.gpu_take
                     low = high = 0
                     if ahead and op.use is not None:
-                        upcoming = self.upcoming[at] if busy[COMPUTE] is None else 0
+                        upcoming = self.upcoming[at] if running[COMPUTE] < 0 else 0
                         if size + upcoming > gpu_free:
                             break
-                        low, high = position, k * self.positions + op.use
-                        if refused[q] == (i, k, position):
+                        this = (ready[q][0], position)
+                        if refused[q] == this:
                             break
+                        low, high = position, k * self.positions + op.use
                         if high > low:
+                            first = self.fetch_order[q]
                             n, lap_of = urgent[q]
-                            while started[lap_of][fetch_order[n]]:
+                            while started[lap_of][first[n]]:
                                 n += 1
-                                if n == len(fetch_order):
+                                if n == len(first):
                                     n, lap_of = 0, lap_of + 1
                             urgent[q] = (n, lap_of)
-                            wanted = size
-                            if (lap_of, fetch_order[n]) != (k, i):
-                                wanted += program.lead_bytes
-                            if int(slack[low:high].min()) < wanted:
-                                refused[q] = (i, k, position)
+                            wanted = size if (lap_of, first[n]) == (k, i) else size + program.lead_bytes
+                            if least(slack[low:high]) < wanted:
+                                refused[q] = this
                                 break
+                            slack[low:high] -= size
                     elif size > gpu_free or not (ahead or self._safe(i, k, gpu_free, started, ended)):
                         break
-                    heapq.heappop(ready[q])
-                    unstarted[k][q] -= 1
-                    while current[q] < len(unstarted) and unstarted[current[q]][q] == 0:
-                        current[q] += 1
-                    if high > low:
-                        slack[low:high] -= size
-                    refused[q] = None
-                    begin(i, k)
-                    moved = True
-                    if op.seconds > 0.0:
-                        occupy(q, i, k)
-                    else:
-                        finish(i, k)
-            if moved:
-                continue  # zero-second steps may have made room or set others free
+                    refused[q] = (-1, -1)
+                    leave(q)
+                    again |= start(q, i, k)
+            if again:
+                continue
             # Advance to the next end.
-            nearest = -1
-            for q in range(queues):
-                if busy[q] is not None and (nearest < 0 or until[q] < until[nearest]):
-                    nearest = q
-            if nearest < 0:
+            now = min(until)
+            if now == math.inf:
                 return self._stuck(waits, lap, compute[at], gpu_free, host_free, ready)
-            now = until[nearest]
-            running = busy[nearest]
-            assert running is not None
-            busy[nearest] = None
-            if shared and nearest in on_dram:
+            q = until.index(now)
+            k, i = divmod(running[q], count)
+            running[q], until[q] = -1, math.inf
+            if shared and q in on_dram:
                 retime()
-            finish(*running)
-            if nearest == COMPUTE and ops[running[0]].position is not None:
-                position += 1
+            finish(i, k)
 
     def _safe(self, i: int, k: int, gpu_free: int, started: Sequence[bytearray], ended: Sequence[bytearray]) -> bool:
         """The banker's rule: could all earlier steps of the program still run one by one if op i of iteration k took
@@ -402,7 +415,7 @@ class _Loop:
     def _repeats(
         self,
         marks: list[tuple[float, int, int, int]],
-        log: list[tuple[int, int, bool]],
+        log: list[int],
         tolerance: float,
         give_up: bool,
     ) -> Outcome | None:
@@ -413,21 +426,23 @@ class _Loop:
         periods = [b[0] - a[0] for a, b in pairwise(marks)]
         if not give_up and (len(periods) < 2 or abs(period - periods[-2]) > tolerance * period):
             return None
-        window = [(i, k - lap, done) for i, k, done in log[low:high]]
-        closed = len(window) == 2 * len(self.ops) == len({(i, done) for i, _, done in window})
+        whole = 2 * len(self.ops)
+        closed = high - low == whole == len({entry % whole for entry in log[low:high]})
         if not closed:
             if not give_up:
                 return None
             # [Note: a window that does not repeat] One iteration by itself is always a legal schedule of a cyclic
             # plan, begun at the cut: what other iterations held beside it only made it wait longer.
-            window = []
-            while len(window) < 2 * len(self.ops):
+            shown: list[int] = []
+            while len(shown) < whole:
                 lap -= 1
-                window = [(i, 0, done) for i, k, done in log if k == lap]
+                shown = [entry for entry in log if entry // whole == lap]
             gpu_free, host_free = self.program.gpu_free_bytes, self.program.host_free_bytes
+        else:
+            shown = log[low:high]
         return Outcome(
             iteration_s=period,
-            window=window,
+            window=[(entry % whole // 2, entry // whole - lap, entry % 2 == 1) for entry in shown],
             gpu_free_bytes=gpu_free,
             host_free_bytes=host_free,
             closed=closed,
@@ -441,11 +456,11 @@ class _Loop:
         at: int,
         gpu_free: int,
         host_free: int,
-        ready: Sequence[Sequence[tuple[int, tuple[float, ...], int]]],
+        ready: Sequence[Sequence[int]],
     ) -> Outcome:
         """Nothing runs and nothing can start: name the step that wants more bytes than there are."""
         candidates = [at] if not waits[lap][at] else []
-        candidates += [queue[0][2] for queue in ready if queue]
+        candidates += [self.by_rank[queue[0] % len(self.ops)] for queue in ready if queue]
         for i in candidates:
             op = self.ops[i]
             if op.host_take > host_free:
@@ -460,4 +475,10 @@ def _too_long(marks: Sequence[tuple[float, int, int, int]], limit_s: float) -> O
     periods = [b[0] - a[0] for a, b in pairwise(marks)]
     if periods[-1] <= limit_s or (len(periods) > 1 and periods[-1] < periods[-2]):
         return None
+    return _given_up(marks)
+
+
+def _given_up(marks: Sequence[tuple[float, int, int, int]]) -> Outcome:
+    """An outcome without a window, after the last mark."""
+    periods = [b[0] - a[0] for a, b in pairwise(marks)]
     return Outcome(periods[-1], [], marks[-1][2], marks[-1][3], False, periods_s=periods)

@@ -35,7 +35,6 @@ FEWEST_CHUNKS, MOST_CHUNKS = 16, 400  # of other chunk sizes that are tried
 MOST_WASTE = 0.06  # of them
 COARSE = 100  # so few chunks or fewer are worth cutting finer
 WORTH_A_SIZE = 2e-2  # so far from the floor other chunk sizes are tried
-REPLAYED = 2  # of the attempts the event loop finds fastest
 FAR_AHEAD = 0.97  # of the closed form for pins alone: no policy without streams comes there
 STREAMING = ("deep_optimizer_states",)  # other policies that update chunks on the GPU whose states live elsewhere
 BEATEN = 1e-6  # relative difference at which another policy's plan is really faster
@@ -149,7 +148,7 @@ def _own(
         assert reason is not None
         raise reason
     _, _, search, _ = best
-    for attempt in search.attempts()[:REPLAYED]:
+    for attempt in search.fastest:  # replayed, since the event loop's own figure is a prediction
         plan = emit(search.ground, attempt, _choices(search, attempt, tried))
         yield _Found(period_s(plan), name, plan, search.alone_s)
 

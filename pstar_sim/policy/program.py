@@ -7,6 +7,7 @@ down and updates chunks in the order in which the next forward needs them.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 
 from pstar_sim.core.step import Kind, Queue
@@ -74,6 +75,8 @@ def play(course: Course, *, limit_s: float = math.inf, tolerance: float = 1e-6) 
 
 
 _After = tuple[tuple[int, int], ...]
+_Rows = defaultdict[int, list[int]]  # position -> chunks
+_Pairs = defaultdict[int, list[tuple[int, int]]]  # position -> (chunk, number of the micro-batch)
 
 
 class _Weaver:
@@ -86,6 +89,7 @@ class _Weaver:
         self.what: list[What] = []
         self.end_of: list[int] = []  # position -> its op
         self.passed: list[int] = []  # position -> last op of the compute queue before the next position's
+        self.last_computed = -1  # op of the compute queue
         self.behind_border: list[tuple[int, int]] = []  # (fetch, position of the previous iteration it waits for)
         self.last_drop: dict[tuple[int, str], int] = {}  # (chunk, list) -> op that last freed it on the GPU
         self.first_fetch: list[tuple[int, str, int]] = []  # ops that take what the previous iteration left behind
@@ -107,25 +111,27 @@ class _Weaver:
     def _add(
         self, queue: Queue, kind: Kind, chunk: int = -1, list_name: str = "param", moment: int = -1, **fields: object
     ) -> int:
+        here = len(self.ops)
         self.ops.append(Op(queue, **fields))  # type: ignore[arg-type]
         self.what.append(What(kind, chunk, list_name, moment))
-        return len(self.ops) - 1
+        if queue is Queue.COMPUTE:
+            self.last_computed = here
+        return here
 
     def _sort(self) -> None:
         """What happens at each position."""
         course, g = self.course, self.g
         uses, at = g.uses, course.at
-        count = len(course.positions)
-        self.fetches: list[list[int]] = [[] for _ in range(count)]  # working lists that come for it
-        self.dropped: list[list[int]] = [[] for _ in range(count)]  # clean ones that go after it
-        self.leaves: list[list[int]] = [[] for _ in range(count)]  # last use of one that is updated on the CPU
-        self.parked: list[list[int]] = [[] for _ in range(count)]  # final gradients of streams that wait on the host
+        self.fetches: _Rows = defaultdict(list)  # working lists that come for it
+        self.dropped: _Rows = defaultdict(list)  # clean ones that go after it
+        self.leaves: _Rows = defaultdict(list)  # last use of one that is updated on the CPU
+        self.parked: _Rows = defaultdict(list)  # final gradients of streams that wait on the host
         self.emptied: set[int] = set()  # streams whose working list is taken anew for the update
-        self.opens: list[list[tuple[int, int]]] = [[] for _ in range(count)]  # gradient lists: (chunk, number)
-        self.closes: list[list[tuple[int, int]]] = [[] for _ in range(count)]
-        self.final: list[list[int]] = [[] for _ in range(count)]  # last gradient of a stream, which stays
-        self.pins: list[list[int]] = [[] for _ in range(count)]  # GPU Adam of a resident chunk
-        self.overwrites: list[list[int]] = [[] for _ in range(count)]  # first final gradient into parameters that stay
+        self.opens: _Pairs = defaultdict(list)  # gradient lists
+        self.closes: _Pairs = defaultdict(list)
+        self.final: _Rows = defaultdict(list)  # last gradient of a stream, which stays
+        self.pins: _Rows = defaultdict(list)  # GPU Adam of a resident chunk
+        self.overwrites: _Rows = defaultdict(list)  # first final gradient into parameters that stay
         for c in course.moving:
             mine = course.touched[c]
             if c not in course.stays:
@@ -155,9 +161,9 @@ class _Weaver:
                 if gap not in course.kept:
                     self.dropped[gap.start].append(c)
                     self.fetches[gap.end].append(c)
-        self.gathers: list[list[int]] = [[] for _ in range(count)]  # chunks made whole for it
-        self.others_dropped: list[list[int]] = [[] for _ in range(count)]
-        self.reduces: list[list[int]] = [[] for _ in range(count)]
+        self.gathers: _Rows = defaultdict(list)  # chunks made whole for it
+        self.others_dropped: _Rows = defaultdict(list)
+        self.reduces: _Rows = defaultdict(list)
         for c, runs in course.visits.items():
             for n, (begin, end) in enumerate(runs):
                 if n == 0 or (begin > runs[n - 1][1] + 1 and Gap(runs[n - 1][1], begin, c) not in course.kept_whole):
@@ -181,19 +187,19 @@ class _Weaver:
         course, g = self.course, self.g
         count = len(course.positions)
         served = sorted(
-            {(n, c) for rows in (self.fetches, self.gathers) for n, row in enumerate(rows) for c in row}
+            {(n, c) for rows in (self.fetches, self.gathers) for n, row in rows.items() for c in row}
             | {(n, c) for c, n in course.updates.items()}
         )
         floors = fetch_floors(g.point.prefetch, [n for n, _ in served], count)
         self.floor_of = dict(zip(served, floors))
         for n, position in enumerate(course.positions):
-            fetched = {c: self._fetch(c, n) for c in self.fetches[n]}
-            arriving = [*fetched.values(), *(self._gather(c, n, fetched.get(c)) for c in self.gathers[n])]
+            fetched = {c: self._fetch(c, n) for c in self.fetches.get(n, ())}
+            arriving = [*fetched.values(), *(self._gather(c, n, fetched.get(c)) for c in self.gathers.get(n, ()))]
             if position.chunk >= 0:
                 self._update(n, position.chunk, arriving)
             else:
                 self._moments(n, arriving)
-            self.passed.append(self._last_computed())
+            self.passed.append(self.last_computed)
         self._adam()
         for op, floor in self.behind_border:
             self.ops[op].after += ((self.passed[floor + count], 1),)
@@ -294,9 +300,6 @@ class _Weaver:
             key=(float(n), -1.0),
         )
 
-    def _last_computed(self) -> int:
-        return next(i for i in range(len(self.ops) - 1, -1, -1) if self.ops[i].queue is Queue.COMPUTE)
-
     def _moment_of(self, n: int) -> int:
         position = self.course.positions[n]
         if position.block >= 0:
@@ -309,7 +312,7 @@ class _Weaver:
         position = course.positions[n]
         blocks, count = g.blocks, len(g.blocks)
         block = blocks[position.block]
-        for c, number in self.opens[n]:
+        for c, number in self.opens.get(n, ()):
             after: _After = ((self.gradient_free[c], 0),) if number else ()
             for name in ("grad", "grad_remote") if g.ranks > 1 else ("grad",):
                 size = g.builder.payload(c, name)
@@ -330,15 +333,15 @@ class _Weaver:
         self.what[here].block = position.block
         self.end_of.append(here)
         self._move_stashes(block.last, here)
-        for c in self.others_dropped[n]:
+        for c in self.others_dropped.get(n, ()):
             self.others_gone[c] = self._add(Queue.COMPUTE, Kind.DROP, c, "remote", block.last, gpu_free=g.remote[c])
         self._drop_clean(n)
-        for c in self.reduces[n]:
+        for c in self.reduces.get(n, ()):
             moment = g.uses.last_gradient(c)
             self.reduced[c] = self.others_gone[c] = self._reduce(c, "remote", moment, n, ((here, 0),))
-        for c in self.pins[n]:
+        for c in self.pins.get(n, ()):
             self._update_resident(c)
-        for c, number in self.closes[n]:
+        for c, number in self.closes.get(n, ()):
             done = here
             if g.ranks > 1:
                 done = self._reduce(c, "grad_remote", g.span(c, number)[1], n, ((here, 0),))
@@ -349,11 +352,11 @@ class _Weaver:
                 continue
             after = ((done, 0),) if number == 0 else ((done, 0), (self.last_add[c], 0))
             self._send_gradient(c, g.span(c, number)[1], after)
-        for c in self.leaves[n]:
+        for c in self.leaves.get(n, ()):
             self.down[c] = self._send_last(c, self.reduced.get(c, here))
-        for c in self.parked[n]:
+        for c in self.parked.get(n, ()):
             self._send_last(c, self.reduced.get(c, here))
-        for c in self.final[n]:
+        for c in self.final.get(n, ()):
             self._send_last(c, self.reduced.get(c, here), drop=False)
         if position.block == count - 1 and g.barrier is not None:
             self._pins_behind_barrier()
@@ -376,7 +379,7 @@ class _Weaver:
         return op
 
     def _drop_clean(self, n: int) -> None:
-        for c in self.dropped[n]:
+        for c in self.dropped.get(n, ()):
             moment = self.g.blocks[self.course.positions[n].block].last
             op = self._add(Queue.COMPUTE, Kind.DROP, c, moment=moment, gpu_free=self.g.sizes[c])
             if (c, "param") not in self.last_drop:
@@ -534,7 +537,7 @@ class _Weaver:
                 after=after,
                 key=adam_key(g.point.adam, g.uses, c),
             )
-        for n, row in enumerate(self.overwrites):
+        for n, row in self.overwrites.items():
             for c in row:
                 if c in self.course.stays:  # the copy down of its parameters reads what is given up or overwritten
                     self.ops[self.first_drop.get(c, self.end_of[n])].after += ((self.told[c], 1),)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -145,8 +146,7 @@ def blocks_of(
     return out
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Gap:
+class Gap(NamedTuple):
     """Chunk is used at `start` and next at `end`; strictly between them it may be away. end >= length of the
     iteration: the next use is in the next iteration (only clean chunks can be kept over that)."""
 

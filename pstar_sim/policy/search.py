@@ -27,6 +27,7 @@ GOOD_ENOUGH = 1e-3  # relative distance from the floor of the roofline at which 
 BETTER = 1e-5  # relative gain that counts
 HOPELESS = 1.003  # an attempt that is so much slower than the best one is not played to its end
 MOST_TRIED = 48
+KEPT = 2  # attempts that are remembered with their programs
 LARGE, MOST_LARGE = 2.5, 3  # a chunk so many times as large as the usual one is large
 CALM = 0.02  # weight of the mean of the roofline's terms: of equal maxima the one with slack elsewhere
 USUAL = Knobs()
@@ -53,14 +54,16 @@ class Choice:
 
 
 class Search:
-    """tried: choice -> what came of it, None where it does not fit. effort_ops: ops that may still be played."""
+    """tried: choices that were looked at. fastest: the attempts among them that fit, the fastest first, KEPT at most.
+    best: seconds of the fastest and its choice. effort_ops: ops that may still be played."""
 
     def __init__(self, ground: Ground, effort_ops: int) -> None:
         self.ground = ground
         self.effort_ops = effort_ops
-        self.tried: dict[Choice, Attempt | None] = {}
-        self._seen: dict[tuple[Modes, Knobs], Attempt | None] = {}
-        self.best: tuple[float, Choice, Attempt] | None = None
+        self.tried: set[Choice] = set()
+        self.fastest: list[Attempt] = []
+        self._played: set[tuple[Modes, Knobs]] = set()  # what different choices may come to
+        self.best: tuple[float, Choice] | None = None
         self.least_short_bytes = 0
         self.reason: DoesNotFit | None = None  # why the first choice that did not fit did not
         self.count = len(ground.candidates)
@@ -118,13 +121,21 @@ class Search:
             return False
         if choice.streams and not self.ground.point.streams:
             return False
-        found = self.tried[choice] = self._play(choice)
-        if found is None or (self.best is not None and found.iteration_s > self.best[0] * (1 - BETTER)):
+        self.tried.add(choice)
+        key = (self._modes(choice), choice.knobs)
+        if key in self._played:
             return False
-        self.best = (found.iteration_s, choice, found)
+        self._played.add(key)
+        found = self._fit(*key)
+        if found is None:
+            return False
+        self.fastest = sorted((*self.fastest, found), key=lambda a: (a.iteration_s, a.fetched_bytes))[:KEPT]
+        if self.best is not None and found.iteration_s > self.best[0] * (1 - BETTER):
+            return False
+        self.best = (found.iteration_s, choice)
         return True
 
-    def _play(self, choice: Choice) -> Attempt | None:
+    def _modes(self, choice: Choice) -> Modes:
         g = self.ground
         order, pins, streams = g.candidates, choice.pins, choice.streams
         beside: dict[str, list[int]] = {"cpu": [], "pin": [], "stream": []}
@@ -136,11 +147,7 @@ class Search:
                 streams -= times if mode == "stream" else 0
             pins, streams = max(0, pins), max(0, streams)
         pinned, streamed = interleave(order, g.sizes, pins, streams, choice.head, choice.front)
-        modes = Modes(frozenset((*pinned, *beside["pin"])), frozenset((*streamed, *beside["stream"])))
-        key = (modes, choice.knobs)
-        if key not in self._seen:
-            self._seen[key] = self._fit(modes, choice.knobs)
-        return self._seen[key]
+        return Modes(frozenset((*pinned, *beside["pin"])), frozenset((*streamed, *beside["stream"])))
 
     def _fit(self, modes: Modes, knobs: Knobs) -> Attempt | None:
         try:
@@ -158,7 +165,7 @@ class Search:
         return found if found.outcome.stuck is None and found.outcome.window else None
 
     def run(self) -> list[Attempt]:
-        """All attempts that fit, the fastest first; empty if none does."""
+        """The attempts that fit, as far as they are kept; empty if none does."""
         for choice in self._starts():
             self.try_one(choice)
         step = max(1, self.count // 32)
@@ -168,7 +175,7 @@ class Search:
             if step == 1:
                 break
             step = max(1, step // 2)
-        return self.attempts()
+        return self.fastest
 
     def short(self) -> DoesNotFit:
         """Why nothing fits."""
@@ -178,11 +185,6 @@ class Search:
         what = "chunks used in the tightest moment, what visits the GPU beside them and its non-model data"
         needed = budget + max(1, self.least_short_bytes)
         return DoesNotFit(policy=self.ground.name, place="gpu", needed_bytes=needed, available_bytes=budget, what=what)
-
-    def attempts(self) -> list[Attempt]:
-        """All attempts that fit, the fastest first."""
-        found = {id(a): a for a in self.tried.values() if a is not None}
-        return sorted(found.values(), key=lambda a: (a.iteration_s, a.fetched_bytes))
 
     def _starts(self) -> Iterator[Choice]:
         alone = int(iteration_bounds(self.facts.pins, self.first_fit).argmin())
