@@ -6,6 +6,10 @@ joins the two: it checks that both mean the same, and answers the Trainer's ques
 Without it `trainer.train()` stops at its first clipping with a ContractError: nothing is ever left unclipped in
 silence. `executor/examples/trainer.py` is a whole script.
 
+Checkpoints of a connected Trainer hold the folder `pstar` (`executor.checkpoint`) in place of `optimizer.pt`; with it
+`trainer.train(resume_from_checkpoint=)` goes on bit by bit, under another plan too. Scheduler, random number generators
+and the position in the data are the Trainer's own.
+
 Tried with transformers 5.23 and accelerate 1.15; a version that looks at gradients elsewhere too stops with the
 ContractError of `p.grad`. transformers is not imported before `connect`.
 """
@@ -13,15 +17,19 @@ ContractError of `p.grad`. transformers is not imported before `connect`.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from executor.checkpoint import find_checkpoint, is_checkpoint
 from executor.engine import Session
 from executor.optimizer import OffloadedAdamW
-from pstar_sim.errors import ContractError
+from pstar_sim.errors import CheckpointError, ContractError
 
 __all__ = ["connect"]
+
+FOLDER, SCHEDULER = "pstar", "scheduler.pt"  # the second is the Trainer's own name
 
 
 def connect(trainer: Any) -> Any:
@@ -52,6 +60,10 @@ def connect(trainer: Any) -> Any:
     if hasattr(trainer, "_has_mixed_mesh_grads"):  # transformers 5.2x: it looks at p.grad to choose who clips
         trainer._has_mixed_mesh_grads = _one_mesh
     trainer.add_callback(_callback(norm))
+    kept = _Kept(trainer, optimizer)
+    trainer._save_optimizer_and_scheduler = kept.save
+    trainer._load_from_checkpoint = kept.check
+    trainer._load_optimizer_and_scheduler = kept.load
     return trainer
 
 
@@ -85,10 +97,48 @@ def _check_arguments(args: Any, session: Session) -> None:
         ("fp16", "loss scaling is AdamW(loss_scale=) here; load the model in float16 and plan for fp16"),
         ("bf16", "the plan is for the model's own dtype; load the model in bfloat16 and plan for bf16"),
         ("torch_compile", "the plan is for the model as it was captured"),
-        ("load_best_model_at_end", "weights cannot be loaded into a prepared model; load the checkpoint afterwards"),
+        (
+            "load_best_model_at_end",
+            "weights alone cannot be loaded into a prepared model; load the best checkpoint afterwards",
+        ),
     ):
         if getattr(args, name, False):
             raise ContractError(f"TrainingArguments({name}=True) on a prepared model: {why}")
+
+
+class _Kept:
+    """What takes the place of the Trainer's own saving and loading, which would put states and weights where nobody
+    looks for them."""
+
+    def __init__(self, trainer: Any, optimizer: OffloadedAdamW) -> None:
+        self._trainer = trainer
+        self._optimizer = optimizer
+
+    def save(self, output_dir: str) -> None:
+        """Optimizer and scheduler, into a checkpoint folder of the Trainer's."""
+        self._optimizer.save(Path(output_dir) / FOLDER)
+        if self._trainer.args.should_save:
+            torch.save(self._trainer.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+
+    def check(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """In place of loading weights, which come with the states (`load`)."""
+        folder = Path(resume_from_checkpoint)
+        if not is_checkpoint(find_checkpoint(folder / FOLDER)):
+            raise CheckpointError(
+                f"resume_from_checkpoint: {folder} has no whole folder {FOLDER!r}; give one that a connected Trainer "
+                "saved (not with save_only_model), or load its weights into the model before executor.prepare"
+            )
+
+    def load(self, checkpoint: str | None) -> None:
+        """Weights, states and scheduler. Raises CheckpointError, before anything changes, where they do not fit."""
+        if checkpoint is None:
+            return
+        self.check(checkpoint)
+        path = Path(checkpoint) / SCHEDULER
+        if not path.is_file():
+            raise CheckpointError(f"resume_from_checkpoint: {path} is not there; give a whole checkpoint")
+        self._optimizer.load(Path(checkpoint) / FOLDER, generators=False)
+        self._trainer.lr_scheduler.load_state_dict(torch.load(path, weights_only=True))
 
 
 def _one_mesh(model: Any) -> bool:

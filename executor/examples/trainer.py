@@ -41,16 +41,19 @@ def make_rows(count: int = 256) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": text[s : s + SEQUENCE], "labels": text[s : s + SEQUENCE]} for s in starts.tolist()]
 
 
-def make_arguments(folder: str, steps: int, **more: Any) -> TrainingArguments:
+def make_arguments(folder: str, steps: int, *, save_every: int = 0) -> TrainingArguments:
     return TrainingArguments(
         output_dir=folder, max_steps=steps, per_device_train_batch_size=BATCH, gradient_accumulation_steps=ACCUMULATE,
-        max_grad_norm=MAX_GRAD_NORM, learning_rate=1e-3, logging_steps=1, save_strategy="no", report_to=[],
-        use_cpu=True, disable_tqdm=True, **more,
+        max_grad_norm=MAX_GRAD_NORM, learning_rate=1e-3, logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True,
+        save_strategy="steps" if save_every else "no", save_steps=save_every or steps,
     )  # fmt: skip
 
 
-def train(folder: str, *, steps: int = 10, gpu_memory: str = "12MiB", **more: Any) -> Trainer:
-    """Train `steps` steps by a plan for a GPU of `gpu_memory`; the Trainer, its model still prepared."""
+def train(
+    folder: str, *, steps: int = 10, gpu_memory: str = "12MiB", save_every: int = 0, resume: str | None = None
+) -> Trainer:
+    """Train to step `steps` by a plan for a GPU of `gpu_memory`; the Trainer, its model still prepared. save_every: a
+    checkpoint each so many steps, 0 for none; resume: one to go on from."""
     model, rows = make_model(), make_rows()
     example = {key: torch.stack([row[key] for row in rows[:BATCH]]) for key in rows[0]}
     workload = repeat_micro_batch(capture_module(model, example, name="gpt2-tiny"), ACCUMULATE)
@@ -60,12 +63,12 @@ def train(folder: str, *, steps: int = 10, gpu_memory: str = "12MiB", **more: An
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
     trainer = Trainer(
         model=model,
-        args=make_arguments(folder, steps, **more),
+        args=make_arguments(folder, steps, save_every=save_every),
         train_dataset=rows,
         optimizers=(optimizer, schedule),
     )
     connect(trainer)  # the Trainer's max_grad_norm is AdamW's
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
@@ -81,8 +84,12 @@ def main() -> None:
     parser.add_argument("--output", default="trainer-out", help="folder of the Trainer (default: trainer-out)")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--gpu-memory", default="12MiB", help="of the virtual accelerator (default: 12MiB)")
+    parser.add_argument("--save-every", type=int, default=0, metavar="STEPS", help="checkpoints in the output folder")
+    parser.add_argument("--resume", metavar="CHECKPOINT", help="a folder checkpoint-N to go on from")
     args = parser.parse_args()
-    trainer = train(args.output, steps=args.steps, gpu_memory=args.gpu_memory)
+    trainer = train(
+        args.output, steps=args.steps, gpu_memory=args.gpu_memory, save_every=args.save_every, resume=args.resume
+    )
     session = session_of(trainer)
     sys.stdout.write(f"{session.status()}\n")
     session.close()

@@ -320,6 +320,10 @@ def kit() -> Any:
     return sys.modules[__name__]
 
 
+CAPTURED: dict[tuple[str, bool, torch.dtype], Workload] = {}
+"""What `start` captured, by what it depends on: of one micro-batch."""
+
+
 @pytest.fixture
 def start() -> Iterator[Callable[..., Run]]:
     """start(name, policy, ...): a prepared model at a tight budget and its plain twin; sessions are closed at the
@@ -349,7 +353,10 @@ def start() -> Iterator[Callable[..., Run]]:
 
         twin = copy.deepcopy(model)
         if plan is None:
-            w = workload_of(model, draw(torch.Generator().manual_seed(9)), micro_batches=micro_batches, name=name)
+            key = (name, checkpointing, dtype)
+            if key not in CAPTURED:
+                CAPTURED[key] = workload_of(model, draw(torch.Generator().manual_seed(9)), name=name)
+            w = repeat_micro_batch(CAPTURED[key], micro_batches)
             plan = tight_plan(policy, w, Settings(update=update, clip=clip is not None))
         spec = executor.AdamW(lr=1e-2, weight_decay=0.1, max_grad_norm=clip, eager=update == "eager")
         model, optimizer = executor.prepare(model, plan, spec, watchdog_s=5.0, **options)

@@ -12,7 +12,7 @@ import torch
 
 import executor
 from executor.hf import connect
-from pstar_sim.errors import ContractError
+from pstar_sim.errors import CheckpointError, ContractError
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -62,6 +62,45 @@ def test_the_example_is_a_plain_trainer(kit: Any, tmp_path: Path) -> None:
         assert len(state) == len(plain.optimizer.state_dict()["state"])
     finally:
         session.close()
+
+
+@pytest.mark.slow
+def test_a_resumed_trainer_is_the_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three steps with dropout, a checkpoint after the first; a new model and Trainer go on from there."""
+    make = example.make_model
+
+    def with_dropout() -> Any:
+        model = make()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.1
+        return model
+
+    monkeypatch.setattr(example, "make_model", with_dropout)
+    runs = []
+    for resume in (None, str(tmp_path / "checkpoint-1")):
+        trainer = example.train(str(tmp_path), steps=3, save_every=0 if resume else 1, resume=resume)
+        session = example.session_of(trainer)
+        try:
+            values = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+            runs.append((histories(trainer, "loss"), histories(trainer, "learning_rate"), values, states_of(session)))
+            assert session.deviations == 0
+        finally:
+            session.close(restore=False)
+    (losses, rates, values, states), (again_losses, again_rates, again_values, again_states) = runs
+    assert len(losses) == 3 and again_losses == losses and again_rates == rates
+    assert all(torch.equal(again_values[name], value) for name, value in values.items())
+    for number, row in states.items():
+        assert all(torch.equal(again_states[number][key], value) for key, value in row.items())
+
+    assert (tmp_path / "checkpoint-1" / "pstar" / "pstar.json").is_file()
+    (tmp_path / "checkpoint-1" / "pstar" / "pstar.json").unlink()
+    with pytest.raises(CheckpointError, match="has no whole folder 'pstar'"):
+        example.train(str(tmp_path), steps=3, resume=str(tmp_path / "checkpoint-1"))
+
+
+def states_of(session: Any) -> dict[int, dict[str, torch.Tensor]]:
+    return session.optimizer().state_dict()["state"]
 
 
 @pytest.fixture
