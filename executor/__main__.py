@@ -20,7 +20,7 @@ from executor.checks import check_processes
 from executor.run import Job, Keeping, RunResult, check_hardware
 from pstar_sim.core.plan import Plan, load_plan
 from pstar_sim.errors import PstarError
-from pstar_sim.units import format_bytes, format_s, parse_bytes_per_s
+from pstar_sim.units import format_bytes, format_s, parse_bytes, parse_bytes_per_s
 
 __all__ = ["main"]
 
@@ -53,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             steps=args.steps,
             device=device,
             bandwidth=bandwidth if args.device == "virtual" else None,
+            gpu_memory=parse_bytes(args.gpu_memory) if args.gpu_memory is not None else None,
             keeping=keeping,
         )
         if rank == 0:
@@ -82,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--resume", metavar="FOLDER", help="go on from that checkpoint, of any number of ranks")
     add("--device", default="virtual", help="virtual, or cuda (each rank takes the GPU of its number)")
     add("--bandwidth", metavar="RATE", help="of each rank's virtual link, such as 2GB/s (default: the plan's)")
+    add("--gpu-memory", metavar="SIZE", help="what each rank may use of its GPU, such as 24GB (default: all it has)")
     add("--lr", type=float, default=3e-4, help="learning rate (default: 3e-4)")
     add("--seed", type=int, default=0, help="seed of weights and data (default: 0)")
     add("--json", action="store_true", help="one JSON object instead of the table")

@@ -40,7 +40,7 @@ NAPS_S = (5e-5, 5e-4)
 class Wire:
     """Collectives on `group`, a backend's process group that is nobody else's (`open_group`). check(waited_s): called
     while waiting; raises when the others are gone. explain: what to raise for a collective that broke. broken(error):
-    from another thread, where `check` raised for a collective that nobody waits for in Python (NCCL's).
+    from another thread, where `check` raised for a collective that nobody waits for in Python (NCCL's). device: NCCL's.
 
     sent_bytes: what this rank has sent to the others, a ring reckoned (its own slice left out).
     """
@@ -52,6 +52,7 @@ class Wire:
         check: Callable[[float], None],
         explain: Callable[[BaseException], BaseException],
         broken: Callable[[BaseException], None] = lambda error: None,
+        device: torch.device | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.rank: int = group.rank()
@@ -60,6 +61,7 @@ class Wire:
         self._group = group
         self._check = check
         self._explain = explain
+        self._device = device
         self._clock = clock
         self._nccl = group.name() == "nccl"
         self._deadline = _Deadline(check, broken, clock) if self._nccl else None
@@ -127,7 +129,7 @@ class Wire:
                     work.wait()  # on the device: orders the current stream, returns at once
             except RuntimeError as error:
                 raise self._explain(error) from error
-            self._deadline.watch(torch.cuda.current_stream().record_event())
+            self._deadline.watch(torch.cuda.current_stream(self._device).record_event())
             return
         start_s = self._clock()
         while not work.is_completed():

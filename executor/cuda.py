@@ -9,7 +9,8 @@ backward function on the stream of its forward, in a thread of its own, and user
 
 [Note: two clocks] Events know the milliseconds between two of them, in single precision and by the device's clock,
 which drifts against the host's. So times are counted from a point taken in both clocks, and every ten seconds a new one
-is taken, on the stream that never has anything to do; it counts for events that come well after it.
+is taken, on a stream that never has anything to do, so that it happens when it is issued and nobody has to wait for it;
+it counts for events that come well after it.
 """
 
 from __future__ import annotations
@@ -67,7 +68,6 @@ class _Zero:
     def __init__(self, stream: Any) -> None:
         self.event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self.event.record(stream)
-        self.event.synchronize()
         self.time_s = time.perf_counter()
 
     def until(self, event: Any) -> float:
@@ -107,7 +107,10 @@ class CudaBackend:
                 for queue in _SIDE
             }
             self._blocks = Blocks(device)
-            self._zero = _Zero(self._streams[Queue.ADAM])
+            self._idle: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._zero = _Zero(self._idle)
+            self._zero.event.synchronize()  # its first use takes longer
+            self._zero = _Zero(self._idle)
             self._next_zero: _Zero | None = None
         self._total_bytes = total
         self._limit_bytes = limit_bytes
@@ -267,11 +270,12 @@ class CudaBackend:
         """See [Note: two clocks]."""
         with self._lock:
             after_s = self._zero.until(event)
-            if after_s > 2 * _REBASE_S and self._next_zero is not None:
-                self._zero, self._next_zero = self._next_zero, None
+            following = self._next_zero
+            if after_s > 2 * _REBASE_S and following is not None and following.event.query():
+                self._zero, self._next_zero = following, None
                 after_s = self._zero.until(event)
             if after_s > _REBASE_S and self._next_zero is None:
-                self._next_zero = _Zero(self._streams[Queue.ADAM])
+                self._next_zero = _Zero(self._idle)
             return self._zero.time_s + after_s
 
     def touch(self) -> None:

@@ -33,12 +33,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from executor.again import Before
 from executor.blocks import Borders, Tape, find_blocks, shared_part
 from executor.capture import fake_module
 from executor.contents import Update
 from executor.hooks import tensors_of
 from executor.models import forward_loss, quiet, unpacked_sequences
-from pstar_sim.errors import ContractError
+from pstar_sim.errors import ContractError, OutOfMemory
 
 if TYPE_CHECKING:
     from executor.engine import Session
@@ -93,8 +94,16 @@ class Driver:
         if not self._looked and self.whole is None:
             self._look(micro_batches[0], loss)
         self._looked = True
-        with torch.enable_grad():
-            losses, calls = ORDERS[order](self, micro_batches, loss)
+        before = Before(s.model)
+        while True:
+            try:
+                with torch.enable_grad():
+                    losses, calls = ORDERS[order](self, micro_batches, loss)
+                break
+            except (OutOfMemory, torch.OutOfMemoryError) as error:
+                refused = error.with_traceback(None)  # its frames hold what the forward left
+            s.ladder.recover(refused)
+            before.restore()
         number = s.iteration
         optimizer.step()
         optimizer.zero_grad()

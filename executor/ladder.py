@@ -179,8 +179,11 @@ class Ladder(Sequence[Rung]):
         allocation inside an operator; on a virtual accelerator the guard sees to it). Call this from the loop: the
         iteration's gradients are dropped, nothing of it has updated anything, the next plan is made for less, and the
         loop runs the iteration's micro-batches again, as `executor.training.train_step` does. Operators are watched
-        from then on. Raises the error itself where eager updates of this iteration have been made."""
+        from then on. Raises the error itself where eager updates of this iteration have been made, and on several
+        ranks, which wait for each other."""
         s = self.session
+        if s.ranks is not None:
+            raise error
         if s.updated_early:
             add_note(error, "it cannot be run again: AdamW(eager=True) has updated parameters inside its backward")
             raise error

@@ -67,6 +67,7 @@ class Ranks:
                 check=self.check,
                 explain=self.life.explain,
                 broken=self._break,
+                device=device,
             )
             for i, b in enumerate(backends)
         )
@@ -74,9 +75,24 @@ class Ranks:
         self.life.on_loss = self._break
         if self.life.lost is not None:  # meanwhile
             raise self.life.lost
-        if device.type == "cuda":  # NCCL connects at its first collective; that is now, where all are sure to come
+        if device.type == "cuda":
+            self._check_cards(device)
+            # NCCL connects at its first collective; that is now, where all are sure to come.
             self.wire.sum(torch.zeros(1, device=device))
             torch.cuda.synchronize(device)
+
+    def _check_cards(self, device: torch.device) -> None:
+        """Raise PlanError, on every rank, where two have one card, which NCCL cannot have."""
+        card = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+        digest = hashlib.sha256(card.encode()).digest()[:6]
+        rows = [row[0] for row in self.meet([float(int.from_bytes(digest, "big"))])]
+        for rank, row in enumerate(rows):
+            first = rows.index(row)
+            if first < rank:
+                raise PlanError(
+                    f"ranks {first} and {rank} of the job have one and the same CUDA device; give each its own: "
+                    "prepare(device=f'cuda:{local_rank}'), local_rank = int(os.environ['LOCAL_RANK'])"
+                )
 
     def _break(self, error: BaseException) -> None:
         """From the thread that finds out, once: the run fails, and then whatever it has in flight with the others

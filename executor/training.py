@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from executor.again import Before
 from executor.models import forward_loss
 from pstar_sim.errors import ModelError, OutOfMemory
 
@@ -43,7 +44,7 @@ def train_step(
     same micro-batches run again, with the same random numbers.
     """
     drawn: list[Any] = []
-    before = _Before(model)
+    before = Before(model)
     while True:
         try:
             total = 0.0
@@ -74,24 +75,6 @@ def _micro_batch(model: torch.nn.Module, batch: Any, micro_batches: int, number:
         )
     loss.backward()  # type: ignore[no-untyped-call]
     return value
-
-
-class _Before:
-    """What a forward changes beside gradients: random numbers, and the running figures of normalisations."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._NormBase)]
-        self._buffers = [(b, b.clone()) for m in norms for b in m.buffers(recurse=False)]
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._cpu)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
-        with torch.no_grad():
-            for buffer, value in self._buffers:
-                buffer.copy_(value)
 
 
 def train(

@@ -1,5 +1,5 @@
 """Processes of a run on several ranks of which one gets into trouble. Started by test_lost_ranks.py:
-`python rank_trouble.py FOLDER LIMIT_S`, cases in FOLDER/cases.json ({"name", "ranks", "streams"}).
+`python rank_trouble.py FOLDER LIMIT_S`, cases in FOLDER/cases.json ({"name", "ranks", "streams", "cuda"}).
 
 Everything is imported once; each case forks its processes, whose output goes to FOLDER/NAME.RANK.txt and whose end
 (exit code, seconds after the trouble) to FOLDER/NAME.json.
@@ -32,17 +32,19 @@ from pstar_sim.core.plan import Plan
 ITERATION = 2  # in which it happens
 
 
-def loop(name: str, plan: Plan, rank: int, folder: Path, backend: executor.VirtualStreams | None = None) -> None:
+def loop(name: str, plan: Plan, rank: int, folder: Path, streams: bool = False, device: str = "virtual") -> None:
     """A user's training loop; rank 1 does something in iteration ITERATION that it should not."""
     model, draw = kit.build("mlp")
     lr = 2e-3 if name == "another lr" and rank == 1 else 1e-3
     spec = executor.AdamW(lr=lr, max_grad_norm=1.0)
-    model, optimizer = executor.prepare(model, plan, spec, watchdog_s=5.0, backend=backend)
+    backend = rank_worker.streams_of(rank) if streams else None
+    model, optimizer = executor.prepare(model, plan, spec, watchdog_s=5.0, backend=backend, device=device)
+    place = torch.device("cpu" if device == "virtual" else device)
     generator = torch.Generator().manual_seed(rank)
 
     def batches() -> Iterator[Any]:
         while True:
-            yield draw(generator)
+            yield rank_worker.moved(draw(generator), place)
 
     rows = batches()
     for iteration in range(5):
@@ -93,8 +95,8 @@ def run(case: dict[str, Any], folder: Path, limit_s: int) -> dict[str, Any]:
             os.dup2(out, 2)
             faulthandler.dump_traceback_later(limit_s, exit=True)
             dist.init_process_group("gloo", init_method=f"file://{folder}/{name}.store", rank=rank, world_size=ranks)
-            backend = rank_worker.streams_of(rank) if case.get("streams") else None
-            _leave(partial(loop, name, plan, rank, folder, backend))
+            device = f"cuda:{rank}" if case.get("cuda") else "virtual"
+            _leave(partial(loop, name, plan, rank, folder, bool(case.get("streams")), device))
         children[child] = rank
     ends: dict[int, list[float]] = {}
     while children:

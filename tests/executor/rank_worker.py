@@ -85,6 +85,10 @@ def streams_of(rank: int, most_s: float = 4e-4) -> executor.VirtualStreams:
     return executor.VirtualStreams(delays=lambda queue: rng.random() * most_s if rng.random() < 0.5 else 0.0)
 
 
+def moved(batch: dict[str, torch.Tensor], place: torch.device) -> dict[str, torch.Tensor]:
+    return {name: value.to(place) for name, value in batch.items()}
+
+
 def train(case: dict[str, Any], plan: Plan, rank: int, group: Any) -> dict[str, Any]:
     ranks, micro_batches, steps = case["ranks"], case.get("micro_batches", 1), case.get("steps", 2)
     clip, eager = case.get("clip"), case.get("eager", False)
@@ -96,7 +100,9 @@ def train(case: dict[str, Any], plan: Plan, rank: int, group: Any) -> dict[str, 
                 p.add_(1.0)
     spec = executor.AdamW(lr=LR, eps=EPS, weight_decay=0.1, max_grad_norm=clip, eager=eager)
     backend = streams_of(rank) if case.get("streams") else None
-    model, optimizer = executor.prepare(model, plan, spec, group=group, watchdog_s=5.0, backend=backend)
+    device = f"cuda:{rank}" if case.get("cuda") else "virtual"
+    place = torch.device(device if case.get("cuda") else "cpu")
+    model, optimizer = executor.prepare(model, plan, spec, group=group, watchdog_s=5.0, backend=backend, device=device)
     session = optimizer.session
     generator = torch.Generator().manual_seed(1)
     reference = kit.Reference(twin, LR, 0.1, clip, eps=EPS)
@@ -105,13 +111,13 @@ def train(case: dict[str, Any], plan: Plan, rank: int, group: Any) -> dict[str, 
         if case.get("evaluate"):
             with torch.no_grad():
                 batch = draw(torch.Generator().manual_seed(2))
-                pair = float(kit.loss_of(model, batch)), float(kit.loss_of(twin, batch))
+                pair = float(kit.loss_of(model, moved(batch, place))), float(kit.loss_of(twin, batch))
                 evaluations.append(abs(pair[0] / pair[1] - 1) if rank == 0 else 0.0)
         for _ in range(micro_batches):
             batches = [draw(generator) for _ in range(ranks)]
             if "sequences" in case:  # of each rank; the plan is for the largest
                 batches = [{k: v[:n] for k, v in b.items()} for b, n in zip(batches, case["sequences"])]
-            (kit.loss_of(model, batches[rank]) / micro_batches).backward()
+            (kit.loss_of(model, moved(batches[rank], place)) / micro_batches).backward()
             if rank == 0:
                 joined = {k: torch.cat([b[k] for b in batches]) for k in batches[0]}
                 (kit.loss_of(twin, joined) / micro_batches).backward()
@@ -138,6 +144,9 @@ def train(case: dict[str, Any], plan: Plan, rank: int, group: Any) -> dict[str, 
         assert all(states[i]["step"] == kept[i]["step"] for i in kept) and set(states) == set(kept)
         for key in ("exp_avg", "exp_avg_sq"):
             result[key] = max(kit.distance(states[i][key], kept[i][key]) for i in kept)
+    if case.get("cuda"):  # bytes and times of a device: tests/backends/test_cuda_memory.py
+        session.close(restore=False)
+        return result
     predicted = play(plan)
     sequences = case["sequences"][rank] if "sequences" in case else None
     measured = session.measure_iteration(lambda: one_step(model, optimizer, draw, micro_batches, sequences), predicted)

@@ -23,7 +23,7 @@ from executor.streams import StreamQueues
 from executor.virtual_streams import VirtualStreams
 from pstar_sim.core.plan import Settings
 from pstar_sim.core.step import Place, Queue
-from pstar_sim.errors import ModelError
+from pstar_sim.errors import ModelError, PlanError
 from pstar_sim.policy.registry import find_policy
 
 WAIT_S = 20.0
@@ -264,6 +264,19 @@ class TestWeights:
     def test_of_empty_batches_only(self) -> None:
         with pytest.raises(ModelError, match="a micro-batch of 0, 0 sequences on ranks 0 to 1: there is nothing"):
             self.of([0.0, 0.0], 0)
+
+
+def test_two_ranks_on_one_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known by the card, not by its number: each process may see another one as the first."""
+    ranks = Ranks.__new__(Ranks)
+    said: list[float] = []
+    for uuid in ("GPU-a", "GPU-b", "GPU-a"):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, u=uuid: types.SimpleNamespace(uuid=u))
+        ranks.meet = lambda row: [said.append(row[0]), [row]][1]  # type: ignore[method-assign]
+        ranks._check_cards(torch.device("cuda", 0))
+    ranks.meet = lambda row: [[each] for each in said]  # type: ignore[method-assign]
+    with pytest.raises(PlanError, match="ranks 0 and 2 of the job have one and the same CUDA device"):
+        ranks._check_cards(torch.device("cuda", 0))
 
 
 def test_a_recording_keeps_to_the_memory_it_is_given(monkeypatch: pytest.MonkeyPatch, kit: Any) -> None:

@@ -1,0 +1,26 @@
+"""What a forward changes beside gradients: random numbers, and the running figures of normalisations. An iteration that
+ran out of memory is run again as if it had not begun (`Ladder.recover`)."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["Before"]
+
+
+class Before:
+    """Of a model about to run an iteration. restore: so that it can run it again."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._NormBase)]
+        self._buffers = [(b, b.clone()) for m in norms for b in m.buffers(recurse=False)]
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
