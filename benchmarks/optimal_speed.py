@@ -1,8 +1,8 @@
 """CPU seconds of `optimal` with its closed-form certificate: GPT 18B on one GPU of four kinds, eager and behind the
 barrier (limit 3 s), and GPT 175B on 64 GPUs, eight nodes of eight (limit 10 s).
 
-Sequence 1024, checkpointing, bf16; batch 4, 8 and 16 a GPU (175B: 4). Imports are not counted. On several ranks there is
-no bound, and the row says so. Prints a row a case, writes results/optimal_speed.json, fails above a limit.
+Sequence 1024, checkpointing, bf16; batch 4, 8 and 16 a GPU (175B: 4). Imports are not counted. On several ranks there
+is no bound, and the row says so. Prints a row a case, writes results/optimal_speed.json, fails above a limit.
 """
 
 from __future__ import annotations

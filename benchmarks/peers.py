@@ -36,7 +36,7 @@ RESULTS = Path(__file__).parent / "results"
 DEFAULTS = {
     "cpu": {
         "model": "gpt2", "batch": 4, "sequence": 128, "dtype": "fp32", "checkpointing": False, "steps": 11,
-        "warm_up": 2, "micro": (1, 2, 4), "largest": "4GB", "gpu_memory": None, "minutes": None,
+        "warm_up": 2, "micro": (1, 2, 4), "largest": "6GB", "gpu_memory": None, "minutes": None,
         "contenders": ("ours", "ours_eager", "plain", "zero2", "zero3", "fsdp2"),
     },
     "cuda": {

@@ -23,6 +23,7 @@ from contenders.task import Task
 
 __all__ = ["bytes_per_param", "largest_by_trial"]
 
+MOST_TIMES = 4
 _WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -47,36 +48,42 @@ def largest_by_trial(
     small_layers: int,
     small_bytes: int,
     layer_bytes: float,
-    most_trials: int = 5,
+    most_trials: int = 6,
 ) -> tuple[int, int | None, list[tuple[int, int | None]]]:
     """Most layers whose peak stays within the cap: (layers that were run and fit, fewest that were run and did not,
     every trial as (layers, peak bytes or None where it died)).
 
     trial: layers -> its peak in bytes, None where it died. small_layers, small_bytes: a run that is known, within the
     cap or above it. layer_bytes: what a layer is reckoned to add; the next trial goes where the line through the last
-    two points meets the cap. 0 layers: none that was tried fits.
+    two points meets the cap, but to no more than MOST_TIMES the layers that fit: two peaks that happen to be equal say
+    nothing of what a layer takes. Nor does a run that died: from there on the middle is tried. 0 layers: none fits.
     """
+    least_bytes = layer_bytes / MOST_TIMES
     fits, fits_bytes = small_layers, small_bytes
     fails: int | None = None
     if small_bytes > cap_bytes:
         fits, fits_bytes, fails = 0, max(0, int(small_bytes - small_layers * layer_bytes)), small_layers
     tried: list[tuple[int, int | None]] = []
+    died = 0  # layers of the last run that did
     for _ in range(most_trials):
         guess = fits + max(1, int((cap_bytes - fits_bytes) / layer_bytes))
+        guess = min(guess, MOST_TIMES * max(fits, small_layers))
         if fails is not None:
             guess = min(guess, fails - 1)
+        if died:
+            guess = min(guess, (fits + died) // 2)
         if guess <= fits:
             break
         peak = trial(guess)
         tried.append((guess, peak))
         if peak is not None:
-            layer_bytes = max((peak - fits_bytes) / (guess - fits), 1.0)
+            layer_bytes = max((peak - fits_bytes) / (guess - fits), least_bytes)
         if peak is not None and peak <= cap_bytes:
             fits, fits_bytes = guess, peak
         else:
             fails = guess
             if peak is None:
-                layer_bytes *= 1.25
+                died = guess
         if fails == fits + 1:
             break
     return fits, fails, tried

@@ -146,12 +146,22 @@ class TestStages:
 
 class TestLargest:
     def test_the_line_through_two_points(self, load: Callable[[str], Any]) -> None:
-        """Peaks of 100 + 10 a layer, thought to be 20 a layer: from 2 layers (120) towards 1,000: 46 layers (560), then
-        90 (1,000), then 91 is one too many."""
+        """Peaks of 100 + 10 a layer, thought to be 20 a layer: from 2 layers (120) towards 1,000: 46 layers would be
+        too bold, so 8 (180), 32 (420), then 90 (1,000), then 91 is one too many."""
         largest = load("contenders.room").largest_by_trial
         assert largest(
             lambda layers: 100 + 10 * layers, cap_bytes=1000, small_layers=2, small_bytes=120, layer_bytes=20.0
-        ) == (90, 91, [(46, 560), (90, 1000), (91, 1010)])
+        ) == (90, 91, [(8, 180), (32, 420), (90, 1000), (91, 1010)])
+
+    def test_two_peaks_that_happen_to_be_equal(self, load: Callable[[str], Any]) -> None:
+        """12 and 14 layers both took 360: a layer adds a quarter of the 20 it was reckoned to, at the least, so 22 is
+        next (520, too much), then 16 (400) and 17 by the line."""
+        largest = load("contenders.room").largest_by_trial
+        fits, fails, tried = largest(
+            lambda layers: 360 + 20 * max(0, layers - 14),
+            cap_bytes=400, small_layers=12, small_bytes=360, layer_bytes=20.0,
+        )  # fmt: skip
+        assert (fits, fails) == (16, 17) and tried == [(14, 360), (22, 520), (16, 400), (17, 420)]
 
     def test_a_known_run_above_the_cap(self, load: Callable[[str], Any]) -> None:
         """32 layers took 420 = 100 + 10 a layer: 20 would take the cap of 300, and do."""
@@ -162,13 +172,13 @@ class TestLargest:
         assert (fits, fails, tried) == (20, 21, [(20, 300), (21, 310)])
 
     def test_one_that_dies(self, load: Callable[[str], Any]) -> None:
-        """Dies above 12 layers: 20 is tried, then with 1.25 times the bytes a layer (10 + 12.5 n) 16, 13, 11, 12."""
+        """Dies above 12 layers: 8, then 20 dies, then the middle of what ran and what died: 14 dies, 11, 12, 13."""
         largest = load("contenders.room").largest_by_trial
         fits, fails, tried = largest(
             lambda layers: None if layers > 12 else 10 * layers,
             cap_bytes=200, small_layers=2, small_bytes=20, layer_bytes=10.0,
         )  # fmt: skip
-        assert (fits, fails) == (12, 13) and len(tried) <= 5
+        assert (fits, fails) == (12, 13) and [layers for layers, _ in tried] == [8, 20, 14, 11, 12, 13]
 
     def test_bytes_by_hand(self, load: Callable[[str], Any]) -> None:
         """ZeRO-3 offload in bf16: 2 param + 4 master + 8 moments + 4 gradient = 18 on the host."""
