@@ -67,6 +67,11 @@ class Backend(Protocol):
         """
         ...
 
+    def copy_in_fp32(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
+        """As `copy`, for systems that cast behind the link: every element crosses it as fp32, 4 bytes are counted and
+        the gpu has room for them beside its payloads."""
+        ...
+
     def zero(self, payload: torch.Tensor) -> None:
         """Write zeros into a gpu payload; issued or done as in `copy`."""
         ...
@@ -230,12 +235,18 @@ class VirtualBackend:
     def copy(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
         with self._lock:
             self._copied[direction] += target.numel() * target.element_size()
-        self._copy(target, source, direction)
+        self._copy(target, source, direction, target.element_size())
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
+    def copy_in_fp32(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
+        with self._lock:
+            self._copied[direction] += target.numel() * 4
+        self._copy(target, source, direction, 4)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, direction: Queue, width: int) -> None:
+        """width: bytes of an element on the link."""
         start_s = self._clock()
         target.copy_(source)
-        size = target.numel() * target.element_size()
+        size = target.numel() * width
         rate = self._rate[direction]
         if rate is not None:
             left_s = self._latency_s + size / rate - (self._clock() - start_s)

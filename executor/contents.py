@@ -319,9 +319,9 @@ class Contents:
         kind = step.kind
         assert step.chunk is not None
         if kind is Kind.FETCH:
-            self.fetch(step.chunk, self._list(step))
+            self.fetch(step.chunk, self._list(step), in_fp32=self._in_fp32(step))
         elif kind is Kind.WRITEBACK:
-            self.write_back(step.chunk, self._list(step))
+            self.write_back(step.chunk, self._list(step), in_fp32=self._in_fp32(step))
         elif kind is Kind.ALLOC:
             assert step.place is not None
             name = self._list(step)
@@ -364,8 +364,13 @@ class Contents:
             raise PlanError(f"step {step.id}: a {step.kind.value} step needs list=")
         return step.list
 
-    def fetch(self, chunk: int, list_name: str) -> None:
-        """gpu content = host content."""
+    def _in_fp32(self, step: Step) -> bool:
+        """Whether the plan has a 2-byte list cross the link as fp32, as the system does whose schedule it is."""
+        assert step.chunk is not None
+        return step.bytes != self.layout.payload_bytes(step.chunk, self._list(step))
+
+    def fetch(self, chunk: int, list_name: str, *, in_fp32: bool = False) -> None:
+        """gpu content = host content. in_fp32: of parameters, which are cast from their fp32 list behind the link."""
         arena, state = self.arena, self.chunks[chunk]
         if not arena.has(HOST, chunk, list_name):
             raise PlanError(f"fetch of {list_name} of chunk {chunk}: the host does not hold it")
@@ -379,7 +384,12 @@ class Contents:
         elif state.where(GPU, list_name):
             raise PlanError(f"fetch of {list_name} of chunk {chunk} would overwrite gradients on the gpu")
         with arena.steady(chunk):
-            self._copy(arena.gpu(chunk, list_name), arena.host(chunk, list_name), Queue.H2D)
+            if in_fp32:
+                masters = list_name == "param" and not parked and arena.has(HOST, chunk, "param32")
+                source = arena.host(chunk, "param32" if masters else list_name)
+                arena.backend.copy_in_fp32(arena.gpu(chunk, list_name), source, Queue.H2D)
+            else:
+                self._copy(arena.gpu(chunk, list_name), arena.host(chunk, list_name), Queue.H2D)
             arena.backend.fence(Queue.H2D)
         if list_name == "param":
             state.whole = False  # as far as anybody knows
@@ -392,7 +402,7 @@ class Contents:
             if list_name == "param":
                 state.current.discard(HOST)  # its slots keep the gradients that went up
 
-    def write_back(self, chunk: int, list_name: str) -> None:
+    def write_back(self, chunk: int, list_name: str, *, in_fp32: bool = False) -> None:
         """host content = gpu content; gradients in it belong to the host from now on."""
         arena, state = self.arena, self.chunks[chunk]
         if not arena.has(GPU, chunk, list_name):
@@ -401,7 +411,8 @@ class Contents:
         if there:
             raise PlanError(f"write-back of {list_name} of chunk {chunk} would overwrite gradients on the host")
         with arena.steady(chunk):
-            self._copy(arena.host(chunk, list_name), arena.gpu(chunk, list_name), Queue.D2H)
+            copy = arena.backend.copy_in_fp32 if in_fp32 else self._copy
+            copy(arena.host(chunk, list_name), arena.gpu(chunk, list_name), Queue.D2H)
             arena.backend.fence(Queue.D2H)
         if list_name == "param":
             if GPU in state.current:

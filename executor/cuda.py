@@ -208,7 +208,21 @@ class CudaBackend:
         with self._lock:
             self._copied[direction] += target.numel() * target.element_size()
         target.copy_(source, non_blocking=True)
-        if self.queue is not direction:  # off plan: on the current stream, behind what was issued there
+        self._off_plan(direction)
+
+    def copy_in_fp32(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
+        with self._lock:
+            self._copied[direction] += target.numel() * 4
+        if direction is Queue.H2D:
+            target.copy_(source.to(self.device, torch.float32, non_blocking=True))
+        else:  # cast on the host once it is there, so this thread waits for it
+            target.copy_(source.float().cpu())
+        self._off_plan(direction)
+
+    def _off_plan(self, direction: Queue) -> None:
+        """Of a copy that was not issued by its queue: on the current stream, behind what was issued there, and waited
+        for."""
+        if self.queue is not direction:
             torch.cuda.current_stream(self.device).synchronize()
 
     def zero(self, payload: torch.Tensor) -> None:

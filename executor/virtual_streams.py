@@ -142,15 +142,21 @@ class VirtualStreams(VirtualBackend):
     # -- work ---------------------------------------------------------------------------------------------------------
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
-        if self.queue is not direction:
-            super().copy(target, source, direction)
-            return
+        self._issue_copy(target, source, direction, target.element_size())
+
+    def copy_in_fp32(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
+        self._issue_copy(target, source, direction, 4)
+
+    def _issue_copy(self, target: torch.Tensor, source: torch.Tensor, direction: Queue, width: int) -> None:
         with self._lock:
-            self._copied[direction] += target.numel() * target.element_size()
+            self._copied[direction] += target.numel() * width
+        if self.queue is not direction:
+            self._copy(target, source, direction, width)
+            return
 
         def work() -> None:
             _require_memory(target, source, direction)
-            self._copy(target, source, direction)
+            self._copy(target, source, direction, width)
 
         self._stream(direction).issue(work)
 

@@ -291,7 +291,7 @@ def _among_variants(
     from pstar_sim.cli.inputs import variants_of
     from pstar_sim.planner.compare import compare as ask
     from pstar_sim.planner.tried import tried_text
-    from pstar_sim.planner.variants import choose, words
+    from pstar_sim.planner.variants import choose
 
     policy = policies[0] if policies is not None and len(policies) == 1 else "optimal"
     chosen = choose(variants_of(args, machine), machine, settings, policy=policy)
@@ -300,9 +300,9 @@ def _among_variants(
         name: replace(p, plan=replace(p.plan, choices={**p.plan.choices, **chosen.choices()}))
         for name, p in result.planned.items()
     }
-    others = tried_text(dict(chosen.tried), words(chosen.workload))
+    others = tried_text(dict(chosen.tried), chosen.words)
     notes = [
-        f"global batch {args.global_batch}: {words(chosen.workload)}, fastest by {policy} of {len(chosen.tried)} ways"
+        f"global batch {args.global_batch}: {chosen.words}, fastest by {policy} of {len(chosen.tried)} ways"
         + f" ({others})" * bool(others)
     ]
     notes += [f"not considered: {what}" for what in chosen.left_out]

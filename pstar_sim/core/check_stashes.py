@@ -3,9 +3,9 @@
 [Note: stashes] in workload/workload.py says what has to wait for what; with these four edges the gpu holds a stash only
 while the tide counts it, so the proof of the budget (worst_case.py) need not know of stashes at all. (That a stash is
 out before it comes back follows: `gone` is before `back` on the compute queue.) The room on the host is a buffer of the
-plan's, held throughout. Blocks have a room each, and two stashes of one block cannot want it at once: a moment that
-makes the next one comes after the one that needed the last one, on the compute queue, and that one waited for it to
-come back. Shares no code with the policies.
+plan's, held throughout, and there is one of it. Blocks have a room each, and two stashes of one block cannot want it at
+once: no workload has a moment that makes the next one before the one that needs the last one (check_workload), they are
+in this order on the compute queue, and the latter waited for it to come back. Shares no code with the policies.
 """
 
 from __future__ import annotations
@@ -38,7 +38,12 @@ def check_stashes(plan: Plan, program: Unrolled) -> None:
     on the host."""
     w = plan.workload
     room = sum(size for _, size in w.stash_room)
-    held = sum(size for name, place, size in plan.buffers if (name, place) == (STASHES, Place.HOST))
+    rooms = [(place, size) for name, place, size in plan.buffers if name == STASHES]
+    if len(rooms) > bool(room) or any(place is not Place.HOST for place, _ in rooms):
+        where = ", ".join(f"{size} bytes on the {place.value}" for place, size in rooms)
+        wanted = "one, on the host" if room else "none: its workload has no stashes"
+        raise PlanError(f"the plan has {len(rooms)} buffers {STASHES!r} ({where}); it needs {wanted}")
+    held = sum(size for _, size in rooms)
     if held < room:
         raise PlanError(f"the plan's buffer {STASHES!r} on the host has {held} bytes; the stashes take {room}")
     moments: dict[int, int] = {}

@@ -27,6 +27,9 @@ C the gpu budget, n_t the tide and K_t the payload bytes that moment t reads:
   m_k is S_k bytes, of which at most C - n - (v + w) x unpinned ones are resident during m_k; the rest,
   S_k + v x - (C - n), has to be copied in after m_k. These are not copies of the first kind: those begin after the
   chunk's gradient is final and before its first read.
+- stashes: whatever the plan, each goes down once and comes up once an iteration, on the same two queues, beside all of
+  the above: none of it is a copy of a chunk, and the tide does not count a stash while it is away. So its seconds each
+  way are added to d2h bytes, h2d bytes and link, its bytes twice to dram; not to windows, which it may lie outside of.
 - link (half duplex): both kinds of bytes one after the other.
 - dram: the copies' bytes and the CPU Adam's traffic over the host's DRAM bandwidth.
 
@@ -226,6 +229,15 @@ class Facts:
         self.states = w.optimizer.states_bytes_per_param + (4 if w.micro_batches > 1 else 0)
         self.traffic = w.optimizer.dram_bytes_per_param
         self._gradient_facts(workload, layout, mine)
+        # Of all stashes together; and of those that come up once a moment has begun, by moment.
+        self.stash_bytes = float(sum(s.bytes for s in workload.stashes))
+        self.stash_down_s = sum(cost.transfer_s(s.bytes, "d2h") for s in workload.stashes)
+        self.stash_up_s = sum(cost.transfer_s(s.bytes, "h2d") for s in workload.stashes)
+        behind = np.zeros(self.moments + 1)
+        for stash in workload.stashes:
+            behind[0] += cost.transfer_s(stash.bytes, "h2d")
+            behind[stash.back + 1] -= cost.transfer_s(stash.bytes, "h2d")
+        self.stash_up_from_s: Array = np.maximum(0.0, np.cumsum(behind)[:-1])
         self.late = (
             max([-1, *(max(moments) for moments in reads if moments), *gradient]) + 1
         )  # nothing happens from here
@@ -287,7 +299,7 @@ class Facts:
         cuts = sorted({0.0, *(x for x in opens if 0 < x < x_max)})
         rate_h2d, rate_d2h, dram = link.h2d_bytes_per_s, link.d2h_bytes_per_s, host.dram_bytes_per_s
         pinned_w = float(self.most_w)
-        lines.append(_Line("d2h", total_bytes / rate_d2h, -pinned_w / rate_d2h))
+        lines.append(_Line("d2h", total_bytes / rate_d2h + self.stash_down_s, -pinned_w / rate_d2h))
         for k, begin in enumerate(cuts):
             end = cuts[k + 1] if k + 1 < len(cuts) else np.inf
             begin = -np.inf if k == 0 else begin
@@ -296,11 +308,11 @@ class Facts:
                 if x <= begin or x <= 0:
                     value += size - room
                     slope += max(0, grows)
-            lines.append(_Line("h2d", value / rate_h2d, slope / rate_h2d, begin, end))
+            lines.append(_Line("h2d", value / rate_h2d + self.stash_up_s, slope / rate_h2d, begin, end))
             if not link.duplex:
-                both = value / rate_h2d + total_bytes / rate_d2h
+                both = value / rate_h2d + total_bytes / rate_d2h + self.stash_up_s + self.stash_down_s
                 lines.append(_Line("link", both, slope / rate_h2d - pinned_w / rate_d2h, begin, end))
-            traffic = value + total_bytes + total * self.traffic
+            traffic = value + total_bytes + total * self.traffic + 2 * self.stash_bytes
             lines.append(_Line("dram", traffic / dram, (slope - pinned_w - self.traffic) / dram, begin, end))
         return lines
 

@@ -12,6 +12,8 @@ it, a chunk first read in it need only be there at its end. So every cut is vali
   that wait, parameters that came early, what stays of chunks updated on the gpu, gradient sums <= budget.
 - the life of a chunk updated on the CPU: gradient waits -> on the host -> updated on the host -> waits on the gpu ->
   read; of states: come -> update -> go. Stocks are cyclic; those of one life add up to the chunks' bytes at the cut.
+- stashes: each goes down between the moment that makes it and the one behind which it is not counted, and comes up
+  between the one from which it is counted again and the one that needs it, in its own seconds of the link each way.
 - identity: stocks do not know whose bytes they are. Sorted by first read, of the chunks up to j all that happens
   between last gradient and first read happens from the end of the earliest of their last gradients to the next first
   read of j: the flows in that window are at least these chunks' bytes. Gaps between two reads are classes in which each
@@ -113,6 +115,7 @@ class _Fluid:
         self._updated_on_cpu()
         self._updated_on_gpu()
         self._reads()
+        self._stashes()
         if self.batches > 1:
             self._sums()
         self._rates()
@@ -499,6 +502,29 @@ class _Fluid:
             self.sums_down[k].append((extra_down[k], 1.0))
             self.sums_up[k].append((extra_up[k], 1.0))
 
+    def _stashes(self) -> None:
+        """Each stash's seconds on the link, spread over the intervals in which it may move. The bytes that go with them
+        are what the tide counts."""
+        p, cost = self.program, self.cost
+        self.stash_up: dict[int, Terms] = {k: [] for k in self.intervals}
+        self.stash_down: dict[int, Terms] = {k: [] for k in self.intervals}
+        self.stash_traffic: dict[int, Terms] = {k: [] for k in self.intervals}
+        self.stash_up_s = self.stash_down_s = 0.0
+        for stash in self.workload.stashes:
+            down_s, up_s = cost.transfer_s(stash.bytes, "d2h"), cost.transfer_s(stash.bytes, "h2d")
+            self.stash_down_s, self.stash_up_s = self.stash_down_s + down_s, self.stash_up_s + up_s
+            for seconds, after, before, ways in (
+                (down_s, stash.made, stash.gone, self.stash_down),
+                (up_s, stash.back, stash.needed, self.stash_up),
+            ):
+                parts = {
+                    k: p.variable(1.0) for k in range(self.interval_of_end(after), bisect_left(self.points, before))
+                }
+                p.equal([(part, 1.0) for part in parts.values()], 1.0)
+                for k, part in parts.items():
+                    ways[k].append((part, seconds))
+                    self.stash_traffic[k].append((part, stash.bytes / self.unit))
+
     def _ways(self, k: int) -> tuple[Terms, Terms]:
         """Seconds of link work up and down in an interval."""
         up = self._in(self.params_up, k, 1 / self.up)
@@ -520,11 +546,12 @@ class _Fluid:
             up, down = self._ways(k)
             last = self._in(self.stalled, k, -1.0)
             own = self.seconds[k]
+            stash_up, stash_down = self.stash_up[k], self.stash_down[k]
             if self.duplex:
-                p.at_most([*up, *last], own)
-                p.at_most([*down, *last], own)
+                p.at_most([*up, *stash_up, *last], own)
+                p.at_most([*down, *stash_down, *last], own)
             else:
-                p.at_most([*up, *down, *last], own)
+                p.at_most([*up, *stash_up, *down, *stash_down, *last], own)
             adds: Terms = [(self.adds[k], 1.0)] if self.adds else []
             p.at_most([*self._in(self.adam, k, self.adam_s), *adds, *last], own)
             moved = [
@@ -532,6 +559,7 @@ class _Fluid:
                 *((v, f * (self.down_states if v in self._wide(k) else self.down)) for v, f in down),
                 *self._in(self.adam, k, self.adam_traffic),
                 *((v, f * add_traffic) for v, f in adds),
+                *self.stash_traffic[k],
             ]
             p.at_most([*((v, f / self.dram) for v, f in moved), *last], own)
 
@@ -549,7 +577,7 @@ class _Fluid:
         p, cost, layout = self.program, self.cost, self.layout
         last = (self.stalled[-1], -1.0)
         own = float(self.clock[-1])
-        up_all = down_all = adam_all = 0.0
+        up_all, down_all, adam_all = self.stash_up_s, self.stash_down_s, 0.0
         up: Terms = []
         down: Terms = []
         adam: Terms = [(v, 1.0) for v in self.adds]
@@ -595,6 +623,8 @@ class _Fluid:
         traffic = self.workload.optimizer.dram_bytes_per_param
         compute = float(self.clock[-1]) + params * traffic / self.cost.gpu.hbm_bytes_per_s
         moved = up * self.up + down * self.down + self.adam_traffic * float(found.at[self.adam[-1]])
+        moved += 2 * sum(s.bytes for s in self.workload.stashes) / self.unit
+        up, down = up + self.stash_up_s, down + self.stash_down_s
         work = {"compute": compute, "adam": adam, "h2d": up, "d2h": down, "dram": moved / self.dram}
         if not self.duplex:
             work["link"] = up + down

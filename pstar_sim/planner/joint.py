@@ -29,6 +29,8 @@ parameter, v: of the states). What any legal schedule keeps:
   first may wait in a list of w bytes), held from one backward pass to the next or sent down and up in between, and then
   go down once (4 bytes) if Adam is the CPU's; or each goes down (w bytes) and all but two (of CPU Adam with clipping:
   all) are added on the host; Adam on the gpu then needs the sum up (4 bytes). How much of each is free.
+- stashes: as in bounds.py, on h2d, d2h, link and dram. Those whose way up begins behind a moment come up behind it too,
+  beside what is read from there on (the compute queue row).
 - link, dram: as in bounds.py, of these bytes. A copy's latency counts, by bytes, as in the largest list it could be of.
 
 The least T over all of these is a linear program, but for one thing: a window whose chunks may all be updated on the
@@ -119,7 +121,7 @@ class _Joint:
         self.end_room = max(0.0, float(facts.room[-1]))
         until = int(facts.final.min()) + 1 if len(facts.final) else 0
         needed = facts.read_from()
-        waits = facts.clock[:until] + (needed - facts.room)[:until] / self.up
+        waits = facts.clock[:until] + (needed - facts.room)[:until] / self.up + facts.stash_up_from_s[:until]
         self.turn_s = float(waits.max()) if until else 0.0
         self.turns = [(size, room, at) for size, room, at in facts.turns() if size > 0]
         self.families = self._families(barrier) if self.total else []
@@ -287,13 +289,15 @@ class _Joint:
             term("barrier", float((spans + (after_b - self.end_room) / self.up).max()), [(x, pinned)])
             others = after_b - self.end_room - self.v * (total - after_p)
             term("barrier", float((spans + others / self.up).max()), [(x, pinned), (y, pinned)])
-        term("h2d", h2d_const / self.up, [(c, f / self.up) for c, f in h2d])
-        term("d2h", d2h_const / self.down, [(c, f / self.down) for c, f in d2h])
+        h2d_s = h2d_const / self.up + facts.stash_up_s
+        d2h_s = d2h_const / self.down + facts.stash_down_s
+        term("h2d", h2d_s, [(c, f / self.up) for c, f in h2d])
+        term("d2h", d2h_s, [(c, f / self.down) for c, f in d2h])
         if not cost.link.duplex:
             both = [*((c, f / self.up) for c, f in h2d), *((c, f / self.down) for c, f in d2h)]
-            term("link", h2d_const / self.up + d2h_const / self.down, both)
+            term("link", h2d_s + d2h_s, both)
         dram = cost.machine.host.dram_bytes_per_s
-        traffic = h2d_const + d2h_const + total * facts.traffic + adds_const * add_bytes
+        traffic = h2d_const + d2h_const + total * facts.traffic + adds_const * add_bytes + 2 * facts.stash_bytes
         moved = [
             *h2d,
             *d2h,

@@ -13,8 +13,11 @@ holds on to what it gives that block (the embeddings), so that the bytes would n
 
 [Note: what is planned] Candidates are looked at in the order of what they promise: the larger of their lower bound (at
 the usual chunk size) and of what computing and stashes take with the link to themselves. One is not planned where that
-is less than WORTH under the best so far. `optimal` searches long, so it plans SEARCHED at most, ALIKE of them with one
-number of micro-batches, and leaves out what tide would have no room for unless nothing else fits.
+is less than WORTH under the best so far. `optimal` searches long, so at first it plans SEARCHED at most, ALIKE of them
+with one number of micro-batches, and leaves out what tide would have no room for. Then the other policies, which are
+quick, are asked about all that it has not planned, where their bound (for most: that of plans which stream nothing) is
+under the best so far; wherever one of them is faster, `optimal` plans that candidate too. So it is never slower than
+what another policy would have chosen.
 """
 
 from __future__ import annotations
@@ -29,13 +32,15 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.cost import CostModel
-from pstar_sim.errors import DoesNotFit, TraceError
+from pstar_sim.errors import CannotPlan, DoesNotFit, TraceError
 from pstar_sim.planner.bounds import bound_reason, lower_bound
 from pstar_sim.planner.compare import plan_and_play
 from pstar_sim.planner.memory import shortage
 from pstar_sim.planner.stash_bound import stash_bound_s
-from pstar_sim.policy.registry import Policy, find_policy
-from pstar_sim.units import format_s
+from pstar_sim.planner.tried import BOUND, NOT_TRIED
+from pstar_sim.policy.optimal import STREAMING
+from pstar_sim.policy.registry import Policy, built_in, find_policy
+from pstar_sim.units import format_bytes, format_s
 from pstar_sim.workload.mixing import block_names, mix_blocks, offload_blocks
 from pstar_sim.workload.workload import Workload, activations_text, repeat_micro_batch
 
@@ -45,15 +50,18 @@ MOST_MICRO_BATCHES = 256  # more make plans of hundreds of thousands of steps
 WORTH = 0.005  # relative gain for which a candidate is planned
 SEARCHED, ALIKE = 5, 2  # candidates that the policy that takes long plans, and of one number of micro-batches
 SEARCHING = "optimal"  # that policy
+MOST_SPLITS_NAMED = 8  # numbers of micro-batches that were left out
 QUICK = "tide"  # whose own checks of room say where it is worth trying
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """workload: the variant to run, one rank's share. iteration_s: of its plan by `policy`. tried: what was looked at,
-    in words -> its seconds or why not. left_out: what was not considered, and why."""
+    """workload: the variant to run, one rank's share. words: what it is, among those looked at. iteration_s: of its
+    plan by `policy`. tried: what was looked at, in words -> its seconds or why not. left_out: what was not considered,
+    and why."""
 
     workload: Workload
+    words: str
     policy: str
     plan: Plan
     iteration_s: float
@@ -62,13 +70,15 @@ class Chosen:
 
     def choices(self) -> dict[str, object]:
         """For `Plan.choices`: what was chosen among what."""
-        return {"variant": words(self.workload), "variants_tried": dict(self.tried), "not_considered": self.left_out}
+        return {"variant": self.words, "variants_tried": dict(self.tried), "not_considered": self.left_out}
 
 
-def words(w: Workload) -> str:
-    """A variant in words: "2 micro-batches of 8, activations recomputed"."""
+def words(w: Workload, among: Sequence[Workload] = ()) -> str:
+    """A variant in words: "2 micro-batches of 8, activations recomputed"; with its attention where those it is among
+    differ in it: "..., flash attention"."""
     batches = f"{w.micro_batches} micro-batch{'es' if w.micro_batches > 1 else ''} of {w.batch}"
-    return f"{batches}, {activations_text(w)}"
+    kernel = f", {w.attention} attention" if any(other.attention != w.attention for other in among) else ""
+    return f"{batches}, {activations_text(w)}{kernel}"
 
 
 def candidates(variants: Sequence[Workload], share: int) -> tuple[Workload, ...]:
@@ -157,6 +167,8 @@ def choose(workloads: Sequence[Workload], machine: Machine, settings: Settings, 
         raise TraceError("the workloads are of different global batches; their iterations cannot be compared")
     race = _Race(workloads, machine, settings, policy)
     later = race.run_all()
+    if race.searching:
+        race.ask_others()
     for w in later:
         if race.best is None:
             race.run(w)
@@ -166,6 +178,7 @@ def choose(workloads: Sequence[Workload], machine: Machine, settings: Settings, 
     seconds, plan = race.best
     chosen = Chosen(
         workload=plan.workload,
+        words=words(plan.workload, workloads),
         policy=policy,
         plan=plan,
         iteration_s=seconds,
@@ -178,7 +191,7 @@ def choose(workloads: Sequence[Workload], machine: Machine, settings: Settings, 
 class _Race:
     """Candidates planned one after the other by one policy. promise_s: see [Note: what is planned], by id; at first
     only what computing and stashes take. best: seconds and plan of the fastest so far. shortest: of those that do not
-    fit, the one that lacks least. tried: in words, what came of each."""
+    fit, the one that lacks least. tried: in words, what came of each. planned: those that were, by id."""
 
     def __init__(self, workloads: Sequence[Workload], machine: Machine, settings: Settings, policy: str) -> None:
         self.workloads, self.machine, self.settings, self.policy = workloads, machine, settings, policy
@@ -190,7 +203,8 @@ class _Race:
         self.layouts = {id(w): build_layout(w, chunk_bytes=usual, ranks=len(machine.ranks)) for w in workloads}
         self.least_s = {id(w): stash_bound_s(w, CostModel(w, machine, self.layouts[id(w)])) for w in workloads}
         self.promise_s = dict(self.least_s)
-        self.planned: Counter[int] = Counter()  # by number of micro-batches
+        self.planned: set[int] = set()
+        self.splits: Counter[int] = Counter()  # of those planned, numbers of micro-batches
         self.best: tuple[float, Plan] | None = None
         self.shortest: DoesNotFit | None = None
         self.tried: dict[str, str] = {}
@@ -212,9 +226,7 @@ class _Race:
                     self.note(w, short)
                     later.append(w)
                     continue
-                if bound_reason(self.machine) is None:
-                    bound = lower_bound(w, self.machine, self.usual, self.layouts[id(w)]).seconds
-                    self.promise_s[id(w)] = max(self.least_s[id(w)], bound)
+                self.promise_s[id(w)] = self._bound_s(w)
                 heapq.heappush(heap, (self.promise_s[id(w)], True, rank))
                 continue
             self.run(w)
@@ -224,43 +236,90 @@ class _Race:
         """Plan it, if it is worth it."""
         hopeless = self._hopeless(w)
         if hopeless:
-            self.tried[words(w)] = f"not planned: {hopeless}"
-            return
+            self.tried[self._words(w)] = hopeless
+        else:
+            self._plan(w)
+
+    def ask_others(self) -> None:
+        """Whether another policy is faster on a candidate that was not planned; it then is."""
+        others = {name: policy for name, policy in built_in().items() if name != self.policy}
+        bounds: dict[tuple[int, bool], float] = {}  # by id and whether plans may stream
+        for w in sorted(self.workloads, key=lambda w: self.promise_s[id(w)]):
+            for name, policy in others.items():
+                if id(w) in self.planned or not self._could_win(self.least_s[id(w)]):
+                    break
+                stream = name in STREAMING
+                if (id(w), stream) not in bounds:
+                    bounds[id(w), stream] = self._bound_s(w, stream=stream)
+                if not self._could_win(bounds[id(w), stream]):
+                    continue
+                try:
+                    _, timeline = plan_and_play(policy, w, self.machine, self.settings)
+                except (DoesNotFit, CannotPlan):
+                    continue
+                if self._could_win(timeline.iteration_s):
+                    self._plan(w)
+
+    def _could_win(self, seconds: float) -> bool:
+        return self.best is None or seconds < self.best[0]
+
+    def _bound_s(self, w: Workload, *, stream: bool = True) -> float:
+        """No plan with the usual chunks is faster (stream=False: none that streams no chunk)."""
+        if bound_reason(self.machine) is not None:
+            return self.least_s[id(w)]
+        layout = self.layouts[id(w)]
+        return max(self.least_s[id(w)], lower_bound(w, self.machine, self.usual, layout, stream=stream).seconds)
+
+    def _words(self, w: Workload) -> str:
+        return words(w, self.workloads)
+
+    def _plan(self, w: Workload) -> None:
+        self.planned.add(id(w))
         try:
             plan, timeline = plan_and_play(self.function, w, self.machine, self.settings)
         except DoesNotFit as error:
             self.note(w, error)
             return
-        self.planned[w.micro_batches] += 1
-        self.tried[words(w)] = format_s(timeline.iteration_s)
+        self.splits[w.micro_batches] += 1
+        self.tried[self._words(w)] = format_s(timeline.iteration_s)
         if self.best is None or timeline.iteration_s < self.best[0]:
             self.best = (timeline.iteration_s, plan)
 
     def note(self, w: Workload, error: DoesNotFit) -> None:
         """It does not fit."""
-        self.tried[words(w)] = f"does not fit: short by {error.short_bytes} bytes of the {error.place}"
+        self.tried[self._words(w)] = f"does not fit: short by {error.short_bytes} bytes of the {error.place}"
         if self.shortest is None or error.short_bytes < self.shortest.short_bytes:
             self.shortest = error
 
     def _hopeless(self, w: Workload) -> str:
-        """Why it is not worth planning; empty if it is."""
+        """What comes of it without planning it; empty if it is to be planned."""
         if self.best is None:
             return ""
         least, promise = self.least_s[id(w)], self.promise_s[id(w)]
         if least >= self.best[0]:
             what = "computing and its stashes alone take" if w.stashes else "computing alone takes"
-            return f"{what} {format_s(least)}"
+            return f"not planned: {what} {format_s(least)}"
         if promise > self.best[0] * (1 - WORTH):
-            return f"no plan of it takes less than {format_s(promise)}"
-        enough = self.planned.total() >= SEARCHED or self.planned[w.micro_batches] >= ALIKE
-        if self.searching and enough:
-            return f"others promised more (its bound is {format_s(promise)})"
+            size = format_bytes(self.layouts[id(w)].chunk_bytes)
+            return f"not planned: no plan of it with chunks of {size} takes less than {format_s(promise)}"
+        if self.searching and (self.splits.total() >= SEARCHED or self.splits[w.micro_batches] >= ALIKE):
+            return f"{NOT_TRIED}: {SEARCHING} plans {SEARCHED} ways at first; {BOUND} {format_s(promise)}"
         return ""
 
 
 def _left_out(workloads: Sequence[Workload]) -> tuple[str, ...]:
     known = {w.checkpointing for w in workloads if not w.activations}
     out: list[str] = []
+    share = workloads[0].batch * workloads[0].micro_batches
+    splits = {w.micro_batches for w in workloads}
+    missing = [n for n in range(1, share + 1) if share % n == 0 and n not in splits]
+    if missing:
+        named = [str(n) for n in missing[:MOST_SPLITS_NAMED]]
+        named += [f"{len(missing) - len(named)} more"] if len(missing) > len(named) else []
+        few = len(missing) == 1 and missing[0] == 1
+        out.append(
+            f"{', '.join(named)} micro-batch{'' if few else 'es'}: there is no variant for {'it' if few else 'them'}"
+        )
     if known == {True}:
         out.append("activations kept or offloaded: the trace holds no variant that keeps them")
     elif known == {False}:

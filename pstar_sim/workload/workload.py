@@ -305,6 +305,7 @@ def _check_activations(w: Workload, bad: Callable[[str, object, str], TraceError
     there = [(s.block, s.micro_batch) for s in w.stashes]
     if len(set(there)) != len(there) or set(there) != offloaded:
         raise bad("stashes", len(there), f"each offloaded block has one a micro-batch, which makes {len(offloaded)}")
+    needed: dict[str, int] = {}  # by block, of its latest stash
     counted = [0] * (len(w.moments) + 1)  # changes of the bytes of stashes that the peaks count
     for i, s in enumerate(w.stashes):
         if s.bytes <= 0 or not 0 <= s.made < s.gone < s.back < s.needed < len(w.moments) - 1:
@@ -317,6 +318,10 @@ def _check_activations(w: Workload, bad: Callable[[str, object, str], TraceError
             before = w.stashes[i - 1]
             if s.gone < before.gone or s.back >= before.back or s.needed >= before.needed:
                 raise bad(f"stashes[{i}]", s, "what is made later is gone later, and comes back and is needed earlier")
+        if s.made <= needed.get(s.block, -1):
+            want = f"the host has one room for {s.block}, whose stash before is needed in moment {needed[s.block]}"
+            raise bad(f"stashes[{i}].made", s.made, want)
+        needed[s.block] = s.needed
         for begin, end in ((s.made, s.gone), (s.back, s.needed)):
             counted[begin] += s.bytes
             counted[end + 1] -= s.bytes

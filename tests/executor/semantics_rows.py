@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import executor
 from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.step import Kind
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.workload.optimizers import with_optimizer
 
@@ -541,19 +542,21 @@ _UPDATES = ("writeback", "cpu_adam", "gpu_adam", "cpu_add")
 
 def frozen_chunks_only_come_up(session: Any) -> None:
     """Frozen chunks have no states anywhere and are never written back; the link carries what the plan says.
-    (PatrickStar moves whole payloads, frozen ones too, and books its casts on the link, as published.)"""
+    (PatrickStar evicts frozen payloads too, and brings updated parameters up in fp32, as published.)"""
     plan = session.plan
     frozen = {c.index for c in plan.layout.chunks if c.frozen}
     assert frozen
     assert not {r.list for r in session.arena.present if r.chunk in frozen} - {"param"}
-    if plan.policy == "patrickstar":
-        return
     session.drain()
     last = session.iteration - 1
     for queue in ("h2d", "d2h"):
         copied = sum(r.copied_bytes for r in session.span_log if r.iteration == last and r.step.queue.value == queue)
         assert copied == plan.moved_bytes[queue], queue
-    assert not [r for r in session.span_log if r.step.chunk in frozen and r.step.kind.value in _UPDATES]
+    wide = [s for s in plan.steps if s.kind is Kind.FETCH and s.bytes > plan.layout.payload_bytes(s.chunk, s.list)]
+    assert not frozen & {s.chunk for s in wide}
+    if plan.policy != "patrickstar":
+        assert not wide
+        assert not [r for r in session.span_log if r.step.chunk in frozen and r.step.kind.value in _UPDATES]
 
 
 def evaluated(model: nn.Module, step: int) -> torch.Tensor:

@@ -58,6 +58,16 @@ def test_equals_plain_pytorch(record_property: Any, row: Any, dtype: str, policy
     assert cell.worst <= rows.TOLERANCE, cell
 
 
+@pytest.mark.parametrize(("dtype", "streams"), [("bf16", False), ("fp16", True)])
+def test_parameters_that_cross_the_link_in_fp32(dtype: str, streams: bool) -> None:
+    """PatrickStar brings what the CPU has updated up in 4 bytes a parameter, in training with 2: counted where it is
+    copied, for updated chunks alone (the row's own check holds the link's bytes against the plan's)."""
+    (row,) = [row for row in rows.ROWS if row.name == "LoRA"]
+    backend = VirtualStreams() if streams else None
+    cell = rows.run_cell(row, dtype, "patrickstar", **({"backend": backend} if backend is not None else {}))
+    assert cell.worst <= rows.TOLERANCE, cell
+
+
 @pytest.mark.usefixtures("streaming")
 @pytest.mark.parametrize("name", STREAMED)
 def test_equals_plain_pytorch_while_states_come_and_go(record_property: Any, name: str) -> None:

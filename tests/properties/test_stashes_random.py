@@ -8,9 +8,13 @@ from dataclasses import replace
 import pytest
 
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings
+from pstar_sim.cost import CostModel
 from pstar_sim.errors import CannotPlan, DoesNotFit, PlanError, TraceError
 from pstar_sim.planner.bounds import lower_bound
+from pstar_sim.planner.fluid import fluid_bound
+from pstar_sim.planner.stash_bound import stash_bound_s
 from pstar_sim.policy.registry import built_in
 from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload, random_jitter, random_machine
@@ -66,3 +70,61 @@ def test_every_policy_on_random_choices(seed: int) -> None:
             with pytest.raises(PlanError):
                 replace(plan, steps=steps).check()
     assert checked or not w.stashes or machine.gpu_budget_bytes < 4 * w.peak_non_model_bytes
+
+
+def loaded_choice(rng: random.Random) -> tuple[Workload, Machine]:
+    """As `random_choice`, with layers whose gradients and parameters take the link as long as their activations do, on
+    one link or two, fast or slow host memory, and a GPU that holds some of it."""
+    layers = rng.randint(4, 8)
+    left = [rng.randrange(16, 512) * KIB for _ in range(layers)]
+    up = [sum(left[: n + 1]) for n in range(layers)]
+    w = chain_workload(layers, 2**17, tide_bytes=[*up, *up[::-1], 0], forward_s=10 ** rng.uniform(-4, -2))
+    blocks = block_names(w)
+    w = offload_blocks(w, blocks[: rng.randint(1, layers - 2)])
+    w = repeat_micro_batch(w, rng.choice((1, 1, 2, 3)))
+    machine = random_machine(rng, w)
+    (rank,) = machine.ranks
+    rate = 10 ** rng.uniform(7.5, 9.5)
+    link = replace(rank.link, h2d_bytes_per_s=rate, d2h_bytes_per_s=rate, duplex=rng.random() < 0.6)
+    host = replace(machine.host, dram_bytes_per_s=10 ** rng.uniform(8, 10.5), memory_bytes=10**11)
+    return w, replace(machine, ranks=(replace(rank, link=link),), host=host)
+
+
+@pytest.mark.slow
+def test_stashes_raise_the_bound_and_no_policy_beats_it() -> None:
+    """Beside the chunks' copies on the link: never lower than the bound of the same moments without stashes, or than
+    that of computing and stashes alone; often higher than both; and no plan of any policy is faster, by the closed form
+    or the fluid program."""
+    higher = finer = plans = 0
+    for seed in range(30):
+        rng = random.Random(1000 + seed)
+        w, machine = loaded_choice(rng)
+        settings = Settings(update=rng.choice(("step", "eager")), clip=rng.random() < 0.5)
+        layout = build_layout(w)
+        bound = lower_bound(w, machine, settings, layout).seconds
+        pinned = lower_bound(w, machine, settings, layout, stream=False).seconds
+        without = replace(w, stashes=(), activations=())
+        alone = stash_bound_s(w, CostModel(w, machine, layout))
+        before = max(lower_bound(without, machine, settings, layout).seconds, alone)
+        assert bound >= before * (1 - 1e-6)
+        assert pinned >= max(lower_bound(without, machine, settings, layout, stream=False).seconds, alone) * (1 - 1e-9)
+        higher += bound > before * 1.01
+        fluid = fluid_bound(w, machine, settings, layout).seconds
+        assert fluid >= bound * (1 - 1e-9)
+        finer += fluid > max(bound, fluid_bound(without, machine, settings, layout).seconds) * 1.001
+        for name, policy in built_in().items():
+            if name == "optimal" and seed % 3:
+                continue
+            try:
+                plan = policy(w, machine, settings)
+            except (DoesNotFit, CannotPlan):
+                continue
+            plans += 1
+            seconds = play(plan).iteration_s
+            mine = plan.layout
+            assert seconds >= lower_bound(w, machine, settings, mine).seconds * (1 - 1e-6), (seed, name)
+            if mine == layout:
+                assert seconds >= fluid * (1 - 1e-6), (seed, name)
+                if name not in ("optimal", "deep_optimizer_states"):
+                    assert seconds >= pinned * (1 - 1e-6), (seed, name)
+    assert plans > 100 and higher > 5 and finer > 5, (plans, higher, finer)

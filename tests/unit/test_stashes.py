@@ -275,11 +275,46 @@ def test_other_mistakes_are_caught(plan: Plan) -> None:
         (_changed(plan, _moment(plan, 3), stash=0), "only stash_out and stash_in move one"),
         (replace(plan, buffers=((STASHES, Place.HOST, MIB),)), "the stashes take 2097152"),
         (replace(plan, buffers=()), "has 0 bytes"),
+        (
+            replace(plan, buffers=((STASHES, Place.HOST, MIB),) * 2),
+            "has 2 buffers 'stashes'.*it needs one, on the host",
+        ),
+        (
+            replace(plan, buffers=((STASHES, Place.GPU, 2 * MIB),)),
+            "2097152 bytes on the gpu.*it needs one, on the host",
+        ),
         (replace(plan, steps=tuple(s for s in plan.steps if s.id != back.id)), "stash_in|does not have"),
         (_changed(plan, back, stash=1, moment=10), "moves a stash that"),
     ):
         with pytest.raises(PlanError, match=said):
             broken.check()
+
+
+def test_a_room_for_stashes_that_there_are_not(machine: Machine) -> None:
+    """Memory that no stash takes would be left out of what the host has to give."""
+    plan = find_policy("tide")(kept(), machine, EAGER)
+    with pytest.raises(PlanError, match="it needs none: its workload has no stashes"):
+        replace(plan, buffers=(*plan.buffers, (STASHES, Place.HOST, MIB))).check()
+
+
+def test_stashes_of_one_block_never_want_its_room_at_once() -> None:
+    """Two micro-batches one inside the other: the forward of both, then the backward of both. Layer 0's second stash is
+    made before its first one is needed; the host has one room for the two."""
+    w = repeat_micro_batch(offloaded(), 2)
+    assert w.stash_room == (("layers.0", MIB), ("layers.1", MIB))
+    forward, backward = w.moments[:6], w.moments[6:12]
+    second = [replace(m, micro_batch=1) for m in (*forward, *backward)]
+    moments = tuple(replace(m, peak_bytes=20 * MIB) for m in (*forward, *second, *backward, w.moments[-1]))
+    inside = tuple(replace(s, made=s.made + 6, gone=s.gone + 6, back=s.back + 6, needed=s.needed + 6, micro_batch=1)
+                   for s in w.stashes[:2])  # fmt: skip
+    around = tuple(replace(s, back=s.back + 12, needed=s.needed + 12) for s in w.stashes[:2])
+    with pytest.raises(
+        TraceError, match=r"the host has one room for layers\.0, whose stash before is needed in moment 23"
+    ):
+        replace(w, moments=moments, uses=(), stashes=(*around, *inside))
+    for s in (repeat_micro_batch(offloaded(), 3)).stashes[:-2]:
+        later = [o for o in repeat_micro_batch(offloaded(), 3).stashes if o.block == s.block and o.made > s.made]
+        assert all(o.made > s.needed for o in later)
 
 
 def test_a_plan_for_other_choices_is_refused(plan: Plan) -> None:

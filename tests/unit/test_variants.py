@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from itertools import pairwise
@@ -13,8 +14,10 @@ import pstar_sim as ps
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.cli import main
 from pstar_sim.core.plan import Settings, load_plan
-from pstar_sim.errors import DoesNotFit, TraceError
+from pstar_sim.errors import CannotPlan, DoesNotFit, TraceError
+from pstar_sim.planner.tried import tried_text
 from pstar_sim.planner.variants import candidates, choose, words
+from pstar_sim.policy.registry import built_in
 from pstar_sim.testing import chain_workload
 from pstar_sim.units import MIB
 from pstar_sim.workload.mixing import block_names, mix_blocks
@@ -74,6 +77,71 @@ def test_the_fastest_that_fits_is_chosen() -> None:
         choose(made, with_gpu_bytes(MIB), EAGER)
     with pytest.raises(TraceError, match="different global batches"):
         choose([variant(1), variant(2)], machine, EAGER)
+
+
+def deep_variant(batch: int, checkpointing: bool) -> Workload:
+    """Eight layers of 2 MiB; each leaves 1 MiB a sequence behind where its activations are kept."""
+    up = [MIB * batch * n for n in range(1, 9)]
+    tide: int | list[int] = MIB * batch if checkpointing else [*up, *up[::-1], 0]
+    w = chain_workload(8, MIB, tide_bytes=tide, forward_s=0.05 * batch, checkpointing=checkpointing)
+    return replace(w, batch=batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("gpu_mib", "link_mib_per_s", "settings"),
+    [(12, 40, EAGER), (12, 160, Settings()), (20, 10, EAGER)],
+)
+def test_optimal_is_never_slower_than_what_another_policy_would_choose(
+    gpu_mib: int, link_mib_per_s: int, settings: Settings
+) -> None:
+    """The first ways that `optimal` plans, those of the lowest bounds, are not the best here."""
+    base = with_gpu_bytes(gpu_mib * MIB)
+    rate = float(link_mib_per_s * MIB)
+    link = replace(base.link, h2d_bytes_per_s=rate, d2h_bytes_per_s=rate, latency_s=0.0)
+    machine = replace(base, ranks=(replace(base.ranks[0], link=link),))
+    made = candidates([deep_variant(b, c) for b in (1, 2, 4) for c in (True, False)], 4)
+    seconds: dict[str, float] = {}
+    for name in built_in():
+        with contextlib.suppress(DoesNotFit, CannotPlan):
+            seconds[name] = choose(made, machine, settings, policy=name).iteration_s
+    assert len(seconds) > 3
+    assert seconds["optimal"] <= min(seconds.values()) * (1 + 1e-6)
+
+
+def test_what_was_not_tried_is_told_from_what_cannot_win() -> None:
+    """Two ways promise too little (proof: their bounds), three were left out although they might have been the best."""
+    capped = "not tried: optimal plans 5 ways at first; its bound is"
+    tried = {
+        "a": "2.500 s",
+        "b": "not planned: computing alone takes 2.600 s",
+        "c": "not planned: no plan of it with chunks of 2.1 MB takes less than 2.500 s",
+        "d": f"{capped} 1.100 s",
+        "e": f"{capped} 1.200 s",
+        "f": f"{capped} 2.000 s",
+        "g": "does not fit: short by 10 bytes of the gpu",
+        "h": "3.000 s",
+    }
+    assert tried_text(tried, "a") == (
+        "h: 3.000 s; 2 promise too little; 3 not tried (optimal plans 5 ways at first; their bounds are 1.100 s to "
+        "2.000 s); 1 do not fit"
+    )
+    assert "1 not tried (optimal plans 5 ways at first; its bound is 1.100 s)" in tried_text({"d": f"{capped} 1.100 s"})
+
+
+def test_numbers_of_micro_batches_without_a_variant_are_named() -> None:
+    made = candidates([variant(2), variant(4)], 8)
+    chosen = choose(made, with_gpu_bytes(1000 * MIB), EAGER, policy="tide")
+    assert chosen.left_out[0] == "1, 8 micro-batches: there is no variant for them"
+
+
+def test_attention_is_named_where_variants_differ_in_it() -> None:
+    pair = [variant(2), replace(variant(2), attention="math")]
+    assert words(pair[0], pair) == f"{words(pair[0])}, {pair[0].attention} attention"
+    assert words(pair[0], pair[:1]) == words(pair[0])
+    chosen = choose(candidates(pair, 2), with_gpu_bytes(1000 * MIB), EAGER, policy="tide")
+    assert {how.rpartition(", ")[2] for how, _ in chosen.tried} == {f"{w.attention} attention" for w in pair}
+    assert chosen.plan.choices["variant"] == chosen.words
 
 
 def test_the_command_chooses_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
