@@ -235,9 +235,9 @@ def open_group(backend: str, name: str, rank: int, ranks: int, timeout_s: float)
     every process of the job has to take part and whose names come apart where the processes have made other groups
     before."""
     store = dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
-    limit = timedelta(seconds=timeout_s)
+    limit = timedelta(seconds=timeout_s + TORCH_LATER_S)  # `check` comes first
     if backend == "gloo":
         return dist.ProcessGroupGloo(store, rank, ranks, limit)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout_s + TORCH_LATER_S)
+    options._timeout = limit
     return dist.ProcessGroupNCCL(store, rank, ranks, options)

@@ -70,6 +70,7 @@ def _up(size: int, step: int) -> int:
 
 def check_allocator() -> None:
     """Raise PlanError where torch's memory is not managed as this module reckons. Before anything is allocated."""
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     backend = torch.cuda.get_allocator_backend()
     if backend != "native":
         raise PlanError(
@@ -194,6 +195,7 @@ class Blocks:
         block = block_bytes(size)
         with self._lock:
             if self._fits_pool(block):
+                self._before_a_segment()
                 self._allocate(lambda: storage.resize_(size), pooled=True, asked_bytes=size)
                 self._in_pool.add(storage._cdata)
                 self._count_block()
@@ -233,6 +235,8 @@ class Blocks:
 
         with self._lock:
             pooled = self._fits_pool(block)
+            if pooled:
+                self._before_a_segment()
             self._allocate(allocate, pooled=pooled, asked_bytes=size)
             made[0].untyped_storage().resize_(0)
             if pooled:
@@ -254,6 +258,11 @@ class Blocks:
             return False
         more = segment_of(block)[0] + sum(self._in_former.values())  # former pools count until they are free
         return self._free_blocks > 0 or self.pool_bytes + more <= self._most_bytes
+
+    def _before_a_segment(self) -> None:
+        """What former pools left free goes back before the pool takes more from the driver."""
+        if not self._free_blocks and self._former_free_bytes:
+            self._exchange()
 
     def _count_block(self) -> None:
         if self._free_blocks:

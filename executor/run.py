@@ -94,6 +94,7 @@ def recording_machine(device: str, machine: Machine | None, gpu_memory_bytes: in
     finally:
         backend.close()
     assert available is not None
+    available -= available // 64  # the run's own context takes a little more than there is now
     if machine is not None and machine.gpu_budget_bytes <= available:
         return machine
     made = load_machine("virtual", gpu_memory=available)

@@ -115,6 +115,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
         "memory_allocated": lambda device=None: made.allocated,
         "mem_get_info": lambda device=None: (made.memory_bytes - made.reserved, made.memory_bytes),
         "get_device_name": lambda device=None: "a card",
+        "init": lambda: None,
         "get_allocator_backend": lambda: made.allocator,
         "set_per_process_memory_fraction": lambda fraction, device=None: made.fractions.append(fraction),
     }.items():
@@ -249,6 +250,11 @@ class TestBlocks:
         assert (len(card.pools), blocks.pool_bytes) == (pools, 24 * MIB)
         blocks.expect((12 * MIB, 12 * MIB), 80 * MIB)
         assert (len(card.pools), blocks.pool_bytes) == (pools + 1, 0)
+        emptied = card.emptied
+        blocks.grow(a)  # what the former pool left free has gone before the new one takes more
+        blocks.shrink(a)
+        blocks.grow(b)
+        assert (card.emptied, blocks.pool_bytes) == (emptied + 1, 12 * MIB)
 
     def test_what_is_free_outside_the_pool_goes_when_the_tide_needs_it(self, card: Card) -> None:
         """Budget 60 MiB: pool 24, one loose block of 18 that was given back; a tide of 18 fits beside it, one of 19

@@ -38,7 +38,10 @@ def loop(name: str, plan: Plan, rank: int, folder: Path, streams: bool = False, 
     lr = 2e-3 if name == "another lr" and rank == 1 else 1e-3
     spec = executor.AdamW(lr=lr, max_grad_norm=1.0)
     backend = rank_worker.streams_of(rank) if streams else None
-    model, optimizer = executor.prepare(model, plan, spec, watchdog_s=5.0, backend=backend, device=device)
+    limit_s = 3.0 if name == "stands still" else 600.0
+    model, optimizer = executor.prepare(
+        model, plan, spec, watchdog_s=5.0, backend=backend, device=device, timeout_s=limit_s
+    )
     place = torch.device("cpu" if device == "virtual" else device)
     generator = torch.Generator().manual_seed(rank)
 
@@ -57,6 +60,8 @@ def loop(name: str, plan: Plan, rank: int, folder: Path, streams: bool = False, 
             optimizer.session.close(restore=False)
             time.sleep(9)  # it lives on
             return
+        if here and name == "stands still":
+            time.sleep(20)
         if here and name == "exception":
             raise KeyError("a bug in the user's loop")
         if here and name == "nan":

@@ -84,7 +84,15 @@ def test_two_processes_train_as_one(short: dict[str, list[dict[str, Any]]], case
 def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
     """Killed inside an iteration, with collectives in flight on every rank's stream: the others name it and end, long
     before a collective's limit (600 s)."""
-    name = "killed inside"
+    after_s, said = end_of_rank_0(tmp_path, "killed inside")
+    assert after_s < 30.0
+    last = next(line for line in reversed(said.splitlines()) if "RankLost" in line)
+    assert "RankLost: rank 1 (process" in last
+    assert "died: it ended without a word" in last
+
+
+def end_of_rank_0(tmp_path: Path, name: str) -> tuple[float, str]:
+    """(seconds after rank 1's trouble, what it said) of a run of two ranks on streams."""
     (tmp_path / "cases.json").write_text(json.dumps([{"name": name, "ranks": 2, "streams": True}]))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(Path(__file__).with_name("rank_trouble.py")), str(tmp_path), "60"],
@@ -96,10 +104,16 @@ def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
     said = (tmp_path / f"{name}.0.txt").read_text()
     code, after_s = ends["0"]
     assert code == 1, said[-2000:]
-    assert after_s < 30.0
-    last = next(line for line in reversed(said.splitlines()) if "RankLost" in line)
-    assert "RankLost: rank 1 (process" in last
-    assert "died: it ended without a word" in last
+    return after_s, said
+
+
+@pytest.mark.slow
+def test_a_rank_that_lives_and_stands_still(tmp_path: Path) -> None:
+    """It is waited for so long as `timeout_s` says (3 s), and what the wait was for is said."""
+    name = "stands still"
+    after_s, said = end_of_rank_0(tmp_path, name)
+    assert after_s < 18.0  # it sleeps for 20
+    assert "RankLost: an exchange with the other ranks has not come for 3 s (timeout_s=3); this is rank 0" in said
 
 
 @pytest.mark.slow
