@@ -208,6 +208,7 @@ def test_a_plan_of_another_dtype_is_not_prepared() -> None:
     assert all(type(p) is nn.Parameter for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_middle_of_a_run(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "pstar_sim", "run", "plan.json", "--model", "py:pstar_bad_models:slow"]
     argv += ["--steps", "100000", "--timeline", str(tmp_path / "timeline.json")]

@@ -43,11 +43,11 @@ def outcome(kit: Any, model: Any, draw: Any, plan: Any, queues: Any, *, micro_ba
     ("policy", "model", "micro_batches", "update", "clip"),
     [
         ("tide", "mlp", 1, "eager", None),
-        ("tide", "mlp", 3, "step", 0.5),
+        pytest.param("tide", "mlp", 3, "step", 0.5, marks=pytest.mark.slow),  # all INTERLEAVINGS
         ("static_partition", "mlp", 2, "step", None),
         ("zero_offload", "mlp", 2, "step", 0.5),
         ("patrickstar", "mlp", 1, "step", None),
-        ("tide", "gpt2", 1, "step", 0.5),
+        pytest.param("tide", "gpt2", 1, "step", 0.5, marks=pytest.mark.slow),
     ],
 )
 def test_interleavings_are_bit_identical(
