@@ -203,6 +203,7 @@ class _Race:
         self.layouts = {id(w): build_layout(w, chunk_bytes=usual, ranks=len(machine.ranks)) for w in workloads}
         self.least_s = {id(w): stash_bound_s(w, CostModel(w, machine, self.layouts[id(w)])) for w in workloads}
         self.promise_s = dict(self.least_s)
+        self.bounds_s: dict[tuple[int, bool], float] = {}  # by id and whether plans may stream
         self.planned: set[int] = set()
         self.splits: Counter[int] = Counter()  # of those planned, numbers of micro-batches
         self.best: tuple[float, Plan] | None = None
@@ -243,15 +244,11 @@ class _Race:
     def ask_others(self) -> None:
         """Whether another policy is faster on a candidate that was not planned; it then is."""
         others = {name: policy for name, policy in built_in().items() if name != self.policy}
-        bounds: dict[tuple[int, bool], float] = {}  # by id and whether plans may stream
         for w in sorted(self.workloads, key=lambda w: self.promise_s[id(w)]):
             for name, policy in others.items():
                 if id(w) in self.planned or not self._could_win(self.least_s[id(w)]):
                     break
-                stream = name in STREAMING
-                if (id(w), stream) not in bounds:
-                    bounds[id(w), stream] = self._bound_s(w, stream=stream)
-                if not self._could_win(bounds[id(w), stream]):
+                if not self._could_win(self._bound_s(w, stream=name in STREAMING)):
                     continue
                 try:
                     _, timeline = plan_and_play(policy, w, self.machine, self.settings)
@@ -265,10 +262,13 @@ class _Race:
 
     def _bound_s(self, w: Workload, *, stream: bool = True) -> float:
         """No plan with the usual chunks is faster (stream=False: none that streams no chunk)."""
-        if bound_reason(self.machine) is not None:
-            return self.least_s[id(w)]
-        layout = self.layouts[id(w)]
-        return max(self.least_s[id(w)], lower_bound(w, self.machine, self.usual, layout, stream=stream).seconds)
+        key = (id(w), stream)
+        if key not in self.bounds_s:
+            self.bounds_s[key] = self.least_s[id(w)]
+            if bound_reason(self.machine) is None:
+                bound = lower_bound(w, self.machine, self.usual, self.layouts[id(w)], stream=stream)
+                self.bounds_s[key] = max(self.bounds_s[key], bound.seconds)
+        return self.bounds_s[key]
 
     def _words(self, w: Workload) -> str:
         return words(w, self.workloads)
