@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from pstar_sim.policy.ground import SUMS_TAKE, Ground
@@ -69,8 +69,8 @@ class Course:
         self.ground = g = ground
         self.modes = modes
         self.knobs = knobs
-        b, uses = g.builder, g.uses
-        self.resident_bytes = g.small_bytes + sum(b.permanent_bytes(c) for c in modes.pinned)
+        uses = g.uses
+        self.resident_bytes = g.small_bytes + sum(g.permanent[c] for c in modes.pinned)
         self.moving = [c for c in g.moving if c not in modes.pinned and g.touched[c]]
         self.positions, self.at, self.updates = self._lay_out()
         self.touched: dict[int, list[int]] = {}
@@ -95,9 +95,7 @@ class Course:
         self.room: list[int] = []
         for position in self.positions:
             beside = (
-                self.visiting_bytes(position.chunk)
-                if position.chunk >= 0
-                else g.gradients(position.block, modes.pinned)
+                g.visiting_bytes(position.chunk) if position.chunk >= 0 else g.gradients(position.block, modes.pinned)
             )
             self.room.append(free - position.tide_bytes - beside)
         for c, mine in self.touched.items():
@@ -109,7 +107,7 @@ class Course:
         self._take(self._leaving() if knobs.linger else [0] * len(self.room))
         self.least_room_bytes = min(self.room)
         reserved = self._arriving()
-        spare = knobs.spare_chunks * b.layout.chunk_bytes
+        spare = knobs.spare_chunks * g.builder.layout.chunk_bytes
         gaps = [gap for c in self.moving for gap in gaps_of(c, self.touched[c])]
         for c in self.moving:
             border = self.border(c)
@@ -119,10 +117,7 @@ class Course:
         room = [r - a - spare for r, a in zip(self.room, reserved)]
         first = [self.touched[c][0] if c in self.touched else 0 for c in range(len(g.sizes))]
         self.kept = keep_set(g.point.eviction, gaps, g.sizes, room, first)
-        count = len(self.positions)
-        for gap in self.kept:
-            for n in range(gap.start + 1, gap.end):
-                self.room[n % count] -= g.sizes[gap.chunk]
+        self.room = [r - held for r, held in zip(self.room, _held(self.kept, g.sizes, len(self.room)))]
         self.stays = frozenset(c for c in self.moving if self._stays(c))
         self.kept_whole = self._keep_whole()
 
@@ -140,18 +135,8 @@ class Course:
         ahead = (self.knobs.lead_chunks + 1) * max(g.whole_bytes(c) for c in self.visits)
         first = [self.visits[c][0][0] if c in self.visits else 0 for c in range(len(g.sizes))]
         kept = keep_set(g.point.eviction, gaps, g.remote, [max(0, room - ahead) for room in self.room], first)
-        for gap in kept:
-            for n in range(gap.start + 1, gap.end):
-                self.room[n] -= g.remote[gap.chunk]
+        self.room = [r - held for r, held in zip(self.room, _held(kept, g.remote, len(self.room)))]
         return kept
-
-    def visiting_lists(self, chunk: int) -> tuple[str, ...]:
-        """Lists that come to the GPU for the update of a streamed chunk."""
-        accumulated = ("grad32",) if self.ground.several else ()
-        return (*accumulated, *self.ground.builder.layout.state_lists)
-
-    def visiting_bytes(self, chunk: int) -> int:
-        return sum(self.ground.builder.payload(chunk, name) for name in self.visiting_lists(chunk))
 
     def border(self, chunk: int) -> Gap:
         """From the last use of a chunk to its first one of the next iteration."""
@@ -201,7 +186,7 @@ class Course:
         for c in g.candidates:
             if c in self.modes.pinned:
                 continue
-            down_s = g.cost.transfer_s(g.sizes[c], "d2h")
+            _, down_s = g.down[c, "param"]
             spans = g.uses.spans[c]
             if g.ranks > 1:  # whole until it is summed
                 sum_s = SUMS_TAKE * g.cost.collective_s(g.whole_bytes(c))
@@ -212,8 +197,8 @@ class Course:
             if c in self.updates:
                 passed_s = 0.0
                 for name in g.builder.layout.state_lists:
-                    size = g.builder.payload(c, name)
-                    passed_s += g.cost.transfer_s(size, "d2h")
+                    size, seconds = g.down[c, name]
+                    passed_s += seconds
                     book(size, self.updates[c] + 1, passed_s)
                 book(g.sizes[c], self.updates[c] + 1, passed_s + down_s)
         return rows
@@ -224,15 +209,27 @@ class Course:
         rows = [0] * len(positions)
         for c, update in self.updates.items():
             ahead_s = 0.0
-            for name in reversed(self.visiting_lists(c)):
-                size = g.builder.payload(c, name)
-                ahead_s += g.cost.transfer_s(size, "h2d")
+            for name in reversed(g.visiting_lists):
+                size, seconds = g.up[c, name]
+                ahead_s += seconds
                 left_s, n = ahead_s, update - 1
                 while left_s > 0 and n >= 0:
                     rows[n] += size
                     left_s -= positions[n].seconds
                     n -= 1
         return rows
+
+
+def _held(gaps: Iterable[Gap], sizes: Sequence[int], count: int) -> list[int]:
+    """Bytes at each of `count` positions of the chunks that stay over these gaps."""
+    change = [0] * (count + 1)
+    for begin, end, chunk in gaps:
+        change[begin + 1] += sizes[chunk]
+        if end > count:  # and goes on at the beginning
+            change[count] -= sizes[chunk]
+            change[0] += sizes[chunk]
+        change[end if end <= count else end - count] -= sizes[chunk]
+    return list(accumulate(change[:count]))
 
 
 def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:

@@ -175,7 +175,7 @@ class _Loop:
 
     def run(self, most: int, tolerance: float, limit_s: float) -> Outcome:
         program, ops, count = self.program, self.ops, len(self.ops)
-        followers, rank, by_rank = self.followers, self.rank, self.by_rank
+        followers, successors, rank, by_rank = self.followers, self.successors, self.rank, self.by_rank
         queue_of, queues, others, on_dram = self.queue_of, self.queues, self.others, self.on_dram
         gpu_free, host_free = program.gpu_free_bytes, program.host_free_bytes
         log: list[int] = []
@@ -215,7 +215,7 @@ class _Loop:
                 heapq.heappush(ready[queue_of[i]], k * count + rank[i])
             if k:  # steps of the previous iteration that have ended already
                 previous = ended[k - 1]
-                for j, behind in self.successors.items():
+                for j, behind in successors.items():
                     if previous[j]:
                         for i in behind:
                             row[i] -= 1
@@ -243,9 +243,9 @@ class _Loop:
                     row[j] -= 1
                     if not row[j] and rank[j] >= 0:
                         heapq.heappush(ready[queue_of[j]], k * count + rank[j])
-                if i in self.successors and k + 1 < len(waits):
+                if i in successors and k + 1 < len(waits):
                     row = waits[k + 1]
-                    for j in self.successors[i]:
+                    for j in successors[i]:
                         row[j] -= 1
                         if not row[j] and rank[j] >= 0:
                             heapq.heappush(ready[queue_of[j]], (k + 1) * count + rank[j])
@@ -348,6 +348,9 @@ class _Loop:
                     again |= start(q, i, k)
             for q in self.reserving:
                 while ready[q] and running[q] < 0:
+                    this = (ready[q][0], position)
+                    if refused[q] == this:
+                        break
                     k, place = divmod(ready[q][0], count)
                     i = by_rank[place]
                     op = ops[i]
@@ -359,9 +362,6 @@ class _Loop:
                         upcoming = self.upcoming[at] if running[COMPUTE] < 0 else 0
                         if size + upcoming > gpu_free:
                             break
-                        this = (ready[q][0], position)
-                        if refused[q] == this:
-                            break
                         low, high = position, k * self.positions + op.use
                         if high > low:
                             first = self.fetch_order[q]
@@ -372,10 +372,11 @@ class _Loop:
                                     n, lap_of = 0, lap_of + 1
                             urgent[q] = (n, lap_of)
                             wanted = size if (lap_of, first[n]) == (k, i) else size + program.lead_bytes
-                            if least(slack[low:high]) < wanted:
+                            span = slack[low:high]
+                            if least(span) < wanted:
                                 refused[q] = this
                                 break
-                            slack[low:high] -= size
+                            span -= size
                     elif size > gpu_free or not (ahead or self._safe(i, k, gpu_free, started, ended)):
                         break
                     refused[q] = (-1, -1)

@@ -63,7 +63,8 @@ class Ground:
         self.remote = [b.payload(c, "remote") if self.ranks > 1 else 0 for c in chunks]
         # In the order in which they would be pinned.
         self.candidates = sorted((c for c in self.moving if uses.updated(c)), key=lambda c: (uses.first_use(c), c))
-        self.small_bytes = sum(b.permanent_bytes(c) + self.remote[c] for c in self.small)
+        self.permanent = [b.permanent_bytes(c) for c in chunks]  # working list and states
+        self.small_bytes = sum(self.permanent[c] + self.remote[c] for c in self.small)
         seconds = b.cost.moments_s
         # A gradient list opens and closes, and an eager GPU Adam follows, at the edge of a block.
         cuts: set[int] = set(stash_cuts(workload))
@@ -92,6 +93,20 @@ class Ground:
             for c in sorted(self.small):
                 if uses.updated(c):
                     self.small_visits[c] = (self.block_of[uses.first_use(c)], self.block_of[uses.touched[c][-1]])
+        # Lists that come to the GPU for the update of a streamed chunk.
+        self.visiting_lists = (*(("grad32",) if self.several else ()), *b.layout.state_lists)
+        # (chunk, list) -> its bytes, and seconds of a copy to the GPU or from there.
+        self.up: dict[tuple[int, str], tuple[int, float]] = {}
+        self.down: dict[tuple[int, str], tuple[int, float]] = {}
+        for c in self.moving:
+            for name in ("param", *(self.visiting_lists if uses.updated(c) else ())):
+                size = b.payload(c, name)
+                self.up[c, name] = (size, b.cost.transfer_s(size, "h2d"))
+                self.down[c, name] = (size, b.cost.transfer_s(size, "d2h"))
+        # Block -> bytes by which the tide rises to it, and falls behind it.
+        tides = [block.tide_bytes for block in self.blocks]
+        self.rises = [max(0, tide - tides[n - 1]) for n, tide in enumerate(tides)]
+        self.falls = [max(0, tide - tides[(n + 1) % len(tides)]) for n, tide in enumerate(tides)]
         self.update_block = [self._update_block(c) if uses.updated(c) else -1 for c in chunks]
 
     # Which numbers of pins to try.
@@ -99,6 +114,10 @@ class Ground:
         """Bytes on the GPU of a gradient list of its own, with several ranks that of the whole chunk."""
         b = self.builder
         return b.payload(chunk, "grad") + (b.payload(chunk, "grad_remote") if self.ranks > 1 else 0)
+
+    def visiting_bytes(self, chunk: int) -> int:
+        """Bytes that come to the GPU for the update of a streamed chunk."""
+        return sum(self.up[chunk, name][0] for name in self.visiting_lists)
 
     def whole_bytes(self, chunk: int) -> int:
         """The working list of all ranks together."""
@@ -130,7 +149,7 @@ class Ground:
         fixed = [sum(self.sizes[c] for c in block.chunks if c not in position) for block in self.blocks]
         return most_pins(
             [self.sizes[c] for c in self.candidates],
-            [self.builder.permanent_bytes(c) for c in self.candidates],
+            [self.permanent[c] for c in self.candidates],
             need,
             [left - beside for left, beside in zip(room, fixed)],
         )
@@ -151,7 +170,7 @@ class Ground:
             first=[uses.first_use(c) for c in order],
             final=[uses.last_gradient(c) for c in order],
             working_bytes=[self.sizes[c] for c in order],
-            pinned_bytes=[self.builder.permanent_bytes(c) for c in order],
+            pinned_bytes=[self.permanent[c] for c in order],
             adam_s=[cost.cpu_adam_s(c) for c in order],
             gpu_adam_s=[cost.gpu_adam_s(c) for c in order],
             add_s=[cost.cpu_add_s(c) * adds for c in order],
@@ -166,9 +185,8 @@ class Ground:
     # Room.
     def mode_facts(self) -> ModeFacts:
         """What the roofline over pinned and streamed chunks needs to know."""
-        b, w, link = self.builder, self.workload, self.cost.link
-        lists = (*(("grad32",) if self.several else ()), *b.layout.state_lists)
-        states = [sum(b.payload(c, name) for name in lists) for c in self.candidates]
+        w, link = self.workload, self.cost.link
+        states = [self.visiting_bytes(c) for c in self.candidates]
         last = w.micro_batches - 1
         turn = next(
             (i for i, m in enumerate(w.moments) if m.micro_batch == last and m.phase is not Phase.FWD), len(w.moments)
@@ -233,7 +251,7 @@ class Ground:
 
     def host_bytes(self, pinned: frozenset[int]) -> tuple[int, int]:
         """(held for ever, needed to move) on the host."""
-        held = sum(self.builder.permanent_bytes(c) for c in self.moving if c not in pinned)
+        held = sum(self.permanent[c] for c in self.moving if c not in pinned)
         held += self.builder.stash_bytes
         passing = 0
         if self.several:

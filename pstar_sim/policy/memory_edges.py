@@ -15,15 +15,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from pstar_sim.core.step import Ref
 
 __all__ = ["Event", "Slot", "fifo_edges"]
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """In the window, step `step` of iteration w + `iteration` takes (take > 0) or frees (take < 0) bytes."""
 
     step: int
@@ -31,8 +30,7 @@ class Event:
     take: int
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """Where a step stands: its queue and its position there in one iteration."""
 
     queue: str

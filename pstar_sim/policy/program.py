@@ -109,10 +109,30 @@ class _Weaver:
         self._sort()
 
     def _add(
-        self, queue: Queue, kind: Kind, chunk: int = -1, list_name: str = "param", moment: int = -1, **fields: object
+        self,
+        queue: Queue,
+        kind: Kind,
+        chunk: int = -1,
+        list_name: str = "param",
+        moment: int = -1,
+        *,
+        seconds: float = 0.0,
+        gpu_take: int = 0,
+        gpu_free: int = 0,
+        host_take: int = 0,
+        host_free: int = 0,
+        after: _After = (),
+        key: tuple[float, ...] | None = None,
+        then: int | None = None,
+        use: int | None = None,
+        position: int | None = None,
+        dram_bytes: int = 0,
     ) -> int:
+        """One op, its place among all. The fields are those of `Op`, in their order: this is called very often."""
         here = len(self.ops)
-        self.ops.append(Op(queue, **fields))  # type: ignore[arg-type]
+        self.ops.append(
+            Op(queue, seconds, gpu_take, gpu_free, host_take, host_free, after, key, then, use, position, dram_bytes)
+        )
         self.what.append(What(kind, chunk, list_name, moment))
         if queue is Queue.COMPUTE:
             self.last_computed = here
@@ -227,7 +247,7 @@ class _Weaver:
     def _fetch(self, c: int, n: int, list_name: str = "param", after: _After = ()) -> int:
         """A list comes to the GPU for position n."""
         g = self.g
-        size = g.builder.payload(c, list_name)
+        size, seconds = g.up[c, list_name]
         key = (c, list_name)
         after += self._floor(c, n)
         if key in self.last_drop:
@@ -238,7 +258,7 @@ class _Weaver:
             c,
             list_name,
             self._moment_of(n),
-            seconds=g.cost.transfer_s(size, "h2d"),
+            seconds=seconds,
             dram_bytes=size,
             gpu_take=size,
             after=after,
@@ -310,29 +330,32 @@ class _Weaver:
         """The moments of a block, and what follows them."""
         g, course = self.g, self.course
         position = course.positions[n]
-        blocks, count = g.blocks, len(g.blocks)
-        block = blocks[position.block]
+        last = position.block == len(g.blocks) - 1
+        block = g.blocks[position.block]
         for c, number in self.opens.get(n, ()):
             after: _After = ((self.gradient_free[c], 0),) if number else ()
             for name in ("grad", "grad_remote") if g.ranks > 1 else ("grad",):
                 size = g.builder.payload(c, name)
                 self._add(Queue.COMPUTE, Kind.ALLOC, c, name, g.span(c, number)[0], gpu_take=size, after=after)
-        waits = [(op, 0) for op in arriving] + [(op, 0) for op in self.stashes.waits(block.first)]
-        if position.block == count - 1:  # the step: gradients of all ranks are there
+        waits = [(op, 0) for op in arriving]
+        if g.workload.stashes:
+            waits += [(op, 0) for op in self.stashes.waits(block.first)]
+        if last:  # the step: gradients of all ranks are there
             waits += [(op, 0) for op in self.reduced.values()]
         here = self._add(
             Queue.COMPUTE,
             Kind.COMPUTE,
             moment=block.first,
             seconds=position.seconds,
-            gpu_take=max(0, block.tide_bytes - blocks[position.block - 1].tide_bytes),
-            gpu_free=max(0, block.tide_bytes - blocks[(position.block + 1) % count].tide_bytes),
+            gpu_take=g.rises[position.block],
+            gpu_free=g.falls[position.block],
             after=tuple(waits),
             position=n,
         )
         self.what[here].block = position.block
         self.end_of.append(here)
-        self._move_stashes(block.last, here)
+        if g.workload.stashes:
+            self._move_stashes(block.last, here)
         for c in self.others_dropped.get(n, ()):
             self.others_gone[c] = self._add(Queue.COMPUTE, Kind.DROP, c, "remote", block.last, gpu_free=g.remote[c])
         self._drop_clean(n)
@@ -358,7 +381,7 @@ class _Weaver:
             self._send_last(c, self.reduced.get(c, here))
         for c in self.final.get(n, ()):
             self._send_last(c, self.reduced.get(c, here), drop=False)
-        if position.block == count - 1 and g.barrier is not None:
+        if last and g.barrier is not None:
             self._pins_behind_barrier()
 
     def _move_stashes(self, moment: int, here: int) -> None:
@@ -436,15 +459,14 @@ class _Weaver:
 
     def _writeback(self, c: int, list_name: str, moment: int, after: _After, key: tuple[float, ...], drop: bool) -> int:
         """A list goes down and, with `drop`, is given up on the GPU."""
-        g = self.g
-        size = g.builder.payload(c, list_name)
+        size, seconds = self.g.down[c, list_name]
         down = self._add(
             Queue.D2H,
             Kind.WRITEBACK,
             c,
             list_name,
             moment,
-            seconds=g.cost.transfer_s(size, "d2h"),
+            seconds=seconds,
             dram_bytes=size,
             after=after,
             key=key,
@@ -484,7 +506,7 @@ class _Weaver:
         g, course = self.g, self.course
         moment = g.uses.last_gradient(c)
         added: _After = ((self.last_add[c], 0),) if c in self.last_add else ()
-        for name in course.visiting_lists(c):
+        for name in g.visiting_lists:
             arriving.append(self._fetch(c, n, name, added if name == "grad32" else ()))
         if c in self.emptied:
             gone: _After = ((self.last_drop[c, "param"], 0),)
