@@ -2,7 +2,7 @@
 barrier (limit 3 s), and GPT 175B on 64 GPUs, eight nodes of eight (limit 10 s).
 
 Sequence 1024, checkpointing, bf16; batch 4, 8 and 16 a GPU (175B: 4). Imports are not counted. On several ranks there
-is no bound, and the row says so. Prints a row a case, writes results/optimal_speed.json, fails above a limit.
+is no bound, and the row says so. Prints a row a case, writes results/planning_speed.json, fails above a limit.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def main() -> int:
         rows.append({"model": model, "machine": machine.name, "gpus": len(machine.ranks), "batch": batch,
                      "update": setting, "iteration_s": iteration_s, "bound_s": bound_s, "cpu_s": cpu_s,
                      "limit_s": limit_s})  # fmt: skip
-    print(f"\n{over} of {len(rows)} cases over their limit; written to {write_result('optimal_speed', {'rows': rows})}")
+    print(f"\n{over} of {len(rows)} cases over their limit; written to {write_result('planning_speed', {'rows': rows})}")
     return 1 if over else 0
 
 
