@@ -84,7 +84,9 @@ def main() -> int:
         rows.append({"model": model, "machine": machine.name, "gpus": len(machine.ranks), "batch": batch,
                      "update": setting, "iteration_s": iteration_s, "bound_s": bound_s, "cpu_s": cpu_s,
                      "limit_s": limit_s})  # fmt: skip
-    print(f"\n{over} of {len(rows)} cases over their limit; written to {write_result('planning_speed', {'rows': rows})}")
+    print(
+        f"\n{over} of {len(rows)} cases over their limit; written to {write_result('planning_speed', {'rows': rows})}"
+    )
     return 1 if over else 0
 
 

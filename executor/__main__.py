@@ -70,13 +70,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="torchrun --nproc-per-node N -m executor",
-        description="Train a real model by a plan of N ranks; flags as of `pstar run`.",
+        description="Train a real model by a plan of N ranks. `pstar run` has these flags and more.",
     )
     add = parser.add_argument
     add("plan", metavar="PLAN", help="a plan file, made for a machine of N GPUs")
     add("--model", required=True, help="the model the plan was made for, as for `pstar trace`")
     add("--data", metavar="text:FOLDER", help="text to train on (default: the Python standard library's source)")
-    add("--weights", metavar="FOLDER", help="safetensors to begin with (default: initialised by the seed)")
+    add("--weights", metavar="FOLDER", help="safetensors to begin with (default: by the seed; with --resume its own)")
     add("--steps", type=int, default=10, metavar="N", help="iterations in all, those before --resume included")
     add("--save", metavar="FOLDER", help="write a checkpoint there at the end")
     add("--save-every", type=int, metavar="N", help="and after every N iterations (with --save)")

@@ -12,6 +12,7 @@ from executor.backend import Backend, VirtualBackend
 from executor.cuda import CudaBackend, cuda_device
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import ContractError, PlanError
+from pstar_sim.units import format_bytes
 
 __all__ = ["DeviceOptions", "check_placement", "is_cuda", "move_buffers", "open_backend", "synchronized"]
 
@@ -52,6 +53,12 @@ def open_backend(device: str, plan: Plan, options: DeviceOptions) -> Backend:
             raise PlanError(
                 f"bandwidth={options.bandwidth!r}: bytes per second must be > 0, or None for as fast as memory"
             )
+    card_bytes = plan.machine.gpu.memory_bytes
+    if options.gpu_memory_bytes is not None and options.gpu_memory_bytes > card_bytes:
+        raise PlanError(
+            f"gpu_memory={options.gpu_memory_bytes} is more than the {card_bytes} bytes of the GPU that the plan "
+            f"is for ({plan.machine.name}); give at most {format_bytes(card_bytes)}, or nothing for all of it"
+        )
     return VirtualBackend(
         h2d_bytes_per_s=h2d,
         d2h_bytes_per_s=d2h,

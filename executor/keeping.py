@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from executor.checkpoint import find_checkpoint, is_checkpoint
@@ -47,7 +48,7 @@ class Keeping:
 
     def check(self, steps: int) -> Restored | None:
         """What `resume` says of itself, if it is given. steps: in all. Raises CheckpointError for one that cannot be
-        gone on from, and for a checkpoint in `save` that would be lost."""
+        gone on from, for a checkpoint in `save` that would be lost, and where `save` cannot be written."""
         if self.save is not None and is_checkpoint(self.save):
             goes_on = self.resume is not None and Path(self.resume).resolve() == Path(self.save).resolve()
             if not goes_on:
@@ -56,6 +57,8 @@ class Keeping:
                     f"{stored_extra(self.save).iteration}, that would be lost; go on from it with --resume "
                     f"{self.save}, or give another folder"
                 )
+        if self.save is not None:
+            _try_folder(Path(self.save))
         if self.resume is None:
             return None
         stored = stored_extra(self.resume)
@@ -111,3 +114,16 @@ class Keeping:
                 optimizer.save(self.save, extra={"job": extra(report.step + 1)})
 
         return after
+
+
+def _try_folder(folder: Path) -> None:
+    """Raise CheckpointError if nothing can be written where `folder` is, or will be."""
+    place = next(p for p in (folder.resolve(), *folder.resolve().parents) if p.exists())
+    try:
+        with TemporaryFile(dir=place) as file:
+            file.write(b"0")
+            file.flush()
+    except OSError as error:
+        raise CheckpointError(
+            f"--save {folder}: {place} cannot be written to ({error.strerror}); give a folder on a disk with room"
+        ) from None

@@ -219,6 +219,9 @@ class Job:
             gpu_memory=gpu_memory,
             weights=keeping.weights or self.weights,
         )
+        unread = ""
+        if keeping.weights is not None and self.weights is not None:
+            unread = f"{self.weights} was not read: the weights are the checkpoint's"
         session = optimizer.session
         batches = own_batches(on_device(batches, session.backend.device), session)
         each = plan.workload.micro_batches * built.batch * len(plan.machine.ranks)
@@ -260,7 +263,7 @@ class Job:
                 timeline=timeline,
                 measured=measured,
                 deviations=tuple(session.deviation_log),
-                notes=tuple(note for note in (at.note or session.weights_note,) if note),
+                notes=tuple(note for note in (at.note or session.weights_note, unread) if note),
                 shared=share_results(session, reports, measured, sent_bytes),
             )
         finally:

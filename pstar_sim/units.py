@@ -30,7 +30,10 @@ def parse_bytes(text: str) -> int:
 
 def parse_bytes_per_s(text: str) -> float:
     """Bytes per second of "2GB/s" (the "/s" may be left out). Raises PstarError as `parse_bytes` does."""
-    return float(parse_bytes(re.sub(r"\s*/\s*s\s*$", "", text)))
+    try:
+        return float(parse_bytes(re.sub(r"\s*/\s*s\s*$", "", text)))
+    except PstarError:
+        raise PstarError(f"{text!r} is not a rate; write a positive number and a unit, such as 2GB/s") from None
 
 
 def format_bytes(size_bytes: float) -> str:

@@ -18,6 +18,7 @@ __all__ = [
     "call_of",
     "certify_flag",
     "checkpointing_flag",
+    "learning_rate",
     "machine_flags",
     "natural",
     "new_file",
@@ -166,6 +167,16 @@ def positive(text: str) -> int:
     value = _whole(text, least=1)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def learning_rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number; write one such as 3e-4") from None
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be at least 0 and finite, not {text}; write a rate such as 3e-4")
     return value
 
 

@@ -12,6 +12,7 @@ from pstar_sim.cli.flags import (
     certify_flag,
     checkpointing_flag,
     global_batch_flag,
+    learning_rate,
     machine_flags,
     natural,
     new_file,
@@ -201,7 +202,8 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--weights",
         metavar="FOLDER",
-        help="safetensors to begin with, streamed into the chunks (default: initialised by the seed)",
+        help="safetensors to begin with, streamed into the chunks (default: initialised by the seed; with --resume "
+        "those of the checkpoint)",
     )
     run.add_argument(
         "--steps",
@@ -241,7 +243,7 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--plot", type=new_file, metavar="FILE", help="picture of the measured tide over the predicted one"
     )
-    run.add_argument("--lr", type=float, default=3e-4, metavar="LR", help="learning rate (default: 3e-4)")
+    run.add_argument("--lr", type=learning_rate, default=3e-4, metavar="LR", help="learning rate (default: 3e-4)")
     run.add_argument("--seed", type=natural, default=0, metavar="N", help="seed of weights and data (default: 0)")
     run.add_argument("--quiet", action="store_true", help="no progress on stderr")
     run.add_argument("--json", action="store_true", help="one JSON object instead of the tables; no progress")

@@ -130,6 +130,7 @@ def run(args: argparse.Namespace) -> int:
     from pstar_sim.planner.compare import play_plan
     from pstar_sim.report.tables import render
 
+    check_outputs(args)
     plan, _ = checked_plan(args.plan)
     jobs = executor_module("run")
     executor_module("checks").check_processes(plan, 1, file=args.plan, model=args.model)
@@ -189,11 +190,28 @@ def run(args: argparse.Namespace) -> int:
             }
         )
         return 0
-    losses = [r.loss for r in result.reports]
-    say(render(losses_table({plan.policy: losses[:3] + losses[3:][-3:] if len(losses) > 6 else losses})))
+    losses = {plan.policy: [r.loss for r in result.reports]}
+    say(render(losses_table(losses, first=result.reports[0].step, most=6)))
     say(render(figures_table(rows)))
     say(explain_run(plan, result))
     return 0
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """Raise PstarError where two flags name one file: the second would take the place of the first."""
+    named: dict[Path, str] = {}
+    for flag in ("record", "timeline", "perfetto", "plot"):
+        name = getattr(args, flag)
+        if name is None:
+            continue
+        path = Path(name).resolve()
+        paths = [path, path.with_suffix(".toml")] if flag == "record" else [path]
+        for one in paths:
+            if one in named:
+                raise PstarError(
+                    f"--{named[one]} and --{flag} would both write {one.name}; give each a file of its own"
+                )
+            named[one] = flag
 
 
 def write_timelines(args: argparse.Namespace, plan: Plan, predicted: Timeline, result: RunResult) -> None:

@@ -59,8 +59,9 @@ def figures_table(rows: Sequence[Figure]) -> Table:
     return table
 
 
-def losses_table(columns: Mapping[str, Sequence[float]]) -> Table:
-    """Losses a step, a column a run, and the largest relative difference to the first column on each row."""
+def losses_table(columns: Mapping[str, Sequence[float]], *, first: int = 0, most: int | None = None) -> Table:
+    """Losses a step, a column a run, and the largest relative difference to the first column on each row. first: the
+    number of the first step. most: rows, where there are more steps: of the first and the last ones."""
     from rich import box
     from rich.table import Table
 
@@ -70,7 +71,10 @@ def losses_table(columns: Mapping[str, Sequence[float]]) -> Table:
         table.add_column(name, justify="right")
     if len(columns) > 1:
         table.add_column("relative\ndifference", justify="right")
-    for step, losses in enumerate(zip(*columns.values())):
+    rows = list(enumerate(zip(*columns.values()), start=first))
+    if most is not None and len(rows) > most:
+        rows = rows[: most // 2] + rows[len(rows) - (most - most // 2) :]
+    for step, losses in rows:
         cells = [str(step), *(f"{loss:.6f}" for loss in losses)]
         if len(losses) > 1:
             worst = max(abs(loss - losses[0]) for loss in losses[1:])

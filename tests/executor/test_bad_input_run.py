@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -165,6 +166,37 @@ def test_a_batch_that_fits_but_differs_runs_and_is_counted(capsys: pytest.Captur
     answer = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert err == "" and len(answer["losses"]) == 2
     assert any("another shape than planned" in deviation for deviation in answer["deviations"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (
+            ["--timeline", "same.json", "--perfetto", "same.json"],
+            "--timeline and --perfetto would both write same.json",
+        ),
+        (["--record", "same.parquet", "--plot", "same.toml"], "--record and --plot would both write same.toml"),
+        (["--bandwidth", "0GB/s"], "'0GB/s' is not a rate; write a positive number and a unit, such as 2GB/s"),
+        (["--lr", "nan"], "--lr: must be at least 0 and finite, not nan"),
+        (["--lr", "-1"], "--lr: must be at least 0 and finite, not -1"),
+        (["--save", "/proc/none/of/this"], "--save /proc/none/of/this: /proc cannot be written to"),
+        (["--gpu-memory", "24GB"], "gpu_memory=24000000000 is more than the"),
+    ],
+)
+def test_flags_that_cannot_be_meant(flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert says in complaint(capsys, "run", "plan.json", "--model", "py:pstar_bad_models:net", "--quiet", *flags)
+
+
+def test_steps_are_counted_from_the_first_one_of_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two steps, then two more behind --resume, whose rows are 2 and 3; weights beside --resume are not read."""
+    job = ["run", "plan.json", "--model", "py:pstar_bad_models:net", "--quiet", "--save", str(tmp_path / "kept")]
+    assert main([*job, "--steps", "2"]) == 0
+    capsys.readouterr()
+    beside = ["--resume", str(tmp_path / "kept"), "--weights", str(tmp_path / "kept")]
+    assert main([*job, "--steps", "4", *beside]) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines() if re.match(r"\s+\d ", line)] == ["2", "3"]
+    assert f"{tmp_path / 'kept'} was not read: the weights are the checkpoint's" in out
 
 
 def test_a_plan_edited_by_hand_is_not_run(capsys: pytest.CaptureFixture[str]) -> None:
