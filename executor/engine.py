@@ -392,9 +392,18 @@ class Session:
 
     def new_update(self) -> Update:
         sliced = self.ranks is not None and self.contents.sliced
-        agree = self.ranks.agree if self.ranks is not None and sliced else None
+        agree = self._agreed if sliced else None
         streams = cast(StreamBackend, self.backend) if hasattr(self.backend, "record") else None
         return Update(hyper=self._hyper(), max_grad_norm=self.max_grad_norm, agree=agree, streams=streams)
+
+    def _agreed(self, norm: torch.Tensor) -> torch.Tensor:
+        """`Ranks.agree`, whose wait is the training thread's where an update on the accelerator asks first."""
+        assert self.ranks is not None
+        begun_s = self._now()
+        found = self.ranks.agree(norm)
+        if getattr(self.backend, "queue", None) is Queue.COMPUTE:
+            self.queues.waited(self._now() - begun_s)
+        return found
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
