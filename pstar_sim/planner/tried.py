@@ -35,7 +35,7 @@ def tried_text(tried: Mapping[str, str], chosen: str = "") -> str:
 
 
 def _capped_text(capped: list[str]) -> str:
-    """They are in the order of their bounds. "3 not tried (optimal plans 5 ways at first; their bounds are 1.1 s to
+    """They are in the order of their bounds. "3 not tried (optimal plans at most 5 ways; their bounds are 1.1 s to
     2.0 s)"."""
     why, _, first = capped[0].removeprefix(f"{NOT_TRIED}: ").rpartition(f" {BOUND} ")
     last = capped[-1].rpartition(f" {BOUND} ")[2]

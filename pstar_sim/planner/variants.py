@@ -303,7 +303,9 @@ class _Race:
             size = format_bytes(self.layouts[id(w)].chunk_bytes)
             return f"not planned: no plan of it with chunks of {size} takes less than {format_s(promise)}"
         if self.searching and (self.splits.total() >= SEARCHED or self.splits[w.micro_batches] >= ALIKE):
-            return f"{NOT_TRIED}: {SEARCHING} plans {SEARCHED} ways at first; {BOUND} {format_s(promise)}"
+            most = f"{SEARCHED} ways, {ALIKE} of one number of micro-batches"
+            why = f"{SEARCHING} plans at most {most}, and where another policy is faster"
+            return f"{NOT_TRIED}: {why}; {BOUND} {format_s(promise)}"
         return ""
 
 

@@ -111,7 +111,7 @@ def test_optimal_is_never_slower_than_what_another_policy_would_choose(
 
 def test_what_was_not_tried_is_told_from_what_cannot_win() -> None:
     """Two ways promise too little (proof: their bounds), three were left out although they might have been the best."""
-    capped = "not tried: optimal plans 5 ways at first; its bound is"
+    capped = "not tried: optimal plans at most 5 ways; its bound is"
     tried = {
         "a": "2.500 s",
         "b": "not planned: computing alone takes 2.600 s",
@@ -123,10 +123,10 @@ def test_what_was_not_tried_is_told_from_what_cannot_win() -> None:
         "h": "3.000 s",
     }
     assert tried_text(tried, "a") == (
-        "h: 3.000 s; 2 promise too little; 3 not tried (optimal plans 5 ways at first; their bounds are 1.100 s to "
+        "h: 3.000 s; 2 promise too little; 3 not tried (optimal plans at most 5 ways; their bounds are 1.100 s to "
         "2.000 s); 1 do not fit"
     )
-    assert "1 not tried (optimal plans 5 ways at first; its bound is 1.100 s)" in tried_text({"d": f"{capped} 1.100 s"})
+    assert "1 not tried (optimal plans at most 5 ways; its bound is 1.100 s)" in tried_text({"d": f"{capped} 1.100 s"})
 
 
 def test_numbers_of_micro_batches_without_a_variant_are_named() -> None:
