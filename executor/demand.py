@@ -101,6 +101,9 @@ class Demand:
             self._batch_moments = None
             return
         # Its form only: keeping the batch would keep its memory.
+        if s.ranks is not None and not s._samples:  # of an empty batch there is nothing to look at
+            self._batch_moments = None
+            return
         self._last_batch = map_tensors((args, kwargs), lambda t: torch.empty_like(t, device="meta"))
         shapes = tuple((tuple(t.shape), t.dtype) for t in tensors_of((args, kwargs)))
         if shapes not in self._shapes:
@@ -776,8 +779,10 @@ class Demand:
         self._frames[-1] |= wanted
 
     def _gather(self, chunk: int, wanted: set[int]) -> None:
-        """The other ranks' slices come; every rank asks for them at the same point."""
+        """The other ranks' slices come; every rank asks for them at the same point, or the run ends."""
         s = self.session
+        if s.ranks is not None:
+            s.ranks.same_chunk(chunk)
         if not s.arena.has(GPU, chunk, "remote"):
             self._make_room(s.plan.layout.payload_bytes(chunk, "remote"), needed=wanted)
             self._take(chunk, "remote", needed=wanted, place=GPU)

@@ -54,7 +54,7 @@ from pstar_sim.core.effects import gradient_list, needed
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import COPIES, Kind, Place, Queue
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.errors import ContractError, DoesNotFit, ModelError, OutOfMemory, PlanError
+from pstar_sim.errors import ContractError, DoesNotFit, ModelError, OutOfMemory, PlanError, PstarError
 from pstar_sim.workload.workload import Moment, Phase, Workload
 
 __all__ = ["Session"]
@@ -325,7 +325,9 @@ class Session:
         """Whether the batch of the forward that begins may run on plan."""
         fits = self.demand.batch_fits()
         if self.ranks is not None:
+            begun_s = self._now()
             self._weight = self.ranks.weight(self._samples)
+            self.queues.waited(self._now() - begun_s)
         return fits
 
     def advance(self, moment: int) -> None:
@@ -529,7 +531,9 @@ class Session:
         self.decide_scaling(update)
         if self.absent is not None:
             self.absent.settle()
+            begun_s = self._now()
             update.unused = self.absent.unused()
+            self.queues.waited(self._now() - begun_s)
         if self.plan.workload.micro_batches == 1 and self.ranks is None and not update.skip:
             update.coefficient(lambda: self.update_norms(k))
         self.clock.step()  # the event "step": comes back through on_event
@@ -788,7 +792,12 @@ class Session:
     def see_batch(self, args: Any, kwargs: Any) -> None:
         with unseen():
             self._samples = self._count(args, kwargs) if self.ranks is not None else 1.0
-            self.demand.see_batch(args, kwargs)
+            try:
+                self.demand.see_batch(args, kwargs)
+            except PstarError as error:
+                if self.ranks is not None:  # the others are about to wait for this one
+                    self.ranks.life.fail(f"{type(error).__name__}: {error}")
+                raise
 
     def add_hook(self, handle: Any) -> None:
         """A hook that goes when the session ends."""

@@ -52,6 +52,11 @@ def connect(trainer: Any) -> Any:
             f"executor.hf.connect: the Trainer's model ({type(trainer.model).__name__}) is not the one its optimizer "
             "was prepared with"
         )
+    if session.ranks is not None:
+        raise ContractError(
+            "executor.hf.connect: a Trainer of several processes is not supported; write the loop, or use "
+            "`torchrun -m executor PLAN --model M`, for a plan of several ranks"
+        )
     _check_arguments(trainer.args, session)
     accelerator = trainer.accelerator
     accelerator.device_placement = False  # the plan says where things are; states would be copied to be put back
@@ -137,8 +142,14 @@ class _Kept:
         path = Path(checkpoint) / SCHEDULER
         if not path.is_file():
             raise CheckpointError(f"resume_from_checkpoint: {path} is not there; give a whole checkpoint")
+        try:
+            scheduler = torch.load(path, weights_only=True)
+        except Exception as error:
+            raise CheckpointError(
+                f"resume_from_checkpoint: {path} cannot be read ({type(error).__name__}); give a whole checkpoint"
+            ) from error
         self._optimizer.load(Path(checkpoint) / FOLDER, generators=False)
-        self._trainer.lr_scheduler.load_state_dict(torch.load(path, weights_only=True))
+        self._trainer.lr_scheduler.load_state_dict(scheduler)
 
 
 def _one_mesh(model: Any) -> bool:

@@ -210,6 +210,8 @@ class Ladder(Sequence[Rung]):
         """What an operator or a chunk off plan asked for was refused: make room for it. alive_bytes: as in `note`.
         Raises DoesNotFit if that cannot be."""
         s = self.session
+        if s.ranks is not None:
+            raise s.ranks.cannot_leave(str(error)) from error
         short = error.asked_bytes
         if error.limit_bytes is not None:
             short = error.payload_bytes + error.other_bytes + error.asked_bytes - error.limit_bytes

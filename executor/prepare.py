@@ -10,7 +10,7 @@ import logging
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +97,13 @@ def prepare(
         worst_bytes = plan.check(machine=machine).peak_bytes["gpu"]
 
     made = backend or open_backend(device, plan, options)
-    home = check_placement(model, made.device)
-    check_gpu_memory(plan, made, worst_bytes)
-    ranks = join(plan, group, device=made.device, timeout_s=timeout_s)
-    with _heard(ranks):
+    mine = made if backend is None else None
+    with _closed(mine, []):
+        home = check_placement(model, made.device)
+        check_gpu_memory(plan, made, worst_bytes)
+        ranks = join(plan, group, device=made.device, timeout_s=timeout_s)
+    sessions: list[Session] = []
+    with _heard(ranks), _closed(mine, sessions):
         if ranks is not None:
             names = {id(p): t.name for t, p in zip(tensors, parameters)}
             ranks.same(
@@ -164,6 +167,7 @@ def prepare(
             ranks=ranks,
             count=count,
         )
+        sessions.append(session)
         torch_optimizer.session = session
         session.home = home
         session.optimizer = weakref.ref(torch_optimizer)
@@ -185,6 +189,17 @@ def prepare(
         atexit.register(stop)
         session.on_close.append(lambda: atexit.unregister(stop))
         return model, torch_optimizer
+
+
+@contextlib.contextmanager
+def _closed(backend: Backend | None, sessions: Sequence[Session]) -> Iterator[None]:
+    """What was taken of the device for a run that does not begin is given back; a session does so itself."""
+    try:
+        yield
+    except BaseException:
+        if backend is not None and not sessions:
+            backend.close()
+        raise
 
 
 @contextlib.contextmanager

@@ -177,9 +177,29 @@ class Ranks:
                 text = f"{what} of rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} is not that of rank 0"
                 raise PlanError(f"{text}; give every rank the same")
 
+    def same_chunk(self, chunk: int) -> None:
+        """Every rank is about to gather this chunk, off plan. Raises PlanError, on all of them, where one is about to
+        gather another one or to begin a micro-batch: what is gathered would be parts of different chunks."""
+        self._same_next([row[0] for row in self.meet([-1.0 - chunk])])
+
+    def _same_next(self, rows: Sequence[float]) -> None:
+        """rows: what each rank comes to next; -1 - chunk for a gather off plan, 0 or more for a micro-batch."""
+        if min(rows) >= 0 or len(set(rows)) == 1:
+            return
+        words = [f"chunk {-1 - int(row)}" if row < 0 else "the next iteration" for row in rows]
+        text = (
+            "outside the plan (an evaluation, generate, a parameter that is read) the ranks come to different things: "
+            + ", ".join(f"rank {rank} to {word}" for rank, word in enumerate(words))
+            + "; let every rank call the same modules in the same order there (the same number of batches and of "
+            "generated tokens; with routed experts each of them on every rank), or evaluate in one process"
+        )
+        self.life.fail(f"PlanError: {text}")
+        raise PlanError(text)
+
     def weight(self, count: float) -> float:
         """[Note: the weight of a rank], of the micro-batch that begins: every rank calls it with its own b_r."""
         counts = [row[0] for row in self.meet([count])]
+        self._same_next(counts)
         if not sum(counts) > 0 or min(counts) < 0:
             rows = ", ".join(f"{each:g}" for each in counts)
             raise ModelError(

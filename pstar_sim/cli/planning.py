@@ -88,7 +88,7 @@ def plan(args: argparse.Namespace) -> int:
     say(
         f"{args.output}: {row.policy}, {format_s(row.iteration_s or 0)} an iteration, "
         + (f"{format_percent(row.gap)} above the bound, " if row.gap is not None else "")
-        + f"at most {format_bytes(row.peak_gpu_bytes or 0)} of the GPU; "
+        + f"peaks at {format_bytes(row.peak_gpu_bytes or 0)} of the GPU; "
         f"{len(best.plan.steps)} steps; {sources}"
     )
     return 0

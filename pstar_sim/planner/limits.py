@@ -21,6 +21,7 @@ from pstar_sim.catalog.models import ModelEntry, count_params, model_entry, mode
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError
 from pstar_sim.planner.memory import memory_need
+from pstar_sim.planner.nearest import nearest
 from pstar_sim.planner.ranks import shares_of_batch, tightest
 from pstar_sim.policy.options import split_spec
 from pstar_sim.policy.registry import Policy, built_in, find_policy, is_built_in, policy_name
@@ -204,6 +205,8 @@ def max_model(
             row = replace(row, catalog_model=best, catalog_params=model_entry(best).params)
         rows.append(row)
     shape = deeper(entry, 1, hidden=hidden, heads=heads)
+    if not all(row.value for row in rows):
+        rows = _with_nearest_yes(rows, asked, found, at(1), machine, settings, loading)
     return Limits(
         what="layers",
         of=f"{shape.family} models of hidden size {shape.hidden}, {shape.heads} heads, sequence {seq}, batch {batch}"
@@ -240,6 +243,7 @@ def max_batch(
     found = _limits(asked, lambda policy, n: ask(policy, at(n)), lambda policy: MOST_BATCH, first=1)
     rows = [_limit(policy, value * ranks, error) for policy, (value, error) in zip(asked, found)]
     w = at(1)
+    rows = _with_nearest_yes(rows, asked, found, w, machine, settings, loading)
     return Limits(
         what="batch",
         of=f"{w.model}, sequence {w.sequence}, {w.dtype}"
@@ -357,6 +361,33 @@ def _limit(policy: str | Policy, value: int, error: Refusal | None) -> Limit:
         short_bytes=error.short_bytes if isinstance(error, DoesNotFit) else None,
         reason=None if error is None else str(error),
     )
+
+
+def _with_nearest_yes(
+    rows: Sequence[Limit],
+    policies: Sequence[str | Policy],
+    found: Sequence[tuple[int, Refusal | None]],
+    least: Workload,
+    machine: Machine,
+    settings: Settings,
+    loading: str,
+) -> list[Limit]:
+    """Rows of policies that cannot even have `least`, of one layer or sequence, also say what would do for that."""
+    able = [row.policy for row in rows if row.value]
+
+    def with_yes(row: Limit, policy: str | Policy, error: Refusal | None) -> Limit:
+        if row.value or not isinstance(error, DoesNotFit):
+            return row
+
+        def ask(other: Workload, where: Machine, with_settings: Settings) -> DoesNotFit | None:
+            refusal = _asker(where, with_settings, loading)(policy, other)
+            return error if isinstance(refusal, CannotPlan) else refusal
+
+        function = find_policy(policy) if isinstance(policy, str) else policy
+        hint = nearest(function, least, machine, settings, error, fitting=able, ask=ask)
+        return replace(row, reason=f"{row.reason}; {hint}")
+
+    return [with_yes(row, policy, error) for row, policy, (_, error) in zip(rows, policies, found)]
 
 
 def _all_bytes(machine: Machine, *, disks: bool) -> int:

@@ -36,6 +36,7 @@ from pstar_sim.errors import CannotPlan, DoesNotFit, TraceError
 from pstar_sim.planner.bounds import bound_reason, lower_bound
 from pstar_sim.planner.compare import plan_and_play
 from pstar_sim.planner.memory import shortage
+from pstar_sim.planner.nearest import nearest
 from pstar_sim.planner.stash_bound import stash_bound_s
 from pstar_sim.planner.tried import BOUND, NOT_TRIED
 from pstar_sim.policy.optimal import STREAMING
@@ -173,8 +174,7 @@ def choose(workloads: Sequence[Workload], machine: Machine, settings: Settings, 
         if race.best is None:
             race.run(w)
     if race.best is None:
-        assert race.shortest is not None
-        raise race.shortest
+        raise race.refusal()
     seconds, plan = race.best
     chosen = Chosen(
         workload=plan.workload,
@@ -191,7 +191,7 @@ def choose(workloads: Sequence[Workload], machine: Machine, settings: Settings, 
 class _Race:
     """Candidates planned one after the other by one policy. promise_s: see [Note: what is planned], by id; at first
     only what computing and stashes take. best: seconds and plan of the fastest so far. shortest: of those that do not
-    fit, the one that lacks least. tried: in words, what came of each. planned: those that were, by id."""
+    fit, the one that lacks least and why. tried: in words, what came of each. planned: those that were, by id."""
 
     def __init__(self, workloads: Sequence[Workload], machine: Machine, settings: Settings, policy: str) -> None:
         self.workloads, self.machine, self.settings, self.policy = workloads, machine, settings, policy
@@ -207,7 +207,7 @@ class _Race:
         self.planned: set[int] = set()
         self.splits: Counter[int] = Counter()  # of those planned, numbers of micro-batches
         self.best: tuple[float, Plan] | None = None
-        self.shortest: DoesNotFit | None = None
+        self.shortest: tuple[Workload, DoesNotFit] | None = None
         self.tried: dict[str, str] = {}
 
     def run_all(self) -> list[Workload]:
@@ -285,11 +285,30 @@ class _Race:
         if self.best is None or timeline.iteration_s < self.best[0]:
             self.best = (timeline.iteration_s, plan)
 
+    def refusal(self) -> DoesNotFit:
+        """Why none fits: what the candidate lacks that lacks least, what would do for it, and what was not tried."""
+        assert self.shortest is not None
+        w, error = self.shortest
+
+        def ask(other: Workload, where: Machine, with_settings: Settings) -> DoesNotFit | None:
+            return shortage(QUICK if self.searching else self.policy, other, where, with_settings)
+
+        hint = nearest(self.function, w, self.machine, self.settings, error, ask=ask)
+        ways = f"that is {self._words(w)}, which lacks least of {len(self.workloads)} tried"
+        left_out = "; ".join(("", *_left_out(self.workloads)))
+        return DoesNotFit(
+            policy=self.policy,
+            place=error.place,
+            needed_bytes=error.needed_bytes,
+            available_bytes=error.available_bytes,
+            what=f"{error.what}; {ways}; {hint}{left_out}",
+        )
+
     def note(self, w: Workload, error: DoesNotFit) -> None:
         """It does not fit."""
         self.tried[self._words(w)] = f"does not fit: short by {error.short_bytes} bytes of the {error.place}"
-        if self.shortest is None or error.short_bytes < self.shortest.short_bytes:
-            self.shortest = error
+        if self.shortest is None or error.short_bytes < self.shortest[1].short_bytes:
+            self.shortest = (w, error)
 
     def _hopeless(self, w: Workload) -> str:
         """What comes of it without planning it; empty if it is to be planned."""

@@ -202,7 +202,11 @@ def sensitivity_text(answer: Sensitivity, *, width: int = 120) -> str:
     """A line a part: what more of it changes."""
     w = answer.workload
     by = f"{answer.by * 100:+g} %"
-    lines = [f"{by} of each part of {answer.machine.name}: {w.model}, batch {w.batch}, sequence {w.sequence}", ""]
+    a_gpu = "" if len(answer.machine.ranks) == 1 else " a GPU"
+    lines = [
+        f"{by} of each part of {answer.machine.name}: {w.model}, batch {w.batch}{a_gpu}, sequence {w.sequence}",
+        "",
+    ]
     columns = ("part", "iteration", "change", "policy", "largest model", "layers", "change ")
     rows = [_effect_cells("as it is", answer.now)]
     for row in answer.rows:

@@ -70,6 +70,10 @@ def loop(name: str, plan: Plan, rank: int, folder: Path, streams: bool = False, 
             kit.loss_of(model, next(rows)).backward()
             with torch.no_grad():
                 kit.loss_of(model, next(rows))
+        if iteration == ITERATION and name == "evaluates another part":
+            with torch.no_grad():
+                rows_of = next(rows)
+                rank_worker.kit.loss_of(model, rows_of) if rank else model.layers[-1](rows_of["x"])
         if here and name == "adam dies":
             optimizer.session.contents.adam = _breaks  # the thread of the adam queue
         if name.startswith("killed inside"):

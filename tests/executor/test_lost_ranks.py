@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("trouble")
     cases: list[dict[str, Any]] = [{"name": name, "ranks": row[0]} for name, row in CASES.items()]
     cases += [{"name": "another P", "ranks": 2}, {"name": "another lr", "ranks": 2}]
+    cases += [{"name": "evaluates another part", "ranks": 2}]
     (place / "cases.json").write_text(json.dumps(cases))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(Path(__file__).with_name("rank_trouble.py")), str(place), "60"],
@@ -58,6 +60,16 @@ def test_the_others_end_soon_and_name_it(folder: Path, name: str) -> None:
         last = next(line for line in reversed(said.splitlines()) if "RankLost" in line)
         assert "RankLost: rank 1 (process" in last
         assert others in last
+
+
+def test_an_evaluation_of_different_modules_ends_on_every_rank(folder: Path) -> None:
+    """Rank 0 evaluates the last layer alone, rank 1 the whole model: gathered would be parts of different chunks."""
+    ends = json.loads((folder / "evaluates another part.json").read_text())["ends"]
+    said = [(folder / f"evaluates another part.{rank}.txt").read_text() for rank in range(2)]
+    assert [ends[str(rank)][0] for rank in range(2)] == [1, 1]
+    assert any("PlanError: outside the plan (an evaluation, generate, a parameter that is read)" in s for s in said)
+    for text in said:
+        assert re.search(r"the ranks come to different things: rank 0 to chunk \d+, rank 1 to chunk \d+; let", text)
 
 
 def test_a_plan_for_another_number_of_processes(folder: Path) -> None:

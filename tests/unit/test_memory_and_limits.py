@@ -328,3 +328,16 @@ def test_the_limit_of_optimal_is_the_furthest_of_all() -> None:
     assert _others_go_on((7, refusal), {"zero_offload": (4, refusal)}, ask_of, 50) == (9, refusal)
     assert _others_go_on((7, refusal), {"zero_offload": (11, refusal)}, ask_of, 50) == (11, refusal)
     assert _others_go_on((7, None), {}, ask_of, 50) == (7, None)
+
+
+def test_where_not_even_one_sequence_fits_the_nearest_yes_is_named() -> None:
+    """GPT 18B on a T4: its 60 GB of host memory lack 185 GB of what tide needs; 288 GB would do, and do."""
+    t4 = ps.machine("t4")
+
+    def write(batch: int) -> ps.Workload:
+        return ps.preset("18B", batch=batch, seq=512, dtype="fp16", checkpointing=True)
+
+    row = ps.max_batch(t4, write, policies=["tide", "zero3_resident"])["tide"]
+    assert row.value == 0 and row.reason is not None and row.reason.endswith("; fits with --host-memory 288GB")
+    enough = ps.max_batch(ps.machine("t4", host_memory="288GB"), write, policies=["tide"])["tide"]
+    assert enough.value >= 1 and "fits" not in (enough.reason or "").replace("does not fit", "")
