@@ -84,8 +84,7 @@ class Ranks:
     def _check_cards(self, device: torch.device) -> None:
         """Raise PlanError, on every rank, where two have one card, which NCCL cannot have."""
         card = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
-        digest = hashlib.sha256(card.encode()).digest()[:6]
-        rows = [row[0] for row in self.meet([float(int.from_bytes(digest, "big"))])]
+        rows = [row[0] for row in self.meet([_digest(card)])]
         for rank, row in enumerate(rows):
             first = rows.index(row)
             if first < rank:
@@ -159,8 +158,7 @@ class Ranks:
 
     def on_this_host(self) -> int:
         """How many of the ranks run on this host; every rank asks at the same point."""
-        digest = hashlib.sha256(socket.gethostname().encode()).digest()[:6]
-        mine = float(int.from_bytes(digest, "big"))
+        mine = _digest(socket.gethostname())
         return sum(row[0] == mine for row in self.meet([mine]))
 
     def any(self, here: bool) -> bool:
@@ -169,8 +167,7 @@ class Ranks:
 
     def same(self, values: Mapping[str, str]) -> None:
         """Raise PlanError on every rank if some value (by what it is) is not the same on all. At the start only."""
-        digests = [hashlib.sha256(value.encode()).digest()[:6] for value in values.values()]
-        rows = self.meet([float(int.from_bytes(digest, "big")) for digest in digests])
+        rows = self.meet([_digest(value) for value in values.values()])
         for i, what in enumerate(values):
             odd = [r for r, row in enumerate(rows) if row[i] != rows[0][i]]
             if odd:
@@ -207,6 +204,11 @@ class Ranks:
                 "over; give at least one rank a batch that is not empty (or see prepare(count=...))"
             )
         return count / sum(counts)
+
+
+def _digest(text: str) -> float:
+    """48 bits of a text's hash, which a float64 holds exactly: what ranks compare in place of the text."""
+    return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big"))
 
 
 def _introduce(group: dist.ProcessGroup, mine: Address) -> tuple[str, list[Address]]:
