@@ -985,7 +985,9 @@ class Session:
 
     def close(self, *, restore: bool = True) -> None:
         """End the session: queues stop, hooks go, and (restore) parameters become plain ones with their current
-        values."""
+        values.
+
+        Raises, once all of that is done, what a queue died of if nobody has been told yet."""
         if self.closed:
             return
         if self.guard is not None:
@@ -993,9 +995,17 @@ class Session:
         values: dict[int, torch.Tensor] = {}
         if restore and self.queues.failure is None:
             values = {t: self.current_value(t) for t in self._chunk_of}
+        elif restore:
+            log.warning("the parameters are left without values: the run ended with %s", self.queues.failure)
         self.end_ranks(sys.exc_info()[1])
         self.closed = True
-        self.queues.stop()
+        try:
+            self.queues.stop()
+        finally:
+            self._let_go(values)
+
+    def _let_go(self, values: Mapping[int, torch.Tensor]) -> None:
+        """values: tensor -> what its parameter holds from now on."""
         if self.ranks is not None:
             self.ranks.close()
         self.clock.close()

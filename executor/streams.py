@@ -218,15 +218,20 @@ class StreamQueues(ThreadQueues):
             events.clear()
 
     def stop(self) -> None:
+        """Besides, raises what a stream died of if nobody has been told yet: once, when every stream has ended."""
         super().stop()
+        untold: Exception | None = None
         for queue in self._latest:
             try:
                 # Also what was issued by a step that failed halfway.
                 self._backend.synchronize(self._backend.record(queue))
             except Exception as error:
                 if self._failure is None:
-                    raise
-                log.info("the %s stream ended with %s, after %s", queue.value, error, self._failure)
+                    self._failure = untold = error
+                elif error is not self._failure:
+                    log.info("the %s stream ended with %s, after %s", queue.value, error, self._failure)
+        if untold is not None:
+            raise untold
 
     def _catch_up(self, queues: Sequence[Queue]) -> None:
         """Return when everything issued to the queues' streams has happened. Names what does not happen."""
