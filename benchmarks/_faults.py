@@ -26,7 +26,8 @@ from _interleavings import MICRO_BATCHES, job_of
 from torch import nn
 
 from executor import AdamW, VirtualBackend, prepare
-from executor.queues import Program, ThreadQueues, Work
+from executor.queues.interface import Program, Work
+from executor.queues.threads import ThreadQueues
 from executor.training import train_step
 from pstar_sim.core.plan import Plan, load_plan
 from pstar_sim.core.step import Kind, Queue, Ref

@@ -22,7 +22,7 @@ from torch import nn
 
 from executor import AdamW, SerialQueues, ThreadQueues, prepare
 from executor.capture import capture_module
-from executor.queues import Program, Work
+from executor.queues.interface import Program, Work
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Queue

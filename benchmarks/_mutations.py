@@ -329,7 +329,7 @@ class Bench:
     plain: dict[Any, tuple[list[float], dict[str, torch.Tensor]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        import executor.rates
+        import executor.measuring.rates
         from pstar_sim.catalog.loader import load_machine
         from pstar_sim.catalog.writing import save_machine
         from pstar_sim.workload import trace as files
@@ -342,7 +342,7 @@ class Bench:
         save_machine(load_machine("virtual", gpu_memory=GPU_MEMORY), Path("machine.toml"))
         self.machine = Path("machine.toml").read_bytes()
         # Rates measured on this machine are no part of what is tried here, and take a second a run.
-        executor.rates.measure_virtual_machine = lambda base, **rates: base
+        executor.measuring.rates.measure_virtual_machine = lambda base, **rates: base
         self.cli("trace", NET, "--batch", "2", "--seq", "8", "--dtype", "fp32", "-o", "net.parquet")
         self.trace = Path("net.parquet").read_bytes()
         self.rows = files._read_rows(Path("net.parquet"))

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from _results import write_result
 
-from executor.rates import measure_virtual_machine
+from executor.measuring.rates import measure_virtual_machine
 from executor.run import Job
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.plan import Settings

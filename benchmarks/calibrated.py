@@ -28,9 +28,9 @@ from _results import write_result
 
 from executor.calibrate import calibrate
 from executor.capture import capture
-from executor.rates import throttled
+from executor.measuring.rates import throttled
+from executor.measuring.status import Status
 from executor.run import Job
-from executor.status import Status
 from executor.training import StepReport
 from pstar_sim.catalog.loader import load_machine, resize
 from pstar_sim.core.plan import Plan, Settings

@@ -74,8 +74,8 @@ def train(folder: str, name: str, resume: bool) -> None:
     """What a process does: the job, with a line for each step, until it is through or killed."""
     import numpy
 
-    from executor.keeping import Keeping
     from executor.run import Job
+    from executor.saving.keeping import Keeping
     from pstar_sim.core.plan import load_plan
 
     random.seed(1)  # what a job begins with; one that goes on has its checkpoint's
@@ -160,8 +160,8 @@ class Kills:
 
     def _attempt(self, name: str, *, last: bool) -> bool:
         """One process, killed unless it is the `last`; whether the job is through."""
-        from executor.checkpoint import find_checkpoint, is_checkpoint
-        from executor.restoring import stored_extra
+        from executor.saving.checkpoint import find_checkpoint, is_checkpoint
+        from executor.saving.restoring import stored_extra
 
         checkpoint = find_checkpoint(self.folder / name)
         resume = is_checkpoint(checkpoint)

@@ -75,7 +75,7 @@ def measure(plan_path: Path, weights: Path, meta: bool, folder: Path) -> dict[st
     """One process: bytes of every term, and the marks after prepare, a step, a save and a load."""
     from executor import AdamW, prepare
     from executor.models import build
-    from executor.tensor_files import PIECE_BYTES
+    from executor.saving.tensor_files import PIECE_BYTES
     from executor.training import train_step
     from pstar_sim.core.plan import load_plan
     from pstar_sim.core.step import Place

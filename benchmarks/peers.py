@@ -366,7 +366,7 @@ class Shapes:
 
 def available_bytes() -> int:
     """Host memory that is free, or could be."""
-    from executor.backend import available_host_bytes
+    from executor.devices.backend import available_host_bytes
 
     return available_host_bytes() or 8 << 30
 

@@ -4,21 +4,22 @@
 model under fake tensors, `record` a real warm-up iteration.
 """
 
-from executor.backend import Backend, VirtualBackend
 from executor.capture import capture, capture_module
-from executor.drive import StepResult
+from executor.devices.backend import Backend, VirtualBackend
+from executor.devices.virtual_streams import VirtualStreams
+from executor.driving.drive import StepResult
 from executor.engine import Session
-from executor.ladder import Ladder, Rung
-from executor.measure import Measured
+from executor.measuring.measure import Measured
+from executor.measuring.record import record
+from executor.measuring.status import LinkUse, Status
+from executor.off_plan.ladder import Ladder, Rung
 from executor.optimizer import AdamW, OffloadedAdamW
 from executor.prepare import prepare
-from executor.queues import SerialQueues, ThreadQueues, follow
-from executor.record import record
+from executor.queues.serial import SerialQueues, follow
+from executor.queues.streams import StreamQueues
+from executor.queues.threads import ThreadQueues
+from executor.saving.weights import parameters_on_meta
 from executor.scaling import LossScale
-from executor.status import LinkUse, Status
-from executor.streams import StreamQueues
-from executor.virtual_streams import VirtualStreams
-from executor.weights import parameters_on_meta
 
 __all__ = [
     "AdamW",

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import (
 
 from executor.compiled import eagerly
 from executor.hooks import MomentClock, tensors_of
-from executor.live_bytes import LiveStorages
+from executor.measuring.live_bytes import LiveStorages
 from executor.models import (
     TORCH_DTYPES,
     BuiltModel,

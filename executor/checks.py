@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from executor.arena import STATE_DTYPES
+from executor.memory.arena import STATE_DTYPES
 from executor.moments import working_dtype
 from executor.optimizer import AdamW
 from executor.scaling import loss_scale_for

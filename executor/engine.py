@@ -3,8 +3,8 @@ contents.
 
 The user's thread is the compute queue: an event ends the open moment, runs what the plan has for the compute queue
 before the next one, waits for that moment's `after` edges and begins it. The other queues run by themselves
-(`queues.py`). What reality does that the plan does not know is `demand.py`'s matter; what a loop may do at all is
-`contract.py`'s.
+(`queues/`). What reality does that the plan does not know is `off_plan/demand.py`'s matter; what a loop may do at all
+is `contract.py`'s.
 
 [Note: positions] `cursor` is the moment that is open, -1 between two iterations (from the end of `optimizer.step()` to
 the next first event). An iteration is on plan until an event, a gradient or a batch says otherwise; then `demand`
@@ -26,30 +26,30 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from executor.absent import Absent
-from executor.activations import as_planned, recomputing
+from executor.activations.planned import as_planned, recomputing
+from executor.activations.stashes import Stashes
 from executor.adam import Hyper
-from executor.arena import Arena, check_host_memory
-from executor.backend import Backend, StreamBackend, VirtualBackend, available_host_bytes
 from executor.compiled import untraced
-from executor.contents import Contents, Update
 from executor.contract import ChunkParameter, ParkedParameter, disown, raw_grad, set_raw_grad
-from executor.demand import Demand
-from executor.drive import Driver, Loss, StepResult
-from executor.guard import Guard
+from executor.devices.backend import Backend, StreamBackend, VirtualBackend, available_host_bytes
+from executor.distributed.absent import Absent
+from executor.distributed.ranks import CountOf, Ranks, count_of
+from executor.driving.drive import Driver, Loss, StepResult
 from executor.hooks import Event, MomentClock, tensors_of
-from executor.ladder import Ladder
-from executor.live_bytes import LiveStorages
-from executor.measure import Measured, Watch, measure_iteration, unseen
-from executor.measured import IterationLog, StepLog, build_timeline
+from executor.measuring.live_bytes import LiveStorages
+from executor.measuring.measure import Measured, Watch, measure_iteration, unseen
+from executor.measuring.measured import IterationLog, StepLog, build_timeline
+from executor.measuring.status import Status, status_of
+from executor.memory.arena import Arena, check_host_memory
+from executor.memory.contents import Contents, Update
 from executor.models import forward_loss
 from executor.moments import MomentRecorder
-from executor.queues import Program, Queues
-from executor.ranks import CountOf, Ranks, count_of
+from executor.off_plan.demand import Demand
+from executor.off_plan.guard import Guard
+from executor.off_plan.ladder import Ladder
+from executor.off_plan.warm_up import WarmUp
+from executor.queues.interface import Program, Queues
 from executor.scaling import LossScaling, guard_boundary
-from executor.stashes import Stashes
-from executor.status import Status, status_of
-from executor.warm_up import WarmUp
 from pstar_sim.core.effects import gradient_list, needed
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import COPIES, Kind, Place, Queue
@@ -118,7 +118,7 @@ class Session:
         self.scaling = scaling
         self.last_update: Update | None = None
         self.optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None  # prepare sets it
-        self.in_parts = False  # a backward runs part by part (drive.py)
+        self.in_parts = False  # a backward runs part by part (driving/drive.py)
         self._driver: Driver | None = None
         self.backwards = 0  # backwards that ended in the current iteration
         self._hyper = hyper
@@ -483,7 +483,7 @@ class Session:
         self, micro_batches: Sequence[Any], *, loss: Loss = forward_loss, order: str = "depth-first"
     ) -> StepResult:
         """One whole iteration, whose order of blocks is the engine's: forward and backward of every micro-batch,
-        `optimizer.step()` and `zero_grad()`. See `executor.drive`.
+        `optimizer.step()` and `zero_grad()`. See `executor.driving.drive`.
 
         micro_batches: as the model takes them (a mapping: keyword arguments; a tuple: positional ones). loss(model,
         batch): a scalar; default: the model's own. Raises ContractError, before anything runs, for an unknown order, no
@@ -708,7 +708,7 @@ class Session:
         return build_timeline(self.plan, steps, iterations, changes, self.first_s)
 
     def status(self) -> Status:
-        """What the run is doing, for a progress line: see `executor.status.Status`. Waits for nothing."""
+        """What the run is doing, for a progress line: see `executor.measuring.status.Status`. Waits for nothing."""
         return status_of(self)
 
     # -- state and end ------------------------------------------------------------------------------------------------
@@ -835,7 +835,7 @@ class Session:
     def touch(self, func: Any, parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
         return self._touch(func, parameters, args, kwargs)
 
-    # -- warm-up (record.py) ------------------------------------------------------------------------------------------
+    # -- warm-up (measuring/record.py) --------------------------------------------------------------------------------
 
     def warm_up(self, recorder: MomentRecorder | None, live: LiveStorages | None, firings: Mapping[int, int]) -> None:
         """Tell `recorder` of every event and gradient from now on; None: no more."""
@@ -872,7 +872,7 @@ class Session:
         queues.resume()
 
     def measure_iteration(self, step_fn: Callable[[], Any], order: Timeline | None = None) -> Measured:
-        """See `executor.measure.measure_iteration`: runs `step_fn` twice."""
+        """See `executor.measuring.measure.measure_iteration`: runs `step_fn` twice."""
         return measure_iteration(self, step_fn, order)
 
     def renew(self, plan: Plan) -> None:

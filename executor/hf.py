@@ -6,7 +6,7 @@ joins the two: it checks that both mean the same, and answers the Trainer's ques
 Without it `trainer.train()` stops at its first clipping with a ContractError: nothing is ever left unclipped in
 silence. `executor/examples/trainer.py` is a whole script.
 
-Checkpoints of a connected Trainer hold the folder `pstar` (`executor.checkpoint`) in place of `optimizer.pt`; with it
+Checkpoints of a connected Trainer hold the folder `pstar` (`saving/checkpoint.py`) in place of `optimizer.pt`; with it
 `trainer.train(resume_from_checkpoint=)` goes on bit by bit, under another plan too. Scheduler, random number generators
 and the position in the data are the Trainer's own.
 
@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from executor.checkpoint import find_checkpoint, is_checkpoint
 from executor.engine import Session
 from executor.optimizer import OffloadedAdamW
+from executor.saving.checkpoint import find_checkpoint, is_checkpoint
 from pstar_sim.errors import CheckpointError, ContractError
 
 __all__ = ["connect"]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from executor.hooks import Event
-from executor.live_bytes import LiveStorages
+from executor.measuring.live_bytes import LiveStorages
 from pstar_sim.errors import ModelError
 from pstar_sim.workload.workload import DTYPE_BYTES, Moment, OptimizerSpec, Phase, Tensor, Use, UseKind, Workload
 

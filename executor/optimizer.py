@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from executor.adam import Hyper
-from executor.arena import STATE_DTYPES
+from executor.memory.arena import STATE_DTYPES
 from executor.scaling import LossScale, loss_scale_for
 from pstar_sim.errors import ContractError, PlanError
 
 if TYPE_CHECKING:
     from executor.engine import Session
-    from executor.restoring import Restored
+    from executor.saving.restoring import Restored
 
 __all__ = ["AdamW", "OffloadedAdamW"]
 
@@ -214,14 +214,14 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def save(self, folder: str | Path, *, extra: Any = None) -> Path:
         """Write a checkpoint: weights that transformers loads, states, step counts, groups, random number generators
-        and `extra`. See `executor.checkpoint.save`."""
-        from executor.checkpoint import save  # it is about sessions, which are about optimizers
+        and `extra`. See `executor.saving.checkpoint.save`."""
+        from executor.saving.checkpoint import save  # it is about sessions, which are about optimizers
 
         return save(self, folder, extra=extra)
 
     def load(self, folder: str | Path, *, generators: bool = True) -> Restored:
-        """Go on from a checkpoint, under this plan or another. See `executor.restoring.load`."""
-        from executor.restoring import load
+        """Go on from a checkpoint, under this plan or another. See `executor.saving.restoring.load`."""
+        from executor.saving.restoring import load
 
         return load(self, folder, generators=generators)
 

@@ -17,21 +17,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from executor.activations import carry_out, check_activations
-from executor.arena import Arena, check_gpu_memory, check_host_memory
-from executor.backend import Backend, available_host_bytes, keep_freed_pages
+from executor.activations.planned import carry_out, check_activations
 from executor.checks import check_model, check_settings
 from executor.compiled import untraced
 from executor.contract import adopt
-from executor.device import DeviceOptions, check_placement, move_buffers, open_backend
+from executor.devices.backend import Backend, available_host_bytes, keep_freed_pages
+from executor.devices.device import DeviceOptions, check_placement, move_buffers, open_backend
+from executor.distributed.ranks import CountOf, Ranks, count_of, join, share_values
 from executor.engine import Session
+from executor.memory.arena import Arena, check_gpu_memory, check_host_memory
 from executor.moments import describe_parameters
 from executor.optimizer import AdamW, OffloadedAdamW, group_of
-from executor.queues import Queues
-from executor.ranks import CountOf, Ranks, count_of, join, share_values
+from executor.queues.interface import Queues
+from executor.queues.streams import queues_for
+from executor.saving.weights import Weights, check_values, give_memory, views_of
 from executor.scaling import LossScaling, loss_scale_for
-from executor.streams import queues_for
-from executor.weights import Weights, check_values, give_memory, views_of
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.effects import OTHERS
 from pstar_sim.core.plan import Plan
@@ -75,8 +75,8 @@ def prepare(
     watchdog_s: see ThreadQueues. replan_after: so many iterations off plan in a row make a new plan (0: never). check:
     run the plan's independent checker first. group: the processes of a plan of several ranks (default:
     torch.distributed's, if it is initialised); every one calls prepare with the same plan and settings, and all begin
-    with the parameters and buffers of the first. count: [Note: the weight of a rank] in ranks.py. timeout_s: of a
-    collective of the run's own.
+    with the parameters and buffers of the first. count: [Note: the weight of a rank] in distributed/ranks.py.
+    timeout_s: of a collective of the run's own.
 
     Raises PlanError for a plan that fails its check or was made for another model, dtype, optimizer setting or machine,
     ContractError for a model that is prepared already, DoesNotFit if host memory is short, WeightsError for weights

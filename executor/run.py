@@ -13,18 +13,18 @@ from typing import Any
 import torch
 
 from executor.checks import check_processes, state_dtype_of
-from executor.cuda import CudaBackend, cuda_device
 from executor.data import ByteText, batches_like, open_data
-from executor.device import is_cuda
-from executor.keeping import Keeping
-from executor.measure import Measured
-from executor.measured import with_tide
+from executor.devices.cuda import CudaBackend, cuda_device
+from executor.devices.device import is_cuda
+from executor.distributed.shared_run import SharedRun, own_batches, share_results
+from executor.measuring.measure import Measured
+from executor.measuring.measured import with_tide
+from executor.measuring.record import record
+from executor.measuring.status import Status
 from executor.models import BuiltModel, build, map_tensors, named_failures
 from executor.optimizer import AdamW
 from executor.prepare import prepare
-from executor.record import record
-from executor.shared_run import SharedRun, own_batches, share_results
-from executor.status import Status
+from executor.saving.keeping import Keeping
 from executor.training import StepReport, train, train_step
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine

@@ -11,7 +11,7 @@ output itself would not do: an output such as the logits is also an inner value 
 down from there is scaled already. Gradients outside the model (of the loop's own tensors, of what feeds the model) are
 plain torch's, and a model called on its own output scales once.
 
-Knows neither chunks nor plans; `Update` (contents.py) carries the decision of one iteration.
+Knows neither chunks nor plans; `Update` (memory/contents.py) carries the decision of one iteration.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from executor.nests import change_tensors
+from executor.driving.nests import change_tensors
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.workload import Tensor
 

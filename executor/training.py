@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from executor.again import Before
+from executor.driving.again import Before
 from executor.models import forward_loss
 from pstar_sim.errors import ModelError, OutOfMemory
 
@@ -40,8 +40,8 @@ def train_step(
     """One step of the usual loop: every micro-batch forward and backward, then step and zero_grad. Returns the mean
     loss. Raises ModelError when a loss is not finite, before its backward. number: of the step, for the message.
 
-    Where the accelerator refuses memory inside an operator, a prepared model climbs its ladder (`ladder.py`) and the
-    same micro-batches run again, with the same random numbers.
+    Where the accelerator refuses memory inside an operator, a prepared model climbs its ladder (see off_plan/) and
+    the same micro-batches run again, with the same random numbers.
     """
     drawn: list[Any] = []
     before = Before(model)

@@ -65,7 +65,7 @@ class OutOfMemory(PstarError):
 
     asked_bytes: what was asked for. payload_bytes, other_bytes: chunks and everything else that was there. limit_bytes:
     what there is (None where the device does not say). The executor catches it and climbs its ladder
-    (executor/ladder.py); it is seen by a user's loop only where no rung helps.
+    (executor/off_plan/ladder.py); it is seen by a user's loop only where no rung helps.
     """
 
     def __init__(

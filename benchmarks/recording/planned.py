@@ -12,10 +12,10 @@ import torch
 from contenders.memory import forget_peak, host_bytes, peak_host_bytes
 
 from executor import AdamW, prepare
-from executor.arena import ByteChange
 from executor.capture import capture
 from executor.data import batches_like, open_data
 from executor.hooks import MomentClock
+from executor.memory.arena import ByteChange
 from executor.models import build, map_tensors
 from executor.training import train_step
 from pstar_sim.catalog.loader import load_machine

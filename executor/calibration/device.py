@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from executor.backend import VirtualBackend, keep_freed_pages
+from executor.devices.backend import VirtualBackend, keep_freed_pages
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import PlanError
 

@@ -39,7 +39,7 @@ def demo(args: argparse.Namespace) -> int:
     out = Path(args.output)
     out.mkdir(parents=True, exist_ok=True)
     capture = executor_module("capture")
-    rates = executor_module("rates")
+    rates = executor_module("measuring.rates")
 
     say(f"1. Trace: {MODEL} from transformers, batch {BATCH}, sequence {SEQUENCE}, fp32, under fake tensors")
     traced = capture.capture(MODEL, batch=BATCH, sequence=SEQUENCE, dtype="fp32", checkpointing=True)

@@ -15,7 +15,7 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.units import format_bytes
 
 if TYPE_CHECKING:
-    from executor.status import Status
+    from executor.measuring.status import Status
     from executor.training import StepReport
 
 __all__ = ["plain_line", "progress", "words"]

@@ -143,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
     job = jobs.Job.of_plan(plan, args.model, data=args.data, lr=args.lr, seed=args.seed, weights=args.weights)
     virtual = args.device == "virtual"
     memory = parse_bytes(args.gpu_memory) if args.gpu_memory is not None else None
-    rates = executor_module("rates")
+    rates = executor_module("measuring.rates")
     measured_machine: Machine
     if not virtual:
         measured_machine = plan.machine

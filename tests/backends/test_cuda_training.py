@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import executor
-from executor.streams import StreamQueues
+from executor.queues.streams import StreamQueues
 from pstar_sim.core.plan import Settings
 from pstar_sim.core.step import Place, Queue
 from pstar_sim.errors import ContractError, PstarError

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 import executor
-from executor.activations import recomputing
+from executor.activations.planned import recomputing
 from executor.capture import capture_module
-from executor.live_bytes import LiveStorages
-from executor.queues import SerialQueues
-from executor.virtual_streams import VirtualStreams
+from executor.devices.virtual_streams import VirtualStreams
+from executor.measuring.live_bytes import LiveStorages
+from executor.queues.serial import SerialQueues
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import PlanError
 from pstar_sim.policy.registry import find_policy

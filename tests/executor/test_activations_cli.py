@@ -20,7 +20,7 @@ CONFIG = {
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("executor.rates.measure_virtual_machine", lambda base, **rates: base)
+    monkeypatch.setattr("executor.measuring.rates.measure_virtual_machine", lambda base, **rates: base)
     Path("config.json").write_text(json.dumps(CONFIG))
 
 

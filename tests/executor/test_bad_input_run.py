@@ -116,7 +116,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("executor.rates.measure_virtual_machine", lambda base, **rates: base)
+    monkeypatch.setattr("executor.measuring.rates.measure_virtual_machine", lambda base, **rates: base)
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -223,7 +223,7 @@ def test_host_memory_too_small_is_found_before_anything_is_allocated(
 ) -> None:
     # executor.prepare is the function; the module of that name is behind it.
     monkeypatch.setattr(sys.modules["executor.prepare"], "available_host_bytes", lambda: 1000)
-    monkeypatch.setattr("executor.arena.Arena.allocate_slabs", lambda self: pytest.fail("allocated"))
+    monkeypatch.setattr("executor.memory.arena.Arena.allocate_slabs", lambda self: pytest.fail("allocated"))
     said = complaint(capsys, "run", "plan.json", "--model", "py:pstar_bad_models:net")
     assert "host needs" in said and "but has 1 kB" in said and "short by" in said
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from executor.capture import capture, capture_module
 from executor.hooks import Event, MomentClock
-from executor.live_bytes import LiveStorages
+from executor.measuring.live_bytes import LiveStorages
 from executor.models import build, forward_loss
 from executor.moments import MomentRecorder, describe_parameters
 from pstar_sim.errors import ModelError

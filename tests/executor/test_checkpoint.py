@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import executor
-from executor import whole_folder
-from executor.as_json import decode, encode
-from executor.checkpoint import MANIFEST, is_checkpoint, save
-from executor.restoring import stored_extra
+from executor.saving import whole_folder
+from executor.saving.as_json import decode, encode
+from executor.saving.checkpoint import MANIFEST, is_checkpoint, save
+from executor.saving.restoring import stored_extra
 from pstar_sim.errors import CheckpointError, ContractError
 
 
@@ -118,7 +118,7 @@ def test_a_save_that_fails_leaves_the_one_before(
             raise OSError(28, "No space left on device")
         return full(descriptor, bytes(content[:1000]))  # short writes on the way
 
-    monkeypatch.setattr("executor.tensor_files.os.write", disk_full)
+    monkeypatch.setattr("executor.saving.tensor_files.os.write", disk_full)
     with pytest.raises(
         CheckpointError,
         match=r"cannot be saved in .*/c: No space left on device \(while writing\); what was there before",
@@ -136,7 +136,7 @@ def test_short_writes_are_gone_on_with(
 ) -> None:
     run = trained(start, kit, "mlp")
     full = os.write
-    monkeypatch.setattr("executor.tensor_files.os.write", lambda d, c: full(d, bytes(c[:777])))
+    monkeypatch.setattr("executor.saving.tensor_files.os.write", lambda d, c: full(d, bytes(c[:777])))
     run.optimizer.save(tmp_path / "c")
     stored = safetensors.torch.load_file(tmp_path / "c" / "model.safetensors")
     assert all(torch.equal(v, stored[k]) for k, v in current(run).items())

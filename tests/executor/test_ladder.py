@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import executor
-from executor.ladder import RUNGS
+from executor.devices.virtual_streams import VirtualStreams
+from executor.off_plan.ladder import RUNGS
 from executor.training import train as train_loop
-from executor.virtual_streams import VirtualStreams
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import ContractError, DoesNotFit
 from pstar_sim.policy.registry import find_policy, policy_name

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from executor.collectives import Wire
+from executor.distributed.collectives import Wire
 from pstar_sim.errors import RankLost
 
 

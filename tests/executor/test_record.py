@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import executor
-from executor.record import record
+from executor.measuring.record import record
 from pstar_sim.errors import DoesNotFit, PlanError
 from pstar_sim.workload.workload import Phase
 

@@ -32,9 +32,9 @@ def _as_it_was() -> Iterator[None]:
 
 @pytest.mark.slow
 def test_mutated_files_are_refused_in_one_line_or_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import executor.rates
+    from executor.measuring import rates
 
-    monkeypatch.setattr(executor.rates, "measure_virtual_machine", executor.rates.measure_virtual_machine)
+    monkeypatch.setattr(rates, "measure_virtual_machine", rates.measure_virtual_machine)
     report = _mutations.run_mutations(_mutations.Bench(tmp_path), 90, first_seed=40)
     assert not report.misses, "\n".join(map(str, report.misses))
     outcomes = {outcome for (_, outcome), count in report.outcomes.items() if count}

@@ -66,7 +66,7 @@ def test_the_loss_curve_is_that_of_the_uninterrupted_run(
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_on_streams_that_come_late(start: Callable[..., Any], kit: Any, tmp_path: Path, micro_batches: int) -> None:
-    from executor.virtual_streams import VirtualStreams
+    from executor.devices.virtual_streams import VirtualStreams
 
     def late() -> VirtualStreams:
         return VirtualStreams(delays=lambda queue: 1e-3)
@@ -225,7 +225,7 @@ def losses(result: Any) -> list[tuple[int, float]]:
 
 
 def test_a_job_goes_on_with_its_data(job: Any, tmp_path: Path) -> None:
-    from executor.keeping import Keeping
+    from executor.saving.keeping import Keeping
 
     plan, job, _ = job
     ck = str(tmp_path / "c")
@@ -240,7 +240,7 @@ def test_a_job_goes_on_with_its_data(job: Any, tmp_path: Path) -> None:
 def test_another_text_begins_anew_and_says_so(job: Any, tmp_path: Path) -> None:
     import dataclasses
 
-    from executor.keeping import Keeping
+    from executor.saving.keeping import Keeping
 
     plan, job, _ = job
     ck = str(tmp_path / "c")
@@ -255,7 +255,7 @@ def test_another_text_begins_anew_and_says_so(job: Any, tmp_path: Path) -> None:
 def test_a_job_begins_from_weights(job: Any, tmp_path: Path) -> None:
     import dataclasses
 
-    from executor.keeping import Keeping
+    from executor.saving.keeping import Keeping
 
     plan, job, _ = job
     job.run(plan, steps=1, keeping=Keeping(save=str(tmp_path / "c")))
@@ -271,7 +271,7 @@ def run_cli(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
 
 
 def test_what_the_command_line_refuses(job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from executor.keeping import Keeping
+    from executor.saving.keeping import Keeping
 
     plan, job, _ = job
     plan.save(tmp_path / "plan.json")

@@ -102,7 +102,7 @@ class Terminal(io.StringIO):
 
 
 def test_live_lines_on_a_terminal_and_plain_ones_elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from executor.status import LinkUse, Status
+    from executor.measuring.status import LinkUse, Status
     from executor.training import StepReport
 
     monkeypatch.setenv("COLUMNS", "100")

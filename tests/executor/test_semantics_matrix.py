@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from executor.virtual_streams import VirtualStreams
+from executor.devices.virtual_streams import VirtualStreams
 
 _spec = importlib.util.spec_from_file_location("semantics_rows", Path(__file__).parent / "semantics_rows.py")
 assert _spec is not None and _spec.loader is not None

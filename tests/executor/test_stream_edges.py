@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from executor.adam import GPU_BLOCK, scratch_bytes
-from executor.arena import Arena
-from executor.contents import Update
-from executor.device_time import DeviceTimes
-from executor.ranks import Ranks
+from executor.devices.virtual_streams import VirtualStreams
+from executor.distributed.ranks import Ranks
+from executor.memory.arena import Arena
+from executor.memory.contents import Update
+from executor.memory.slices import GpuPayload, Steady
+from executor.queues.device_time import DeviceTimes
+from executor.queues.streams import StreamQueues
 from executor.scaling import LossScale, LossScaling
-from executor.slices import GpuPayload, Steady
-from executor.streams import StreamQueues
-from executor.virtual_streams import VirtualStreams
 from pstar_sim.core.plan import Settings
 from pstar_sim.core.step import Place, Queue
 from pstar_sim.errors import ModelError, PlanError

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from executor.virtual_streams import VirtualStreams
+from executor.devices.virtual_streams import VirtualStreams
 
 _SPEC = importlib.util.spec_from_file_location(
     "loop_contract_on_streams", Path(__file__).with_name("test_loop_contract.py")

@@ -13,8 +13,8 @@ import torch
 
 import executor
 from executor.contract import ChunkParameter
-from executor.streams import StreamQueues
-from executor.virtual_streams import VirtualStreams
+from executor.devices.virtual_streams import VirtualStreams
+from executor.queues.streams import StreamQueues
 from pstar_sim.core.step import Kind, Place, Queue
 from pstar_sim.errors import OutOfMemory, PstarError
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from executor.torch26 import saved_tensor_hooks, watch_hooks
+from executor.devices.torch26 import saved_tensor_hooks, watch_hooks
 
 
 def test_watching_answers_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import executor
-from executor.tensor_files import Row, TensorFile, piece_buffer, write_tensor_file
-from executor.weights import Weights
+from executor.saving.tensor_files import Row, TensorFile, piece_buffer, write_tensor_file
+from executor.saving.weights import Weights
 from pstar_sim.core.plan import Settings
 from pstar_sim.core.step import Place
 from pstar_sim.errors import WeightsError

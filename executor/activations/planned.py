@@ -1,0 +1,192 @@
+"""Activations: the plan's own choice, block by block, carried out in the user's model.
+
+"recompute": the block's call goes through `torch.utils.checkpoint` (non-reentrant, random state preserved), unless the
+model does that itself. "offload": what the call saves for backward is collected and moves as the plan says
+(stashes.py). "keep": as it is. A model that does something else of its own with a block is refused, with one exception:
+the switch that transformers' layers have (`gradient_checkpointing`) is turned off, and on again at the end.
+
+[Note: around the call] What is replaced is the block's `_call_impl`, which torch runs for every call, hooks included:
+so the events of a block's modules are those of a capture in which the model itself checkpoints the block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from executor.devices.torch26 import saved_tensor_hooks
+from pstar_sim.errors import ModelError, PlanError, TraceError
+from pstar_sim.workload.mixing import offload_blocks
+from pstar_sim.workload.workload import Workload, activations_text
+
+if TYPE_CHECKING:
+    from executor.engine import Session
+
+__all__ = ["as_planned", "carry_out", "check_activations", "recomputing"]
+
+_SWITCH = "gradient_checkpointing"
+_Call = Callable[..., Any]
+
+
+def check_activations(w: Workload, model: nn.Module) -> None:
+    """Every block that the plan chooses for is there, and can be called another way. Raises PlanError."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    seen: dict[int, str] = {}
+    for block, how in w.activations:
+        module = modules.get(block)
+        if module is None:
+            raise PlanError(
+                f"the plan was made for {activations_text(w)}, and the model has no module {block!r}; make a plan for "
+                "this model"
+            )
+        if id(module) in seen:
+            raise PlanError(
+                f"blocks {seen[id(module)]!r} and {block!r} are one module, called twice; the plan chooses for each: "
+                "make a plan without --global-batch"
+            )
+        seen[id(module)] = block
+        around = _compiled(modules, block)
+        if how != "keep" and around is not None:
+            raise PlanError(
+                f"{f'module {around!r}' if around else 'the model'} is compiled, and the plan would {how} the "
+                f"activations of block {block!r}; compile without it, or make a plan that keeps them (without "
+                "--global-batch)"
+            )
+
+
+def _compiled(modules: Mapping[str, nn.Module], block: str) -> str | None:
+    """The block, or the module around it, that is compiled (`module.compile()`); None if none is."""
+    parts = block.split(".")
+    around = [".".join(parts[:n]) for n in range(len(parts), -1, -1)]
+    return next((name for name in around if getattr(modules.get(name), "_compiled_call_impl", None) is not None), None)
+
+
+def carry_out(session: Session) -> Callable[[], None]:
+    """Call each block as the plan says from now on; returns what undoes it."""
+    w = session.plan.workload
+    modules = dict(session.model.named_modules(remove_duplicate=False))
+    undo: list[Callable[[], None]] = []
+    for block, how in w.activations:
+        module = modules[block]
+        if how != "recompute":
+            undo += _switch_off(module)
+        if how == "offload":
+            undo.append(_around(module, _offloaded(session, block)))
+        elif how == "recompute":
+            undo.append(_around(module, _recomputed))
+        elif _compiled(modules, block) is None:
+            undo.append(_around(module, _kept(session, block)))
+
+    def undo_all() -> None:
+        for action in undo:
+            action()
+
+    return undo_all
+
+
+@contextlib.contextmanager
+def recomputing(model: nn.Module, w: Workload) -> Iterator[None]:
+    """Inside, the blocks that w recomputes are recomputed and no others, for a capture."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    undo: list[Callable[[], None]] = []
+    for block, how in w.activations:
+        if how == "recompute":
+            undo.append(_around(modules[block], _recomputed))
+        else:
+            undo += _switch_off(modules[block])
+    try:
+        yield
+    finally:
+        for action in undo:
+            action()
+
+
+def as_planned(captured: Workload, planned: Workload) -> Workload:
+    """A capture made inside `recomputing`, with the choices of `planned` and the stashes of offloaded blocks. Raises
+    ModelError where its blocks cannot be offloaded."""
+    if not planned.activations:
+        return captured
+    how = dict(planned.activations)
+    kept = tuple((block, "keep" if choice == "offload" else choice) for block, choice in how.items())
+    try:
+        made = replace(captured, activations=kept, checkpointing="recompute" in how.values())
+        return offload_blocks(made, [block for block, choice in how.items() if choice == "offload"])
+    except TraceError as error:
+        raise ModelError(str(error)) from None
+
+
+def _switch_off(module: nn.Module) -> list[Callable[[], None]]:
+    if getattr(module, _SWITCH, False) is not True:
+        return []
+    setattr(module, _SWITCH, False)
+    return [lambda: setattr(module, _SWITCH, True)]
+
+
+def _around(module: nn.Module, how: Callable[[_Call, nn.Module, Any, Any], Any]) -> Callable[[], None]:
+    plain: _Call = module._call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return how(plain, module, args, kwargs)
+
+    module.__dict__["_call_impl"] = call
+
+    def remove() -> None:
+        module.__dict__.pop("_call_impl", None)
+
+    return remove
+
+
+def _recomputed(plain: _Call, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    ours = torch.is_grad_enabled() and module.training and saved_tensor_hooks() is None
+    if not ours or _in_backward() or getattr(module, _SWITCH, False) is True:
+        return plain(*args, **kwargs)
+    return checkpoint(plain, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+
+
+def _kept(session: Session, block: str) -> Callable[[_Call, nn.Module, Any, Any], Any]:
+    def call(plain: _Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        _refuse_its_own(session, block, "keeps")
+        return plain(*args, **kwargs)
+
+    return call
+
+
+def _offloaded(session: Session, block: str) -> Callable[[_Call, nn.Module, Any, Any], Any]:
+    def call(plain: _Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        _refuse_its_own(session, block, "offloads")
+        trains = torch.is_grad_enabled() and not session.closed
+        if not trains or session.demand.visiting or (session.cursor < 0 and not session.demand.active):
+            return plain(*args, **kwargs)
+        found = session.stashes.collect((args, kwargs))
+        with torch.autograd.graph.saved_tensors_hooks(found.pack, found.unpack):
+            output = plain(*args, **kwargs)
+        session.stashes.collected(block, found)
+        return output
+
+    return call
+
+
+def _refuse_its_own(session: Session, block: str, does: str) -> None:
+    """Raise PlanError where the model recomputes or offloads the block itself."""
+    if session.closed:
+        return
+    if _in_backward():
+        its = "recomputes them in backward"
+    elif torch.is_grad_enabled() and saved_tensor_hooks() is not None:
+        its = "calls it under hooks on saved tensors (activation checkpointing or offload)"
+    else:
+        return
+    raise PlanError(
+        f"the plan {does} the activations of block {block!r}, and the model {its}; switch the model's own setting off, "
+        "or make the plan from a trace of the model as it is (without --global-batch)"
+    )
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,362 @@
+"""Stashes: what autograd saved in an offloaded block's forward, on its way to the host and back.
+
+A block's saved tensors are told apart by storage (each goes once); parameters, buffers and whatever else outlives the
+block are left alone. At the end of the block's forward, storages are chosen until the bytes that the plan has for the
+stash are used up. The plan's `stash_out` copies them to the host; the moment that waits for it lets go of the gpu's
+memory. `stash_in` copies them back into memory taken when its turn came, and autograd gets views of that.
+
+[Note: who lets go] Memory is taken and let go in the user's thread only, where the tide says so: let go when moment
+`gone` begins, taken when moment `back` begins. The queues' threads only copy; where a copy is only issued (streams),
+what it touches is held until its event.
+
+[Note: never wrong data] A tensor that is unpacked while its bytes are on the host (an iteration that left the plan) is
+copied back then and there. A room on the host whose bytes somebody may still want is not overwritten: what wanted the
+room stays on the gpu, and is counted. Bytes that are more than the plan's stay on the gpu as well.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from executor.hooks import tensors_of
+from executor.measuring.measure import unseen
+from pstar_sim.core.slabs import stash_key
+from pstar_sim.core.step import Kind, Queue, Step
+from pstar_sim.policy.stashes import StashMoves
+from pstar_sim.workload.workload import Stash
+
+if TYPE_CHECKING:
+    from executor.devices.backend import StreamBackend
+    from executor.engine import Session
+
+__all__ = ["Collection", "StashReport", "Stashes"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StashReport:
+    """One stash of the last iteration. planned_bytes: what the plan has for it. saved_bytes: what the block's forward
+    saved, inputs of the block included, parameters and buffers not. moved_bytes: what went to the host. freed_bytes:
+    what of it the gpu then no longer held."""
+
+    block: str
+    micro_batch: int
+    planned_bytes: int
+    saved_bytes: int
+    moved_bytes: int
+    freed_bytes: int
+
+
+@dataclass(slots=True)
+class _View:
+    """A saved tensor as a view of its storage. alias: itself without its graph, while the gpu holds the storage.
+    version: of its contents when it was saved."""
+
+    alias: torch.Tensor | None
+    version: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Saved:
+    """One storage that autograd saved tensors of. `source`: its bytes on the gpu as the forward made them; `host`: room
+    on the host that holds them; `returned`: memory on the gpu for them again, filled once `back` (and `arrival`, an
+    event, where the copy is only issued then)."""
+
+    __slots__ = ("__weakref__", "arrival", "back", "changed", "host", "returned", "size_bytes", "source", "views")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.size_bytes = storage.nbytes()
+        self.source: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        self.source.set_(storage, 0, (self.size_bytes,), (1,))
+        self.host: torch.Tensor | None = None
+        self.returned: torch.Tensor | None = None
+        self.back = False
+        self.arrival: Any = None
+        self.changed = False
+        self.views: list[_View] = []
+
+    def add(self, tensor: torch.Tensor) -> int:
+        view = _View(
+            tensor.detach(),
+            tensor._version,
+            tensor.dtype,
+            tuple(tensor.size()),
+            tuple(tensor.stride()),
+            int(tensor.storage_offset()),
+        )
+        self.views.append(view)
+        return len(self.views) - 1
+
+    @property
+    def only_on_host(self) -> bool:
+        return self.source is None and not self.back
+
+    def let_go(self) -> None:
+        """The gpu's memory of it goes, as far as nobody else holds it."""
+        self.changed = self.changed or any(v.alias is not None and v.alias._version != v.version for v in self.views)
+        for view in self.views:
+            view.alias = None
+        self.source = None
+
+
+class Collection:
+    """What one call of a block saves. pack, unpack: for `torch.autograd.graph.saved_tensors_hooks`."""
+
+    def __init__(self, stashes: Stashes, inputs: Any) -> None:
+        self._stashes = stashes
+        self._session = stashes.session
+        self.inputs = {t.untyped_storage()._cdata for t in tensors_of(inputs)}
+        self.saved: dict[int, weakref.ref[_Saved]] = {}
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        demand = self._session.demand
+        with unseen(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            if demand.chunk_of_storage(tensor) is not None:
+                return demand._pack(tensor) if demand.active else tensor.detach()
+            if not self._stashes.takes(tensor):
+                return tensor.detach()
+            key = tensor.untyped_storage()._cdata
+            known = self.saved.get(key)
+            saved = known() if known is not None else None
+            if saved is None:
+                saved = _Saved(tensor)
+                self.saved[key] = weakref.ref(saved)
+            return saved, saved.add(tensor)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        first, second = packed
+        if isinstance(first, _Saved):
+            return self._stashes.tensor(first, second)
+        return self._session.demand._unpack(packed)
+
+
+class Stashes:
+    """The stashes of one session's plan. reports: of the last iteration, in the order they were made."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.reports: list[StashReport] = []
+        self._lock = threading.Lock()
+        self._rooms: dict[str, list[weakref.ref[_Saved]]] = {}  # block -> whose bytes its room on the host holds
+        self.bind()
+
+    def bind(self) -> None:
+        """The session has a new plan."""
+        w = self.session.plan.workload
+        self._moves = StashMoves(w)
+        self._stash: dict[tuple[str, int], int] = {(s.block, s.micro_batch): n for n, s in enumerate(w.stashes)}
+        self._chosen: dict[int, list[weakref.ref[_Saved]]] = {}  # stash -> what goes, in the current iteration
+        self._out: dict[int, list[weakref.ref[_Saved]]] = {}  # stash -> what has gone
+        self._returning: list[int] = []  # stashes whose memory on the gpu is due
+        self._flying: dict[tuple[Kind, int], tuple[Any, list[torch.Tensor]]] = {}
+        self._buffers = {b.untyped_storage()._cdata for b in self.session.model.buffers()}
+
+    @property
+    def planned(self) -> Sequence[Stash]:
+        return self.session.plan.workload.stashes
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """The tensor may go to the host and come back: it is one of the accelerator's own, and plain."""
+        return (
+            type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            and tensor.layout is torch.strided
+            and tensor.device.type == self.session.backend.device.type
+            and tensor.untyped_storage().nbytes() > 0
+            and tensor.untyped_storage()._cdata not in self._buffers
+            and not (tensor.is_leaf and tensor.requires_grad)
+        )
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def collect(self, inputs: Any) -> Collection:
+        """For one call of an offloaded block with these inputs."""
+        return Collection(self, inputs)
+
+    def collected(self, block: str, found: Collection) -> None:
+        """The block's forward has ended: choose what goes. On demand it goes at once."""
+        s = self.session
+        n = self._stash.get((block, s.clock.micro_batch))
+        if n is None:
+            return
+        stash = self.planned[n]
+        alive = [(ref() is not None, key, ref) for key, ref in found.saved.items()]
+        inner: list[_Saved] = []
+        outer: list[_Saved] = []
+        for there, key, ref in alive:
+            saved = ref() if there else None
+            if saved is not None:
+                (outer if key in found.inputs else inner).append(saved)
+        chosen, left = _fitting(inner, stash.bytes)
+        # Of the block's inputs one belongs to it (what the block before put out); masks and the like are everybody's.
+        for saved in sorted(outer, key=lambda e: abs(left - e.size_bytes)):
+            if saved.size_bytes <= left:
+                chosen.append(saved)
+                left -= saved.size_bytes
+        over = sum(e.size_bytes for e in inner) - sum(e.size_bytes for e in chosen if e in inner)
+        if over > 0:
+            s.note_deviation(
+                f"{block} saved {over} bytes more than the plan offloads ({stash.bytes}); they stay on the accelerator"
+            )
+        self._chosen[n] = [weakref.ref(e) for e in chosen]
+        self._report(stash, saved_bytes=sum(e.size_bytes for e in (*inner, *outer)))
+        if s.demand.active:
+            with unseen(), torch.no_grad():
+                self._send(n)  # in the user's thread: it has happened
+                self._let_go(n)
+
+    def _report(self, stash: Stash, **figures: Any) -> None:
+        key = (stash.block, stash.micro_batch)
+        known = next((i for i, r in enumerate(self.reports) if (r.block, r.micro_batch) == key), None)
+        if "saved_bytes" in figures:
+            if known is not None:
+                del self.reports[known]
+            blank = StashReport(
+                block=stash.block, micro_batch=stash.micro_batch, planned_bytes=stash.bytes, saved_bytes=0,
+                moved_bytes=0, freed_bytes=0,
+            )  # fmt: skip
+            self.reports.append(replace(blank, **figures))
+        elif known is not None:
+            self.reports[known] = replace(self.reports[known], **figures)
+
+    # -- copies: what queues call -------------------------------------------------------------------------------------
+
+    def move(self, step: Step) -> None:
+        """Do a stash_out or stash_in."""
+        assert step.stash is not None
+        out = step.kind is Kind.STASH_OUT
+        touched = self._send(step.stash) if out else self._fetch(step.stash)
+        backend = self.session.backend
+        backend.fence(step.queue)
+        if touched and hasattr(backend, "record"):  # issued; see [Note: who lets go]
+            self._flying[step.kind, step.stash] = (backend.record(step.queue), touched)
+
+    def _send(self, n: int) -> list[torch.Tensor]:
+        """Returns the memory on the gpu that is read."""
+        stash = self.planned[n]
+        if any(saved.only_on_host for saved in _alive(self._rooms.get(stash.block, ()))):
+            self.session.note_deviation(
+                f"the stash of {stash.block} stays on the accelerator: the host's room still holds an earlier one's"
+            )
+            self._out[n] = []
+            return []
+        room = self.session.arena.host_bytes(stash_key(stash.block), stash.bytes)
+        offset = 0
+        gone: list[weakref.ref[_Saved]] = []
+        touched: list[torch.Tensor] = []
+        for saved in _alive(self._chosen.pop(n, ())):
+            if saved.source is None:
+                continue
+            target = room[offset : offset + saved.size_bytes]
+            offset += saved.size_bytes
+            self.session.backend.copy(target, saved.source, Queue.D2H)
+            saved.host = target
+            touched.append(saved.source)
+            gone.append(weakref.ref(saved))
+        self._rooms[stash.block] = self._out[n] = gone
+        return touched
+
+    def _fetch(self, n: int) -> list[torch.Tensor]:
+        """Returns the memory on the gpu that is written."""
+        backend = self.session.backend
+        issues = backend if hasattr(backend, "record") else None
+        found = (self._bring(saved, cast("StreamBackend", issues)) for saved in _alive(self._out.get(n, ())))
+        return [memory for memory in found if memory is not None]
+
+    def _bring(self, saved: _Saved, issues: StreamBackend | None = None) -> torch.Tensor | None:
+        """Copy it back, if nobody has; the memory it is in then. issues: the backend, in a thread in which the copy is
+        only issued."""
+        with self._lock:
+            if saved.back or saved.returned is None or saved.host is None:
+                return None
+            self.session.backend.copy(saved.returned, saved.host, Queue.H2D)
+            saved.arrival = None if issues is None else issues.record(Queue.H2D)
+            saved.back = True
+            return saved.returned
+
+    # -- the user's thread --------------------------------------------------------------------------------------------
+
+    def at(self, moment: int) -> None:
+        """A moment of the plan begins: what has gone is let go, what is to return is noted."""
+        for n in self._moves.gone.get(moment, ()):
+            self._flying.pop((Kind.STASH_OUT, n), None)  # the compute queue is behind the copy
+            self._let_go(n)
+        for n in self._moves.needed.get(moment, ()):
+            self._flying.pop((Kind.STASH_IN, n), None)
+        for key, (event, _) in list(self._flying.items()):  # of graphs that went before their time
+            if cast("StreamBackend", self.session.backend).query(event):
+                self._flying.pop(key, None)
+        self._returning += self._moves.back.get(moment, ())
+
+    def _let_go(self, n: int) -> None:
+        moved = freed = 0
+        for saved in _alive(self._out.get(n, ())):
+            if saved.source is None:
+                continue
+            storage = weakref.ref(saved.source.untyped_storage())
+            saved.let_go()
+            moved += saved.size_bytes
+            freed += saved.size_bytes if storage() is None else 0
+        self._report(self.planned[n], moved_bytes=moved, freed_bytes=freed)
+
+    def settle(self) -> None:
+        """Take the memory that is due. Outside of the engine's own business, so that it is seen by whoever counts."""
+        while self._returning:
+            n = self._returning.pop(0)
+            for saved in _alive(self._out.get(n, ())):
+                if saved.source is None and saved.returned is None:
+                    saved.returned = self._memory(saved.size_bytes)
+
+    def _memory(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self.session.backend.device)
+
+    def tensor(self, saved: _Saved, index: int) -> torch.Tensor:
+        """What autograd saved, for its backward."""
+        view = saved.views[index]
+        if view.alias is not None:
+            if view.alias._version != view.version:
+                raise _changed(view)
+            return view.alias
+        if saved.changed:
+            raise _changed(view)
+        if saved.returned is None:
+            saved.returned = self._memory(saved.size_bytes)
+        with unseen(), torch.no_grad():
+            self._bring(saved)
+            if saved.arrival is not None:
+                cast("StreamBackend", self.session.backend).wait_event(Queue.COMPUTE, saved.arrival)
+            made = torch.empty(0, dtype=view.dtype, device=saved.returned.device)
+            return made.set_(saved.returned.untyped_storage(), view.offset, view.size, view.stride)
+
+
+def _fitting(saved: Iterable[_Saved], limit_bytes: int) -> tuple[list[_Saved], int]:
+    """As many as fit, the largest first, and the bytes that are left."""
+    chosen: list[_Saved] = []
+    left = limit_bytes
+    for each in sorted(saved, key=lambda e: -e.size_bytes):
+        if each.size_bytes <= left:
+            chosen.append(each)
+            left -= each.size_bytes
+    return chosen, left
+
+
+def _alive(refs: Iterable[weakref.ref[_Saved]]) -> list[_Saved]:
+    return [saved for ref in refs if (saved := ref()) is not None]
+
+
+def _changed(view: _View) -> RuntimeError:
+    """What torch itself raises for it."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{view.dtype}, {list(view.size)}] of an offloaded block; hint: do not write into what a block has computed"
+    )

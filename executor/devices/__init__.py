@@ -1,0 +1,4 @@
+"""Where memory is and copies happen: the virtual accelerator, the one with asynchronous streams, CUDA.
+
+`backend.py` says what a device must be able to do; `device.py` finds the one that was asked for.
+"""

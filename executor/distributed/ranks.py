@@ -1,0 +1,249 @@
+"""Ranks: this process among the several that train one model under one plan.
+
+Three process groups of the run's own, so that nothing of the user's comes between: `wire` for the plan's collectives
+(the net queue's thread), `_meeting` for what the ranks tell each other when a micro-batch begins (the user's thread)
+and `_sums` for what they agree on once an iteration (the thread of the first Adam step). The last two are gloo, of a
+few bytes, also where the plan's own is NCCL.
+
+[Note: all ranks at once] A rank holds a part of each parameter. So whatever needs whole ones is done by every rank at
+the same point of its loop: training, an evaluation, reading a parameter or `state_dict()`, saving and loading. They are
+done between `optimizer.step()` and the next forward. An iteration keeps to its plan (`cannot_leave`).
+
+[Note: the weight of a rank] The loss of each rank has to be a mean over its batch (a rank that has more sequences has
+the larger share). Rank r with b_r of the B = b_0 + b_1 + ... sequences of a micro-batch has its gradient multiplied by
+b_r / B when it arrives, and the gradients are summed: that is the gradient of the mean over the joined batch. b_r is
+the first dimension of the first tensor that the model's forward is given, of each micro-batch anew; where the loss is a
+mean over something else (tokens that are not padding), `prepare(count=...)` says how many.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import socket
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from executor.checks import check_processes
+from executor.distributed.collectives import Wire, open_group
+from executor.distributed.lifeline import Address, Lifeline
+from executor.hooks import tensors_of
+from pstar_sim.core.plan import Plan
+from pstar_sim.errors import ModelError, PlanError, RankLost
+
+__all__ = ["Ranks", "join"]
+
+log = logging.getLogger("executor")
+
+LEFT_S = 5.0  # a rank that waits so long for one that has ended its run waits in vain
+
+
+class Ranks:
+    """rank: of this process, from 0; count: of processes. wire: see `collectives.py`. on_loss(error): called from
+    another thread when a rank is gone while this one may wait for the device.
+
+    Raises RankLost, wherever this process waits for the others, when one of them is gone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, device: torch.device, timeout_s: float) -> None:
+        self.rank = dist.get_rank(group)
+        self.count = dist.get_world_size(group)
+        self._over = False
+        self._timeout_s = timeout_s
+        self._broken: BaseException | None = None
+        self.on_loss: Callable[[BaseException], None] | None = None
+        self.life = Lifeline(self.rank, self.count)
+        name, addresses = _introduce(group, self.life.address)
+        self.life.connect(addresses)
+        backends = ("nccl" if device.type == "cuda" else "gloo", "gloo", "gloo")
+        self.wire, self._meeting, self._sums = (
+            Wire(
+                open_group(b, f"{name}/{i}", self.rank, self.count, timeout_s),
+                check=self.check,
+                explain=self.life.explain,
+                broken=self._break,
+                device=device,
+            )
+            for i, b in enumerate(backends)
+        )
+        self.wire.on_host = self._meeting
+        self.life.on_loss = self._break
+        if self.life.lost is not None:  # meanwhile
+            raise self.life.lost
+        if device.type == "cuda":
+            self._check_cards(device)
+            # NCCL connects at its first collective; that is now, where all are sure to come.
+            self.wire.sum(torch.zeros(1, device=device))
+            torch.cuda.synchronize(device)
+
+    def _check_cards(self, device: torch.device) -> None:
+        """Raise PlanError, on every rank, where two have one card, which NCCL cannot have."""
+        card = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+        rows = [row[0] for row in self.meet([_digest(card)])]
+        for rank, row in enumerate(rows):
+            first = rows.index(row)
+            if first < rank:
+                raise PlanError(
+                    f"ranks {first} and {rank} of the job have one and the same CUDA device; give each its own: "
+                    "prepare(device=f'cuda:{local_rank}'), local_rank = int(os.environ['LOCAL_RANK'])"
+                )
+
+    def _break(self, error: BaseException) -> None:
+        """From the thread that finds out, once: the run fails, and then whatever it has in flight with the others
+        ends."""
+        self._broken = error
+        if self.on_loss is not None:
+            self.on_loss(error)
+        self.wire.abort()
+
+    def check(self, waited_s: float = 0.0) -> None:
+        """Raise RankLost if a rank is gone, or has ended its run while this one waits for it."""
+        lost = self.life.lost or self._broken
+        if lost is not None:
+            raise lost
+        if self._over:
+            raise RankLost("this rank's run is over")
+        if waited_s > self._timeout_s:
+            raise RankLost(
+                f"an exchange with the other ranks has not come for {waited_s:.0f} s (timeout_s={self._timeout_s:g}); "
+                f"this is rank {self.rank}, and every other one lives: one of them stands still"
+            )
+        who = self.life.left() if waited_s > LEFT_S else None
+        if who is not None:
+            raise RankLost(f"{who}, and this is rank {self.rank}, which still waits for it")
+
+    def cannot_leave(self, reason: str) -> PlanError:
+        """What to raise where one process would go on without its plan; the others hear it."""
+        text = (
+            f"rank {self.rank} cannot go on: {reason}. On several ranks an iteration keeps to its plan, as the others "
+            "wait for what it says comes next; make a plan for what the model does on every rank (trace it with "
+            "batches of the largest shape), and evaluate, read or save between two iterations, on all ranks"
+        )
+        self.life.fail(f"PlanError: {text}")
+        return PlanError(text)
+
+    def announce(self, error: BaseException | None, iteration: int) -> None:
+        """This rank's run is over: the others hear how, and nothing here waits for them any more."""
+        if isinstance(error, RankLost):
+            self.life.leave("ended because another rank was lost")
+        elif error is not None:
+            text = str(error).splitlines()
+            self.life.fail(f"{type(error).__name__}: {text[0] if text else ''}")
+            self.life.leave("failed")
+        else:
+            self.life.leave(f"has ended its run after {iteration} iterations")
+        self._over = True
+
+    def close(self) -> None:
+        """No thread is in an exchange any more."""
+        for wire in (self.wire, self._meeting, self._sums):
+            wire.close()
+
+    def agree(self, norm: torch.Tensor) -> torch.Tensor:
+        """The norm of what all ranks hold together, from that of what each holds: once an iteration, on every rank. A
+        norm that is not finite on one rank is not finite on any."""
+        total = norm.detach().to("cpu", torch.float64).square().reshape(1)
+        self._sums.sum(total)
+        return total.sqrt().to(norm.device, torch.float32).reshape(())
+
+    def meet(self, row: Sequence[float]) -> list[list[float]]:
+        """What every rank says, in order of the ranks; every rank calls it at the same point of its loop."""
+        rows: list[list[float]] = self._meeting.exchange(torch.tensor(row, dtype=torch.float64)).tolist()
+        return rows
+
+    def on_this_host(self) -> int:
+        """How many of the ranks run on this host; every rank asks at the same point."""
+        mine = _digest(socket.gethostname())
+        return sum(row[0] == mine for row in self.meet([mine]))
+
+    def any(self, here: bool) -> bool:
+        """Whether it is so on some rank; every rank asks at the same point of its loop."""
+        return any(row[0] for row in self.meet([float(here)]))
+
+    def same(self, values: Mapping[str, str]) -> None:
+        """Raise PlanError on every rank if some value (by what it is) is not the same on all. At the start only."""
+        rows = self.meet([_digest(value) for value in values.values()])
+        for i, what in enumerate(values):
+            odd = [r for r, row in enumerate(rows) if row[i] != rows[0][i]]
+            if odd:
+                text = f"{what} of rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} is not that of rank 0"
+                raise PlanError(f"{text}; give every rank the same")
+
+    def same_chunk(self, chunk: int) -> None:
+        """Every rank is about to gather this chunk, off plan. Raises PlanError, on all of them, where one is about to
+        gather another one or to begin a micro-batch: what is gathered would be parts of different chunks."""
+        self._same_next([row[0] for row in self.meet([-1.0 - chunk])])
+
+    def _same_next(self, rows: Sequence[float]) -> None:
+        """rows: what each rank comes to next; -1 - chunk for a gather off plan, 0 or more for a micro-batch."""
+        if min(rows) >= 0 or len(set(rows)) == 1:
+            return
+        words = [f"chunk {-1 - int(row)}" if row < 0 else "the next iteration" for row in rows]
+        text = (
+            "outside the plan (an evaluation, generate, a parameter that is read) the ranks come to different things: "
+            + ", ".join(f"rank {rank} to {word}" for rank, word in enumerate(words))
+            + "; let every rank call the same modules in the same order there (the same number of batches and of "
+            "generated tokens; with routed experts each of them on every rank), or evaluate in one process"
+        )
+        self.life.fail(f"PlanError: {text}")
+        raise PlanError(text)
+
+    def weight(self, count: float) -> float:
+        """[Note: the weight of a rank], of the micro-batch that begins: every rank calls it with its own b_r."""
+        counts = [row[0] for row in self.meet([count])]
+        self._same_next(counts)
+        if not sum(counts) > 0 or min(counts) < 0:
+            rows = ", ".join(f"{each:g}" for each in counts)
+            raise ModelError(
+                f"a micro-batch of {rows} sequences on ranks 0 to {len(counts) - 1}: there is nothing to take the mean "
+                "over; give at least one rank a batch that is not empty (or see prepare(count=...))"
+            )
+        return count / sum(counts)
+
+
+def _digest(text: str) -> float:
+    """48 bits of a text's hash, which a float64 holds exactly: what ranks compare in place of the text."""
+    return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big"))
+
+
+def _introduce(group: dist.ProcessGroup, mine: Address) -> tuple[str, list[Address]]:
+    """A name that only this run has, of the first process's choice, and everybody's address."""
+    rows: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(rows, (uuid.uuid4().hex, mine), group=group)
+    return f"pstar-sim/{rows[0][0]}", [address for _, address in rows]
+
+
+def join(plan: Plan, group: Any, *, device: torch.device, timeout_s: float) -> Ranks | None:
+    """The ranks of a plan's run, None for a plan of one. Raises PlanError where the processes are not the plan's."""
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    check_processes(plan, dist.get_world_size(group) if group is not None else 1)
+    return Ranks(group, device=device, timeout_s=timeout_s) if len(plan.machine.ranks) > 1 else None
+
+
+def count_of(args: Any, kwargs: Any) -> float:
+    """First dimension of the first tensor of a batch; 1 where there is none."""
+    for tensor in tensors_of((args, kwargs)):
+        if tensor.dim():
+            return float(tensor.shape[0])
+    return 1.0
+
+
+def share_values(ranks: Ranks, model: nn.Module) -> None:
+    """Parameters and buffers of every rank become rank 0's, one at a time. Before anything of the model is moved."""
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            flat = tensor.detach()
+            whole = flat if flat.is_contiguous() else flat.contiguous()
+            ranks.wire.broadcast(whole)
+            if whole is not flat:
+                flat.copy_(whole)
+
+
+CountOf = Callable[[Any, Any], float]
+"""(args, kwargs) of the model's forward -> over how many the loss of this rank is a mean."""

@@ -1,0 +1,68 @@
+"""A training job on several ranks: each rank's part of the data, and what all of them did together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from executor.training import StepReport
+
+if TYPE_CHECKING:
+    from executor.engine import Session
+    from executor.measuring.measure import Measured
+
+__all__ = ["SharedRun", "own_batches", "share_results"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedRun:
+    """losses: of each step, over the batches of all ranks. peak_gpu_bytes: of each rank, in the measured iteration.
+    sent_bytes: what this rank sent to the others in one. transient_bytes: [Note: what a slice moves through]."""
+
+    losses: Sequence[float]
+    peak_gpu_bytes: Sequence[int]
+    sent_bytes: int
+    transient_bytes: int
+
+
+def own_batches(batches: Iterator[Any], session: Session) -> Iterator[Any]:
+    """This rank's part of the data: of every P batches in a row the one of its number, and of it as many sequences as
+    its share is. Joined, the ranks' batches are the P."""
+    ranks, whole = session.ranks, session.plan.workload.batch
+    if ranks is None:
+        return batches
+    own = islice(batches, ranks.rank, None, ranks.count)
+    sequences = session.planned_batch
+    return own if sequences == whole else (_first(batch, sequences, whole) for batch in own)
+
+
+def _first(batch: Any, sequences: int, of: int) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch[:sequences].clone() if batch.dim() and batch.shape[0] == of else batch
+    if isinstance(batch, dict):
+        return {key: _first(value, sequences, of) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(_first(value, sequences, of) for value in batch)
+    return batch
+
+
+def share_results(
+    session: Session, reports: Sequence[StepReport], measured: Measured | None, sent_bytes: int
+) -> SharedRun | None:
+    """What the ranks tell each other after the last step; every rank calls it. None on one rank."""
+    ranks = session.ranks
+    if ranks is None:
+        return None
+    peak = 0 if measured is None else measured.peak_gpu_bytes
+    rows = ranks.meet([float(session.planned_batch), float(peak), *(report.loss for report in reports)])
+    total = sum(row[0] for row in rows)
+    return SharedRun(
+        losses=[sum(row[0] * row[2 + i] for row in rows) / total for i in range(len(reports))],
+        peak_gpu_bytes=[int(row[1]) for row in rows],
+        sent_bytes=sent_bytes // max(1, len(reports)),
+        transient_bytes=session.arena.peak_transient_bytes,
+    )

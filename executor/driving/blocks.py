@@ -1,0 +1,289 @@
+"""Borders: a model's forward cut at its blocks, so that backward can be run block by block.
+
+The model's own forward runs, with hooks on its blocks. [Note: borders] What a block takes and gives is cut out of the
+autograd graph: the consumer gets a tensor of the same memory that belongs to a new graph, whose gradient ends in a
+`Sink`; the producer keeps a `_Root` from which that gradient later goes on. So a forward leaves one graph a block, and
+glue (whatever the model does outside blocks) in graphs of its own: before the first block, between two, and the tail
+with the loss. `Tape` knows them in the order of the forward; run in reverse they are the whole backward.
+
+| part of the tape   | graph from                                             | to                              |
+|--------------------|--------------------------------------------------------|---------------------------------|
+| tail               | the loss                                               | outputs of blocks               |
+| block of call i    | its outputs                                            | its inputs                      |
+| glue before call i | tensors first cut as an input of call i                | outputs of earlier blocks       |
+
+Tensors that several blocks take (a mask with a gradient, an encoder's output) are cut once and add up in one sink. What
+cannot be cut so is a tensor that a block takes and the model also goes on with (a residual stream kept outside the
+blocks), or one that hides in an object of the model's own: then two parts share a graph, which `shared_part` finds.
+Borders hold no memory that an ordinary backward would not hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from executor.compiled import untraced
+from executor.driving.nests import change_tensors
+
+__all__ = ["Borders", "Part", "Tape", "find_blocks", "shared_part"]
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Blocks by name, in the order of `named_modules()`: members (with parameters) of the outermost ModuleLists and
+    Sequentials that have two or more of them. A block inside a block is none."""
+    found: dict[str, nn.Module] = {}
+
+    def look(module: nn.Module, name: str) -> None:
+        children = [(key, child) for key, child in module.named_children() if _has_parameters(child)]
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(children) > 1:
+            for key, child in children:
+                if isinstance(child, nn.ModuleList):  # it is never called itself
+                    look(child, _join(name, key))
+                else:
+                    found[_join(name, key)] = child
+            return
+        for key, child in children:
+            look(child, _join(name, key))
+
+    look(model, "")
+    return found
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _join(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
+class Sink:
+    """Where the gradient of a cut tensor arrives, summed over its uses, until it goes on. closed: the cut was taken
+    back, nothing may arrive."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.gradient: torch.Tensor | None = None
+
+    def add(self, gradient: torch.Tensor) -> None:
+        self.gradient = gradient if self.gradient is None else self.gradient + gradient
+
+    def take(self) -> torch.Tensor | None:
+        gradient, self.gradient = self.gradient, None
+        return gradient
+
+
+class _Cut(torch.autograd.Function):
+    """The consumer's side: the same values in a new graph. (Not a leaf, so that modules may work on it in place.)"""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor, sink: Sink) -> torch.Tensor:
+        ctx.sink = sink
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
+        if gradients[0] is not None:
+            ctx.sink.add(gradients[0])
+        return None, None, None
+
+
+class _Root(torch.autograd.Function):
+    """The producer's side: an empty tensor whose backward gives the producer what arrived in the sink."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, sink: Sink) -> torch.Tensor:
+        ctx.sink = sink
+        return value.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        return ctx.sink.take(), None
+
+
+_BEFORE = "before "
+_LEAF = "torch::autograd::AccumulateGrad"
+_CUT_NODE = _Cut._backward_cls
+
+
+@dataclass(slots=True)
+class Part:
+    """One graph of the forward. name: "tail", a block's, or "before" one. ends: where its backward begins."""
+
+    name: str
+    ends: list[tuple[torch.Tensor, Sink | None]] = field(default_factory=list)
+
+    def backward(self) -> None:
+        """Run backward through the part, from the gradients that have arrived; nothing where none has."""
+        roots = [root for root, sink in self.ends if sink is None or sink.gradient is not None]
+        self.ends.clear()
+        if roots:
+            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A border. On a tensor that a block took, other: what it got instead; on what a block's consumers got, other: what
+    the block gave. node: the tensor's, so that one changed in place since is known for another."""
+
+    tape: Tape
+    node: Any
+    other: torch.Tensor
+    part: Part
+    sink: Sink
+
+
+class Borders:
+    """Hooks on a model's blocks, in place until `close()`, that do something inside `recording` only. So they keep
+    their place among other hooks: what a model collects of its blocks by hooks, it collects the same each time."""
+
+    def __init__(self, model: nn.Module, blocks: dict[str, nn.Module]) -> None:
+        self._tape: Tape | None = None
+        self._handles: list[Any] = []
+        for name, block in blocks.items():
+            self._handles.append(block.register_forward_pre_hook(untraced(self._before(name)), with_kwargs=True))
+            self._handles.append(block.register_forward_hook(untraced(self._after(name))))
+        self._handles.append(model.register_forward_hook(untraced(self._leave), prepend=True))
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[Tape]:
+        """Inside, calls of the blocks are cut at both ends."""
+        self._tape = Tape()
+        try:
+            yield self._tape
+        finally:
+            self._tape = None
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, name: str) -> Any:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return self._tape.enter(name, args, kwargs) if self._tape is not None and _cuttable() else None
+
+        return before
+
+    def _after(self, name: str) -> Any:
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            return self._tape.leave(name, output) if self._tape is not None and _cuttable() else None
+
+        return after
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self._tape.give_back(output) if self._tape is not None and _cuttable() else None
+
+
+class Tape:
+    """The parts of one micro-batch's forward, recorded by `Borders` and finished by `end`."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.parts: list[Part] = []
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._open = 0
+
+    @property
+    def signature(self) -> tuple[tuple[str, int], ...]:
+        """What was called and how many tensors were cut: equal signatures have equal graphs, as far as one can see."""
+        return tuple((part.name, len(part.ends)) for part in self.parts)
+
+    def end(self, loss: torch.Tensor) -> None:
+        """The forward is over: what leads to the loss is the tail."""
+        self.parts.append(Part("tail", [(loss, None)]))
+
+    def enter(self, name: str, args: Any, kwargs: Any) -> Any:
+        """A block is called: what it gets instead of these arguments; None: the same."""
+        self._open += 1
+        if self._open > 1:
+            return None  # a block that calls another
+        part = Part(f"{_BEFORE}{name}")
+        given = change_tensors((args, kwargs), lambda t: self._input(t, part))
+        if part.ends:
+            self.parts.append(part)
+        return given
+
+    def leave(self, name: str, output: Any) -> Any:
+        """A block's call ends: what its caller gets instead of its output; None: the same."""
+        self._open -= 1
+        if self._open > 0:
+            return None
+        part = Part(name)
+        given = change_tensors(output, lambda t: self._output(t, part))
+        self.parts.append(part)
+        self.calls += 1
+        return given
+
+    def give_back(self, output: Any) -> Any:
+        """What the model returns of its last block is not cut: the clock hooks it for both, and the block comes first.
+        Such a block belongs to the tail."""
+        return change_tensors(output, self._uncut)
+
+    def _input(self, tensor: torch.Tensor, part: Part) -> torch.Tensor:
+        if tensor.grad_fn is None:
+            return tensor  # no gradient flows through it
+        known = self._known(tensor)
+        if known is None:
+            made, sink = self._border(tensor, part)
+            known = _Known(self, tensor.grad_fn, made, part, sink)
+            tensor._pstar_border = known  # type: ignore[attr-defined]
+        return known.other if known.part.name.startswith(_BEFORE) else tensor
+
+    def _output(self, tensor: torch.Tensor, part: Part) -> torch.Tensor:
+        if tensor.grad_fn is None:
+            return tensor
+        made, sink = self._border(tensor, part)
+        made._pstar_border = _Known(self, made.grad_fn, tensor, part, sink)  # type: ignore[attr-defined]
+        return made
+
+    def _known(self, tensor: torch.Tensor) -> _Known | None:
+        """What was cut is written on the tensor itself: a list of them would keep their memory."""
+        known: _Known | None = getattr(tensor, "_pstar_border", None)
+        return known if known is not None and known.tape is self and known.node is tensor.grad_fn else None
+
+    def _uncut(self, tensor: torch.Tensor) -> torch.Tensor:
+        known = self._known(tensor)
+        if known is None or not self.parts or known.part is not self.parts[-1]:
+            return tensor
+        known.part.ends = [end for end in known.part.ends if end[1] is not known.sink]
+        known.sink.closed = True
+        return known.other
+
+    def _border(self, tensor: torch.Tensor, part: Part) -> tuple[torch.Tensor, Sink]:
+        sink = Sink()
+        part.ends.append((_Root.apply(tensor, sink), sink))  # type: ignore[no-untyped-call]
+        return _Cut.apply(self._anchor, tensor.detach(), sink), sink  # type: ignore[no-untyped-call]
+
+
+def _cuttable() -> bool:
+    """A forward with gradients, not a recomputation inside backward."""
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+
+
+def shared_part(tape: Tape) -> tuple[str, str] | None:
+    """Two parts of the tape whose graphs have a node in common, so that they cannot be run one by one; None if there
+    are none. Walks every node once."""
+    owner: dict[Any, int] = {}
+    for number, part in enumerate(tape.parts):
+        waiting = [root.grad_fn for root, _ in part.ends]
+        while waiting:
+            node = waiting.pop()
+            if isinstance(node, _CUT_NODE):
+                cut: Any = node
+                if cut.sink.closed:
+                    return "the model's output", part.name
+                continue
+            if node is None or node.name() == _LEAF:
+                continue
+            if node not in owner:
+                owner[node] = number
+                waiting.extend(following for following, _ in node.next_functions)
+            elif owner[node] != number:
+                return tape.parts[owner[node]].name, part.name
+    return None

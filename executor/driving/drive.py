@@ -1,0 +1,268 @@
+"""session.step(micro_batches): an iteration whose order of blocks is the engine's, not the loop's.
+
+The usual loop says in which order blocks run: it calls the whole model, then `loss.backward()`. Here the engine has the
+micro-batches, runs each one's forward with borders at the blocks (`blocks.py`) and then backward part by part, in the
+order that `order` names:
+
+| order         | what runs                                                                                   |
+|---------------|---------------------------------------------------------------------------------------------|
+| "depth-first" | for each micro-batch: all blocks forward, then all backward in reverse; the plans' own |
+
+An order is a function of `ORDERS`; all it does is run forwards and parts of tapes in some sequence. Moments are those
+of the usual loop: the clock takes the parts' backwards for one, and a parameter used in several parts (tied weights)
+gives its gradient at the last. Losses, gradients and updates are those of the loop
+
+    for batch in micro_batches: (loss(model, batch) / len(micro_batches)).backward()
+    optimizer.step(); optimizer.zero_grad()
+
+Whether a model can be cut is looked at once, on its copy without memory under fake tensors. Where it cannot (no list of
+blocks, a tensor that goes past its block, a model that cannot be copied or faked, reentrant checkpointing), every
+micro-batch's forward and backward runs whole, in the same order, and the result says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from executor.capture import fake_module
+from executor.driving.again import Before
+from executor.driving.blocks import Borders, Tape, find_blocks, shared_part
+from executor.hooks import tensors_of
+from executor.memory.contents import Update
+from executor.models import forward_loss, quiet, unpacked_sequences
+from pstar_sim.errors import ContractError, OutOfMemory
+
+if TYPE_CHECKING:
+    from executor.engine import Session
+
+__all__ = ["ORDERS", "Driver", "Loss", "StepResult"]
+
+log = logging.getLogger("executor")
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """One iteration of `session.step`. loss: mean over the micro-batches. time_s: wall time of the call; what the plan
+    lets run into the next forward is not in it. tokens: of all micro-batches (rows, where a batch has no tokens).
+    blocks: calls of blocks that were run one by one in a micro-batch; 0: the model ran whole, because of `whole`."""
+
+    loss: float
+    time_s: float
+    tokens: int
+    blocks: int
+    whole: str = ""
+    _norm: float | None = field(default=None, repr=False)
+    _ask: Callable[[], float | None] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global norm of the gradients before clipping; None without clipping. With several micro-batches it is known
+        when the first update begins, and asking waits for the updates."""
+        return self._norm if self._ask is None else self._ask()
+
+
+class Driver:
+    """Runs iterations of one session. Keeps what it found out about the model's structure."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        blocks = find_blocks(session.model)
+        self.whole: str | None = None if blocks else "the model has no list of blocks"
+        self._borders = Borders(session.model, blocks)
+        session.on_close.append(self._borders.close)
+        self._clean: set[tuple[tuple[str, int], ...]] = set()  # signatures whose parts share nothing
+        self._looked = False
+
+    def step(self, micro_batches: Sequence[Any], loss: Loss, order: str) -> StepResult:
+        s = self.session
+        begun_s = time.perf_counter()
+        self._check(micro_batches, order)
+        optimizer = s.optimizer()
+        if optimizer is None:
+            raise ContractError("the optimizer that executor.prepare returned is gone; keep it while you train")
+        if not self._looked and self.whole is None:
+            self._look(micro_batches[0], loss)
+        self._looked = True
+        before = Before(s.model)
+        while True:
+            try:
+                with torch.enable_grad():
+                    losses, calls = ORDERS[order](self, micro_batches, loss)
+                break
+            except (OutOfMemory, torch.OutOfMemoryError) as error:
+                refused = error.with_traceback(None)  # its frames hold what the forward left
+            s.ladder.recover(refused)
+            before.restore()
+        number = s.iteration
+        optimizer.step()
+        optimizer.zero_grad()
+        update = s.last_update
+        clips = update is not None and update.max_grad_norm is not None
+        known = update.norm if update is not None and clips else None
+        return StepResult(
+            loss=float(torch.stack(losses).sum()),
+            time_s=time.perf_counter() - begun_s,
+            tokens=sum(_tokens(batch) for batch in micro_batches),
+            blocks=calls,
+            whole=self.whole or "",
+            _norm=None if known is None else float(known),
+            _ask=_asking(s, update, number) if update is not None and clips and known is None else None,
+        )
+
+    def _check(self, micro_batches: Sequence[Any], order: str) -> None:
+        s = self.session
+        s.require_running()
+        if order not in ORDERS:
+            raise ContractError(f"session.step: order={order!r} is not known; it is one of {', '.join(ORDERS)}")
+        if isinstance(micro_batches, (dict, torch.Tensor)) or not len(micro_batches):
+            raise ContractError(
+                "session.step takes a list of micro-batches, one or more; for a single one give [batch]"
+            )
+        planned = s.plan.workload.micro_batches
+        if len(micro_batches) > planned:
+            raise ContractError(
+                f"session.step got {len(micro_batches)} micro-batches, the plan was made for {planned}; make the plan "
+                "for as many (--micro-batches)"
+            )
+        if s.cursor >= 0 and s.arrived:
+            raise ContractError(
+                "session.step inside an iteration: gradients of a backward wait for optimizer.step(); call it and "
+                "zero_grad() first"
+            )
+
+    # -- structure ----------------------------------------------------------------------------------------------------
+
+    def _look(self, batch: Any, loss: Loss) -> None:
+        """Find out on the copy without memory whether the model can be cut; `whole` says why not."""
+        s = self.session
+        skeleton = s.skeleton
+        if skeleton is None:
+            self.whole = f"{type(s.model).__name__} cannot be copied to look at its structure"
+            return
+        s.follow()
+        borders = Borders(skeleton, find_blocks(skeleton))
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        guard = s.model.register_forward_pre_hook(_not_this_one, prepend=True)
+        try:
+            with contextlib.ExitStack() as stack:
+                inputs = stack.enter_context(fake_module(skeleton, batch, mode))
+                if not (isinstance(batch, dict) and "position_ids" in batch):
+                    stack.enter_context(unpacked_sequences())
+                stack.enter_context(quiet("torch._subclasses.fake_tensor"))
+                stack.enter_context(mode)
+                stack.enter_context(torch.enable_grad())
+                stack.enter_context(torch.random.fork_rng(devices=[]))
+                with borders.recording() as tape:
+                    tape.end(loss(skeleton, inputs))
+                self.whole = _obstacle(tape)
+        except ContractError:
+            raise
+        except Exception as error:  # a model may fail under fake tensors for any reason; it runs whole then
+            text = " ".join(str(error).split())[:200]
+            self.whole = f"its structure cannot be looked at under fake tensors: {type(error).__name__}: {text}"
+        finally:
+            guard.remove()
+            borders.close()
+        if self.whole is not None:
+            log.info("session.step runs the model whole: %s", self.whole)
+
+    # -- what orders are made of --------------------------------------------------------------------------------------
+
+    def forward(self, batch: Any, loss: Loss, of: int) -> tuple[Tape, torch.Tensor]:
+        """One micro-batch's forward, cut at its blocks. of: micro-batches in the iteration; the loss counts as that
+        part of it. Returns the tape and that part. Raises ContractError where the model turns out to have another
+        structure than it had, which cannot be cut.
+        """
+        model = self.session.model
+        if self.whole is not None:
+            tape, value = Tape(), loss(model, batch) / of
+            tape.end(value)
+            return tape, value.detach()
+        with self._borders.recording() as tape:
+            value = loss(model, batch) / of
+            tape.end(value)
+        if tape.signature not in self._clean:
+            obstacle = _obstacle(tape)
+            if obstacle is not None:
+                raise ContractError(
+                    f"session.step cannot run this micro-batch block by block, though its structure looked as if it "
+                    f"could: {obstacle}; drop it with optimizer.zero_grad() and use loss.backward() in a loop of your "
+                    "own"
+                )
+            self._clean.add(tape.signature)
+        return tape, value.detach()
+
+    def backward(self, tape: Tape) -> None:
+        """The whole backward of one micro-batch, part by part in reverse."""
+        s = self.session
+        s.in_parts = True
+        try:
+            with s.clock.one_backward():
+                while tape.parts:
+                    tape.parts.pop().backward()
+        finally:
+            s.in_parts = False
+
+
+def _depth_first(driver: Driver, micro_batches: Sequence[Any], loss: Loss) -> tuple[list[torch.Tensor], int]:
+    losses: list[torch.Tensor] = []
+    calls = 0
+    for batch in micro_batches:
+        tape, value = driver.forward(batch, loss, len(micro_batches))
+        calls = tape.calls
+        losses.append(value)
+        driver.backward(tape)
+    return losses, calls
+
+
+ORDERS: dict[str, Callable[[Driver, Sequence[Any], Loss], tuple[list[torch.Tensor], int]]] = {
+    "depth-first": _depth_first,
+}
+
+
+def _obstacle(tape: Tape) -> str | None:
+    """Why the recorded forward cannot be run back part by part; None if it can."""
+    if not tape.calls:
+        return "no block was called with gradients (blocks that are checkpointed reentrantly are not)"
+    shared = shared_part(tape)
+    if shared is None:
+        return None
+    return f"a tensor that a block takes is also used past it: {shared[0]} and {shared[1]} share a part of the graph"
+
+
+def _asking(session: Session, update: Update, iteration: int) -> Callable[[], float | None]:
+    """The norm of an iteration whose updates have not begun."""
+
+    def ask() -> float | None:
+        if update.norm is None:
+            session.queues.settle(iteration)
+        return None if update.norm is None else float(update.norm)
+
+    return ask
+
+
+def _not_this_one(module: nn.Module, args: Any) -> None:
+    raise ContractError(
+        "session.step: loss(model, batch) has to call the model that it is given, not the prepared one by another name"
+    )
+
+
+def _tokens(batch: Any) -> int:
+    shape, integer = next(
+        ((t.shape, not t.is_floating_point()) for t in tensors_of(batch) if t.dim()), (torch.Size([1]), False)
+    )
+    return int(shape[0] * shape[1]) if integer and len(shape) == 2 else int(shape[0])
+
+
+default_loss: Loss = forward_loss

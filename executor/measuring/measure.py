@@ -1,0 +1,163 @@
+"""Measured memory of one iteration: non-model bytes from the run's own live storages, payload bytes from the arena.
+
+Two iterations are run without threads, in the order a timeline predicts (or each step as early as its edges let it):
+the first brings the queues into that order, the second is measured. Counting every operator costs time, so neither is
+timed. The total follows [Note: what a step does to memory]: a moment holds its own peak of non-model bytes throughout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from executor.measuring.live_bytes import LiveStorages
+from executor.queues.serial import QueueEvent, SerialQueues, follow
+from pstar_sim.core.step import COPIES, Place
+from pstar_sim.core.timeline import Timeline
+from pstar_sim.errors import PlanError
+
+if TYPE_CHECKING:
+    from executor.engine import Session
+
+__all__ = ["Measured", "Watch", "measure_iteration", "unseen"]
+
+
+def unseen() -> contextlib.AbstractContextManager[object]:
+    """The engine's own operators must not be counted: no dispatch mode sees what runs inside."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return contextlib.nullcontext()
+    return _disable_current_modes()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One iteration's bytes. non_model_bytes: peak of each moment, from live storages. peak_gpu_bytes: most of payloads
+    and non-model data together. payload_peak_bytes, peak_host_bytes: most the arena held. moved_bytes: per direction,
+    counted where bytes are copied. on_plan: the measured iteration followed the plan; otherwise the rest is of no
+    use."""
+
+    non_model_bytes: tuple[int, ...]
+    peak_gpu_bytes: int
+    payload_peak_bytes: int
+    peak_host_bytes: int
+    moved_bytes: dict[str, int]
+    on_plan: bool
+
+
+def measure_iteration(session: Session, step_fn: Callable[[], Any], order: Timeline | None = None) -> Measured:
+    """Run `step_fn` (one whole iteration: every micro-batch, step and zero_grad) twice and measure the second.
+
+    Raises PlanError inside an iteration, or for a timeline of another plan.
+    """
+    if session.cursor >= 0:
+        raise PlanError("measure_iteration inside an iteration; call it after optimizer.step()")
+    chooser = follow(order, session.plan) if order is not None else _as_early_as_possible
+    threads = session.queues
+    serial = SerialQueues(chooser)
+    session.drain()
+    session.use_queues(serial)
+    try:
+        step_fn()
+        live = LiveStorages(
+            [session.parameters[t] for t in sorted(session.plan.layout.chunk_of)],
+            session.model.buffers(),
+            costs=False,
+            device=session.backend.device,
+        )
+        watch = Watch(session, live)
+        first = session.iteration
+        session.watch = watch
+        begun = watch.payloads_now()
+        session.arena.marks = []
+        log_at = len(session.arena.log)
+        deviations = session.deviations
+        with live:
+            step_fn()
+        marks, session.arena.marks = session.arena.marks, None
+        changes = session.arena.log[log_at:]
+        session.watch = None
+        session.queues.settle(first)  # its last steps run on into the next forward
+    finally:
+        session.watch = None
+        session.arena.marks = None
+        session.use_queues(threads)
+    peaks = tuple(watch.peaks)
+    gpu = _Walk(peaks, begun[Place.GPU])
+    host = host_peak = begun[Place.HOST]
+    at = 0
+    for i, change in enumerate(changes):
+        while at < len(marks) and marks[at][0] - log_at <= i:
+            gpu.mark(*marks[at][1:])
+            at += 1
+        if change.category == "non-model":
+            continue
+        if change.place is Place.GPU:
+            gpu.change(change.change)
+        elif change.place is Place.HOST:
+            host += change.change
+            host_peak = max(host_peak, host)
+    for row in marks[at:]:
+        gpu.mark(*row[1:])
+    moved = {"h2d": 0, "d2h": 0}
+    for step in session.span_log:
+        if step.iteration == first and step.step.kind in COPIES:
+            moved[step.step.queue.value] += step.copied_bytes
+    return Measured(
+        non_model_bytes=peaks,
+        peak_gpu_bytes=gpu.peak,
+        payload_peak_bytes=gpu.payload_peak,
+        peak_host_bytes=host_peak,
+        moved_bytes=moved,
+        on_plan=session.deviations == deviations and session.iteration == first + 1,
+    )
+
+
+def _as_early_as_possible(possible: Sequence[QueueEvent], compute: QueueEvent, may: bool) -> int | None:
+    return 0
+
+
+class Watch:
+    """Peak of live bytes in each moment, told by the session's events."""
+
+    def __init__(self, session: Session, live: LiveStorages) -> None:
+        self.peaks = [0] * len(session.plan.workload.moments)
+        self._live = live
+        self._arena = session.arena
+
+    def payloads_now(self) -> dict[Place, int]:
+        return {place: self._arena.payload_bytes(place) for place in (Place.GPU, Place.HOST)}
+
+    def closes(self, moment: int) -> None:
+        self.peaks[moment] = self._live.peak
+
+    def opens(self) -> None:
+        self._live.reset_peak()
+
+
+class _Walk:
+    """Payload bytes and the measured tide, side by side through the iteration."""
+
+    def __init__(self, peaks: Sequence[int], payload: int) -> None:
+        self._peaks = peaks
+        self._payload = self.payload_peak = payload
+        # Between the last moment of the iteration before and the first of this one; equal moments have equal peaks.
+        self._tide = min(peaks[-1], peaks[0])
+        self.peak = payload + self._tide
+
+    def mark(self, word: str, moment: int) -> None:
+        following = self._peaks[(moment + 1) % len(self._peaks)]
+        self._tide = self._peaks[moment] if word == "in" else min(self._peaks[moment], following)
+        self._note()
+
+    def change(self, size: int) -> None:
+        self._payload += size
+        self._note()
+
+    def _note(self) -> None:
+        self.payload_peak = max(self.payload_peak, self._payload)
+        self.peak = max(self.peak, self._payload + self._tide)

@@ -1,0 +1,227 @@
+"""record: a real warm-up iteration, written down as a Workload with the schema and the moments of a capture.
+
+A warm-up is the engine's on-demand mode under a plan without steps. First one iteration that counts every operator:
+live bytes, reads and gradients, each chunk fetched when an operator is about to read it. Then iterations that are timed
+and count nothing: by then it is known what each moment reads, so its chunks are fetched before it begins and the time
+that takes is left out. The model and torch's random numbers are left as they were: gradients are dropped, nothing is
+updated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from executor.compiled import eagerly
+from executor.devices.device import synchronized
+from executor.engine import Session
+from executor.hooks import tensors_of
+from executor.measuring.live_bytes import LiveStorages
+from executor.measuring.measure import unseen
+from executor.models import forward_loss, map_tensors
+from executor.moments import MomentRecorder, describe_parameters, working_dtype
+from executor.optimizer import AdamW, group_of
+from executor.prepare import prepare
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.layout import build_layout
+from pstar_sim.core.plan import Plan, Resident, Settings
+from pstar_sim.core.step import Place
+from pstar_sim.errors import PlanError
+from pstar_sim.workload.workload import Moment, Phase, Workload
+
+__all__ = ["empty_plan", "record"]
+
+
+def record(
+    model: nn.Module,
+    batches: Sequence[Any],
+    machine: Machine,
+    *,
+    name: str,
+    device: str = "virtual",
+    batch: int | None = None,
+    sequence: int | None = None,
+    optimizer: AdamW | None = None,
+    loss: Callable[[nn.Module, Any], torch.Tensor] = forward_loss,
+    timed: int = 3,
+    threads: int | None = 1,
+    weights: str | Path | None = None,
+    gpu_memory: int | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Workload:
+    """The workload of one iteration of `model` on `batches` (one a micro-batch), run for real within `machine`'s gpu
+    budget. device: as for `prepare`; the batches are copied there.
+
+    batch, sequence: by default the first two extents of the batch's first tensor. optimizer: as it will be given to
+    `prepare` (its groups and whether it clips are part of what is recorded). loss: forward pass and loss; it is divided
+    by the number of micro-batches, as the loops here do. timed: iterations whose median gives each moment's seconds, 0
+    for none. weights, gpu_memory: as for `prepare`. clock: what the seconds are read from. Raises DoesNotFit if what
+    one operator reads does not fit the gpu, ModelError as capture does.
+    """
+    if not batches:
+        raise PlanError("record: batches is empty; give one batch for each micro-batch of an iteration")
+    spec = replace(optimizer or AdamW(), eager=False, max_grad_norm=None)
+    plan = empty_plan(model, machine, name=name, micro_batches=len(batches), optimizer=spec)
+    model, prepared = prepare(
+        model, plan, spec, device=device, threads=threads, check=False, weights=weights, gpu_memory=gpu_memory
+    )
+    session = prepared.session
+    where = session.backend.device
+    clock = synchronized(where, clock)
+    devices = [where] if where.type == "cuda" else []
+    if devices:
+        batches = [map_tensors(one, lambda tensor: tensor.to(where)) for one in batches]
+    session.takes_norms = optimizer is not None and optimizer.max_grad_norm is not None
+
+    def fresh(one: Any) -> Any:
+        made: dict[int, torch.Tensor] = {}  # ids and labels are often one tensor
+        with unseen():  # a loader made it before; it counts from the first operator that reads it
+            return map_tensors(one, lambda tensor: made.setdefault(id(tensor), tensor.clone()))
+
+    def iteration() -> None:
+        # The loop of training.train_step: nobody but the graph keeps a batch after its forward.
+        for one in batches:
+            value = loss(model, fresh(one)) / len(batches)
+            value.backward()  # type: ignore[no-untyped-call]
+        session.clock.step()
+
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(eagerly())
+        stack.callback(session.close)
+        stack.callback(_restore, buffers)
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        recorder = _counted(session, iteration)
+        shape = next((tuple(t.shape) for t in tensors_of(batches[0]) if t.dim()), ())
+        w = recorder.workload(
+            model=name,
+            batch=batch if batch is not None else (int(shape[0]) if shape else 1),
+            sequence=sequence if sequence is not None else (int(shape[1]) if len(shape) == 2 else 1),
+            source="recorded",
+            dtype=plan.workload.dtype,
+            recorded_on=machine.name if timed else None,
+        )
+        if timed:
+            w = replace(w, moments=_timed(session, iteration, w, timed, clock))
+    return w
+
+
+def _restore(buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """A forward may have changed them (running statistics)."""
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+
+
+def _counted(session: Session, iteration: Callable[[], None]) -> MomentRecorder:
+    """One iteration in which every operator is seen. Twice if some gradient fires more than once a micro-batch: only
+    then is it known when it is final."""
+    firings: dict[int, int] = {}
+    while True:
+        recorder = _count_once(session, iteration, firings)
+        seen = {tensor: count for tensor, count in recorder.firings().items() if count > 1}
+        if seen == firings:
+            return recorder
+        firings = seen
+
+
+def _count_once(session: Session, iteration: Callable[[], None], firings: dict[int, int]) -> MomentRecorder:
+    """firings: tensor index -> gradients it gets in one micro-batch, where more than one."""
+    own = sorted(session.plan.layout.chunk_of)
+    chunk_of = session.plan.layout.chunk_of
+
+    def read(index: int) -> None:
+        recorder.read(own[index])
+        session.demand.read({chunk_of[own[index]]})
+
+    live = LiveStorages(
+        [session.parameters[t] for t in own],
+        session.model.buffers(),
+        on_param_read=read,
+        device=session.backend.device,
+    )
+    recorder = MomentRecorder(session.plan.workload.tensors, live, inside=lambda: session.clock.inside)
+    session.warm_up(recorder, live, firings)
+    try:
+        with live:
+            iteration()
+            recorder.finish()
+    finally:
+        session.warm_up(None, None, {})
+    session.zero_grad()
+    return recorder
+
+
+def _timed(
+    session: Session, iteration: Callable[[], None], w: Workload, repeats: int, clock: Callable[[], float]
+) -> tuple[Moment, ...]:
+    """The moments with their seconds: the median of `repeats` iterations, what was waited for left out."""
+    chunk_of = session.plan.layout.chunk_of
+    script = [({chunk_of[t] for t in reads}, m.peak_bytes) for reads, m in zip(w.reads, w.moments)]
+    final: dict[tuple[int, int], int] = {}
+    firings: dict[int, int] = {}
+    for m, tensors in enumerate(w.gradients):
+        for t in tensors:
+            key = (w.moments[m].micro_batch, t)
+            final[key] = final.get(key, 0) + 1
+            firings[t] = max(firings.get(t, 1), final[key])
+    columns: list[list[float]] = [[] for _ in w.moments]
+    for _ in range(repeats):
+        durations = session.time_moments(script, firings, iteration, clock)
+        if len(durations) != len(w.moments):
+            raise PlanError(
+                f"record: a repeated iteration had {len(durations)} moments, the first {len(w.moments)}; a model that "
+                "does something else each time cannot be timed (give timed=0)"
+            )
+        for column, duration_s in zip(columns, durations):
+            column.append(duration_s)
+        session.zero_grad()
+    return tuple(replace(m, duration_s=statistics.median(column)) for m, column in zip(w.moments, columns))
+
+
+def empty_plan(
+    model: nn.Module, machine: Machine, *, name: str, micro_batches: int, optimizer: AdamW | None = None
+) -> Plan:
+    """A plan without steps: everything on the host, every fetch on demand. No optimizer states: nothing is updated."""
+    tensors, _ = describe_parameters(model, group_of((optimizer or AdamW()).groups(model)))
+    w = Workload(
+        model=name,
+        dtype=working_dtype(tensors),
+        batch=1,
+        sequence=1,
+        micro_batches=micro_batches,
+        checkpointing=False,
+        attention="none",
+        source="recorded",
+        tensors=tensors,
+        moments=(_step(micro_batches),),
+        uses=(),
+    )
+    layout = build_layout(w)
+    return Plan(
+        policy="warm-up",
+        workload=w,
+        machine=machine,
+        settings=Settings(update="step", clip=False),
+        layout=layout,
+        modes=tuple("frozen" if c.frozen else "cpu" for c in layout.chunks),
+        initial=frozenset(Resident(c.index, "param", Place.HOST) for c in layout.chunks),
+        steps=(),
+        gpu_budget_bytes=machine.gpu_budget_bytes,
+        host_budget_bytes=machine.host_budget_bytes,
+    )
+
+
+def _step(micro_batches: int) -> Moment:
+    return Moment(
+        name="step", phase=Phase.ADAM, module="", micro_batch=micro_batches - 1, flops=0, bytes_read=0, bytes_written=0,
+        start_bytes=0, peak_bytes=0, end_bytes=0,
+    )  # fmt: skip

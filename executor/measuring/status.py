@@ -1,0 +1,121 @@
+"""session.status(): what a run is doing, in a few figures, for a progress line or a log.
+
+Read between two iterations. It looks at what was logged anyway, moves nothing, waits for nothing and changes nothing;
+it costs some hundred microseconds. Figures are of the last finished iteration, from the end of the compute queue's last
+step of the one before to that of its own; a copy that runs across that border counts where its time lies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from executor.devices.backend import VirtualBackend
+from executor.measuring.measured import IterationLog
+from pstar_sim.core.step import Place, Queue
+
+if TYPE_CHECKING:
+    from executor.engine import Session
+
+__all__ = ["LinkUse", "Status"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkUse:
+    """One direction of the link. moved_bytes: copied in the iteration, on plan or off. link_bytes_per_s: what the link
+    can do (None: as fast as memory). busy_share: part of the iteration in which a copy of the plan ran, 0 to 1; a copy
+    off plan runs in the compute queue and is not in it."""
+
+    moved_bytes: int
+    bytes_per_s: float
+    link_bytes_per_s: float | None
+    busy_share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """A run after its last finished iteration; before the first, seconds and rates are None and `links` is empty.
+
+    iterations: finished. on_plan: the last one ran as the plan says. iteration_s: its wall time, what the loop does
+    between two iterations included. tokens_per_s: tokens (rows) the plan has in an iteration over that time. gpu_bytes:
+    payloads and the plan's non-model bytes now; gpu_peak_bytes: the most at once in the iteration (before the first
+    one: so far). host_bytes: payloads now. waiting_share: part of the iteration in which the compute queue waited for
+    another queue. adam_share: part in which the CPU ran an update. deviations: iterations or events off plan so far;
+    last_deviation: what the last was.
+    """
+
+    policy: str
+    iterations: int
+    on_plan: bool
+    iteration_s: float | None
+    tokens_per_s: float | None
+    gpu_bytes: int
+    gpu_peak_bytes: int
+    gpu_budget_bytes: int
+    host_bytes: int
+    host_budget_bytes: int
+    links: Mapping[str, LinkUse]
+    waiting_share: float
+    adam_share: float
+    deviations: int
+    last_deviation: str
+
+
+def status_of(session: Session) -> Status:
+    plan, arena = session.plan, session.arena
+    steps, logs, _ = session.queues.measured(list(session.span_log), list(session.logs), (), wait=False)
+    last: IterationLog | None = logs[-1] if logs else None
+    start_s, end_s = _window(session, logs)
+    length_s = end_s - start_s
+    busy = dict.fromkeys((q.value for q in Queue), 0.0)
+    waited_s = 0.0
+    # Steps are logged as they end, so the window's are the newest ones.
+    for row in reversed(steps):
+        if row.end_s <= start_s and row.iteration < (last.number if last else 0) - 1:
+            break
+        busy[row.step.queue.value] += max(0.0, min(row.end_s, end_s) - max(row.start_s, start_s))
+        if row.step.queue is Queue.COMPUTE and row.cause:
+            waited_s += max(0.0, min(row.start_s, end_s) - max(row.ready_s, start_s))
+    links: dict[str, LinkUse] = {}
+    if last is not None and length_s > 0:
+        backend, link = session.backend, plan.machine.link
+        rates: Mapping[str, float | None] = {"h2d": link.h2d_bytes_per_s, "d2h": link.d2h_bytes_per_s}
+        if isinstance(backend, VirtualBackend):
+            rates = backend.link_bytes_per_s
+        before = logs[-2].copied_bytes if len(logs) > 1 else {}
+        for direction in ("h2d", "d2h"):
+            moved = last.copied_bytes[direction] - before.get(direction, 0)
+            links[direction] = LinkUse(
+                moved_bytes=moved,
+                bytes_per_s=moved / length_s,
+                link_bytes_per_s=rates[direction],
+                busy_share=min(1.0, busy[direction] / length_s),
+            )
+    known = last is not None and length_s > 0
+    log = session.deviation_log
+    return Status(
+        policy=plan.policy,
+        iterations=session.iteration,
+        on_plan=last.on_plan if last is not None else True,
+        iteration_s=length_s if known else None,
+        tokens_per_s=plan.workload.tokens / length_s if known else None,
+        gpu_bytes=arena.payload_bytes(Place.GPU) + arena.tide_bytes,
+        gpu_peak_bytes=arena.gpu_peak_bytes(start_s, end_s if last is not None else math.inf),
+        gpu_budget_bytes=plan.gpu_budget_bytes,
+        host_bytes=arena.payload_bytes(Place.HOST),
+        host_budget_bytes=plan.host_budget_bytes,
+        links=links,
+        waiting_share=min(1.0, waited_s / length_s) if known else 0.0,
+        adam_share=min(1.0, busy[Queue.ADAM.value] / length_s) if known else 0.0,
+        deviations=session.deviations,
+        last_deviation=log[-1] if log else "",
+    )
+
+
+def _window(session: Session, logs: Sequence[IterationLog]) -> tuple[float, float]:
+    """From when to when the last finished iteration ran; empty before the first."""
+    if not logs:
+        return session.first_s, session.first_s
+    return (logs[-2].end_s if len(logs) > 1 else session.first_s), logs[-1].end_s

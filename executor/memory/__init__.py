@@ -1,0 +1,1 @@
+"""Chunk payloads: who holds which bytes where, and the tensors that look into them."""

@@ -1,0 +1,176 @@
+"""Slices: what one of several ranks holds of a chunk, and a gpu payload that is now its own slice, now the whole chunk.
+
+With Layout.ranks = P a list of a chunk is cut into P equal slices, rank r having elements [r * S, (r + 1) * S)
+([Note: several ranks] in pstar_sim/core/step.py). A module reads, and a gradient arrives, whole: so the parameters are
+views of a storage of P * S elements that has memory only while the other ranks' slices are here ("remote",
+"grad_remote"). Alone, the own slice lives in a storage of its own.
+
+[Note: what a slice moves through] When the others' slices get memory the own one is copied into the whole storage and
+its own memory given back; when they go, the reverse. For the time of that copy of memory to memory both exist: one
+slice more than the plan counts, and never two, since one payload changes form at a time. A plan that drops "param"
+before "remote" likewise keeps its slice of the whole storage until the second drop. `Arena.peak_transient_bytes`
+measures it.
+
+[Note: slices on streams] A plan orders a gather and a write-back of the same chunk by nothing: both read the own slice,
+wherever it is. Where work is issued ahead, the write-back may still be reading the place that the gather takes it away
+from, or be issued to read the place that the slice has not reached yet. So all that touches the own slices of a chunk
+does it under the chunk's `Steady`: what one queue issues there happens after what the others issued there before it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from executor.devices.backend import Backend, StreamBackend
+from pstar_sim.core.layout import Layout
+from pstar_sim.core.step import Queue
+
+__all__ = ["OTHERS_OF", "GpuPayload", "Part", "Steady", "part_of"]
+
+OTHERS_OF = {"param": "remote", "grad": "grad_remote"}
+"""List -> the list of the other ranks' slices of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank's slice holds of a tensor: elements [offset, offset + numel) of the slice are elements
+    [skip, skip + numel) of the tensor. numel is 0 where it holds none."""
+
+    offset: int
+    numel: int
+    skip: int
+
+
+def part_of(layout: Layout, chunk: int, offset: int, numel: int, rank: int) -> Part:
+    """The part of a tensor at [offset, offset + numel) of its chunk that is in rank's slice."""
+    size = layout.slice_numel(chunk)
+    begin = rank * size if layout.ranks > 1 else 0
+    first, last = max(offset, begin), min(offset + numel, begin + size)
+    if last <= first:
+        return Part(0, 0, 0)
+    return Part(first - begin, last - first, first - offset)
+
+
+class Steady:
+    """Of one chunk: inside, its own slices stay where they are, and what the queues issue follows in the order in which
+    they came here. See [Note: slices on streams]. May be entered again by the thread that is inside."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._lock = threading.RLock()
+        self._streams = cast(StreamBackend, backend) if hasattr(backend, "record") else None
+        self._last: dict[Queue, Any] = {}  # queue -> event of what it issued here last
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        streams = self._streams
+        if streams is None or not self._last:
+            return
+        try:
+            mine = streams.queue
+            for queue, event in list(self._last.items()):
+                if streams.query(event):
+                    del self._last[queue]
+                elif mine in streams.host_queues:
+                    streams.synchronize(event)
+                elif queue is not mine:
+                    streams.wait_event(mine, event)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if self._streams is not None and self._streams.queue not in self._streams.host_queues:
+                self._last[self._streams.queue] = self._streams.record(self._streams.queue)
+        finally:
+            self._lock.release()
+
+
+class GpuPayload:
+    """The own slice of one list of a chunk on the gpu, and the storage it shares with the others' slices.
+
+    whole: flat [ranks * slice], valid as a tensor always, with memory only between `take_others` and `free_others`.
+    extra(change): told of bytes that memory holds beside what was taken ([Note: what a slice moves through]).
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        slice_numel: int,
+        ranks: int,
+        rank: int,
+        dtype: torch.dtype,
+        steady: Steady,
+        one_at_a_time: threading.Lock,
+        extra: Callable[[int], None],
+    ) -> None:
+        self._backend = backend
+        self._extra = extra
+        self._steady = steady
+        self._turn = one_at_a_time
+        self._bytes = slice_numel * dtype.itemsize
+        self.whole = backend.gpu_payload(slice_numel * ranks, dtype)
+        self._begin, self._end = rank * slice_numel, (rank + 1) * slice_numel
+        self._alone = backend.gpu_payload(slice_numel, dtype)
+        self._has_own = False
+        self._has_others = False
+
+    @property
+    def _inside(self) -> torch.Tensor:
+        return self.whole[self._begin : self._end]
+
+    @property
+    def own(self) -> torch.Tensor:
+        """Flat [slice]: this rank's slice wherever it is now."""
+        return self._inside if self._has_others else self._alone
+
+    def take_own(self) -> None:
+        with self._steady:
+            if self._has_others:
+                self._extra(-self._bytes)
+            else:
+                self._backend.take(self._alone)
+            self._has_own = True
+
+    def free_own(self) -> None:
+        with self._steady:
+            if self._has_others:
+                self._extra(self._bytes)  # until the others' go
+            else:
+                self._backend.give(self._alone)
+            self._has_own = False
+
+    def take_others(self) -> None:
+        with self._steady, self._turn:
+            self._backend.take(self.whole)
+            self._extra(self._bytes)
+            if self._has_own:
+                self._move(self._inside, self._alone)
+                self._backend.give(self._alone)
+                self._extra(-self._bytes)
+            self._has_others = True
+
+    def free_others(self) -> None:
+        with self._steady, self._turn:
+            if self._has_own:
+                self._backend.take(self._alone)
+                self._extra(self._bytes)
+                self._move(self._alone, self._inside)
+            self._backend.give(self.whole)
+            self._extra(-self._bytes)
+            self._has_others = False
+
+    def _move(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._backend.issue(lambda: target.copy_(source))
+
+    def give(self) -> None:
+        """All memory back."""
+        with self._steady:
+            self._backend.give(self._alone)
+            self._backend.give(self.whole)
+            self._has_own = self._has_others = False

@@ -1,0 +1,926 @@
+"""Demand: what the engine does when reality leaves the plan.
+
+A parameter is fetched when somebody reads it and something else is dropped to make room: what the plan's uses need last
+(Belady's rule on what is known). Nothing is overlapped, every update happens in `optimizer.step()`, results are those
+of plain torch. At the step the places are brought back to the plan's cut and the next iteration is on plan again.
+
+The same mode serves an evaluation between two iterations (`visiting`: nothing is counted, the places are put back as
+they were) and a warm-up, which is a session whose plan has no steps.
+
+[Note: reads off plan] In forward (and recompute) every parameter is parked, so that each torch call that takes one
+comes through `touch`, which makes its chunk resident for the call. Autograd reads saved parameters without asking
+Python, so the call is made under saved-tensor hooks that keep (chunk, view) instead of the tensor and fetch when
+autograd unpacks it. What ran on plan before the deviation saved plain views: for those, each event in backward fetches
+what the plan says its moment reads. Chunks used since the enclosing module began (forward) or since the last event
+(backward) stay.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from executor.contract import (
+    ChunkParameter,
+    Snapshot,
+    map_parameters,
+    raw_grad,
+    set_raw_grad,
+    write_refused,
+    writes,
+)
+from executor.devices.torch26 import saved_tensor_hooks
+from executor.hooks import Event, tensors_of
+from executor.measuring.measure import unseen
+from executor.models import map_tensors
+from pstar_sim.core.effects import OTHERS
+from pstar_sim.core.step import Place, Queue
+from pstar_sim.errors import ContractError, DoesNotFit, OutOfMemory, PlanError, PstarError
+from pstar_sim.policy.registry import find_policy
+from pstar_sim.units import format_bytes
+from pstar_sim.workload.workload import Moment, Phase, Workload, repeat_micro_batch
+
+if TYPE_CHECKING:
+    from executor.engine import Session
+
+__all__ = ["Demand"]
+
+log = logging.getLogger("executor")
+
+GPU, HOST = Place.GPU, Place.HOST
+
+
+class Demand:
+    """The on-demand half of a session. active: the current iteration left the plan. visiting: an evaluation runs
+    between two iterations."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.active = False
+        self.visiting = False
+        self.in_a_row = 0
+        self._stash: dict[int, torch.Tensor] = {}  # gradients of pinned chunks, kept on the host until the step
+        self._frames: list[set[int]] = [set()]  # chunks used by each open module call
+        self._recompute: set[int] = set()  # chunks whose views a recomputation holds
+        self._backward_moment = False
+        self._before_visit: frozenset[tuple[Place, int, str]] | None = None
+        self._tide = _Tide(session.plan.workload.moments)
+        self._shapes: dict[Any, tuple[Moment, ...] | None] = {}  # batch shapes -> moments if not the plan's
+        self._batch_moments: tuple[Moment, ...] | None = None
+        self._last_batch: tuple[Any, Any] | None = None
+        self._uses: list[list[int]] = [[] for _ in session.plan.layout.chunks]
+        self._by_name: dict[str, set[int]] = {}  # event -> chunks that the plan's moments of that name read
+        self._by_name_next: dict[str, set[int]] = {}  # and those after them
+        self._owned: dict[str, set[int]] = {}  # module -> chunks of its own parameters
+        self._prefix = False  # the current iteration began on plan
+        for m, chunks in enumerate(session._needed):
+            for chunk in chunks:
+                self._uses[chunk].append(m)
+            self._by_name.setdefault(session.names[m], set()).update(chunks)
+            if m:  # the event that closes a moment may not come: what follows it belongs to it then
+                self._by_name_next.setdefault(session.names[m - 1], set()).update(chunks)
+        self._position = 0
+        self.moment = -1  # the plan's moment that what runs off plan looks like; -1: none
+        self._storages: dict[int, int] = {}  # storage of a working list -> chunk
+        for c in session.plan.layout.chunks:
+            self._storages[session.arena.whole(c.index, "param").untyped_storage()._cdata] = c.index
+
+    # -- batches ------------------------------------------------------------------------------------------------------
+
+    def see_batch(self, args: Any, kwargs: Any) -> None:
+        """The root's forward is about to begin with this batch. Raises DoesNotFit before anything changes."""
+        s = self.session
+        if not torch.is_grad_enabled() or s.on_demand_only:
+            self._batch_moments = None
+            return
+        # Its form only: keeping the batch would keep its memory.
+        if s.ranks is not None and not s._samples:  # of an empty batch there is nothing to look at
+            self._batch_moments = None
+            return
+        self._last_batch = map_tensors((args, kwargs), lambda t: torch.empty_like(t, device="meta"))
+        shapes = tuple((tuple(t.shape), t.dtype) for t in tensors_of((args, kwargs)))
+        if shapes not in self._shapes:
+            if self._is_planned(shapes):
+                self._shapes[shapes] = None
+            else:
+                moments = s.moments_of_batch(args, kwargs)
+                self._check_fits(shapes, moments)
+                self._shapes[shapes] = moments
+        self._batch_moments = self._shapes[shapes]
+
+    def _is_planned(self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> bool:
+        """The first batch of the planned size sets the shapes; any other is looked at."""
+        w = self.session.plan.workload
+        if None in self._shapes.values():
+            return False
+        for shape, dtype in shapes:
+            if shape:
+                tokens = len(shape) == 2 and not dtype.is_floating_point
+                return shape[0] == self.session.planned_batch and (not tokens or shape[1] == w.sequence)
+        return True
+
+    def _check_fits(self, shapes: Any, moments: tuple[Moment, ...]) -> None:
+        s = self.session
+        held = self._permanent_bytes()
+        worst, at = 0, 0
+        for m, moment in enumerate(moments):
+            chunks = self._by_name.get(moment.name, set()) if len(moments) != len(s.names) else s._needed[m]
+            need = sum(s.plan.layout.payload_bytes(c, "param") for c in chunks if self._movable(c))
+            if held + need + moment.peak_bytes > worst:
+                worst, at = held + need + moment.peak_bytes, m
+        if worst > s.plan.gpu_budget_bytes:
+            first = next((shape for shape, _ in shapes if shape), ())
+            w = s.plan.workload
+            raise DoesNotFit(
+                policy=s.plan.policy,
+                place="gpu",
+                needed_bytes=worst,
+                available_bytes=s.plan.gpu_budget_bytes,
+                what=f"a batch of shape {list(first)} where the plan has batch {w.batch}, sequence {w.sequence}: "
+                f"{format_bytes(moments[at].peak_bytes)} of non-model data at moment {at}, {moments[at].name}; "
+                "make a plan for this shape",
+            )
+
+    def batch_fits(self) -> bool:
+        """The batch of the forward that begins may run on plan: its tide is nowhere higher than the plan's."""
+        moments = self._batch_moments
+        if moments is None:
+            return True
+        s = self.session
+        planned = s.plan.workload.moments
+        body = [m for m in planned if m.micro_batch == 0 and m.phase is not Phase.ADAM]
+        lower = len(moments) - 1 == len(body) and all(
+            a.name == b.name and a.peak_bytes <= b.peak_bytes for a, b in zip(moments, body)
+        )
+        if lower:
+            s.note_deviation("a batch of another shape than planned (it fits the plan's tide and runs on plan)")
+        return lower
+
+    # -- leaving the plan and coming back -----------------------------------------------------------------------------
+
+    def on_event(self, event: Event, known_tide_bytes: int | None = None) -> None:
+        """known_tide_bytes: non-model bytes of the moment that begins, where they are measured; else the plan's for an
+        event of that name."""
+        s = self.session
+        if event.kind == "grad":
+            s.check_backward(event)
+        if not self.active and not self.visiting:
+            if s.cursor < 0 and event.kind == "begin" and not torch.is_grad_enabled():
+                self.visit()
+            elif event.kind != "step" or s.cursor >= 0:
+                self.leave(self._reason(event))
+        if event.kind == "step":
+            return
+        s.set_open(False)
+        tide = _Tide(self._batch_moments) if self._batch_moments is not None else self._tide
+        if event.kind == "begin":
+            if event.phase is Phase.RECOMPUTE and self._backward_moment:
+                self._recompute = set()
+                self._backward_moment = False
+            if event.module == "" and event.phase is Phase.FWD:
+                self._frames = [set()]
+            self._frames.append(set())
+        elif event.kind == "end":
+            if len(self._frames) > 1:
+                ended = self._frames.pop()
+                if event.phase is Phase.RECOMPUTE:
+                    self._recompute |= ended
+        else:
+            self._frames = [set()]
+            self._backward_moment = True
+            if event.kind == "backward-end":
+                self._recompute = set()
+        if known_tide_bytes is None:
+            known_tide_bytes = tide.no_grad_bytes if self.visiting else tide.at(event.name, s.arena.tide_bytes)
+        self._set_tide(known_tide_bytes + s.ladder.unforeseen_bytes)
+        at = self._next_moment(event.name)
+        if at is not None:
+            self._position = at
+        self.moment = -1 if at is None else at
+        if self._prefix and event.phase in (Phase.BWD, Phase.RECOMPUTE):
+            self.ensure(self._by_name.get(event.name, set()) | self._own_chunks(event.module))
+            self.ensure(self._by_name_next.get(event.name, set()), required=False)
+
+    def _reason(self, event: Event) -> str:
+        s = self.session
+        if s._outstanding:
+            names = ", ".join(repr(s.name_of(t)) for t in sorted(s._outstanding)[:3])
+            return f"{event.name} came before the gradient of {names}"
+        expected = s.names[s.cursor + 1] if s.cursor + 1 < len(s.names) else "nothing more"
+        return (
+            f"{event.name} came where the plan has {expected}" if event.name != expected else "a batch of another shape"
+        )
+
+    def _own_chunks(self, module: str) -> set[int]:
+        """Chunks of the parameters that the module owns directly: what autograd saved of them is read by its backward,
+        also where the plan knows no such moment."""
+        if module not in self._owned:
+            s = self.session
+            own = s.clock.units[module].parameters(recurse=False) if module in s.clock.units else ()
+            self._owned[module] = {s._chunk_of[t] for p in own if (t := getattr(p, "_tensor", -1)) in s._chunk_of}
+        return self._owned[module]
+
+    def _next_moment(self, name: str) -> int | None:
+        names: list[str] = self.session.names
+        for m in (*range(self._position, len(names)), *range(self._position)):
+            if names[m] == name:
+                return int(m)
+        return None
+
+    def _set_tide(self, size: int) -> None:
+        """Make the gpu hold no more than leaves room for the tide, as far as it can be."""
+        arena = self.session.arena
+        free = arena.gpu_budget_bytes - arena.payload_bytes(GPU)
+        if size > free:
+            self._make_room(size - arena.tide_bytes, needed=set(), strict=False)
+            free = arena.gpu_budget_bytes - arena.payload_bytes(GPU)
+        arena.set_tide(min(size, max(free, 0)))
+
+    def leave(self, reason: str) -> None:
+        """From here on the iteration is carried on demand. On several ranks that cannot be: raises PlanError."""
+        s = self.session
+        if s.ranks is not None:
+            raise s.ranks.cannot_leave(reason)
+        if not s.on_demand_only:
+            s.note_deviation(reason)
+        s.queues.settle(s.iteration - 1)
+        s.queues.pause()
+        if s.cursor < 0:
+            s._begin_iteration()
+        self.active = True
+        self._prefix = s.cursor >= 0
+        self._position = max(s.cursor, 0)
+        self.moment = s.cursor
+        s.forget_open_step()
+        with torch.no_grad():
+            self._park_gradients()
+            self._land_streams()
+        s.set_open(False)
+        # Whatever runs now was begun on plan: its chunks stay until the next event.
+        self._frames = [set(s._needed[s.cursor]) if s.cursor >= 0 else set()]
+        s.cursor = max(s.cursor, 0)
+
+    def _park_gradients(self) -> None:
+        """Take every gradient off the gpu's working and grad lists, so that parameters can be read again."""
+        s = self.session
+        contents, arena = s.contents, s.arena
+        for c in s.plan.layout.chunks:
+            state = contents.chunks[c.index]
+            for list_name in ("param", "grad"):
+                mine = state.where(GPU, list_name)
+                for t in sorted(mine):
+                    self._to_host(t, contents.slot(GPU, t, list_name))
+                    if list_name == "param" and self._stays(c.index):
+                        contents.restore(GPU, t)
+                had = bool(mine)
+                mine.clear()
+                if list_name == "param" and had:
+                    if not self._stays(c.index):
+                        state.current.discard(GPU)
+                    s.refresh(c.index)
+                if (
+                    list_name == "grad"
+                    and arena.has(GPU, c.index, "grad")
+                    and not self._initially(GPU, c.index, "grad")
+                ):
+                    contents.release(GPU, c.index, "grad")
+            if arena.has(GPU, c.index, "param") and GPU not in state.current and not self._stays(c.index):
+                contents.release(GPU, c.index, "param")
+
+    def _land_streams(self) -> None:
+        """Optimizer states that are on the gpu for one update only go home, updated or not."""
+        s = self.session
+        arena, contents = s.arena, s.contents
+        for c in s.plan.layout.chunks:
+            if s.plan.modes[c.index] != "stream":
+                continue
+            state = contents.chunks[c.index]
+            for name in s.plan.layout.state_lists:
+                if arena.has(GPU, c.index, name):
+                    if name in state.ahead:
+                        s.backend.copy(arena.host(c.index, name), arena.gpu(c.index, name), Queue.D2H)
+                        s.backend.fence(Queue.D2H)
+                    contents.release(GPU, c.index, name)
+            state.ahead.clear()
+
+    def _stays(self, chunk: int) -> bool:
+        """The chunk's master copy is on the gpu: its working list can be rewritten there and needs no host."""
+        return self.session.arena.has(GPU, chunk, "param32")
+
+    def _initially(self, place: Place, chunk: int, list_name: str) -> bool:
+        return (place, chunk, list_name) in self.session.cut
+
+    def accept(self, tensor: int, gradient: torch.Tensor) -> None:
+        """A gradient was accumulated: add it to what the tensor has."""
+        s = self.session
+        chunk = s._chunk_of[tensor]
+        if tensor in s.updated_early:
+            raise ContractError(
+                f"another gradient of {s.name_of(tensor)!r} after its eager update: with AdamW(eager=True) a "
+                "parameter has one backward an iteration; use eager=False"
+            )
+        if not s.plan.workload.tensors[tensor].frozen and s.plan.modes[chunk] == "frozen":
+            raise PlanError(
+                f"{s.name_of(tensor)!r} gets a gradient, but the plan was made from a trace in which it never does, "
+                "and has no optimizer states for it; trace the model again with batches that use it"
+            )
+        if s.arena.has(GPU, chunk, "grad32"):
+            mine = s.contents.chunks[chunk].where(GPU, "grad32")
+            target = s.contents.slot(GPU, tensor, "grad32")
+            if tensor in mine:
+                target.add_(gradient.reshape(-1))
+            else:
+                target.copy_(gradient.reshape(-1))
+                mine.add(tensor)
+            return
+        self._to_host(tensor, gradient.reshape(-1))
+
+    def _to_host(self, tensor: int, gradient: torch.Tensor) -> None:
+        """Move (or add) a gradient to where it waits on the host for the step."""
+        s = self.session
+        arena, contents = s.arena, s.contents
+        chunk = s._chunk_of[tensor]
+        state = contents.chunks[chunk]
+        copy = s.backend.copy
+        if arena.has(HOST, chunk, "grad32"):
+            list_name = "grad32"
+        elif arena.has(HOST, chunk, "grad"):
+            list_name = "grad"
+        elif arena.has(HOST, chunk, "param") and arena.has(HOST, chunk, "param32"):
+            list_name = "param"
+        else:
+            kept = self._stash.get(tensor)
+            arrived = torch.empty(gradient.shape, dtype=gradient.dtype)
+            copy(arrived, gradient, Queue.D2H)
+            self._stash[tensor] = arrived if kept is None else kept.add_(arrived)
+            return
+        mine = state.where(HOST, list_name)
+        target = contents.slot(HOST, tensor, list_name)
+        if tensor in mine:
+            arrived = torch.empty(gradient.shape, dtype=gradient.dtype)
+            copy(arrived, gradient, Queue.D2H)
+            target.add_(arrived)
+        else:
+            copy(target, gradient, Queue.D2H)
+            mine.add(tensor)
+
+    def step(self) -> None:
+        """Every update of the iteration, then back to the cut."""
+        s = self.session
+        self._collect_left_over()
+        update = s._updates.get(s.iteration) or s.new_update()
+        s._updates[s.iteration] = update
+        s.decide_scaling(update)
+        contents = s.contents
+        self._unstash()
+        chunks = [c for c in s.plan.layout.chunks if contents.chunks[c.index].with_gradient()]
+
+        def norms() -> Iterable[torch.Tensor]:
+            arrived = sorted(t for c in chunks for t in contents.chunks[c.index].with_gradient())
+            return [contents.gradient_norm(t) for t in arrived]
+
+        for c in chunks if not update.skip else ():
+            contents.gather_gradients(c, self._home(c.index))
+        if s.max_grad_norm is not None and update.norm is None:
+            update.coefficient(norms)
+        for c in chunks:
+            if not s.arena.has(self._home(c.index), c.index, "param"):
+                if self._home(c.index) is GPU:
+                    self._make_room(s.plan.layout.payload_bytes(c.index, "param"), needed={c.index})
+                self._take(c.index, "param", needed={c.index})
+                if not update.skip:
+                    contents.gather_gradients(c, self._home(c.index))
+            contents.adam(c.index, self._home(c.index), update, norms)
+        self._back_to_cut()
+
+    def _home(self, chunk: int) -> Place:
+        """Where the chunk is updated: beside its states."""
+        return GPU if self.session.arena.has(GPU, chunk, "param32") else HOST
+
+    def _take(self, chunk: int, name: str, *, needed: set[int], place: Place | None = None) -> None:
+        """Memory for a payload (at the chunk's home if no place is given). What the accelerator refuses is asked for
+        again after the ladder gave something back. Raises DoesNotFit if it cannot."""
+        arena = self.session.arena
+        while not arena.has(where := place or self._home(chunk), chunk, name):
+            try:
+                arena.take(where, chunk, name)
+            except OutOfMemory as error:
+                self.session.ladder.give_back(error, needed=needed)
+
+    def replan(self) -> None:
+        """Called after each step off plan: a new plan if the last iterations all were, by the same policy, for what
+        they did; the ladder's if memory ran out."""
+        s = self.session
+        if s.ladder.pending:
+            s.ladder.replan()
+            return
+        self.in_a_row += 1
+        if s.on_demand_only or not s.replan_after or self.in_a_row < s.replan_after:
+            return
+        self.in_a_row = 0
+        try:
+            policy = find_policy(s.plan.policy)
+            s.renew(policy(self._lasting_workload(), s.plan.machine, s.plan.settings))
+        except PstarError as error:
+            # Training goes on, on demand: slower, not wrong.
+            log.warning("no new plan after %d iterations off plan: %s", s.replan_after, error)
+            return
+        log.info("new plan after %d iterations off plan", s.replan_after)
+        s.deviation_log.append(f"iteration {s.iteration}: new plan, by policy {s.plan.policy}")
+
+    def _lasting_workload(self) -> Workload:
+        """What the last iteration did, captured anew."""
+        s = self.session
+        if self._last_batch is None:
+            raise PlanError("no forward of the whole model with gradients was seen")
+        args, kwargs = self._last_batch
+        captured = s.capture_batch(args, kwargs)
+        # The same parameters (and their groups, which a capture does not know).
+        return repeat_micro_batch(replace(captured, tensors=s.plan.workload.tensors), max(1, s.backwards))
+
+    def _collect_left_over(self) -> None:
+        """Gradients that autograd still holds: fewer firings than the plan counted."""
+        s = self.session
+        for t in s._chunk_of:
+            grad = raw_grad(s.parameters[t])
+            if grad is not None and not s.plan.workload.tensors[t].frozen:
+                if s.scaling is not None:
+                    s.scaling.see(grad)
+                self.accept(t, grad)
+                set_raw_grad(s.parameters[t], None)
+
+    def _unstash(self) -> None:
+        """Gradients of pinned chunks go back to the gpu, into the working list: nobody reads it any more."""
+        s = self.session
+        for t, gradient in self._stash.items():
+            chunk = s._chunk_of[t]
+            if not s.arena.has(self._home(chunk), chunk, "param"):
+                self._take(chunk, "param", needed={chunk})
+            place = self._home(chunk)
+            mine = s.contents.chunks[chunk].where(place, "param")
+            target = s.contents.slot(place, t, "param")
+            assert t not in mine
+            if place is GPU:
+                s.backend.copy(target, gradient, Queue.H2D)
+            else:
+                target.copy_(gradient)
+            mine.add(t)
+        self._stash.clear()
+
+    def discard(self) -> None:
+        """`zero_grad()` before `step()`: the gradients are dropped, the iteration begins anew."""
+        s = self.session
+        if s.ranks is not None:
+            raise ContractError(
+                "zero_grad() before step() on several ranks: the gradients are summed already, and the other ranks "
+                "count on the update; call step()"
+            )
+        if not self.active:
+            s.queues.settle(s.iteration - 1)
+            s.queues.pause()
+            s.forget_open_step()
+            self.active = True
+        s.contents.forget_gradients()
+        self._stash.clear()
+        self._back_to_cut()
+        s.clock.reset()
+        if s.ladder.pending:
+            s.ladder.replan()
+
+    def _back_to_cut(self) -> None:
+        """Bring the places to the plan's cut and let the queues begin the next iteration."""
+        s = self.session
+        self._frames = [set()]
+        self._recompute = set()
+        s.arena.mark("after", len(s.names) - 1)
+        s.arena.set_tide(0)
+        s.set_open(False)
+        if not s.ladder.pending:
+            try:
+                self._reach(s.cut)
+                s.arena.set_tide(s.cut_tide)
+            except OutOfMemory as error:
+                s.ladder.note(error, "a new plan is made from where everything is")
+        self.active = False
+        s.queues.jump(s.iteration)
+        s.next_iteration(on_plan=False)
+        s.held = s.ladder.pending  # then everything stays where it is until there is a new plan
+        if not s.held:
+            s.queues.resume()
+
+    def _reach(self, wanted: frozenset[tuple[Place, int, str]]) -> None:
+        """Make exactly `wanted` resident. Values survive: what leaves its last place is copied first."""
+        s = self.session
+        arena, contents, layout = s.arena, s.contents, s.plan.layout
+        present = {(r.place, r.chunk, r.list) for r in arena.present}
+        wanted = frozenset(row for row in wanted if row[1] >= 0)
+        # Host copies first, so that the gpu can let go.
+        for place, chunk, name in sorted(wanted - present, key=lambda row: (row[0] is GPU, row[1], row[2])):
+            if place is not HOST:
+                continue
+            arena.take(HOST, chunk, name)
+            self._fill(HOST, chunk, name)
+        for place, chunk, name in sorted(present - wanted):
+            if place is HOST and (GPU, chunk, name) in wanted and (GPU, chunk, name) not in present:
+                continue  # the gpu gets it from here first
+            contents.release(place, chunk, name)
+        for place, chunk, name in sorted(wanted - present):
+            if place is GPU:
+                arena.take(GPU, chunk, name)
+                self._fill(GPU, chunk, name)
+        for place, chunk, name in sorted(present - wanted):
+            if arena.has(place, chunk, name):
+                contents.release(place, chunk, name)
+        for chunk in range(len(layout.chunks)):
+            for place in (GPU, HOST):
+                if arena.has(place, chunk, "param") and place not in contents.chunks[chunk].current:
+                    self._fill(place, chunk, "param")
+            if arena.has(GPU, chunk, "remote") and not contents.chunks[chunk].whole:
+                self._fill(GPU, chunk, "remote")
+
+    def _fill(self, place: Place, chunk: int, name: str) -> None:
+        """Current content for a payload that just got its memory (or is out of date)."""
+        s = self.session
+        arena, contents = s.arena, s.contents
+        state = contents.chunks[chunk]
+        other = HOST if place is GPU else GPU
+        target = arena.at(place, chunk, OTHERS.get(name, name))
+        if name in ("grad", "grad32"):
+            target.zero_()
+            return
+        if name == "remote":
+            contents.gather(chunk, name)
+            return
+        direction = Queue.H2D if place is GPU else Queue.D2H
+        if name != "param":
+            if not arena.has(other, chunk, name):
+                raise PlanError(f"{name} of chunk {chunk} is lost: neither place holds it")
+            s.backend.copy(target, arena.at(other, chunk, name), direction)
+            return
+        if other in state.current and not state.where(other, "param"):
+            s.backend.copy(target, arena.at(other, chunk, "param"), direction)
+        elif arena.has(place, chunk, "param32"):
+            target.copy_(arena.at(place, chunk, "param32"))
+        elif arena.has(other, chunk, "param32"):
+            s.backend.copy(target, arena.at(other, chunk, "param32"), direction)
+        else:
+            raise PlanError(f"the parameters of chunk {chunk} are lost: neither place holds them")
+        state.current.add(place)
+        s.refresh(chunk)
+
+    # -- evaluation between iterations --------------------------------------------------------------------------------
+
+    def visit(self) -> None:
+        """An evaluation begins between two iterations: let the updates end, hold the queues."""
+        s = self.session
+        if self.visiting:
+            return
+        s.drain()
+        self._before_visit = frozenset((r.place, r.chunk, r.list) for r in s.arena.present)
+        if s.ranks is not None:
+            # How far each rank's copies have run ahead is its own; what is gathered now has to be the same on all.
+            s.arena.set_tide(0)
+            with torch.no_grad():
+                self._reach(s.cut)
+            s.arena.set_tide(s.cut_tide)
+        self.visiting = True
+        self._frames = [set()]
+        s.set_open(False)
+
+    def end_visit(self) -> None:
+        """Training goes on: put the places back as they were."""
+        s = self.session
+        assert self._before_visit is not None
+        self._frames = [set()]
+        s.arena.set_tide(0)
+        if not s.ladder.pending:
+            try:
+                with torch.no_grad():
+                    self._reach(self._before_visit)
+                s.arena.set_tide(s.cut_tide)
+            except OutOfMemory as error:
+                s.ladder.note(error, "a new plan is made from where everything is")
+        self.visiting = False
+        self._before_visit = None
+        if s.ladder.pending:
+            s.ladder.replan()
+        else:
+            s.queues.resume()
+
+    # -- room ---------------------------------------------------------------------------------------------------------
+
+    def _movable(self, chunk: int) -> bool:
+        """Its working list may leave the gpu: it can be had again."""
+        s = self.session
+        if s.arena.has(GPU, chunk, "param32"):
+            return False
+        return s.arena.has(HOST, chunk, "param") or s.arena.has(HOST, chunk, "param32")
+
+    def _permanent_bytes(self) -> int:
+        """Bytes on the gpu that cannot leave it, at the cut."""
+        s = self.session
+        total = sum(size for _, place, size in s.plan.buffers if place is GPU)
+        pinned = {chunk for place, chunk, name in s.cut if place is GPU and name == "param32"}
+        on_host = {chunk for place, chunk, name in s.cut if place is HOST and name in ("param", "param32")}
+        for place, chunk, name in s.cut:
+            if chunk >= 0 and place is GPU and (name != "param" or chunk in pinned or chunk not in on_host):
+                total += s.plan.layout.payload_bytes(chunk, name)
+        return total
+
+    def _next_use(self, chunk: int) -> int:
+        """Moments from now until the plan reads the chunk again, over the iteration's border; far if never."""
+        uses, count = self._uses[chunk], len(self.session.names)
+        if not uses:
+            return 2 * count
+        at = bisect.bisect_right(uses, self._position)
+        return uses[at] - self._position if at < len(uses) else uses[0] + count - self._position
+
+    def _make_room(self, size: int, *, needed: set[int], strict: bool = True) -> None:
+        """Drop working lists, the one used last first, until `size` bytes are free. Raises DoesNotFit if they cannot
+        be."""
+        s = self.session
+        arena = s.arena
+        if arena.room_on_gpu() >= size:
+            return
+        for chunk in self._victims(needed):
+            self._drop(chunk)
+            if arena.room_on_gpu() >= size:
+                return
+        # The tide known here is that of the plan's moments; give up of it what is only an estimate.
+        short = size - arena.room_on_gpu()
+        if strict and s.ladder.pending:
+            short -= self.states_to_host(short, needed=needed)[1]
+            if short <= 0:
+                return
+        if short <= arena.tide_bytes and not self._batch_moments:
+            arena.set_tide(arena.tide_bytes - short)
+        elif strict:
+            raise DoesNotFit(
+                policy=s.plan.policy,
+                place="gpu",
+                needed_bytes=arena.gpu_budget_bytes + short,
+                available_bytes=arena.gpu_budget_bytes,
+                what="what one module reads at once, off plan",
+            )
+
+    def _victims(self, needed: set[int]) -> list[int]:
+        """Chunks whose working list may leave the gpu now, the one used last first."""
+        s = self.session
+        protected = set().union(*self._frames) | self._recompute | needed
+        victims = [
+            c.index
+            for c in s.plan.layout.chunks
+            if s.arena.has(GPU, c.index, "param")
+            and c.index not in protected
+            and (self._movable(c.index) or s.arena.has(GPU, c.index, "remote"))
+            and not s.contents.chunks[c.index].where(GPU, "param")
+        ]
+        return sorted(victims, key=lambda chunk: (-self._next_use(chunk), chunk))
+
+    def _drop(self, chunk: int) -> None:
+        """The working list of a chunk leaves the gpu, or of one that cannot the other ranks' slices."""
+        contents = self.session.contents
+        if self.session.arena.has(GPU, chunk, "remote"):
+            contents.release(GPU, chunk, "remote")
+        if self._movable(chunk):
+            contents.release(GPU, chunk, "param")
+
+    def give_back(self, size: int, *, needed: set[int]) -> tuple[list[int], int]:
+        """Drop working lists that nobody uses now until the gpu holds `size` bytes less, if there are so many; (chunks
+        dropped, bytes)."""
+        dropped: list[int] = []
+        freed = 0
+        for chunk in self._victims(needed):
+            if freed >= size:
+                break
+            self.session.contents.release(GPU, chunk, "param")
+            dropped.append(chunk)
+            freed += self.session.plan.layout.payload_bytes(chunk, "param")
+        return dropped, freed
+
+    def states_to_host(self, size: int, *, needed: set[int]) -> tuple[list[int], int]:
+        """Move the optimizer states of pinned chunks to the host until the gpu holds `size` bytes less, as far as the
+        host has room; (chunks moved, bytes). Their update of this iteration runs there."""
+        s = self.session
+        arena, layout = s.arena, s.plan.layout
+        moved: list[int] = []
+        freed = 0
+        pinned = [c.index for c in layout.chunks if arena.has(GPU, c.index, "param32")]
+        for chunk in sorted(pinned, key=lambda c: (-layout.payload_bytes(c, "param32"), c)):
+            if freed >= size:
+                break
+            lists = [n for n in (*layout.state_lists, "grad32") if arena.has(GPU, chunk, n)]
+            room = s.plan.host_budget_bytes - arena.payload_bytes(HOST)
+            if sum(layout.payload_bytes(chunk, n) for n in ("param", *lists)) > room:
+                continue
+            with torch.no_grad():
+                freed += self._move_states(chunk, lists)
+            moved.append(chunk)
+            if chunk in self._victims(needed):
+                s.contents.release(GPU, chunk, "param")
+                freed += layout.payload_bytes(chunk, "param")
+        return moved, freed
+
+    def _move_states(self, chunk: int, lists: Sequence[str]) -> int:
+        s = self.session
+        arena, contents = s.arena, s.contents
+        freed = 0
+        state = contents.chunks[chunk]
+        for name in lists:
+            arena.take(HOST, chunk, name)
+            s.backend.copy(arena.host(chunk, name), arena.gpu(chunk, name), Queue.D2H)
+            s.backend.fence(Queue.D2H)
+            state.where(HOST, name).update(state.where(GPU, name))
+            state.where(GPU, name).clear()
+        if not arena.has(HOST, chunk, "param"):
+            arena.take(HOST, chunk, "param")
+            self._fill(HOST, chunk, "param")
+        for name in lists:
+            contents.release(GPU, chunk, name)
+            freed += s.plan.layout.payload_bytes(chunk, name)
+        for t in [slot.tensor for slot in s.plan.layout.chunks[chunk].slots]:
+            for name in ("param", "grad"):
+                mine = state.where(GPU, name)
+                if t in mine:
+                    self._to_host(t, contents.slot(GPU, t, name))
+                    mine.discard(t)
+                    if name == "param":
+                        contents.restore(GPU, t)
+            if t in self._stash:
+                self._to_host(t, self._stash.pop(t))
+        s.refresh(chunk)
+        return freed
+
+    def ensure(self, chunks: Iterable[int], *, required: bool = True) -> None:
+        """Make the working lists of `chunks` readable on the gpu; those not `required` only if there is room."""
+        s = self.session
+        wanted = set(chunks)
+        for chunk in sorted(wanted):
+            if self._held(chunk):
+                continue
+            if not s.arena.has(GPU, chunk, "param"):
+                size = s.plan.layout.payload_bytes(chunk, "param")
+                self._make_room(size, needed=wanted, strict=required)
+                if not required and s.arena.room_on_gpu() < size:
+                    continue
+                self._take(chunk, "param", needed=wanted, place=GPU)
+            with torch.no_grad():
+                if GPU not in s.contents.chunks[chunk].current:
+                    self._fill(GPU, chunk, "param")
+                if s.arena.sliced:
+                    self._gather(chunk, wanted)
+        self._frames[-1] |= wanted
+
+    def _gather(self, chunk: int, wanted: set[int]) -> None:
+        """The other ranks' slices come; every rank asks for them at the same point, or the run ends."""
+        s = self.session
+        if s.ranks is not None:
+            s.ranks.same_chunk(chunk)
+        if not s.arena.has(GPU, chunk, "remote"):
+            self._make_room(s.plan.layout.payload_bytes(chunk, "remote"), needed=wanted)
+            self._take(chunk, "remote", needed=wanted, place=GPU)
+        s.contents.gather(chunk, "remote")
+
+    # -- reads through Python -----------------------------------------------------------------------------------------
+
+    def touch(self, func: Any, parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
+        """A torch function takes parked parameters: see [Note: reads off plan]."""
+        s = self.session
+        if s.closed:
+            raise ContractError("the session is closed; call executor.prepare again")
+        if writes(func, kwargs) and args and isinstance(args[0], ChunkParameter):
+            raise write_refused(s.name_of(args[0]._tensor))
+        if not s.clock.inside:
+            return self._outside(func, args, kwargs)
+        if not self.active and not self.visiting and s.cursor < 0 and not torch.is_grad_enabled():
+            with unseen():
+                self.visit()
+        pack, unpack = self._pack, self._unpack
+        own = saved_tensor_hooks()
+        if own is not None:  # the loop's: activation offload, or checkpointing, which counts what is saved
+            pack, unpack = _beside(own, self)
+        with torch._C.DisableTorchFunctionSubclass(), _Reads(self):
+            if not torch.is_grad_enabled() or pack is None:
+                return func(*args, **kwargs)
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                return func(*args, **kwargs)
+
+    def read(self, chunks: set[int]) -> None:
+        """An operator is about to read the working lists of `chunks`."""
+        s = self.session
+        with unseen():
+            if not self.active and not self.visiting:
+                missing = [c for c in sorted(chunks) if not self._held(c)]
+                if not missing:
+                    for chunk in chunks:
+                        s.queues.land(chunk)
+                    return
+                names = ", ".join(repr(s.name_of(t)) for t in s._tensors_of[missing[0]][:2])
+                self.leave(
+                    f"chunk {missing[0]} ({names}, ...) is read in moment {s.cursor}, where the plan does not have it"
+                )
+            self.ensure(chunks)
+
+    def _held(self, chunk: int) -> bool:
+        s = self.session
+        state = s.contents.chunks[chunk]
+        return s.contents.holds(chunk) and not state.where(GPU, "param")
+
+    def chunk_of_storage(self, tensor: torch.Tensor) -> int | None:
+        return self._storages.get(tensor.untyped_storage()._cdata)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        chunk = self.chunk_of_storage(tensor)
+        return tensor.detach() if chunk is None else (chunk, tensor.detach())
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        chunk, view = packed
+        with unseen():
+            self.ensure({chunk})
+        assert isinstance(view, torch.Tensor)
+        return view
+
+    def _outside(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A parameter is read while no module runs: the function gets a copy of its current value."""
+        s = self.session
+
+        def copy(parameter: ChunkParameter) -> torch.Tensor:
+            value = s.current_value(parameter._tensor).to(s.backend.device)
+            if torch.is_grad_enabled() and parameter.requires_grad:
+                value.requires_grad_()
+                value.register_hook(_refuse_gradient(s.name_of(parameter._tensor)))  # type: ignore[no-untyped-call]
+            return value.as_subclass(Snapshot)
+
+        return func(*map_parameters(args, copy), **map_parameters(kwargs, copy))
+
+
+class _Reads(TorchDispatchMode):
+    """Entered around one call: tells `demand` of each operator that takes (a view of) a working list. A call may end
+    before it reads all it was given: a recomputation that has restored enough stops in the middle of one."""
+
+    def __init__(self, demand: Demand) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._demand = demand
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        chunks = {
+            chunk
+            for tensor in tensors_of((args, kwargs))
+            if (chunk := self._demand.chunk_of_storage(tensor)) is not None
+        }
+        if chunks:
+            self._demand.read(chunks)
+        return func(*args, **kwargs)
+
+
+def _beside(own: tuple[Any, Any], demand: Demand) -> tuple[Any, Any]:
+    """Saved-tensor hooks that keep working lists by chunk and leave every other tensor to the loop's own hooks. (None,
+    None) for those of torch.utils.checkpoint, which must see all."""
+    pack, unpack = own
+    if getattr(pack, "__module__", "") == "torch.utils.checkpoint":
+        return None, None
+
+    def pack_both(tensor: torch.Tensor) -> Any:
+        mine = demand.chunk_of_storage(tensor) is not None
+        return mine, demand._pack(tensor) if mine else pack(tensor)
+
+    def unpack_both(packed: Any) -> Any:
+        mine, kept = packed
+        return demand._unpack(kept) if mine else unpack(kept)
+
+    return pack_both, unpack_both
+
+
+def _refuse_gradient(name: str) -> Any:
+    def refuse(_: torch.Tensor) -> None:
+        raise ContractError(
+            f"parameter {name!r} was read outside every module call and the loss depends on it; move that code into "
+            "the forward of the model or of one of its modules"
+        )
+
+    return refuse
+
+
+class _Tide:
+    """Peaks of moments by the event that opens them."""
+
+    def __init__(self, moments: Sequence[Moment]) -> None:
+        self._by_name: dict[str, int] = {}
+        for m in moments:
+            self._by_name[m.name] = max(self._by_name.get(m.name, 0), m.peak_bytes)
+        forward = [m for m in moments if m.phase is Phase.FWD] or list(moments)
+        # Without gradients nothing is kept: what one moment adds, twice (input and output of the next one).
+        self.no_grad_bytes = forward[0].start_bytes + 2 * max(m.peak_bytes - m.start_bytes for m in forward)
+
+    def at(self, name: str, otherwise: int) -> int:
+        return self._by_name.get(name, otherwise)

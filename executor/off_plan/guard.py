@@ -1,0 +1,126 @@
+"""Guard: every operator of an iteration, watched for memory that is not there.
+
+A dispatch mode that stands under a session's iterations. On a virtual accelerator with a limit it counts what is alive
+beside the chunks, operator by operator, and an operator whose result no longer fits has room made for it by the ladder
+before the next one runs. Where an operator itself is refused (torch.OutOfMemoryError on CUDA), the ladder gives back
+what it can and the operator runs again: it allocates before it writes.
+
+Counting costs time for every operator; a session has a guard only where the accelerator has a limit of its own, or
+where memory ran out before.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from executor.devices.backend import VirtualBackend
+from executor.measuring.live_bytes import LiveStorages
+from executor.measuring.measure import unseen
+from pstar_sim.core.step import Place
+from pstar_sim.errors import OutOfMemory
+
+if TYPE_CHECKING:
+    from executor.engine import Session
+
+__all__ = ["Guard"]
+
+TRIES = 8
+
+
+class Guard(LiveStorages):  # type: ignore[no-untyped-call]
+    """Watches what runs inside the model's modules and in backward, from `begin` to `end`. What else a loop does (a
+    loss of its own, an evaluation's figures) counts where the model's operators or backward meet it."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__([], session.model.buffers(), costs=False, device=session.backend.device)
+        self._session = session
+        self._entered = False
+        backend = session.backend
+        self._counts = backend if isinstance(backend, VirtualBackend) else None
+        if self._counts is not None:
+            self._counts.count_other = lambda: self.current
+        self.bind()
+
+    def bind(self) -> None:
+        """The session has a new plan, and its parameters new storages."""
+        self._ours.clear()
+        self._keep.clear()
+        s = self._session
+        for chunk in s.plan.layout.chunks:
+            self.ignore(s.arena.whole(chunk.index, "param").untyped_storage())
+
+    def begin(self) -> None:
+        self.__enter__()  # type: ignore[no-untyped-call]
+        self._entered = True
+
+    def end(self) -> None:
+        """No more watching. A mode that was entered later and not left keeps this one on the stack, where it does
+        nothing."""
+        if self._entered and _get_current_dispatch_mode() is self:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._entered = False
+
+    @property
+    def counts(self) -> bool:
+        """The accelerator goes by what is counted here, so that nothing else is held."""
+        return self._counts is not None and self._counts.gpu_bytes is not None
+
+    @property
+    def watches(self) -> bool:
+        s = self._session
+        if not self._entered or s.closed or s.ladder.given_up or not s.clock.inside:
+            return False
+        return s.cursor >= 0 or s.demand.active or s.demand.visiting
+
+    def closes_moment(self) -> int:
+        """Most bytes alive since the last call."""
+        peak = self.peak
+        self.reset_peak()
+        return peak
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self.watches:
+            return func(*args, **(kwargs or {}))
+        before = self.current
+        out = self._run(func, types, args, kwargs)
+        if self._counts is not None:
+            for _ in range(TRIES):
+                if self._counts.over_bytes() > 0:
+                    self._session.arena.flush()
+                if self._counts.over_bytes() <= 0:
+                    break
+                self._make_room(self._refusal(func, max(0, self.current - before), self._counts.gpu_bytes))
+        return out
+
+    def _run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        for left in reversed(range(TRIES)):
+            try:
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            except torch.OutOfMemoryError:
+                if not left:
+                    raise
+                # How much was asked for is only in the text; what its inputs hold is of the same order.
+                asked = sum(t.numel() * t.element_size() for t in args if isinstance(t, torch.Tensor))
+                self._make_room(self._refusal(func, asked, None))
+                self._session.backend.give_back()  # chunks and activations come from different pools
+        raise AssertionError("the last try raises")
+
+    def _refusal(self, func: Any, asked_bytes: int, limit_bytes: int | None) -> OutOfMemory:
+        session = self._session
+        counted = self._counts is not None
+        return OutOfMemory(
+            what=f"operator {func}",
+            asked_bytes=asked_bytes,
+            payload_bytes=self._counts.payload_bytes if self._counts else session.arena.payload_bytes(Place.GPU),
+            other_bytes=self.current - (asked_bytes if counted else 0),
+            limit_bytes=limit_bytes,
+        )
+
+    def _make_room(self, error: OutOfMemory) -> None:
+        with unseen():
+            self._session.ladder.give_back(error, needed=set(), alive_bytes=self.current)

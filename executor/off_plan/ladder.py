@@ -1,0 +1,360 @@
+"""Ladder: what a session does when the accelerator refuses memory that the plan counted on.
+
+The iteration in progress is carried to its end on demand (`demand.py`): working lists that nobody uses now leave the
+accelerator, then optimizer states of pinned chunks, and what was asked for is asked for again. After the step the next
+plan is made by the first rung that fits what is there: [Note: rungs]. Nothing is computed twice and nothing is lost:
+the updates of that iteration are those of plain torch, as of any iteration off plan.
+
+[Note: rungs] 0 "margin": the same policy, for the memory the accelerator really has and the tide that was measured.
+1 "states on the host": no chunk's optimizer states stay on the accelerator. 2 "no prefetch": besides, a chunk comes
+when it is needed. 3 "static": static_partition, room for the highest tide in every moment. A refusal under a plan made
+by a rung goes on with that rung where it tells something new (less memory, a higher tide), with the next one where it
+does not. Policies without these coordinates continue as `tide`.
+
+[Note: what is measured] A virtual accelerator with a limit counts every byte that is alive (`guard.py`), so the tide of
+each moment is known. Elsewhere only the refusal is: then the budget shrinks to what was held when it came.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, overload
+
+import torch
+
+from executor.hooks import Event
+from executor.measuring.measure import unseen
+from executor.memory.arena import check_gpu_memory
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Place
+from pstar_sim.errors import ContractError, DoesNotFit, OutOfMemory
+from pstar_sim.policy.options import options_of, show, split_spec
+from pstar_sim.policy.registry import find_policy
+from pstar_sim.python310 import add_note
+from pstar_sim.units import format_bytes, parse_bytes
+from pstar_sim.workload.workload import Phase, Workload
+
+if TYPE_CHECKING:
+    from executor.engine import Session
+
+__all__ = ["RUNGS", "Ladder", "Rung", "spec_of_rung"]
+
+log = logging.getLogger("executor")
+
+RUNGS = ("margin", "states on the host", "no prefetch", "static")
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One thing the ladder did. moment: index and name of the moment that was open (-1: between two iterations).
+    what, asked_bytes: what memory was asked for. payload_bytes, other_bytes: chunks and everything else there then.
+    limit_bytes: what the accelerator has, None where it does not say. done: what was done about it."""
+
+    iteration: int
+    moment: int
+    name: str
+    what: str
+    asked_bytes: int
+    payload_bytes: int
+    other_bytes: int
+    limit_bytes: int | None
+    done: str
+
+    def __str__(self) -> str:
+        where = "between two iterations" if self.moment < 0 else f"in moment {self.moment} ({self.name})"
+        of = "" if self.limit_bytes is None else f" of {format_bytes(self.limit_bytes)}"
+        return (
+            f"iteration {self.iteration}, {where}: {self.what} asked for {format_bytes(self.asked_bytes)} beside "
+            f"{format_bytes(self.payload_bytes)} of chunks and {format_bytes(self.other_bytes)} of other data{of}; "
+            f"{self.done}"
+        )
+
+
+class Ladder(Sequence[Rung]):
+    """The rungs climbed so far, oldest first. pending: memory ran out and there is no new plan yet. level: index into
+    RUNGS of the rung that made the plan, -1 for the plan that was given. measured: moment -> non-model bytes seen in
+    it, where they are counted. unforeseen_bytes: by how much they were above the plan's where memory ran out."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.pending = False
+        self.given_up = False  # the iteration in progress does not fit, whatever is done
+        self.level = -1
+        self.measured: dict[int, int] = {}
+        self.unforeseen_bytes = 0
+        self._rungs: list[Rung] = []
+        self._error: OutOfMemory | None = None
+        self._budget = 0  # what the accelerator turned out to have for chunks and the tide
+        self._made: Plan | None = None  # the last plan the ladder made
+        self._known: tuple[int, tuple[int, ...]] | None = None  # (budget, tide) the last plan was made for
+
+    @overload
+    def __getitem__(self, index: int) -> Rung: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Rung]: ...
+    def __getitem__(self, index: int | slice) -> Rung | list[Rung]:
+        return self._rungs[index]
+
+    def __len__(self) -> int:
+        return len(self._rungs)
+
+    def __iter__(self) -> Iterator[Rung]:
+        return iter(self._rungs)
+
+    # -- inside an iteration ------------------------------------------------------------------------------------------
+
+    def on_event(self, event: Event) -> None:
+        """Before each event: what was seen since the last one, and what a queue is short of."""
+        s = self.session
+        if self.given_up and event.kind == "begin" and event.phase is Phase.FWD:
+            self.check_whole()
+            with torch.no_grad():
+                s.demand.discard()
+        if s.guard is not None:
+            peak = s.guard.closes_moment()
+            moment = s.demand.moment if s.demand.active else s.cursor
+            if moment >= 0 and not s.demand.visiting:
+                self.measured[moment] = max(self.measured.get(moment, 0), peak)
+        if s.demand.visiting:
+            return
+        if s.queues.short is not None and not s.demand.active:
+            self.climb(s.queues.short)
+        elif self.pending and s.cursor < 0 and not s.demand.active:
+            self.replan()
+
+    def check_whole(self) -> None:
+        """Raise ContractError if an iteration that did not fit has left some of its gradients."""
+        if self.given_up and self.session.arrived:
+            raise ContractError(
+                "the iteration that ran out of memory has left some of its gradients; call optimizer.zero_grad() and "
+                "run its forward and backward again"
+            )
+
+    def note(self, error: OutOfMemory, done: str, alive_bytes: int | None = None) -> None:
+        """Memory ran out; a new plan is due. alive_bytes: non-model bytes there have to be, if they are known."""
+        s = self.session
+        self.pending = True
+        self._error = error
+        moment = s.demand.moment if s.demand.active else s.cursor
+        name = s.names[moment] if moment >= 0 else ""
+        rung = Rung(
+            s.iteration, moment, name, error.what, error.asked_bytes, error.payload_bytes, error.other_bytes,
+            error.limit_bytes, done,
+        )  # fmt: skip
+        self._rungs.append(rung)
+        log.warning("%s", rung)
+        self._shrink(error, error.other_bytes if alive_bytes is None else alive_bytes, moment)
+
+    def _shrink(self, error: OutOfMemory, alive_bytes: int, moment: int) -> None:
+        """What the arena may hold for the rest of the iteration."""
+        s = self.session
+        arena = s.arena
+        foreseen = s.plan.workload.moments[moment].peak_bytes if moment >= 0 else arena.tide_bytes
+        budget = error.payload_bytes + foreseen
+        if error.limit_bytes is not None:
+            budget = error.limit_bytes
+            self.unforeseen_bytes = max(self.unforeseen_bytes, alive_bytes - foreseen)
+        arena.gpu_budget_bytes = min(arena.gpu_budget_bytes, budget)
+
+    def climb(self, error: OutOfMemory) -> None:
+        """A step of the plan was refused memory: the iteration is carried on demand from here; between two iterations
+        a new plan is made at once."""
+        s = self.session
+        if s.ranks is not None:
+            raise error
+        if s.cursor < 0 and not s.demand.active:
+            self.note(error, "a new plan is made at once")
+            self.replan()
+            return
+        self.note(error, "the iteration goes on without the plan, each chunk fetched when it is read")
+        if not s.demand.active:
+            s.demand.leave(f"out of memory: {error.what} in moment {s.cursor}")
+
+    def recover(self, error: OutOfMemory | torch.OutOfMemoryError) -> None:
+        """An operator of the loop's own forward or backward was refused memory and the error came out of it (a CUDA
+        allocation inside an operator; on a virtual accelerator the guard sees to it). Call this from the loop: the
+        iteration's gradients are dropped, nothing of it has updated anything, the next plan is made for less, and the
+        loop runs the iteration's micro-batches again, as `executor.training.train_step` does. Operators are watched
+        from then on. Raises the error itself where eager updates of this iteration have been made, and on several
+        ranks, which wait for each other."""
+        s = self.session
+        if s.ranks is not None:
+            raise error
+        if s.updated_early:
+            add_note(error, "it cannot be run again: AdamW(eager=True) has updated parameters inside its backward")
+            raise error
+        if not isinstance(error, OutOfMemory):
+            error = OutOfMemory(
+                what="an operator",
+                asked_bytes=_asked(str(error)),
+                payload_bytes=s.arena.payload_bytes(Place.GPU),
+                other_bytes=s.arena.tide_bytes,
+                limit_bytes=s.backend.available_gpu_bytes(),
+            )
+        s.guard_memory(always=True)
+        self.note(error, "the iteration is given up, to be run again")
+        with unseen(), torch.no_grad():
+            if s.cursor >= 0 or s.demand.active:
+                s.demand.discard()
+            else:
+                self.replan()
+        s.backend.give_back()
+        s.consumed.clear()
+        s.arrived.clear()
+
+    def give_back(self, error: OutOfMemory, *, needed: set[int], alive_bytes: int | None = None) -> None:
+        """What an operator or a chunk off plan asked for was refused: make room for it. alive_bytes: as in `note`.
+        Raises DoesNotFit if that cannot be."""
+        s = self.session
+        if s.ranks is not None:
+            raise s.ranks.cannot_leave(str(error)) from error
+        short = error.asked_bytes
+        if error.limit_bytes is not None:
+            short = error.payload_bytes + error.other_bytes + error.asked_bytes - error.limit_bytes
+        if s.cursor >= 0 and not s.demand.active:
+            s.demand.leave(f"out of memory: {error.what} in moment {s.cursor}")
+        dropped, freed = s.demand.give_back(short, needed=needed)
+        words = [f"gave back {format_bytes(freed)} ({len(dropped)} chunks) "] if dropped else []
+        if freed < short:
+            moved, more = s.demand.states_to_host(short - freed, needed=needed)
+            freed += more
+            if moved:
+                words.append(f"moved the optimizer states of {len(moved)} chunks to the host ({format_bytes(more)}) ")
+        s.arena.flush()
+        self.note(error, "and ".join(words).strip() or "nothing is left to give back", alive_bytes)
+        if freed < short:
+            self.given_up = True
+            s.clock.reset()  # the forward that runs ends with the error
+            raise self._does_not_fit(error, short - freed)
+
+    def _does_not_fit(self, error: OutOfMemory, short: int) -> DoesNotFit:
+        s = self.session
+        limit = error.limit_bytes
+        if limit is None:
+            limit = error.payload_bytes + error.other_bytes
+        eager = "; eager updates of this step that were made already stay" if s.updated_early else ""
+        return DoesNotFit(
+            policy=f"{s.plan.policy} in iteration {s.iteration}",
+            place="gpu",
+            needed_bytes=limit + short,
+            available_bytes=limit,
+            what=f"{error.what} of {format_bytes(error.asked_bytes)} beside {format_bytes(error.other_bytes)} of other "
+            f"data and chunks that are in use; parameters are those after step {s.iteration - 1}{eager}; use a smaller "
+            "batch or checkpointing",
+        )
+
+    # -- between two iterations ---------------------------------------------------------------------------------------
+
+    def replan(self) -> None:
+        """The next plan, from the first rung that fits. Raises DoesNotFit if none does; the session then stands between
+        two iterations with the values of the last whole step, and tries again at the next."""
+        s = self.session
+        assert s.cursor < 0 and not s.demand.active and not s.demand.visiting
+        self.given_up = False
+        if not s.held:
+            s.drain()
+            s.held = True
+        if s.plan is not self._made:  # somebody else made a plan since
+            self.level, self._known = -1, None
+        workload, budget = self._workload(), self._available()
+        known = (budget, tuple(m.peak_bytes for m in workload.moments))
+        first = max(self.level, 0) if known != self._known else self.level + 1
+        machine = with_gpu_budget(s.plan.machine, budget)
+        last: DoesNotFit | None = None
+        tried: list[str] = []
+        for level in range(first, len(RUNGS)):
+            spec = spec_of_rung(s.plan.policy, level)
+            if spec in tried:
+                continue
+            tried.append(spec)
+            try:
+                plan = find_policy(spec)(workload, machine, s.plan.settings)
+                check_gpu_memory(plan, s.backend, plan.gpu_budget_bytes)
+                s.renew(plan)
+            except DoesNotFit as error:
+                log.warning("rung %r (%s): %s", RUNGS[level], spec, error)
+                last = error
+                continue
+            self.level, self._known, self._made, self.pending = level, known, plan, False
+            self.unforeseen_bytes = 0
+            done = (
+                f"new plan by {spec} (rung {RUNGS[level]!r}) for {format_bytes(budget)} and a tide of at most "
+                f"{format_bytes(workload.peak_non_model_bytes)}"
+            )
+            self._rungs.append(replace(self._rungs[-1], done=done))
+            log.warning("iteration %d: %s", s.iteration, done)
+            s.deviation_log.append(f"iteration {s.iteration}: {done}")
+            return
+        s.clock.reset()  # a forward that was about to begin does not
+        refused = self._error
+        assert refused is not None
+        raise DoesNotFit(
+            policy=f"no rung of the ladder ({', '.join(tried) or s.plan.policy})",
+            place=last.place if last else "gpu",
+            needed_bytes=last.needed_bytes if last else budget + refused.asked_bytes,
+            available_bytes=last.available_bytes if last else budget,
+            what=(f"{last.what}; " if last else "")
+            + f"after {refused}; parameters are those after step {s.iteration - 1}, whole",
+        ) from last
+
+    def _available(self) -> int:
+        """Bytes a new plan may count on: what the accelerator has, or, where that would change nothing and the tide is
+        not counted, an eighth less than before (at least what was asked for): fragments, or a tide above the plan's."""
+        s = self.session
+        budget = s.plan.gpu_budget_bytes
+        limit = s.backend.available_gpu_bytes()
+        if limit is not None and (limit < budget or (s.guard is not None and s.guard.counts)):
+            return min(budget, limit)
+        asked = self._error.asked_bytes if self._error is not None else 0
+        return max(0, budget - max(asked, budget // 8))
+
+    def _workload(self) -> Workload:
+        """The plan's, with the tide that was measured where it was higher."""
+        w = self.session.plan.workload
+        moments = tuple(
+            replace(m, peak_bytes=self.measured[i]) if self.measured.get(i, 0) > m.peak_bytes else m
+            for i, m in enumerate(w.moments)
+        )
+        return w if moments == w.moments else replace(w, moments=moments)
+
+
+def _asked(text: str) -> int:
+    """Bytes that torch's message says it tried to allocate; 0 where it does not say."""
+    found = re.search(r"allocate ([0-9.]+) ?([KMGT]i?B|bytes)", text)
+    if found is None:
+        return 0
+    return parse_bytes(found[1] + found[2].replace("bytes", "B"))
+
+
+def with_gpu_budget(machine: Machine, budget_bytes: int) -> Machine:
+    """The machine with so much for a plan on each GPU."""
+    return replace(
+        machine,
+        ranks=tuple(
+            replace(rank, gpu=replace(rank.gpu, usable_bytes=rank.gpu.context_bytes + budget_bytes))
+            for rank in machine.ranks
+        ),
+    )
+
+
+def spec_of_rung(spec: str, level: int) -> str:
+    """The policy that the rung makes of the one in use. Raises UnknownName for a policy that is not known."""
+    if level == 0:
+        return spec
+    name, text = split_spec(spec)
+    options = options_of(find_policy(name))
+    turned = dict(part.split("=", 1) for part in text.split(",") if "=" in part) if "pins" in options else {}
+    if "pins" not in options:
+        name = "tide"
+    turned = {key.strip(): value.strip() for key, value in turned.items()}
+    turned["pins"] = show(0)
+    if level >= 2:
+        turned["prefetch"] = "none"
+    if level >= 3:
+        name = "static_partition"
+        turned.pop("capacity", None)
+    return f"{name}:" + ",".join(f"{key}={value}" for key, value in turned.items())

@@ -1,0 +1,79 @@
+"""The engine's side of a recorded iteration: on-demand mode with somebody taking notes."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from executor.hooks import Event
+from executor.measuring.live_bytes import LiveStorages
+from executor.measuring.measure import unseen
+from executor.moments import MomentRecorder
+
+if TYPE_CHECKING:
+    from executor.engine import Session
+
+__all__ = ["WarmUp"]
+
+
+class WarmUp:
+    """Passes events on to the on-demand mode.
+
+    With a recorder (and its live storages): it is told of every event and gradient first. With a script ((chunks read,
+    non-model peak) of each moment): the chunks are fetched before the moment begins, and each moment's seconds without
+    that go to `durations`, read from `clock`. firings: gradients a tensor gets in one micro-batch, where more than one.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        firings: Mapping[int, int],
+        *,
+        recorder: MomentRecorder | None = None,
+        live: LiveStorages | None = None,
+        script: Sequence[tuple[set[int], int]] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.durations: list[float] = []
+        self._clock = clock
+        self._session = session
+        self._firings = firings
+        self._recorder = recorder
+        self._live = live
+        self._script = script
+        self._fired: Counter[tuple[int, int]] = Counter()
+        self._micro_batch = 0
+        self._begun_s: float | None = None
+
+    def on_event(self, event: Event) -> None:
+        self.close()
+        self._micro_batch = event.micro_batch
+        session, at = self._session, len(self.durations)
+        if self._recorder is not None:
+            self._recorder.on_event(event)
+        with unseen():
+            if self._script is None:
+                assert self._live is not None
+                session.demand.on_event(event, self._live.current)
+            elif at < len(self._script):
+                chunks, peak_bytes = self._script[at]
+                session.demand.on_event(event, peak_bytes)
+                session.demand.ensure(chunks)
+                session.set_open(True)
+        self._begun_s = self._clock()
+
+    def close(self) -> None:
+        """The open moment ends now."""
+        if self._begun_s is not None:
+            self.durations.append(self._clock() - self._begun_s)
+            self._begun_s = None
+
+    def gradient_is_final(self, tensor: int) -> bool:
+        """A gradient was accumulated; whether it is the tensor's last in this micro-batch."""
+        if self._recorder is not None:
+            return self._recorder.gradient(tensor) >= self._firings.get(tensor, 1)
+        key = (self._micro_batch, tensor)
+        self._fired[key] += 1
+        return self._fired[key] >= self._firings.get(tensor, 1)

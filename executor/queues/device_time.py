@@ -1,0 +1,153 @@
+"""When things happened on the device, for logs that were written when they were issued.
+
+Each step has an event where it begins on its stream and one where it ends. They are turned into seconds once they are
+complete, between iterations, so that nobody waits for them; `apply` then moves the host's logs into the device's time.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pstar_sim.core.step import Kind, Queue
+
+if TYPE_CHECKING:
+    from executor.devices.backend import StreamBackend
+    from executor.measuring.measured import IterationLog, StepLog
+    from executor.memory.arena import ByteChange
+    from executor.queues.interface import Program
+
+__all__ = ["DeviceTimes"]
+
+KEPT_ITERATIONS = 20
+_SETTLED = 2  # iterations after which events are as good as sure to be complete
+
+
+class DeviceTimes:
+    """Begin and end of steps of device queues by (position, iteration)."""
+
+    def __init__(self, backend: StreamBackend) -> None:
+        self._backend = backend
+        self._program: Program | None = None
+        self._open: dict[tuple[int, int], list[Any]] = {}  # [begin, end] events
+        self._seconds: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def begin(self, program: Program) -> None:
+        self._program = program
+
+    def begun(self, i: int, iteration: int, event: Any) -> None:
+        self._open[i, iteration] = [event, None]
+
+    def ended(self, i: int, iteration: int, event: Any) -> None:
+        row = self._open.get((i, iteration))
+        if row is not None:
+            row[1] = event
+
+    def resolve(self, iteration: int) -> None:
+        """Iteration `iteration` begins: what is old enough becomes seconds, what is too old is forgotten."""
+        old = [key for key in list(self._open) if key[1] <= iteration - _SETTLED]
+        for key in old:
+            if self._open[key][1] is None:
+                del self._open[key]  # a moment that the iteration left in the middle
+        self._take([key for key in old if key in self._open], wait=False)
+        for key in [key for key in self._seconds if key[1] < iteration - KEPT_ITERATIONS]:
+            del self._seconds[key]
+
+    def resolve_all(self, *, wait: bool) -> None:
+        """Every step that has ended, however recent. wait: for those in flight too."""
+        self._take([key for key, row in list(self._open.items()) if row[1] is not None], wait=wait)
+
+    def _take(self, keys: Sequence[tuple[int, int]], *, wait: bool) -> None:
+        backend = self._backend
+        for key in keys:
+            begin, end = self._open[key]
+            # Both: the two of a moment may lie on two streams of the user's, and a time is had of complete ones only.
+            if wait:
+                backend.synchronize(begin)
+                backend.synchronize(end)
+            elif not (backend.query(begin) and backend.query(end)):
+                continue
+            self._seconds[key] = (backend.time_of(begin), backend.time_of(end))
+            del self._open[key]
+
+    def apply(
+        self, steps: Sequence[StepLog], iterations: Sequence[IterationLog], changes: Sequence[ByteChange]
+    ) -> tuple[list[StepLog], list[IterationLog], list[ByteChange]]:
+        """The logs in the device's time. A step of a device queue is ready when its stream is done with the one before;
+        a moment that begins later than that names what it waited for."""
+        assert self._program is not None
+        position = {step.id: i for i, step in enumerate(self._program.steps)}
+        moved: dict[tuple[int, int], StepLog] = {}
+        for row in steps:
+            key = position[row.step.id], row.iteration
+            found = self._seconds.get(key)
+            moved[key] = row if found is None else replace(row, start_s=found[0], end_s=found[1], ready_s=found[0])
+        last: dict[Queue, float] = {}
+        for key in sorted(moved, key=lambda key: (moved[key].start_s, moved[key].end_s)):
+            row = moved[key]
+            if key not in self._seconds:
+                continue
+            queue = row.step.queue
+            ready_s = min(last.get(queue, row.start_s), row.start_s)
+            last[queue] = max(last.get(queue, row.end_s), row.end_s)
+            cause = row.cause
+            if queue is Queue.COMPUTE and not cause and row.start_s > ready_s:
+                cause = self._cause(key, moved, ready_s)
+            moved[key] = replace(row, ready_s=ready_s, cause=cause)
+        ends: dict[int, float] = {}
+        for (_, iteration), row in moved.items():
+            if row.step.queue is Queue.COMPUTE:
+                ends[iteration] = max(ends.get(iteration, row.end_s), row.end_s)
+        return (
+            list(moved.values()),
+            [replace(row, end_s=ends.get(row.number, row.end_s)) for row in iterations],
+            self._move_changes(steps, moved, position, changes),
+        )
+
+    def _cause(self, key: tuple[int, int], moved: dict[tuple[int, int], StepLog], ready_s: float) -> str:
+        """The queue of the step that a moment's stream waited for last; "" if it waited for none."""
+        assert self._program is not None
+        i, iteration = key
+        before = [moved[j, iteration - back] for j, back in self._program.after[i] if (j, iteration - back) in moved]
+        late = max((row for row in before if row.end_s > ready_s), key=lambda row: row.end_s, default=None)
+        return "" if late is None else late.step.queue.value
+
+    def _move_changes(
+        self,
+        steps: Sequence[StepLog],
+        moved: dict[tuple[int, int], StepLog],
+        position: dict[int, int],
+        changes: Sequence[ByteChange],
+    ) -> list[ByteChange]:
+        """A take happens when its step begins, a free when it ends, the tide moves with its moment."""
+        by_chunk: dict[int, list[StepLog]] = {}
+        by_moment: dict[int, list[StepLog]] = {}
+        for row in steps:
+            if row.step.kind is Kind.COMPUTE and row.step.moment is not None:
+                by_moment.setdefault(row.step.moment, []).append(row)
+            elif row.step.chunk is not None:
+                by_chunk.setdefault(row.step.chunk, []).append(row)
+        starts = {chunk: sorted(rows, key=lambda row: row.start_s) for chunk, rows in by_chunk.items()}
+
+        def time_of(change: ByteChange) -> float:
+            if change.chunk < 0:
+                word, moment = change.mark
+                if not by_moment.get(moment):
+                    return change.time_s
+                begins = word == "in"
+                row = min(
+                    by_moment[moment], key=lambda row: abs((row.start_s if begins else row.end_s) - change.time_s)
+                )
+                happened = moved[position[row.step.id], row.iteration]
+                return happened.start_s if begins else happened.end_s
+            rows = starts.get(change.chunk, [])
+            at = bisect.bisect_right([row.start_s for row in rows], change.time_s) - 1
+            for row in rows[max(0, at - 2) : at + 1][::-1]:
+                if row.start_s <= change.time_s <= row.end_s:
+                    happened = moved[position[row.step.id], row.iteration]
+                    return happened.start_s if change.change > 0 else happened.end_s
+            return change.time_s
+
+        return sorted((replace(change, time_s=time_of(change)) for change in changes), key=lambda row: row.time_s)

@@ -1,0 +1,222 @@
+"""The queues of a plan in motion, as everything else sees them.
+
+Each runs its steps in order; a step starts when what it names in `after` has ended. What a step does they do not know:
+they call `Work`.
+
+[Note: iterations] Every queue runs all steps of iteration k before those of k+1. `allow(k)` lets steps of iterations up
+to k run. Those of the net queue wait for `allow_net(k)` besides, which comes with the first moment of iteration k:
+between two iterations no collective is in flight on any rank. `done[i]` is the last iteration in which step i ended, -1
+before the first, so `id@-1` is satisfied at the start.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Container, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Queue
+from pstar_sim.errors import OutOfMemory, PlanError
+
+if TYPE_CHECKING:
+    from executor.measuring.measured import IterationLog, StepLog
+    from executor.memory.arena import ByteChange
+
+__all__ = ["SIDE_QUEUES", "AtOnce", "Program", "Queues", "Work"]
+
+SIDE_QUEUES = (Queue.H2D, Queue.D2H, Queue.ADAM, Queue.NET)
+"""The queues besides compute."""
+
+
+class Program:
+    """A plan's steps by position, ready to be run. done: see [Note: iterations]."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.steps = plan.steps
+        index = {step.id: i for i, step in enumerate(plan.steps)}
+        if len(index) < len(plan.steps):
+            raise PlanError(f"plan of {plan.policy!r} gives one id to several steps")
+        self.after: list[tuple[tuple[int, int], ...]] = []
+        self.order: dict[Queue, list[int]] = defaultdict(list)
+        self.wakes: list[set[Queue]] = [set() for _ in plan.steps]  # queues that have a step after this one
+        for i, step in enumerate(plan.steps):
+            for ref in step.after:
+                if ref.id not in index:
+                    raise PlanError(f"step {step.id} waits for step {ref}, which the plan does not have")
+                self.wakes[index[ref.id]].add(step.queue)
+            self.after.append(tuple((index[ref.id], ref.back) for ref in step.after))
+            self.order[step.queue].append(i)
+        unknown = set(self.order) - {Queue.COMPUTE, *SIDE_QUEUES}
+        if unknown:
+            raise PlanError(f"this executor has no queue {', '.join(sorted(unknown))}")
+        self.done = [-1] * len(plan.steps)
+
+    def ready(self, i: int, iteration: int) -> bool:
+        done = self.done
+        return all(done[j] >= iteration - back for j, back in self.after[i])
+
+    def missing(self, i: int, iteration: int) -> list[int]:
+        """Positions of the steps that step i still waits for."""
+        return [j for j, back in self.after[i] if self.done[j] < iteration - back]
+
+    def waiting(self, i: int, iteration: int) -> str:
+        """For the watchdog: the step, and the steps it waits for."""
+        missing = [self.word(j, iteration - back) for j, back in self.after[i] if self.done[j] < iteration - back]
+        return self.word(i, iteration) + (f", which waits for {', '.join(missing[:4])}" if missing else "")
+
+    def word(self, i: int, iteration: int) -> str:
+        """For messages: "step 12 (fetch of chunk 3) of iteration 4"."""
+        step = self.steps[i]
+        about = f" of chunk {step.chunk}" if step.chunk is not None else f" of moment {step.moment}"
+        return f"step {step.id} ({step.kind.value}{about}) of iteration {iteration}"
+
+
+class Work(Protocol):
+    """What a step does, in two halves: `begin` takes memory, `finish` (after `work`) frees it and writes the log.
+
+    [Note: short of memory] `begin` may raise OutOfMemory, having changed nothing. The queue then keeps the step and
+    starts nothing until `jump`; the others go on. The user's thread gets the error from `wait`, or finds it in `short`.
+    """
+
+    def begin(self, i: int, iteration: int, ready_s: float, waited_for: int | None) -> None: ...
+
+    def work(self, i: int, iteration: int) -> None: ...
+
+    def finish(self, i: int, iteration: int) -> None: ...
+
+    def landed(self, chunk: int) -> None:
+        """The compute queue may read what was copied to the gpu for this chunk from now on."""
+        ...
+
+    def enter_thread(self, queue: Queue) -> None: ...
+
+
+class Queues(Protocol):
+    """The side queues. All methods are called from the user's thread."""
+
+    def start(self, program: Program, work: Work) -> None:
+        """Begin; nothing runs before the first `allow`."""
+        ...
+
+    def allow(self, iteration: int) -> None:
+        """Steps of iterations up to this one may run."""
+        ...
+
+    def allow_net(self, iteration: int) -> None:
+        """Steps of the net queue of iterations up to this one may run."""
+        ...
+
+    def wait(self, i: int, iteration: int) -> int | None:
+        """Return when compute-queue step i may start; the step it waited for last, None if it did not wait."""
+        ...
+
+    def before_end(self, i: int, iteration: int) -> None:
+        """The compute step i is about to end."""
+        ...
+
+    def ended(self, i: int, iteration: int) -> None:
+        """Compute-queue step i has ended."""
+        ...
+
+    def await_steps(self, steps: Sequence[int], iteration: int) -> None:
+        """Return when these steps of the iteration have ended. For a step that is being executed, in any thread."""
+        ...
+
+    def settle(self, iteration: int) -> None:
+        """Return when every step of iterations up to this one has ended."""
+        ...
+
+    def pause(self) -> None:
+        """Return when no step is being executed; none starts before `resume`."""
+        ...
+
+    def resume(self) -> None: ...
+
+    def jump(self, iteration: int) -> None:
+        """While paused: every step of iterations up to this one counts as done, the queues stand at the next."""
+        ...
+
+    def stop(self) -> None:
+        """End the queues; returns when they have."""
+        ...
+
+    def renew(self) -> Queues:
+        """Queues of the same kind that have not been started."""
+        ...
+
+    def waited(self, seconds: float) -> None:
+        """The training thread has waited so long for the device or the other ranks, outside these queues."""
+        ...
+
+    def standing(self) -> dict[Queue, tuple[int, int]]:
+        """While paused: (iteration, index in the queue's order) of each queue's next step."""
+        ...
+
+    def stand(self, at: Mapping[Queue, tuple[int, int]]) -> None:
+        """While paused: go on from there."""
+        ...
+
+    @property
+    def in_flight(self) -> Container[int]:
+        """Chunks whose copy to the gpu is issued and that the compute queue has not `land`ed yet."""
+        ...
+
+    def land(self, chunk: int) -> None:
+        """What the compute queue does from now on comes after the chunk's copy, if one is in flight."""
+        ...
+
+    def measured(
+        self,
+        steps: Sequence[StepLog],
+        iterations: Sequence[IterationLog],
+        changes: Sequence[ByteChange],
+        *,
+        wait: bool = True,
+    ) -> tuple[Sequence[StepLog], Sequence[IterationLog], Sequence[ByteChange]]:
+        """The logs in the time in which things happened; they were written when things were issued. wait: for what has
+        not happened yet (else it keeps the time it was issued at)."""
+        ...
+
+    @property
+    def program(self) -> Program | None:
+        """What `start` was given; None before."""
+        ...
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What a queue died of."""
+        ...
+
+    @property
+    def short(self) -> OutOfMemory | None:
+        """What holds a queue back: see [Note: short of memory]."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """From any thread: the run is over, whoever waits raises this."""
+        ...
+
+
+class AtOnce:
+    """What queues share whose steps have happened when they have ended."""
+
+    @property
+    def in_flight(self) -> Container[int]:
+        return frozenset()
+
+    def land(self, chunk: int) -> None:
+        return None
+
+    def waited(self, seconds: float) -> None:
+        return None
+
+    def measured(
+        self,
+        steps: Sequence[StepLog],
+        iterations: Sequence[IterationLog],
+        changes: Sequence[ByteChange],
+        *,
+        wait: bool = True,
+    ) -> tuple[Sequence[StepLog], Sequence[IterationLog], Sequence[ByteChange]]:
+        return steps, iterations, changes

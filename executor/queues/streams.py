@@ -1,0 +1,266 @@
+"""StreamQueues: the queues of a plan on an accelerator that is given work ahead of time.
+
+The threads are those of ThreadQueues; what they do with a step of a device queue is issue it. A step of a device queue
+has *ended* for the other threads when it is issued, and its event says when it has happened. A step of a host queue
+(CPU Adam's; disks') has ended when it has happened.
+
+[Note: edges on streams] Who starts a step waits on the host until the steps it is after have ended in that sense. Then,
+for each of them that is of another queue: from a device step to a device step, its stream waits for the event; from a
+device step to a host step, the thread waits for the event; from a host step to a device step nothing is left to do, it
+has happened. So no event is ever waited for before it is recorded (that would wait for nothing and silently compute
+with wrong data), and the training thread waits on the host only for what is not issued yet: in the steady state, for
+host steps. Steps of one queue follow each other on its stream.
+
+[Note: in flight] A chunk's ledger says "on the gpu" when its copy is issued. The compute stream may read it only after
+its event, so its parameters stay parked until `land`, which a moment calls for every chunk it reads, and the on-demand
+mode for what is read unplanned.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Container, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from executor.queues.device_time import DeviceTimes
+from executor.queues.interface import SIDE_QUEUES, Program, Work
+from executor.queues.threads import ThreadQueues
+from pstar_sim.core.step import Kind, Queue
+
+if TYPE_CHECKING:
+    from executor.devices.backend import Backend, StreamBackend
+    from executor.measuring.measured import IterationLog, StepLog
+    from executor.memory.arena import ByteChange
+
+__all__ = ["StreamQueues", "queues_for"]
+
+log = logging.getLogger("executor")
+
+_ARRIVALS = frozenset({(Kind.FETCH, "param"), (Kind.GATHER, "remote"), (Kind.GATHER, "param")})
+_POLL_S = 2e-4
+
+
+def queues_for(backend: Backend, *, watchdog_s: float) -> ThreadQueues:
+    """The queues that suit the backend: issuing ones where it has streams."""
+    if hasattr(backend, "record"):
+        return StreamQueues(cast("StreamBackend", backend), watchdog_s=watchdog_s)
+    return ThreadQueues(watchdog_s=watchdog_s)
+
+
+class StreamQueues(ThreadQueues):
+    """A daemon thread a queue that issues to the backend's stream of that queue. Arguments as for ThreadQueues.
+
+    host_wait_s: seconds the training thread has waited on the host: for what was not issued yet, and for figures that
+    it has to have before it goes on (`waited`: whether an fp16 gradient overflowed). host_waits: how often.
+    """
+
+    def __init__(
+        self,
+        backend: StreamBackend,
+        *,
+        watchdog_s: float = 30.0,
+        join_s: float = 10.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__(watchdog_s=watchdog_s, join_s=join_s, clock=clock)
+        self._backend = backend
+        self._events: list[dict[int, Any]] = []  # step -> iteration -> event, of the last two iterations
+        self._latest: dict[Queue, Any] = {}
+        self._in_flight: dict[int, Any] = {}  # chunk -> event of its copy, None while that is being issued
+        self._times = DeviceTimes(backend)
+        self.host_wait_s = 0.0
+        self.host_waits = 0
+
+    def renew(self) -> StreamQueues:
+        return StreamQueues(self._backend, watchdog_s=self._watchdog_s, join_s=self._join_s, clock=self._clock)
+
+    def start(self, program: Program, work: Work) -> None:
+        self._events = [{} for _ in program.steps]
+        self._times.begin(program)
+        super().start(program, work)
+
+    # -- issuing ------------------------------------------------------------------------------------------------------
+
+    def _arrive(self, queue: Queue, i: int, iteration: int) -> None:
+        program, backend = self._program, self._backend
+        on_host = queue in backend.host_queues
+        for j, back in program.after[i]:
+            other = program.steps[j].queue
+            if other is queue or other in backend.host_queues:
+                continue
+            event = self._event(j, iteration - back)
+            if event is None:
+                continue
+            if on_host:
+                backend.synchronize(event)
+                if self._failure is not None:  # a lost rank: collectives were ended, not done
+                    raise self._failure
+            elif not backend.query(event):
+                backend.wait_event(queue, event)
+        if on_host:
+            return
+        step = program.steps[i]
+        if step.chunk is not None and (step.kind, step.list) in _ARRIVALS:
+            self._in_flight[step.chunk] = None
+        self._times.begun(i, iteration, backend.record(queue))
+
+    def _depart(self, queue: Queue, i: int, iteration: int) -> None:
+        if queue in self._backend.host_queues:
+            return
+        event = self._backend.record(queue)
+        events = self._events[i]
+        events[iteration] = event
+        events.pop(iteration - 2, None)
+        self._latest[queue] = event
+        self._times.ended(i, iteration, event)
+        step = self._program.steps[i]
+        if step.chunk is not None and (step.kind, step.list) in _ARRIVALS:
+            self._in_flight[step.chunk] = event
+
+    def _refused(self, i: int) -> None:
+        step = self._program.steps[i]
+        if step.chunk is not None and (step.kind, step.list) in _ARRIVALS:
+            self._in_flight.pop(step.chunk, None)
+
+    def _event(self, j: int, iteration: int) -> Any:
+        """The event of step j's first end that counts for this iteration; None if the queues jumped over it."""
+        if iteration < 0:
+            return None
+        events = self._events[j]
+        return events.get(iteration) or events.get(iteration + 1)
+
+    def wait(self, i: int, iteration: int) -> int | None:
+        begun_s = self._clock()
+        waited_for = super().wait(i, iteration)
+        if waited_for is not None:
+            self.host_waits += 1
+            self.host_wait_s += self._clock() - begun_s
+        try:
+            self._arrive(Queue.COMPUTE, i, iteration)
+        except Exception as error:
+            with self._lock:
+                self._failure = self._failure or error
+                self._notify_all()
+            raise
+        return waited_for
+
+    def await_steps(self, steps: Sequence[int], iteration: int) -> None:
+        """Besides, what this thread issues from now on happens after them; in a thread of a host queue they have
+        happened."""
+        super().await_steps(steps, iteration)
+        backend = self._backend
+        queue = backend.queue
+        for i in steps:
+            event = None if self._program.steps[i].queue in backend.host_queues else self._event(i, iteration)
+            if event is None or backend.query(event):
+                continue
+            if queue in backend.host_queues:
+                backend.synchronize(event)
+                if self._failure is not None:
+                    raise self._failure
+            else:
+                backend.wait_event(queue, event)
+
+    def waited(self, seconds: float) -> None:
+        self.host_waits += 1
+        self.host_wait_s += seconds
+
+    def ended(self, i: int, iteration: int) -> None:
+        self._depart(Queue.COMPUTE, i, iteration)
+        super().ended(i, iteration)
+
+    # -- arrivals -----------------------------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> Container[int]:
+        return self._in_flight
+
+    def land(self, chunk: int) -> None:
+        if chunk not in self._in_flight:
+            return
+        if self._in_flight[chunk] is None:
+            self._wait_until(
+                lambda: self._in_flight.get(chunk, True) is not None, lambda: f"the copy of chunk {chunk} to be issued"
+            )
+        event = self._in_flight.pop(chunk, None)
+        if event is not None and not self._backend.query(event):
+            self._backend.wait_event(Queue.COMPUTE, event)
+        self._work.landed(chunk)
+
+    # -- standing still -----------------------------------------------------------------------------------------------
+
+    def allow(self, iteration: int) -> None:
+        self._times.resolve(iteration)
+        super().allow(iteration)
+
+    def settle(self, iteration: int) -> None:
+        super().settle(iteration)
+        self._catch_up(SIDE_QUEUES)
+
+    def pause(self) -> None:
+        super().pause()
+        if self._started is None:
+            return
+        self._catch_up((*SIDE_QUEUES, Queue.COMPUTE))
+        for chunk in list(self._in_flight):
+            self.land(chunk)
+
+    def resume(self) -> None:
+        """What the compute queue was given meanwhile (parameters loaded, an iteration off plan) has happened before any
+        other stream goes on: none of it has an edge."""
+        if self._started is not None:
+            self._backend.synchronize(self._backend.record(Queue.COMPUTE))
+        super().resume()
+
+    def jump(self, iteration: int) -> None:
+        super().jump(iteration)
+        for events in self._events:
+            events.clear()
+
+    def stop(self) -> None:
+        """Besides, raises what a stream died of if nobody has been told yet: once, when every stream has ended."""
+        super().stop()
+        untold: Exception | None = None
+        for queue in self._latest:
+            try:
+                # Also what was issued by a step that failed halfway.
+                self._backend.synchronize(self._backend.record(queue))
+            except Exception as error:
+                if self._failure is None:
+                    self._failure = untold = error
+                elif error is not self._failure:
+                    log.info("the %s stream ended with %s, after %s", queue.value, error, self._failure)
+        if untold is not None:
+            raise untold
+
+    def _catch_up(self, queues: Sequence[Queue]) -> None:
+        """Return when everything issued to the queues' streams has happened. Names what does not happen."""
+        for queue in queues:
+            event = self._latest.get(queue)
+            if event is None:
+                continue
+            since_s = self._clock()
+            while not self._backend.query(event):
+                if self._failure is not None:
+                    raise self._failure
+                if self._clock() - since_s > self._watchdog_s:
+                    since_s = self._clock()
+                    log.warning(
+                        "waiting for the %s stream: what was issued to it has not happened for %g s; %s",
+                        queue.value, self._watchdog_s, self._standing(),
+                    )  # fmt: skip
+                time.sleep(_POLL_S)
+
+    # -- times --------------------------------------------------------------------------------------------------------
+
+    def measured(
+        self,
+        steps: Sequence[StepLog],
+        iterations: Sequence[IterationLog],
+        changes: Sequence[ByteChange],
+        *,
+        wait: bool = True,
+    ) -> tuple[Sequence[StepLog], Sequence[IterationLog], Sequence[ByteChange]]:
+        self._times.resolve_all(wait=wait)
+        return self._times.apply(steps, iterations, changes)

@@ -1,0 +1,300 @@
+"""ThreadQueues: compute runs in the user's thread, every other queue in a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from executor.queues.interface import SIDE_QUEUES, AtOnce, Program, Work
+from pstar_sim.core.step import Queue
+from pstar_sim.errors import OutOfMemory, PlanError
+from pstar_sim.python310 import add_note
+
+__all__ = ["ThreadQueues"]
+
+log = logging.getLogger("executor")
+
+
+class ThreadQueues(AtOnce):
+    """A daemon thread a queue.
+
+    watchdog_s: after so long without any step ending while the user's thread waits, the log names the step that waits;
+    if nothing is being executed either, nothing can ever end and PlanError is raised. join_s: how long `stop` waits for
+    a step that is being executed.
+    """
+
+    def __init__(
+        self, *, watchdog_s: float = 30.0, join_s: float = 10.0, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._watchdog_s = watchdog_s
+        self._join_s = join_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._conditions = {queue: threading.Condition(self._lock) for queue in (Queue.COMPUTE, *SIDE_QUEUES)}
+        self._at: dict[Queue, tuple[int, int]] = {}  # queue -> (iteration, index in its order)
+        self._busy: set[Queue] = set()
+        self._waiting: set[Queue] = set()
+        self._threads: list[threading.Thread] = []
+        self._allowed = -1
+        self._net_allowed = -1
+        self._ended_here = threading.Condition(self._lock)  # for steps that wait for others (await_steps)
+        self._paused = False
+        self._stopping = False
+        self._ended_steps = 0
+        self._started: Program | None = None
+        self._failure: BaseException | None = None
+        self._short: dict[Queue, OutOfMemory] = {}
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._failure
+
+    @property
+    def short(self) -> OutOfMemory | None:
+        return next(iter(self._short.values()), None)
+
+    @property
+    def program(self) -> Program | None:
+        return self._started
+
+    def renew(self) -> ThreadQueues:
+        return ThreadQueues(watchdog_s=self._watchdog_s, join_s=self._join_s, clock=self._clock)
+
+    def standing(self) -> dict[Queue, tuple[int, int]]:
+        return dict(self._at)
+
+    def stand(self, at: Mapping[Queue, tuple[int, int]]) -> None:
+        with self._lock:
+            self._at.update(at)
+
+    def start(self, program: Program, work: Work) -> None:
+        self._program, self._work = program, work
+        self._started = program
+        for queue in SIDE_QUEUES:
+            if program.order.get(queue):
+                self._at[queue] = (0, 0)
+                thread = threading.Thread(target=self._run, args=(queue,), name=f"executor-{queue.value}", daemon=True)
+                self._threads.append(thread)
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, queue: Queue) -> None:
+        try:
+            self._work.enter_thread(queue)
+            while self._one(queue):
+                pass
+        except BaseException as error:  # handed to the user's thread, which raises it
+            with self._lock:
+                iteration, at = self._at[queue]
+                word = self._program.word(self._program.order[queue][at], iteration)
+                add_note(error, f"raised in queue {queue.value}, at {word}")
+                self._busy.discard(queue)
+                self._failure = self._failure or error
+                self._notify_all()
+
+    def _one(self, queue: Queue) -> bool:
+        """Run the queue's next step; False when the queues stop."""
+        program, condition = self._program, self._conditions[queue]
+        order = program.order[queue]
+        ready_s = self._clock()
+        waited_for: int | None = None
+        with self._lock:
+            while True:
+                if self._stopping or self._failure is not None:
+                    return False
+                iteration, at = self._at[queue]
+                i = order[at]
+                if not self._paused and iteration <= self._limit(queue) and queue not in self._short:
+                    missing = program.missing(i, iteration)
+                    if not missing:
+                        break
+                    waited_for = missing[-1]
+                self._waiting.add(queue)
+                condition.wait()
+                self._waiting.discard(queue)
+            self._busy.add(queue)
+        self._arrive(queue, i, iteration)
+        try:
+            self._work.begin(i, iteration, ready_s, waited_for)
+        except OutOfMemory as error:
+            self._refused(i)
+            with self._lock:
+                self._busy.discard(queue)
+                self._short[queue] = error
+                self._notify_all()
+            return True
+        self._work.work(i, iteration)
+        self._work.finish(i, iteration)
+        self._depart(queue, i, iteration)
+        with self._lock:
+            self._busy.discard(queue)
+            self._at[queue] = (iteration, at + 1) if at + 1 < len(order) else (iteration + 1, 0)
+            self._mark(i, iteration)
+        return True
+
+    def _arrive(self, queue: Queue, i: int, iteration: int) -> None:
+        """The step's edges are satisfied and it is about to begin. Called in its queue's thread, without the lock."""
+
+    def _refused(self, i: int) -> None:
+        """The step that arrived last got no memory; it will arrive again, or the queues jump over it."""
+
+    def _depart(self, queue: Queue, i: int, iteration: int) -> None:
+        """The step has ended, which nobody knows yet. Called as `_arrive`."""
+
+    def _limit(self, queue: Queue) -> int:
+        return min(self._allowed, self._net_allowed) if queue is Queue.NET else self._allowed
+
+    def _mark(self, i: int, iteration: int) -> None:
+        self._program.done[i] = iteration
+        self._ended_steps += 1
+        self._ended_here.notify_all()
+        for queue in self._program.wakes[i]:
+            if queue in self._waiting:
+                self._conditions[queue].notify_all()
+        if Queue.COMPUTE in self._waiting:
+            self._conditions[Queue.COMPUTE].notify_all()
+
+    def _notify_all(self) -> None:
+        for condition in (*self._conditions.values(), self._ended_here):
+            condition.notify_all()
+
+    def allow(self, iteration: int) -> None:
+        with self._lock:
+            self._allowed = max(self._allowed, iteration)
+            self._notify_all()
+
+    def allow_net(self, iteration: int) -> None:
+        with self._lock:
+            self._net_allowed = max(self._net_allowed, iteration)
+            self._notify_all()
+
+    def await_steps(self, steps: Sequence[int], iteration: int) -> None:
+        with self._lock:
+            while any(self._program.done[i] < iteration for i in steps):
+                if self._failure is not None:
+                    raise self._failure
+                if self._stopping:
+                    raise PlanError("the queues were stopped while a step waited for another")
+                self._ended_here.wait(self._watchdog_s)
+
+    def fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._failure = self._failure or error
+            self._notify_all()
+
+    def wait(self, i: int, iteration: int) -> int | None:
+        program = self._program
+        waited_for: int | None = None
+
+        def ready() -> bool:
+            nonlocal waited_for
+            missing = program.missing(i, iteration)
+            if missing:
+                waited_for = missing[-1]
+            return not missing
+
+        self._wait_until(ready, lambda: program.waiting(i, iteration), needs_all=True)
+        return waited_for
+
+    def before_end(self, i: int, iteration: int) -> None:
+        return None
+
+    def ended(self, i: int, iteration: int) -> None:
+        with self._lock:
+            self._mark(i, iteration)
+
+    def settle(self, iteration: int) -> None:
+        side = [i for queue in SIDE_QUEUES for i in self._program.order.get(queue, ())]
+        self._wait_until(
+            lambda: all(self._program.done[i] >= iteration for i in side),
+            lambda: f"the end of iteration {iteration}",
+        )
+
+    def pause(self) -> None:
+        with self._lock:
+            self._paused = True
+        self._wait_until(lambda: not self._busy, lambda: "a step that is being executed to end", idle_is_stuck=False)
+
+    def resume(self) -> None:
+        with self._lock:
+            self._paused = False
+            self._notify_all()
+
+    def jump(self, iteration: int) -> None:
+        with self._lock:
+            self._program.done[:] = [iteration] * len(self._program.done)
+            for queue in self._at:
+                self._at[queue] = (iteration + 1, 0)
+            self._short.clear()
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopping = True
+            self._notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(self._join_s)
+        stuck = [thread.name for thread in self._threads if thread.is_alive()]
+        if stuck:
+            log.warning("%s did not stop within %.0f s", ", ".join(stuck), self._join_s)
+
+    def _wait_until(
+        self,
+        condition: Callable[[], bool],
+        what: Callable[[], str],
+        *,
+        idle_is_stuck: bool = True,
+        needs_all: bool = False,
+    ) -> None:
+        """Wait in the user's thread. Raises what a queue died of; PlanError if nothing can ever end; OutOfMemory if a
+        queue is short of memory and nothing else moves (needs_all: at once)."""
+        compute = self._conditions[Queue.COMPUTE]
+        with self._lock:
+            try:
+                self._waiting.add(Queue.COMPUTE)
+                ended = self._ended_steps
+                while True:
+                    if self._failure is not None:
+                        raise self._failure
+                    if condition():
+                        return
+                    if self._short and (needs_all or not self._moves()):
+                        raise next(iter(self._short.values()))
+                    if compute.wait(self._watchdog_s) or self._ended_steps != ended:
+                        ended = self._ended_steps
+                        continue
+                    message = f"waiting for {what()}: no step has ended for {self._watchdog_s:g} s; {self._standing()}"
+                    if idle_is_stuck and not self._busy:
+                        raise PlanError(f"the queues are stuck: {message}")
+                    log.warning("%s", message)
+            finally:
+                self._waiting.discard(Queue.COMPUTE)
+
+    def _moves(self) -> bool:
+        """A step is being executed or may start."""
+        if self._busy:
+            return True
+        return not self._paused and any(
+            queue not in self._short
+            and iteration <= self._allowed
+            and self._program.ready(self._program.order[queue][at], iteration)
+            for queue, (iteration, at) in self._at.items()
+        )
+
+    def _standing(self) -> str:
+        """Where every queue stands, for the watchdog."""
+        words = []
+        for queue, (iteration, at) in self._at.items():
+            i = self._program.order[queue][at]
+            if queue in self._busy:
+                words.append(f"{queue.value} executes {self._program.word(i, iteration)}")
+            elif queue in self._short:
+                words.append(f"{queue.value} is short of memory for {self._program.word(i, iteration)}")
+            elif iteration > self._limit(queue) or self._paused:
+                words.append(f"{queue.value} is held")
+            else:
+                missing = [self._program.steps[j].id for j in self._program.missing(i, iteration)]
+                words.append(f"{queue.value} at {self._program.word(i, iteration)} waits for steps {missing}")
+        return "; ".join(words)

@@ -1,0 +1,421 @@
+"""Checkpoints: everything a run needs to go on, in a folder that transformers loads too.
+
+    config.json                   of a transformers model
+    model*.safetensors (+ index)  weights in the working dtype, by their names in the state_dict
+    optimizer-*.safetensors       "momentum/NAME", "variance/NAME", "param32/NAME" (where the weights are narrower),
+                                  and the states of the random number generators
+    extra.safetensors             tensors of the user's `extra`, if any
+    pstar.json                    schema, iteration, parameters, groups, files with their sizes; written last
+
+All is by tensor name and nothing by chunk, so that a run goes on under another plan, policy, budget, chunk size or
+number of ranks. Under the same plan it goes on bit by bit.
+
+[Note: saving takes no memory] Values are written from the chunks where they lie; what has to be cast or comes from a
+device goes through one buffer of 16 MiB. Reading (`restoring.py`) is the reverse. A save waits for the updates that are
+still in flight.
+
+[Note: slices in a checkpoint] A rank writes what it holds of a list: "momentum/NAME@1024" begins at element 1024 of the
+tensor. A reader takes the elements it wants from whatever pieces there are.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+import pstar_sim
+from executor.measuring.measure import unseen
+from executor.saving import whole_folder
+from executor.saving.as_json import encode
+from executor.saving.generators import generator_states
+from executor.saving.tensor_files import Row, piece_buffer, write_tensor_file
+from executor.saving.weights import INDEX, persistent_buffers
+from pstar_sim.core.step import Place
+from pstar_sim.errors import CheckpointError, ContractError, PstarError
+from pstar_sim.units import format_bytes
+from pstar_sim.workload.workload import Tensor
+
+if TYPE_CHECKING:
+    from executor.distributed.ranks import Ranks
+    from executor.engine import Session
+    from executor.optimizer import OffloadedAdamW
+
+__all__ = ["find_checkpoint", "is_checkpoint", "save", "together"]
+
+log = logging.getLogger("executor")
+
+FORMAT, SCHEMA = "pstar-sim checkpoint", 1
+MANIFEST = "pstar.json"
+EXTRA = "extra.safetensors"
+SHARD_BYTES = 5 * 10**9
+_OURS = re.compile(r"(model|optimizer)(-[\w-]+)?\.safetensors(\.index\.json)?|extra\.safetensors|pstar\.json")
+
+
+def is_checkpoint(folder: str | Path) -> bool:
+    """A whole checkpoint was put there."""
+    return (Path(folder) / MANIFEST).is_file()
+
+
+def find_checkpoint(folder: str | Path) -> Path:
+    """Where the newest whole checkpoint of the folder lies: the folder, or beside it if a save was killed between two
+    renames."""
+    return whole_folder.find(Path(folder).expanduser(), is_checkpoint)
+
+
+def save(optimizer: OffloadedAdamW, folder: str | Path, *, extra: Any = None, shard_bytes: int = SHARD_BYTES) -> Path:
+    """Write the run's state to `folder`, whole or not at all; an earlier checkpoint there stays until then.
+
+    Files in the folder that are not a checkpoint's (a tokenizer) stay. extra: anything of numbers, texts, tensors,
+    lists and dicts that `load` is to give back (the state_dict of a scheduler, the position in the data). shard_bytes:
+    of one file, about. On several ranks every one calls it, with one folder that all of them see; the first one's
+    `extra` is kept. Raises ContractError between a forward and `step()`, CheckpointError where the folder is something
+    else, the disk has no room, or writing fails (on any rank); what was there before is then still there.
+    """
+    session = optimizer.session
+    session.require_running()
+    folder = Path(folder).expanduser().absolute()
+    ranks = session.ranks
+    first = ranks is None or ranks.rank == 0
+    saving = f"be saved in {folder}"
+    with session.still(), unseen(), torch.no_grad():
+        work = together(ranks, saving, lambda: _plan_work(optimizer, folder, extra, shard_bytes))
+        needed = sum(row[0] for row in ranks.meet([work.size_bytes])) if ranks is not None else work.size_bytes
+        try:
+            temporary = together(ranks, saving, lambda: _begin(folder, int(needed), first))
+            files = together(ranks, saving, lambda: _write(session, work, temporary))
+            count = sum(row[0] for row in ranks.meet([len(files)])) if ranks is not None else len(files)
+            last = functools.partial(_finish, work, folder, temporary, int(count))
+            together(ranks, saving, last if first else lambda: None)
+        except BaseException:
+            if first:
+                whole_folder.abandon(folder)
+            raise
+    log.info("checkpoint of iteration %d: %s in %s", work.manifest["iteration"], format_bytes(int(needed)), folder)
+    return folder
+
+
+T = TypeVar("T")
+
+
+def together(ranks: Ranks | None, what: str, action: Callable[[], T]) -> T:
+    """What `action` gives, once every rank has done it. What it raises on one rank ends it on all: there with its own
+    error, on the others with one that names the rank. OSError becomes CheckpointError."""
+    error: PstarError | None = None
+    result: Any = None
+    try:
+        result = action()
+    except OSError as caught:
+        error = CheckpointError(
+            f"the checkpoint cannot {what}: {caught.strerror or caught} ({caught.filename or 'while writing'}); what "
+            "was there before is still there"
+        )
+    except PstarError as caught:
+        error = caught
+    failed = [] if ranks is None else [r for r, row in enumerate(ranks.meet([float(error is not None)])) if row[0]]
+    if error is not None:
+        raise error
+    if failed:
+        raise CheckpointError(f"the checkpoint cannot {what}: rank {failed[0]} cannot go on, its own message says why")
+    made: T = result
+    return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """What a rank writes: rows by file, and what the manifest says. asked: rows of weights whose values were read,
+    which on several ranks takes all of them."""
+
+    weights: list[list[Row]]
+    states: list[list[Row]]
+    extras: list[Row]
+    manifest: dict[str, Any]
+    asked: set[str]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(row.size_bytes for rows in (*self.weights, *self.states, self.extras) for row in rows)
+
+
+def _plan_work(optimizer: OffloadedAdamW, folder: Path, extra: Any, shard_bytes: int) -> _Work:
+    """All that can be wrong before anything is written."""
+    session = optimizer.session
+    check_between_iterations(session, "save")
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"checkpoint {folder} cannot be written: it is a file; give a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not is_checkpoint(folder):
+        raise CheckpointError(
+            f"checkpoint {folder} cannot be written: the folder holds other files and no checkpoint; give an empty or "
+            "new one"
+        )
+    _check_extra_state(session)
+    rank = 0 if session.ranks is None else session.ranks.rank
+    tensors: dict[str, torch.Tensor] = {}
+    asked: set[str] = set()
+    generators = [_row(f"random.{rank}/{name}", state) for name, state in generator_states().items()]
+    states = _state_rows(session) if session.contents.sliced or rank == 0 else []
+    return _Work(
+        weights=_shards([_noted(row, asked) for row in _weight_rows(session)], shard_bytes),
+        states=_shards([*generators, *states], shard_bytes),
+        manifest={
+            "format": FORMAT,
+            "schema": SCHEMA,
+            "written_by": {"pstar-sim": pstar_sim.__version__, "torch": torch.__version__},
+            "model": session.plan.workload.model,
+            "iteration": session.iterations_before + session.iteration,
+            "ranks": 1 if session.ranks is None else session.ranks.count,
+            "tensors": model_table(session.plan.workload.tensors),
+            "states": list(session.plan.layout.state_lists),
+            "updates": {
+                session.name_of(t): n for t, n in session.contents.steps_taken.items() if not _frozen(session, t)
+            },
+            "groups": _groups(optimizer, tensors),
+            "loss_scaling": None if session.scaling is None else session.scaling.state_dict(),
+            "extra": encode(extra, tensors, "extra"),
+        },
+        extras=[_row(name, tensor) for name, tensor in tensors.items()],
+        asked=asked,
+    )
+
+
+def _noted(row: Row, asked: set[str]) -> Row:
+    def pieces() -> Iterable[torch.Tensor]:
+        asked.add(row.name)
+        return row.pieces()
+
+    return Row(row.name, row.dtype, row.shape, pieces)
+
+
+def _begin(folder: Path, needed_bytes: int, first: bool) -> Path:
+    """The temporary folder, made by the first rank."""
+    if not first:
+        return whole_folder.temporary(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder.parent).free
+    if needed_bytes > free:
+        raise CheckpointError(
+            f"checkpoint {folder} is not written: it needs {format_bytes(needed_bytes)}, the disk has "
+            f"{format_bytes(free)} left; make room or save elsewhere"
+        )
+    return whole_folder.begin(folder)
+
+
+def _write(session: Session, work: _Work, folder: Path) -> list[str]:
+    """This rank's files: the first one's are the weights, which the others help to put together, and each has its
+    states. Names of the files."""
+    buffer = piece_buffer()
+    ranks = session.ranks
+    if ranks is not None and ranks.rank:
+        for row in (row for rows in work.weights for row in rows):
+            row.pieces()
+        return _write_shards(folder, f"optimizer-rank{ranks.rank}", work.states, buffer)
+    try:
+        files = _write_shards(folder, "model", work.weights, buffer)
+    except OSError:
+        for row in (row for rows in work.weights for row in rows):
+            if row.name not in work.asked:
+                row.pieces()  # the others wait for this rank's part
+        raise
+    files += _write_shards(folder, "optimizer" if ranks is None else "optimizer-rank0", work.states, buffer)
+    if work.extras:
+        write_tensor_file(folder / EXTRA, work.extras, buffer)
+        files.append(EXTRA)
+    _save_config(session, folder)
+    return files
+
+
+def _finish(work: _Work, folder: Path, temporary: Path, count: int) -> None:
+    """Write the manifest, put the folder in its place."""
+    files = {p.name: p.stat().st_size for p in sorted(temporary.iterdir()) if _OURS.fullmatch(p.name)}
+    if len(files) != count:
+        raise CheckpointError(
+            f"checkpoint {folder} is not written: {count} files were, {len(files)} are there; save to a folder that "
+            "all ranks see"
+        )
+    _write_text(temporary / MANIFEST, json.dumps({**work.manifest, "files": files}, indent=1) + "\n")
+    ours = {entry.name for entry in folder.iterdir() if _OURS.fullmatch(entry.name)} if folder.is_dir() else ()
+    whole_folder.finish(folder, ours)
+
+
+def check_between_iterations(session: Session, what: str) -> None:
+    """Raise ContractError where gradients of an iteration are under way."""
+    if session.cursor >= 0 or session.demand.active or (session.arrived and not session.stepped):
+        raise ContractError(
+            f"optimizer.{what} inside an iteration, whose gradients are in the chunks; call it after optimizer.step() "
+            "and before the next forward"
+        )
+
+
+def _check_extra_state(session: Session) -> None:
+    for name, module in session.model.named_modules():
+        if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
+            raise CheckpointError(
+                f"module {name or '<root>'!r} ({type(module).__name__}) has a get_extra_state(), which a checkpoint "
+                "here does not hold; give it in save(extra=...) and put it back after load"
+            )
+
+
+def _frozen(session: Session, tensor: int) -> bool:
+    return session.plan.workload.tensors[tensor].frozen
+
+
+def _own(tensors: Sequence[Tensor]) -> dict[int, list[str]]:
+    """Index of each tensor that has memory -> all its names, its own first."""
+    names: dict[int, list[str]] = {}
+    for index, t in enumerate(tensors):
+        names.setdefault(index if t.tied_to is None else t.tied_to, []).append(t.name)
+    return names
+
+
+def _row(name: str, value: torch.Tensor) -> Row:
+    return Row(name, value.dtype, tuple(value.shape), lambda: [value])
+
+
+def _weight_rows(session: Session) -> list[Row]:
+    """Every parameter's current value, under the name that transformers keeps of tied ones, and every buffer that a
+    state_dict holds."""
+    derived = getattr(session.model, "_tied_weights_keys", None) or ()
+    rows = []
+    for index, names in _own(session.plan.workload.tensors).items():
+        name = next((n for n in names if n not in derived), names[0])
+        dtype = session.arena.dtype(session.plan.layout.chunk_of[index], "param")
+        rows.append(Row(name, dtype, session.plan.workload.tensors[index].shape, _value_of(session, index)))
+    for name, (module, key) in persistent_buffers(session.model).items():
+        buffer = module._buffers[key]
+        assert buffer is not None
+        rows.append(_row(name, buffer))
+    return rows
+
+
+def _value_of(session: Session, tensor: int) -> Callable[[], Iterable[torch.Tensor]]:
+    def pieces() -> Iterable[torch.Tensor]:
+        contents, arena, chunk = session.contents, session.arena, session.plan.layout.chunk_of[tensor]
+        state = contents.chunks[chunk]
+        for place in (Place.HOST, Place.GPU):
+            if place in state.current and tensor not in state.where(place, "param"):
+                return [_whole(session, tensor, contents.slot(place, tensor, "param"))]
+        for place in (Place.HOST, Place.GPU):
+            if arena.has(place, chunk, "param32"):
+                return [_whole(session, tensor, contents.slot(place, tensor, "param32"))]
+        raise AssertionError(f"no place holds the value of {session.name_of(tensor)!r}")
+
+    return pieces
+
+
+def _whole(session: Session, tensor: int, part: torch.Tensor) -> torch.Tensor:
+    """All of a tensor; on several ranks put together from the parts, one tensor at a time."""
+    return session.contents.joined(tensor, part) if session.contents.sliced else part
+
+
+def _state_rows(session: Session) -> list[Row]:
+    """Every optimizer state, chunk by chunk; of fp32 parameters the weights are the master."""
+    rows = []
+    for chunk in session.plan.layout.chunks:
+        for slot in () if chunk.frozen else chunk.slots:
+            t = session.plan.workload.tensors[slot.tensor]
+            for name in session.plan.layout.state_lists:
+                if name == "param32" and t.dtype == "fp32":
+                    continue
+                dtype = session.arena.dtype(chunk.index, name)
+                part = session.contents.parts[slot.tensor]
+                whole = part.numel == slot.numel
+                if part.numel or whole:
+                    key = f"{name}/{t.name}" if whole else f"{name}/{t.name}@{part.skip}"
+                    shape = t.shape if whole else (part.numel,)
+                    rows.append(Row(key, dtype, shape, _state_of(session, slot.tensor, name)))
+    return rows
+
+
+def _state_of(session: Session, tensor: int, name: str) -> Callable[[], Iterable[torch.Tensor]]:
+    def pieces() -> Iterable[torch.Tensor]:
+        chunk = session.plan.layout.chunk_of[tensor]
+        place = Place.HOST if session.arena.has(Place.HOST, chunk, name) else Place.GPU
+        return [session.contents.slot(place, tensor, name)]
+
+    return pieces
+
+
+def _shards(rows: Sequence[Row], shard_bytes: int) -> list[list[Row]]:
+    """Rows in files of about `shard_bytes`; in each, wide dtypes first, so that every tensor is aligned."""
+    shards: list[list[Row]] = [[]]
+    size = 0
+    for row in rows:
+        if shards[-1] and size + row.size_bytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(row)
+        size += row.size_bytes
+    return [sorted(rows, key=lambda row: -row.dtype.itemsize) for rows in shards]
+
+
+def _write_shards(folder: Path, stem: str, shards: Sequence[Sequence[Row]], buffer: torch.Tensor) -> list[str]:
+    """Names of the files written. Several files of weights get the index that transformers looks for."""
+    count = len(shards)
+    ends = [f"-{i:05d}-of-{count:05d}" for i in range(1, count + 1)] if count > 1 else [""]
+    names = [f"{stem}{end}.safetensors" for end in ends]
+    for name, rows in zip(names, shards):
+        write_tensor_file(folder / name, rows, buffer, {"format": "pt"})
+    if stem == "model" and count > 1:
+        index = {
+            "metadata": {"total_size": sum(row.size_bytes for rows in shards for row in rows)},
+            "weight_map": {row.name: name for name, rows in zip(names, shards) for row in rows},
+        }
+        _write_text(folder / INDEX, json.dumps(index, indent=1) + "\n")
+        names.append(INDEX)
+    return names
+
+
+def _save_config(session: Session, folder: Path) -> None:
+    """What from_pretrained needs beside the weights."""
+    for config in (getattr(session.model, "config", None), getattr(session.model, "generation_config", None)):
+        to_json = getattr(config, "to_json_string", None)
+        if to_json is None:
+            continue
+        name = "config.json" if config is session.model.config else "generation_config.json"
+        values = json.loads(to_json())
+        if name == "config.json":
+            values["architectures"] = [type(session.model).__name__]
+            values["dtype"] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[session.plan.workload.dtype]
+        _write_text(folder / name, json.dumps(values, indent=2, sort_keys=True) + "\n")
+
+
+def _write_text(path: Path, text: str) -> None:
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def model_table(tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
+    """The model as a checkpoint knows it."""
+    return [
+        {
+            "name": t.name,
+            "shape": list(t.shape),
+            "dtype": t.dtype,
+            "frozen": t.frozen,
+            "tied_to": None if t.tied_to is None else tensors[t.tied_to].name,
+        }
+        for t in tensors
+    ]
+
+
+def _groups(optimizer: OffloadedAdamW, tensors: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
+    """Parameter groups: their numbers, and their parameters by name."""
+    session = optimizer.session
+    return [
+        {
+            "params": [session.name_of(p._tensor) for p in group["params"] if hasattr(p, "_tensor")],
+            "numbers": encode({k: v for k, v in group.items() if k != "params"}, tensors, f"group {i}"),
+        }
+        for i, group in enumerate(optimizer.param_groups)
+    ]

@@ -1,0 +1,129 @@
+"""Keeping a job: where its checkpoints go, how often, and where a later run takes up its data again.
+
+Between `Job.run` and `optimizer.save`: knows jobs, neither chunks nor file formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+from executor.optimizer import OffloadedAdamW
+from executor.saving.checkpoint import find_checkpoint, is_checkpoint
+from executor.saving.restoring import Restored, stored_extra
+from executor.training import StepReport
+from pstar_sim.errors import CheckpointError
+
+__all__ = ["Keeping", "Position"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where a job stands: optimizer steps done, sequences of its data drawn, and whether its model was built without
+    memory (which draws other random numbers). note: what it goes on from, in words."""
+
+    steps: int = 0
+    sequences: int = 0
+    empty: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeping:
+    """save: folder for checkpoints. every: steps between two (None: one at the end). resume: checkpoint to go on from.
+
+    Raises CheckpointError for flags that do not go together.
+    """
+
+    save: str | None = None
+    every: int | None = None
+    resume: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.every is not None and self.save is None:
+            raise CheckpointError(f"--save-every {self.every} needs a folder: add --save FOLDER")
+
+    def check(self, steps: int) -> Restored | None:
+        """What `resume` says of itself, if it is given. steps: in all. Raises CheckpointError for one that cannot be
+        gone on from, for a checkpoint in `save` that would be lost, and where `save` cannot be written."""
+        if self.save is not None and is_checkpoint(self.save):
+            goes_on = self.resume is not None and Path(self.resume).resolve() == Path(self.save).resolve()
+            if not goes_on:
+                raise CheckpointError(
+                    f"--save {self.save}: the folder holds a checkpoint, of iteration "
+                    f"{stored_extra(self.save).iteration}, that would be lost; go on from it with --resume "
+                    f"{self.save}, or give another folder"
+                )
+        if self.save is not None:
+            _try_folder(Path(self.save))
+        if self.resume is None:
+            return None
+        stored = stored_extra(self.resume)
+        if stored.iteration >= steps:
+            raise CheckpointError(
+                f"--resume {self.resume}: {stored.iteration} steps are done and --steps {steps} asks for no more; "
+                "raise --steps, which counts from the very first"
+            )
+        return stored
+
+    def begin(self, *, steps: int, data: dict[str, Any], empty: bool) -> Position:
+        """Where the job begins. data: what tells one stream of data from another; where the checkpoint's is another,
+        the data begins anew. Raises as `check` does, before anything is built."""
+        stored = self.check(steps)
+        if stored is None:
+            return Position(empty=empty)
+        job = stored.extra.get("job") if isinstance(stored.extra, dict) else None
+        if job is None:
+            return Position(steps=stored.iteration, empty=empty, note=f"{stored.note}; the data begins anew")
+        same = job["data"] == data
+        return Position(
+            steps=stored.iteration,
+            sequences=int(job["sequences"]) if same else 0,
+            empty=bool(job["empty"]),
+            note=stored.note + ("" if same else "; the data is not the checkpoint's and begins anew"),
+        )
+
+    @property
+    def weights(self) -> Path | None:
+        """Where the model's values come from; None for a job that begins."""
+        return None if self.resume is None else find_checkpoint(self.resume)
+
+    def load(self, optimizer: OffloadedAdamW) -> None:
+        if self.resume is not None:
+            optimizer.load(self.resume)
+
+    def saving(
+        self,
+        optimizer: OffloadedAdamW,
+        *,
+        last: int,
+        extra: Callable[[int], Any],
+        on_step: Callable[[StepReport], None] | None,
+    ) -> Callable[[StepReport], None]:
+        """What to do after each step: `on_step`, then a checkpoint if one is due. last: number of the last step.
+        extra(steps): what is saved beside, when so many steps are done."""
+
+        def after(report: StepReport) -> None:
+            if on_step is not None:
+                on_step(report)
+            due = self.every is not None and (report.step + 1) % self.every == 0
+            if self.save is not None and (due or report.step == last):
+                optimizer.save(self.save, extra={"job": extra(report.step + 1)})
+
+        return after
+
+
+def _try_folder(folder: Path) -> None:
+    """Raise CheckpointError if nothing can be written where `folder` is, or will be."""
+    place = next(p for p in (folder.resolve(), *folder.resolve().parents) if p.exists())
+    try:
+        with TemporaryFile(dir=place) as file:
+            file.write(b"0")
+            file.flush()
+    except OSError as error:
+        raise CheckpointError(
+            f"--save {folder}: {place} cannot be written to ({error.strerror}); give a folder on a disk with room"
+        ) from None

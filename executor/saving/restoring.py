@@ -1,0 +1,281 @@
+"""Loading checkpoints: what `checkpoint.py` wrote, into a prepared model, under the same plan or another.
+
+Everything that can be wrong with a folder is found before anything changes: files that are missing or of another size,
+another model or other groups, a newer schema, states that do not cover their tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import pstar_sim
+from executor.measuring.measure import unseen
+from executor.saving.as_json import decode
+from executor.saving.checkpoint import (
+    EXTRA,
+    FORMAT,
+    MANIFEST,
+    SCHEMA,
+    check_between_iterations,
+    find_checkpoint,
+    model_table,
+    together,
+)
+from executor.saving.generators import set_generators
+from executor.saving.tensor_files import TensorFile, piece_buffer
+from executor.saving.weights import Weights, some
+from pstar_sim.core.step import Place
+from pstar_sim.errors import CheckpointError, WeightsError
+
+if TYPE_CHECKING:
+    from executor.engine import Session
+    from executor.optimizer import OffloadedAdamW
+
+__all__ = ["Restored", "load", "stored_extra"]
+
+log = logging.getLogger("executor")
+
+_SLICE = re.compile(r"(.*)@(\d+)")
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint brought back beside parameters and states. iteration: optimizer steps done when it was saved.
+    extra: what was given to `save`. note: one line on what was read."""
+
+    iteration: int
+    extra: Any
+    note: str
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Elements from `start` on of one list of one tensor: `name` in the file."""
+
+    file: TensorFile
+    name: str
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.file.entries[self.name].numel
+
+
+@dataclass
+class _Opened:
+    """A checkpoint whose files are all there with the sizes they were written with."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    pieces: dict[tuple[str, str], list[_Piece]] = field(default_factory=dict)  # (list, tensor name)
+    extra: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def load(optimizer: OffloadedAdamW, folder: str | Path, *, generators: bool = True) -> Restored:
+    """Put parameters, optimizer states, step counts, groups and loss scale of a checkpoint into a prepared model.
+
+    The plan may be another than the one it was saved under. generators: also set the global random number generators
+    (torch, Python, numpy), on several ranks each its own. On several ranks every one calls it. Raises CheckpointError
+    for a folder that is partial, of another model, or from a newer version, before anything is changed; ContractError
+    between a forward and `step()`.
+    """
+    session = optimizer.session
+    session.require_running()
+    ranks = session.ranks
+    folder = Path(folder).expanduser()
+    opened, weights = together(ranks, f"be loaded from {folder}", functools.partial(_checked, optimizer, folder))
+    manifest = opened.manifest
+    numbers = [decode(group["numbers"], opened.extra) for group in manifest["groups"]]
+    extra = decode(manifest["extra"], opened.extra)
+    with session.still(), unseen(), torch.no_grad():
+        weights.fill(session.arena, session.contents)
+        _fill_states(opened, session)
+        for tensor in session.contents.steps_taken:
+            session.contents.steps_taken[tensor] = int(manifest["updates"].get(session.name_of(tensor), 0))
+    for mine, theirs in zip(optimizer.param_groups, numbers):
+        mine.update(theirs)
+    if session.scaling is not None and manifest["loss_scaling"] is not None:
+        session.scaling.load_state_dict(manifest["loss_scaling"])
+    session.iterations_before = int(manifest["iteration"]) - session.iteration
+    if generators:
+        kept = f"random.{0 if ranks is None else ranks.rank}"
+        set_generators(
+            {name: rows[0].file.read(rows[0].name) for (kind, name), rows in opened.pieces.items() if kind == kept}
+        )
+    note = f"checkpoint {opened.folder}: iteration {manifest['iteration']}"
+    log.info("%s", note)
+    return Restored(int(manifest["iteration"]), extra, note)
+
+
+def _checked(optimizer: OffloadedAdamW, folder: Path) -> tuple[_Opened, Weights]:
+    """All that can be wrong before anything is changed."""
+    session = optimizer.session
+    check_between_iterations(session, "load")
+    opened = _open(folder)
+    _check_model(opened, session, optimizer)
+    try:
+        weights = Weights(opened.folder)
+        weights.match(session.model, session.plan.workload.tensors)
+    except WeightsError as error:
+        raise CheckpointError(f"checkpoint {opened.folder}: {error}") from error
+    _check_states(opened, session)
+    return opened, weights
+
+
+def stored_extra(folder: str | Path) -> Restored:
+    """What a checkpoint says without loading it. Raises CheckpointError as `load` does for a broken one."""
+    opened = _open(Path(folder).expanduser())
+    manifest = opened.manifest
+    return Restored(int(manifest["iteration"]), decode(manifest["extra"], opened.extra), f"checkpoint {opened.folder}")
+
+
+def _open(folder: Path) -> _Opened:
+    folder = find_checkpoint(folder)
+    if not folder.is_dir():
+        raise CheckpointError(f"checkpoint {str(folder)!r} is no folder; give one that optimizer.save wrote")
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise CheckpointError(
+            f"{str(folder)!r} is no whole checkpoint: {MANIFEST}, which is written last, is missing; give another one "
+            "(plain weights are loaded with prepare(..., weights=FOLDER))"
+        )
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        known = isinstance(manifest, dict) and manifest["format"] == FORMAT
+        schema = manifest["schema"] if known else None
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); give another checkpoint") from error
+    if not known or type(schema) is not int:
+        raise CheckpointError(f"{path} is not a checkpoint's; give a folder that optimizer.save wrote")
+    if schema > SCHEMA:
+        raise CheckpointError(
+            f"checkpoint {folder} is of schema {schema}, written by pstar-sim "
+            f"{(manifest.get('written_by') or {}).get('pstar-sim')}; this version ({pstar_sim.__version__}) reads up "
+            f"to {SCHEMA}: upgrade pstar-sim"
+        )
+    missing = _MANIFEST_FIELDS - manifest.keys()
+    if missing:
+        raise CheckpointError(f"{path} has no field {sorted(missing)[0]!r}; give another checkpoint")
+    files = manifest["files"]
+    if not isinstance(files, dict):
+        raise CheckpointError(f"{path}: 'files' must name the files of the checkpoint; give another checkpoint")
+    opened = _Opened(folder, manifest)
+    for name, size in manifest["files"].items():
+        file = folder / name
+        if not file.is_file():
+            raise CheckpointError(
+                f"checkpoint {folder} is partial: {name} is missing ({len(manifest['files'])} files belong to it); "
+                "copy it whole, or give another one"
+            )
+        if file.stat().st_size != size:
+            raise CheckpointError(
+                f"checkpoint {folder} is damaged: {name} has {file.stat().st_size} bytes, {size} were written; copy it "
+                "again, or give another one"
+            )
+        if name.startswith("optimizer"):
+            _index(opened, _sound(file))
+        elif name == EXTRA:
+            table = _sound(file)
+            opened.extra.update({key: table.read(key) for key in table.entries})
+    return opened
+
+
+_MANIFEST_FIELDS = {"iteration", "tensors", "states", "updates", "groups", "loss_scaling", "extra", "files"}
+
+
+def _sound(path: Path) -> TensorFile:
+    try:
+        return TensorFile(path)
+    except WeightsError as error:
+        raise CheckpointError(f"checkpoint {path.parent} is damaged: {error}") from error
+
+
+def _index(opened: _Opened, file: TensorFile) -> None:
+    for key in file.entries:
+        kind, _, name = key.partition("/")
+        cut = _SLICE.fullmatch(name)
+        piece = _Piece(file, key, int(cut[2]) if cut else 0)
+        opened.pieces.setdefault((kind, cut[1] if cut else name), []).append(piece)
+
+
+def _check_model(opened: _Opened, session: Session, optimizer: OffloadedAdamW) -> None:
+    """The checkpoint is of this model, and its optimizer had the same groups."""
+    theirs = {row["name"]: row for row in opened.manifest["tensors"]}
+    mine = {row["name"]: row for row in model_table(session.plan.workload.tensors)}
+    where = f"checkpoint {opened.folder} is of another model ({opened.manifest.get('model')!r})"
+    only_there, only_here = sorted(theirs.keys() - mine.keys()), sorted(mine.keys() - theirs.keys())
+    if only_there or only_here:
+        parts = [f"only it has {some(only_there)}"] if only_there else []
+        parts += [f"only the model has {some(only_here)}"] if only_here else []
+        raise CheckpointError(f"{where}: {'; '.join(parts)}; build the model it was saved from")
+    for name, row in mine.items():
+        for what in ("shape", "frozen", "tied_to"):
+            if row[what] != theirs[name][what]:
+                raise CheckpointError(
+                    f"{where}: {what} of {name!r} is {theirs[name][what]} in it and {row[what]} in the model; build "
+                    "the model as it was when it was saved"
+                )
+    groups = [set(group["params"]) for group in opened.manifest["groups"]]
+    here = [{session.name_of(p._tensor) for p in g["params"] if hasattr(p, "_tensor")} for g in optimizer.param_groups]
+    if groups != here:
+        raise CheckpointError(
+            f"checkpoint {opened.folder} has optimizer groups of {[len(g) for g in groups]} parameters, this optimizer "
+            f"{[len(g) for g in here]}, or others in them; give AdamW the groups it was saved with"
+        )
+
+
+def _wanted_states(session: Session) -> list[tuple[int, str]]:
+    lists = session.plan.layout.state_lists
+    return [(s.tensor, n) for c in session.plan.layout.chunks if not c.frozen for s in c.slots for n in lists]
+
+
+def _check_states(opened: _Opened, session: Session) -> None:
+    """Each optimizer state is there, from the first element to the last."""
+    stored = {row["name"]: row["dtype"] for row in opened.manifest["tensors"]}
+    for tensor, list_name in _wanted_states(session):
+        t = session.plan.workload.tensors[tensor]
+        if list_name == "param32" and stored[t.name] == "fp32":
+            continue  # its weights are the master
+        reached = 0
+        for piece in sorted(opened.pieces.get((list_name, t.name), []), key=lambda piece: piece.start):
+            reached = piece.stop if piece.start == reached else -1
+        if reached != t.numel:
+            raise CheckpointError(
+                f"checkpoint {opened.folder} is damaged: {list_name} of {t.name!r} is not there from the first to the "
+                f"last of its {t.numel} elements; give another one"
+            )
+
+
+def _fill_states(opened: _Opened, session: Session) -> None:
+    """Read every state into all places that hold its list, of what this rank holds of it; the working copies follow
+    their masters."""
+    contents, arena, chunk_of = session.contents, session.arena, session.plan.layout.chunk_of
+    buffer = piece_buffer()
+    by_file: dict[Path, list[tuple[int, str, _Piece]]] = {}
+    for tensor, list_name in _wanted_states(session):
+        for piece in opened.pieces.get((list_name, session.name_of(tensor)), []):
+            by_file.setdefault(piece.file.path, []).append((tensor, list_name, piece))
+    for rows in by_file.values():
+        rows.sort(key=lambda row: row[2].file.entries[row[2].name].start)
+        with rows[0][2].file.opened() as descriptor:
+            for tensor, list_name, piece in rows:
+                chunk, part = chunk_of[tensor], contents.parts[tensor]
+                lists = ("param32", "param") if list_name == "param32" else (list_name,)
+                targets = [(p, n) for p in (Place.HOST, Place.GPU) for n in lists if arena.has(p, chunk, n)]
+                begin, end = max(piece.start, part.skip), min(piece.stop, part.skip + part.numel)
+                if list_name == "param32" and arena.sliced and arena.has(Place.GPU, chunk, "remote"):
+                    begin, end = piece.start, piece.stop  # the other ranks' slices of the working list are here too
+                if begin >= end:
+                    continue
+                within = piece.file.pieces(descriptor, piece.name, buffer, begin - piece.start, end - piece.start)
+                for first, values in within:
+                    for place, name in targets:
+                        contents.put(place, tensor, name, values, piece.start + first)

@@ -1,0 +1,404 @@
+"""Weights from a folder straight into chunks.
+
+`Weights` reads the headers of a folder of safetensors and holds them against a model, before anything is allocated;
+then it streams the values: each tensor is read a piece at a time into one buffer and cast from there into every list
+that holds it, the fp32 master first. The model itself needs no memory: build it under `parameters_on_meta()`. Host
+memory at its peak is then the steady state (slabs and chunks), the model's buffers, and one piece (16 MiB).
+
+[Note: which value a master gets] Masters are made from the values of the file, whatever its dtype, and the working copy
+is cast(master): an fp32 file under a bf16 plan gives masters that know more than the working copies; a bf16 file gives
+masters that begin as the file's values. `Weights.note` says in words which was done.
+
+[Note: buffers on meta] Buffers that a state_dict holds come from the file. Others (rotary frequencies, masks) are
+computed when the module is built, and nobody but the module knows how; so they must not be on meta.
+`parameters_on_meta()` leaves every buffer its memory.
+
+[Note: adapters] A model under peft is loaded from the folder of its base model: "base_model.model." and ".base_layer"
+of its names are not the file's, and what the adapters add is in no file. Adapters keep the values they have; those on
+meta (peft puts them where the base is) get memory and peft's own initial values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from executor.memory.arena import Arena
+from executor.memory.contents import Contents
+from executor.saving.tensor_files import Entry, TensorFile, piece_buffer
+from pstar_sim.core.layout import Chunk, Slot
+from pstar_sim.core.step import Place
+from pstar_sim.errors import WeightsError
+from pstar_sim.workload.workload import Tensor
+
+__all__ = ["Weights", "check_values", "give_memory", "parameters_on_meta", "persistent_buffers", "some", "views_of"]
+
+log = logging.getLogger("executor")
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+NAMED_AT_MOST = 4
+_READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+# -- building without memory ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Inside, a module that is built keeps no memory for its parameters; its buffers are real.
+
+    Each parameter goes to the meta device as soon as it is registered, so that building needs the room of the largest
+    one at most, and initialisation writes nothing. Works for any module that does not read its parameters' values.
+    """
+    register = nn.Module.register_parameter
+
+    def registered(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = registered  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def check_values(model: nn.Module, tensors: Sequence[Tensor], folder: str | Path | None) -> Weights | None:
+    """The weights to load, matched with the model (None without a folder). tensors: the model's parameters.
+
+    Raises WeightsError if the model has no values and no folder gives them, or the folder is not the model's.
+    """
+    if folder is not None:
+        source = Weights(folder)
+        source.match(model, tensors)
+        _initialise_adapters(model)
+        return source
+    empty = [name for name, p in model.named_parameters() if p.is_meta]
+    empty += [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if empty:
+        raise WeightsError(
+            f"{len(empty)} parameters and buffers of {type(model).__name__} are on the meta device, without values: "
+            f"{some(empty)}; give prepare(..., weights=FOLDER), or build the model with values"
+        )
+    return None
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Name in the state_dict -> (module, name in it) of every buffer that a state_dict holds."""
+    found: dict[str, tuple[nn.Module, str]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = (module, name)
+    return found
+
+
+def _initialise_adapters(model: Any) -> None:
+    """See [Note: adapters]."""
+    adapters: dict[str, Any] = getattr(model, "peft_config", {})
+    layers: list[Any] = [m for m in model.modules() if hasattr(m, "reset_lora_parameters")] if adapters else []
+    for layer in layers:
+        for name, config in adapters.items():
+            parts = [part[name] for part in (layer.lora_A, layer.lora_B) if name in part]
+            empty = [p for part in parts for p in part.parameters() if p.is_meta]
+            for parameter in empty:
+                real = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
+            if empty:
+                layer.reset_lora_parameters(name, config.init_lora_weights)
+
+
+def _is_adapter(model: nn.Module, name: str) -> bool:
+    return hasattr(model, "peft_config") and ".lora_" in name
+
+
+def give_memory(parameters: Sequence[nn.Parameter], arena: Arena) -> None:
+    """Turn parameters on meta into views of their chunks on the gpu. They stay the same objects, so that optimizers,
+    ties and the user's lists go on naming them."""
+    for chunk in arena.layout.chunks:
+        if not any(parameters[slot.tensor].is_meta for slot in chunk.slots):
+            continue
+        for slot, view in views_of(arena, chunk, parameters):
+            parameter = parameters[slot.tensor]
+            # .data: a version counter of its own, as autograd would else see every copy into the chunk as a write to it
+            twin = nn.Parameter(view.data, parameter.requires_grad)
+            try:
+                torch.utils.swap_tensors(parameter, twin)  # type: ignore[no-untyped-call]
+            except RuntimeError as error:
+                raise WeightsError(
+                    f"parameter number {slot.tensor} (shape {list(parameter.shape)}) is on meta and something holds a "
+                    f"weak reference to it, so that it cannot get memory ({error}); call prepare before whatever does"
+                ) from error
+
+
+def views_of(arena: Arena, chunk: Chunk, parameters: Sequence[nn.Parameter]) -> list[tuple[Slot, torch.Tensor]]:
+    """Each tensor's part of its chunk's working list on the gpu, in its shape, whether the chunk has memory there or
+    not (torch makes a view only of a storage that has it, so it gets it for that moment)."""
+    payload = arena.whole(chunk.index, "param")
+    absent = not arena.has(Place.GPU, chunk.index, "remote" if arena.sliced else "param")
+    if absent:
+        arena.backend.take(payload)
+    views = [(s, payload[s.offset : s.offset + s.numel].view(parameters[s.tensor].shape)) for s in chunk.slots]
+    if absent:
+        arena.backend.give(payload)
+    return views
+
+
+# -- a folder ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Source:
+    file: TensorFile
+    name: str  # in the file
+
+    @property
+    def entry(self) -> Entry:
+        return self.file.entries[self.name]
+
+
+class Weights:
+    """The tensors of a folder of weights, by name; only headers are read here.
+
+    folder: holds model.safetensors, or shards and their model.safetensors.index.json, or is one .safetensors file.
+    Raises WeightsError for what is missing, truncated or not of this format.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).expanduser()
+        self.note = ""
+        self.largest_file_bytes = 0
+        self._sources: dict[str, _Source] = {}
+        for path, listed in self._files().items():
+            file = TensorFile(path)
+            self.largest_file_bytes = max(self.largest_file_bytes, file.size_bytes)
+            absent = [name for name in listed or () if name not in file.entries]
+            if absent:
+                raise WeightsError(
+                    f"{self.folder / INDEX} says that {path.name} holds {some(absent)}, which it does not; the folder "
+                    "mixes files of two models: copy it again"
+                )
+            for name in file.entries if listed is None else listed:
+                self._sources[name] = _Source(file, name)
+        self._parameters: dict[int, _Source] = {}
+        self._buffers: list[tuple[nn.Module, str, _Source]] = []
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sources
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._sources)
+
+    def _files(self) -> dict[Path, list[str] | None]:
+        """File -> the tensors an index says it holds (None: whatever it holds)."""
+        folder = self.folder
+        if folder.is_file():
+            return {folder: None}
+        if not folder.is_dir():
+            raise WeightsError(f"weights {str(folder)!r} is no folder; give one that holds {SINGLE}, or {INDEX}")
+        if (folder / SINGLE).exists():
+            return {folder / SINGLE: None}
+        if not (folder / INDEX).exists():
+            other = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".safetensors"))
+            also = (
+                f"; it holds {', '.join(other[:NAMED_AT_MOST])}: save the model again with "
+                "model.save_pretrained(FOLDER), which writes safetensors"
+                if other
+                else ""
+            )
+            raise WeightsError(f"weights {str(folder)!r} holds neither {SINGLE} nor {INDEX}{also}")
+        try:
+            table = json.loads((folder / INDEX).read_text())["weight_map"]
+            files: dict[Path, list[str] | None] = {}
+            for name, shard in table.items():
+                listed = files.setdefault(folder / shard, [])
+                assert listed is not None
+                listed.append(name)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise WeightsError(f"{folder / INDEX} is not an index of safetensors ({error}); copy it again") from error
+        absent = sorted(path.name for path in files if not path.is_file())
+        if absent:
+            raise WeightsError(
+                f"weights {str(folder)!r}: {len(absent)} of {len(files)} shards missing: {some(absent)}; copy the "
+                "whole folder"
+            )
+        return files
+
+    # -- of this model? -----------------------------------------------------------------------------------------------
+
+    def match(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
+        """Find each parameter and buffer of the model in the folder. tensors: the parameters, tied names included.
+
+        A tensor may be stored under any of its tied names, and with or without the prefix of the base model, as
+        transformers does. Raises WeightsError that names what is missing, left over or of another shape.
+        """
+        buffers = persistent_buffers(model)
+        rename = self._renaming(model, [t.name for t in tensors])
+        used: set[str] = set()
+        missing: list[str] = []
+        odd_shapes: list[str] = []
+        odd_dtypes: list[str] = []
+        names_of: dict[int, list[str]] = {}
+        for index, t in enumerate(tensors):
+            names_of.setdefault(index if t.tied_to is None else t.tied_to, []).append(rename(t.name))
+        forgiven = _patterns(model, "_keys_to_ignore_on_load_missing")
+        for index, names in names_of.items():
+            used.update(names)
+            source = next((self._sources[n] for n in names if n in self._sources), None)
+            if source is None:
+                if not _is_adapter(model, tensors[index].name):
+                    missing.append(tensors[index].name)
+                continue
+            if source.entry.shape != tensors[index].shape:
+                odd_shapes.append(_shapes(tensors[index].name, source.entry.shape, tensors[index].shape))
+            elif source.entry.dtype not in _READABLE:
+                odd_dtypes.append(f"{tensors[index].name} in {source.entry.code}")
+            self._parameters[index] = source
+        for name, (module, key) in buffers.items():
+            source = self._sources.get(rename(name))
+            buffer = module._buffers[key]
+            assert buffer is not None
+            if source is None:
+                if buffer.is_meta or not any(p.search(name) for p in forgiven):
+                    missing.append(name)
+                continue
+            used.add(rename(name))
+            if source.entry.shape != tuple(buffer.shape):
+                odd_shapes.append(_shapes(name, source.entry.shape, tuple(buffer.shape)))
+            self._buffers.append((module, key, source))
+        computed = {rename(name) for name, _ in model.named_buffers(remove_duplicate=False)} - used
+        ignored = _patterns(model, "_keys_to_ignore_on_load_unexpected")
+        extra = sorted(
+            name
+            for name in self._sources.keys() - used - computed
+            if not any(pattern.search(name) for pattern in ignored)
+        )
+        self._refuse(model, missing, extra, odd_shapes, odd_dtypes)
+        self._refuse_meta_buffers(model, {id(module._buffers[key]) for module, key, _ in self._buffers})
+        self.note = self._describe(tensors)
+
+    def _renaming(self, model: nn.Module, names: Sequence[str]) -> Callable[[str], str]:
+        """Model name -> file name: the same, without or with the base model's prefix; the one that finds most."""
+        ways: list[Callable[[str], str]] = [lambda name: name]
+        if hasattr(model, "peft_config"):
+            ways.append(lambda name: name.removeprefix("base_model.model.").replace(".base_layer.", "."))
+        prefix = str(getattr(model, "base_model_prefix", "") or "")
+        if prefix:
+            ways += [lambda name: name.removeprefix(prefix + "."), lambda name: f"{prefix}.{name}"]
+        return max(ways, key=lambda way: sum(way(name) in self._sources for name in names))
+
+    def _refuse(
+        self,
+        model: nn.Module,
+        missing: Sequence[str],
+        extra: Sequence[str],
+        odd_shapes: Sequence[str],
+        odd_dtypes: Sequence[str],
+    ) -> None:
+        parts = [
+            f"{len(names)} {what}: {some(names)}"
+            for names, what in (
+                (missing, "of the model's tensors missing"),
+                (extra, "tensors that the model does not have"),
+                (odd_shapes, "of another shape"),
+                (odd_dtypes, "in a dtype that cannot be trained from (fp32, bf16, fp16 and fp64 can)"),
+            )
+            if names
+        ]
+        if parts:
+            raise WeightsError(
+                f"weights {str(self.folder)!r} are not those of this {type(model).__name__}: {'; '.join(parts)}; give "
+                "the folder of this model, or build the model that the folder's config.json describes"
+            )
+
+    def _refuse_meta_buffers(self, model: nn.Module, held: set[int]) -> None:
+        lost = [name for name, buffer in model.named_buffers() if buffer.is_meta and id(buffer) not in held]
+        if lost:
+            raise WeightsError(
+                f"{len(lost)} buffers are on the meta device and no file holds them: {some(lost)}; build the model "
+                "under executor.parameters_on_meta(), which leaves buffers their memory, instead of "
+                "torch.device('meta')"
+            )
+
+    def _describe(self, tensors: Sequence[Tensor]) -> str:
+        counts: Counter[tuple[str, str, bool]] = Counter()
+        for index, source in self._parameters.items():
+            t = tensors[index]
+            assert source.entry.dtype is not None
+            counts[str(source.entry.dtype).removeprefix("torch."), t.dtype, t.frozen] += source.entry.numel
+        parts = []
+        for (stored, working, frozen), numel in counts.most_common():
+            kept = f"working copies in {working}" if working != "fp32" else "working copies the same"
+            masters = "frozen, no masters" if frozen else "fp32 masters from the file's values"
+            parts.append(f"{numel / 1e6:,.1f} M parameters stored in {stored}: {masters}, {kept}")
+        return f"weights {self.folder}: " + "; ".join(parts)
+
+    def holds(self, tensor: int) -> bool:
+        """The folder has the value of that parameter."""
+        return tensor in self._parameters
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def fill(self, arena: Arena, contents: Contents) -> None:
+        """Read every matched tensor into all lists of its chunk that hold its value, in the order of the files.
+
+        Raises WeightsError where a file ends early or cannot be read any more.
+        """
+        self.fill_buffers()
+        buffer = piece_buffer()
+        chunk_of = arena.layout.chunk_of
+        by_file: dict[Path, list[tuple[int, _Source]]] = {}
+        for index, source in self._parameters.items():
+            by_file.setdefault(source.file.path, []).append((index, source))
+        for rows in by_file.values():
+            rows.sort(key=lambda row: row[1].entry.start)
+            with rows[0][1].file.opened() as descriptor:
+                for index, source in rows:
+                    lists = [
+                        (place, name)
+                        for name in ("param32", "param")
+                        for place in (Place.GPU, Place.HOST)
+                        if arena.has(place, chunk_of[index], name)
+                    ]
+                    for first, piece in source.file.pieces(descriptor, source.name, buffer):
+                        value = piece.float() if piece.dtype == torch.float64 else piece
+                        for place, name in lists:
+                            contents.put(place, index, name, value, first)
+        log.info("%s", self.note)
+
+    def fill_buffers(self) -> None:
+        """The model's buffers get the file's values."""
+        for module, key, source in self._buffers:
+            held = module._buffers[key]
+            assert held is not None
+            value = source.file.read(source.name)
+            if held.is_meta:
+                module._buffers[key] = value.to(held.dtype)
+            else:
+                held.copy_(value)
+
+
+def _patterns(model: nn.Module, attribute: str) -> list[re.Pattern[str]]:
+    return [re.compile(pattern) for pattern in getattr(model, attribute, None) or ()]
+
+
+def _shapes(name: str, stored: Sequence[int], wanted: Sequence[int]) -> str:
+    return f"{name} ({list(stored)} in the file, {list(wanted)} in the model)"
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    more = len(names) - NAMED_AT_MOST
+    return ", ".join(names[:NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else "")
