@@ -673,18 +673,20 @@ class Session:
 
     def work(self, i: int, iteration: int) -> None:
         step = self.plan.steps[i]
+        ahead_bytes = 0
         if step.kind in COPIES:
-            before = self.backend.copied_bytes[step.queue.value]
+            before = self.stashes.copied_bytes(step.queue)
         with torch.no_grad():
             early = self.eager and step.kind in (Kind.CPU_ADAM, Kind.GPU_ADAM) and iteration == self.iteration
             if early and step.chunk is not None:
                 self.updated_early |= self.contents.chunks[step.chunk].with_gradient()
             if step.stash is not None:
-                self.stashes.move(step)
+                ahead_bytes = self.stashes.move(step)
             else:
                 self.contents.work(step, self._updates.get(iteration), lambda: self.update_norms(iteration))
         if step.kind in COPIES:
-            self._steps[i, iteration].copied_bytes = self.backend.copied_bytes[step.queue.value] - before
+            copied_bytes = self.stashes.copied_bytes(step.queue) - before
+            self._steps[i, iteration].copied_bytes = copied_bytes + ahead_bytes
 
     def finish(self, i: int, iteration: int) -> None:
         if self.plan.steps[i].stash is None:

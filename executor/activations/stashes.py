@@ -12,6 +12,10 @@ what it touches is held until its event.
 [Note: never wrong data] A tensor that is unpacked while its bytes are on the host (an iteration that left the plan) is
 copied back then and there. A room on the host whose bytes somebody may still want is not overwritten: what wanted the
 room stays on the gpu, and is counted. Bytes that are more than the plan's stay on the gpu as well.
+
+[Note: ahead of its step] What a block does behind its last unit (a dropout, a sum) is differentiated before the
+gradient of that unit's output arrives, so in the moment before the one that waits for `stash_in`. Where the copy is not
+there yet the user's thread makes it, and the step that finds it made counts its bytes as its own.
 """
 
 from __future__ import annotations
@@ -68,9 +72,20 @@ class _View:
 class _Saved:
     """One storage that autograd saved tensors of. `source`: its bytes on the gpu as the forward made them; `host`: room
     on the host that holds them; `returned`: memory on the gpu for them again, filled once `back` (and `arrival`, an
-    event, where the copy is only issued then)."""
+    event, where the copy is only issued then). stash: its number, once it is on the host."""
 
-    __slots__ = ("__weakref__", "arrival", "back", "changed", "host", "returned", "size_bytes", "source", "views")
+    __slots__ = (
+        "__weakref__",
+        "arrival",
+        "back",
+        "changed",
+        "host",
+        "returned",
+        "size_bytes",
+        "source",
+        "stash",
+        "views",
+    )
 
     def __init__(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -80,6 +95,7 @@ class _Saved:
         self.host: torch.Tensor | None = None
         self.returned: torch.Tensor | None = None
         self.back = False
+        self.stash: int | None = None
         self.arrival: Any = None
         self.changed = False
         self.views: list[_View] = []
@@ -148,6 +164,7 @@ class Stashes:
         self.session = session
         self.reports: list[StashReport] = []
         self._lock = threading.Lock()
+        self._ahead_bytes = 0  # since the session began; see [Note: ahead of its step]
         self._rooms: dict[str, list[weakref.ref[_Saved]]] = {}  # block -> whose bytes its room on the host holds
         self.bind()
 
@@ -158,6 +175,7 @@ class Stashes:
         self._stash: dict[tuple[str, int], int] = {(s.block, s.micro_batch): n for n, s in enumerate(w.stashes)}
         self._chosen: dict[int, list[weakref.ref[_Saved]]] = {}  # stash -> what goes, in the current iteration
         self._out: dict[int, list[weakref.ref[_Saved]]] = {}  # stash -> what has gone
+        self._ahead: dict[int, int] = {}  # stash -> bytes copied ahead of its step, until that counts them
         self._returning: list[int] = []  # stashes whose memory on the gpu is due
         self._flying: dict[tuple[Kind, int], tuple[Any, list[torch.Tensor]]] = {}
         self._buffers = {b.untyped_storage()._cdata for b in self.session.model.buffers()}
@@ -231,15 +249,27 @@ class Stashes:
 
     # -- copies: what queues call -------------------------------------------------------------------------------------
 
-    def move(self, step: Step) -> None:
-        """Do a stash_out or stash_in."""
+    def copied_bytes(self, queue: Queue) -> int:
+        """By steps of the queue since the session began, without [Note: ahead of its step]."""
+        with self._lock:
+            ahead_bytes = self._ahead_bytes if queue is Queue.H2D else 0
+            return self.session.backend.copied_bytes[queue.value] - ahead_bytes
+
+    def move(self, step: Step) -> int:
+        """Do a stash_out or stash_in. Returns the bytes of it that had been copied ahead."""
         assert step.stash is not None
         out = step.kind is Kind.STASH_OUT
+        ahead_bytes = 0 if out else self._count_ahead(step.stash)
         touched = self._send(step.stash) if out else self._fetch(step.stash)
         backend = self.session.backend
         backend.fence(step.queue)
         if touched and hasattr(backend, "record"):  # issued; see [Note: who lets go]
             self._flying[step.kind, step.stash] = (backend.record(step.queue), touched)
+        return ahead_bytes + (0 if out else self._count_ahead(step.stash))
+
+    def _count_ahead(self, n: int) -> int:
+        with self._lock:
+            return self._ahead.pop(n, 0)
 
     def _send(self, n: int) -> list[torch.Tensor]:
         """Returns the memory on the gpu that is read."""
@@ -250,6 +280,7 @@ class Stashes:
             )
             self._out[n] = []
             return []
+        self._count_ahead(n)  # of an iteration that left the plan
         room = self.session.arena.host_bytes(stash_key(stash.block), stash.bytes)
         offset = 0
         gone: list[weakref.ref[_Saved]] = []
@@ -260,7 +291,7 @@ class Stashes:
             target = room[offset : offset + saved.size_bytes]
             offset += saved.size_bytes
             self.session.backend.copy(target, saved.source, Queue.D2H)
-            saved.host = target
+            saved.host, saved.stash = target, n
             touched.append(saved.source)
             gone.append(weakref.ref(saved))
         self._rooms[stash.block] = self._out[n] = gone
@@ -273,14 +304,17 @@ class Stashes:
         found = (self._bring(saved, cast("StreamBackend", issues)) for saved in _alive(self._out.get(n, ())))
         return [memory for memory in found if memory is not None]
 
-    def _bring(self, saved: _Saved, issues: StreamBackend | None = None) -> torch.Tensor | None:
+    def _bring(self, saved: _Saved, issues: StreamBackend | None = None, *, ahead: bool = False) -> torch.Tensor | None:
         """Copy it back, if nobody has; the memory it is in then. issues: the backend, in a thread in which the copy is
-        only issued."""
+        only issued. ahead: no step of the plan asks for it."""
         with self._lock:
             if saved.back or saved.returned is None or saved.host is None:
                 return None
             self.session.backend.copy(saved.returned, saved.host, Queue.H2D)
             saved.arrival = None if issues is None else issues.record(Queue.H2D)
+            if ahead and saved.stash is not None:
+                self._ahead_bytes += saved.size_bytes
+                self._ahead[saved.stash] = self._ahead.get(saved.stash, 0) + saved.size_bytes
             saved.back = True
             return saved.returned
 
@@ -332,7 +366,7 @@ class Stashes:
         if saved.returned is None:
             saved.returned = self._memory(saved.size_bytes)
         with unseen(), torch.no_grad():
-            self._bring(saved)
+            self._bring(saved, ahead=True)
             if saved.arrival is not None:
                 cast("StreamBackend", self.session.backend).wait_event(Queue.COMPUTE, saved.arrival)
             made = torch.empty(0, dtype=view.dtype, device=saved.returned.device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -24,6 +25,7 @@ from executor.devices.virtual_streams import VirtualStreams
 from executor.measuring.live_bytes import LiveStorages
 from executor.queues.serial import SerialQueues
 from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.step import COPIES
 from pstar_sim.errors import PlanError
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.workload.mixing import block_names, mix_blocks, offload_blocks
@@ -135,6 +137,39 @@ def test_offload_takes_its_bytes_off_the_accelerator(planned: Any, start: Any, k
         peaks[len(how)] = (max(measured.non_model_bytes), plan.workload.peak_non_model_bytes)
     assert peaks[0][0] - peaks[2][0] == peaks[0][1] - peaks[2][1] > 0
     assert run.session.timeline().moved_bytes == plan.moved_bytes
+
+
+def test_what_a_block_does_behind_its_last_unit_wants_its_bytes_before_their_step(kit: Any) -> None:
+    """gpt2's dropout behind each block is differentiated in the moment before the one that waits for the stash. With
+    every copy as late as it may be, that one is made then and there; nothing is copied twice, nor left out of the
+    books."""
+    model, draw = kit.build("gpt2")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.1
+    batch = draw(torch.Generator().manual_seed(9))
+    w = kit.workload_of(model, batch, name="gpt2")
+    plan = kit.tight_plan("tide", offload_blocks(w, block_names(w)[:2]), Settings(clip=False))
+
+    def as_late_as_may_be(possible: Any, compute: Any, may: bool) -> int | None:
+        return None if may else 0
+
+    queues = SerialQueues(as_late_as_may_be)
+    model, optimizer = executor.prepare(model, plan, executor.AdamW(lr=1e-2), watchdog_s=5.0, queues=queues)
+    session = optimizer.session
+    ahead = []
+    plain = session.stashes.move
+    session.stashes.move = lambda step: ahead.append(plain(step)) or ahead[-1]
+    for _ in range(3):
+        kit.train_alone(model, optimizer, itertools.repeat(batch), 1)
+    session.drain()
+    assert session.deviations == 0
+    assert max(ahead) > 0
+    copied = {(log.iteration, log.step.id): log.copied_bytes for log in session.span_log if log.step.kind in COPIES}
+    planned = {step.id: step.bytes for step in plan.steps if step.kind in COPIES}
+    for iteration in range(3):
+        assert {step: size for (k, step), size in copied.items() if k == iteration} == planned
+    session.close(restore=False)
 
 
 def test_random_interleavings_compute_the_same(planned: Any, start: Any, kit: Any) -> None:
