@@ -327,6 +327,7 @@ def _search(classes: Mapping[_Class, Sequence[_Item]]) -> int:
     total = sum(item[3] * widths[key] for key, items in classes.items() for item in items)
     if total == 0:
         return GRANULE_BYTES
+    used = sum(item[2] * widths[key] for key, items in classes.items() for item in items)
     granule = GRANULE_BYTES
     while granule > 4 * KIB and granule > total / 64:
         granule //= 2
@@ -335,10 +336,12 @@ def _search(classes: Mapping[_Class, Sequence[_Item]]) -> int:
         key: np.concatenate(([0], np.cumsum([item[3] * widths[key] for item in items]))).astype(np.int64)
         for key, items in classes.items()
     }
+    padded = {key: [item[3] for item in items] for key, items in classes.items()}
+    rows = [(numels, _ends(numels), widths[key]) for key, numels in padded.items()]
     best: tuple[float, int] | None = None
     while True:
         for size in _candidates(prefixes, granule, total):
-            score = _score(classes, widths, size, total)
+            score = _score(rows, size, total, used)
             if best is None or (score, size) < best:
                 best = (score, size)
         assert best is not None
@@ -364,21 +367,24 @@ def _candidates(prefixes: Mapping[_Class, NDArray[np.int64]], granule: int, tota
     return [ordered[i] for i in picks.tolist()]
 
 
-def _score(classes: Mapping[_Class, Sequence[_Item]], widths: Mapping[_Class, int], size: int, total: int) -> float:
+def _score(classes: Iterable[tuple[Sequence[int], Sequence[int], int]], size: int, total: int, used: int) -> float:
     """Badness of a chunk size: waste, bytes in oversize chunks, and the mean distance (in octaves, weighted by bytes)
-    of its chunks from 64 to 128 MiB (from 1/64 to 1/32 of a smaller model). 1 and more where it wastes too much."""
-    used = held = oversize = 0
+    of its chunks from 64 to 128 MiB (from 1/64 to 1/32 of a smaller model). 1 and more where it wastes too much.
+    classes: of each its items' elements, their running sum, bytes an element. total, used: bytes of all items with and
+    without rounding."""
+    held = oversize = 0
     octaves = 0.0
     high = min(128 * MIB, total / 32)
-    for key, items in classes.items():
-        width = widths[key]
-        for row, numel in _pack(items, size // width):
+    usual = max(0.0, log2(size / high), log2(high / 2 / size))  # octaves of a chunk of that size
+    for padded, ends, width in classes:
+        for numel in _packed_numels(padded, ends, size // width):
             payload = numel * width
             held += payload
-            used += sum(item[2] for item in row) * width
             if payload > size:
                 oversize += payload
-            octaves += payload * max(0.0, log2(max(payload, size) / high), log2(high / 2 / max(payload, size)))
+                octaves += payload * max(0.0, log2(payload / high), log2(high / 2 / payload))
+            else:
+                octaves += payload * usual
     waste = 1 - used / held
     if waste > MOST_WASTE:
         return 1 + 100 * waste
@@ -388,17 +394,39 @@ def _score(classes: Mapping[_Class, Sequence[_Item]], widths: Mapping[_Class, in
 def _pack(items: Sequence[_Item], capacity: int) -> list[tuple[list[_Item], int]]:
     """Fill chunks of `capacity` elements in order. A larger tensor gets a chunk of its own size and leaves the open
     chunk open; the last chunk is trimmed to what it holds. Returns (items, elements) a chunk."""
-    capacity = max(capacity // ALIGN * ALIGN, ALIGN)
+    capacity = _aligned(capacity)
     oversize = [([item], item[3]) for item in items if item[3] > capacity]
     rest = [item for item in items if item[3] <= capacity] if oversize else items
-    ends = np.cumsum([item[3] for item in rest]).tolist()
-    chunks: list[tuple[list[_Item], int]] = []
+    chunks = [
+        (list(rest[begin:end]), numel) for begin, end, numel in _cuts(_ends([item[3] for item in rest]), capacity)
+    ]
+    return chunks + oversize
+
+
+def _packed_numels(padded: Sequence[int], ends: Sequence[int], capacity: int) -> list[int]:
+    """Elements of each chunk that `_pack` makes of items of so many elements. ends: their running sum."""
+    capacity = _aligned(capacity)
+    oversize = [numel for numel in padded if numel > capacity]
+    if oversize:
+        ends = _ends([numel for numel in padded if numel <= capacity])
+    return [numel for _, _, numel in _cuts(ends, capacity)] + oversize
+
+
+def _cuts(ends: Sequence[int], capacity: int) -> list[tuple[int, int, int]]:
+    """(first item, end, elements) of each chunk. ends: running sum of the items' elements, none above the capacity."""
+    chunks: list[tuple[int, int, int]] = []
     begin, base = 0, 0
     while begin < len(ends):
         end = bisect_right(ends, base + capacity)
-        chunks.append((list(rest[begin:end]), capacity))
+        chunks.append((begin, end, capacity if end < len(ends) else ends[-1] - base))
         begin, base = end, ends[end - 1]
-    if chunks:
-        row, _ = chunks[-1]
-        chunks[-1] = (row, sum(item[3] for item in row))
-    return chunks + oversize
+    return chunks
+
+
+def _ends(padded: Sequence[int]) -> list[int]:
+    ends: list[int] = np.cumsum(padded, dtype=np.int64).tolist()
+    return ends
+
+
+def _aligned(capacity: int) -> int:
+    return max(capacity // ALIGN * ALIGN, ALIGN)

@@ -43,40 +43,48 @@ def pack_slabs(sizes: Iterable[tuple[tuple[int, str], int]], *, largest_bytes: i
     slab = max(_power_of_two(rows[0][0]), min(largest_bytes, _power_of_two(sum(size for size, _ in rows))))
     used: list[int] = []
     where: dict[tuple[int, str], tuple[int, int]] = {}
-    first_open = (
-        0  # slabs before it have no room for what comes (sizes only fall, so they may again: look from 0 on ties)
-    )
+    held: list[_Held] = []  # of each slab, ascending
+    first_open = last = 0
+    # Slabs before first_open have no room for any payload. Where payloads are of one size, one goes behind the other.
+    size_before = 0
     for size, key in rows:
-        for i in range(first_open, len(used)):
+        for i in range(last if size == size_before else first_open, len(used)):
             if used[i] + size <= slab:
                 break
         else:
             used.append(0)
+            held.append([])
             i = len(used) - 1
         where[key] = (i, used[i])
+        held[i].append((used[i], key))
         used[i] += size
+        last, size_before = i, size
         while first_open < len(used) and slab - used[first_open] < rows[-1][0]:
             first_open += 1
-    return HostRoom(where, _shrink(used, where))
+    return HostRoom(where, _shrink(used, held, where))
 
 
-def _shrink(used: list[int], where: dict[tuple[int, str], tuple[int, int]]) -> tuple[int, ...]:
+_Held = list[tuple[int, tuple[int, str]]]
+"""What lies in one slab: (byte offset, payload)."""
+
+
+def _shrink(used: list[int], held: list[_Held], where: dict[tuple[int, str], tuple[int, int]]) -> tuple[int, ...]:
     """Slab sizes as powers of two. A slab that is just over half full is split in two where a payload boundary
     allows."""
     sizes = [_power_of_two(size) for size in used]
     for slab in range(len(used)):
         # e.g. 5 units in a slab of 8: one of 4 and one of 1 hold the same payloads with less left over
+        starts = held[slab]
         while True:
-            starts = sorted((offset, key) for key, (i, offset) in where.items() if i == slab)
             half = sizes[slab] // 2
             cut = max((offset for offset, _ in starts if offset <= half), default=0)
             tail = used[slab] - cut
             if cut == 0 or _power_of_two(cut) + _power_of_two(tail) >= sizes[slab]:
                 break
             new = len(sizes)
+            starts = [(offset - cut, key) for offset, key in starts if offset >= cut]
             for offset, key in starts:
-                if offset >= cut:
-                    where[key] = (new, offset - cut)
+                where[key] = (new, offset)
             sizes[slab], used[slab] = _power_of_two(cut), cut
             sizes.append(_power_of_two(tail))
             used.append(tail)
