@@ -7,10 +7,8 @@ for).
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import importlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +19,7 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import CannotPlan, DoesNotFit, PlanError, PstarError
 from pstar_sim.planner.binding import bound_by
 from pstar_sim.planner.certificate import Certificate, Certifier
+from pstar_sim.planner.collector import without_garbage_collection
 from pstar_sim.planner.confidence import confidence
 from pstar_sim.planner.explain import explain
 from pstar_sim.planner.nearest import nearest
@@ -193,24 +192,10 @@ def compare(
     if not isinstance(workload, Workload):
         ranked = tuple(workload)
         workload = tightest(ranked, machine)
-    with _without_garbage_collection():
+    with without_garbage_collection():
         return _compare(
             workload, machine, settings, asked, ranked, barrier_cost=barrier_cost, near=near, certify=certify
         )
-
-
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Plans and timelines are hundreds of thousands of small objects that live until the answer is given; the cycle
-    collector walks them again and again and finds nothing, for a third of the CPU time. Reference counts still free
-    what is dropped. The collector is left as it was found."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _compare(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError
+from pstar_sim.planner.collector import without_garbage_collection
 from pstar_sim.planner.memory import least_gpu_bytes, memory_need
 from pstar_sim.planner.nearest import nearest
 from pstar_sim.planner.ranks import tightest
@@ -104,6 +105,7 @@ class Fits:
         return text
 
 
+@without_garbage_collection()
 def fits(
     workload: Workload | Sequence[Workload],
     machine: Machine,
@@ -213,7 +215,7 @@ def _nearest(
 def _asked(name: str, workload: Workload, machine: Machine, settings: Settings, loading: str) -> DoesNotFit | None:
     """Why the policy has no room, None if it has."""
     try:
-        memory_need(name, workload, machine, settings, loading=loading)
+        memory_need(name, workload, machine, settings, loading=loading, fewest=False)
     except DoesNotFit as short:
         return short
     return None

@@ -25,7 +25,6 @@ that the grid names. A backend that cannot hand results out one by one is given 
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from pstar_sim.errors import PstarError
 from pstar_sim.files import replaced_atomically, write_atomically
+from pstar_sim.planner.collector import without_garbage_collection
 from pstar_sim.planner.compare import compare
 from pstar_sim.planner.grid import Grid, Group, job_of, load_grid, point_hash
 
@@ -153,13 +153,8 @@ Done = list[tuple[int, dict[str, object]]]
 
 def evaluate(group: Group) -> Done:
     """(index, result) of every point of the group. Plain values in and out, whatever process it runs in."""
-    was_enabled = gc.isenabled()
-    gc.disable()  # until plans and timelines, hundreds of thousands of objects without cycles, are gone
-    try:
+    with without_garbage_collection():  # until plans and timelines are gone
         results = _computed(group)
-    finally:
-        if was_enabled:
-            gc.enable()
     return [
         (index, {name: result.get(name) for name in COLUMNS}) for (index, _), result in zip(group.policies, results)
     ]

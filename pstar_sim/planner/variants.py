@@ -34,6 +34,7 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import CannotPlan, DoesNotFit, TraceError
 from pstar_sim.planner.bounds import bound_reason, lower_bound
+from pstar_sim.planner.collector import without_garbage_collection
 from pstar_sim.planner.compare import plan_and_play
 from pstar_sim.planner.memory import shortage
 from pstar_sim.planner.nearest import nearest
@@ -82,6 +83,7 @@ def words(w: Workload, among: Sequence[Workload] = ()) -> str:
     return f"{batches}, {activations_text(w)}{kernel}"
 
 
+@without_garbage_collection()
 def candidates(variants: Sequence[Workload], share: int) -> tuple[Workload, ...]:
     """One rank's workloads of `share` sequences an iteration that the variants of one model lead to, no two alike.
 
@@ -158,6 +160,7 @@ def _offload_sets(blocks: Sequence[str]) -> Iterator[tuple[Sequence[str], Sequen
                 yield offloaded, others[:n]
 
 
+@without_garbage_collection()
 def choose(workloads: Sequence[Workload], machine: Machine, settings: Settings, *, policy: str = "optimal") -> Chosen:
     """The fastest of `workloads` (each one rank's whole share of the same batch) by `policy`, as far as [Note: what is
     planned] goes.
