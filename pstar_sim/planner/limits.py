@@ -20,6 +20,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.models import ModelEntry, count_params, model_entry, model_names
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError
+from pstar_sim.planner.collector import without_garbage_collection
 from pstar_sim.planner.memory import memory_need
 from pstar_sim.planner.nearest import nearest
 from pstar_sim.planner.ranks import shares_of_batch, tightest
@@ -34,7 +35,10 @@ from pstar_sim.workload.workload import DTYPE_BYTES, Workload
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Limit", "Limits", "deeper", "max_batch", "max_model"]
+__all__ = ["Limit", "Limits", "Written", "deeper", "max_batch", "max_model"]
+
+Written = dict[tuple[ModelEntry, int], Workload]
+"""Workloads of one job, by shape and by sequences of one rank."""
 
 MOST_BATCH = 1 << 20
 MOST_LAYERS = 1 << 13
@@ -121,6 +125,7 @@ def deeper(like: str | ModelEntry, layers: int, *, hidden: int | None = None, he
     return replace(made, params=count_params(made))
 
 
+@without_garbage_collection()
 def max_model(
     machine: Machine,
     *,
@@ -138,12 +143,18 @@ def max_model(
     optimizer: str = "adamw",
     loading: str = "whole",
     catalog: bool = True,
+    near: Mapping[str, int] | None = None,
+    written: Written | None = None,
+    on_policy: Callable[[str, int, int], None] | None = None,
 ) -> Limits:
     """The deepest model of a family (`like`, or of another `hidden` size) that each policy can train on the machine,
     and (catalog) the largest known model.
 
-    batch: sequences a micro-batch, of all ranks together. dtype: by default what the GPU has. Raises PstarError for
-    sizes that do not go together and a batch the ranks cannot share, UnknownName for names nobody knows.
+    batch: sequences a micro-batch, of all ranks together. dtype: by default what the GPU has. near: by policy, the
+    layers where the search begins, such as the limit of a machine that is much the same. written: workloads that calls
+    about the same job on other machines have written; it is added to. on_policy: called with a policy, its number and
+    how many there are before it is looked at. Raises PstarError for sizes that do not go together and a batch the ranks
+    cannot share, UnknownName for names nobody knows.
     """
     settings = settings or Settings()
     entry = model_entry(like)
@@ -154,17 +165,22 @@ def max_model(
         known = {share: of_share(shape, share) for share in sorted(set(shares))}
         return known[shares[0]] if len(known) == 1 else tightest([known[share] for share in shares], machine)
 
+    written = {} if written is None else written
+
     def of_share(shape: ModelEntry, share: int) -> Workload:
-        return workload_of(
-            shape,
-            batch=share,
-            sequence=seq,
-            micro_batches=micro_batches,
-            dtype=working,
-            checkpointing=checkpointing,
-            lora=lora,
-            optimizer=optimizer,
-        )
+        key = (shape, share)
+        if key not in written:
+            written[key] = workload_of(
+                shape,
+                batch=share,
+                sequence=seq,
+                micro_batches=micro_batches,
+                dtype=working,
+                checkpointing=checkpointing,
+                lora=lora,
+                optimizer=optimizer,
+            )
+        return written[key]
 
     @cache
     def at(layers: int) -> Workload:
@@ -192,7 +208,9 @@ def max_model(
     )
     ask = _asker(machine, settings, loading)
     asked = list(all_policies() if policies is None else policies)
-    found = _limits(asked, lambda policy, n: ask(policy, at(n)), most_layers, first=entry.layers)
+    found = _limits(
+        asked, lambda policy, n: ask(policy, at(n)), most_layers, first=entry.layers, near=near, on_policy=on_policy
+    )
     rows = []
     for policy, (layers, error) in zip(asked, found):
         row = _limit(policy, layers, error)
@@ -222,6 +240,7 @@ def max_model(
     )
 
 
+@without_garbage_collection()
 def max_batch(
     machine: Machine,
     write: Callable[[int], Workload],
@@ -229,10 +248,11 @@ def max_batch(
     policies: Iterable[str | Policy] | None = None,
     settings: Settings | None = None,
     loading: str = "whole",
+    on_policy: Callable[[str, int, int], None] | None = None,
 ) -> Limits:
     """The most sequences a micro-batch (all ranks together) with which each policy can train on the machine.
 
-    write: the workload of one rank for a number of sequences a rank, such as
+    on_policy: as in `max_model`. write: the workload of one rank for a number of sequences a rank, such as
     `lambda batch: ps.preset("12B", batch=batch, seq=1024)`.
     """
     settings = settings or Settings()
@@ -240,7 +260,9 @@ def max_batch(
     ranks = len(machine.ranks)
     ask = _asker(machine, settings, loading)
     asked = list(all_policies() if policies is None else policies)
-    found = _limits(asked, lambda policy, n: ask(policy, at(n)), lambda policy: MOST_BATCH, first=1)
+    found = _limits(
+        asked, lambda policy, n: ask(policy, at(n)), lambda policy: MOST_BATCH, first=1, on_policy=on_policy
+    )
     rows = [_limit(policy, value * ranks, error) for policy, (value, error) in zip(asked, found)]
     w = at(1)
     rows = _with_nearest_yes(rows, asked, found, w, machine, settings, loading)
@@ -265,7 +287,7 @@ AskOne = Callable[[str | Policy, int], Refusal | None]
 def _asker(machine: Machine, settings: Settings, loading: str) -> Callable[[str | Policy, Workload], Refusal | None]:
     def ask(policy: str | Policy, workload: Workload) -> Refusal | None:
         try:
-            memory_need(policy, workload, machine, settings, loading=loading, others=False)
+            memory_need(policy, workload, machine, settings, loading=loading, others=False, fewest=False)
         except (DoesNotFit, CannotPlan) as error:
             return error
         return None
@@ -274,14 +296,23 @@ def _asker(machine: Machine, settings: Settings, loading: str) -> Callable[[str 
 
 
 def _limits(
-    policies: Sequence[str | Policy], ask: AskOne, most_of: Callable[[str | Policy], int], *, first: int
+    policies: Sequence[str | Policy],
+    ask: AskOne,
+    most_of: Callable[[str | Policy], int],
+    *,
+    first: int,
+    near: Mapping[str, int] | None = None,
+    on_policy: Callable[[str, int, int], None] | None = None,
 ) -> list[tuple[int, Refusal | None]]:
     """`_largest` of each policy. optimal fits wherever another does (disks left out here), so it comes last, when the
     limits of the others are known."""
     found: dict[str, tuple[int, Refusal | None]] = {}
-    for policy in sorted(policies, key=lambda policy: policy == "optimal"):
+    for number, policy in enumerate(sorted(policies, key=lambda policy: policy == "optimal")):
+        if on_policy is not None:
+            on_policy(policy_name(policy), number, len(policies))
         most = most_of(policy)
-        limit = _largest(lambda n, policy=policy: ask(policy, n), most, first=first)  # type: ignore[misc]
+        guess = (near or {}).get(policy_name(policy))
+        limit = _largest(lambda n, policy=policy: ask(policy, n), most, first=first, near=guess)  # type: ignore[misc]
         if policy == "optimal":
             limit = _others_go_on(limit, found, lambda name: lambda n: ask(name, n), most)
         found[policy_name(policy)] = limit
@@ -306,12 +337,16 @@ def _others_go_on(
     return largest, error
 
 
-def _largest(ask: Callable[[int], Refusal | None], most: int, *, first: int = 1) -> tuple[int, Refusal | None]:
+def _largest(
+    ask: Callable[[int], Refusal | None], most: int, *, first: int = 1, near: int | None = None
+) -> tuple[int, Refusal | None]:
     """(the largest n in 0..most that fits, why n + 1 does not; None if `most` fits): doubled from `first` on until
-    something does not fit, as larger n take longer to ask about; then along lines, every third time by halves."""
+    something does not fit, as larger n take longer to ask about; then along lines, every third time by halves. near: a
+    guess, which is asked about first, then the one behind it, then further and further."""
     low, high = 0, most + 1
     errors: dict[int, Refusal] = {}
-    tried, asked = min(first, most), 0
+    tried, asked = min(first if near is None else max(1, near), most), 0
+    stride = 1
     while high - low > 1:
         error = ask(tried)
         if error is None:
@@ -320,7 +355,8 @@ def _largest(ask: Callable[[int], Refusal | None], most: int, *, first: int = 1)
             high, errors[tried] = tried, error
         asked += bool(errors)
         if not errors:
-            tried = min(2 * low, most)
+            tried = min(2 * low if near is None else low + stride, most)
+            stride = max(4 * stride, low // 16)
         else:
             guess = (low + high) // 2 if asked % 3 == 0 else _along_a_line(errors, low, high)
             tried = min(max(guess, low + 1), high - 1)

@@ -111,18 +111,21 @@ def memory_need(
     *,
     loading: str = "whole",
     others: bool = True,
+    fewest: bool = True,
 ) -> Need:
     """What the policy needs of the host. Raises DoesNotFit if it has no room, be it for rounding or start-up only.
 
     A policy that tries others fits wherever one of them does: where neither its own checks nor its plan have room for
-    all that, the need is that of the first policy that has. others: False leaves it at its own checks.
+    all that, the need is that of the first policy that has. others: False leaves it at its own checks. fewest: False,
+    for whether there is room at all, does not look for the fewest pins: the need is that of a number that fits.
     """
     startup = startup_bytes(workload, machine, loading)
     point = _POINTS.get(policy) if isinstance(policy, str) else None
     refusal: DoesNotFit | None = None
     if point is not None:
         try:
-            return _asynchronous_need(_ground(str(policy), point, workload, machine, settings), machine, startup)
+            ground = _ground(str(policy), point, workload, machine, settings)
+            return _asynchronous_need(ground, machine, startup, fewest=fewest)
         except DoesNotFit as short:
             if policy not in _TRIES_OTHERS or not others:
                 raise
@@ -207,8 +210,9 @@ def _ground(name: str, point: Point, workload: Workload, machine: Machine, setti
     return ground
 
 
-def _asynchronous_need(ground: Ground, machine: Machine, startup: int) -> Need:
-    """With as few pins as the host allows: bisection, as more pins never need more of it."""
+def _asynchronous_need(ground: Ground, machine: Machine, startup: int, *, fewest: bool) -> Need:
+    """With as few pins as the host allows: bisection, as more pins never need more of it. fewest: False stops at the
+    first number that the host allows, none or the most."""
 
     def need(pins: int) -> Need:
         sizes = _ground_payloads(ground, pins)
@@ -222,12 +226,14 @@ def _asynchronous_need(ground: Ground, machine: Machine, startup: int) -> Need:
 
     budget = machine.host_budget_bytes
     low, high = 0, ground.most_pins()
-    best = need(0)
-    if best.host_bytes <= budget:
-        return best
+    payload = sum(_ground_payloads(ground, 0).values())
+    if payload + (startup if payload else 0) <= budget:  # slabs are never less than what they hold
+        best = need(0)
+        if best.host_bytes <= budget:
+            return best
     best = need(high)
     _check_host(best, machine)
-    while high - low > 1:
+    while fewest and high - low > 1:
         middle = (low + high) // 2
         tried = need(middle)
         if tried.host_bytes <= budget:

@@ -8,7 +8,7 @@ fastest of the policies asked about.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,9 @@ from pstar_sim.catalog.models import model_entry
 from pstar_sim.catalog.overrides import override
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import PstarError
+from pstar_sim.planner.collector import without_garbage_collection
 from pstar_sim.planner.compare import compare
-from pstar_sim.planner.limits import max_model
+from pstar_sim.planner.limits import Written, max_model
 from pstar_sim.planner.ranks import tightest
 from pstar_sim.workload.lora import adapter_of
 from pstar_sim.workload.workload import Workload
@@ -90,6 +91,7 @@ class Sensitivity:
         return text
 
 
+@without_garbage_collection()
 def sensitivity(
     workload: Workload | Sequence[Workload],
     machine: Machine,
@@ -99,11 +101,12 @@ def sensitivity(
     by: float = 0.1,
     parts: Iterable[str] | None = None,
     largest: bool = True,
+    on_part: Callable[[str, int, int], None] | None = None,
 ) -> Sensitivity:
     """workload: as in `compare`, a list for ranks that take different shares (one more GPU is then left out: nobody
     says what it takes). by: how much more, 0.1 for a tenth. parts: of `PARTS`, by default all that the machine has.
-    largest: also search the largest model (presets only; of a trace only times are compared). Raises PstarError for a
-    part that is none."""
+    largest: also search the largest model (presets only; of a trace only times are compared). on_part: called with a
+    part, its number and how many there are before it is looked at. Raises PstarError for a part that is none."""
     settings = settings or Settings()
     if not -1 < by < 100 or by == 0:
         raise PstarError(f"by = {by:g} is no change; give a share such as 0.1")
@@ -114,6 +117,7 @@ def sensitivity(
     ranked = None if isinstance(workload, Workload) else tuple(workload)
     one = workload if isinstance(workload, Workload) else tightest(tuple(workload), machine)
     largest = largest and one.source == "preset"
+    written: Written = {}
 
     def effect(part: str | None, where: Machine, now: Effect | None) -> Effect:
         rows = compare(ranked or one, where, policies=policies, settings=settings, barrier_cost=False, near=False).rows
@@ -121,7 +125,8 @@ def sensitivity(
         best = min(fitting, key=lambda row: row.iteration_s or 0.0, default=None)
         asked = policies if now is None or now.largest_policy is None else (now.largest_policy,)
         batch = sum(w.batch for w in ranked) if ranked else one.batch * len(where.ranks)
-        deepest = _deepest(one, batch, where, asked, settings) if largest else None
+        near = {} if now is None or now.largest_policy is None else {now.largest_policy: now.layers or 0}
+        deepest = _deepest(one, batch, where, asked, settings, near, written) if largest else None
         seconds = None if best is None else best.iteration_s
         change = None
         if now is not None and now.iteration_s is not None and seconds is not None:
@@ -138,7 +143,6 @@ def sensitivity(
             largest_policy=None if deepest is None else deepest[2],
         )
 
-    now = effect(None, machine, None)
     changed = [(name, None if ranked and name == "one more GPU" else _more(machine, name, by)) for name in names]
     if parts is not None:
         for name, where in changed:
@@ -146,6 +150,14 @@ def sensitivity(
                 raise PstarError(f"the ranks of {machine.name} differ: it is not said which GPU one more would be")
             if where is None:
                 raise PstarError(f"{machine.name} has no {name} to enlarge")
+    wanted = [(name, where) for name, where in changed if where is not None]
+
+    def told(number: int, part: str | None, where: Machine, now: Effect | None) -> Effect:
+        if on_part is not None:
+            on_part(part or "as it is", number, 1 + len(wanted))
+        return effect(part, where, now)
+
+    now = told(0, None, machine, None)
     return Sensitivity(
         workload=one,
         machine=machine,
@@ -153,7 +165,7 @@ def sensitivity(
         by=by,
         policies=tuple(policies),
         now=now,
-        rows=tuple(effect(name, where, now) for name, where in changed if where is not None),
+        rows=tuple(told(number, name, where, now) for number, (name, where) in enumerate(wanted, start=1)),
     )
 
 
@@ -174,9 +186,16 @@ def _more(machine: Machine, part: str, by: float) -> Machine | None:
 
 
 def _deepest(
-    workload: Workload, batch: int, machine: Machine, policies: Sequence[str], settings: Settings
+    workload: Workload,
+    batch: int,
+    machine: Machine,
+    policies: Sequence[str],
+    settings: Settings,
+    near: Mapping[str, int],
+    written: Written,
 ) -> tuple[int, int | None, str]:
-    """(layers, parameters, policy) of the largest model of the workload's family. batch: of all ranks."""
+    """(layers, parameters, policy) of the largest model of the workload's family. batch: of all ranks. near, written:
+    see `max_model`; a tenth more of a part moves the limit little, or not at all."""
     limits = max_model(
         machine,
         batch=batch,
@@ -190,6 +209,8 @@ def _deepest(
         lora=adapter_of(workload),
         optimizer=workload.optimizer.name,
         catalog=False,
+        near=near,
+        written=written,
     )
     best = max(limits.rows, key=lambda row: row.value)
     return best.value, best.params, best.policy

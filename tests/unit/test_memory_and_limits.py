@@ -7,12 +7,13 @@ from collections.abc import Callable
 import pytest
 
 import pstar_sim as ps
+from pstar_sim.catalog.overrides import override
 from pstar_sim.core.slabs import host_payloads, pack_slabs
 from pstar_sim.core.step import Place
 from pstar_sim.errors import PstarError
 from pstar_sim.planner import memory
 from pstar_sim.planner.fits import fits
-from pstar_sim.planner.limits import _largest, _others_go_on, deeper, max_batch, max_model
+from pstar_sim.planner.limits import Written, _largest, _others_go_on, deeper, max_batch, max_model
 from pstar_sim.planner.memory import least_gpu_bytes, memory_need, shortage, startup_bytes
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.workload.presets import preset, workload_of
@@ -153,7 +154,7 @@ def test_optimal_falls_back_on_the_others_where_rounding_or_start_up_is_short(mo
     short = ps.DoesNotFit(policy="optimal", place="host", needed_bytes=2, available_bytes=1, what="rounding")
     asked: list[str] = []
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         asked.append("own")
         raise short
 
@@ -205,6 +206,47 @@ def test_the_largest_that_fits_is_found_along_lines(limit: int, shape: str) -> N
     assert len(asked) == len(set(asked)) <= 24
     if shape == "line":
         assert len(asked) <= 10
+    for near in (0, 1, limit - 1, limit, limit + 1, limit + 60, 1000, 2000):
+        asked.clear()
+        assert _largest(ask, 1000, first=60, near=near)[0] == limit
+        assert len(asked) == len(set(asked)) <= 24
+        if near == limit and limit:
+            assert asked == ([limit, limit + 1] if limit < 1000 else [limit])
+
+
+def test_a_search_that_begins_near_the_limit_of_another_machine_finds_the_same() -> None:
+    """Workloads are written once for both, and the machine that is a little larger is asked about few models."""
+    m = ps.machine("v100-32", gpu_memory="4GB", host_memory="12GB")
+    larger = override(m, {"gpu.memory": "+10%", "host.memory": "+10%"})
+    job = {"batch": 4, "seq": 256, "like": "gpt2", "policies": ["zero_offload", "tide"], "catalog": False}
+    written: Written = {}
+    now = max_model(m, **job, written=written)  # type: ignore[arg-type]
+    known = len(written)
+    near = {row.policy: row.value for row in now.rows}
+    again = max_model(m, **job, written=written, near=near)  # type: ignore[arg-type]
+    assert again.rows == now.rows
+    assert len(written) == known
+    there = max_model(larger, **job, written=written, near=near)  # type: ignore[arg-type]
+    assert there.rows == max_model(larger, **job).rows  # type: ignore[arg-type]
+    assert all(row.value > near[row.policy] for row in there.rows)
+
+
+@pytest.mark.parametrize("host", ["9GB", "15GB", "17GB", "20GB", "22GB", "30GB"])
+def test_whether_there_is_room_is_told_without_looking_for_the_fewest_pins(host: str) -> None:
+    m = ps.machine("v100-32", gpu_memory="8GB", host_memory=host)
+    w = preset("GPT2small", batch=2, seq=128, dtype="fp16")
+
+    def answer(*, fewest: bool) -> tuple[str, int | None]:
+        try:
+            need = memory_need("tide", w, m, ps.Settings(), fewest=fewest)
+        except ps.DoesNotFit as short:
+            return str(short), None
+        assert need.host_bytes <= m.host_budget_bytes
+        return "fits", need.pins
+
+    (said, fewest), (also, some) = answer(fewest=True), answer(fewest=False)
+    assert said == also
+    assert fewest is None or (some is not None and fewest <= some)
 
 
 @pytest.mark.parametrize("policy", ["all_on_gpu", "zero_offload", "tide"])
