@@ -1,7 +1,8 @@
 """`torchrun --nproc-per-node N -m executor PLAN --model MODEL`: train a model by name on several ranks.
 
-What `pstar run` does in one process, of which it takes the flags; the first rank prints, the others are quiet. What was
-predicted is what the plan file says (nothing is simulated here).
+What `pstar run` does in one process, with its flags. The first rank prints and writes; where a file's name has {rank}
+in it, each rank writes its own. This is the other end of the command line, so it may know `pstar_sim.cli`, which
+nothing else of the executor does.
 """
 
 from __future__ import annotations
@@ -11,55 +12,47 @@ import json
 import logging
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from executor.checks import check_processes
 from executor.run import Job, Keeping, RunResult, check_hardware
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.cli.flags import Parser, new_file
+from pstar_sim.cli.parse_run import run_flags
+from pstar_sim.cli.progress import progress
+from pstar_sim.cli.running import check_outputs, machine_here, save_recording, write_timelines
 from pstar_sim.core.plan import Plan, load_plan
+from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PstarError
+from pstar_sim.planner.compare import play_plan
 from pstar_sim.units import format_bytes, format_s, parse_bytes, parse_bytes_per_s
 
 __all__ = ["main"]
 
+T = TypeVar("T")
+RANK = "{rank}"  # in a file's name
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, or 2 after an error, which is one line on stderr."""
-    args = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     started = False
     try:
+        args = _parser().parse_args(arguments)
+        check_outputs(args)
         plan = load_plan(args.plan)
         check_hardware(plan, args.device)
         if dist.is_torchelastic_launched() and not dist.is_initialized():
             dist.init_process_group("gloo" if args.device == "virtual" else "cpu:gloo,cuda:nccl")
             started = True
-        processes, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-        device = args.device
-        if device == "cuda" and processes > 1:
-            device = f"cuda:{rank % torch.cuda.device_count()}"
-            torch.cuda.set_device(device)
-        check_processes(plan, processes, file=args.plan, model=args.model)
-        keeping = Keeping(save=args.save, every=args.save_every, resume=args.resume)
-        keeping.check(args.steps)
-        job = Job.of_plan(plan, args.model, data=args.data, lr=args.lr, seed=args.seed, weights=args.weights)
-        rate = parse_bytes_per_s(args.bandwidth) if args.bandwidth is not None else None
-        link = plan.machine.link
-        bandwidth = (rate or link.h2d_bytes_per_s, rate or link.d2h_bytes_per_s)
-        result = job.run(
-            plan,
-            steps=args.steps,
-            device=device,
-            bandwidth=bandwidth if args.device == "virtual" else None,
-            gpu_memory=parse_bytes(args.gpu_memory) if args.gpu_memory is not None else None,
-            keeping=keeping,
-        )
-        if rank == 0:
-            _say(plan, result, as_json=args.json)
+        _run(args, plan)
     except PstarError as error:
-        sys.stderr.write(f"pstar: {error}\n")
+        sys.stderr.write(f"pstar: {' '.join(str(error).split())}\n")
         return 2
     finally:
         if started:
@@ -67,31 +60,116 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _run(args: argparse.Namespace, plan: Plan) -> None:
+    processes, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    device, virtual = args.device, args.device == "virtual"
+    if device == "cuda" and processes > 1:
+        device = f"cuda:{rank % torch.cuda.device_count()}"
+        torch.cuda.set_device(device)
+    check_processes(plan, processes, file=args.plan, model=args.model)
+    mine = _on_all(lambda: _files_of(args, rank))
+    keeping = Keeping(save=args.save, every=args.save_every, resume=args.resume)
+    keeping.check(args.steps)
+    job = Job.of_plan(plan, args.model, data=args.data, lr=args.lr, seed=args.seed, weights=args.weights)
+    rate = parse_bytes_per_s(args.bandwidth) if args.bandwidth is not None else None
+    memory = parse_bytes(args.gpu_memory) if args.gpu_memory is not None else None
+    link = plan.machine.link
+    bandwidth = (rate or link.h2d_bytes_per_s, rate or link.d2h_bytes_per_s)
+    # All at the same time, as they will run; and one of them for all: see `predicted`.
+    here = _of_first(machine_here(plan, bandwidth, virtual=virtual))
+    if args.record is not None:
+        alone = dist.new_group([0]) if processes > 1 else None
+
+        def record() -> None:
+            if rank == 0:
+                one = _first_rank_of(plan.machine)
+                save_recording(job.record(one, device=device, gpu_memory=memory, group=alone), here, args)
+
+        _on_all(record)
+    # The order of the measured iteration, which has to be the same on every rank: they wait for each other in it.
+    predicted = play_plan(replace(plan, machine=here))
+    with progress(args.steps, plan, quiet=args.json or args.quiet or rank > 0) as on_step:
+        result = job.run(
+            plan,
+            steps=args.steps,
+            device=device,
+            bandwidth=bandwidth if virtual else None,
+            gpu_memory=memory,
+            order=predicted,
+            keeping=keeping,
+            on_step=on_step,
+        )
+    write_timelines(mine, plan, predicted, result)
+    if rank == 0:
+        _say(plan, predicted, result, as_json=args.json)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torchrun --nproc-per-node N -m executor",
-        description="Train a real model by a plan of N ranks. `pstar run` has these flags and more.",
+        description="Train a real model by a plan of N ranks: `pstar run` in N processes, of which the first prints.",
+        epilog="example: torchrun --nproc-per-node 2 -m executor plan.json --model hf:gpt2 --timeline run.{rank}.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
-    add("plan", metavar="PLAN", help="a plan file, made for a machine of N GPUs")
-    add("--model", required=True, help="the model the plan was made for, as for `pstar trace`")
-    add("--data", metavar="text:FOLDER", help="text to train on (default: the Python standard library's source)")
-    add("--weights", metavar="FOLDER", help="safetensors to begin with (default: by the seed; with --resume its own)")
-    add("--steps", type=int, default=10, metavar="N", help="iterations in all, those before --resume included")
-    add("--save", metavar="FOLDER", help="write a checkpoint there at the end")
-    add("--save-every", type=int, metavar="N", help="and after every N iterations (with --save)")
-    add("--resume", metavar="FOLDER", help="go on from that checkpoint, of any number of ranks")
-    add("--device", default="virtual", help="virtual, or cuda (each rank takes the GPU of its number)")
-    add("--bandwidth", metavar="RATE", help="of each rank's virtual link, such as 2GB/s (default: the plan's)")
-    add("--gpu-memory", metavar="SIZE", help="what each rank may use of its GPU, such as 24GB (default: all it has)")
-    add("--lr", type=float, default=3e-4, help="learning rate (default: 3e-4)")
-    add("--seed", type=int, default=0, help="seed of weights and data (default: 0)")
-    add("--json", action="store_true", help="one JSON object instead of the table")
+    run_flags(parser, several=True)
     return parser
 
 
-def _say(plan: Plan, result: RunResult, *, as_json: bool) -> None:
-    """What the run did, beside what the plan says of it."""
+def _files_of(args: argparse.Namespace, rank: int) -> argparse.Namespace:
+    """The arguments with the names of the files that this rank writes, None for those of others. Raises PstarError for
+    one that cannot be written."""
+    names: dict[str, str | None] = {}
+    for flag in ("record", "timeline", "perfetto", "plot"):
+        name = getattr(args, flag)
+        if name is None:
+            continue
+        if flag == "record" and RANK in name:
+            raise PstarError(f"--record {name}: one rank records, for all; leave {RANK} out")
+        if RANK not in name and rank > 0:
+            names[flag] = None
+            continue
+        try:
+            names[flag] = new_file(name.replace(RANK, str(rank)))
+        except argparse.ArgumentTypeError as error:
+            raise PstarError(f"argument --{flag}: {error}") from None
+    return argparse.Namespace(**{**vars(args), **names})
+
+
+def _gathered(value: T) -> list[T]:
+    """Of every rank; each calls it at the same point."""
+    if not dist.is_initialized():
+        return [value]
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, value)
+    return rows
+
+
+def _of_first(value: T) -> T:
+    return _gathered(value)[0]
+
+
+def _on_all(action: Callable[[], T]) -> T:
+    """What the action gives on this rank. Where it fails on some rank, PstarError is raised on all, so that none waits
+    for it."""
+    failed: Exception | None = None
+    try:
+        done = action()
+    except Exception as error:  # goes on below, on every rank
+        failed = error
+    for rank, text in enumerate(_gathered("" if failed is None else f"{failed}" or type(failed).__name__)):
+        if text and failed is None:
+            raise PstarError(f"rank {rank}: {text}")
+    if failed is not None:
+        raise failed
+    return done
+
+
+def _first_rank_of(machine: Machine) -> Machine:
+    return replace(machine, ranks=machine.ranks[:1], nodes=1)
+
+
+def _say(plan: Plan, predicted: Timeline, result: RunResult, *, as_json: bool) -> None:
+    """What the run did, beside what was predicted of it."""
     w, shares = plan.workload, [rank.batch_share for rank in plan.machine.ranks]
     times = [report.time_s for report in result.reports]
     step_s = statistics.median(times[1:] or times)
@@ -99,7 +177,7 @@ def _say(plan: Plan, result: RunResult, *, as_json: bool) -> None:
     shared = result.shared
     losses = [report.loss for report in result.reports] if shared is None else shared.losses
     here = result.measured
-    predicted_s = plan.predictions.get("iteration_s")
+    predicted_s = predicted.iteration_s
     at_most = plan.check().peak_bytes["gpu"]
     wanted = plan.moved_bytes
     moved = {**(here.moved_bytes if here is not None else {}), **({"net": shared.sent_bytes} if shared else {})}
@@ -117,8 +195,9 @@ def _say(plan: Plan, result: RunResult, *, as_json: bool) -> None:
         sys.stdout.write(json.dumps(figures) + "\n")
         return
     from_ = len(losses) - 5 if len(losses) > 6 else 0
+    several = f"{len(shares)} ranks" if len(shares) > 1 else "one rank"
     lines = [
-        f"{plan.policy}: {w.model} on {len(shares)} ranks, {len(losses)} steps of {int(tokens)} tokens",
+        f"{plan.policy}: {w.model} on {several}, {len(losses)} steps of {int(tokens)} tokens",
         "",
         f"{'step':>6}  {'loss':>9}  {'seconds':>8}  {'tokens/s':>9}",
     ]
@@ -127,7 +206,7 @@ def _say(plan: Plan, result: RunResult, *, as_json: bool) -> None:
         for i, loss in enumerate(losses)
         if i == 0 or i >= from_
     ]
-    rows = [("iteration", "-" if predicted_s is None else format_s(predicted_s), format_s(step_s))]
+    rows = [("iteration", format_s(predicted_s), format_s(step_s))]
     if peaks:
         rows.append(("GPU peak of a rank", f"<= {format_bytes(at_most)}", format_bytes(max(peaks))))
     for lane, name in (("h2d", "to the GPU"), ("d2h", "to the host"), ("net", "to other ranks")):
@@ -138,7 +217,10 @@ def _say(plan: Plan, result: RunResult, *, as_json: bool) -> None:
     lines += [
         "",
         *result.notes,
-        "iteration: median of the steps after the first; predicted for the machine of the plan, not for this one",
+        (
+            "iteration: median of the steps after the first; predicted for the rates that all ranks measured here at "
+            "once, or for the plan's machine where that was calibrated or has cards"
+        ),
         f"a slice that changes place holds {format_bytes(transient)} more for the time of a copy",
     ]
     sys.stdout.write("\n".join(lines) + "\n")

@@ -167,9 +167,11 @@ class Job:
         text = open_data(self.data) if text is None else text
         return batches_like(built.example_batch, text, vocabulary=built.vocabulary, seed=self.seed, skip=skip)
 
-    def record(self, machine: Machine, *, device: str = "virtual", gpu_memory: int | None = None) -> Workload:
+    def record(
+        self, machine: Machine, *, device: str = "virtual", gpu_memory: int | None = None, group: Any = None
+    ) -> Workload:
         """The workload of a real warm-up iteration on `device`, within the GPU budget of `machine`. gpu_memory: what it
-        may use of a CUDA device, as for `prepare`."""
+        may use of a CUDA device, as for `prepare`. group: of this process alone, where it is one of several."""
         if is_cuda(device):
             machine = recording_machine(device, machine, gpu_memory)
         built = self.build(empty=self.weights is not None)
@@ -186,6 +188,7 @@ class Job:
                 sequence=self.sequence,
                 optimizer=AdamW(lr=self.lr, max_grad_norm=MAX_GRAD_NORM if self.clip else None),
                 weights=self.weights,
+                group=group,
             )
 
     def run(

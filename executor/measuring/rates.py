@@ -65,20 +65,23 @@ def _flops_per_s(dtype: torch.dtype) -> float:
 
 
 def throttled(machine: Machine, h2d_bytes_per_s: float, d2h_bytes_per_s: float) -> Machine:
-    """The machine over a link of at most these rates."""
-    link = machine.link
-    link = replace(
-        link,
-        h2d_bytes_per_s=min(link.h2d_bytes_per_s, h2d_bytes_per_s),
-        d2h_bytes_per_s=min(link.d2h_bytes_per_s, d2h_bytes_per_s),
-    )
-    return replace(machine, ranks=(replace(machine.ranks[0], link=link),))
+    """The machine over links of at most these rates."""
+    links = [
+        replace(
+            rank.link,
+            h2d_bytes_per_s=min(rank.link.h2d_bytes_per_s, h2d_bytes_per_s),
+            d2h_bytes_per_s=min(rank.link.d2h_bytes_per_s, d2h_bytes_per_s),
+        )
+        for rank in machine.ranks
+    ]
+    return replace(machine, ranks=tuple(replace(rank, link=link) for rank, link in zip(machine.ranks, links)))
 
 
 def measure_virtual_machine(
     base: Machine, *, h2d_bytes_per_s: float | None = None, d2h_bytes_per_s: float | None = None
 ) -> Machine:
-    """`base` (its budgets and name kept) with this machine's measured rates.
+    """`base` (its budgets and name kept) with this machine's measured rates, the same for every rank: where there
+    are several, each measures at the same time.
 
     A throttle (bytes per second, per direction) caps the copy rate measured; None leaves the copies unthrottled.
     """
@@ -92,15 +95,24 @@ def measure_virtual_machine(
         torch.set_num_threads(before)
     adam_params_per_s = _ADAM_PARAMS / _adam_s()
     origin = f"measured here: torch {torch.__version__}, {platform.machine()}, one thread each for compute and Adam"
-    gpu = replace(base.gpu, flops_per_s=flops, hbm_bytes_per_s=2 * copy_bytes_per_s, measured=True, source=origin)
-    link = replace(
-        base.link,
-        h2d_bytes_per_s=min(copy_bytes_per_s, h2d_bytes_per_s or copy_bytes_per_s),
-        d2h_bytes_per_s=min(copy_bytes_per_s, d2h_bytes_per_s or copy_bytes_per_s),
-        latency_s=0.0,
-        duplex=True,
-        measured=True,
-        source=origin,
-    )
-    host = replace(base.host, adam_params_per_s=adam_params_per_s, measured=True, source=origin)
-    return replace(base, ranks=(replace(base.ranks[0], gpu=gpu, link=link),), host=host)
+    ranks = [
+        replace(
+            rank,
+            gpu=replace(
+                rank.gpu, flops_per_s=flops, hbm_bytes_per_s=2 * copy_bytes_per_s, measured=True, source=origin
+            ),
+            link=replace(
+                rank.link,
+                h2d_bytes_per_s=min(copy_bytes_per_s, h2d_bytes_per_s or copy_bytes_per_s),
+                d2h_bytes_per_s=min(copy_bytes_per_s, d2h_bytes_per_s or copy_bytes_per_s),
+                latency_s=0.0,
+                duplex=True,
+                measured=True,
+                source=origin,
+            ),
+        )
+        for rank in base.ranks
+    ]
+    each = adam_params_per_s * base.local_ranks  # this was one rank's part of the host
+    host = replace(base.host, adam_params_per_s=each, measured=True, source=origin)
+    return replace(base, ranks=tuple(ranks), host=host)

@@ -55,6 +55,7 @@ def record(
     threads: int | None = 1,
     weights: str | Path | None = None,
     gpu_memory: int | None = None,
+    group: Any = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Workload:
     """The workload of one iteration of `model` on `batches` (one a micro-batch), run for real within `machine`'s gpu
@@ -63,16 +64,18 @@ def record(
     batch, sequence: by default the first two extents of the batch's first tensor. optimizer: as it will be given to
     `prepare` (its groups and whether it clips are part of what is recorded). loss: forward pass and loss; it is divided
     by the number of micro-batches, as the loops here do. timed: iterations whose median gives each moment's seconds, 0
-    for none. weights, gpu_memory: as for `prepare`. clock: what the seconds are read from. Raises DoesNotFit if what
-    one operator reads does not fit the gpu, ModelError as capture does.
+    for none. weights, gpu_memory: as for `prepare`. group: of this process alone, where it is one of several. clock:
+    what the seconds are read from. Raises DoesNotFit if what one operator reads does not fit the gpu, ModelError as
+    capture does.
     """
     if not batches:
         raise PlanError("record: batches is empty; give one batch for each micro-batch of an iteration")
     spec = replace(optimizer or AdamW(), eager=False, max_grad_norm=None)
     plan = empty_plan(model, machine, name=name, micro_batches=len(batches), optimizer=spec)
     model, prepared = prepare(
-        model, plan, spec, device=device, threads=threads, check=False, weights=weights, gpu_memory=gpu_memory
-    )
+        model, plan, spec, device=device, threads=threads, check=False, weights=weights, gpu_memory=gpu_memory,
+        group=group,
+    )  # fmt: skip
     session = prepared.session
     where = session.backend.device
     clock = synchronized(where, clock)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from pstar_sim.cli import parse_ablate, parse_calibrate, parse_capacity, parse_validate
+from pstar_sim.cli import parse_ablate, parse_calibrate, parse_capacity, parse_run, parse_validate
 from pstar_sim.cli.flags import (
     Commands,
     Parser,
@@ -12,7 +12,6 @@ from pstar_sim.cli.flags import (
     certify_flag,
     checkpointing_flag,
     global_batch_flag,
-    learning_rate,
     machine_flags,
     natural,
     new_file,
@@ -184,69 +183,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     trace.add_argument("--json", action="store_true", help="what was traced as a JSON object")
 
-    run = command(
-        "run",
-        "train a real model by a plan, and hold what was predicted against what is measured",
-        "pstar run plan.json --model hf:gpt2 --steps 20 --bandwidth 2GB/s",
-        "running:run",
-    )
-    run.add_argument("plan", metavar="PLAN", help="a plan file")
-    run.add_argument(
-        "--model", required=True, metavar="MODEL", help="the model the plan was made for, written as for `pstar trace`"
-    )
-    run.add_argument(
-        "--data",
-        metavar="text:FOLDER",
-        help="text to train on, byte by byte (default: the Python standard library's source)",
-    )
-    run.add_argument(
-        "--weights",
-        metavar="FOLDER",
-        help="safetensors to begin with, streamed into the chunks (default: initialised by the seed; with --resume "
-        "those of the checkpoint)",
-    )
-    run.add_argument(
-        "--steps",
-        type=positive,
-        default=10,
-        metavar="N",
-        help="iterations in all, those before --resume included (default: 10)",
-    )
-    run.add_argument(
-        "--save", metavar="FOLDER", help="write a checkpoint there at the end; transformers loads its weights"
-    )
-    run.add_argument("--save-every", type=positive, metavar="N", help="and after every N iterations (with --save)")
-    run.add_argument(
-        "--resume", metavar="FOLDER", help="go on from that checkpoint, under this plan (need not be the one it had)"
-    )
-    run.add_argument(
-        "--device", default="virtual", metavar="DEVICE", help="what runs it: virtual, cuda or cuda:N (default: virtual)"
-    )
-    run.add_argument(
-        "--gpu-memory",
-        metavar="SIZE",
-        help="what the run may use of the accelerator's memory, context included, such as 24GB (default: all it has)",
-    )
-    run.add_argument(
-        "--bandwidth", metavar="RATE", help="link speed of the virtual accelerator, such as 2GB/s (default: the plan's)"
-    )
-    run.add_argument("--record", type=new_file, metavar="FILE", help="keep the warm-up iteration as a trace")
-    run.add_argument(
-        "--timeline", type=new_file, metavar="FILE", help="keep the measured timeline beside the predicted one (JSON)"
-    )
-    run.add_argument(
-        "--perfetto",
-        type=new_file,
-        metavar="FILE",
-        help="the same for ui.perfetto.dev, two groups of lanes",
-    )
-    run.add_argument(
-        "--plot", type=new_file, metavar="FILE", help="picture of the measured tide over the predicted one"
-    )
-    run.add_argument("--lr", type=learning_rate, default=3e-4, metavar="LR", help="learning rate (default: 3e-4)")
-    run.add_argument("--seed", type=natural, default=0, metavar="N", help="seed of weights and data (default: 0)")
-    run.add_argument("--quiet", action="store_true", help="no progress on stderr")
-    run.add_argument("--json", action="store_true", help="one JSON object instead of the tables; no progress")
+    parse_run.add(command)
 
     demo = command(
         "demo",

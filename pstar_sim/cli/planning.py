@@ -172,12 +172,20 @@ def save_picture(figure: Figure, path: Path, *, dpi: int) -> None:
     """
     from pstar_sim.files import replaced_atomically
 
+    kind = picture_kind(path)
+    with replaced_atomically(path) as temporary:
+        figure.savefig(temporary, dpi=dpi, format=kind)
+
+
+def picture_kind(path: Path) -> str:
+    """What `save_picture` will write there. Raises PstarError for an ending that matplotlib does not know."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
     kind = path.suffix.removeprefix(".") or "png"
-    known = figure.canvas.get_supported_filetypes()
+    known = FigureCanvasBase.get_supported_filetypes()
     if kind.lower() not in known:
         raise PstarError(f"{path}: {kind!r} is not a kind of picture; it is one of {', '.join(sorted(known))}")
-    with replaced_atomically(path) as temporary:
-        figure.savefig(temporary, dpi=dpi, format=kind.lower())
+    return kind.lower()
 
 
 def export(args: argparse.Namespace) -> int:

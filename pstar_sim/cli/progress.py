@@ -94,7 +94,9 @@ def plain_line(steps: int, plan: Plan, report: StepReport, status: Status) -> st
 
 def words(plan: Plan, report: StepReport, status: Status) -> list[str]:
     """Three lines: how training goes and whether by the plan; what is held where; the link in both directions."""
-    rate = plan.workload.tokens / report.time_s if report.time_s > 0 else 0.0
+    shares = [rank.batch_share for rank in plan.machine.ranks]
+    tokens = plan.workload.tokens * sum(shares) / max(shares)  # of all ranks; a plan is made for the largest share
+    rate = tokens / report.time_s if report.time_s > 0 else 0.0
     held = (
         f"GPU {format_bytes(status.gpu_peak_bytes)} at most of {format_bytes(status.gpu_budget_bytes)}, "
         f"host {format_bytes(status.host_bytes)} of {format_bytes(status.host_budget_bytes)}"
@@ -106,4 +108,5 @@ def words(plan: Plan, report: StepReport, status: Status) -> list[str]:
         busy = f" busy {use.busy_share:.0%}" if status.on_plan else ""
         links.append(f"{direction} {format_bytes(use.bytes_per_s)}/s{of}{busy}")
     links.append(f"compute waits {status.waiting_share:.0%}")
-    return [f"loss {report.loss:.4f}, {rate:,.0f} tokens/s, {plan_words}", held, ", ".join(links)]
+    whose = "" if len(shares) == 1 else " of the first rank"
+    return [f"loss{whose} {report.loss:.4f}, {rate:,.0f} tokens/s, {plan_words}", held, ", ".join(links)]

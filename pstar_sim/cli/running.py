@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.cli.planning import checked_plan, save_perfetto, save_picture, say, say_json
+from pstar_sim.cli.planning import checked_plan, picture_kind, save_perfetto, save_picture, say, say_json
 from pstar_sim.cli.progress import progress
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import Timeline
@@ -25,7 +25,18 @@ from pstar_sim.workload.workload import Workload
 if TYPE_CHECKING:
     from executor.run import RunResult
 
-__all__ = ["compare_with_run", "executor_module", "explain_run", "figures_as_json", "run", "trace"]
+__all__ = [
+    "check_outputs",
+    "compare_with_run",
+    "executor_module",
+    "explain_run",
+    "figures_as_json",
+    "machine_here",
+    "run",
+    "save_recording",
+    "trace",
+    "write_timelines",
+]
 
 
 def executor_module(name: str) -> ModuleType:
@@ -126,7 +137,6 @@ def record_on_device(args: argparse.Namespace) -> Workload:
 def run(args: argparse.Namespace) -> int:
     """Load, check, measure this machine's rates (unless the plan's machine was calibrated), (record,) train, and say
     what was predicted and what was measured."""
-    from pstar_sim.catalog.writing import save_machine
     from pstar_sim.planner.compare import play_plan
     from pstar_sim.report.tables import render
 
@@ -143,24 +153,9 @@ def run(args: argparse.Namespace) -> int:
     job = jobs.Job.of_plan(plan, args.model, data=args.data, lr=args.lr, seed=args.seed, weights=args.weights)
     virtual = args.device == "virtual"
     memory = parse_bytes(args.gpu_memory) if args.gpu_memory is not None else None
-    rates = executor_module("measuring.rates")
-    measured_machine: Machine
-    if not virtual:
-        measured_machine = plan.machine
-    elif plan.machine.gpu.launch_s is not None and plan.machine.confidence == "calibrated":
-        measured_machine = rates.throttled(plan.machine, *bandwidth)  # the plan's own prediction stands
-    else:
-        measured_machine = rates.measure_virtual_machine(
-            plan.machine, h2d_bytes_per_s=bandwidth[0], d2h_bytes_per_s=bandwidth[1]
-        )
+    measured_machine = machine_here(plan, bandwidth, virtual=virtual)
     if args.record is not None:
-        from pstar_sim.workload.trace import save_trace
-
-        save_trace(job.record(plan.machine, device=args.device, gpu_memory=memory), args.record)
-        machine_file = Path(args.record).with_suffix(".toml")
-        save_machine(measured_machine, machine_file)
-        if not args.json:
-            say(f"warm-up recorded: {args.record}; rates measured here: {machine_file}")
+        save_recording(job.record(plan.machine, device=args.device, gpu_memory=memory), measured_machine, args)
     predicted = play_plan(replace(plan, machine=measured_machine))
     with progress(args.steps, plan, quiet=args.json or args.quiet) as on_step:
         result = job.run(
@@ -197,8 +192,37 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def machine_here(plan: Plan, bandwidth: tuple[float, float], *, virtual: bool) -> Machine:
+    """The machine that a run of the plan is predicted for. bandwidth: bytes per second of the virtual link, (to the
+    gpu, to the host)."""
+    if not virtual:
+        return plan.machine
+    rates = executor_module("measuring.rates")
+    found: Machine
+    if plan.machine.gpu.launch_s is not None and plan.machine.confidence == "calibrated":
+        found = rates.throttled(plan.machine, *bandwidth)  # the plan's own prediction stands
+    else:
+        found = rates.measure_virtual_machine(plan.machine, h2d_bytes_per_s=bandwidth[0], d2h_bytes_per_s=bandwidth[1])
+    return found
+
+
+def save_recording(recorded: Workload, machine: Machine, args: argparse.Namespace) -> None:
+    """What --record keeps: the trace, and the rates measured here as a machine file of the same name."""
+    from pstar_sim.catalog.writing import save_machine
+    from pstar_sim.workload.trace import save_trace
+
+    save_trace(recorded, args.record)
+    machine_file = Path(args.record).with_suffix(".toml")
+    save_machine(machine, machine_file)
+    if not args.json:
+        say(f"warm-up recorded: {args.record}; rates measured here: {machine_file}")
+
+
 def check_outputs(args: argparse.Namespace) -> None:
-    """Raise PstarError where two flags name one file: the second would take the place of the first."""
+    """Raise PstarError where two flags name one file (the second would take the place of the first), and where --plot
+    names no kind of picture."""
+    if args.plot is not None:
+        picture_kind(Path(args.plot))
     named: dict[Path, str] = {}
     for flag in ("record", "timeline", "perfetto", "plot"):
         name = getattr(args, flag)

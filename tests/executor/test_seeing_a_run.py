@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from executor.__main__ import main as of_ranks
 from pstar_sim.cli import main
 from pstar_sim.cli.progress import plain_line, progress
 from pstar_sim.core.plan import load_plan
@@ -94,6 +96,38 @@ def test_quiet_is_quiet(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["run", "plan.json", "--model", "py:pstar_seen:net", "--steps", "2", "--quiet"]) == 0
     out, err = capsys.readouterr()
     assert err == "" and "predicted" in out
+
+
+def test_the_command_of_several_ranks_has_the_same_flags(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here on a plan of one rank, in this process; test_torchrun.py starts two."""
+    monkeypatch.setattr("executor.measuring.rates.measure_virtual_machine", lambda base, **rates: base)
+    argv = ["plan.json", "--model", "py:pstar_seen:net", "--steps", "2"]
+    capsys.readouterr()
+    assert of_ranks([*argv, "--timeline", "run.{rank}.json"]) == 0
+    out, err = capsys.readouterr()
+    assert err.splitlines()[-1].startswith("step 2/2: loss ") and "tide: py:pstar_seen:net on one rank" in out
+    assert load_run("run.0.json").measured.iterations
+    assert of_ranks([*argv, "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
+    for wrong, says in (
+        (["--timeline", "no/x.json"], "argument --timeline: no/x.json: there is no folder 'no'; make it first"),
+        (["--record", "r{rank}.pq"], "--record r{rank}.pq: one rank records, for all; leave {rank} out"),
+        (["--plot", "a.json", "--timeline", "a.json"], "'json' is not a kind of picture"),
+        (["--perfetto", "a", "--timeline", "a"], "--timeline and --perfetto would both write a; give each a file of"),
+        (["--steps", "0"], "argument --steps: must be at least 1, not 0"),
+    ):
+        assert of_ranks([*argv, *wrong]) == 2
+        said = capsys.readouterr().err
+        assert says in said and said.count("\n") == 1
+
+    flags = []
+    for command in (lambda: main(["run", "--help"]), lambda: of_ranks(["--help"])):
+        with pytest.raises(SystemExit):
+            command()
+        flags.append(set(re.findall(r"--[a-z-]+", capsys.readouterr().out)))
+    assert flags[0] <= flags[1]
 
 
 class Terminal(io.StringIO):

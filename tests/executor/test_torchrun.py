@@ -13,8 +13,11 @@ import torch
 
 from executor.models import forward_loss
 from executor.run import MAX_GRAD_NORM, Job
+from pstar_sim.catalog.loader import load_machine
 from pstar_sim.cli import main
 from pstar_sim.core.plan import load_plan
+from pstar_sim.core.run_file import load_run
+from pstar_sim.workload.trace import load_trace
 
 pytestmark = pytest.mark.slow
 
@@ -26,6 +29,20 @@ CONFIG = {
 MACHINE = '[machines.two]\ngpu = "virtual"\ngpus = 2\nlink = "virtual"\nhost = "virtual"\n'
 
 
+def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [
+            *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *("-m", "executor", *arguments),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
 def test_two_processes_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, trace, machine, file = (tmp_path / name for name in ("gpt2.json", "t.parquet", "two.toml", "plan.json"))
     config.write_text(json.dumps(CONFIG))
@@ -35,16 +52,9 @@ def test_two_processes_from_the_command_line(tmp_path: Path, capsys: pytest.Capt
     plan_for = ["plan", "--trace", str(trace), "--machine", str(machine), "--gpu-memory", "3MB", "--policy", "tide"]
     assert main([*plan_for, "-o", str(file)]) == 0
     capsys.readouterr()
-    done = subprocess.run(
-        [
-            *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-            *("-m", "executor", str(file), "--model", model, "--steps", "3", "--json"),
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    kept = ["--timeline", "run.{rank}.json", "--perfetto", "lanes.json", "--plot", "tide.{rank}.png"]
+    kept += ["--record", "rec.pq"]
+    done = torchrun(tmp_path, str(file), "--model", model, "--steps", "3", "--json", *kept)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(rows) == 1  # the first rank speaks for all
@@ -53,6 +63,23 @@ def test_two_processes_from_the_command_line(tmp_path: Path, capsys: pytest.Capt
     assert set(said["moved_bytes"]) == {"h2d", "d2h", "net"}
     assert said["moved_bytes"] == said["predicted_moved_bytes"]
     assert max(said["peak_gpu_bytes"]) <= said["peak_gpu_bytes_at_most"]
+
+    # What was kept: with {rank} in its name one file a rank, else the first rank's alone.
+    assert {p.name for p in tmp_path.iterdir()} - {"gpt2.json", "t.parquet", "two.toml", "plan.json"} == {
+        "run.0.json", "run.1.json", "lanes.json", "tide.0.png", "tide.1.png", "rec.pq", "rec.toml",
+    }  # fmt: skip
+    for rank in range(2):
+        both = load_run(tmp_path / f"run.{rank}.json")
+        assert all(both.predicted.moved_bytes[lane] == both.measured.moved_bytes[lane] for lane in ("h2d", "d2h"))
+        assert both.measured.peak_bytes["gpu"] <= load_plan(file).gpu_budget_bytes
+        assert (tmp_path / f"tide.{rank}.png").read_bytes().startswith(b"\x89PNG")
+    lanes = json.loads((tmp_path / "lanes.json").read_text())
+    names = {e["args"]["name"] for e in lanes["traceEvents"] if e["name"] == "process_name"}
+    assert names == {"tide (simulated)", "tide (measured)"}
+    recorded = load_trace(tmp_path / "rec.pq")
+    assert (recorded.source, recorded.params) == ("recorded", load_plan(file).workload.params)
+    again = load_machine(str(tmp_path / "rec.toml"))
+    assert len(again.ranks) == 2 and again.gpu.measured and again.host.measured
 
     # One process, the two ranks' batches joined: rank r takes every second batch of the same stream.
     job = Job.of_plan(load_plan(file), model, data=None, lr=3e-4, seed=0)
@@ -69,3 +96,14 @@ def test_two_processes_from_the_command_line(tmp_path: Path, capsys: pytest.Capt
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     assert said["losses"] == pytest.approx(losses, rel=1e-6, abs=0)
+
+    # A file that the second rank alone could not write: each says so, before anything is built.
+    (tmp_path / "run.1.json").unlink()
+    (tmp_path / "run.1.json").mkdir()
+    refused = torchrun(tmp_path, str(file), "--model", model, "--timeline", "run.{rank}.json")
+    assert refused.returncode == 1  # torchrun's own, of processes that ended with 2
+    said_lines = [line for line in refused.stderr.splitlines() if line.startswith("pstar: ")]
+    assert sorted(said_lines) == [
+        "pstar: argument --timeline: run.1.json is a folder; name a file",
+        "pstar: rank 1: argument --timeline: run.1.json is a folder; name a file",
+    ]
