@@ -221,8 +221,6 @@ def save_recording(recorded: Workload, machine: Machine, args: argparse.Namespac
 def check_outputs(args: argparse.Namespace) -> None:
     """Raise PstarError where two flags name one file (the second would take the place of the first), and where --plot
     names no kind of picture."""
-    if args.plot is not None:
-        picture_kind(Path(args.plot))
     named: dict[Path, str] = {}
     for flag in ("record", "timeline", "perfetto", "plot"):
         name = getattr(args, flag)
@@ -236,6 +234,8 @@ def check_outputs(args: argparse.Namespace) -> None:
                     f"--{named[one]} and --{flag} would both write {one.name}; give each a file of its own"
                 )
             named[one] = flag
+    if args.plot is not None:
+        picture_kind(Path(args.plot))
 
 
 def write_timelines(args: argparse.Namespace, plan: Plan, predicted: Timeline, result: RunResult) -> None:
