@@ -114,7 +114,7 @@ def test_the_command_of_several_ranks_has_the_same_flags(
     for wrong, says in (
         (["--timeline", "no/x.json"], "argument --timeline: no/x.json: there is no folder 'no'; make it first"),
         (["--record", "r{rank}.pq"], "--record r{rank}.pq: one rank records, for all; leave {rank} out"),
-        (["--plot", "a.json", "--timeline", "a.json"], "'json' is not a kind of picture"),
+        (["--plot", "a.json"], "'json' is not a kind of picture"),
         (["--perfetto", "a", "--timeline", "a"], "--timeline and --perfetto would both write a; give each a file of"),
         (["--steps", "0"], "argument --steps: must be at least 1, not 0"),
     ):
