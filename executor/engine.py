@@ -54,7 +54,7 @@ from pstar_sim.core.effects import gradient_list, needed
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import COPIES, Kind, Place, Queue
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.errors import ContractError, DoesNotFit, ModelError, OutOfMemory, PlanError, PstarError
+from pstar_sim.errors import ContractError, DoesNotFit, ModelError, OutOfMemory, PlanError
 from pstar_sim.workload.workload import Moment, Phase, Workload
 
 __all__ = ["Session"]
@@ -793,13 +793,23 @@ class Session:
 
     def see_batch(self, args: Any, kwargs: Any) -> None:
         with unseen():
-            self._samples = self._count(args, kwargs) if self.ranks is not None else 1.0
             try:
+                self._samples = self._counted(args, kwargs) if self.ranks is not None else 1.0
                 self.demand.see_batch(args, kwargs)
-            except PstarError as error:
+            except Exception as error:
                 if self.ranks is not None:  # the others are about to wait for this one
                     self.ranks.life.fail(f"{type(error).__name__}: {error}")
                 raise
+
+    def _counted(self, args: Any, kwargs: Any) -> float:
+        found: Any = self._count(args, kwargs)
+        try:
+            return float(found)
+        except (TypeError, ValueError, RuntimeError):
+            raise ModelError(
+                f"prepare(count=...) gives {found!r:.60} for a micro-batch; let it give a number: over how many "
+                "(sequences, tokens) the rank's loss is a mean"
+            ) from None
 
     def add_hook(self, handle: Any) -> None:
         """A hook that goes when the session ends."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import socket
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +41,7 @@ __all__ = ["Ranks", "join"]
 
 log = logging.getLogger("executor")
 
+TRAINS = -1.0  # what a rank comes to that begins a micro-batch
 LEFT_S = 5.0  # a rank that waits so long for one that has ended its run waits in vain
 
 
@@ -177,13 +179,17 @@ class Ranks:
     def same_chunk(self, chunk: int) -> None:
         """Every rank is about to gather this chunk, off plan. Raises PlanError, on all of them, where one is about to
         gather another one or to begin a micro-batch: what is gathered would be parts of different chunks."""
-        self._same_next([row[0] for row in self.meet([-1.0 - chunk])])
+        self._come_to(float(chunk), 0.0)
 
-    def _same_next(self, rows: Sequence[float]) -> None:
-        """rows: what each rank comes to next; -1 - chunk for a gather off plan, 0 or more for a micro-batch."""
-        if min(rows) >= 0 or len(set(rows)) == 1:
-            return
-        words = [f"chunk {-1 - int(row)}" if row < 0 else "the next iteration" for row in rows]
+    def _come_to(self, what: float, count: float) -> list[float]:
+        """The counts of all ranks. what: this one comes to: a chunk to gather off plan, or TRAINS."""
+        rows = self.meet([what, count])
+        if len({row[0] for row in rows}) > 1:
+            raise self._apart([row[0] for row in rows])
+        return [row[1] for row in rows]
+
+    def _apart(self, rows: Sequence[float]) -> PlanError:
+        words = ["the next iteration" if row == TRAINS else f"chunk {int(row)}" for row in rows]
         text = (
             "outside the plan (an evaluation, generate, a parameter that is read) the ranks come to different things: "
             + ", ".join(f"rank {rank} to {word}" for rank, word in enumerate(words))
@@ -191,14 +197,21 @@ class Ranks:
             "generated tokens; with routed experts each of them on every rank), or evaluate in one process"
         )
         self.life.fail(f"PlanError: {text}")
-        raise PlanError(text)
+        return PlanError(text)
 
     def weight(self, count: float) -> float:
-        """[Note: the weight of a rank], of the micro-batch that begins: every rank calls it with its own b_r."""
-        counts = [row[0] for row in self.meet([count])]
-        self._same_next(counts)
-        if not sum(counts) > 0 or min(counts) < 0:
-            rows = ", ".join(f"{each:g}" for each in counts)
+        """[Note: the weight of a rank], of the micro-batch that begins: every rank calls it with its own b_r. Raises
+        ModelError, on all of them, for a count that is none and where all are 0."""
+        counts = self._come_to(TRAINS, count)
+        rows = ", ".join(f"{each:g}" for each in counts)
+        odd = [rank for rank, each in enumerate(counts) if not 0 <= each < math.inf]
+        if odd:
+            who = ", ".join(f"{counts[rank]:g} on rank {rank}" for rank in odd)
+            raise ModelError(
+                f"prepare(count=...) gives {who} for a micro-batch (ranks 0 to {len(counts) - 1}: {rows}); let it give "
+                "over how many (sequences, tokens) the rank's loss is a mean: a finite number, 0 or more"
+            )
+        if not sum(counts) > 0:
             raise ModelError(
                 f"a micro-batch of {rows} sequences on ranks 0 to {len(counts) - 1}: there is nothing to take the mean "
                 "over; give at least one rank a batch that is not empty (or see prepare(count=...))"

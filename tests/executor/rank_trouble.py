@@ -26,10 +26,12 @@ import torch
 import torch.distributed as dist
 
 import executor
+from executor.distributed.ranks import count_of
 from executor.training import train_step
 from pstar_sim.core.plan import Plan
 
 ITERATION = 2  # in which it happens
+ODD_COUNTS = {"negative count": -2, "nan count": float("nan"), "infinite count": float("inf"), "no count": "two"}
 
 
 def loop(name: str, plan: Plan, rank: int, folder: Path, streams: bool = False, device: str = "virtual") -> None:
@@ -39,8 +41,13 @@ def loop(name: str, plan: Plan, rank: int, folder: Path, streams: bool = False, 
     spec = executor.AdamW(lr=lr, max_grad_norm=1.0)
     backend = rank_worker.streams_of(rank) if streams else None
     limit_s = 3.0 if name == "stands still" else 600.0
+
+    def count(args: Any, kwargs: Any) -> Any:
+        odd = ODD_COUNTS.get(name) if rank == 1 and iteration == ITERATION else None
+        return count_of(args, kwargs) if odd is None else odd
+
     model, optimizer = executor.prepare(
-        model, plan, spec, watchdog_s=5.0, backend=backend, device=device, timeout_s=limit_s
+        model, plan, spec, watchdog_s=5.0, backend=backend, device=device, timeout_s=limit_s, count=count
     )
     place = torch.device("cpu" if device == "virtual" else device)
     generator = torch.Generator().manual_seed(rank)

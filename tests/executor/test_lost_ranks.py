@@ -23,8 +23,10 @@ CASES: dict[str, tuple[int, str, str]] = {
     "nan": (2, "ModelError: the loss is nan at step 2", "failed: ModelError: the loss is nan at step 2"),
     "adam dies": (2, "OSError: the disk of the adam thread is on fire", "failed: OSError: the disk of the adam thread"),
     "evaluates inside": (2, "PlanError: rank 1 cannot go on: begin:<root>", "failed: PlanError: rank 1 cannot go on"),
+    "no count": (2, "gives 'two' for a micro-batch; let it give a number", "failed: ModelError: prepare(count=...)"),
     "ends early": (2, "", "has ended its run after 2 iterations"),
 }
+COUNTS = {"negative count": "-2", "nan count": "nan", "infinite count": "inf"}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("trouble")
     cases: list[dict[str, Any]] = [{"name": name, "ranks": row[0]} for name, row in CASES.items()]
     cases += [{"name": "another P", "ranks": 2}, {"name": "another lr", "ranks": 2}]
-    cases += [{"name": "evaluates another part", "ranks": 2}]
+    cases += [{"name": name, "ranks": 2} for name in ("evaluates another part", *COUNTS)]
     (place / "cases.json").write_text(json.dumps(cases))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(Path(__file__).with_name("rank_trouble.py")), str(place), "60"],
@@ -70,6 +72,17 @@ def test_an_evaluation_of_different_modules_ends_on_every_rank(folder: Path) -> 
     assert any("PlanError: outside the plan (an evaluation, generate, a parameter that is read)" in s for s in said)
     for text in said:
         assert re.search(r"the ranks come to different things: rank 0 to chunk \d+, rank 1 to chunk \d+; let", text)
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_count_that_is_none_is_named_on_every_rank(folder: Path, name: str) -> None:
+    ends = json.loads((folder / f"{name}.json").read_text())["ends"]
+    for rank in range(2):
+        code, after_s = ends[str(rank)]
+        last = (folder / f"{name}.{rank}.txt").read_text().splitlines()
+        says = f"prepare(count=...) gives {COUNTS[name]} on rank 1 for a micro-batch (ranks 0 to 1: 2, {COUNTS[name]})"
+        assert any("ModelError: " + says in line for line in last)
+        assert (code, after_s < BOUND_S) == (1, True)
 
 
 def test_a_plan_for_another_number_of_processes(folder: Path) -> None:

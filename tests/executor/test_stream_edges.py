@@ -262,7 +262,7 @@ class TestWeights:
     @staticmethod
     def of(counts: list[float], rank: int) -> float:
         ranks = Ranks.__new__(Ranks)
-        ranks.meet = lambda row: [[each] for each in counts]  # type: ignore[method-assign]
+        ranks.meet = lambda row: [[row[0], each] for each in counts]  # type: ignore[method-assign]
         return ranks.weight(counts[rank])
 
     def test_of_an_empty_batch_beside_others(self) -> None:
@@ -271,6 +271,13 @@ class TestWeights:
     def test_of_empty_batches_only(self) -> None:
         with pytest.raises(ModelError, match="a micro-batch of 0, 0 sequences on ranks 0 to 1: there is nothing"):
             self.of([0.0, 0.0], 0)
+
+    def test_of_counts_that_are_none(self) -> None:
+        for rank in range(3):
+            with pytest.raises(ModelError, match=r"count=...\) gives -2 on rank 1, nan on rank 2 for a micro-batch"):
+                self.of([2.0, -2.0, float("nan")], rank)
+        with pytest.raises(ModelError, match="gives inf on rank 0"):
+            self.of([float("inf"), 1.0], 1)
 
 
 def test_two_ranks_on_one_card(monkeypatch: pytest.MonkeyPatch) -> None:
