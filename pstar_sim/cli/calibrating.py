@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 from pstar_sim.catalog.curves import Curve
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.cli.bars import bar
 from pstar_sim.cli.planning import say, say_json
 from pstar_sim.cli.running import executor_module
 from pstar_sim.errors import PstarError
@@ -21,7 +19,7 @@ def calibrate(args: argparse.Namespace) -> int:
     if not args.output.endswith(".toml"):
         raise PstarError(f"{args.output!r}: a machine file's name ends in .toml, by which --machine knows it")
     measure = executor_module("calibrate").calibrate
-    with _progress(quiet=args.json) as on_part:
+    with bar("starting", quiet=args.json) as on_part:
         machine, found = measure(args.output, device=args.device, quick=args.quick, on_part=on_part)
     if args.json:
         say_json(_facts(machine, args.output, found.skipped))
@@ -102,18 +100,3 @@ def _facts(machine: Machine, path: str, skipped: list[str]) -> dict[str, object]
         "slowdowns": dict(machine.slowdowns),
         "not_measured": skipped,
     }
-
-
-@contextmanager
-def _progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar on stderr, a step a measurement; none if quiet."""
-    if quiet:
-        yield lambda name, number, count: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-        yield lambda name, number, count: bar.update(task, description=name, completed=number, total=count)

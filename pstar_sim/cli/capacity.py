@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from pstar_sim.cli.bars import bar
 from pstar_sim.cli.inputs import default_dtype, lora_of, machine_of, settings_of, workloads_of
 from pstar_sim.cli.planning import say, say_json, terminal_width
 from pstar_sim.errors import PstarError
@@ -41,22 +42,24 @@ def max_model(args: argparse.Namespace) -> int:
     from pstar_sim.planner.limits import max_model as ask
     from pstar_sim.report.capacity import limits_text
 
-    answer = ask(
-        machine_of(args),
-        batch=args.batch,
-        seq=args.seq,
-        like=args.like,
-        hidden=args.hidden,
-        heads=args.heads,
-        policies=args.policy,
-        settings=settings_of(args),
-        micro_batches=args.micro_batches,
-        dtype=args.dtype,
-        checkpointing=args.checkpointing,
-        lora=lora_of(args),
-        optimizer=args.optimizer,
-        loading=args.loading,
-    )
+    with bar("starting", quiet=args.json) as on_policy:
+        answer = ask(
+            machine_of(args),
+            batch=args.batch,
+            seq=args.seq,
+            like=args.like,
+            hidden=args.hidden,
+            heads=args.heads,
+            policies=args.policy,
+            settings=settings_of(args),
+            micro_batches=args.micro_batches,
+            dtype=args.dtype,
+            checkpointing=args.checkpointing,
+            lora=lora_of(args),
+            optimizer=args.optimizer,
+            loading=args.loading,
+            on_policy=on_policy,
+        )
     if args.json:
         say_json(answer.to_json())
     else:
@@ -85,7 +88,15 @@ def max_batch(args: argparse.Namespace) -> int:
             optimizer=args.optimizer,
         )
 
-    answer = ask(machine, write, policies=args.policy, settings=settings_of(args), loading=args.loading)
+    with bar("starting", quiet=args.json) as on_policy:
+        answer = ask(
+            machine,
+            write,
+            policies=args.policy,
+            settings=settings_of(args),
+            loading=args.loading,
+            on_policy=on_policy,
+        )
     if args.json:
         say_json(answer.to_json())
     else:
@@ -137,7 +148,10 @@ def sensitivity(args: argparse.Namespace) -> int:
 
     machine = machine_of(args)
     named = {} if args.policy is None else {"policies": args.policy}
-    answer = ask(workloads_of(args, machine), machine, settings=settings_of(args), by=args.by, **named)
+    with bar("starting", quiet=args.json) as on_part:
+        answer = ask(
+            workloads_of(args, machine), machine, settings=settings_of(args), by=args.by, on_part=on_part, **named
+        )
     if args.json:
         say_json(answer.to_json())
     else:

@@ -70,7 +70,7 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def plan(args: argparse.Namespace) -> int:
-    result = _compared(args, None if args.policy == "auto" else [args.policy])
+    result = _compared(args, None if args.policy == "auto" else [args.policy], only_best=True)
     say_notes(result)
     best = result.best()
     best.save(args.output)
@@ -280,30 +280,54 @@ def _listing(rows: Sequence[dict[str, object]], as_json: bool) -> int:
     return 0
 
 
-def _compared(args: argparse.Namespace, policies: Sequence[str] | None) -> Comparison:
+def _compared(args: argparse.Namespace, policies: Sequence[str] | None, *, only_best: bool = False) -> Comparison:
     from pstar_sim.cli.inputs import machine_of, settings_of, workloads_of
     from pstar_sim.planner.compare import compare as ask
 
     machine, settings = machine_of(args), settings_of(args)
     if args.global_batch is not None:
-        return _among_variants(args, machine, settings, policies)
-    return ask(workloads_of(args, machine), machine, policies=policies, settings=settings, certify=args.certify)
+        return _among_variants(args, machine, settings, policies, only_best=only_best)
+    return ask(
+        workloads_of(args, machine),
+        machine,
+        policies=policies,
+        settings=settings,
+        certify=args.certify,
+        only_best=only_best,
+    )
 
 
 def _among_variants(
-    args: argparse.Namespace, machine: Machine, settings: Settings, policies: Sequence[str] | None
+    args: argparse.Namespace,
+    machine: Machine,
+    settings: Settings,
+    policies: Sequence[str] | None,
+    *,
+    only_best: bool,
 ) -> Comparison:
     """The comparison on the variant that is fastest by the one policy asked for, or by `optimal`."""
     from dataclasses import replace
 
+    from pstar_sim.cli.bars import bar
     from pstar_sim.cli.inputs import variants_of
     from pstar_sim.planner.compare import compare as ask
     from pstar_sim.planner.tried import tried_text
     from pstar_sim.planner.variants import choose
+    from pstar_sim.policy.registry import policy_name
 
     policy = policies[0] if policies is not None and len(policies) == 1 else "optimal"
-    chosen = choose(variants_of(args, machine), machine, settings, policy=policy)
-    result = ask(chosen.workload, machine, policies=policies, settings=settings, certify=args.certify)
+    with bar("writing the ways to run it", quiet=args.json) as on_way:
+        chosen = choose(variants_of(args, machine), machine, settings, policy=policy, on_way=on_way)
+        on_way("comparing policies", len(chosen.tried), len(chosen.tried))
+        result = ask(
+            chosen.workload,
+            machine,
+            policies=policies,
+            settings=settings,
+            certify=args.certify,
+            only_best=only_best,
+            made={policy_name(policy): (chosen.plan, chosen.timeline)},
+        )
     planned = {
         name: replace(p, plan=replace(p.plan, choices={**p.plan.choices, **chosen.choices()}))
         for name, p in result.planned.items()

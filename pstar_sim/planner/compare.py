@@ -168,6 +168,8 @@ def compare(
     barrier_cost: bool = True,
     near: bool = True,
     certify: bool = False,
+    only_best: bool = False,
+    made: Mapping[str, tuple[Plan, Timeline]] | None = None,
 ) -> Comparison:
     """Plan and simulate every policy (all known ones if none is named) for `workload` on `machine`.
 
@@ -175,7 +177,9 @@ def compare(
     policies: names or specs (`tide:capacity=peak`), or functions (workload, machine, settings) -> Plan. settings, or
     any of update / clip / chunk_bytes over the defaults. barrier_cost: also simulate every fitting policy without its
     barrier. near: for what does not fit, look for the nearest machine or setting that would. certify: the tighter bound
-    of the fluid linear program, which takes seconds, instead of the closed form.
+    of the fluid linear program, which takes seconds, instead of the closed form. only_best: for a caller that looks at
+    `best()` alone: barrier costs of the others, and what would fit where something does, are left out. made: plans and
+    timelines of policies for this very job that are known already.
     Raises UnknownName for a policy nobody knows and PstarError for settings that make no sense.
     """
     changes = {"update": update, "clip": clip, "chunk_bytes": chunk_bytes}
@@ -194,7 +198,16 @@ def compare(
         workload = tightest(ranked, machine)
     with without_garbage_collection():
         return _compare(
-            workload, machine, settings, asked, ranked, barrier_cost=barrier_cost, near=near, certify=certify
+            workload,
+            machine,
+            settings,
+            asked,
+            ranked,
+            barrier_cost=barrier_cost,
+            near=near,
+            certify=certify,
+            only_best=only_best,
+            made=made or {},
         )
 
 
@@ -208,6 +221,8 @@ def _compare(
     barrier_cost: bool,
     near: bool,
     certify: bool,
+    only_best: bool,
+    made: Mapping[str, tuple[Plan, Timeline]],
 ) -> Comparison:
     certifier = Certifier(workload, machine, settings, lp=certify)
     usual = certifier.usual()
@@ -220,7 +235,10 @@ def _compare(
     tokens = sum(w.tokens for w in ranked) if ranked else workload.tokens * len(machine.ranks)
     for name, policy in asked:
         try:
-            plan, timeline = plan_and_play(policy, workload, machine, settings, label=name, workloads=ranked)
+            if name in made:
+                plan, timeline = made[name][0], replace(made[name][1], label=name)
+            else:
+                plan, timeline = plan_and_play(policy, workload, machine, settings, label=name, workloads=ranked)
         except CannotPlan as reason:
             rows.append(_unfit(name, usual, str(reason)))
             continue
@@ -228,9 +246,8 @@ def _compare(
             failures[name] = (policy, short)
             rows.append(_unfit(name, usual))
             continue
-        row = _figures(
-            name, machine, timeline, tokens, certifier.of(plan.layout), _barrier_cost(policy, timeline, free)
-        )
+        barrier_cost_s = None if only_best else _barrier_cost(policy, timeline, free)
+        row = _figures(name, machine, timeline, tokens, certifier.of(plan.layout), barrier_cost_s)
         planned[name] = Planned(row=row, plan=plan, timeline=timeline)
         rows.append(row)
     later_first = rows[::-1]
@@ -238,8 +255,16 @@ def _compare(
     for i, row in enumerate(rows):
         if row.policy in failures:
             policy, error = failures[row.policy]
-            hint = nearest(policy, workload, machine, settings, error, fitting=others) if near else ""
+            wanted = near and not (only_best and others)
+            hint = nearest(policy, workload, machine, settings, error, fitting=others) if wanted else ""
             rows[i] = replace(row, reason=str(error) + (f"; {hint}" if hint else ""))
+    if only_best and others:
+        best = min((row for row in later_first if row.fits), key=_pace)
+        timeline = planned[best.policy].timeline
+        cost_s = _barrier_cost(dict(asked)[best.policy], timeline, free)
+        row = replace(best, barrier_cost_s=cost_s, bound_by=bound_by(timeline, barrier_cost_s=cost_s))
+        rows[rows.index(best)] = row
+        planned[best.policy] = replace(planned[best.policy], row=row)
     return Comparison(
         workload=workload,
         machine=machine,

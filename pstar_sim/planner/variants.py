@@ -25,12 +25,13 @@ from __future__ import annotations
 import contextlib
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import CannotPlan, DoesNotFit, TraceError
 from pstar_sim.planner.bounds import bound_reason, lower_bound
@@ -59,13 +60,14 @@ QUICK = "tide"  # whose own checks of room say where it is worth trying
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
     """workload: the variant to run, one rank's share. words: what it is, among those looked at. iteration_s: of its
-    plan by `policy`. tried: what was looked at, in words -> its seconds or why not. left_out: what was not considered,
-    and why."""
+    plan by `policy`, whose simulation is timeline. tried: what was looked at, in words -> what came of it. left_out:
+    what was not considered, and why."""
 
     workload: Workload
     words: str
     policy: str
     plan: Plan
+    timeline: Timeline
     iteration_s: float
     tried: tuple[tuple[str, str], ...]
     left_out: tuple[str, ...]
@@ -161,15 +163,23 @@ def _offload_sets(blocks: Sequence[str]) -> Iterator[tuple[Sequence[str], Sequen
 
 
 @without_garbage_collection()
-def choose(workloads: Sequence[Workload], machine: Machine, settings: Settings, *, policy: str = "optimal") -> Chosen:
+def choose(
+    workloads: Sequence[Workload],
+    machine: Machine,
+    settings: Settings,
+    *,
+    policy: str = "optimal",
+    on_way: Callable[[str, int, int], None] | None = None,
+) -> Chosen:
     """The fastest of `workloads` (each one rank's whole share of the same batch) by `policy`, as far as [Note: what is
     planned] goes.
 
-    Raises DoesNotFit, of the candidate that lacks least, if none fits; TraceError if they are not the same work.
+    on_way: called with what is being done, how many ways are behind it and how many there are. Raises DoesNotFit, of
+    the candidate that lacks least, if none fits; TraceError if they are not the same work.
     """
     if len({w.batch * w.micro_batches for w in workloads}) != 1:
         raise TraceError("the workloads are of different global batches; their iterations cannot be compared")
-    race = _Race(workloads, machine, settings, policy)
+    race = _Race(workloads, machine, settings, policy, on_way)
     later = race.run_all()
     if race.searching:
         race.ask_others()
@@ -178,13 +188,14 @@ def choose(workloads: Sequence[Workload], machine: Machine, settings: Settings, 
             race.run(w)
     if race.best is None:
         raise race.refusal()
-    seconds, plan = race.best
+    plan, timeline = race.best
     chosen = Chosen(
         workload=plan.workload,
         words=words(plan.workload, workloads),
         policy=policy,
         plan=plan,
-        iteration_s=seconds,
+        timeline=timeline,
+        iteration_s=timeline.iteration_s,
         tried=tuple(race.tried.items()),
         left_out=_left_out(workloads),
     )
@@ -193,10 +204,19 @@ def choose(workloads: Sequence[Workload], machine: Machine, settings: Settings, 
 
 class _Race:
     """Candidates planned one after the other by one policy. promise_s: see [Note: what is planned], by id; at first
-    only what computing and stashes take. best: seconds and plan of the fastest so far. shortest: of those that do not
-    fit, the one that lacks least and why. tried: in words, what came of each. planned: those that were, by id."""
+    only what computing and stashes take. best: plan and timeline of the fastest so far, best_s: its seconds. shortest:
+    of those that do not fit, the one that lacks least and why. tried: in words, what came of each. planned: those that
+    were, by id."""
 
-    def __init__(self, workloads: Sequence[Workload], machine: Machine, settings: Settings, policy: str) -> None:
+    def __init__(
+        self,
+        workloads: Sequence[Workload],
+        machine: Machine,
+        settings: Settings,
+        policy: str,
+        on_way: Callable[[str, int, int], None] | None,
+    ) -> None:
+        self.on_way = on_way
         self.workloads, self.machine, self.settings, self.policy = workloads, machine, settings, policy
         self.function: Policy = find_policy(policy)
         self.searching = policy == SEARCHING and len(workloads) > SEARCHED
@@ -209,7 +229,8 @@ class _Race:
         self.bounds_s: dict[tuple[int, bool], float] = {}  # by id and whether plans may stream
         self.planned: set[int] = set()
         self.splits: Counter[int] = Counter()  # of those planned, numbers of micro-batches
-        self.best: tuple[float, Plan] | None = None
+        self.best: tuple[Plan, Timeline] | None = None
+        self.best_s = float("inf")
         self.shortest: tuple[Workload, DoesNotFit] | None = None
         self.tried: dict[str, str] = {}
 
@@ -222,6 +243,7 @@ class _Race:
         heap = [(self.promise_s[id(w)], False, rank) for w, rank in zip(self.workloads, less)]
         heapq.heapify(heap)
         while heap:
+            self._tell(f"planning by {self.policy}", len(self.workloads) - len(heap))
             _, bounded, rank = heapq.heappop(heap)
             w = self.workloads[rank[-1]]
             if not bounded and not self._hopeless(w):
@@ -247,7 +269,8 @@ class _Race:
     def ask_others(self) -> None:
         """Whether another policy is faster on a candidate that was not planned; it then is."""
         others = {name: policy for name, policy in built_in().items() if name != self.policy}
-        for w in sorted(self.workloads, key=lambda w: self.promise_s[id(w)]):
+        for number, w in enumerate(sorted(self.workloads, key=lambda w: self.promise_s[id(w)])):
+            self._tell("asking other policies", number)
             for name, policy in others.items():
                 if id(w) in self.planned or not self._could_win(self.least_s[id(w)]):
                     break
@@ -260,8 +283,12 @@ class _Race:
                 if self._could_win(timeline.iteration_s):
                     self._plan(w)
 
+    def _tell(self, what: str, behind: int) -> None:
+        if self.on_way is not None:
+            self.on_way(what, behind, len(self.workloads))
+
     def _could_win(self, seconds: float) -> bool:
-        return self.best is None or seconds < self.best[0]
+        return seconds < self.best_s
 
     def _bound_s(self, w: Workload, *, stream: bool = True) -> float:
         """No plan with the usual chunks is faster (stream=False: none that streams no chunk)."""
@@ -285,8 +312,8 @@ class _Race:
             return
         self.splits[w.micro_batches] += 1
         self.tried[self._words(w)] = format_s(timeline.iteration_s)
-        if self.best is None or timeline.iteration_s < self.best[0]:
-            self.best = (timeline.iteration_s, plan)
+        if self._could_win(timeline.iteration_s):
+            self.best, self.best_s = (plan, timeline), timeline.iteration_s
 
     def refusal(self) -> DoesNotFit:
         """Why none fits: what the candidate lacks that lacks least, what would do for it, and what was not tried."""
@@ -318,10 +345,10 @@ class _Race:
         if self.best is None:
             return ""
         least, promise = self.least_s[id(w)], self.promise_s[id(w)]
-        if least >= self.best[0]:
+        if least >= self.best_s:
             what = "computing and its stashes alone take" if w.stashes else "computing alone takes"
             return f"not planned: {what} {format_s(least)}"
-        if promise > self.best[0] * (1 - WORTH):
+        if promise > self.best_s * (1 - WORTH):
             size = format_bytes(self.layouts[id(w)].chunk_bytes)
             return f"not planned: no plan of it with chunks of {size} takes less than {format_s(promise)}"
         if self.searching and (self.splits.total() >= SEARCHED or self.splits[w.micro_batches] >= ALIKE):

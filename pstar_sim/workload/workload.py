@@ -284,12 +284,15 @@ def check_workload(w: Workload) -> None:
             raise bad(f"tensors[{i}].group", t.group, "it must be the number of an optimizer group, from 0")
         if t.tied_to is not None and not (0 <= t.tied_to < len(w.tensors) and w.tensors[t.tied_to].tied_to is None):
             raise bad(f"tensors[{i}].tied_to", t.tied_to, "it must be the index of a tensor that is not tied itself")
+    tied = {i for i, t in enumerate(w.tensors) if t.tied_to is not None}
+    frozen = {i for i, t in enumerate(w.tensors) if t.frozen}
+    last, count = len(w.moments), len(w.tensors)
     for u in w.uses:
-        if not 0 <= u.moment < len(w.moments) or not 0 <= u.tensor < len(w.tensors):
+        if not 0 <= u.moment < last or not 0 <= u.tensor < count:
             raise bad("uses", (u.moment, u.tensor), "moment and tensor must be indices into their tables")
-        if w.tensors[u.tensor].tied_to is not None:
+        if u.tensor in tied:
             raise bad("uses", (u.moment, u.tensor), "a tied tensor is used under the index of the one it is tied to")
-        if u.kind is UseKind.GRADIENT and w.tensors[u.tensor].frozen:
+        if u.tensor in frozen and u.kind is UseKind.GRADIENT:
             raise bad("uses", (u.moment, u.tensor), "a frozen tensor has no gradient")
     _check_activations(w, bad)
 
@@ -383,7 +386,23 @@ def repeat_micro_batch(w: Workload, micro_batches: int) -> Workload:
     if micro_batches < 1:
         raise TraceError(f"micro_batches must be at least 1, not {micro_batches}")
     body, step = w.moments[:-1], w.moments[-1]
-    moments = tuple(replace(m, micro_batch=u) for u in range(micro_batches) for m in body)
+    moments = tuple(
+        Moment(
+            name=m.name,
+            phase=m.phase,
+            module=m.module,
+            micro_batch=u,
+            flops=m.flops,
+            bytes_read=m.bytes_read,
+            bytes_written=m.bytes_written,
+            start_bytes=m.start_bytes,
+            peak_bytes=m.peak_bytes,
+            end_bytes=m.end_bytes,
+            duration_s=m.duration_s,
+        )
+        for u in range(micro_batches)
+        for m in body
+    )
     uses = tuple(
         Use(moment=use.moment + u * len(body), tensor=use.tensor, kind=use.kind)
         for u in range(micro_batches)

@@ -240,3 +240,32 @@ def test_a_policy_of_ones_own_is_not_believed() -> None:
     ):
         with pytest.raises(PlanError, match=words):
             compare(w, machine, policies=[policy])  # type: ignore[list-item]
+
+
+def test_the_best_alone_is_the_best_of_a_whole_comparison() -> None:
+    """What `pstar plan` asks: the same line and plan, without figures of the others that have to be planned for."""
+    w = ps.preset("gpt2", batch=2, seq=128, dtype="fp16")
+    m = ps.machine("v100-16")
+    names = ["all_on_gpu", "zero_offload", "tide", "static_partition"]
+    whole = ps.compare(w, m, policies=names)
+    alone = ps.compare(w, m, policies=names, only_best=True)
+    best = whole.best()
+    assert alone.best().row == best.row
+    assert best.row.barrier_cost_s is not None
+    assert alone.best().plan.steps == best.plan.steps
+    assert [r.iteration_s for r in alone.rows] == [r.iteration_s for r in whole.rows]
+    assert [r.policy for r in alone.rows if r.barrier_cost_s is not None] == [best.row.policy]
+    known = {best.row.policy: (best.plan, best.timeline)}
+    again = ps.compare(w, m, policies=names, only_best=True, made=known).best()
+    assert again.row == best.row
+    assert again.plan is best.plan
+
+
+def test_where_nothing_fits_the_best_alone_says_what_would() -> None:
+    w = ps.preset("gpt2-xl", batch=2, seq=128, dtype="fp16")
+    m = ps.machine("v100-16", gpu_memory="1.5GB")
+    with pytest.raises(PlanError) as whole:
+        ps.compare(w, m, policies=["all_on_gpu"]).best()
+    with pytest.raises(PlanError) as alone:
+        ps.compare(w, m, policies=["all_on_gpu"], only_best=True).best()
+    assert str(alone.value) == str(whole.value)
