@@ -16,7 +16,7 @@ from pstar_sim.core.step import Place, to_text
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.planner.binding import bound_by as binding
-from pstar_sim.planner.tried import tried_text
+from pstar_sim.planner.tried import tried_of, tried_text
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.units import GB, format_bytes, format_s
 from pstar_sim.workload.workload import Phase, activations_text
@@ -258,8 +258,10 @@ def _worded(name: str, value: object) -> str:
         return format_bytes(value)
     if isinstance(value, float) and name.endswith("_s"):
         return format_s(value)
-    if isinstance(value, dict) and name == "variants_tried":
-        return tried_text(value) or "none"
+    if name == "variants_tried":
+        tried = tried_of(value)
+        if tried is not None:
+            return tried_text(tried) or "none"
     if isinstance(value, dict):
         return ", ".join(f"{k}: {v}" for k, v in value.items()) or "none"
     if isinstance(value, list | tuple):

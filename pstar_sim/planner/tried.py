@@ -1,27 +1,110 @@
-"""Tried: what came of each way to run a job that was looked at, in a few words."""
+"""Tried: what came of each way to run a job that was looked at, as data; and the few words that are said of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 
-__all__ = ["BOUND", "NOT_TRIED", "tried_text"]
+from pstar_sim.python310 import StrEnum
+from pstar_sim.units import format_bytes, format_s
+
+__all__ = ["Cap", "Outcome", "Tried", "tried_of", "tried_text"]
 
 MOST_NAMED = 4
-NOT_TRIED = "not tried"
-"""How what came of a way begins that might have been the best, by its bound, and was not planned."""
-BOUND = "its bound is"
-"""What its bound follows there, at the end."""
 
 
-def tried_text(tried: Mapping[str, str], chosen: str = "") -> str:
-    """The ways that were planned, with their seconds, and how many were not and why. tried: way -> its seconds, or why
-    it "does not fit", was "not planned" because it cannot be better, or NOT_TRIED. chosen: the way that is not named
+class Outcome(StrEnum):
+    PLANNED = "planned"
+    NO_ROOM = "does not fit"
+    COMPUTING = "computing takes longer"  # than the best plan, its stashes included
+    BOUND = "its bound is too high"
+    CAPPED = "not tried"  # it might have been the best
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cap:
+    """Why a way that might have been the best was not planned: `policy` plans at most so many ways, and of one number
+    of micro-batches."""
+
+    policy: str
+    ways: int
+    alike: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.policy} plans at most {self.ways} ways, {self.alike} of one number of micro-batches, and where "
+            "another policy is faster"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """seconds: of its plan; of a way that was not planned, what no plan of it goes below; None where it does not fit.
+    place, short_bytes: what it lacks then. stashes: whether computing waits for any. chunk_bytes: of the bound. cap: of
+    a way that was not tried."""
+
+    outcome: Outcome
+    seconds: float | None = None
+    place: str | None = None
+    short_bytes: int | None = None
+    stashes: bool = False
+    chunk_bytes: int | None = None
+    cap: Cap | None = None
+
+    def to_json(self) -> dict[str, object]:
+        """Without what is not said of such an outcome."""
+        said = {key: value for key, value in asdict(self).items() if value is not None and value is not False}
+        return {**said, "outcome": self.outcome.value}
+
+    def __str__(self) -> str:
+        seconds = format_s(self.seconds or 0.0)
+        if self.outcome is Outcome.PLANNED:
+            return seconds
+        if self.outcome is Outcome.NO_ROOM:
+            return f"does not fit: short by {self.short_bytes} bytes of the {self.place}"
+        if self.outcome is Outcome.COMPUTING:
+            what = "computing and its stashes alone take" if self.stashes else "computing alone takes"
+            return f"not planned: {what} {seconds}"
+        if self.outcome is Outcome.BOUND:
+            size = format_bytes(self.chunk_bytes or 0)
+            return f"not planned: no plan of it with chunks of {size} takes less than {seconds}"
+        return f"not tried: {self.cap}; its bound is {seconds}"
+
+
+def tried_of(value: object) -> dict[str, Tried] | None:
+    """What `Tried.to_json` wrote into a plan's choices, by way; None for anything else (a file is not to be trusted,
+    and those of before had words here)."""
+    if not isinstance(value, Mapping):
+        return None
+    try:
+        return {str(way): _one(said) for way, said in value.items()}
+    except (TypeError, ValueError):
+        return None
+
+
+def _one(said: object) -> Tried:
+    if not isinstance(said, Mapping):
+        raise TypeError
+    cap = said.get("cap")
+    made = Tried(
+        **{**said, "outcome": Outcome(str(said.get("outcome"))), "cap": Cap(**cap) if cap is not None else None}
+    )
+    if made.outcome is not Outcome.NO_ROOM and not isinstance(made.seconds, int | float):
+        raise TypeError
+    if made.outcome is Outcome.BOUND and not isinstance(made.chunk_bytes, int):
+        raise TypeError
+    return made
+
+
+def tried_text(tried: Mapping[str, Tried], chosen: str = "") -> str:
+    """The ways that were planned, with their seconds, and how many were not and why. chosen: the way that is not named
     again."""
-    short = [how for how in tried.values() if how.startswith("does not fit")]
-    skipped = [how for how in tried.values() if how.startswith("not planned")]
-    capped = [how for how in tried.values() if how.startswith(NOT_TRIED)]
-    planned = {what: how for what, how in tried.items() if how not in {*short, *skipped, *capped}}
-    others = [f"{what}: {how}" for what, how in planned.items() if what != chosen]
+
+    def of(*outcomes: Outcome) -> list[Tried]:
+        return [row for row in tried.values() if row.outcome in outcomes]
+
+    others = [f"{way}: {row}" for way, row in tried.items() if row.outcome is Outcome.PLANNED and way != chosen]
+    skipped, capped, short = of(Outcome.COMPUTING, Outcome.BOUND), of(Outcome.CAPPED), of(Outcome.NO_ROOM)
     parts = others[:MOST_NAMED]
     if len(others) > MOST_NAMED:
         parts.append(f"{len(others) - MOST_NAMED} more planned")
@@ -34,10 +117,9 @@ def tried_text(tried: Mapping[str, str], chosen: str = "") -> str:
     return "; ".join(parts)
 
 
-def _capped_text(capped: list[str]) -> str:
-    """They are in the order of their bounds. "3 not tried (optimal plans at most 5 ways; their bounds are 1.1 s to
+def _capped_text(capped: Sequence[Tried]) -> str:
+    """They are in the order of their bounds. "3 not tried (optimal plans at most 5 ways ...; their bounds are 1.1 s to
     2.0 s)"."""
-    why, _, first = capped[0].removeprefix(f"{NOT_TRIED}: ").rpartition(f" {BOUND} ")
-    last = capped[-1].rpartition(f" {BOUND} ")[2]
+    first, last = (format_s(row.seconds or 0.0) for row in (capped[0], capped[-1]))
     bounds = f"its bound is {first}" if len(capped) == 1 else f"their bounds are {first} to {last}"
-    return f"{len(capped)} {NOT_TRIED} ({why} {bounds})"
+    return f"{len(capped)} not tried ({capped[0].cap}; {bounds})"

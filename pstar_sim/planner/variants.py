@@ -40,10 +40,9 @@ from pstar_sim.planner.compare import plan_and_play
 from pstar_sim.planner.memory import shortage
 from pstar_sim.planner.nearest import nearest
 from pstar_sim.planner.stash_bound import stash_bound_s
-from pstar_sim.planner.tried import BOUND, NOT_TRIED
+from pstar_sim.planner.tried import Cap, Outcome, Tried
 from pstar_sim.policy.optimal import STREAMING
 from pstar_sim.policy.registry import Policy, built_in, find_policy
-from pstar_sim.units import format_bytes, format_s
 from pstar_sim.workload.mixing import block_names, mix_blocks, offload_blocks
 from pstar_sim.workload.workload import Workload, activations_text, repeat_micro_batch
 
@@ -69,12 +68,13 @@ class Chosen:
     plan: Plan
     timeline: Timeline
     iteration_s: float
-    tried: tuple[tuple[str, str], ...]
+    tried: tuple[tuple[str, Tried], ...]
     left_out: tuple[str, ...]
 
     def choices(self) -> dict[str, object]:
         """For `Plan.choices`: what was chosen among what."""
-        return {"variant": self.words, "variants_tried": dict(self.tried), "not_considered": self.left_out}
+        tried = {way: row.to_json() for way, row in self.tried}
+        return {"variant": self.words, "variants_tried": tried, "not_considered": self.left_out}
 
 
 def words(w: Workload, among: Sequence[Workload] = ()) -> str:
@@ -205,7 +205,7 @@ def choose(
 class _Race:
     """Candidates planned one after the other by one policy. promise_s: see [Note: what is planned], by id; at first
     only what computing and stashes take. best: plan and timeline of the fastest so far, best_s: its seconds. shortest:
-    of those that do not fit, the one that lacks least and why. tried: in words, what came of each. planned: those that
+    of those that do not fit, the one that lacks least and why. tried: by words, what came of each. planned: those that
     were, by id."""
 
     def __init__(
@@ -232,7 +232,7 @@ class _Race:
         self.best: tuple[Plan, Timeline] | None = None
         self.best_s = float("inf")
         self.shortest: tuple[Workload, DoesNotFit] | None = None
-        self.tried: dict[str, str] = {}
+        self.tried: dict[str, Tried] = {}
 
     def run_all(self) -> list[Workload]:
         """All in the order of their promises, a bound being found only for one whose turn comes. Returns those that a
@@ -246,7 +246,7 @@ class _Race:
             self._tell(f"planning by {self.policy}", len(self.workloads) - len(heap))
             _, bounded, rank = heapq.heappop(heap)
             w = self.workloads[rank[-1]]
-            if not bounded and not self._hopeless(w):
+            if not bounded and self._hopeless(w) is None:
                 short = shortage(QUICK, w, self.machine, self.usual) if self.searching else None
                 if short is not None:
                     self.note(w, short)
@@ -261,7 +261,7 @@ class _Race:
     def run(self, w: Workload) -> None:
         """Plan it, if it is worth it."""
         hopeless = self._hopeless(w)
-        if hopeless:
+        if hopeless is not None:
             self.tried[self._words(w)] = hopeless
         else:
             self._plan(w)
@@ -311,7 +311,7 @@ class _Race:
             self.note(w, error)
             return
         self.splits[w.micro_batches] += 1
-        self.tried[self._words(w)] = format_s(timeline.iteration_s)
+        self.tried[self._words(w)] = Tried(outcome=Outcome.PLANNED, seconds=timeline.iteration_s)
         if self._could_win(timeline.iteration_s):
             self.best, self.best_s = (plan, timeline), timeline.iteration_s
 
@@ -336,26 +336,22 @@ class _Race:
 
     def note(self, w: Workload, error: DoesNotFit) -> None:
         """It does not fit."""
-        self.tried[self._words(w)] = f"does not fit: short by {error.short_bytes} bytes of the {error.place}"
+        self.tried[self._words(w)] = Tried(outcome=Outcome.NO_ROOM, place=error.place, short_bytes=error.short_bytes)
         if self.shortest is None or error.short_bytes < self.shortest[1].short_bytes:
             self.shortest = (w, error)
 
-    def _hopeless(self, w: Workload) -> str:
-        """What comes of it without planning it; empty if it is to be planned."""
+    def _hopeless(self, w: Workload) -> Tried | None:
+        """What comes of it without planning it; None if it is to be planned."""
         if self.best is None:
-            return ""
+            return None
         least, promise = self.least_s[id(w)], self.promise_s[id(w)]
         if least >= self.best_s:
-            what = "computing and its stashes alone take" if w.stashes else "computing alone takes"
-            return f"not planned: {what} {format_s(least)}"
+            return Tried(outcome=Outcome.COMPUTING, seconds=least, stashes=bool(w.stashes))
         if promise > self.best_s * (1 - WORTH):
-            size = format_bytes(self.layouts[id(w)].chunk_bytes)
-            return f"not planned: no plan of it with chunks of {size} takes less than {format_s(promise)}"
+            return Tried(outcome=Outcome.BOUND, seconds=promise, chunk_bytes=self.layouts[id(w)].chunk_bytes)
         if self.searching and (self.splits.total() >= SEARCHED or self.splits[w.micro_batches] >= ALIKE):
-            most = f"{SEARCHED} ways, {ALIKE} of one number of micro-batches"
-            why = f"{SEARCHING} plans at most {most}, and where another policy is faster"
-            return f"{NOT_TRIED}: {why}; {BOUND} {format_s(promise)}"
-        return ""
+            return Tried(outcome=Outcome.CAPPED, seconds=promise, cap=Cap(policy=SEARCHING, ways=SEARCHED, alike=ALIKE))
+        return None
 
 
 def _left_out(workloads: Sequence[Workload]) -> tuple[str, ...]:

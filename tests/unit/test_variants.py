@@ -15,7 +15,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.cli import main
 from pstar_sim.core.plan import Settings, load_plan
 from pstar_sim.errors import CannotPlan, DoesNotFit, TraceError
-from pstar_sim.planner.tried import tried_text
+from pstar_sim.planner.tried import Cap, Outcome, Tried, tried_of, tried_text
 from pstar_sim.planner.variants import candidates, choose, words
 from pstar_sim.policy.registry import built_in
 from pstar_sim.testing import chain_workload
@@ -68,11 +68,11 @@ def test_the_fastest_that_fits_is_chosen() -> None:
     assert chosen.plan.choices["variant"] == words(chosen.workload)
     tried = dict(chosen.tried)
     assert len(tried) == 15  # three batches, each kept, recomputed and in three mixtures
-    assert any(how.startswith("not planned: computing alone takes") for how in tried.values())
+    assert any(str(row).startswith("not planned: computing alone takes") for row in tried.values())
     assert chosen.left_out[-1].startswith("activations of some blocks offloaded: they leave none behind")
     fitting = choose(made, with_gpu_bytes(6 * MIB), EAGER)
     assert fitting.workload.batch < 4 or fitting.workload.checkpointing
-    assert any(how.startswith("does not fit: short by") for how in dict(fitting.tried).values())
+    assert any(str(row).startswith("does not fit: short by") for row in dict(fitting.tried).values())
     with pytest.raises(DoesNotFit):
         choose(made, with_gpu_bytes(MIB), EAGER)
     with pytest.raises(TraceError, match="different global batches"):
@@ -111,22 +111,50 @@ def test_optimal_is_never_slower_than_what_another_policy_would_choose(
 
 def test_what_was_not_tried_is_told_from_what_cannot_win() -> None:
     """Two ways promise too little (proof: their bounds), three were left out although they might have been the best."""
-    capped = "not tried: optimal plans at most 5 ways; its bound is"
+    cap = Cap(policy="optimal", ways=5, alike=2)
     tried = {
-        "a": "2.500 s",
-        "b": "not planned: computing alone takes 2.600 s",
-        "c": "not planned: no plan of it with chunks of 2.1 MB takes less than 2.500 s",
-        "d": f"{capped} 1.100 s",
-        "e": f"{capped} 1.200 s",
-        "f": f"{capped} 2.000 s",
-        "g": "does not fit: short by 10 bytes of the gpu",
-        "h": "3.000 s",
+        "a": Tried(outcome=Outcome.PLANNED, seconds=2.5),
+        "b": Tried(outcome=Outcome.COMPUTING, seconds=2.6),
+        "c": Tried(outcome=Outcome.BOUND, seconds=2.5, chunk_bytes=2_100_000),
+        "d": Tried(outcome=Outcome.CAPPED, seconds=1.1, cap=cap),
+        "e": Tried(outcome=Outcome.CAPPED, seconds=1.2, cap=cap),
+        "f": Tried(outcome=Outcome.CAPPED, seconds=2.0, cap=cap),
+        "g": Tried(outcome=Outcome.NO_ROOM, place="gpu", short_bytes=10),
+        "h": Tried(outcome=Outcome.PLANNED, seconds=3.0),
+        "i": Tried(outcome=Outcome.COMPUTING, seconds=2.7, stashes=True),
     }
+    rule = "optimal plans at most 5 ways, 2 of one number of micro-batches, and where another policy is faster"
     assert tried_text(tried, "a") == (
-        "h: 3.000 s; 2 promise too little; 3 not tried (optimal plans at most 5 ways; their bounds are 1.100 s to "
-        "2.000 s); 1 do not fit"
+        f"h: 3.000 s; 3 promise too little; 3 not tried ({rule}; their bounds are 1.100 s to 2.000 s); 1 do not fit"
     )
-    assert "1 not tried (optimal plans at most 5 ways; its bound is 1.100 s)" in tried_text({"d": f"{capped} 1.100 s"})
+    assert tried_text({"d": tried["d"]}) == f"1 not tried ({rule}; its bound is 1.100 s)"
+    assert [str(tried[way]) for way in "abcdgi"] == [
+        "2.500 s",
+        "not planned: computing alone takes 2.600 s",
+        "not planned: no plan of it with chunks of 2.1 MB takes less than 2.500 s",
+        f"not tried: {rule}; its bound is 1.100 s",
+        "does not fit: short by 10 bytes of the gpu",
+        "not planned: computing and its stashes alone take 2.700 s",
+    ]
+    kept = json.loads(json.dumps({way: row.to_json() for way, row in tried.items()}))
+    assert tried_of(kept) == tried
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        "words",
+        {"a": "2.500 s"},
+        {"a": {}},
+        {"a": {"outcome": "planned", "seconds": "soon"}},
+        {"a": {"outcome": "lost"}},
+        {"a": {"outcome": "planned", "colour": "red"}},
+        {"a": {"outcome": "not tried", "seconds": 1.0, "cap": "few"}},
+        {"a": {"outcome": "its bound is too high", "seconds": 1.0, "chunk_bytes": [1]}},
+    ],
+)
+def test_what_is_no_record_of_ways_is_not_taken_for_one(odd: object) -> None:
+    assert tried_of(odd) is None
 
 
 def test_numbers_of_micro_batches_without_a_variant_are_named() -> None:
