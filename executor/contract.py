@@ -29,6 +29,8 @@ replacement; everything else behaves as in plain torch. Silence is the one wrong
 | `model.state_dict()`, reading a parameter, `copy.deepcopy(p)` | as plain torch, a copy of the current value |
 | writing a parameter (`p.mul_`, `p.data.copy_`, ...) | ContractError: the master copy would not know |
 | a forward without gradients (evaluation, `generate`) at any point | as plain torch, parameters fetched on demand |
+| the same on several ranks, between iterations | as plain torch; the ranks may call different modules, or none |
+| the same on several ranks, inside an iteration | PlanError: evaluate between `step()` and the next forward |
 | a parameter read between forward and backward, outside every module | ContractError: read it in a module's forward |
 | changing `requires_grad` | ContractError: freeze before `prepare` |
 | `optimizer.add_param_group` | ContractError: give the groups to `AdamW` |

@@ -33,7 +33,7 @@ from executor.compiled import untraced
 from executor.contract import ChunkParameter, ParkedParameter, disown, raw_grad, set_raw_grad
 from executor.devices.backend import Backend, StreamBackend, VirtualBackend, available_host_bytes
 from executor.distributed.absent import Absent
-from executor.distributed.ranks import CountOf, Ranks, count_of
+from executor.distributed.ranks import READS, CountOf, Ranks, count_of
 from executor.driving.drive import Driver, Loss, StepResult
 from executor.hooks import Event, MomentClock, tensors_of
 from executor.measuring.live_bytes import LiveStorages
@@ -94,6 +94,7 @@ class Session:
         self.ranks = ranks
         if ranks is not None:
             ranks.on_loss = self._hear_of_loss(weakref.ref(self))
+            ranks.giver = weakref.ref(self)
         self._count = count
         self.absent = None if ranks is None or eager else Absent(self)
         self._weight = 1.0  # of this rank's gradients in the micro-batch that runs
@@ -132,6 +133,7 @@ class Session:
         self.stepped = False  # optimizer.step() came after they arrived
         self.updated_early: set[int] = set()  # tensors whose eager update of this iteration is done
         self.held = False  # nothing moves until there is a new plan
+        self._standing = False  # inside `still`
         self.guard: Guard | None = None
         self.ladder = Ladder(self)
         self._install(plan, arena, queues)
@@ -730,13 +732,15 @@ class Session:
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
         """Updates of finished iterations are done and nothing moves inside; the queues go on afterwards."""
-        held = self.held or self.demand.active or self.demand.visiting  # they stand still already
+        held = self.held or self._standing or self.demand.active or self.demand.visiting  # they stand still already
         if not held:
             self.drain()
+            self._standing = True
         try:
             yield
         finally:
             if not held:
+                self._standing = False
                 self.queues.resume()
 
     def _require_border(self, tensor: int) -> None:
@@ -753,6 +757,7 @@ class Session:
         chunk = self._chunk_of[tensor]
         row = self.plan.workload.tensors[tensor]
         with unseen(), torch.no_grad(), self.still():
+            self._meet_reader(tensor, "param")
             state = contents.chunks[chunk]
             for place in (Place.HOST, Place.GPU):
                 if place in state.current and tensor not in state.where(place, "param"):
@@ -768,9 +773,28 @@ class Session:
         """A copy of a tensor's part of an optimizer state list, in its shape, in host memory."""
         chunk = self._chunk_of[tensor]
         with unseen(), torch.no_grad(), self.still():
+            self._meet_reader(tensor, list_name)
             place = Place.HOST if self.arena.has(Place.HOST, chunk, list_name) else Place.GPU
             value = self.contents.joined(tensor, self.contents.slot(place, tensor, list_name))
         return value.reshape(self.plan.workload.tensors[tensor].shape)
+
+    def _meet_reader(self, tensor: int, list_name: str) -> None:
+        """Where each rank holds a part: all of them are about to read this."""
+        if self.ranks is not None and self.contents.sliced:
+            lists = ("param", *self.plan.layout.state_lists)
+            self.ranks.come_to(READS, float(tensor * len(lists) + lists.index(list_name)))
+
+    def own_slice(self, chunk: int) -> torch.Tensor:
+        """This rank's slice of a chunk's parameters as they are now, flat, a copy in host memory. While nothing
+        moves."""
+        state, arena = self.contents.chunks[chunk], self.arena
+        for place in (Place.HOST, Place.GPU):
+            if place in state.current and arena.has(place, chunk, "param") and not state.where(place, "param"):
+                return arena.at(place, chunk, "param").to("cpu", copy=True)
+        for place in (Place.HOST, Place.GPU):
+            if arena.has(place, chunk, "param32"):
+                return arena.at(place, chunk, "param32").to(arena.dtype(chunk, "param"), copy=True).cpu()
+        raise PlanError(f"no place holds the current values of chunk {chunk}")
 
     def set_state_value(self, tensor: int, list_name: str, value: torch.Tensor) -> None:
         with unseen(), torch.no_grad(), self.still():
@@ -789,7 +813,7 @@ class Session:
                 if place in self.contents.chunks[chunk].current:
                     self.contents.restore(place, tensor)
             if self.contents.chunks[chunk].whole:  # the other ranks' slices, which have changed too
-                self.contents.gather(chunk, "remote")
+                self.demand.join(chunk)
 
     def see_batch(self, args: Any, kwargs: Any) -> None:
         with unseen():

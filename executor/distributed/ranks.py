@@ -1,13 +1,22 @@
 """Ranks: this process among the several that train one model under one plan.
 
 Three process groups of the run's own, so that nothing of the user's comes between: `wire` for the plan's collectives
-(the net queue's thread), `_meeting` for what the ranks tell each other when a micro-batch begins (the user's thread)
+(the net queue's thread), `_meeting` for what the ranks tell each other between steps of the plan (the user's thread)
 and `_sums` for what they agree on once an iteration (the thread of the first Adam step). The last two are gloo, of a
 few bytes, also where the plan's own is NCCL.
 
-[Note: all ranks at once] A rank holds a part of each parameter. So whatever needs whole ones is done by every rank at
-the same point of its loop: training, an evaluation, reading a parameter or `state_dict()`, saving and loading. They are
-done between `optimizer.step()` and the next forward. An iteration keeps to its plan (`cannot_leave`).
+[Note: all ranks at once] A rank holds a part of each parameter. So whatever needs whole ones needs every rank:
+training, reading a parameter or `state_dict()`, saving and loading are done by all of them at the same point of their
+loop, between `optimizer.step()` and the next forward. An iteration keeps to its plan (`cannot_leave`).
+
+[Note: evaluations that differ] Between two iterations each rank may call what it likes without gradients: other modules
+than the others (routed experts), more batches, or nothing. A rank that wants a chunk asks, and so has every rank come
+to a meeting: one that wants another chunk, or one that waits for the others before its next micro-batch, its next
+checkpoint or a parameter it reads. Where all want the same chunk it is gathered as the plan would. Else each chunk that
+is wanted is served in turn: every rank gives its slice, through host memory, those who asked take all of them, and all
+meet again, until nobody wants a chunk. A meeting ends with one rank at least that has what it wanted, and nothing is
+updated meanwhile, so every rank gets what it would get in one process. It ends in words where a rank has left, and
+after timeout_s where one waits for this one elsewhere (an all_reduce of the loop's own, before the others are done).
 
 [Note: the weight of a rank] The loss of each rank has to be a mean over its batch (a rank that has more sequences has
 the larger share). Rank r with b_r of the B = b_0 + b_1 + ... sequences of a micro-batch has its gradient multiplied by
@@ -18,13 +27,14 @@ mean over something else (tokens that are not padding), `prepare(count=...)` say
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import math
 import socket
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,17 +47,32 @@ from executor.hooks import tensors_of
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import ModelError, PlanError, RankLost
 
-__all__ = ["Ranks", "join"]
+__all__ = ["READS", "SAVES", "Ranks", "join"]
 
 log = logging.getLogger("executor")
 
-TRAINS = -1.0  # what a rank comes to that begins a micro-batch
+TRAINS, READS, SAVES = -1.0, -2.0, -3.0
+NEXT = {
+    TRAINS: "the next iteration",
+    READS: "a parameter or a state that it reads",
+    SAVES: "a checkpoint that it saves or loads",
+}
 LEFT_S = 5.0  # a rank that waits so long for one that has ended its run waits in vain
+
+
+class Giver(Protocol):
+    def still(self) -> contextlib.AbstractContextManager[None]:
+        """Updates of finished iterations are done and nothing moves inside."""
+        ...
+
+    def own_slice(self, chunk: int) -> torch.Tensor:
+        """This rank's slice of the chunk's parameters as they are now, flat, a copy in host memory."""
+        ...
 
 
 class Ranks:
     """rank: of this process, from 0; count: of processes. wire: see `collectives.py`. on_loss(error): called from
-    another thread when a rank is gone while this one may wait for the device.
+    another thread when a rank is gone while this one may wait for the device. giver(): who gives this rank's slices.
 
     Raises RankLost, wherever this process waits for the others, when one of them is gone.
     """
@@ -59,6 +84,7 @@ class Ranks:
         self._timeout_s = timeout_s
         self._broken: BaseException | None = None
         self.on_loss: Callable[[BaseException], None] | None = None
+        self.giver: Callable[[], Giver | None] = lambda: None
         self.life = Lifeline(self.rank, self.count)
         name, addresses = _introduce(group, self.life.address)
         self.life.connect(addresses)
@@ -113,7 +139,8 @@ class Ranks:
         if waited_s > self._timeout_s:
             raise RankLost(
                 f"an exchange with the other ranks has not come for {waited_s:.0f} s (timeout_s={self._timeout_s:g}); "
-                f"this is rank {self.rank}, and every other one lives: one of them stands still"
+                f"this is rank {self.rank}, and every other one lives: one of them stands still, or waits in an "
+                "exchange of the loop's own (barrier, all_reduce) that this rank comes to later"
             )
         who = self.life.left() if waited_s > LEFT_S else None
         if who is not None:
@@ -124,7 +151,7 @@ class Ranks:
         text = (
             f"rank {self.rank} cannot go on: {reason}. On several ranks an iteration keeps to its plan, as the others "
             "wait for what it says comes next; make a plan for what the model does on every rank (trace it with "
-            "batches of the largest shape), and evaluate, read or save between two iterations, on all ranks"
+            "batches of the largest shape), evaluate between two iterations, and read or save there on all ranks"
         )
         self.life.fail(f"PlanError: {text}")
         return PlanError(text)
@@ -176,33 +203,49 @@ class Ranks:
                 text = f"{what} of rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} is not that of rank 0"
                 raise PlanError(f"{text}; give every rank the same")
 
-    def same_chunk(self, chunk: int) -> None:
-        """Every rank is about to gather this chunk, off plan. Raises PlanError, on all of them, where one is about to
-        gather another one or to begin a micro-batch: what is gathered would be parts of different chunks."""
-        self._come_to(float(chunk), 0.0)
+    def slices_of(self, chunk: int) -> torch.Tensor | None:
+        """[ranks, bytes of a slice] of a chunk that this rank wants off plan, in host memory; None where every rank
+        wants this one now: then they gather it. See [Note: evaluations that differ]."""
+        rows = self.meet([float(chunk), 0.0])
+        wanted = {row[0] for row in rows}
+        return None if len(wanted) == 1 else self._serve([each for each in wanted if each >= 0], chunk)
 
-    def _come_to(self, what: float, count: float) -> list[float]:
-        """The counts of all ranks. what: this one comes to: a chunk to gather off plan, or TRAINS."""
-        rows = self.meet([what, count])
-        if len({row[0] for row in rows}) > 1:
-            raise self._apart([row[0] for row in rows])
-        return [row[1] for row in rows]
-
-    def _apart(self, rows: Sequence[float]) -> PlanError:
-        words = ["the next iteration" if row == TRAINS else f"chunk {int(row)}" for row in rows]
+    def come_to(self, what: float, number: float = 0.0) -> list[float]:
+        """Every rank comes to this point, one of NEXT, with a number, and those are returned; what is still wanted off
+        plan until then is given. Raises PlanError, on all of them, where the points are not the same."""
+        while True:
+            rows = self.meet([what, number])
+            wanted = {row[0] for row in rows if row[0] >= 0}  # the points of NEXT are below
+            if not wanted:
+                break
+            self._serve(wanted)
+        if len({row[0] for row in rows}) == 1 and (what != READS or len({row[1] for row in rows}) == 1):
+            return [row[1] for row in rows]
+        words = ", ".join(f"rank {rank} to {NEXT[row[0]]}" for rank, row in enumerate(rows))
         text = (
-            "outside the plan (an evaluation, generate, a parameter that is read) the ranks come to different things: "
-            + ", ".join(f"rank {rank} to {word}" for rank, word in enumerate(words))
-            + "; let every rank call the same modules in the same order there (the same number of batches and of "
-            "generated tokens; with routed experts each of them on every rank), or evaluate in one process"
+            f"between two iterations the ranks come to different things: {words}; let every rank read the same "
+            "parameters (also by state_dict()), save, load and train at the same point of its loop; evaluations may "
+            "differ"
         )
         self.life.fail(f"PlanError: {text}")
-        return PlanError(text)
+        raise PlanError(text)
+
+    def _serve(self, wanted: Iterable[float], mine: int = -1) -> torch.Tensor | None:
+        """Each of these chunks is put together on every rank, in host memory; that of this rank is returned."""
+        giver = self.giver()
+        assert giver is not None
+        found: torch.Tensor | None = None
+        with torch.no_grad(), giver.still():
+            for chunk in sorted(int(each) for each in wanted):
+                rows = self._meeting.exchange(giver.own_slice(chunk).view(torch.uint8))
+                if chunk == mine:
+                    found = rows
+        return found
 
     def weight(self, count: float) -> float:
         """[Note: the weight of a rank], of the micro-batch that begins: every rank calls it with its own b_r. Raises
         ModelError, on all of them, for a count that is none and where all are 0."""
-        counts = self._come_to(TRAINS, count)
+        counts = self.come_to(TRAINS, count)
         rows = ", ".join(f"{each:g}" for each in counts)
         odd = [rank for rank, each in enumerate(counts) if not 0 <= each < math.inf]
         if odd:

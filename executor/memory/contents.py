@@ -435,13 +435,31 @@ class Contents:
             issue(lambda: wire.gather(flat))
             self._note_norms(state.where(GPU, list_name), list_name)
             return
-        if GPU not in state.current or state.where(GPU, "param"):
-            raise PlanError(f"gather of chunk {chunk}: this rank's own slice on the gpu does not hold parameters")
+        self._require_own(chunk)
         with self.arena.steady(chunk):
             whole = self.arena.whole(chunk, "param")
             issue(lambda: wire.gather(whole))
         state.whole = True
         self._changed(chunk)
+
+    def put_together(self, chunk: int, slices: torch.Tensor) -> None:
+        """The parameters of the other ranks come, from host memory. slices: [ranks, bytes of a slice], this rank's too,
+        which is not read."""
+        state, backend, size = self.chunks[chunk], self.arena.backend, self.layout.slice_numel(chunk)
+        self._require_own(chunk)
+        with self.arena.steady(chunk):
+            whole = self.arena.whole(chunk, "param")
+            for rank, row in enumerate(slices):
+                if rank != self.arena.rank:
+                    backend.copy(whole[rank * size : (rank + 1) * size], row.view(whole.dtype), Queue.H2D)
+            backend.fence(Queue.H2D)
+        state.whole = True
+        self._changed(chunk)
+
+    def _require_own(self, chunk: int) -> None:
+        state = self.chunks[chunk]
+        if GPU not in state.current or state.where(GPU, "param"):
+            raise PlanError(f"gather of chunk {chunk}: this rank's own slice on the gpu does not hold parameters")
 
     def reduce_scatter(self, chunk: int, list_name: str) -> None:
         """This rank's slice of the gradient becomes the sum over all ranks; the other slices are of no use then."""

@@ -556,7 +556,7 @@ class Demand:
             target.zero_()
             return
         if name == "remote":
-            contents.gather(chunk, name)
+            self.join(chunk)
             return
         direction = Queue.H2D if place is GPU else Queue.D2H
         if name != "param":
@@ -584,13 +584,13 @@ class Demand:
             return
         s.drain()
         self._before_visit = frozenset((r.place, r.chunk, r.list) for r in s.arena.present)
+        self.visiting = True
         if s.ranks is not None:
-            # How far each rank's copies have run ahead is its own; what is gathered now has to be the same on all.
+            # How far each rank's copies have run ahead is its own; from the same places on they ask for the same.
             s.arena.set_tide(0)
             with torch.no_grad():
                 self._reach(s.cut)
             s.arena.set_tide(s.cut_tide)
-        self.visiting = True
         self._frames = [set()]
         s.set_open(False)
 
@@ -779,14 +779,21 @@ class Demand:
         self._frames[-1] |= wanted
 
     def _gather(self, chunk: int, wanted: set[int]) -> None:
-        """The other ranks' slices come; every rank asks for them at the same point, or the run ends."""
+        """The other ranks' slices come."""
         s = self.session
-        if s.ranks is not None:
-            s.ranks.same_chunk(chunk)
         if not s.arena.has(GPU, chunk, "remote"):
             self._make_room(s.plan.layout.payload_bytes(chunk, "remote"), needed=wanted)
             self._take(chunk, "remote", needed=wanted, place=GPU)
-        s.contents.gather(chunk, "remote")
+        self.join(chunk)
+
+    def join(self, chunk: int) -> None:
+        """As `_gather`, where there is room already. See [Note: evaluations that differ] in distributed/ranks.py."""
+        s = self.session
+        slices = None if s.ranks is None else s.ranks.slices_of(chunk)
+        if slices is None:
+            s.contents.gather(chunk, "remote")
+        else:
+            s.contents.put_together(chunk, slices)
 
     # -- reads through Python -----------------------------------------------------------------------------------------
 

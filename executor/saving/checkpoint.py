@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 import pstar_sim
+from executor.distributed.ranks import SAVES
 from executor.measuring.measure import unseen
 from executor.saving import whole_folder
 from executor.saving.as_json import encode
@@ -89,11 +90,11 @@ def save(optimizer: OffloadedAdamW, folder: str | Path, *, extra: Any = None, sh
     saving = f"be saved in {folder}"
     with session.still(), unseen(), torch.no_grad():
         work = together(ranks, saving, lambda: _plan_work(optimizer, folder, extra, shard_bytes))
-        needed = sum(row[0] for row in ranks.meet([work.size_bytes])) if ranks is not None else work.size_bytes
+        needed = sum(ranks.come_to(SAVES, work.size_bytes)) if ranks is not None else work.size_bytes
         try:
             temporary = together(ranks, saving, lambda: _begin(folder, int(needed), first))
             files = together(ranks, saving, lambda: _write(session, work, temporary))
-            count = sum(row[0] for row in ranks.meet([len(files)])) if ranks is not None else len(files)
+            count = sum(ranks.come_to(SAVES, len(files))) if ranks is not None else len(files)
             last = functools.partial(_finish, work, folder, temporary, int(count))
             together(ranks, saving, last if first else lambda: None)
         except BaseException:
@@ -121,7 +122,9 @@ def together(ranks: Ranks | None, what: str, action: Callable[[], T]) -> T:
         )
     except PstarError as caught:
         error = caught
-    failed = [] if ranks is None else [r for r, row in enumerate(ranks.meet([float(error is not None)])) if row[0]]
+    failed: list[int] = []
+    if ranks is not None:
+        failed = [r for r, bad in enumerate(ranks.come_to(SAVES, float(error is not None))) if bad]
     if error is not None:
         raise error
     if failed:

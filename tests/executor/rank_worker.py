@@ -21,6 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import apart
 import conftest as kit
 import torch
 import torch.distributed as dist
@@ -192,7 +193,12 @@ def main() -> None:
         if rank >= case["ranks"]:
             continue
         try:
-            result = train(case, plans[case["name"]], rank, groups[case["ranks"]])
+            group, plan = groups[case["ranks"]], plans[case["name"]]
+            if "apart" in case:
+                backend = streams_of(rank) if case.get("streams") else None
+                result = apart.train(case, plan, rank, group, backend)
+            else:
+                result = train(case, plan, rank, group)
         except Exception as error:
             result = {"error": f"{type(error).__name__}: {error}"}
             if not isinstance(error, PstarError) or os.environ.get("RANK_TRACE"):
