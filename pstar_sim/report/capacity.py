@@ -216,8 +216,29 @@ def sensitivity_text(answer: Sensitivity, *, width: int = 120) -> str:
     tried = f"tried: {', '.join(answer.policies)}"
     if "optimal" not in answer.policies:
         tried += "; optimal, which may be faster, was left out for speed: --policy optimal asks for it"
-    lines += _notes([tried], width)
+    kept = [_kept_text(row, answer.now) for row in answer.rows]
+    lines += _notes([tried, *(text for text in kept if text)], width)
     return "\n".join(lines) + "\n"
+
+
+def _kept_text(row: Effect, now: Effect) -> str:
+    """Why a part's time is not that of a plan made for it, where that would be worse than now; empty elsewhere."""
+    from pstar_sim.planner.sensitivity import PLANNED, REPLAYED
+
+    if row.how == PLANNED or now.iteration_s is None:
+        return ""
+    made = "no policy plans for it"
+    if row.planned_s is not None:
+        if row.planned_s <= now.iteration_s:
+            return ""
+        worse = (row.planned_s / now.iteration_s - 1) * 100
+        made = f"what is planned for it takes {format_s(row.planned_s)}, {worse:.2g} % more"
+    if row.how == REPLAYED:
+        return f"{row.part}: the time is that of the plan as it is, run with the better part; {made}"
+    return (
+        f"{row.part}: a better part can be run as the old one was, so nothing is lost; {made} (where copies and CPU "
+        "Adam share the host's DRAM bandwidth, faster copies slow Adam)"
+    )
 
 
 def _effect_cells(name: str, row: Effect) -> tuple[str, ...]:

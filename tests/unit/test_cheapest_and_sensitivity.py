@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from pstar_sim.cli import main
 from pstar_sim.cli.parse_capacity import count, duration_s, share
 from pstar_sim.errors import CatalogError, PstarError
 from pstar_sim.planner.cheapest import bill, cheapest
-from pstar_sim.planner.sensitivity import PARTS, sensitivity
+from pstar_sim.planner.sensitivity import AS_NOW, PARTS, PLANNED, REPLAYED, sensitivity
+from pstar_sim.sim.play import play
 
 
 def test_days_and_dollars_by_hand() -> None:
@@ -230,6 +232,39 @@ def test_one_more_gpu_takes_its_share_of_the_tokens() -> None:
     assert row.change == pytest.approx(row.iteration_s / 2 / answer.now.iteration_s - 1)
     assert -0.5 <= row.change < 0
     assert "one more GPU, change a token" in repr(answer)
+
+
+def test_a_better_part_is_never_worse() -> None:
+    """With a tenth more GPU speed tide plans 0.3 % slower than without; its unchanged plan gains there. With a tenth
+    more link the unchanged plan, too, is slower, as copies take DRAM bandwidth from Adam: then the link is run as it
+    was."""
+    m = ps.machine("rtx3090-64gb", gpu_memory="1.6GB")
+    w = ps.preset("gpt2-medium", batch=4, seq=128, micro_batches=2, dtype="fp16")
+    answer = sensitivity(w, m, policies=["tide"], parts=["GPU speed", "link"], largest=False)
+    rows = {row.part: row for row in answer.rows}
+    now = ps.compare(w, m, policies=["tide"], barrier_cost=False).best()
+
+    def on(changes: dict[str, str]) -> tuple[float, float]:
+        """Seconds of a plan for the changed machine, and of the unchanged plan there."""
+        where = override(m, dict(changes))
+        made = ps.compare(w, where, policies=["tide"], barrier_cost=False).best()
+        return made.timeline.iteration_s, play(replace(now.plan, machine=where)).iteration_s
+
+    now_s = now.timeline.iteration_s
+    made_s, replayed_s = on({"gpu.flops.fp16": "x1.1", "gpu.flops.bf16": "x1.1", "gpu.hbm": "x1.1"})
+    assert replayed_s < now_s < made_s
+    speed = rows["GPU speed"]
+    assert (speed.how, speed.planned_s, speed.iteration_s) == (REPLAYED, made_s, replayed_s)
+    made_s, replayed_s = on({"link.h2d": "x1.1", "link.d2h": "x1.1"})
+    assert now_s < min(made_s, replayed_s)
+    link = rows["link"]
+    assert (link.how, link.planned_s, link.iteration_s, link.change) == (AS_NOW, made_s, now_s, 0.0)
+    assert all(row.change is not None and row.change <= 0 for row in answer.rows)
+    text = repr(answer)
+    assert "GPU speed: the time is that of the plan as it is, run with the better part" in text
+    assert "link: a better part can be run as the old one was, so nothing is lost" in text
+    lesser = sensitivity(w, m, policies=["tide"], largest=False, by=-0.1, parts=["link"])
+    assert all(row.how == PLANNED for row in lesser.rows)
 
 
 def test_parts_a_machine_does_not_have_are_left_out_or_refused() -> None:
