@@ -36,7 +36,7 @@ class Knobs:
     fetches ahead leave to urgent ones. spare_chunks: room that kept chunks leave to copies. down: order of the copies
     to the host, "edf" (as the next forward needs them) or "fifo". stay: streamed parameters may stay over the border
     where that is no longer than this share of the iteration. states_first: states, which take room, go down before
-    parameters that stay; the next forward may then have to wait before it can give these up.
+    any parameters that stay; these are then given up later.
     """
 
     linger: bool = True

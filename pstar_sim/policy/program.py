@@ -102,6 +102,7 @@ class _Weaver:
         self.gradient_free: dict[int, int] = {}
         self.last_add: dict[int, int] = {}
         self.last_adds: list[int] = []  # of last gradients, where the norm needs them
+        self.pins_done = 0  # resident chunks updated behind the barrier
         self.down: dict[int, int] = {}  # chunk by CPU Adam -> write-back of its last gradient
         self.told: dict[int, int] = {}  # streamed chunk -> write-back of its updated parameters
         self.sequence = 0
@@ -212,11 +213,16 @@ class _Weaver:
         )
         floors = fetch_floors(g.point.prefetch, [n for n, _ in served], count)
         self.floor_of = dict(zip(served, floors))
+        streamed = 0
         for n, position in enumerate(course.positions):
             fetched = {c: self._fetch(c, n) for c in self.fetches.get(n, ())}
             arriving = [*fetched.values(), *(self._gather(c, n, fetched.get(c)) for c in self.gathers.get(n, ()))]
             if position.chunk >= 0:
                 self._update(n, position.chunk, arriving)
+                if g.barrier is not None and len(course.updates) > 1:
+                    streamed += 1
+                    share = streamed / (len(course.updates) - 1)
+                    self._pins_behind_barrier(min(len(self.on_gpu), round(share * len(self.on_gpu))))
             else:
                 self._moments(n, arriving)
             self.passed.append(self.last_computed)
@@ -381,8 +387,8 @@ class _Weaver:
             self._send_last(c, self.reduced.get(c, here))
         for c in self.final.get(n, ()):
             self._send_last(c, self.reduced.get(c, here), drop=False)
-        if last and g.barrier is not None:
-            self._pins_behind_barrier()
+        if last and g.barrier is not None and len(course.updates) < 2:
+            self._pins_behind_barrier(len(self.on_gpu))
 
     def _move_stashes(self, moment: int, here: int) -> None:
         """The copies of stashes that begin behind a moment. The next but one block's forward pass waits for one on its
@@ -402,16 +408,32 @@ class _Weaver:
         return op
 
     def _drop_clean(self, n: int) -> None:
+        """Copies that are the host's, too, are given up. One of a streamed chunk that has stayed over the border may
+        still be on its way down from there: it goes behind that, and the compute queue does not wait for it."""
+        stays, updates = self.course.stays, self.course.updates
         for c in self.dropped.get(n, ()):
             moment = self.g.blocks[self.course.positions[n].block].last
-            op = self._add(Queue.COMPUTE, Kind.DROP, c, moment=moment, gpu_free=self.g.sizes[c])
-            if (c, "param") not in self.last_drop:
+            if (c, "param") not in self.last_drop and c in stays and c in updates:
+                op = self._add(
+                    Queue.D2H,
+                    Kind.DROP,
+                    c,
+                    moment=moment,
+                    gpu_free=self.g.sizes[c],
+                    after=((self.end_of[n], 0),),
+                    key=(-2.0, float(n)),
+                )
                 self.first_drop[c] = op
+            else:
+                op = self._add(Queue.COMPUTE, Kind.DROP, c, moment=moment, gpu_free=self.g.sizes[c])
             self.last_drop[c, "param"] = op
 
-    def _pins_behind_barrier(self) -> None:
-        for number, c in enumerate(self.on_gpu):
-            self._update_resident(c, tuple((op, 0) for op in self.last_adds) if number == 0 else ())
+    def _pins_behind_barrier(self, until: int) -> None:
+        """Adam of the resident chunks, of the first `until` of them in all. Those of streamed chunks, whose states are
+        a queue on the link, go between them: the copies down begin at once, and the link finds room."""
+        for c in self.on_gpu[self.pins_done : until]:
+            self._update_resident(c, () if self.pins_done else tuple((op, 0) for op in self.last_adds))
+            self.pins_done += 1
 
     def _update_resident(self, c: int, after: _After = ()) -> None:
         """GPU Adam of a chunk whose states are always there."""
@@ -532,7 +554,8 @@ class _Weaver:
         for number, name in enumerate(g.builder.layout.state_lists):
             self._writeback(c, name, moment, ((here, 0),), (*key, 1.0 + number), drop=True)
         stays = c in course.stays
-        order = (*key, 1.0 + len(g.builder.layout.state_lists) if stays and course.knobs.states_first else 0.0)
+        late = stays and course.knobs.states_first
+        order = (2.0, float(g.uses.first_use(c))) if late else (*key, 0.0)
         self.told[c] = self._writeback(c, "param", moment, ((here, 0),), order, drop=not stays)
 
     def _updated_before(self, c: int) -> _After:
