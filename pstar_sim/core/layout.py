@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import log2
+from math import log2, sqrt
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from pstar_sim.errors import PlanError
 from pstar_sim.units import KIB, MIB
 from pstar_sim.workload.workload import DTYPE_BYTES, UseKind, Workload
 
-__all__ = ["Chunk", "Layout", "Slot", "build_layout"]
+__all__ = ["Chunk", "Layout", "Slot", "build_layout", "size_near"]
 
 ALIGN = 16  # elements: 64 bytes in fp32, what vectorised kernels and copy engines like
 GRANULE_BYTES = 2 * MIB
@@ -248,16 +248,19 @@ def build_layout(workload: Workload, *, chunk_bytes: int | None = None, ranks: i
     return known
 
 
+def size_near(workload: Workload, chunk_bytes: int) -> int:
+    """The chunk size within half an octave of `chunk_bytes` that wastes least; of equals the one nearest to it."""
+    _, classes = _by_size(_in_order_of_first_use(workload))
+    granule = GRANULE_BYTES
+    while granule > 4 * KIB and granule > chunk_bytes // 32:
+        granule //= 2
+    low, high = int(chunk_bytes / sqrt(2)) // granule + 1, int(chunk_bytes * sqrt(2)) // granule
+    near = [n * granule for n in range(low, high + 1, max(1, (high - low) // 64))] or [chunk_bytes]
+    return min(near, key=lambda size: (_waste(classes, size), abs(log2(size / chunk_bytes))))
+
+
 def _built(workload: Workload, chunk_bytes: int | None, ranks: int) -> Layout:
-    classes = _in_order_of_first_use(workload)
-    total_bytes = sum(item[3] * DTYPE_BYTES[key[1]] for key, items in classes.items() for item in items)
-    limit = _small_limit(classes, total_bytes)
-    small: dict[_Class, list[_Item]] = {}
-    large: dict[_Class, list[_Item]] = {}
-    for key, items in classes.items():
-        width = DTYPE_BYTES[key[1]]
-        for item in items:
-            (small if item[2] * width < limit else large).setdefault(key, []).append(item)
+    small, large = _by_size(_in_order_of_first_use(workload))
     if chunk_bytes is None:
         chunk_bytes = _search(large)
 
@@ -306,6 +309,19 @@ def _in_order_of_first_use(workload: Workload) -> dict[_Class, list[_Item]]:
         key = (tensor.frozen, tensor.dtype, tensor.group)
         classes.setdefault(key, []).append((first[index], index, numel, -(-numel // ALIGN) * ALIGN))
     return classes
+
+
+def _by_size(classes: Mapping[_Class, Sequence[_Item]]) -> tuple[dict[_Class, list[_Item]], dict[_Class, list[_Item]]]:
+    """(too small to be worth moving, all others)."""
+    total_bytes = sum(item[3] * DTYPE_BYTES[key[1]] for key, items in classes.items() for item in items)
+    limit = _small_limit(classes, total_bytes)
+    small: dict[_Class, list[_Item]] = {}
+    large: dict[_Class, list[_Item]] = {}
+    for key, items in classes.items():
+        width = DTYPE_BYTES[key[1]]
+        for item in items:
+            (small if item[2] * width < limit else large).setdefault(key, []).append(item)
+    return small, large
 
 
 def _small_limit(classes: Mapping[_Class, Sequence[_Item]], total_bytes: int) -> float:
@@ -365,6 +381,16 @@ def _candidates(prefixes: Mapping[_Class, NDArray[np.int64]], granule: int, tota
     wanted = np.geomspace(ordered[0], ordered[-1], 96)
     picks = np.unique(np.searchsorted(ordered, wanted).clip(0, len(ordered) - 1))
     return [ordered[i] for i in picks.tolist()]
+
+
+def _waste(classes: Mapping[_Class, Sequence[_Item]], size: int) -> float:
+    """Share of padding if chunks are that large, to 1e-3: less does not matter."""
+    used = held = 0
+    for key, items in classes.items():
+        width = DTYPE_BYTES[key[1]]
+        used += sum(item[2] for item in items) * width
+        held += sum(numel for _, numel in _pack(items, size // width)) * width
+    return round(1 - used / held, 3) if held else 0.0
 
 
 def _score(classes: Iterable[tuple[Sequence[int], Sequence[int], int]], size: int, total: int, used: int) -> float:

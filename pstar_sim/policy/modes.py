@@ -83,7 +83,7 @@ def roofline(facts: ModeFacts, pins: Sequence[int], shares: Sequence[float]) -> 
     traffic = h2d * facts.h2d_bytes_per_s + d2h * facts.d2h_bytes_per_s + cpu * float(np.sum(facts.dram_adam_bytes))
     wait = np.zeros_like(z)
     if f.barrier:
-        beside = np.maximum(0.0, facts.last_room_bytes - x * pinned.sum() - (1 - x) * everything)
+        beside = np.maximum(0.0, facts.last_room_bytes - x * pinned.sum() - z * everything)
         wait = np.maximum(0.0, (z * states - beside) / facts.h2d_bytes_per_s - z * gpu_adam)
     terms = [total_s + (x + z) * gpu_adam + wait, cpu * adam + (1 - x) * add, traffic / facts.dram_bytes_per_s]
     terms += [d2h] if facts.duplex else []

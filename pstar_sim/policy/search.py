@@ -1,8 +1,9 @@
 """Search: how many chunks to pin, how many to stream, and the knobs around them, each choice played by the event loop.
 
 It begins where the roofline (modes.py) and the closed form for pins alone (pins.py) say, and goes from the best of
-these downhill, one thing at a time, until it is as good as the roofline or its effort is used up. The effort is counted
-in ops played, not in seconds: equal arguments give equal plans.
+these downhill, one thing at a time; then again from places that the best one does not reach so (another knob, other
+modes for the largest chunks), until it is as good as the roofline or its effort is used up. The effort is counted in
+ops played, not in seconds: equal arguments give equal plans. A search that is given more effort goes on.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
@@ -22,11 +24,11 @@ from pstar_sim.policy.program import Attempt, play
 
 __all__ = ["Choice", "Search"]
 
-EFFORT_OPS = 150_000  # ops played in the search over one chunk size
+OVERHEAD_OPS = 300  # effort that an attempt costs beside its ops
 GOOD_ENOUGH = 1e-3  # relative distance from the floor of the roofline at which nothing more is tried
 BETTER = 1e-5  # relative gain that counts
 HOPELESS = 1.003  # an attempt that is so much slower than the best one is not played to its end
-MOST_TRIED = 48
+AGAIN = 1.2  # so much slower than the best one another place to go downhill from may be
 KEPT = 2  # attempts that are remembered with their programs
 LARGE, MOST_LARGE = 2.5, 3  # a chunk so many times as large as the usual one is large
 CALM = 0.02  # weight of the mean of the roofline's terms: of equal maxima the one with slack elsewhere
@@ -54,16 +56,19 @@ class Choice:
 
 
 class Search:
-    """tried: choices that were looked at. fastest: the attempts among them that fit, the fastest first, KEPT at most.
-    best: seconds of the fastest and its choice. effort_ops: ops that may still be played."""
+    """tried: choices that were looked at, and their seconds (inf: does not fit, or given up as too slow). fastest: the
+    attempts among them that fit, the fastest first, KEPT at most. best: seconds of the fastest and its choice. here:
+    those of the one that is gone downhill from. effort_ops: ops that may still be played."""
 
     def __init__(self, ground: Ground, effort_ops: int) -> None:
         self.ground = ground
         self.effort_ops = effort_ops
-        self.tried: set[Choice] = set()
+        self.tried: dict[Choice, float] = {}
         self.fastest: list[Attempt] = []
-        self._played: set[tuple[Modes, Knobs]] = set()  # what different choices may come to
+        self._played: dict[tuple[Modes, Knobs], float] = {}  # what different choices may come to
         self.best: tuple[float, Choice] | None = None
+        self.here: tuple[float, Choice] | None = None
+        self.begun = False  # whether all starts were looked at
         self.least_short_bytes = 0
         self.reason: DoesNotFit | None = None  # why the first choice that did not fit did not
         self.count = len(ground.candidates)
@@ -71,6 +76,7 @@ class Search:
         # Chunks (a vocabulary matrix) much larger than the usual one, and how many of those they are worth.
         large = [c for c in ground.candidates if ground.sizes[c] > LARGE * usual]
         self.large = {c: round(ground.sizes[c] / usual) for c in large[:MOST_LARGE]}
+        self.surplus = sum(self.large.values()) - len(self.large)  # by which chunks are then more than they are
         self.facts = ground.mode_facts()
         self.first_fit = ground.most_pins()
         asked = ground.point.pins
@@ -106,34 +112,47 @@ class Search:
         return max(self.first_fit, min(self.count, room // usual))
 
     @property
+    def seconds(self) -> float:
+        """Of the fastest attempt."""
+        return self.best[0] if self.best is not None else math.inf
+
+    @property
     def good_enough(self) -> bool:
         return self.best is not None and self.best[0] <= self.floor_s * (1 + GOOD_ENOUGH)
 
     @property
     def spent(self) -> bool:
-        return self.effort_ops <= 0 or len(self.tried) >= MOST_TRIED
+        return self.effort_ops <= 0
 
     def try_one(self, choice: Choice) -> bool:
-        """Whether the choice is better than what was found so far."""
-        if choice in self.tried or not (self.fewest <= choice.pins <= self.most):
+        """Whether the choice is better than where the search is."""
+        if not (self.fewest <= choice.pins <= self.most) or choice.streams < 0:
             return False
-        if choice.streams < 0 or choice.pins + choice.streams > self.count or self.spent:
+        if choice.pins + choice.streams > self.count + (self.surplus if choice.large else 0):
             return False
         if choice.streams and not self.ground.point.streams:
             return False
-        self.tried.add(choice)
-        key = (self._modes(choice), choice.knobs)
-        if key in self._played:
+        if choice not in self.tried:
+            if self.spent:
+                return False
+            self.tried[choice] = self._seconds(choice)
+        seconds = self.tried[choice]
+        if seconds == math.inf or (self.here is not None and seconds > self.here[0] * (1 - BETTER)):
             return False
-        self._played.add(key)
-        found = self._fit(*key)
-        if found is None:
-            return False
-        self.fastest = sorted((*self.fastest, found), key=lambda a: (a.iteration_s, a.fetched_bytes))[:KEPT]
-        if self.best is not None and found.iteration_s > self.best[0] * (1 - BETTER):
-            return False
-        self.best = (found.iteration_s, choice)
+        self.here = (seconds, choice)
+        if self.best is None or seconds <= self.best[0] * (1 - BETTER):
+            self.best = self.here
         return True
+
+    def _seconds(self, choice: Choice) -> float:
+        key = (self._modes(choice), choice.knobs)
+        if key not in self._played:
+            found = self._fit(*key)
+            self._played[key] = math.inf if found is None else found.iteration_s
+            if found is not None:
+                fastest = sorted((*self.fastest, found), key=lambda a: (a.iteration_s, a.fetched_bytes))
+                self.fastest = fastest[:KEPT]
+        return self._played[key]
 
     def _modes(self, choice: Choice) -> Modes:
         g = self.ground
@@ -159,23 +178,42 @@ class Search:
         if course.least_room_bytes < 0:
             self.least_short_bytes = min(self.least_short_bytes or -course.least_room_bytes, -course.least_room_bytes)
             return None
-        limit_s = self.best[0] * HOPELESS if self.best is not None else math.inf
+        if self.here is not None:
+            limit_s = self.here[0] * HOPELESS
+        else:
+            limit_s = self.best[0] * AGAIN if self.best is not None else math.inf
         found = play(course, limit_s=limit_s, tolerance=BETTER * 5)
-        self.effort_ops -= len(found.program.ops) * (len(found.outcome.periods_s) + 1)
+        self.effort_ops -= len(found.program.ops) * (len(found.outcome.periods_s) + 1) + OVERHEAD_OPS
         return found if found.outcome.stuck is None and found.outcome.window else None
 
-    def run(self) -> list[Attempt]:
-        """The attempts that fit, as far as they are kept; empty if none does."""
-        for choice in self._starts():
-            self.try_one(choice)
+    def run(self, effort_ops: int = 0) -> list[Attempt]:
+        """The attempts that fit, as far as they are kept; empty if none does. effort_ops: more of it."""
+        self.effort_ops += effort_ops
+        self.here = self.best
+        if not self.begun:
+            for choice in self._starts():
+                self.try_one(choice)
+            self.begun = not self.spent
+        self._downhill()
+        before = None
+        while self.best is not None and self.best[1] != before:
+            before = self.best[1]
+            for choice in self._elsewhere(before):
+                if self.good_enough or self.spent:
+                    return self.fastest
+                self.here = None
+                if self.try_one(choice):
+                    self._downhill()
+        return self.fastest
+
+    def _downhill(self) -> None:
         step = max(1, self.count // 32)
-        while self.best is not None and not self.good_enough and not self.spent:
+        while self.here is not None and not self.good_enough and not self.spent:
             if self._descend(step):
                 continue
             if step == 1:
                 break
             step = max(1, step // 2)
-        return self.fastest
 
     def short(self) -> DoesNotFit:
         """Why nothing fits."""
@@ -194,31 +232,41 @@ class Search:
             yield Choice(pins=self.count, streams=0, head=self.count)
         if self.good_enough:
             return
+        # Behind a barrier all streamed chunks are updated at once, and what has room there decides.
+        knobs = replace(USUAL, linger=False, states_first=True) if self.facts.pins.barrier else USUAL
         for n, (pins, streams) in enumerate(self.starts):
-            yield Choice(pins=pins, streams=streams, head=pins // 5 if n else 0, front=min(2, streams))
+            yield Choice(pins=pins, streams=streams, head=pins // 5 if n else 0, front=min(2, streams), knobs=knobs)
         if self.best is not None and self.best[1].streams:
-            yield replace(self.best[1], knobs=replace(USUAL, linger=False))
+            yield replace(self.best[1], knobs=replace(USUAL, linger=not knobs.linger))
             yield replace(self.best[1], knobs=replace(self.best[1].knobs, down="fifo"))
             yield replace(self.best[1], head=0)
             yield replace(self.best[1], head=self.best[1].pins // 2)
-        for modes in self._of_large():
-            if self.best is not None and self.best[1].streams:
-                yield replace(self.best[1], large=modes)
+        if self.best is not None and self.best[1].streams and self.large:
+            yield self._beside(self.best[1], ("stream", *("cpu",) * (len(self.large) - 1)))
         if self.best is None:
             yield Choice(pins=self.fewest, streams=0, head=0)
             yield Choice(pins=self.most, streams=0, head=self.most)
 
-    def _of_large(self) -> Iterator[tuple[str, ...]]:
-        """Ways to treat large chunks on their own, each tried with the best choice so far."""
-        if not self.large:
-            return
-        first = ("stream", *("cpu",) * (len(self.large) - 1))
-        yield first
-        yield ("pin", *first[1:])
-        if len(self.large) > 1:
-            yield ("stream",) * len(self.large)
-            yield ("pin",) * len(self.large)
-            yield ("stream", *("pin",) * (len(self.large) - 1))
+    def _elsewhere(self, best: Choice) -> Iterator[Choice]:
+        """Places near a choice from which the way downhill may end lower."""
+        knobs = best.knobs
+        yield replace(best, knobs=replace(knobs, linger=not knobs.linger))
+        if best.streams:
+            yield replace(best, knobs=replace(knobs, linger=False, states_first=not knobs.states_first))
+            for modes in product(("stream", "pin", "cpu"), repeat=len(self.large)):
+                if self.large and modes != best.large:
+                    yield self._beside(best, modes)
+        for head in (0, best.pins // 4, best.pins // 2):
+            yield replace(best, head=head)
+
+    def _beside(self, choice: Choice, large: tuple[str, ...]) -> Choice:
+        """The choice with these modes of the large chunks, as many bytes pinned and streamed as before."""
+        if choice.large:
+            return replace(choice, large=large)
+        modes = self._modes(choice)
+        pins = choice.pins + sum(times - 1 for c, times in self.large.items() if c in modes.pinned)
+        streams = choice.streams + sum(times - 1 for c, times in self.large.items() if c in modes.streamed)
+        return replace(choice, pins=min(pins, self.most), streams=streams, large=large)
 
     def _descend(self, step: int) -> bool:
         """Whether some change by `step` was better (on the last round, step 1, also of a knob). A change that is good
@@ -238,8 +286,8 @@ class Search:
     def _change(
         self, pins: int = 0, streams: int = 0, head: int = 0, knobs: Mapping[str, object] | None = None
     ) -> bool:
-        assert self.best is not None
-        now = self.best[1]
+        assert self.here is not None
+        now = self.here[1]
         if self.good_enough:
             return False
         return self.try_one(

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
+from pstar_sim import machine, preset
+from pstar_sim.core.plan import Settings
+from pstar_sim.core.step import Kind, Queue
 from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy import find_policy
 from pstar_sim.policy.course import Course, Knobs, Modes
@@ -16,6 +20,7 @@ from pstar_sim.policy.points import Point
 from pstar_sim.policy.program import play as play_course
 from pstar_sim.policy.registry import built_in
 from pstar_sim.policy.replay import period_s
+from pstar_sim.policy.search import Search
 from pstar_sim.sim.play import play
 from pstar_sim.testing import check_policy, random_machine, random_ranks, random_settings, random_workload
 
@@ -85,6 +90,7 @@ def test_any_choice_of_modes_that_has_room_makes_a_correct_plan(seed: int, ranks
         spare_chunks=rng.randint(0, 2),
         down=rng.choice(("edf", "fifo")),
         stay=rng.choice((0.0, 0.25, 1.0)),
+        states_first=rng.random() < 0.5,
     )
     try:
         ground.check_gpu()
@@ -101,3 +107,49 @@ def test_any_choice_of_modes_that_has_room_makes_a_correct_plan(seed: int, ranks
     timeline = play(plan)
     assert timeline.peak_bytes["gpu"] <= machine.gpu_budget_bytes
     assert timeline.peak_bytes["host"] <= machine.host_budget_bytes
+
+
+def test_the_forward_pass_does_not_wait_for_parameters_on_their_way_down() -> None:
+    """A streamed embedding stays over the border, is read first and then given up until its gradient: behind its copy
+    down, on that queue. On the compute queue the drop would hold the forward pass up for all of the copy."""
+    workload = preset("llama-3-8b", batch=4, seq=1024, dtype="bf16", checkpointing=True)
+    ground = Ground("any", workload, machine("h100-80"), Settings(update="eager", clip=False), Point(streams=True))
+    embedding = ground.candidates[0]
+    made = play_course(Course(ground, Modes(frozenset(ground.candidates[1:22]), frozenset({embedding})), Knobs()))
+    assert embedding in made.course.stays
+    plan = emit(ground, made)
+    plan.check()
+    drops = [s for s in plan.steps if s.kind is Kind.DROP and s.chunk == embedding and s.list == "param"]
+    assert [s.queue for s in drops] == [Queue.D2H]  # in order behind the copy
+    downs = {s.id for s in plan.steps if s.kind is Kind.WRITEBACK and s.chunk == embedding and s.list == "param"}
+    assert downs
+    for step in plan.steps:
+        if step.queue is Queue.COMPUTE:
+            assert not downs & {ref.id for ref in step.after}
+
+
+def test_behind_a_barrier_pinned_chunks_are_updated_between_streamed_ones() -> None:
+    """What is pinned waits for nothing, so it fills the time in which states of streamed chunks are on their way: the
+    first and the last update are those of streamed chunks."""
+    workload = preset("1B", batch=4, seq=1024, dtype="bf16", checkpointing=True)
+    ground = Ground("any", workload, machine("rtx4090"), Settings(update="step", clip=True), Point(streams=True))
+    pinned, streamed = frozenset(ground.candidates[4:12]), frozenset(ground.candidates[:4])
+    plan = emit(ground, play_course(Course(ground, Modes(pinned, streamed), Knobs())))
+    plan.check()
+    order = [s.chunk for s in plan.steps if s.kind is Kind.GPU_ADAM and (s.chunk in pinned or s.chunk in streamed)]
+    assert len(order) == 12
+    assert order[0] in streamed and order[-1] in streamed
+    places = [n for n, c in enumerate(order) if c in streamed]
+    assert max(b - a for a, b in pairwise(places)) <= 4  # eight pinned chunks in three gaps
+
+
+def test_a_search_that_is_given_more_effort_goes_on() -> None:
+    workload = preset("4B", batch=4, seq=1024, dtype="bf16", checkpointing=True)
+    ground = Ground("any", workload, machine("rtx4090"), Settings(update="step", clip=True), Point(streams=True))
+    search = Search(ground, 0)
+    search.run(15_000)
+    first_s, tried = search.seconds, dict(search.tried)
+    search.run(60_000)
+    assert search.seconds <= first_s
+    assert all(search.tried[choice] == seconds for choice, seconds in tried.items())
+    assert len(search.tried) > len(tried)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from pstar_sim.core.layout import Layout, build_layout
+from pstar_sim.core.layout import Layout, build_layout, size_near
 from pstar_sim.errors import PlanError
 from pstar_sim.testing import chain_workload, random_workload
 from pstar_sim.units import MIB
@@ -221,3 +221,13 @@ def test_at_most_two_percent_is_wasted_on_every_preset_of_the_catalog():
         wasted[name] = layout.waste
     assert len(wasted) > 40
     assert {name: waste for name, waste in wasted.items() if waste > 0.02} == {}
+
+
+def test_the_size_nearest_to_a_wanted_one_that_wastes_nothing() -> None:
+    """36 tensors of 3 MiB fill chunks of 6 or 9 MiB; 9 is nearer to 8 than 6 is. What 8 MiB chunks waste is a quarter.
+    Beside the 3 MiB tensors, larger ones have chunks of their own and change nothing."""
+    thirds = [(1536, 1024)] * 36
+    assert size_near(reads(thirds), 8 * MIB) == 9 * MIB
+    assert build_layout(reads(thirds), chunk_bytes=8 * MIB).waste > 0.2
+    mixed = [shape for third in thirds for shape in (third, (8192, 1024))]
+    assert size_near(reads(mixed), 8 * MIB) == 9 * MIB
