@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,10 +23,13 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from executor.compiled import eagerly
+from executor.contract import changes_nothing
 from executor.hooks import MomentClock, tensors_of
 from executor.measuring.live_bytes import LiveStorages
+from executor.measuring.measure import unseen
 from executor.models import (
     TORCH_DTYPES,
     BuiltModel,
@@ -40,6 +44,8 @@ from executor.moments import MomentRecorder, attention_seen, describe_parameters
 from executor.scaling import guard_boundary, needs_loss_scaling
 from pstar_sim.errors import ModelError, PstarError
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
+
+_RECORD = "record a real iteration instead (executor.record, or pstar trace --device virtual)"
 
 __all__ = ["capture", "capture_module", "capture_variants", "fake_module"]
 
@@ -191,11 +197,34 @@ def _run(
             stack.enter_context(unpacked_sequences())
         stack.enter_context(eagerly())
         stack.enter_context(quiet("torch._subclasses.fake_tensor"))  # it logs what it raises
-        with _readable_failures(name, module, live), mode, live, attention_kernel(attention), torch.enable_grad():
+        stack.enter_context(_readable_failures(name, module, live))
+        with mode, _GroupedProducts(), live, attention_kernel(attention), torch.enable_grad():
             loss(module, inputs).backward()  # type: ignore[no-untyped-call]
             clock.step()
             recorder.finish()  # while the batch is alive, as in any loop
     return recorder
+
+
+class _GroupedProducts(TorchDispatchMode):
+    """Shapes of routed experts' products in fp32 and fp16: torch has kernels for them, but a fake version for bf16
+    only. Sizes and strides are those of torch's `_create_grouped_mm_output_tensor`."""
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.ops.aten._grouped_mm.default or args[0].dtype not in (torch.float32, torch.float16):
+            return func(*args, **kwargs)
+        left, right = args[0], args[1]
+        ends = args[2] if len(args) > 2 else kwargs.get("offs")
+        rows, columns = left.shape[-2], right.shape[-1]
+        if left.dim() == 2 == right.dim():
+            size = [ends.shape[0], rows, columns]
+        elif left.dim() == 3 == right.dim():
+            size = [left.shape[0], rows, columns]
+        else:
+            size = [rows, columns]
+        each = 16 // left.dtype.itemsize if torch.version.cuda else 1  # builds for CUDA align rows to 16 bytes
+        padded = -(-columns // each) * each
+        return torch.empty_strided(size, [rows * padded, padded, 1][-len(size) :], dtype=left.dtype, device="cpu")
 
 
 class _GradientHook:
@@ -244,7 +273,9 @@ class _Faker:
 
 @contextlib.contextmanager
 def fake_module(module: nn.Module, batch: Any, mode: FakeTensorMode, dtype: str | None = None) -> Iterator[Any]:
-    """Inside, parameters and buffers of `module` are fake, ties stay ties; yields the batch made fake likewise."""
+    """Inside, parameters and buffers of `module` are fake, ties stay ties; yields the batch made fake likewise.
+
+    As in a prepared model, `to()` and its like inside a forward may change nothing: else they raise ModelError."""
     fake = _Faker(mode, TORCH_DTYPES[dtype] if dtype else None)
     memo: dict[int, torch.Tensor] = {}
     undo: list[tuple[dict[str, Any], str, torch.Tensor]] = []
@@ -257,8 +288,22 @@ def fake_module(module: nn.Module, batch: Any, mode: FakeTensorMode, dtype: str 
             memo[id(tensor)] = made
         return memo[id(tensor)]
 
+    names = {id(part): name or "<root>" for name, part in module.named_modules()}
+
+    def moved(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        with unseen():
+            if changes_nothing(self, fn):
+                return self
+        raise ModelError(
+            f"module {names.get(id(self), '?')!r} ({type(self).__name__}) converts its own parameters in a forward "
+            "(to() or its like), and a plan is made for the dtypes that are there before; convert it, or the whole "
+            "model, before tracing"
+        )
+
+    kept = [(part, part.__dict__.get("_apply")) for part in module.modules()]
     try:
         for part in module.modules():
+            part.__dict__["_apply"] = types.MethodType(moved, part)
             tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
             for table in tables:
                 for key, tensor in table.items():
@@ -267,6 +312,11 @@ def fake_module(module: nn.Module, batch: Any, mode: FakeTensorMode, dtype: str 
                         table[key] = faked(tensor)
         yield map_tensors(batch, fake)
     finally:
+        for part, before in kept:
+            if before is None:
+                part.__dict__.pop("_apply", None)
+            else:
+                part.__dict__["_apply"] = before
         for table, key, tensor in undo:
             table[key] = tensor
 
@@ -291,13 +341,13 @@ def _readable_failures(name: str, module: nn.Module, live: LiveStorages) -> Iter
         }.get(type(error), "it has no fake version")
         raise ModelError(
             f"{name}: {_where(error, module)} cannot run on fake tensors: {operation}: {reason}; "
-            "record a real iteration instead, or avoid the operation"
+            f"{_RECORD}, or avoid the operation"
         ) from error
     except Exception as error:
         text = " ".join(str(error).split())[:300]
         raise ModelError(
             f"{name}: {_where(error, module)} cannot run on fake tensors: {live.last_op}: "
-            f"{type(error).__name__}: {text}"
+            f"{type(error).__name__}: {text}; if it runs on real ones, {_RECORD}"
         ) from error
 
 

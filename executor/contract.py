@@ -52,7 +52,16 @@ from torch import nn
 
 from pstar_sim.errors import ContractError
 
-__all__ = ["ChunkParameter", "ParkedParameter", "Reader", "adopt", "disown", "raw_grad", "set_raw_grad"]
+__all__ = [
+    "ChunkParameter",
+    "ParkedParameter",
+    "Reader",
+    "adopt",
+    "changes_nothing",
+    "disown",
+    "raw_grad",
+    "set_raw_grad",
+]
 
 # torch's own attributes, below the contract (typed as their values in torch's stubs, hence Any)
 _BASE_GRAD: Any = torch._C.TensorBase.grad
@@ -224,6 +233,16 @@ def _same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
             return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):  # a tensor without storage (sparse, ...)
             return False
+
+
+def changes_nothing(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """`fn`, which Module._apply would map over the module's tensors, gives each back as it is: `to()` where it is."""
+    for dtype, device in {(t.dtype, t.device) for t in (*module.parameters(), *module.buffers())}:
+        for shape in ((1,), (1, 2, 2, 2)):  # of four dimensions: a memory format would change it
+            probe = torch.zeros(shape, dtype=dtype, device=device)
+            if fn(probe) is not probe or probe.is_shared():  # type: ignore[no-untyped-call]
+                return False
+    return True
 
 
 _WRITE = (

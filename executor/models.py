@@ -41,13 +41,15 @@ __all__ = [
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ATTENTION = ("flash", "efficient", "math")
+IMAGE_SIZE = 224  # pixels a side, where a configuration names none (convolutions take any)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltModel:
     """A module in training mode and a batch for `forward_loss`. name: the spec it was built from. batch, sequence: what
-    an iteration's tokens are counted by (of images: patches and the class token). vocabulary: tokens it knows, None for
-    a model that reads none. dtype: as asked for, None where the module's own dtypes were kept."""
+    an iteration's tokens are counted by (of images: patches and the class token; 1 where there are no patches).
+    vocabulary: tokens it knows, None for a model that reads none. dtype: as asked for, None where the module's own
+    dtypes were kept."""
 
     module: nn.Module
     example_batch: Any
@@ -414,16 +416,18 @@ def _from_config(
     vocabulary: int | None = None
     classes = int(getattr(config, "num_labels", 2) or 2)
     if cls.main_input_name == "pixel_values" and "labels" in names:
-        height, width = _pair(config.image_size)
-        down, across = _pair(config.patch_size)
-        sequence = (height // down) * (width // across) + 1
-        channels = int(getattr(config, "num_channels", 3))
+        vision = getattr(config, "vision_config", config)
+        height, width = _pair(getattr(vision, "image_size", None) or IMAGE_SIZE)
+        patch = getattr(vision, "patch_size", None)
+        down, across = _pair(patch) if patch else (height, width)
+        sequence = (height // down) * (width // across) + 1 if patch else 1
+        channels = int(getattr(vision, "num_channels", 3))
         pixels = torch.randn(batch, channels, height, width, dtype=TORCH_DTYPES[dtype], device=device)
         example = {"pixel_values": pixels, "labels": torch.randint(0, classes, (batch,), device=device)}
     elif cls.main_input_name == "input_ids" and "labels" in names:
         vocabulary = int(text.vocab_size)
         longest = getattr(text, "max_position_embeddings", None)
-        if longest is not None and sequence > longest and not _rotary(text):
+        if longest is not None and 0 < longest < sequence and not _rotary(text):
             raise ModelError(f"{spec}: a sequence of {sequence} tokens is longer than the model's {longest} positions")
         per_sequence = cls.__name__.endswith("ForSequenceClassification")
         tokens = torch.randint(0, vocabulary, (batch, sequence), device=device)
@@ -467,8 +471,8 @@ def _model_class(spec: str, config: Any, architecture: str | None) -> Any:
         if type(config) in mapping:
             return mapping[type(config)]
     raise ModelError(
-        f"{spec}: no class of transformers computes a loss for model type {config.model_type!r}; write a factory and "
-        "give py:package.module:factory"
+        f"{spec}: model type {config.model_type!r} has no class in transformers that reads text or images and computes "
+        "a loss; write a factory that returns the model with an example batch and give py:package.module:factory"
     )
 
 

@@ -20,11 +20,12 @@ from torch import nn
 from executor.activations.planned import carry_out, check_activations
 from executor.checks import check_model, check_settings
 from executor.compiled import untraced
-from executor.contract import adopt
+from executor.contract import adopt, changes_nothing
 from executor.devices.backend import Backend, available_host_bytes, keep_freed_pages
 from executor.devices.device import DeviceOptions, check_placement, move_buffers, open_backend
 from executor.distributed.ranks import CountOf, Ranks, count_of, join, share_values
 from executor.engine import Session
+from executor.measuring.measure import unseen
 from executor.memory.arena import Arena, check_gpu_memory, check_host_memory
 from executor.moments import describe_parameters
 from executor.optimizer import AdamW, OffloadedAdamW, group_of
@@ -266,8 +267,9 @@ def _guard_model(model: nn.Module, session: Session) -> Callable[[], None]:
     undo: list[Callable[[], None]] = []
 
     def moved(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
-        if _changes_nothing(self, fn):
-            return self
+        with unseen():
+            if changes_nothing(self, fn):
+                return self
         raise ContractError(
             f"{type(self).__name__}.to() and its like (half, float, cuda, cpu) cannot move a prepared model: its "
             "memory is the plan's; convert the model before executor.prepare"
@@ -305,16 +307,6 @@ def _guard_model(model: nn.Module, session: Session) -> Callable[[], None]:
             action()
 
     return undo_all
-
-
-def _changes_nothing(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """`fn`, which Module._apply would map over the module's tensors, gives each back as it is: `to()` where it is."""
-    for dtype, device in {(t.dtype, t.device) for t in (*module.parameters(), *module.buffers())}:
-        for shape in ((1,), (1, 2, 2, 2)):  # of four dimensions: a memory format would change it
-            probe = torch.zeros(shape, dtype=dtype, device=device)
-            if fn(probe) is not probe or probe.is_shared():  # type: ignore[no-untyped-call]
-                return False
-    return True
 
 
 def _stop_at_exit(session: Session) -> Callable[[], None]:

@@ -82,6 +82,10 @@ def measure_iteration(session: Session, step_fn: Callable[[], Any], order: Timel
         changes = session.arena.log[log_at:]
         session.watch = None
         session.queues.settle(first)  # its last steps run on into the next forward
+        moved = {"h2d": 0, "d2h": 0}
+        for step in session.span_log:  # before threads, which go on, add to it
+            if step.iteration == first and step.step.kind in COPIES:
+                moved[step.step.queue.value] += step.copied_bytes
     finally:
         session.watch = None
         session.arena.marks = None
@@ -103,10 +107,6 @@ def measure_iteration(session: Session, step_fn: Callable[[], Any], order: Timel
             host_peak = max(host_peak, host)
     for row in marks[at:]:
         gpu.mark(*row[1:])
-    moved = {"h2d": 0, "d2h": 0}
-    for step in session.span_log:
-        if step.iteration == first and step.step.kind in COPIES:
-            moved[step.step.queue.value] += step.copied_bytes
     return Measured(
         non_model_bytes=peaks,
         peak_gpu_bytes=gpu.peak,

@@ -90,10 +90,12 @@ def record(
             return map_tensors(one, lambda tensor: made.setdefault(id(tensor), tensor.clone()))
 
     def iteration() -> None:
-        # The loop of training.train_step: nobody but the graph keeps a batch after its forward.
+        # The usual loop, as in a capture: a batch is there until the next one is drawn.
         for one in batches:
-            value = loss(model, fresh(one)) / len(batches)
+            drawn = fresh(one)
+            value = loss(model, drawn) / len(batches)
             value.backward()  # type: ignore[no-untyped-call]
+            value = None
         session.clock.step()
 
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]

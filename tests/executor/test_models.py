@@ -187,12 +187,45 @@ def test_routed_experts_count_the_experts_a_token_goes_to(tmp_path: Path) -> Non
     assert w.flops == experts + others + attention
 
 
-def test_routed_experts_in_fp32_have_no_fake_kernel(tmp_path: Path) -> None:
+def test_routed_experts_in_fp32(tmp_path: Path) -> None:
+    """As in bf16, at twice the bytes of what is not an index."""
     values = {"model_type": "mixtral", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
               "num_key_value_heads": 4, "intermediate_size": 64, "vocab_size": 96, "num_local_experts": 4}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ModelError, match=r"module 'model\.layers\.0\.mlp\.experts'.*_grouped_mm"):
-        capture(f"hf:{tmp_path}", batch=1, sequence=32, dtype="fp32")
+    wide, narrow = (capture(f"hf:{tmp_path}", batch=1, sequence=32, dtype=dtype) for dtype in ("fp32", "bf16"))
+    assert [m.name for m in wide.moments] == [m.name for m in narrow.moments]
+    assert wide.flops == narrow.flops
+    assert narrow.peak_non_model_bytes < wide.peak_non_model_bytes < 2 * narrow.peak_non_model_bytes
+
+
+HF_SIZES: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
+    "resnet": (
+        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}, (2, 3, 224, 224), 1
+    ),
+    "clip": (
+        {"text_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 96},
+         "vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64,
+                           "image_size": 16, "patch_size": 8}},
+        (2, 3, 16, 16), 5,
+    ),
+    "xlnet": ({"vocab_size": 96, "d_model": 32, "n_layer": 1, "n_head": 2, "d_inner": 64}, (2, 16), 16),
+}  # fmt: skip
+"""What a configuration may leave unsaid or say elsewhere: picture and patch size, the longest sequence (-1: any)."""
+
+
+@pytest.mark.parametrize("model_type", HF_SIZES)
+def test_hf_sizes_said_elsewhere_or_not_at_all(tmp_path: Path, model_type: str) -> None:
+    values, shape, sequence = HF_SIZES[model_type]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **values}))
+    built = build(f"hf:{tmp_path}", batch=2, sequence=16, device="meta")
+    assert next(iter(built.example_batch.values())).shape == shape
+    assert built.sequence == sequence
+
+
+def test_hf_type_without_a_known_batch(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "wav2vec2"}))
+    with pytest.raises(ModelError, match=r"'wav2vec2' has no class .* that reads text or images.*factory"):
+        build(f"hf:{tmp_path}", device="meta")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns of why each kernel is not used

@@ -37,13 +37,11 @@ def test_same_numbering_and_bytes_as_a_capture(kit: Any, model: str, checkpointi
     assert recorded.sequence == next(iter(batches[0].values())).shape[1]
     assert recorded.checkpointing == checkpointing
     tolerance = TOLERANCE.get(model, 0.0)
-    size = sum(value.nbytes for value in batches[0].values())
     for mine, theirs in zip(recorded.moments, captured.moments):
-        # The loss divided by the number of micro-batches is a scalar more than a capture sees, twice at most; a capture
-        # keeps its batch, a loop lets it go after the forward.
+        # The loss divided by the number of micro-batches is a scalar more than a capture sees, twice at most.
         assert mine.peak_bytes <= theirs.peak_bytes * (1 + tolerance) + 8, mine.name
-        assert mine.peak_bytes >= theirs.peak_bytes * (1 - tolerance) - size, mine.name
-    assert recorded.peak_non_model_bytes == pytest.approx(captured.peak_non_model_bytes, rel=tolerance, abs=size)
+        assert mine.peak_bytes >= theirs.peak_bytes * (1 - tolerance), mine.name
+    assert recorded.peak_non_model_bytes == pytest.approx(captured.peak_non_model_bytes, rel=tolerance, abs=8)
     assert recorded.flops == captured.flops
 
     assert recorded.source == "recorded"

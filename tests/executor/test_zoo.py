@@ -1,0 +1,141 @@
+"""Causes found by training many architectures of transformers beside plain PyTorch, each in a small module that has
+it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import executor
+from executor.capture import capture_module
+from executor.measuring.record import record
+from pstar_sim.core.plan import Settings
+from pstar_sim.errors import ModelError
+
+
+class Converting(nn.Module):
+    """A router that its block converts to `dtype` in every forward (Switch Transformers, NLLB-MoE)."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(40, 40) for _ in range(4))
+        self.router = nn.Linear(40, 4)
+        self.dtype = dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.router = self.router.to(self.dtype)
+        for i, layer in enumerate(self.layers):
+            weight = self.router(x.to(self.dtype)).float().softmax(-1)[:, i : i + 1]
+            x = torch.tanh(layer(x)) * weight + x
+        return (x**2).mean()
+
+
+class Grouped(nn.Module):
+    """Experts of all tokens in one product of torch, as transformers runs Mixtral and its like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(40, 40)
+        self.up = nn.Parameter(torch.randn(4, 40, 24) / 6)
+        self.down = nn.Parameter(torch.randn(4, 24, 40) / 6)
+        self.after = nn.Linear(40, 40)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.before(x))
+        ends = torch.tensor([2, 3, 3, 6], dtype=torch.int32)
+        hidden = torch.relu(torch._grouped_mm(x, self.up, offs=ends))
+        return (self.after(torch._grouped_mm(hidden, self.down, offs=ends) + x) ** 2).mean()
+
+
+@pytest.fixture
+def trained(kit: Any) -> Iterator[Callable[..., Any]]:
+    """trained(model): the model under a tight plan beside its plain twin, three steps of two micro-batches compared."""
+    sessions: list[Any] = []
+
+    def make(model: nn.Module) -> Any:
+        twin = copy.deepcopy(model)
+        w = kit.workload_of(model, {"x": torch.randn(6, 40)}, micro_batches=2)
+        plan = kit.tight_plan("tide", w, Settings(update="step", clip=True))
+        spec = executor.AdamW(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5)
+        model, optimizer = executor.prepare(model, plan, spec, watchdog_s=10.0)
+        sessions.append(optimizer.session)
+        run = kit.Run(model, optimizer, kit.Reference(twin, 1e-2, 0.1, 0.5), plan, iter([]))
+        draws = iter(lambda: {"x": torch.randn(6, 40)}, None)
+        mine, theirs = kit.train_both(model, run.reference, optimizer, draws, steps=3, micro_batches=2)
+        assert mine == pytest.approx(theirs, rel=1e-6)
+        assert run.session.deviations == 0, list(run.session.deviation_log)
+        values = model.state_dict()
+        for name, parameter in twin.named_parameters():
+            assert kit.distance(values[name], parameter.detach()) <= 1e-6, name
+        return run
+
+    yield make
+    for session in sessions:
+        session.close(restore=False)
+
+
+def measured_equals_plan(run: Any) -> None:
+    def iteration() -> None:
+        for _ in range(2):
+            x = torch.ones(6, 40)
+            loss = run.model(x) / 2
+            loss.backward()
+            del loss, x
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+    measured = run.session.measure_iteration(iteration)
+    assert measured.on_plan
+    assert measured.moved_bytes == {queue: run.plan.moved_bytes[queue] for queue in ("h2d", "d2h")}
+
+
+def test_a_forward_that_converts_what_is_converted_already(trained: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    measured_equals_plan(trained(Converting(torch.float32)))
+
+
+def test_a_forward_that_converts_a_module_is_refused() -> None:
+    model = Converting(torch.bfloat16)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ModelError, match=r"module 'router' \(Linear\) converts its own parameters in a forward"):
+        capture_module(model, {"x": torch.randn(6, 40)}, name="converting")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.router.to(torch.bfloat16).weight.dtype == torch.bfloat16  # it can be converted as before
+
+
+def test_grouped_products_in_fp32(trained: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    measured_equals_plan(trained(Grouped()))
+
+
+def test_grouped_products_in_fp32_have_the_bytes_of_a_real_run(kit: Any) -> None:
+    torch.manual_seed(0)
+    model, batch = Grouped(), {"x": torch.randn(6, 40)}
+    captured = capture_module(model, batch, name="grouped", batch=6, sequence=1)
+    recorded = record(model, [batch], kit.small_machine(10**8), name="grouped", timed=0)
+    assert [(m.name, m.flops) for m in captured.moments] == [(m.name, m.flops) for m in recorded.moments]
+    for mine, theirs in zip(captured.moments, recorded.moments):  # a recording divides the loss: a scalar, twice
+        assert mine.peak_bytes <= theirs.peak_bytes <= mine.peak_bytes + 8, mine.name
+    assert set(captured.uses) == set(recorded.uses)
+
+
+def test_bytes_are_counted_before_the_queues_go_on(kit: Any, start: Callable[..., Any]) -> None:
+    """Threads that begin the next iteration add to the log, and drop its oldest rows."""
+    run = start("mlp", "tide")
+    use = run.session.use_queues
+    threads = run.session.queues
+
+    def go_on(queues: Any) -> None:
+        use(queues)
+        if queues is threads:
+            run.session.span_log.clear()
+
+    run.session.use_queues = go_on
+    measured = run.session.measure_iteration(lambda: kit.train_alone(run.model, run.optimizer, run.batches, 1))
+    assert measured.moved_bytes == {queue: run.plan.moved_bytes[queue] for queue in ("h2d", "d2h")}
+    assert measured.moved_bytes["h2d"] > 0
