@@ -198,14 +198,15 @@ def _run(
         stack.enter_context(eagerly())
         stack.enter_context(quiet("torch._subclasses.fake_tensor"))  # it logs what it raises
         stack.enter_context(_readable_failures(name, module, live))
-        with mode, _GroupedProducts(), live, attention_kernel(attention), torch.enable_grad():
+        grouped = _GroupedProducts()  # type: ignore[no-untyped-call]
+        with mode, grouped, live, attention_kernel(attention), torch.enable_grad():
             loss(module, inputs).backward()  # type: ignore[no-untyped-call]
             clock.step()
             recorder.finish()  # while the batch is alive, as in any loop
     return recorder
 
 
-class _GroupedProducts(TorchDispatchMode):
+class _GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Shapes of routed experts' products in fp32 and fp16: torch has kernels for them, but a fake version for bf16
     only. Sizes and strides are those of torch's `_create_grouped_mm_output_tensor`."""
 

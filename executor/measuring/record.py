@@ -95,7 +95,7 @@ def record(
             drawn = fresh(one)
             value = loss(model, drawn) / len(batches)
             value.backward()  # type: ignore[no-untyped-call]
-            value = None
+            del value
         session.clock.step()
 
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
