@@ -148,11 +148,14 @@ class Ranks:
 
     def cannot_leave(self, reason: str) -> PlanError:
         """What to raise where one process would go on without its plan; the others hear it."""
-        text = (
+        return self.ends(
             f"rank {self.rank} cannot go on: {reason}. On several ranks an iteration keeps to its plan, as the others "
             "wait for what it says comes next; make a plan for what the model does on every rank (trace it with "
             "batches of the largest shape), evaluate between two iterations, and read or save there on all ranks"
         )
+
+    def ends(self, text: str) -> PlanError:
+        """What to raise where this rank's run is over; the others hear it."""
         self.life.fail(f"PlanError: {text}")
         return PlanError(text)
 
@@ -227,8 +230,7 @@ class Ranks:
             "parameters (also by state_dict()), save, load and train at the same point of its loop; evaluations may "
             "differ"
         )
-        self.life.fail(f"PlanError: {text}")
-        raise PlanError(text)
+        raise self.ends(text)
 
     def _serve(self, wanted: Iterable[float], mine: int = -1) -> torch.Tensor | None:
         """Each of these chunks is put together on every rank, in host memory; that of this rank is returned."""

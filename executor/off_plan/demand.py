@@ -606,6 +606,8 @@ class Demand:
                     self._reach(self._before_visit)
                 s.arena.set_tide(s.cut_tide)
             except OutOfMemory as error:
+                if s.ranks is not None:
+                    raise s.ladder.ends_ranks(error) from error
                 s.ladder.note(error, "a new plan is made from where everything is")
         self.visiting = False
         self._before_visit = None

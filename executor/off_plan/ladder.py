@@ -31,7 +31,7 @@ from executor.memory.arena import check_gpu_memory
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
-from pstar_sim.errors import ContractError, DoesNotFit, OutOfMemory
+from pstar_sim.errors import ContractError, DoesNotFit, OutOfMemory, PlanError
 from pstar_sim.policy.options import options_of, show, split_spec
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.python310 import add_note
@@ -165,7 +165,7 @@ class Ladder(Sequence[Rung]):
         a new plan is made at once."""
         s = self.session
         if s.ranks is not None:
-            raise error
+            raise self.ends_ranks(error) from error
         if s.cursor < 0 and not s.demand.active:
             self.note(error, "a new plan is made at once")
             self.replan()
@@ -179,14 +179,13 @@ class Ladder(Sequence[Rung]):
         allocation inside an operator; on a virtual accelerator the guard sees to it). Call this from the loop: the
         iteration's gradients are dropped, nothing of it has updated anything, the next plan is made for less, and the
         loop runs the iteration's micro-batches again, as `executor.training.train_step` does. Operators are watched
-        from then on. Raises the error itself where eager updates of this iteration have been made, and on several
-        ranks, which wait for each other."""
+        from then on. Raises the error itself where eager updates of this iteration have been made, and PlanError on
+        several ranks, which wait for each other."""
         s = self.session
-        if s.ranks is not None:
-            raise error
-        if s.updated_early:
+        if s.updated_early and s.ranks is None:
             add_note(error, "it cannot be run again: AdamW(eager=True) has updated parameters inside its backward")
             raise error
+        refused = error
         if not isinstance(error, OutOfMemory):
             error = OutOfMemory(
                 what="an operator",
@@ -195,6 +194,8 @@ class Ladder(Sequence[Rung]):
                 other_bytes=s.arena.tide_bytes,
                 limit_bytes=s.backend.available_gpu_bytes(),
             )
+        if s.ranks is not None:
+            raise self.ends_ranks(error) from refused
         s.guard_memory(always=True)
         self.note(error, "the iteration is given up, to be run again")
         with unseen(), torch.no_grad():
@@ -211,7 +212,7 @@ class Ladder(Sequence[Rung]):
         Raises DoesNotFit if that cannot be."""
         s = self.session
         if s.ranks is not None:
-            raise s.ranks.cannot_leave(str(error)) from error
+            raise self.ends_ranks(error) from error
         short = error.asked_bytes
         if error.limit_bytes is not None:
             short = error.payload_bytes + error.other_bytes + error.asked_bytes - error.limit_bytes
@@ -230,6 +231,27 @@ class Ladder(Sequence[Rung]):
             self.given_up = True
             s.clock.reset()  # the forward that runs ends with the error
             raise self._does_not_fit(error, short - freed)
+
+    def ends_ranks(self, error: OutOfMemory) -> PlanError:
+        """What to raise on the one of several ranks that memory was refused on; the others hear it. They wait for what
+        the plan says comes next, so this rank can neither leave it nor begin the iteration again."""
+        s = self.session
+        assert s.ranks is not None
+        if s.demand.visiting:
+            where = f"in an evaluation after step {s.iteration - 1}"
+        elif s.cursor < 0:
+            where = f"before iteration {s.iteration}"
+        else:
+            where = f"in iteration {s.iteration}, moment {s.cursor} ({s.names[s.cursor]})"
+        planned, limit = s.plan.gpu_budget_bytes, error.limit_bytes
+        less = max(0, planned - max(error.asked_bytes, planned // 8))
+        budget = limit if limit is not None and limit < planned else less
+        return s.ranks.ends(
+            f"rank {s.ranks.rank} ran out of memory {where}: {error}. One process would go on with a smaller plan; "
+            "several end, as the others wait for what this plan says comes next. Plan again for "
+            f"--gpu-memory {format_bytes(budget)} or less (this one has {format_bytes(planned)}), or "
+            "for a smaller batch, and go on from the last checkpoint (--save-every, --resume)"
+        )
 
     def _does_not_fit(self, error: OutOfMemory, short: int) -> DoesNotFit:
         s = self.session

@@ -40,6 +40,8 @@ def loop(name: str, plan: Plan, rank: int, folder: Path, streams: bool = False, 
     lr = 2e-3 if name == "another lr" and rank == 1 else 1e-3
     spec = executor.AdamW(lr=lr, max_grad_norm=1.0)
     backend = rank_worker.streams_of(rank) if streams else None
+    if name.startswith("no memory"):
+        backend = executor.VirtualBackend(gpu_bytes=2 * plan.gpu_budget_bytes)  # a slice moves through more
     limit_s = 3.0 if name == "stands still" else 600.0
 
     def count(args: Any, kwargs: Any) -> Any:
@@ -67,6 +69,10 @@ def loop(name: str, plan: Plan, rank: int, folder: Path, streams: bool = False, 
             optimizer.session.close(restore=False)
             time.sleep(9)  # it lives on
             return
+        if here and name == "no memory":
+            backend.gpu_bytes = plan.gpu_budget_bytes // 3
+        if here and name == "no memory of torch's":
+            model.layers[3].register_forward_hook(_refused)
         if here and name == "stands still":
             time.sleep(20)
         if here and name == "exception":
@@ -95,6 +101,10 @@ def loop(name: str, plan: Plan, rank: int, folder: Path, streams: bool = False, 
             optimizer.zero_grad()
         else:
             train_step(model, optimizer, rows, 1, number=iteration)
+
+
+def _refused(*_: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 KiB. GPU 0 has ...")
 
 
 def _breaks(*_: Any) -> None:

@@ -23,6 +23,16 @@ CASES: dict[str, tuple[int, str, str]] = {
     "adam dies": (2, "OSError: the disk of the adam thread is on fire", "failed: OSError: the disk of the adam thread"),
     "evaluates inside": (2, "PlanError: rank 1 cannot go on: begin:<root>", "failed: PlanError: rank 1 cannot go on"),
     "no count": (2, "gives 'two' for a micro-batch; let it give a number", "failed: ModelError: prepare(count=...)"),
+    "no memory": (
+        2,
+        "or less (this one has",
+        "failed: PlanError: rank 1 ran out of memory in iteration 2, moment",
+    ),
+    "no memory of torch's": (
+        2,
+        "PlanError: rank 1 ran out of memory in iteration 2, moment",
+        "failed: PlanError: rank 1 ran out of memory in iteration 2, moment",
+    ),
     "ends early": (2, "", "has ended its run after 2 iterations"),
     "evaluates on": (2, "", "has ended its run after 2 iterations"),
 }
