@@ -29,6 +29,7 @@ from pstar_sim.core.walk import Walk
 from pstar_sim.core.worst_case import worst_case
 from pstar_sim.errors import PlanError
 from pstar_sim.units import format_bytes
+from pstar_sim.workload.workload import DTYPE_BYTES
 
 __all__ = ["CheckReport", "check_plan"]
 
@@ -160,15 +161,22 @@ def _check_step(plan: Plan, step: Step) -> None:
         raise PlanError(f"{label(step)} is on queue {step.queue.value}; it belongs on {', '.join(queues)}")
     if step.stash is not None and step.kind not in (Kind.STASH_OUT, Kind.STASH_IN):
         raise PlanError(f"{label(step)} has stash={step.stash}; only stash_out and stash_in move one")
+    moments = len(plan.workload.moments)
+    if step.moment is not None and not 0 <= step.moment < moments:
+        raise PlanError(f"{label(step)} has moment={step.moment}; the workload has {moments}, from 0")
     if step.kind is Kind.COMPUTE:
         if step.bytes:
             raise PlanError(f"{label(step)} has bytes={step.bytes}; a moment moves none")
+        if step.chunk is not None or step.list is not None or step.place is not None:
+            raise PlanError(f"{label(step)} has chunk=, list= or place=; what a moment uses is in the workload")
         return
     if step.kind in (Kind.STASH_OUT, Kind.STASH_IN):
         check_stash_step(plan, step)
         return
-    if step.chunk is None or step.chunk >= len(plan.layout.chunks):
+    if step.chunk is None or not 0 <= step.chunk < len(plan.layout.chunks):
         raise PlanError(f"{label(step)} needs chunk=, below {len(plan.layout.chunks)}")
+    if step.place is not None and step.kind not in _HAS_PLACE:
+        raise PlanError(f"{label(step)} has place={step.place}; where a {step.kind.value} works follows from its kind")
     if step.kind in _COLLECTIVES:
         _check_collective(plan, step)
     elif step.kind in _NEEDS_LIST:
@@ -182,13 +190,39 @@ def _check_step(plan: Plan, step: Step) -> None:
             raise PlanError(f"{label(step)}: the slices of other ranks are gathered, reduced and dropped, not copied")
         if step.bytes not in allowed:
             raise PlanError(f"{label(step)} has bytes={step.bytes}; the payload has {payload} bytes")
-    elif step.bytes <= 0:
-        raise PlanError(f"{label(step)} has bytes={step.bytes}; it needs its memory traffic")
+    else:
+        _check_update(plan, step)
     if step.kind in (Kind.ALLOC, Kind.FREE):
         if step.place is None:
             raise PlanError(f"{label(step)} needs place=")
     elif step.kind is Kind.DROP and step.place not in (None, Place.GPU):
         raise PlanError(f"{label(step)} has place={step.place}; drop frees the gpu")
+
+
+_HAS_PLACE = (Kind.ALLOC, Kind.FREE, Kind.DROP)
+_SUM_BYTES = 8
+"""A parameter, of grad32 += grad: grad32 is read and written."""
+
+
+def _check_update(plan: Plan, step: Step) -> None:
+    """Adam, and the sum of gradients on the host. bytes: memory traffic of the trainable parameters of this rank's
+    slice of the chunk, padding left out."""
+    assert step.chunk is not None
+    chunk, w = plan.layout.chunks[step.chunk], plan.workload
+    params = 0 if chunk.frozen else -(-sum(slot.numel for slot in chunk.slots) // plan.layout.ranks)
+    if step.kind is Kind.CPU_ADD:
+        each = _SUM_BYTES + DTYPE_BYTES[chunk.dtype]
+        if step.list not in (None, "grad", "param"):
+            raise PlanError(f"{label(step)} has list={step.list}; it adds grad, or the gradient in param")
+    else:
+        each = w.optimizer.dram_bytes_per_param
+        if step.list is not None:
+            raise PlanError(f"{label(step)} has list={step.list}; an update works on all lists of its chunk")
+    if step.bytes != params * each:
+        raise PlanError(
+            f"{label(step)} has bytes={step.bytes}; it needs its memory traffic, {each} bytes of each of {params} "
+            f"parameters, {params * each} bytes"
+        )
 
 
 def _check_collective(plan: Plan, step: Step) -> None:
@@ -211,7 +245,7 @@ _ADAM_OF = {"cpu": Kind.CPU_ADAM, "pin": Kind.GPU_ADAM, "stream": Kind.GPU_ADAM}
 
 def _check_updates(plan: Plan) -> None:
     """Every chunk with a gradient has one Adam an iteration, no other chunk has one."""
-    trained = {plan.layout.chunk_of[t] for row in plan.workload.gradients for t in row}
+    trained = {plan.layout.chunk_of[t]: m for m, row in enumerate(plan.workload.gradients) for t in row}  # the last one
     done: dict[int, Step] = {}
     for step in plan.steps:
         if step.kind not in (Kind.CPU_ADAM, Kind.GPU_ADAM):
@@ -221,6 +255,9 @@ def _check_updates(plan: Plan) -> None:
             raise PlanError(f"{label(step)} updates a chunk that {label(done[step.chunk])} updates already")
         if step.chunk not in trained:
             raise PlanError(f"{label(step)} updates a chunk that gets no gradient")
+        last = trained[step.chunk]
+        if step.moment not in (None, last):
+            raise PlanError(f"{label(step)} has moment={step.moment}; the chunk's last gradient comes in moment {last}")
         mode = plan.modes[step.chunk] if step.chunk < len(plan.modes) else ""
         if mode in _ADAM_OF and _ADAM_OF[mode] is not step.kind:
             raise PlanError(f"{label(step)} is not how a chunk of mode {mode!r} is updated ({_ADAM_OF[mode].value})")

@@ -21,7 +21,7 @@ __all__ = ["check_stash_step", "check_stashes"]
 def check_stash_step(plan: Plan, step: Step) -> None:
     """What can be said of one step alone. Raises PlanError."""
     stashes = plan.workload.stashes
-    if step.stash is None or step.stash >= len(stashes):
+    if step.stash is None or not 0 <= step.stash < len(stashes):
         raise PlanError(f"{label(step)} needs stash=, below {len(stashes)}")
     if step.chunk is not None or step.list is not None or step.place is not None:
         raise PlanError(f"{label(step)} has chunk=, list= or place=; a stash is no list of a chunk")

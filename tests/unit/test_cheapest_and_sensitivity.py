@@ -234,6 +234,7 @@ def test_one_more_gpu_takes_its_share_of_the_tokens() -> None:
     assert "one more GPU, change a token" in repr(answer)
 
 
+@pytest.mark.slow
 def test_a_better_part_is_never_worse() -> None:
     """With a tenth more GPU speed tide plans 0.3 % slower than without; its unchanged plan gains there. With a tenth
     more link the unchanged plan, too, is slower, as copies take DRAM bandwidth from Adam: then the link is run as it

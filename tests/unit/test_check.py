@@ -74,9 +74,17 @@ def test_the_tide_alone_can_be_the_worst(hand_plan: MakePlan):
         ("after=7,12", "after=7,99", r"step 13 \(cpu_adam chunk 1\) is after step 99, which the plan does not have"),
         ("moment=0 after=0", "moment=0 after=14", "a deadlock: .* in a circle"),
         ("compute moment=1 ", "compute moment=3 ", "compute queue has moment 3 where moment 1 belongs"),
-        ("12 compute compute moment=4\n", "12 compute gpu_adam chunk=0 bytes=1\n", "already|the end where moment 4"),
+        (
+            "12 compute compute moment=4\n",
+            "12 compute gpu_adam chunk=0 bytes=28672\n",
+            "already|the end where moment 4",
+        ),
         ("0 h2d fetch", "0 d2h fetch", r"step 0 \(fetch chunk 0 param\) is on queue d2h; it belongs on h2d"),
-        ("13 adam cpu_adam chunk=1", "13 adam cpu_adam chunk=0", "step 14 .* that step 13 .* updates already"),
+        (
+            "13 adam cpu_adam chunk=1 moment=2",
+            "13 adam cpu_adam chunk=0 moment=3",
+            "step 14 .* that step 13 .* updates already",
+        ),
         (
             "14 adam cpu_adam chunk=0 moment=3 bytes=28672",
             "14 adam alloc chunk=0 list=grad place=host bytes=2048",
@@ -88,6 +96,22 @@ def test_the_tide_alone_can_be_the_worst(hand_plan: MakePlan):
             "step 0 .* has bytes=2047; the payload has 2048 bytes",
         ),
         ("bytes=28672 after=7", "after=7", "step 13 .* has bytes=0; it needs its memory traffic"),
+        # 28 bytes of each of 1,024 parameters
+        ("bytes=28672 after=7", "bytes=28671 after=7", "step 13 .* has bytes=28671; .* 1024 parameters, 28672 bytes"),
+        ("moment=2 bytes=28672", "moment=1 bytes=28672", "step 13 .* has moment=1; .* last gradient comes in moment"),
+        ("13 adam cpu_adam chunk=1", "13 adam cpu_adam chunk=1 list=param", "step 13 .* has list=param; an update"),
+        (
+            "13 adam cpu_adam chunk=1",
+            "13 adam cpu_adam chunk=1 place=host",
+            "step 13 .* has place=host; where a cpu_adam",
+        ),
+        ("0 h2d fetch chunk=0", "0 h2d fetch place=gpu chunk=0", "step 0 .* has place=gpu; where a fetch"),
+        (
+            "0 h2d fetch chunk=0 list=param moment=0",
+            "0 h2d fetch chunk=0 list=param moment=5",
+            "has moment=5; .* has 5",
+        ),
+        ("2 compute compute moment=0", "2 compute compute chunk=0 moment=0", "step 2 .* has chunk=, list= or place="),
         (
             "2 compute compute moment=0",
             "2 compute compute bytes=5 moment=0",
@@ -317,6 +341,9 @@ def test_gradients_are_accumulated_over_micro_batches(two: MakePlan):
         ),
         ("2 compute alloc chunk=0 list=grad place=gpu moment=1 bytes=2048\n", "", "which is not there|overwritten"),
         ("5 d2h free chunk=0 list=grad place=gpu bytes=2048\n", "", "left over"),
+        # 8 bytes of grad32 and 2 of the gradient, of each of 1,024 parameters
+        ("moment=1 bytes=10240", "moment=1 bytes=8192", "step 6 .* has bytes=8192; .* 10 bytes .* 10240 bytes"),
+        ("cpu_add chunk=0 list=grad", "cpu_add chunk=0 list=momentum", "step 6 .* has list=momentum; it adds grad"),
         (
             "moment=3 bytes=10240 after=9",
             "moment=3 bytes=10240",
@@ -381,5 +408,16 @@ def test_pinned_chunks_accumulate_where_they_are(two: MakePlan):
     pinned = {"modes": ("pin",), "initial": frozenset(Resident(0, name, GPU) for name in lists)}
     report = check_plan(two(text, gpu_budget_bytes=18_532, **pinned))
     assert report.peak_bytes["gpu"] == 1024 * 18 + 100
+    more = text.replace("bytes=28672", "bytes=28673")
+    said = "step 5 .gpu_adam chunk 0. has bytes=28673; it needs its memory traffic, 28 bytes of each of 1024 parameters"
+    reject(two(more, gpu_budget_bytes=18_532, **pinned), said)
     without = frozenset(Resident(0, name, GPU) for name in ("param", *STATES))
     reject(two(text, gpu_budget_bytes=18_532, modes=("pin",), initial=without), "after its gradient has overwritten it")
+
+
+def test_numbers_below_zero_are_not_taken_from_the_end(hand_plan: MakePlan, hand_text: str):
+    """Plan files have none; a policy of one's own could."""
+    plan = hand_plan(hand_text)
+    for at, field in ((0, "chunk"), (13, "moment")):
+        steps = tuple(replace(s, **{field: -1}) if s.id == at else s for s in plan.steps)
+        reject(replace(plan, steps=steps), f"step {at} .*{field}=")
