@@ -150,8 +150,11 @@ class Ladder(Sequence[Rung]):
         self._shrink(error, error.other_bytes if alive_bytes is None else alive_bytes, moment)
 
     def _shrink(self, error: OutOfMemory, alive_bytes: int, moment: int) -> None:
-        """What the arena may hold for the rest of the iteration."""
+        """What the arena may hold for the rest of the iteration. The queues stand still by then: a step that the plan
+        lets begin now counts on the plan's budget."""
         s = self.session
+        if not s.demand.active:
+            s.drain()
         arena = s.arena
         foreseen = s.plan.workload.moments[moment].peak_bytes if moment >= 0 else arena.tide_bytes
         budget = error.payload_bytes + foreseen

@@ -251,17 +251,17 @@ def test_ctrl_c_in_the_middle_of_a_run(tmp_path: Path) -> None:
     )  # fmt: skip
     try:
         started = Path("started")
-        for _ in range(600):
+        for _ in range(2000):
             if started.exists() or running.poll() is not None:
                 break
             time.sleep(0.1)
         assert started.exists() and running.poll() is None
         running.send_signal(signal.SIGINT)
-        begun = time.monotonic()
-        out, err = running.communicate(timeout=20)
+        out, err = running.communicate(timeout=60)
     finally:
         running.kill()
-    assert running.returncode == 130 and time.monotonic() - begun < 10
+        running.communicate()
+    assert running.returncode == 130
     *steps, said = err.splitlines()
     assert out == "" and said == "pstar: interrupted" and all(line.startswith("step ") for line in steps)
     assert list(tmp_path.iterdir()) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import random
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from executor.devices.virtual_streams import VirtualStreams
 from executor.off_plan.ladder import RUNGS
 from executor.training import train as train_loop
 from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.step import Place
 from pstar_sim.errors import ContractError, DoesNotFit
 from pstar_sim.policy.registry import find_policy, policy_name
 
@@ -291,6 +293,7 @@ def by_train_step(model: Any, optimizer: Any, batches: Iterator[Any]) -> list[fl
     return [report.loss for report in train_loop(model, optimizer, batches, steps=4, micro_batches=2)]
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(
     ("refused", "loop"),
     [
@@ -303,9 +306,14 @@ def by_train_step(model: Any, optimizer: Any, batches: Iterator[Any]) -> list[fl
     ],
 )
 def test_an_operator_that_torch_itself_refuses(
-    kit: Any, refused: set[tuple[str, int]], loop: Callable[[Any, Any, Iterator[Any]], list[float]]
+    kit: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    refused: set[tuple[str, int]],
+    loop: Callable[[Any, Any, Iterator[Any]], list[float]],
+    late: bool,
 ) -> None:
-    """The micro-batches of the step run again, with the same dropout."""
+    """The micro-batches of the step run again, with the same dropout. late: fetches wait for the updates before, and
+    what the plan lets begin then counts on the plan's budget."""
 
     def draw() -> Any:
         generator = torch.Generator().manual_seed(3)
@@ -320,6 +328,20 @@ def test_an_operator_that_torch_itself_refuses(
     plan = find_policy("tide")(w, machine, Settings(clip=False))
     model.calls, model.refused = 0, refused
     model, optimizer = executor.prepare(model, plan, executor.AdamW(lr=1e-2))
+    if late:
+        ladder, contents = optimizer.session.ladder, optimizer.session.contents
+        adam, shrink = contents.adam, ladder._shrink
+
+        def slow_adam(chunk: int, place: Place, *rest: Any) -> None:
+            time.sleep(0.1 if place is Place.HOST else 0.0)
+            adam(chunk, place, *rest)
+
+        def slow_shrink(*figures: Any) -> None:
+            shrink(*figures)
+            time.sleep(0.2)
+
+        monkeypatch.setattr(contents, "adam", slow_adam)
+        monkeypatch.setattr(ladder, "_shrink", slow_shrink)
     plain = torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True)
     losses = []
     for module, chosen, trained in ((model, optimizer, loop), (twin, plain, by_train_step)):

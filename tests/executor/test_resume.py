@@ -289,6 +289,7 @@ def test_what_the_command_line_refuses(job: Any, tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_killed_at_random_times_every_run_goes_on(tmp_path: Path) -> None:
     import subprocess
     import sys
@@ -298,7 +299,7 @@ def test_killed_at_random_times_every_run_goes_on(tmp_path: Path) -> None:
         [sys.executable, str(script), "--count", "4", "--cases", "1", "--seed", "5", "--no-write"],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=850,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\n4 kills, " in done.stdout and ", 0 problems" in done.stdout
