@@ -42,7 +42,7 @@ def loop(name: str, plan: Plan, rank: int, folder: Path, streams: bool = False, 
     backend = rank_worker.streams_of(rank) if streams else None
     if name.startswith("no memory"):
         backend = executor.VirtualBackend(gpu_bytes=2 * plan.gpu_budget_bytes)  # a slice moves through more
-    limit_s = 3.0 if name == "stands still" else 600.0
+    limit_s = 3.0 if name in ("stands still", "waits elsewhere") else 600.0
 
     def count(args: Any, kwargs: Any) -> Any:
         odd = ODD_COUNTS.get(name) if rank == 1 and iteration == ITERATION else None
@@ -83,7 +83,9 @@ def loop(name: str, plan: Plan, rank: int, folder: Path, streams: bool = False, 
             kit.loss_of(model, next(rows)).backward()
             with torch.no_grad():
                 kit.loss_of(model, next(rows))
-        if iteration == ITERATION and name == "evaluates on" and rank == 0:
+        if here and name == "waits elsewhere":
+            dist.barrier()
+        if iteration == ITERATION and name in ("evaluates on", "waits elsewhere") and rank == 0:
             with torch.no_grad():
                 kit.loss_of(model, next(rows))
         if iteration == ITERATION and name == "reads alone" and rank == 0:

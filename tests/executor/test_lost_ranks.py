@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("trouble")
     cases: list[dict[str, Any]] = [{"name": name, "ranks": row[0]} for name, row in CASES.items()]
     cases += [{"name": "another P", "ranks": 2}, {"name": "another lr", "ranks": 2}]
-    cases += [{"name": name, "ranks": 2} for name in ("reads alone", "read apart", *COUNTS)]
+    cases += [{"name": name, "ranks": 2} for name in ("reads alone", "read apart", "waits elsewhere", *COUNTS)]
     (place / "cases.json").write_text(json.dumps(cases))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(Path(__file__).with_name("rank_trouble.py")), str(place), "60"],
@@ -83,6 +83,15 @@ def test_reading_alone_ends_on_every_rank(folder: Path) -> None:
         assert [ends[str(rank)][0] for rank in range(2)] == [1, 1]
         for text in said:
             assert f"the ranks come to different things: rank 0 to {reads}, rank 1 to {other}; let every rank" in text
+
+
+def test_a_rank_that_waits_elsewhere_is_waited_for_so_long(folder: Path) -> None:
+    """Rank 0 evaluates while rank 1 waits for it in a barrier of the loop's own, and so serves nobody: timeout_s."""
+    ends = json.loads((folder / "waits elsewhere.json").read_text())["ends"]
+    assert all(code == 1 and after_s < BOUND_S for code, after_s in ends.values())
+    said = (folder / "waits elsewhere.0.txt").read_text()
+    assert "RankLost: an exchange with the other ranks has not come for 3 s (timeout_s=3)" in said
+    assert "or waits in an exchange of the loop's own (barrier, all_reduce) that this rank comes to later" in said
 
 
 @pytest.mark.parametrize("name", COUNTS)
