@@ -224,7 +224,7 @@ def max_model(
         rows.append(row)
     shape = deeper(entry, 1, hidden=hidden, heads=heads)
     if not all(row.value for row in rows):
-        rows = _with_nearest_yes(rows, asked, found, at(1), machine, settings, loading)
+        rows = _with_nearest_yes(rows, asked, found, at(1), machine, settings, loading, shape)
     return Limits(
         what="layers",
         of=f"{shape.family} models of hidden size {shape.hidden}, {shape.heads} heads, sequence {seq}, batch {batch}"
@@ -407,8 +407,10 @@ def _with_nearest_yes(
     machine: Machine,
     settings: Settings,
     loading: str,
+    shape: ModelEntry | None = None,
 ) -> list[Limit]:
-    """Rows of policies that cannot even have `least`, of one layer or sequence, also say what would do for that."""
+    """Rows of policies that cannot even have `least`, of one layer or sequence, also say what would do for that. shape:
+    of a `least` that is not in the catalog."""
     able = [row.policy for row in rows if row.value]
 
     def with_yes(row: Limit, policy: str | Policy, error: Refusal | None) -> Limit:
@@ -420,7 +422,7 @@ def _with_nearest_yes(
             return error if isinstance(refusal, CannotPlan) else refusal
 
         function = find_policy(policy) if isinstance(policy, str) else policy
-        hint = nearest(function, least, machine, settings, error, fitting=able, ask=ask)
+        hint = nearest(function, least, machine, settings, error, fitting=able, ask=ask, shape=shape)
         return replace(row, reason=f"{row.reason}; {hint}")
 
     return [with_yes(row, policy, error) for row, policy, (_, error) in zip(rows, policies, found)]

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from pstar_sim.catalog.loader import load_machine, machine_names, resize
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.catalog.models import ModelEntry
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy.registry import Policy
@@ -35,11 +36,12 @@ def nearest(
     *,
     fitting: Sequence[str] = (),
     ask: Ask | None = None,
+    shape: ModelEntry | None = None,
 ) -> str:
     """What would do, in words ("fits on a100-80, or with --batch 4 --micro-batches 2"); "" if nothing tried does.
 
     fitting: policies known to fit this very job, best first. ask: what says whether a job fits (None) or why not, by
-    default the policy's own planning.
+    default the policy's own planning. shape: of a preset that is not in the catalog.
     """
     ask = ask or _planned(policy)
     found: list[str] = []
@@ -54,7 +56,7 @@ def nearest(
             found.append(other)
         # No batch is small enough where the model data alone are too large.
         possible = error.needed_bytes - workload.peak_non_model_bytes <= error.available_bytes
-        smaller = next(_workloads(ask, workload, machine, settings, error), None) if possible else None
+        smaller = next(_workloads(ask, workload, machine, settings, error, shape), None) if possible else None
         if smaller:
             found.append(smaller)
     if fitting:
@@ -126,7 +128,9 @@ def _host_memory(ask: Ask, workload: Workload, machine: Machine, settings: Setti
     return None
 
 
-def _workloads(ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit) -> Iterator[str]:
+def _workloads(
+    ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit, shape: ModelEntry | None
+) -> Iterator[str]:
     if workload.source != "preset":
         return
 
@@ -136,12 +140,12 @@ def _workloads(ask: Ask, workload: Workload, machine: Machine, settings: Setting
         return error.needed_bytes - lower <= error.available_bytes
 
     if not workload.checkpointing:
-        changed = variant(workload, checkpointing=True)
+        changed = variant(workload, checkpointing=True, shape=shape)
         if promising(changed) and ask(changed, machine, settings) is None:
             yield "with --checkpointing"
     for batch in (workload.batch // n for n in range(2, min(workload.batch, 1024) + 1) if workload.batch % n == 0):
-        if not promising(variant(workload, batch=batch, micro_batches=1)):
+        if not promising(variant(workload, batch=batch, micro_batches=1, shape=shape)):
             continue
         micro_batches = workload.micro_batches * (workload.batch // batch)
-        if ask(variant(workload, batch=batch, micro_batches=micro_batches), machine, settings) is None:
+        if ask(variant(workload, batch=batch, micro_batches=micro_batches, shape=shape), machine, settings) is None:
             yield f"with --batch {batch * len(machine.ranks)} --micro-batches {micro_batches}"

@@ -84,7 +84,8 @@ class Effect:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sensitivity:
-    """now: the machine as it is. rows: one a part. policies: those that were tried."""
+    """now: the machine as it is. rows: one a part. policies: those that were tried. short: what each of them lacks on
+    the machine as it is, where none fits."""
 
     workload: Workload
     machine: Machine
@@ -93,6 +94,7 @@ class Sensitivity:
     policies: tuple[str, ...]
     now: Effect
     rows: tuple[Effect, ...]
+    short: tuple[str, ...] = ()
 
     def to_json(self) -> list[dict[str, object]]:
         return [asdict(row) for row in (self.now, *self.rows)]
@@ -134,6 +136,7 @@ def sensitivity(
     one = workload if isinstance(workload, Workload) else tightest(tuple(workload), machine)
     largest = largest and one.source == "preset"
     written: Written = {}
+    short: list[str] = []
     plans: list[Plan] = []  # the fastest for the machine as it is, if any fits
 
     def effect(part: str | None, where: Machine, now: Effect | None) -> Effect:
@@ -142,6 +145,8 @@ def sensitivity(
         best = min(fitting, key=lambda row: row.iteration_s or 0.0, default=None)
         if now is None and best is not None:
             plans.append(found[best.policy].plan)
+        elif now is None:
+            short.extend(str(row.reason) for row in found.rows)
         asked = policies if now is None or now.largest_policy is None else (now.largest_policy,)
         batch = sum(w.batch for w in ranked) if ranked else one.batch * len(where.ranks)
         near = {} if now is None or now.largest_policy is None else {now.largest_policy: now.layers or 0}
@@ -193,6 +198,7 @@ def sensitivity(
         policies=tuple(policies),
         now=now,
         rows=tuple(told(number, name, where, now) for number, (name, where) in enumerate(wanted, start=1)),
+        short=tuple(short),
     )
 
 

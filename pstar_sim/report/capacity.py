@@ -217,7 +217,9 @@ def sensitivity_text(answer: Sensitivity, *, width: int = 120) -> str:
     if "optimal" not in answer.policies:
         tried += "; optimal, which may be faster, was left out for speed: --policy optimal asks for it"
     kept = [_kept_text(row, answer.now) for row in answer.rows]
-    lines += _notes([tried, *(text for text in kept if text)], width)
+    hint = "`pstar fits` with the same flags says what would do"
+    short = [*answer.short, hint] if answer.short else []
+    lines += _notes([tried, *(text for text in kept if text), *short], width)
     return "\n".join(lines) + "\n"
 
 

@@ -148,17 +148,20 @@ def variant(
     batch: int | None = None,
     micro_batches: int | None = None,
     checkpointing: bool | None = None,
+    shape: ModelEntry | None = None,
 ) -> Workload:
     """The same preset, adapter and optimizer with another batch, number of micro-batches or checkpointing.
 
-    Raises ModelError for a workload that is no preset, UnknownName for one of a shape that is not in the catalog.
+    shape: the model's, where it is not in the catalog. Raises ModelError for a workload that is no preset, UnknownName
+    for one of a shape that is neither given nor in the catalog.
     """
     if workload.source != "preset":
         raise ModelError(f"workload {workload.model!r} comes from a {workload.source}; trace the model as it should be")
-    made = preset(
-        workload.model,
+    made = workload_of(
+        model_entry(workload.model) if shape is None else shape,
+        model=workload.model,
         batch=workload.batch if batch is None else batch,
-        seq=workload.sequence,
+        sequence=workload.sequence,
         micro_batches=workload.micro_batches if micro_batches is None else micro_batches,
         dtype=workload.dtype,
         checkpointing=workload.checkpointing if checkpointing is None else checkpointing,

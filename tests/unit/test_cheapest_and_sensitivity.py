@@ -268,6 +268,15 @@ def test_a_better_part_is_never_worse() -> None:
     assert all(row.how == PLANNED for row in lesser.rows)
 
 
+def test_where_nothing_fits_sensitivity_says_what_is_short() -> None:
+    m = ps.machine("v100-16", gpu_memory="1.1GB")
+    w = ps.preset("gpt2", batch=64, seq=128, dtype="fp16")
+    answer = sensitivity(w, m, policies=["zero_offload", "tide"], parts=["GPU memory"])
+    assert answer.now.iteration_s is None and answer.now.layers == 0
+    assert [text.partition(" does not fit: gpu needs")[0] for text in answer.short] == ["zero_offload", "tide"]
+    assert "`pstar fits` with the same flags" in repr(answer)
+
+
 def test_parts_a_machine_does_not_have_are_left_out_or_refused() -> None:
     w = ps.preset("tiny-gpt2", batch=1, seq=32)
     m = ps.machine("virtual", gpu_memory="2GB")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -383,3 +384,15 @@ def test_where_not_even_one_sequence_fits_the_nearest_yes_is_named() -> None:
     assert row.value == 0 and row.reason is not None and row.reason.endswith("; fits with --host-memory 288GB")
     enough = ps.max_batch(ps.machine("t4", host_memory="288GB"), write, policies=["tide"])["tide"]
     assert enough.value >= 1 and "fits" not in (enough.reason or "").replace("does not fit", "")
+
+
+def test_where_not_even_one_layer_fits_smaller_batches_are_tried_for_it() -> None:
+    """A shape of one layer is in no catalog; the nearest yes is found all the same, and is one."""
+    job = {"seq": 128, "like": "gpt2", "policies": ["zero_offload"], "dtype": "fp16", "catalog": False}
+    m = ps.machine("v100-16", gpu_memory="1.5GB")
+    row = max_model(m, batch=64, **job).rows[0]  # type: ignore[arg-type]
+    assert row.value == 0 and row.reason is not None
+    found = re.search(r"with --batch (\d+) --micro-batches (\d+)", row.reason)
+    assert found is not None, row.reason
+    yes = max_model(m, batch=int(found[1]), micro_batches=int(found[2]), **job).rows[0]  # type: ignore[arg-type]
+    assert yes.value >= 1
