@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -45,6 +46,7 @@ from executor.scaling import guard_boundary, needs_loss_scaling
 from pstar_sim.errors import ModelError, PstarError
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
+aten = torch.ops.aten
 _RECORD = "record a real iteration instead (executor.record, or pstar trace --device virtual)"
 
 __all__ = ["capture", "capture_module", "capture_variants", "fake_module"]
@@ -198,34 +200,52 @@ def _run(
         stack.enter_context(eagerly())
         stack.enter_context(quiet("torch._subclasses.fake_tensor"))  # it logs what it raises
         stack.enter_context(_readable_failures(name, module, live))
-        grouped = _GroupedProducts()  # type: ignore[no-untyped-call]
-        with mode, grouped, live, attention_kernel(attention), torch.enable_grad():
+        shapes = _RealShapes()  # type: ignore[no-untyped-call]
+        with mode, shapes, live, attention_kernel(attention), torch.enable_grad():
             loss(module, inputs).backward()  # type: ignore[no-untyped-call]
             clock.step()
             recorder.finish()  # while the batch is alive, as in any loop
     return recorder
 
 
-class _GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Shapes of routed experts' products in fp32 and fp16: torch has kernels for them, but a fake version for bf16
-    only. Sizes and strides are those of torch's `_create_grouped_mm_output_tensor`."""
+class _RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What fake tensors of the CPU get of torch in another form than real ones.
 
-    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+    Products of routed experts in fp32 and fp16: there are kernels, but a fake version for bf16 only. Sizes and strides
+    are those of torch's `_create_grouped_mm_output_tensor`. BatchNorm: the kernels' results lie in the memory format
+    that their input suggests, the fake ones' are strided as that input; what comes after copies the one, not the other.
+    And the fake backward makes a gradient of the input whether or not one is asked for.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not torch.ops.aten._grouped_mm.default or args[0].dtype not in (torch.float32, torch.float16):
-            return func(*args, **kwargs)
-        left, right = args[0], args[1]
-        ends = args[2] if len(args) > 2 else kwargs.get("offs")
-        rows, columns = left.shape[-2], right.shape[-1]
-        if left.dim() == 2 == right.dim():
-            size = [ends.shape[0], rows, columns]
-        elif left.dim() == 3 == right.dim():
-            size = [left.shape[0], rows, columns]
-        else:
-            size = [rows, columns]
-        each = 16 // left.dtype.itemsize if torch.version.cuda else 1  # builds for CUDA align rows to 16 bytes
-        padded = -(-columns // each) * each
-        return torch.empty_strided(size, [rows * padded, padded, 1][-len(size) :], dtype=left.dtype, device="cpu")
+        if func is aten._grouped_mm.default and args[0].dtype in (torch.float32, torch.float16):
+            return _grouped_product(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
+        out = func(*args, **kwargs)
+        of = _BATCH_NORMS.get(func)
+        if of is None:
+            return out
+        if of and not args[-1][0]:  # a backward whose input needs no gradient
+            return (None, *out[1:])
+        as_real = torch.empty_like(out[0], memory_format=suggest_memory_format(args[of]))
+        return (out[0] if out[0].stride() == as_real.stride() else as_real, *out[1:])
+
+
+_BATCH_NORMS = {aten.native_batch_norm.default: 0, aten.native_batch_norm_backward.default: 1}
+"""Which argument is the input whose memory format the first result has."""
+
+
+def _grouped_product(left: torch.Tensor, right: torch.Tensor, ends: Any) -> torch.Tensor:
+    rows, columns = left.shape[-2], right.shape[-1]
+    if left.dim() == 2 == right.dim():
+        size = [ends.shape[0], rows, columns]
+    elif left.dim() == 3 == right.dim():
+        size = [left.shape[0], rows, columns]
+    else:
+        size = [rows, columns]
+    each = 16 // left.dtype.itemsize if torch.version.cuda else 1  # builds for CUDA align rows to 16 bytes
+    padded = -(-columns // each) * each
+    return torch.empty_strided(size, [rows * padded, padded, 1][-len(size) :], dtype=left.dtype, device="cpu")
 
 
 class _GradientHook:
