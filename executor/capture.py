@@ -37,6 +37,7 @@ from executor.models import (
     attention_kernel,
     build,
     forward_loss,
+    known_masks,
     map_tensors,
     quiet,
     unpacked_sequences,
@@ -200,7 +201,8 @@ def _run(
         stack.enter_context(eagerly())
         stack.enter_context(quiet("torch._subclasses.fake_tensor"))  # it logs what it raises
         stack.enter_context(_readable_failures(name, module, live))
-        shapes = _RealShapes()  # type: ignore[no-untyped-call]
+        shapes = _RealShapes()
+        stack.enter_context(known_masks(lambda tensor: shapes.value_of(tensor) is not None))
         with mode, shapes, live, attention_kernel(attention), torch.enable_grad():
             loss(module, inputs).backward()  # type: ignore[no-untyped-call]
             clock.step()
@@ -214,14 +216,58 @@ class _RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Products of routed experts in fp32 and fp16: there are kernels, but a fake version for bf16 only. Sizes and strides
     are those of torch's `_create_grouped_mm_output_tensor`. BatchNorm: the kernels' results lie in the memory format
     that their input suggests, the fake ones' are strided as that input; what comes after copies the one, not the other.
-    And the fake backward makes a gradient of the input whether or not one is asked for.
+    And the fake backward makes a gradient of the input whether or not one is asked for. LayerNorm's gradient of its
+    input is contiguous.
+
+    Values: a tensor made of ones, and what is left of it as long as nobody writes it. A model that makes itself a mask
+    of ones asks whether all of it is, and does without where it is; one that comes with the batch stays unknown.
     """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._same: dict[int, float] = {}  # storage -> the value of all its elements
+
+    def value_of(self, tensor: torch.Tensor) -> float | None:
+        """What every element is, where that is known."""
+        return self._same.get(tensor.untyped_storage()._cdata) if self._same else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        known = None if first is None else self.value_of(first)
+        if func is aten._local_scalar_dense.default and known is not None:
+            return {torch.bool: bool, torch.int64: int}.get(first.dtype, float)(known)  # type: ignore[union-attr]
+        out = self._shaped(func, args, kwargs)
+        if self._same or func in _ONES:
+            self._learn(func, args, out, first, known)
+        return out
+
+    def _learn(self, func: Any, args: Any, out: Any, first: torch.Tensor | None, known: float | None) -> None:
+        made = {t.untyped_storage()._cdata for t in tensors_of(out)}
+        taken = {t.untyped_storage()._cdata for t in tensors_of(args)}
+        value: float | None = None
+        if func in _ONES:
+            value = 1.0
+        elif known is not None and first is not None:
+            if func in _KEEP:
+                value = known
+            elif func is aten.all.default:
+                value = float(bool(known))
+            elif func is aten.sum.default:
+                value = known * first.numel()
+            elif func is aten.eq.Scalar:
+                value = float(known == args[1])
+        for key in made - taken if not func._schema.is_mutable else made | taken:
+            self._same.pop(key, None)  # a new storage where another was, or one that is written
+            if value is not None:
+                self._same[key] = value
+
+    def _shaped(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is aten._grouped_mm.default and args[0].dtype in (torch.float32, torch.float16):
             return _grouped_product(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
         out = func(*args, **kwargs)
+        if func is aten.native_layer_norm_backward.default and out[0] is not None:
+            return (out[0].contiguous(), *out[1:])
         of = _BATCH_NORMS.get(func)
         if of is None:
             return out
@@ -231,6 +277,8 @@ class _RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return (out[0] if out[0].stride() == as_real.stride() else as_real, *out[1:])
 
 
+_ONES = frozenset({aten.ones.default, aten.ones_like.default, aten.new_ones.default})
+_KEEP = frozenset({aten._to_copy.default, aten.clone.default, aten.index.Tensor})
 _BATCH_NORMS = {aten.native_batch_norm.default: 0, aten.native_batch_norm_backward.default: 1}
 """Which argument is the input whose memory format the first result has."""
 

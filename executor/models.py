@@ -13,7 +13,7 @@ import inspect
 import json
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ __all__ = [
     "attention_kernel",
     "build",
     "forward_loss",
+    "known_masks",
     "map_tensors",
     "named_failures",
     "quiet",
@@ -190,6 +191,26 @@ def unpacked_sequences() -> Iterator[None]:
         yield
     finally:
         masking.find_packed_sequence_indices = find  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def known_masks(is_known: Callable[[torch.Tensor], bool]) -> Iterator[None]:
+    """Inside, transformers reads fake masks whose values are known, as it reads real ones: of those that are all ones
+    it makes no attention mask. Without transformers, or in a version that does not ask, nothing is changed."""
+    masking = sys.modules.get("transformers.masking_utils")
+    ask = getattr(masking, "is_tracing", None)
+    if masking is None or ask is None:
+        yield
+        return
+
+    def is_tracing(tensor: Any = None) -> bool:
+        return not (isinstance(tensor, FakeTensor) and is_known(tensor)) and bool(ask(tensor))
+
+    masking.is_tracing = is_tracing  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        masking.is_tracing = ask  # type: ignore[attr-defined]
 
 
 class _Attention(torch.overrides.TorchFunctionMode):

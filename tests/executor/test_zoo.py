@@ -64,6 +64,7 @@ class Normed(nn.Module):
         x = x.reshape(6, 5, 8)
         for layer, norm in zip(self.layers, self.norms):
             x = torch.tanh(layer(norm(x.transpose(1, 2)).transpose(1, 2))) + x
+            x = nn.functional.layer_norm(x.transpose(1, 2), (5,)).transpose(1, 2)
         return (x**2).mean()
 
 
@@ -128,16 +129,58 @@ def test_grouped_products_in_fp32(trained: Callable[..., Any]) -> None:
     measured_equals_plan(trained(Grouped()))
 
 
-@pytest.mark.parametrize("cls", [Grouped, Normed])
-def test_captures_have_the_bytes_of_a_real_run(kit: Any, cls: type[nn.Module]) -> None:
+def bart() -> nn.Module:
+    """It makes itself masks of ones, and then does without."""
+    import transformers
+
+    sides = {f"{side}_{what}": 2 if what == "attention_heads" else 1 if what == "layers" else 64
+             for side in ("encoder", "decoder") for what in ("layers", "attention_heads", "ffn_dim")}  # fmt: skip
+    config = transformers.BartConfig(d_model=32, vocab_size=96, max_position_embeddings=32, dropout=0.0, **sides)
+    config.use_cache = False
+    return transformers.BartForConditionalGeneration(config).train()
+
+
+def words(**more: Any) -> dict[str, torch.Tensor]:
+    ids = torch.arange(3, 35).reshape(2, 16)
+    return {"input_ids": ids, "labels": ids.clone(), **more}
+
+
+@pytest.mark.parametrize("make", [Grouped, Normed, bart])
+def test_captures_have_the_bytes_of_a_real_run(kit: Any, make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
-    model, batch = cls(), {"x": torch.randn(6, 40)}
-    captured = capture_module(model, batch, name="odd", batch=6, sequence=1)
+    model, batch = make(), words() if make is bart else {"x": torch.randn(6, 40)}
+    captured = capture_module(model, batch, name="odd")
     recorded = record(model, [batch], kit.small_machine(10**8), name="odd", timed=0)
     assert [(m.name, m.flops) for m in captured.moments] == [(m.name, m.flops) for m in recorded.moments]
     for mine, theirs in zip(captured.moments, recorded.moments):  # a recording divides the loss: a scalar, twice
         assert mine.peak_bytes <= theirs.peak_bytes <= mine.peak_bytes + 8, mine.name
     assert set(captured.uses) == set(recorded.uses)
+
+
+def test_a_mask_that_comes_with_the_batch_is_counted() -> None:
+    """Its values are another batch's next time."""
+    model = bart()
+    without, with_mask = (
+        capture_module(model, words(**more), name="bart").peak_non_model_bytes
+        for more in ({}, {"attention_mask": torch.ones(2, 16, dtype=torch.int64)})
+    )
+    assert with_mask > without + 2 * 16 * 8
+
+
+def test_ones_that_are_written_are_unknown() -> None:
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            ones = torch.ones(3, 8)
+            assert bool((ones.to(torch.bool)[:, 2:].sum() == 18).all())
+            ones[1, 1:2] = 0.0
+            return (self.layer(x) * ones).sum() if bool(ones.all()) else self.layer(x).sum()
+
+    with pytest.raises(ModelError, match="its result depends on the values of tensors"):
+        capture_module(Writing(), {"x": torch.randn(3, 8)}, name="writing")
 
 
 def test_bytes_are_counted_before_the_queues_go_on(kit: Any, start: Callable[..., Any]) -> None:
