@@ -30,7 +30,8 @@ from executor.memory.arena import Arena, check_gpu_memory, check_host_memory
 from executor.moments import describe_parameters
 from executor.optimizer import AdamW, OffloadedAdamW, group_of
 from executor.queues.interface import Queues
-from executor.queues.streams import queues_for
+from executor.queues.streams import StreamQueues, queues_for
+from executor.queues.threads import ThreadQueues
 from executor.saving.weights import Weights, check_values, give_memory, views_of
 from executor.scaling import LossScaling, loss_scale_for
 from pstar_sim.catalog.machine import Machine
@@ -144,6 +145,11 @@ def prepare(
             queues = queues_for(made, watchdog_s=watchdog_s)
         if isinstance(queues, str):
             raise PlanError(f"queues={queues!r} is not known; use 'threads' or a queues object such as SerialQueues")
+        if hasattr(made, "record") and isinstance(queues, ThreadQueues) and not isinstance(queues, StreamQueues):
+            raise PlanError(
+                f"queues={type(queues).__name__} on {made.name}: a copy is only issued when its step has ended there, and "
+                "these queues would not wait for it; leave queues out, or give StreamQueues"
+            )
         put_buffers_back = move_buffers(model, made.device)
         try:
             arena.allocate_slabs()

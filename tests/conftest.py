@@ -20,7 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--streams",
         action="store_true",
         help="where a test of the executor opens the virtual accelerator, it gets the one with asynchronous streams, "
-        "each with random delays",
+        "each with random delays; tests that bring queues or count threads of their own are not made for it",
     )
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from executor.devices.virtual_streams import VirtualStreams
+from executor.queues.threads import ThreadQueues
+from pstar_sim.errors import PlanError
 
 _SPEC = importlib.util.spec_from_file_location(
     "loop_contract_on_streams", Path(__file__).with_name("test_loop_contract.py")
@@ -80,3 +82,10 @@ def test_leaving_the_plan_at_every_moment_on_streams(kit: Any, start: Callable[.
         handle.remove()
         mine, theirs = kit.train_both(run.model, run.reference, run.optimizer, run.batches, steps=2, micro_batches=1)
         assert mine == pytest.approx(theirs, rel=1e-6)
+
+
+def test_queues_that_would_not_wait_for_copies_are_refused(kit: Any, start: Callable[..., Any]) -> None:
+    backend = jittery()
+    with pytest.raises(PlanError, match="queues=ThreadQueues on virtual streams: a copy is only issued"):
+        start("mlp", "tide", clip=0.5, backend=backend, queues=ThreadQueues())
+    backend.close()
