@@ -147,8 +147,8 @@ def prepare(
             raise PlanError(f"queues={queues!r} is not known; use 'threads' or a queues object such as SerialQueues")
         if hasattr(made, "record") and isinstance(queues, ThreadQueues) and not isinstance(queues, StreamQueues):
             raise PlanError(
-                f"queues={type(queues).__name__} on {made.name}: a copy is only issued when its step has ended there, and "
-                "these queues would not wait for it; leave queues out, or give StreamQueues"
+                f"queues={type(queues).__name__} on {made.name}: a copy is only issued when its step has ended there, "
+                "and these queues would not wait for it; leave queues out, or give StreamQueues"
             )
         put_buffers_back = move_buffers(model, made.device)
         try:
