@@ -259,13 +259,12 @@ class Stashes:
         """Do a stash_out or stash_in. Returns the bytes of it that had been copied ahead."""
         assert step.stash is not None
         out = step.kind is Kind.STASH_OUT
-        ahead_bytes = 0 if out else self._count_ahead(step.stash)
         touched = self._send(step.stash) if out else self._fetch(step.stash)
         backend = self.session.backend
         backend.fence(step.queue)
         if touched and hasattr(backend, "record"):  # issued; see [Note: who lets go]
             self._flying[step.kind, step.stash] = (backend.record(step.queue), touched)
-        return ahead_bytes + (0 if out else self._count_ahead(step.stash))
+        return 0 if out else self._count_ahead(step.stash)
 
     def _count_ahead(self, n: int) -> int:
         with self._lock:

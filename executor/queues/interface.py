@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from executor.measuring.measured import IterationLog, StepLog
     from executor.memory.arena import ByteChange
 
-__all__ = ["SIDE_QUEUES", "AtOnce", "Program", "Queues", "Work"]
+__all__ = ["SIDE_QUEUES", "Program", "Queues", "QueuesBase", "Work"]
 
 SIDE_QUEUES = (Queue.H2D, Queue.D2H, Queue.ADAM, Queue.NET)
 """The queues besides compute."""
@@ -198,8 +198,33 @@ class Queues(Protocol):
         ...
 
 
-class AtOnce:
-    """What queues share whose steps have happened when they have ended."""
+class QueuesBase:
+    """What every kind of queues keeps. `in_flight` to `measured` are those of queues whose steps have happened when
+    they have ended; StreamQueues has its own."""
+
+    def __init__(self) -> None:
+        self._at: dict[Queue, tuple[int, int]] = {}  # queue -> (iteration, index in its order)
+        self._allowed = -1
+        self._net_allowed = -1
+        self._paused = False
+        self._started: Program | None = None
+        self._failure: BaseException | None = None
+        self._short: dict[Queue, OutOfMemory] = {}
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._failure
+
+    @property
+    def short(self) -> OutOfMemory | None:
+        return next(iter(self._short.values()), None)
+
+    @property
+    def program(self) -> Program | None:
+        return self._started
+
+    def standing(self) -> dict[Queue, tuple[int, int]]:
+        return dict(self._at)
 
     @property
     def in_flight(self) -> Container[int]:

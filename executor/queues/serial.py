@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from executor.queues.interface import SIDE_QUEUES, AtOnce, Program, Work
+from executor.queues.interface import SIDE_QUEUES, Program, QueuesBase, Work
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind, Queue, Step
 from pstar_sim.core.timeline import Timeline
@@ -32,41 +32,20 @@ Chooser = Callable[[Sequence[QueueEvent], QueueEvent, bool], int | None]
 to let compute go on; None where compute may not go on yet stands for the first event."""
 
 
-class SerialQueues(AtOnce):
+class SerialQueues(QueuesBase):
     """No threads: at each point where the compute queue starts or ends a step, the chooser decides which steps of the
     other queues start and end first. works_early(step): whether the step's work is done when it starts rather than when
     it ends (a missing edge then shows as a wrong result either way)."""
 
     def __init__(self, chooser: Chooser, *, works_early: Callable[[Step], bool] | None = None) -> None:
+        super().__init__()
         self._chooser = chooser
         self._works_early = works_early or (lambda step: False)
-        self._at: dict[Queue, tuple[int, int]] = {}
-        self._started: Program | None = None
         self._flying: dict[Queue, bool] = {}  # queue -> whether the step it executes has done its work
-        self._allowed = -1
-        self._net_allowed = -1
         self._inside: set[Queue] = set()  # queues whose step is being executed right now
-        self._paused = False
-        self._failure: BaseException | None = None
-        self._short: dict[Queue, OutOfMemory] = {}
-
-    @property
-    def failure(self) -> BaseException | None:
-        return self._failure
-
-    @property
-    def short(self) -> OutOfMemory | None:
-        return next(iter(self._short.values()), None)
-
-    @property
-    def program(self) -> Program | None:
-        return self._started
 
     def renew(self) -> SerialQueues:
         return SerialQueues(self._chooser, works_early=self._works_early)
-
-    def standing(self) -> dict[Queue, tuple[int, int]]:
-        return dict(self._at)
 
     def stand(self, at: Mapping[Queue, tuple[int, int]]) -> None:
         self._at.update(at)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from executor.queues.interface import SIDE_QUEUES, AtOnce, Program, Work
+from executor.queues.interface import SIDE_QUEUES, Program, QueuesBase, Work
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import OutOfMemory, PlanError
 from pstar_sim.python310 import add_note
@@ -17,7 +17,7 @@ __all__ = ["ThreadQueues"]
 log = logging.getLogger("executor")
 
 
-class ThreadQueues(AtOnce):
+class ThreadQueues(QueuesBase):
     """A daemon thread a queue.
 
     watchdog_s: after so long without any step ending while the user's thread waits, the log names the step that waits;
@@ -28,42 +28,21 @@ class ThreadQueues(AtOnce):
     def __init__(
         self, *, watchdog_s: float = 30.0, join_s: float = 10.0, clock: Callable[[], float] = time.perf_counter
     ) -> None:
+        super().__init__()
         self._watchdog_s = watchdog_s
         self._join_s = join_s
         self._clock = clock
         self._lock = threading.Lock()
         self._conditions = {queue: threading.Condition(self._lock) for queue in (Queue.COMPUTE, *SIDE_QUEUES)}
-        self._at: dict[Queue, tuple[int, int]] = {}  # queue -> (iteration, index in its order)
         self._busy: set[Queue] = set()
         self._waiting: set[Queue] = set()
         self._threads: list[threading.Thread] = []
-        self._allowed = -1
-        self._net_allowed = -1
         self._ended_here = threading.Condition(self._lock)  # for steps that wait for others (await_steps)
-        self._paused = False
         self._stopping = False
         self._ended_steps = 0
-        self._started: Program | None = None
-        self._failure: BaseException | None = None
-        self._short: dict[Queue, OutOfMemory] = {}
-
-    @property
-    def failure(self) -> BaseException | None:
-        return self._failure
-
-    @property
-    def short(self) -> OutOfMemory | None:
-        return next(iter(self._short.values()), None)
-
-    @property
-    def program(self) -> Program | None:
-        return self._started
 
     def renew(self) -> ThreadQueues:
         return ThreadQueues(watchdog_s=self._watchdog_s, join_s=self._join_s, clock=self._clock)
-
-    def standing(self) -> dict[Queue, tuple[int, int]]:
-        return dict(self._at)
 
     def stand(self, at: Mapping[Queue, tuple[int, int]]) -> None:
         with self._lock:
