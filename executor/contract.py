@@ -34,7 +34,7 @@ replacement; everything else behaves as in plain torch. Silence is the one wrong
 | a parameter read between forward and backward, outside every module | ContractError: read it in a module's forward |
 | changing `requires_grad` | ContractError: freeze before `prepare` |
 | `optimizer.add_param_group` | ContractError: give the groups to `AdamW` |
-| `optimizer.state_dict()`, `load_state_dict()` | as plain torch (states by parameter; bf16: also the master copy) |
+| `optimizer.state_dict()`, `load_state_dict()` | as plain torch, also from and to it (bf16: the master copy besides) |
 | learning-rate schedulers, writing `param_groups` | as plain torch: read at each `step()` |
 | the same between forward and `step()` with eager updates | ContractError: change them before the forward |
 | an operator refused memory by CUDA | as plain torch, its error; `session.ladder.recover(error)`, then run again |

@@ -7,6 +7,7 @@ session's.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
 __all__ = ["AdamW", "OffloadedAdamW"]
 
 _NUMBERS = ("lr", "betas", "eps", "weight_decay")
+_STATES = {"exp_avg": "momentum", "exp_avg_sq": "variance", "param32": "param32"}
+"""Keys of a parameter's state in a state dict, and the chunks' lists that hold them."""
+_REFUSED = ("amsgrad", "maximize", "differentiable")
+_KERNEL = {"fused": True, "foreach": None, "decoupled_weight_decay": True}
+"""What torch.optim.AdamW calls the arithmetic of every update here; it takes its kernel from the groups it loads."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +80,9 @@ class AdamW:
                 held = group["params"]
                 group["params"] = [held] if isinstance(held, torch.Tensor) else list(held)
                 _check_numbers({name: group.get(name, getattr(self, name)) for name in _NUMBERS})
-                if group.get("amsgrad") or group.get("maximize"):
-                    raise PlanError("AdamW: amsgrad and maximize are not supported")
+                refused = _refused(group)
+                if refused:
+                    raise PlanError(f"AdamW: {refused} is not supported; leave it out")
             return groups
         return [{"params": rows}]
 
@@ -103,6 +110,11 @@ def _check_numbers(numbers: Mapping[str, Any]) -> None:
             raise PlanError(f"AdamW: {name}={value} is out of range")
 
 
+def _refused(group: Mapping[str, Any]) -> str:
+    """What the group asks of torch's AdamW that is not done here, in words; "" for nothing."""
+    return ", ".join(f"{name}={group[name]}" for name in _REFUSED if group.get(name))
+
+
 class OffloadedAdamW(torch.optim.Optimizer):
     """The optimizer of a prepared model. `session`: the run behind it."""
 
@@ -110,15 +122,22 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def __init__(self, groups: Sequence[dict[str, Any]], spec: AdamW) -> None:
         self._sealed = False
-        defaults = {
-            "lr": spec.lr, "betas": spec.betas, "eps": spec.eps, "weight_decay": spec.weight_decay,
-            "amsgrad": False, "maximize": False,
-        }  # fmt: skip
+        numbers: dict[str, Any] = {name: getattr(spec, name) for name in _NUMBERS}
+        # Of this torch's own AdamW, so that groups carry whatever its groups do.
+        defaults = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], **numbers, fused=True).defaults
         super().__init__([dict(group) for group in groups], defaults)
+        self._name_kernel()
         self._sealed = True
 
+    def _name_kernel(self) -> None:
+        for group in self.param_groups:
+            group.update({name: value for name, value in _KERNEL.items() if name in self.defaults})
+
     def hyper(self) -> list[Hyper]:
-        """Numbers of every group now."""
+        """Numbers of every group now. Raises ContractError for a switch turned on that updates here do not have."""
+        for number, group in enumerate(self.param_groups):
+            if refused := _refused(group):
+                raise ContractError(f"param_groups[{number}] has {refused}, which is not supported; set it to False")
         return [
             Hyper(float(g["lr"]), float(g["betas"][0]), float(g["betas"][1]), float(g["eps"]), float(g["weight_decay"]))
             for g in self.param_groups
@@ -145,11 +164,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.AdamW's: "state" by parameter number with step, exp_avg and exp_avg_sq; for parameters
         narrower than fp32 also "param32", the master copy; with loss scaling also "loss_scaling". Copies of the current
-        values."""
+        values. A torch.optim.AdamW over the same fp32 parameters that loads it goes on to the bit (it ignores the two
+        keys of our own, and has no master copies)."""
         session = self.session
+        rows: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        parameters = [p for group in self.param_groups for p in group["params"]]
         with session.still():
-            state: dict[int, dict[str, torch.Tensor]] = {}
-            for number, tensor in enumerate(self._tensors()):
+            for parameter, tensor in zip(parameters, self._tensors()):
                 if tensor is None or not session.contents.steps_taken[tensor]:
                     continue
                 row = {
@@ -159,44 +180,30 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 }
                 if session.plan.workload.tensors[tensor].dtype != "fp32":
                     row["param32"] = session.state_value(tensor, "param32")
-                state[number] = row
-        groups: list[dict[str, Any]] = []
-        number = 0
-        for group in self.param_groups:
-            packed = {key: value for key, value in group.items() if key != "params"}
-            packed["params"] = list(range(number, number + len(group["params"])))
-            number += len(group["params"])
-            groups.append(packed)
-        scaling = {} if session.scaling is None else {"loss_scaling": session.scaling.state_dict()}
-        return {"state": state, "param_groups": groups, **scaling}
+                rows[parameter] = row
+        self.state.update(rows)
+        try:
+            packed = super().state_dict()  # numbers parameters and calls the hooks, as in torch
+        finally:
+            self.state.clear()
+        return packed if session.scaling is None else {**packed, "loss_scaling": session.scaling.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's. Raises ContractError between backward and step, and for other groups or shapes, before any
-        change."""
+        """As torch's, from this class or torch.optim.AdamW, fused or not; updates stay the fused ones. Raises
+        ContractError between backward and step, and for other groups or shapes, before any change."""
         session = self.session
         if session.cursor >= 0:
             raise ContractError(
                 "optimizer.load_state_dict inside an iteration; call it before the forward or after step()"
             )
-        groups = state_dict["param_groups"]
-        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
-            raise ContractError(
-                f"optimizer.load_state_dict: the state has groups of {[len(g['params']) for g in groups]} parameters, "
-                f"this optimizer {[len(g['params']) for g in self.param_groups]}"
-            )
-        tensors = self._tensors()
-        names = (("exp_avg", "momentum"), ("exp_avg_sq", "variance"), ("param32", "param32"))
-        for number, row in state_dict["state"].items():
-            tensor = tensors[int(number)]
-            shape = None if tensor is None else session.plan.workload.tensors[tensor].shape
-            for key, _ in names:
-                if key in row and tuple(row[key].shape) != shape:
-                    raise ContractError(
-                        f"optimizer.load_state_dict: {key} of parameter {number} has shape {tuple(row[key].shape)}, "
-                        f"not {shape}"
-                    )
-        for number, tensor in enumerate(tensors):
-            row = state_dict["state"].get(number)
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        groups = copy.deepcopy(state_dict["param_groups"])
+        rows = self._checked(state_dict["state"], groups)
+        names = _STATES.items()
+        for number, tensor in enumerate(self._tensors()):
+            row = rows.get(number)
             if tensor is None:
                 continue
             session.contents.steps_taken[tensor] = 0 if row is None else int(row["step"])
@@ -211,6 +218,40 @@ class OffloadedAdamW(torch.optim.Optimizer):
             session.scaling.load_state_dict(state_dict["loss_scaling"])
         for mine, theirs in zip(self.param_groups, groups):
             mine.update({key: value for key, value in theirs.items() if key != "params"})
+        self._name_kernel()
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _checked(self, state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+        """The rows of a state by position of their parameter. Raises ContractError for what does not fit."""
+        what = "optimizer.load_state_dict"
+        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
+            raise ContractError(
+                f"{what}: the state has groups of {[len(g['params']) for g in groups]} parameters, "
+                f"this optimizer {[len(g['params']) for g in self.param_groups]}"
+            )
+        for number, group in enumerate(groups):
+            if refused := _refused(group):
+                raise ContractError(f"{what}: group {number} has {refused}, which is not supported")
+        position = {key: at for at, key in enumerate(key for group in groups for key in group["params"])}
+        tensors = self._tensors()
+        rows: dict[int, Mapping[str, Any]] = {}
+        for key, row in state.items():
+            at = position.get(key)
+            if at is None:
+                raise ContractError(f"{what}: the state has a row {key!r}, but no group has that parameter")
+            missing = [name for name in ("step", "exp_avg", "exp_avg_sq") if name not in row]
+            if missing:
+                raise ContractError(f"{what}: the state of parameter {key} has no {missing[0]}; give one of AdamW's")
+            tensor = tensors[at]
+            shape = None if tensor is None else self.session.plan.workload.tensors[tensor].shape
+            for name in _STATES:
+                if name in row and tuple(row[name].shape) != shape:
+                    raise ContractError(
+                        f"{what}: {name} of parameter {key} has shape {tuple(row[name].shape)}, not {shape}"
+                    )
+            rows[at] = row
+        return rows
 
     def save(self, folder: str | Path, *, extra: Any = None) -> Path:
         """Write a checkpoint: weights that transformers loads, states, step counts, groups, random number generators
