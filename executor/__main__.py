@@ -25,7 +25,15 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.cli.flags import Parser, new_file
 from pstar_sim.cli.parse_run import run_flags
 from pstar_sim.cli.progress import progress
-from pstar_sim.cli.running import check_outputs, machine_here, save_recording, write_timelines
+from pstar_sim.cli.running import (
+    check_outputs,
+    machine_here,
+    others_words,
+    predicted_from,
+    retimed_s,
+    save_recording,
+    write_timelines,
+)
 from pstar_sim.core.plan import Plan, load_plan
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PstarError
@@ -101,7 +109,7 @@ def _run(args: argparse.Namespace, plan: Plan) -> None:
         )
     write_timelines(mine, plan, predicted, result)
     if rank == 0:
-        _say(plan, predicted, result, as_json=args.json)
+        _say(plan, here, predicted, result, as_json=args.json)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -168,8 +176,8 @@ def _first_rank_of(machine: Machine) -> Machine:
     return replace(machine, ranks=machine.ranks[:1], nodes=1)
 
 
-def _say(plan: Plan, predicted: Timeline, result: RunResult, *, as_json: bool) -> None:
-    """What the run did, beside what was predicted of it."""
+def _say(plan: Plan, machine: Machine, predicted: Timeline, result: RunResult, *, as_json: bool) -> None:
+    """What the run did, beside what was predicted of it for `machine`."""
     w, shares = plan.workload, [rank.batch_share for rank in plan.machine.ranks]
     times = [report.time_s for report in result.reports]
     step_s = statistics.median(times[1:] or times)
@@ -178,6 +186,7 @@ def _say(plan: Plan, predicted: Timeline, result: RunResult, *, as_json: bool) -
     losses = [report.loss for report in result.reports] if shared is None else shared.losses
     here = result.measured
     predicted_s = predicted.iteration_s
+    again_s = None if result.timeline is None else retimed_s(plan, result.timeline)
     at_most = plan.check().peak_bytes["gpu"]
     wanted = plan.moved_bytes
     moved = {**(here.moved_bytes if here is not None else {}), **({"net": shared.sent_bytes} if shared else {})}
@@ -190,7 +199,9 @@ def _say(plan: Plan, predicted: Timeline, result: RunResult, *, as_json: bool) -
             "step_s": times, "tokens_per_s": tokens / step_s, "peak_gpu_bytes": peaks,
             "peak_gpu_bytes_at_most": at_most, "transient_bytes": transient, "moved_bytes": moved,
             "predicted_moved_bytes": {lane: wanted.get(lane, 0) for lane in moved},
-            "predicted_iteration_s": predicted_s, "notes": list(result.notes), "deviations": list(result.deviations),
+            "predicted_iteration_s": predicted_s, "retimed_iteration_s": again_s,
+            "predicted_from": predicted_from(plan, machine), "taken_by_others": result.taken_by_others,
+            "notes": list(result.notes), "deviations": list(result.deviations),
         }  # fmt: skip
         sys.stdout.write(json.dumps(figures) + "\n")
         return
@@ -207,6 +218,8 @@ def _say(plan: Plan, predicted: Timeline, result: RunResult, *, as_json: bool) -
         if i == 0 or i >= from_
     ]
     rows = [("iteration", format_s(predicted_s), format_s(step_s))]
+    if again_s is not None:
+        rows.append(("re-timed", format_s(again_s), format_s(step_s)))
     if peaks:
         rows.append(("GPU peak of a rank", f"<= {format_bytes(at_most)}", format_bytes(max(peaks))))
     for lane, name in (("h2d", "to the GPU"), ("d2h", "to the host"), ("net", "to other ranks")):
@@ -217,10 +230,10 @@ def _say(plan: Plan, predicted: Timeline, result: RunResult, *, as_json: bool) -
     lines += [
         "",
         *result.notes,
-        (
-            "iteration: median of the steps after the first; predicted for the rates that all ranks measured here at "
-            "once, or for the plan's machine where that was calibrated or has cards"
-        ),
+        "iteration: median of the steps after the first, on this rank",
+        f"predicted from: {predicted_from(plan, machine)}{', on all ranks at once' if len(shares) > 1 else ''}",
+        "re-timed: the same plan simulated with the seconds that this rank's steps took in this run",
+        others_words(result.taken_by_others),
         f"a slice that changes place holds {format_bytes(transient)} more for the time of a copy",
     ]
     sys.stdout.write("\n".join(lines) + "\n")

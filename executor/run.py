@@ -19,6 +19,7 @@ from executor.devices.device import is_cuda
 from executor.distributed.shared_run import SharedRun, own_batches, share_results
 from executor.measuring.measure import Measured
 from executor.measuring.measured import with_tide
+from executor.measuring.processor import ProcessorTime, taken_by_others
 from executor.measuring.record import record
 from executor.measuring.status import Status
 from executor.models import BuiltModel, build, map_tensors, named_failures
@@ -44,7 +45,9 @@ class RunResult:
     is the measured one where there is `measured`, else the plan's figures at measured times.
     measured: bytes of one untimed iteration that
     keeps the predicted order of events (None if it was not asked for). deviations: how the run left the plan, if it
-    did. notes: where weights came from, what the run went on from. shared: of all ranks, None on one."""
+    did. notes: where weights came from, what the run went on from. shared: of all ranks, None on one.
+    taken_by_others: share of the machine's processor time that other programs had during the steps, 0 to 1; None where
+    that cannot be measured."""
 
     reports: Sequence[StepReport]
     timeline: Timeline | None
@@ -52,6 +55,7 @@ class RunResult:
     deviations: Sequence[str]
     notes: Sequence[str] = ()
     shared: SharedRun | None = None
+    taken_by_others: float | None = None
 
 
 def check_device(plan: Plan, device: str) -> None:
@@ -239,6 +243,7 @@ class Job:
         try:
             keeping.load(optimizer)
             after = keeping.saving(optimizer, last=steps - 1, extra=standing, on_step=told)
+            before = ProcessorTime.now()
             with named_failures(self.model, model):
                 reports = train(
                     model,
@@ -250,6 +255,7 @@ class Job:
                     on_step=after,
                 )
             session.drain()
+            others = taken_by_others(before, ProcessorTime.now())
             sent_bytes = 0 if session.ranks is None else session.ranks.wire.sent_bytes
             timeline = session.timeline() if any(log.on_plan for log in list(session.logs)[-1:]) else None
             measured = None
@@ -268,6 +274,7 @@ class Job:
                 deviations=tuple(session.deviation_log),
                 notes=tuple(note for note in (at.note or session.weights_note, unread) if note),
                 shared=share_results(session, reports, measured, sent_bytes),
+                taken_by_others=others,
             )
         finally:
             session.close(restore=False)

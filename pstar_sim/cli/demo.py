@@ -78,9 +78,9 @@ def demo(args: argparse.Namespace) -> int:
     plain = job.run_plain(plan, steps=args.steps)
     losses = {"plain PyTorch": [r.loss for r in plain], plan.policy: [r.loss for r in ran.reports]}
     say(render(losses_table(losses)))
-    rows = compare_with_run(predicted, ran)
+    rows = compare_with_run(plan, predicted, ran)
     say(render(figures_table(rows)))
-    say(explain_run(plan, ran))
+    say(explain_run(plan, machine, ran))
     if ran.timeline is not None:
         ran.timeline.save(out / "timeline.json")
     drawn = [one.timeline for one in result.planned.values()]

@@ -32,6 +32,9 @@ __all__ = [
     "explain_run",
     "figures_as_json",
     "machine_here",
+    "others_words",
+    "predicted_from",
+    "retimed_s",
     "run",
     "save_recording",
     "trace",
@@ -169,7 +172,7 @@ def run(args: argparse.Namespace) -> int:
             on_step=on_step,
         )
     write_timelines(args, plan, predicted, result)
-    rows = compare_with_run(predicted, result)
+    rows = compare_with_run(plan, predicted, result)
     if args.json:
         say_json(
             {
@@ -182,13 +185,15 @@ def run(args: argparse.Namespace) -> int:
                 "notes": list(result.notes),
                 "deviations": list(result.deviations),
                 "figures": figures_as_json(rows),
+                "predicted_from": predicted_from(plan, measured_machine),
+                "taken_by_others": result.taken_by_others,
             }
         )
         return 0
     losses = {plan.policy: [r.loss for r in result.reports]}
     say(render(losses_table(losses, first=result.reports[0].step, most=6)))
     say(render(figures_table(rows)))
-    say(explain_run(plan, result))
+    say(explain_run(plan, measured_machine, result))
     return 0
 
 
@@ -259,13 +264,18 @@ def write_timelines(args: argparse.Namespace, plan: Plan, predicted: Timeline, r
         save_picture(tide_figure([predicted], measured=result.timeline, title=title), Path(args.plot), dpi=150)
 
 
-def compare_with_run(predicted: Timeline, result: RunResult) -> list[Figure]:
-    """Predicted beside measured: seconds are the median step after the first, bytes those of the measured iteration."""
+def compare_with_run(plan: Plan, predicted: Timeline, result: RunResult) -> list[Figure]:
+    """Predicted beside measured: seconds are the median step after the first, bytes those of the measured iteration.
+
+    "re-timed" is the same plan, simulated with the seconds that its steps took in the run (sim/retime.py).
+    """
     times = [r.time_s for r in result.reports]
-    steady = times[1:] or times
+    step_s = statistics.median(times[1:] or times)
     wanted: dict[str, float] = {"iteration_s": predicted.iteration_s}
-    found: dict[str, float] = {"iteration_s": statistics.median(steady)}
+    found: dict[str, float] = {"iteration_s": step_s}
     if result.timeline is not None:
+        if (again_s := retimed_s(plan, result.timeline)) is not None:
+            wanted["re-timed_s"], found["re-timed_s"] = again_s, step_s
         wanted |= {"h2d_bytes": predicted.moved_bytes["h2d"], "d2h_bytes": predicted.moved_bytes["d2h"]}
         found |= {"h2d_bytes": result.timeline.moved_bytes["h2d"], "d2h_bytes": result.timeline.moved_bytes["d2h"]}
     if result.measured is not None and result.measured.on_plan:
@@ -274,21 +284,65 @@ def compare_with_run(predicted: Timeline, result: RunResult) -> list[Figure]:
     return figures(wanted, found)
 
 
+def retimed_s(plan: Plan, measured: Timeline) -> float | None:
+    """Seconds of the re-timed iteration; None for ranks that differ, whose plan is simulated with seconds of their
+    own."""
+    from pstar_sim.sim.ranks import classes_of
+    from pstar_sim.sim.retime import retime
+
+    return None if len(set(classes_of(plan.machine))) > 1 else retime(plan, measured)
+
+
 def figures_as_json(rows: Sequence[Figure]) -> list[dict[str, object]]:
     return [{"name": r.name, "unit": r.unit, "predicted": r.predicted, "measured": r.measured} for r in rows]
 
 
-def explain_run(plan: Plan, result: RunResult) -> str:
-    """Two lines below the table: what the figures are, and how the run left the plan if it did."""
+def predicted_from(plan: Plan, machine: Machine) -> str:
+    """What the predicted seconds of a run of the plan on `machine` (see `machine_here`) rest on."""
+    w = plan.workload
+    if w.recorded_on is not None and w.recorded_on == machine.name:
+        compute = "compute as recorded in a warm-up"
+    elif machine.gpu.measured and "measured here" in machine.gpu.source:
+        compute = "compute by the rate of one matrix product measured at the start (a trace without a warm-up)"
+    else:
+        compute = f"compute by the {machine.confidence} rates of {machine.name}"
+    if machine.host.measured and "measured here" in machine.host.source:
+        return f"{compute}; copies and CPU Adam by rates measured at the start"
+    return f"{compute}; copies and CPU Adam by the {machine.confidence} rates of {machine.name}"
+
+
+def explain_run(plan: Plan, machine: Machine, result: RunResult) -> str:
+    """Lines below the table: what the figures are, what the prediction rests on, whether other programs disturbed the
+    run, and how the run left the plan if it did. machine: the one that the run was predicted for."""
+    steps = len(result.reports)
+    counted = f"median of steps 2 to {steps}" if steps > 2 else "of the last step" if steps == 2 else "of the one step"
     lines = [
         *result.notes,
         (
-            "iteration: median of the steps after the first; bytes: counted where they are copied or allocated, the "
-            "GPU peak in one more, untimed iteration in the predicted order"
+            f"iteration: {counted}; bytes: counted where they are copied or allocated, the GPU peak in one more, "
+            "untimed iteration in the predicted order"
         ),
+        f"predicted from: {predicted_from(plan, machine)}",
     ]
     if result.timeline is None:
         lines.append("no iteration ran on plan: bytes were not measured")
+    else:
+        lines.append(
+            "re-timed: the same plan simulated with the seconds that its steps took in this run; the rest of the "
+            "difference above is the machine's (rates that changed since they were measured)"
+        )
+    lines.append(others_words(result.taken_by_others))
     if result.deviations:
         lines.append(f"the run left the plan {len(result.deviations)} times, first: {result.deviations[0]}")
     return "\n".join(lines)
+
+
+BUSY = 0.1
+"""Share of the processor time from which on other programs are worth a warning."""
+
+
+def others_words(share: float | None) -> str:
+    if share is None:
+        return "other programs: their processor time is not measurable here"
+    words = f"other programs had {share:.0%} of this machine's processor time meanwhile"
+    return f"{words}: run again when the machine is idle" if share > BUSY else words

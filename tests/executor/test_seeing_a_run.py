@@ -64,6 +64,10 @@ def test_a_run_keeps_what_was_predicted_beside_what_was_measured(
     for word in ("tokens/s, on plan", " at most of 450 kB", "host ", "h2d ", " of 2.00 GB/s busy ", "compute waits "):
         assert word in lines[-1], lines[-1]
     assert "predicted   measured" in out
+    assert "iteration: median of steps 2 to 3;" in out
+    assert "re-timed  " in out and "re-timed: the same plan simulated with the seconds that its steps took" in out
+    assert "predicted from: compute by the rate of one matrix product measured at the start" in out
+    assert "other programs" in out
 
     both = load_run("run.json")
     assert both.predicted.moved_bytes == both.measured.moved_bytes
@@ -109,6 +113,7 @@ def test_the_command_of_several_ranks_has_the_same_flags(
     out, err = capsys.readouterr()
     assert err.splitlines()[-1].startswith("step 2/2: loss ") and "tide: py:pstar_seen:net on one rank" in out
     assert load_run("run.0.json").measured.iterations
+    assert "re-timed" in out and "predicted from: " in out and "other programs" in out
     assert of_ranks([*argv, "--quiet"]) == 0
     assert capsys.readouterr().err == ""
     for wrong, says in (

@@ -1,0 +1,62 @@
+"""retime: how long the plan's iterations take in the simulator, given the seconds that each step took in a run.
+
+A prediction that was missed has two possible reasons: the steps did not last what the cost model said, or the queues
+did not work together as the simulator thinks. Steps of the simulated iteration k last exactly what those of the run's
+iteration k lasted, so only the second reason is left in the result. What queues cost each other by sharing a link or
+host memory is in the measured seconds already and is not modelled again.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from itertools import pairwise
+
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Queue, Step
+from pstar_sim.core.timeline import Timeline
+from pstar_sim.cost import CostModel
+from pstar_sim.errors import PlanError
+from pstar_sim.sim.play import play
+
+__all__ = ["retime"]
+
+
+class _OneSecond(CostModel):
+    """Every step lasts one second, and shares nothing: the factors of `play`'s jitter are then seconds."""
+
+    def seconds(self, step: Step) -> float:
+        return 1.0
+
+    def dram_bytes(self, step: Step) -> int:
+        return 0
+
+
+def retime(plan: Plan, measured: Timeline) -> float:
+    """Median seconds per iteration of the plan, simulated with the seconds of the measured steps.
+
+    The first of several iterations, which follows on nothing, does not count. Raises PlanError where `measured` has not
+    every step of the plan in each of its iterations, or where the plan's ranks differ (each has steps of its own).
+    """
+    took_s = {(span.step, span.iteration): span.end_s - span.start_s for span in measured.spans}
+    last = measured.iterations - 1
+    for step in plan.steps:
+        for iteration in range(measured.iterations):
+            if (step.id, iteration) not in took_s:
+                raise PlanError(f"step {step.id} of iteration {iteration} was not measured")
+    machine = replace(plan.machine, slowdowns={})
+    machine = replace(
+        machine, ranks=tuple(replace(rank, link=replace(rank.link, duplex=True)) for rank in machine.ranks)
+    )
+    alone = replace(plan, machine=machine)
+    timeline = play(
+        alone,
+        cost=_OneSecond(plan.workload, machine, plan.layout),
+        jitter=lambda step, iteration: took_s[step, min(iteration, last)],
+        max_iterations=max(2, measured.iterations),
+    )
+    ends = [0.0] * timeline.iterations
+    for span in timeline.spans:
+        if span.queue is Queue.COMPUTE:
+            ends[span.iteration] = max(ends[span.iteration], span.end_s)
+    return statistics.median(b - a for a, b in pairwise(ends))
