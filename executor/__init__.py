@@ -1,9 +1,11 @@
 """Executor: runs a plan in the user's own training loop. The only part that imports torch.
 
 `prepare(model, plan, AdamW(...))` returns the model and a torch optimizer; the loop stays as it was. `capture` traces a
-model under fake tensors, `record` a real warm-up iteration.
+model under fake tensors, `record` a real warm-up iteration. `hf.connect` joins a prepared model and a
+`transformers.Trainer`.
 """
 
+from executor import hf
 from executor.capture import capture, capture_module
 from executor.devices.backend import Backend, VirtualBackend
 from executor.devices.virtual_streams import VirtualStreams
@@ -41,6 +43,7 @@ __all__ = [
     "capture",
     "capture_module",
     "follow",
+    "hf",
     "parameters_on_meta",
     "prepare",
     "record",

@@ -1,0 +1,45 @@
+"""The names of the executor that README and messages use: they are there after `import executor`."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+_NAME = re.compile(r"\bexecutor(?:\.[A-Za-z_]\w*)+")
+
+
+def texts() -> list[str]:
+    """README, and every sentence in a string of the code that is no docstring: what users are told."""
+    found = [(ROOT / "README.md").read_text()]
+    for file in sorted([*(ROOT / "executor").rglob("*.py"), *(ROOT / "pstar_sim").rglob("*.py")]):
+        if "executor." not in (text := file.read_text()):
+            continue
+        tree = ast.parse(text)
+        docstrings = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+        found += [
+            n.value
+            for n in ast.walk(tree)
+            if isinstance(n, ast.Constant) and isinstance(n.value, str) and " " in n.value and id(n) not in docstrings
+        ]
+    return found
+
+
+def test_names_that_users_are_told_are_there_after_import_executor() -> None:
+    names = {match.group() for text in texts() for match in _NAME.finditer(text)}
+    assert {"executor.prepare", "executor.hf.connect", "executor.AdamW"} <= names
+    code = (
+        "import functools, sys, executor\n"
+        "missing = []\n"
+        "for name in sys.argv[1:]:\n"
+        "    try:\n"
+        "        functools.reduce(getattr, name.split('.')[1:], executor)\n"
+        "    except AttributeError:\n"
+        "        missing.append(name)\n"
+        "print(missing, 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *sorted(names)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[] False"
