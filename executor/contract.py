@@ -15,7 +15,8 @@ replacement; everything else behaves as in plain torch. Silence is the one wrong
 | `p.grad = tensor` | ContractError |
 | `p.grad = None` after `step()` | as plain torch |
 | `optimizer.zero_grad()`, `model.zero_grad()` after `step()` | as plain torch |
-| the same before `step()` | as plain torch, they are dropped (eager updates: ContractError) |
+| the same before `step()` | as plain torch, they are dropped |
+| the same from the last backward on, with eager updates | ContractError: parameters are being updated; call `step()` |
 | `zero_grad(set_to_none=False)` | ContractError: call `zero_grad()` |
 | no `zero_grad()` before the next backward | ContractError: plain torch would accumulate, the gradients are gone |
 | a backward more than the plan's micro-batches | ContractError: plan with as many micro-batches |
@@ -31,6 +32,8 @@ replacement; everything else behaves as in plain torch. Silence is the one wrong
 | a forward without gradients (evaluation, `generate`) at any point | as plain torch, parameters fetched on demand |
 | the same on several ranks, between iterations | as plain torch; the ranks may call different modules, or none |
 | the same on several ranks, inside an iteration | PlanError: evaluate between `step()` and the next forward |
+| reading, saving, evaluating between last backward and `step()`, with eager updates | ContractError: after `step()` |
+| `repr(p)` at any point | as plain torch; its form alone where its values cannot be had |
 | a parameter read between forward and backward, outside every module | ContractError: read it in a module's forward |
 | changing `requires_grad` | ContractError: freeze before `prepare` |
 | `optimizer.add_param_group` | ContractError: give the groups to `AdamW` |

@@ -131,7 +131,7 @@ class Session:
         self.consumed: set[int] = set()  # tensors whose gradient left autograd and that no zero_grad has cleared yet
         self.arrived: set[int] = set()  # the same, of the current iteration
         self.stepped = False  # optimizer.step() came after they arrived
-        self.updated_early: set[int] = set()  # tensors whose eager update of this iteration is done
+        self._early_of: dict[int, set[int]] = {}  # iteration -> tensors whose eager update has begun
         self.held = False  # nothing moves until there is a new plan
         self._standing = False  # inside `still`
         self.guard: Guard | None = None
@@ -218,6 +218,32 @@ class Session:
                 final = self._final[w.moments[m].micro_batch, t] == m
                 (self._due if final else self._early)[m].add(t)
         self._outstanding: set[int] = set()
+        complete: dict[int, int] = {}  # chunk -> moment of its last gradient
+        for (_, t), m in self._final.items():
+            complete[self._chunk_of[t]] = max(m, complete.get(self._chunk_of[t], -1))
+        self._first_complete = min(complete.values(), default=len(w.moments))
+
+    # -- eager updates ------------------------------------------------------------------------------------------------
+
+    @property
+    def updated_early(self) -> set[int]:
+        """Tensors whose eager update of this iteration has begun."""
+        return self._early_of.get(self.iteration, set())
+
+    @property
+    def updating(self) -> bool:
+        """Parameters may be changing: with eager updates, from the first chunk whose gradients are complete until
+        `optimizer.step()`. Told by the plan's moments, so that the same loop is always answered alike, however fast the
+        queues are."""
+        return self.eager and (self.cursor > self._first_complete or bool(self.updated_early))
+
+    def refuse_while_updating(self, what: str) -> None:
+        """Raise ContractError where `what` would see some parameters updated and others not."""
+        if self.updating:
+            raise ContractError(
+                f"{what} between the last backward and optimizer.step() with eager updates: some parameters are "
+                "updated already; do it after step(), or use AdamW(eager=False)"
+            )
 
     # -- reading parameters -------------------------------------------------------------------------------------------
 
@@ -227,6 +253,7 @@ class Session:
         with self._classes:
             for t in self._tensors_of[chunk]:
                 readable = self._open and chunk not in self.queues.in_flight and contents.readable(t)
+                readable = readable and t not in self.updated_early
                 self.parameters[t].__class__ = ChunkParameter if readable else ParkedParameter
 
     def set_open(self, open_: bool) -> None:
@@ -288,6 +315,8 @@ class Session:
                 self.ladder.climb(error)
                 off_plan = self.demand.active or not self._on_plan(event)
             if off_plan:
+                if event.kind == "begin" and event.phase is Phase.FWD:
+                    self.refuse_while_updating(f"a forward of {event.name.removeprefix('begin:')}")
                 self.demand.on_event(event)
         self.stashes.settle()
         if event.kind == "backward-end":
@@ -318,7 +347,7 @@ class Session:
             return False  # a gradient the plan counts on has not come
         self.advance(following)
         if (event.phase is Phase.FWD and event.kind == "end" and event.module == "") or event.kind == "backward-end":
-            self.set_open(bool(self._needed[following]))
+            self.set_open(bool(self._needed[following]) and not self.updating)
         elif event.kind != "step":
             self.set_open(True)
         return True
@@ -384,7 +413,6 @@ class Session:
     def _begin_iteration(self) -> None:
         self.arrived = set()
         self.backwards = 0
-        self.updated_early = set()
         self._norms = {}
         if self.absent is not None:
             self.absent.begin_iteration()
@@ -602,6 +630,7 @@ class Session:
         self.logs.append(IterationLog(self.iteration, self._now(), on_plan, self.backend.copied_bytes))
         self.last_update = self._updates.get(self.iteration, self.last_update)
         self._updates.pop(self.iteration - 2, None)
+        self._early_of.pop(self.iteration - 2, None)
         measured = self.arena.marks is not None  # somebody counts the changes of this iteration
         if len(self.logs) == KEPT_ITERATIONS and len(self.arena.log) > self._most_changes and not measured:
             self.arena.trim(self.logs[0].end_s)
@@ -619,10 +648,11 @@ class Session:
                 "zero_grad(set_to_none=False) keeps gradient tensors, which live in chunks here; call zero_grad()"
             )
         if self.arrived and not self.stepped:
-            if self.eager:
+            if self.updating:
                 raise ContractError(
-                    "zero_grad() before step() with eager=True: parameters were already updated during backward and "
-                    "the gradients cannot be dropped; use AdamW(eager=False)"
+                    "zero_grad() before step() with eager updates, in the last backward or after it: parameters are "
+                    "updated in that backward and their gradients cannot be dropped any more; call step(), or use "
+                    "AdamW(eager=False)"
                 )
             with unseen(), torch.no_grad():
                 self.demand.discard()
@@ -681,7 +711,8 @@ class Session:
         with torch.no_grad():
             early = self.eager and step.kind in (Kind.CPU_ADAM, Kind.GPU_ADAM) and iteration == self.iteration
             if early and step.chunk is not None:
-                self.updated_early |= self.contents.chunks[step.chunk].with_gradient()
+                self._early_of.setdefault(iteration, set()).update(self.contents.chunks[step.chunk].with_gradient())
+                self.refresh(step.chunk)
             if step.stash is not None:
                 ahead_bytes = self.stashes.move(step)
             else:
@@ -752,8 +783,13 @@ class Session:
 
     def current_value(self, tensor: int) -> torch.Tensor:
         """A copy of a parameter's current value, in its shape and working dtype, in host memory."""
-        contents, arena = self.contents, self.arena
         self._require_border(tensor)
+        if not self.plan.workload.tensors[tensor].frozen:
+            self.refuse_while_updating(f"{self.name_of(tensor)!r} is read")
+        return self._value_now(tensor)
+
+    def _value_now(self, tensor: int) -> torch.Tensor:
+        contents, arena = self.contents, self.arena
         chunk = self._chunk_of[tensor]
         row = self.plan.workload.tensors[tensor]
         with unseen(), torch.no_grad(), self.still():
@@ -771,6 +807,7 @@ class Session:
 
     def state_value(self, tensor: int, list_name: str) -> torch.Tensor:
         """A copy of a tensor's part of an optimizer state list, in its shape, in host memory."""
+        self.refuse_while_updating(f"the optimizer state of {self.name_of(tensor)!r} is read")
         chunk = self._chunk_of[tensor]
         with unseen(), torch.no_grad(), self.still():
             self._meet_reader(tensor, list_name)
@@ -1030,7 +1067,13 @@ class Session:
             self.guard.end()
         values: dict[int, torch.Tensor] = {}
         if restore and self.queues.failure is None:
-            values = {t: self.current_value(t) for t in self._chunk_of}
+            if self.updating:
+                log.warning(
+                    "closed between the last backward and optimizer.step() with eager updates: some parameters keep "
+                    "the update of iteration %d, others do not have it",
+                    self.iteration,
+                )
+            values = {t: self._value_now(t) for t in self._chunk_of}
         elif restore:
             log.warning("the parameters are left without values: the run ended with %s", self.queues.failure)
         self.end_ranks(sys.exc_info()[1])

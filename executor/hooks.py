@@ -136,7 +136,12 @@ class MomentClock:
                     self._open = 0
                     self.micro_batch = self._turns
                 self._open += 1
-            self._on_event(Event("begin", name, word, phase, self.micro_batch))
+            try:
+                self._on_event(Event("begin", name, word, phase, self.micro_batch))
+            except BaseException:
+                if phase is Phase.FWD:  # the module does not run
+                    self._open = max(0, self._open - 1)
+                raise
 
         return begin
 

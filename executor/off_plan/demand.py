@@ -55,6 +55,7 @@ __all__ = ["Demand"]
 log = logging.getLogger("executor")
 
 GPU, HOST = Place.GPU, Place.HOST
+_SHOWN = frozenset({torch.Tensor.__repr__, torch.Tensor.__format__})
 
 
 class Demand:
@@ -806,6 +807,8 @@ class Demand:
             raise ContractError("the session is closed; call executor.prepare again")
         if writes(func, kwargs) and args and isinstance(args[0], ChunkParameter):
             raise write_refused(s.name_of(args[0]._tensor))
+        if func in _SHOWN:
+            return self._shown(func, *args, **kwargs)
         if not s.clock.inside:
             return self._outside(func, args, kwargs)
         if not self.active and not self.visiting and s.cursor < 0 and not torch.is_grad_enabled():
@@ -825,6 +828,8 @@ class Demand:
         """An operator is about to read the working lists of `chunks`."""
         s = self.session
         with unseen():
+            if s.eager and s.cursor >= 0:
+                self._refuse_updated(chunks)
             if not self.active and not self.visiting:
                 missing = [c for c in sorted(chunks) if not self._held(c)]
                 if not missing:
@@ -836,6 +841,13 @@ class Demand:
                     f"chunk {missing[0]} ({names}, ...) is read in moment {s.cursor}, where the plan does not have it"
                 )
             self.ensure(chunks)
+
+    def _refuse_updated(self, chunks: Iterable[int]) -> None:
+        """Raise ContractError where an eager update of this iteration has changed one of the chunks."""
+        s = self.session
+        updated = s.updated_early.intersection(t for chunk in chunks for t in s._tensors_of[chunk])
+        if updated:
+            s.refuse_while_updating(f"{s.name_of(min(updated))!r} is read")
 
     def _held(self, chunk: int) -> bool:
         s = self.session
@@ -857,6 +869,15 @@ class Demand:
             self.ensure({chunk})
         assert isinstance(view, torch.Tensor)
         return view
+
+    def _shown(self, func: Any, parameter: ChunkParameter, *args: Any, **kwargs: Any) -> Any:
+        """Debuggers and logs ask at any time, and have to get a text."""
+        s = self.session
+        try:
+            value = s.current_value(parameter._tensor).to(s.backend.device)
+        except ContractError as error:
+            return f"tensor(..., size={tuple(parameter.shape)}, dtype={parameter.dtype})  # values not shown: {error}"
+        return func(value.requires_grad_(parameter.requires_grad), *args, **kwargs)
 
     def _outside(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A parameter is read while no module runs: the function gets a copy of its current value."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import nn
 import executor
 from executor import contract
 from pstar_sim.core.plan import Settings
-from pstar_sim.core.step import Kind
 from pstar_sim.errors import ContractError
 
 
@@ -53,17 +51,6 @@ def refused(kit: Any, run: Any, action: Callable[[], object], message: str) -> N
     with pytest.raises(ContractError, match=message):
         action()
     assert all(torch.equal(before[name], value) for name, value in run.model.state_dict().items())
-
-
-def eager_updates_end(run: Any) -> None:
-    """Return when the CPU Adam steps of the open iteration have ended: they go on by themselves after backward, and
-    change parameters."""
-    session = run.optimizer.session
-    adam = [i for i, step in enumerate(session.plan.steps) if step.kind is Kind.CPU_ADAM]
-    deadline_s = time.monotonic() + 60
-    while any(session.program.done[i] < session.iteration for i in adam):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
 
 
 def finish(kit: Any, run: Any) -> None:
@@ -162,9 +149,38 @@ class TestZeroGrad:
     def test_before_step_with_eager_updates(self, kit: Any, eager: Any) -> None:
         steps(kit, eager)
         backward(kit, eager)
-        eager_updates_end(eager)
-        refused(kit, eager, eager.optimizer.zero_grad, "eager=False")
+        with pytest.raises(ContractError, match="eager=False"):
+            eager.optimizer.zero_grad()
         finish(kit, eager)
+
+    @pytest.mark.parametrize("policy", ["tide", "all_on_gpu", "optimal"])
+    @pytest.mark.parametrize("backwards", [1, 3])
+    def test_before_the_last_backward_with_eager_updates(
+        self, kit: Any, start: Callable[..., Any], policy: str, backwards: int
+    ) -> None:
+        """Of four micro-batches one or three are dropped: no parameter was updated yet."""
+        run = start("mlp", policy, update="eager", micro_batches=4)
+        for _ in range(2):
+            kit.train_both(run.model, run.reference, run.optimizer, run.batches, steps=1, micro_batches=4)
+            for _ in range(backwards):
+                backward(kit, run)
+            run.optimizer.zero_grad()
+            run.reference.optimizer.zero_grad()
+            assert_same(kit, run)
+        kit.train_both(run.model, run.reference, run.optimizer, run.batches, steps=2, micro_batches=4)
+        assert_same(kit, run)
+
+    def test_off_the_plan_with_eager_updates(self, kit: Any, eager: Any) -> None:
+        """An iteration that left the plan before its backward updates in `step()`: until then it can be dropped."""
+        steps(kit, eager)
+        batch = next(eager.batches)
+        loss = kit.loss_of(eager.model, batch)
+        with torch.no_grad():
+            kit.loss_of(eager.model, batch)
+        loss.backward()
+        eager.optimizer.zero_grad()
+        steps(kit, eager, 2)
+        assert_same(kit, eager)
 
     def test_at_the_start_of_the_loop(self, kit: Any, run: Any) -> None:
         for _ in range(3):
@@ -387,6 +403,113 @@ class TestModel:
         kit.loss_of(run.model, batch).backward()
         with pytest.raises(ContractError, match="closed"):
             run.optimizer.step()
+
+
+READS: dict[str, Callable[[Any, Any, Any], object]] = {
+    "evaluation": lambda kit, run, batch: kit.loss_of(run.model, batch),
+    "evaluation of a part": lambda kit, run, batch: run.model.layers[2](torch.zeros(1, 48)),
+    "state_dict": lambda kit, run, batch: run.model.state_dict(),
+    "state_dict of a part": lambda kit, run, batch: run.model.layers[2].state_dict(),
+    "reading a parameter": lambda kit, run, batch: first(run).detach().norm(),
+    "its data": lambda kit, run, batch: first(run).data.clone(),
+    "copying a parameter": lambda kit, run, batch: copy.deepcopy(first(run)),
+    "optimizer.state_dict": lambda kit, run, batch: run.optimizer.state_dict(),
+    "saving": lambda kit, run, batch: run.optimizer.save("nowhere"),
+}
+
+
+class TestEagerUpdates:
+    """Between the last backward and `step()` some parameters are updated and others not."""
+
+    @pytest.mark.parametrize("micro_batches", [1, 3])
+    @pytest.mark.parametrize("policy", ["tide", "all_on_gpu"])
+    def test_reads_between_the_last_backward_and_step(
+        self, kit: Any, start: Callable[..., Any], policy: str, micro_batches: int
+    ) -> None:
+        run = start("mlp", policy, update="eager", micro_batches=micro_batches)
+        kit.train_both(run.model, run.reference, run.optimizer, run.batches, steps=1, micro_batches=micro_batches)
+        batch = next(run.batches)
+        for _ in range(2):
+            for _ in range(micro_batches):
+                backward(kit, run)
+            for name, read in READS.items():
+                for guard in (torch.no_grad, torch.enable_grad):
+                    with pytest.raises(ContractError, match=r"(after|call) (optimizer\.)?step\(\)"), guard():
+                        read(kit, run, batch)
+                        raise AssertionError(f"{name} was not refused")
+            run.optimizer.step()
+            run.reference.step()
+            run.optimizer.zero_grad()
+            assert_same(kit, run)
+        kit.train_both(run.model, run.reference, run.optimizer, run.batches, steps=1, micro_batches=micro_batches)
+        assert run.session.deviations == 0
+        assert_same(kit, run)
+
+    def test_a_forward_with_gradients_before_step(self, kit: Any, eager: Any) -> None:
+        backward(kit, eager)
+        with pytest.raises(ContractError, match="a forward of <root> between the last backward and"):
+            kit.loss_of(eager.model, next(eager.batches))
+        finish(kit, eager)
+
+    def test_a_hook_that_reads_in_the_last_backward(self, kit: Any, eager: Any) -> None:
+        """Never a value that plain torch would not have: an error, or the value from before the update."""
+        steps(kit, eager)
+        names = dict(eager.model.named_parameters())
+        before = eager.model.state_dict()
+        seen: dict[str, torch.Tensor] = {}
+        refusals: list[str] = []
+
+        def look(_: torch.Tensor) -> None:
+            for name, parameter in names.items():
+                try:
+                    seen[name] = parameter.detach().clone()
+                except ContractError as error:
+                    refusals.append(str(error))
+
+        batch = next(eager.batches)
+        loss = kit.loss_of(eager.model, batch)
+        handle = names["layers.0.weight"].register_hook(look)
+        loss.backward()
+        handle.remove()
+        assert len(seen) + len(refusals) == len(names)
+        assert all(torch.equal(value, before[name]) for name, value in seen.items())
+        assert all("is read between" in text for text in refusals)
+        kit.loss_of(eager.reference.model, batch).backward()
+        finish(kit, eager)
+
+    def test_reads_before_the_last_backward(self, kit: Any, start: Callable[..., Any]) -> None:
+        """Of three micro-batches two are done: no parameter is updated, everything reads as in plain torch."""
+        run = start("mlp", "tide", update="eager", micro_batches=3)
+        batch = next(run.batches)
+        for _ in range(2):
+            for _ in range(2):
+                backward(kit, run)
+            assert_same(kit, run)
+            with torch.no_grad():
+                assert torch.equal(kit.loss_of(run.model, batch), kit.loss_of(run.reference.model, batch))
+            backward(kit, run)
+            assert_same(kit, run)  # the evaluation left the plan: every update comes in step()
+            run.optimizer.step()
+            run.reference.step()
+            run.optimizer.zero_grad()
+        kit.train_both(run.model, run.reference, run.optimizer, run.batches, steps=2, micro_batches=3)
+        assert_same(kit, run)
+
+    def test_what_logs_and_debuggers_ask(self, kit: Any, eager: Any) -> None:
+        backward(kit, eager)
+        parameter = first(eager)
+        assert f"size={tuple(parameter.shape)}" in repr(parameter)
+        assert "with eager updates" in f"{parameter}"
+        assert parameter.numel() and parameter.requires_grad and repr(eager.model)
+        finish(kit, eager)
+        assert "tensor([[" in repr(parameter)
+
+    def test_closing_then_is_reported(self, kit: Any, eager: Any, caplog: pytest.LogCaptureFixture) -> None:
+        backward(kit, eager)
+        with caplog.at_level("WARNING", logger="executor"):
+            eager.session.close()
+        assert "others do not have it" in caplog.text
+        assert all(type(p) is nn.Parameter and bool(p.isfinite().all()) for p in eager.model.parameters())
 
 
 class TestOptimizer:
