@@ -14,11 +14,24 @@ or leaves. While nothing is short, nothing is rescheduled, so a task lasts exact
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-import simpy
+from pstar_sim.errors import PstarError
 
-__all__ = ["Bandwidth", "SharedRates", "Task"]
+if TYPE_CHECKING:
+    import simpy
+
+__all__ = ["Bandwidth", "SharedRates", "Task", "new_environment"]
+
+
+def new_environment() -> simpy.Environment:
+    """A clock at zero. The one place that loads SimPy, so that a machine without it can import all the rest, and run
+    plans. Raises PstarError where simpy cannot be imported."""
+    try:
+        import simpy
+    except ModuleNotFoundError as error:
+        raise PstarError("a simulation needs the package simpy, which cannot be imported; pip install simpy") from error
+    return simpy.Environment()
 
 
 class RunningTask(Protocol):

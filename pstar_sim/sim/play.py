@@ -26,9 +26,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
-import simpy
 
 from pstar_sim.core.effects import CATEGORIES
 from pstar_sim.core.plan import Plan
@@ -36,9 +36,12 @@ from pstar_sim.core.step import COPIES, Kind, Queue
 from pstar_sim.core.timeline import ByteSample, Span, Timeline
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import PlanError
-from pstar_sim.sim.bandwidth import Bandwidth
+from pstar_sim.sim.bandwidth import Bandwidth, new_environment
 from pstar_sim.sim.memory import PLACES, Memory
 from pstar_sim.workload.workload import Workload
+
+if TYPE_CHECKING:
+    import simpy
 
 __all__ = ["Jitter", "Run", "play", "play_one"]
 
@@ -92,7 +95,7 @@ class Run:
         self.plan = plan
         self.max_iterations = max_iterations
         self.jitter = jitter
-        self.env = env or simpy.Environment()
+        self.env = env or new_environment()
         self.memory = Memory(plan)
         steps = plan.steps
         count = len(steps)

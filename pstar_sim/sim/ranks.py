@@ -19,8 +19,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-
-import simpy
+from typing import TYPE_CHECKING
 
 from pstar_sim.catalog.machine import Machine, Rank
 from pstar_sim.core.plan import Plan
@@ -28,9 +27,12 @@ from pstar_sim.core.step import COPIES, PAGEABLE, Kind, Queue, Step
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import CostModel, expected_link
 from pstar_sim.errors import PlanError
-from pstar_sim.sim.bandwidth import SharedRates
+from pstar_sim.sim.bandwidth import SharedRates, new_environment
 from pstar_sim.sim.play import Jitter, Run, play_one
 from pstar_sim.workload.workload import Workload
+
+if TYPE_CHECKING:
+    import simpy
 
 __all__ = ["classes_of", "fair_rates", "play_ranks"]
 
@@ -61,7 +63,7 @@ def play_ranks(
     if cost is not None:
         raise PlanError("ranks that differ, or every one of equal ranks, are timed by their own GPUs and links")
     members = range(count) if every_rank else [classes.index(c) for c in sorted(set(classes))]
-    env = simpy.Environment()
+    env = new_environment()
     nodes: dict[Hashable, _Node] = {}
     everyone = _Everyone(max_iterations)
     for r in members:

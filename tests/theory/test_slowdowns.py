@@ -3,16 +3,15 @@
 from collections.abc import Mapping
 
 import pytest
-import simpy
 
-from pstar_sim.sim.bandwidth import Bandwidth
+from pstar_sim.sim.bandwidth import Bandwidth, new_environment
 
 
 def ends(
     tasks: list[tuple[str, float, float]], slowdowns: Mapping[str, float], *, dram: float = 1e9, demand: float = 0.0
 ) -> list[float]:
     """When each (queue, seconds, duty) ends, all begun at 0."""
-    env = simpy.Environment()
+    env = new_environment()
     shared = Bandwidth(env, dram, True, slowdowns)
     found = [0.0] * len(tasks)
 

@@ -42,6 +42,21 @@ def test_only_the_simulator_needs_simpy_to_be_imported(module: str) -> None:
     assert not loaded(f"import pstar_sim.{module}") & {"matplotlib", "torch"}
 
 
+def test_all_but_a_simulation_works_where_simpy_is_missing() -> None:
+    """A machine that only runs plans: what the tests share is imported, a simulation names the package."""
+    code = (
+        "import sys; sys.modules['simpy'] = None\n"
+        "import pstar_sim.testing, pstar_sim.planner.compare, pstar_sim.sim.ranks\n"
+        "from pstar_sim.errors import PstarError\n"
+        "try:\n"
+        "    pstar_sim.testing.check_policy(pstar_sim.policy.registry.find_policy('all_on_gpu'), examples=20)\n"
+        "except PstarError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert "needs the package simpy, which cannot be imported; pip install simpy" in done.stdout
+
+
 def test_help_is_quick() -> None:
     """`pstar --help` answers in under 0.5 s of CPU time (best of three, so that a busy machine does not fail it)."""
     times = []
