@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 __all__ = ["LiveStorages"]
 
@@ -25,15 +26,17 @@ aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 
 
-def _flash_cpu_flops(query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+def _attention_flops(query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    """Two products per query head: scores, and scores by values. Keys and values may have fewer heads (grouped-query
+    attention): the kernel takes each for several query heads. A causal mask is not taken off, as torch has it."""
+    return int(2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
 
 
-def _flash_cpu_backward_flops(
+def _attention_backward_flops(
     grad_out: Any, query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kwargs: Any
 ) -> int:
-    shapes = (grad_out.shape, query.shape, key.shape, value.shape)
-    return int(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
+    """Five products per query head: the scores again, and the gradients of scores, values, queries and keys."""
+    return int(2 * math.prod(query.shape[:-1]) * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1]))
 
 
 def _grouped_flops(a: Any, b: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
@@ -45,11 +48,20 @@ def _grouped_flops(a: Any, b: Any, *args: Any, out_val: Any = None, **kwargs: An
     return int(2 * groups * a.shape[1] * a.shape[2] * b.shape[-1])
 
 
-# torch's registry knows the CUDA attention kernels only (the CPU ones do the same arithmetic), and no grouped products.
+# Kernels that attention is sent to; each has the same arithmetic, and a backward of the same name.
+_ATTENTION = (
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+# torch's registry lacks the CPU's attention and grouped products; its formula of attention, in torch 2.11 for one, does
+# not take grouped-query attention.
 _FLOPS: dict[Any, Callable[..., int]] = {
     **flop_registry,
-    aten._scaled_dot_product_flash_attention_for_cpu: _flash_cpu_flops,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_cpu_backward_flops,
+    **{getattr(aten, name): _attention_flops for name in _ATTENTION},
+    **{getattr(aten, f"{name}_backward"): _attention_backward_flops for name in _ATTENTION},
     aten._grouped_mm: _grouped_flops,
 }
 # Return (part of) an input's storage although their schema does not say so, or only reserve memory.

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from executor.capture import capture, capture_module
 from executor.hooks import Event, MomentClock
-from executor.measuring.live_bytes import LiveStorages
-from executor.models import build, forward_loss
+from executor.measuring.live_bytes import _FLOPS, LiveStorages
+from executor.models import build, enable_checkpointing, forward_loss
 from executor.moments import MomentRecorder, describe_parameters
 from pstar_sim.errors import ModelError
 from pstar_sim.workload.workload import Phase, UseKind, Workload
@@ -180,7 +180,7 @@ def tiny_config(kind: str) -> Any:
 def test_transformers_fake_equals_real(kind: str, checkpointing: bool) -> None:
     model = tiny_config(kind).train()
     if checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        enable_checkpointing(kind, model)
     tokens = torch.randint(0, 128, (2, 32))
     batch = {"input_ids": tokens, "labels": tokens}
     if kind == "vit":
@@ -436,3 +436,38 @@ def test_peak_with_gradients_in_place_equals_that_of_torch_memory_tracker() -> N
     beside = {str(kind): size for kind, size in row.items()}
     theirs = beside["Total"] - sum(size for kind, size in beside.items() if kind.endswith(("Parameter", "PARAM")))
     assert kept.peak_non_model_bytes == pytest.approx(theirs, rel=0.02)
+
+
+@pytest.mark.parametrize("values_wide", [4, 6])
+def test_grouped_query_attention_flops_by_hand(values_wide: int) -> None:
+    """4 query heads share 2 key heads. Batch 2, 5 queries, 7 keys, 4 wide: forward, two products for each query head;
+    backward five, of which three are as wide as the queries. Fake tensors of every kernel have the same shapes."""
+    aten = torch.ops.aten
+    query, key = torch.empty(2, 4, 5, 4, device="meta"), torch.empty(2, 2, 7, 4, device="meta")
+    value, gradient = torch.empty(2, 2, 7, values_wide, device="meta"), torch.empty(2, 4, 5, values_wide, device="meta")
+    scores = 2 * 4 * 5 * 7
+    for kernel in ("cudnn_attention", "efficient_attention", "flash_attention", "flash_attention_for_cpu"):
+        name = f"_scaled_dot_product_{kernel}"
+        assert _FLOPS[getattr(aten, name)](query, key, value) == 2 * scores * (4 + values_wide)
+        backward = _FLOPS[getattr(aten, f"{name}_backward")](gradient, query, key, value)
+        assert backward == 2 * scores * (3 * 4 + 2 * values_wide)
+
+
+def test_grouped_query_attention_is_captured() -> None:
+    """`enable_gqa`, so that the kernel itself sees fewer key heads: the real iteration agrees, and the flops are those
+    of the projections (three products each: two without the gradient of the batch) and the attention."""
+
+    class Grouped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key = nn.Linear(16, 16, bias=False), nn.Linear(16, 8, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            batch, length, _ = x.shape
+            query = self.query(x).view(batch, length, 4, 4).transpose(1, 2)
+            key = self.key(x).view(batch, length, 2, 4).transpose(1, 2)
+            return nn.functional.scaled_dot_product_attention(query, key, key, enable_gqa=True).sum()
+
+    w = both(Grouped(), torch.randn(2, 8, 16))
+    tokens, scores = 2 * 8, 2 * 4 * 8 * 8
+    assert w.flops == 2 * 2 * tokens * 16 * (16 + 8) + 2 * scores * (4 + 4) + 2 * scores * (3 * 4 + 2 * 4)
