@@ -32,6 +32,7 @@ __all__ = [
     "BuiltModel",
     "attention_kernel",
     "build",
+    "enable_checkpointing",
     "forward_loss",
     "known_masks",
     "map_tensors",
@@ -306,7 +307,7 @@ def _from_factory(
         model = model.to(TORCH_DTYPES[dtype])
         example = map_tensors(example, lambda t: t.to(TORCH_DTYPES[dtype]) if t.is_floating_point() else t)
     if checkpointing and "checkpointing" not in names:
-        _enable_checkpointing(spec, model)
+        enable_checkpointing(spec, model)
     model.train()
     sizes = [t.shape for t in tensors_of(example) if t.dim()]
     return BuiltModel(
@@ -429,7 +430,7 @@ def _from_config(
     if cls.__name__.endswith("LMHeadModel") and model.loss_type is None:
         model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning
     if checkpointing:
-        _enable_checkpointing(spec, model)
+        enable_checkpointing(spec, model)
     model.train()
     torch.manual_seed(seed)  # the batch is the same whether the parameters were initialised or are on meta
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -497,7 +498,9 @@ def _model_class(spec: str, config: Any, architecture: str | None) -> Any:
     )
 
 
-def _enable_checkpointing(spec: str, model: nn.Module) -> None:
+def enable_checkpointing(spec: str, model: nn.Module, *, reentrant: bool = False) -> None:
+    """Switch recomputation on in a model of transformers, by the name that its version has for it. Raises ModelError
+    where the model has none; `spec` is what the error calls the model."""
     enable = getattr(model, "activation_checkpointing_enable", None)
     options = "activation_checkpointing_kwargs"
     if enable is None:  # the older name
@@ -509,7 +512,7 @@ def _enable_checkpointing(spec: str, model: nn.Module) -> None:
             "factory that takes checkpointing= and calls torch.utils.checkpoint itself"
         )
     try:
-        enable(**{options: {"use_reentrant": False}})
+        enable(**{options: {"use_reentrant": reentrant}})
     except ValueError as error:
         raise ModelError(f"{spec}: {_one_line(error)}; give --no-checkpointing") from error
 

@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import executor
+from executor.models import enable_checkpointing
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Kind
 from pstar_sim.policy.registry import find_policy
@@ -518,7 +519,7 @@ class Dropped(nn.Module):
 
 
 def checkpointed(model: nn.Module, reentrant: bool) -> nn.Module:
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
+    enable_checkpointing("the test's model", model, reentrant=reentrant)
     if reentrant:
         model.enable_input_require_grads()
     return model

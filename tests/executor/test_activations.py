@@ -23,6 +23,7 @@ from executor.activations.planned import recomputing
 from executor.capture import capture_module
 from executor.devices.virtual_streams import VirtualStreams
 from executor.measuring.live_bytes import LiveStorages
+from executor.models import enable_checkpointing
 from executor.queues.serial import SerialQueues
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import COPIES
@@ -200,9 +201,9 @@ def test_dropout_is_the_same_when_a_block_runs_again(kit: Any) -> None:
     batch = draw(torch.Generator().manual_seed(9))
     kept = kit.workload_of(model, batch)
     blocks = block_names(kept)
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-    recomputed = kit.workload_of(model, batch)
-    model.activation_checkpointing_disable()
+    checkpointed = copy.deepcopy(model)
+    enable_checkpointing("gpt2", checkpointed)
+    recomputed = kit.workload_of(checkpointed, batch)
     twin = copy.deepcopy(model)
     w = offload_blocks(mix_blocks(recomputed, kept, blocks[1:]), blocks[1:2])
     plan = kit.tight_plan("tide", w, Settings())
