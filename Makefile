@@ -63,7 +63,7 @@ peers: install
 	$(BIN)/python benchmarks/peers.py
 
 # The machine's own interpreter, not $(VENV): it has the torch that fits the device.
-GPU_PYTHON := PYTHONPATH=$(CURDIR) $(if $(filter command% environment%,$(origin PYTHON)),$(PYTHON),python3)
+GPU_PYTHON := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(if $(filter command% environment%,$(origin PYTHON)),$(PYTHON),python3)
 
 gpu-test:
 	@$(GPU_PYTHON) benchmarks/gpu_test.py

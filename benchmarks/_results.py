@@ -1,4 +1,5 @@
-"""Where a benchmark leaves its figures: benchmarks/results/NAME.json, with machine, versions and date inside."""
+"""Where a benchmark leaves its figures: NAME.json in benchmarks/results or another folder, with machine, versions and
+date inside."""
 
 from __future__ import annotations
 
@@ -12,10 +13,12 @@ from pathlib import Path
 
 from pstar_sim.files import write_atomically
 
-__all__ = ["write_result"]
+__all__ = ["RESULTS", "write_result"]
+
+RESULTS = Path(__file__).resolve().parent / "results"
 
 
-def write_result(name: str, figures: Mapping[str, object]) -> Path:
+def write_result(name: str, figures: Mapping[str, object], *, folder: Path | None = None) -> Path:
     """Write the figures and say where."""
     packages = ("torch", "transformers", "numpy", "simpy", "pstar-sim")
     content = {
@@ -24,7 +27,7 @@ def write_result(name: str, figures: Mapping[str, object]) -> Path:
         "versions": {p: version for p in packages if (version := _version(p)) is not None},
         **figures,
     }
-    path = Path(__file__).parent / "results" / f"{name}.json"
+    path = (folder or RESULTS) / f"{name}.json"
     write_atomically(path, json.dumps(content, indent=1) + "\n")
     return path
 

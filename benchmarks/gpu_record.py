@@ -21,7 +21,7 @@ from typing import Any
 
 from contenders.process import Failed
 from contenders.stages import Stages
-from preflight import missing, no_cuda, report, slug
+from preflight import cannot_run, report, slug
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
@@ -120,13 +120,9 @@ def line(what: str, result: Mapping[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    if (why := no_cuda()) is not None:
-        print(f"gpu-record: skipped: {why}")
-        return 0
+    if (status := cannot_run("gpu-record", ("numpy", "scipy", "transformers"))) is not None:
+        return status
     print(report())
-    if gone := missing(("numpy", "scipy", "transformers")):
-        print(f"gpu-record: skipped: {', '.join(gone)} cannot be imported by {sys.executable}")
-        return 0
     import torch
 
     gpu = torch.cuda.get_device_name(0)

@@ -1,92 +1,162 @@
-"""`make gpu-test`: the tests marked gpu, with the current interpreter, a file at a time.
+"""`make gpu-test`, `make gpu-steady`: the tests marked gpu, with the current interpreter.
 
-A file is a stage: a run that was cut off or used up its --minutes goes on with the next one. The options of
-pyproject.toml that need plugins are left out: pytest alone is enough. Results: benchmarks/results/gpu_test.json.
+Every test's result is kept as it is known; a run that was cut off or used up its --minutes goes on where it stopped,
+from the folder --out. A test that hangs or kills its process counts as failed, with the stacks of all threads in the
+log, and the tests behind it run in a new process. Warnings are shown and kept, and fail nothing: torch has warnings of
+its own on a device. Tests marked slow run alone: `--slow`. pytest without plugins is enough.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import re
-import subprocess
+import json
 import sys
+import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from contenders.process import Failed
-from contenders.stages import Stages
-from preflight import missing, no_cuda, report
+from _keep import Keep, python_path
+from _results import RESULTS, write_result
+from preflight import cannot_run, report
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = Path(__file__).parent / "results"
-# pytest-timeout's own setting is unknown where the plugin is not: no error, then.
+BAD = frozenset({"failed", "error", "hung", "died"})
+# The evidence for streams and events comes first: where it fails, the rest says little.
+FIRST = ("TestHazards", "test_streams_equal_the_serial_order_to_the_bit")
 OPTIONS = (
-    *("-o", "addopts=", "--strict-markers", "--import-mode=importlib"),
-    *("-W", "default::pytest.PytestConfigWarning", "-p", "no:cacheprovider", "-m", "gpu", "-ra", "-q"),
+    *("-o", "addopts=", "--strict-markers", "--import-mode=importlib", "-W", "default"),
+    *(
+        "-p",
+        "_watch",
+        "-p",
+        "no:timeout",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:hypothesispytest",
+        "-p",
+        "no:cacheprovider",
+        "-ra",
+        "-q",
+    ),
+    "--continue-on-collection-errors",
 )
 
 
-def gpu_files() -> list[Path]:
+def gpu_files() -> list[str]:
     """Test files that have a test for a GPU."""
-    return sorted(p for p in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in p.read_text(encoding="utf-8"))
+    found = (p for p in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in p.read_text(encoding="utf-8"))
+    return sorted(str(p.relative_to(ROOT)) for p in found)
 
 
-def counts(output: str) -> dict[str, int]:
-    """{"passed": 12, "failed": 1, ...} of pytest's last line."""
-    lines = [line for line in output.strip().splitlines() if re.search(r"\b\d+ \w+.* in [\d.]+s", line)]
-    words = re.findall(r"(\d+) (passed|failed|skipped|errors?)", lines[-1]) if lines else []
-    return {word: int(number) for number, word in words}
+def read(partial: Path) -> list[dict[str, Any]]:
+    """Rows that are whole: a run may have been cut off while it wrote one."""
+    rows = []
+    for line in partial.read_text(encoding="utf-8").splitlines() if partial.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
 
 
-def run_file(path: Path, left_s: float) -> dict[str, Any]:
-    """Raises Failed where there was no time to finish."""
-    command = [sys.executable, "-m", "pytest", *OPTIONS, str(path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=max(left_s, 1.0), check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise Failed(f"{path.name}: no answer within {left_s:.0f} s", lasting=False) from None
-    found = counts(done.stdout)
-    if done.returncode:
-        print(done.stdout[-6000:] + done.stderr[-1000:])
-    return {"exit_status": done.returncode, "counts": found, "end": done.stdout.strip().splitlines()[-3:]}
+def results(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Test -> its last result."""
+    return {row["test"]: row for row in rows if "test" in row}
+
+
+def unfinished(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The beginning of a test that had no end when the process ended."""
+    last = next((row for row in reversed(rows) if row.keys() & {"started", "test", "cut_off"}), {})
+    return last if "started" in last else None
+
+
+def run(keep: Keep, args: argparse.Namespace) -> int:
+    """Tests left when the minutes were over."""
+    ends_s = time.monotonic() + 60 * args.minutes if args.minutes else float("inf")
+    while True:
+        done = results(read(keep.partial))
+        left_s = min(ends_s - time.monotonic(), 1e6)
+        settings = {
+            "partial": str(keep.partial.resolve()), "limit_s": args.test_limit_s, "left_s": left_s, "first": FIRST,
+            "done": sorted(done),
+        }  # fmt: skip
+        marked = f"({args.marked}) and {'slow' if args.slow else 'not slow'}"
+        status, over = keep.run(
+            [sys.executable, "-X", "faulthandler", "-m", "pytest", *OPTIONS, "-m", marked, *args.tests],
+            limit_s=left_s + 5,
+            cwd=ROOT,
+            environment={
+                "PYTHONPATH": python_path(ROOT, ROOT / "benchmarks"), "PSTAR_WATCH": json.dumps(settings),
+            },
+        )  # fmt: skip
+        rows = read(keep.partial)
+        begun = unfinished(rows)
+        if begun is None:
+            if not over and status not in (0, 1, 2, 5):
+                raise SystemExit(f"gpu-test: pytest itself ended with status {status}; see {keep.log}")
+            collected = next((row["collected"] for row in reversed(rows) if "collected" in row), 0)
+            return int(collected - sum("::" in test for test in results(rows)))
+        test = begun["started"]
+        if over:
+            keep.say(f"gpu-test: {test} had not ended when the time was up; it comes again with the next run")
+            append(keep.partial, {"cut_off": test})
+            return 1
+        why = "hung" if time.time() - begun["at_s"] >= args.test_limit_s else "died"
+        text = f"the process ended with status {status} in it; where each thread was is in {keep.log.name}"
+        append(keep.partial, {"test": test, "outcome": why, "text": text})
+        keep.say(f"gpu-test: {test} {why}: {text}; the other tests go on")
+
+
+def append(partial: Path, row: dict[str, Any]) -> None:
+    with partial.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=8.0, help="of this run; 0 for no limit")
+    parser.add_argument("--fresh", action="store_true", help="forget the tests that a run before this one did")
+    parser.add_argument("--out", type=Path, help=f"folder of what is found (default: {RESULTS.relative_to(ROOT)})")
+    parser.add_argument("--slow", action="store_true", help="the tests marked slow, and no others")
+    parser.add_argument("--test-limit-s", type=float, default=90.0, help="of a test that does not name its own limit")
+    parser.add_argument("--marked", default="gpu", help="which tests, as for pytest -m")
+    parser.add_argument("--without-device", action="store_true", help="run all the same: gpu tests are then skipped")
+    parser.add_argument("tests", nargs="*", help="files or tests (default: every file that has a test marked gpu)")
+    args = parser.parse_args(argv)
+    args.tests = args.tests or gpu_files()
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=8.0, help="of this run; 0 for no limit")
-    parser.add_argument("--fresh", action="store_true", help="forget the files that a run before this one did")
-    args = parser.parse_args(argv)
-    if (why := no_cuda()) is not None:
-        print(f"gpu-test: skipped: {why}")
-        return 0
-    print(report())
-    if gone := missing(("pytest", "numpy")):
-        print(f"gpu-test: skipped: {', '.join(gone)} cannot be imported by {sys.executable}")
-        return 0
-    partial = RESULTS / "gpu_test.partial.jsonl"
+    args = parse(argv)
+    name = "gpu-steady" if args.slow else "gpu-test"
+    if (status := cannot_run(name, ("pytest", "numpy"), device=not args.without_device)) is not None:
+        return status
+    keep = Keep(args.out or RESULTS, name.replace("-", "_"))
     if args.fresh:
-        partial.unlink(missing_ok=True)
-    stages = Stages(partial, minutes=args.minutes or None, expected_s=30.0)
-    found: dict[str, Any] = {}
-    for path in gpu_files():
-        name = str(path.relative_to(ROOT))
-        result = stages.run(name, name, lambda left_s, path=path: run_file(path, left_s))
-        if result is not None:
-            found[name] = result
-            print(f"{name}: {', '.join(f'{n} {word}' for word, n in result.get('counts', {}).items()) or result}")
-    from _results import write_result
-
-    print(f"written: {write_result('gpu_test', {'files': found, 'files_left': stages.left_out}).relative_to(ROOT)}")
-    if stages.left_out:
-        print(f"{stages.left_out} files had no time left; run the same command again and it goes on")
-    else:
-        stages.forget()
-    return int(any(result.get("exit_status") not in (0, 5) for result in found.values()))
+        keep.partial.unlink(missing_ok=True)
+    keep.say(report())
+    left = run(keep, args)
+    rows = read(keep.partial)
+    found = results(rows)
+    counts = Counter(row["outcome"] for row in found.values())
+    bad = {test: row for test, row in found.items() if row["outcome"] in BAD}
+    for test, row in bad.items():
+        keep.say(f"{row['outcome']}: {test}: {row.get('text', '').strip().splitlines()[-1]}")
+    warned = Counter(row["warned"] for row in rows if "warned" in row)
+    for warning, count in warned.most_common(20):
+        keep.say(f"warned {count} times: {warning.splitlines()[0]}")
+    figures = {"counts": counts, "tests": found, "warnings": warned, "tests_left": left}
+    keep.say(f"{name}: {', '.join(f'{n} {word}' for word, n in sorted(counts.items()))}; {left} left")
+    keep.say(f"written: {write_result(keep.name, figures, folder=args.out)}")
+    if left:
+        keep.say(f"{left} tests had no time left; run the same command again and it goes on")
+    elif args.out is None:
+        keep.partial.unlink()
+    return int(bool(bad))
 
 
 if __name__ == "__main__":

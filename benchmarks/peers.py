@@ -29,7 +29,7 @@ from contenders.room import bytes_per_param, largest_by_trial
 from contenders.rounds import interleave
 from contenders.stages import OutOfTime, Stages
 from contenders.task import CONTENDERS, Task, settings_of
-from preflight import no_cuda, report, slug
+from preflight import cannot_run, report, slug
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
@@ -538,10 +538,9 @@ def arithmetic(run: Run, timed: Mapping[str, Any], best: Mapping[str, Mapping[st
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    if args.device == "cuda" and (why := no_cuda()) is not None:
-        print(f"gpu-peers: skipped: {why}")
-        return 0
     if args.device == "cuda":
+        if (status := cannot_run("gpu-peers", ("numpy",))) is not None:
+            return status
         print(report())
     if args.device == "cuda" and args.machine is None:
         measured = ROOT / "traces" / "measured" / f"{slug(device_name('cuda'))}.toml"

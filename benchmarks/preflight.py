@@ -11,7 +11,10 @@ import re
 import sys
 from collections.abc import Sequence
 
-__all__ = ["missing", "no_cuda", "report", "slug"]
+__all__ = ["NO_DEVICE", "NO_PACKAGE", "cannot_run", "missing", "no_cuda", "report", "slug"]
+
+# Exit statuses of the scripts, beside 0 and 1 for what they found.
+NO_DEVICE, NO_PACKAGE = 3, 4
 
 # Package -> what needs it.
 NEEDED_FOR = {
@@ -43,7 +46,7 @@ def no_cuda() -> str | None:
     import torch
 
     if not torch.cuda.is_available():
-        return f"torch {torch.__version__} finds no CUDA device"
+        return f"no CUDA device (torch {torch.__version__} finds none)"
     return None
 
 
@@ -65,6 +68,17 @@ def _version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "(version unknown)"
+
+
+def cannot_run(name: str, packages: Sequence[str], *, device: bool = True) -> int | None:
+    """The exit status of a script that cannot run here, said in one line; None where it can."""
+    if device and (why := no_cuda()) is not None:
+        print(f"{name}: skipped: {why}")
+        return NO_DEVICE
+    if gone := missing(packages):
+        print(f"{name}: skipped: {', '.join(gone)} cannot be imported by {sys.executable}")
+        return NO_PACKAGE
+    return None
 
 
 if __name__ == "__main__":

@@ -6,11 +6,14 @@ import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
+
+from _keep import python_path
 
 from contenders.memory import host_bytes
 from contenders.task import Task
@@ -52,7 +55,8 @@ class Process:
             cwd=BENCHMARKS,
             env={
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join((str(BENCHMARKS.parent), str(BENCHMARKS))),
+                "PYTHONPATH": python_path(BENCHMARKS.parent, BENCHMARKS),
+                "PYTHONFAULTHANDLER": "1",
                 "OMP_NUM_THREADS": str(task.threads),
                 **environment,
             },
@@ -73,7 +77,7 @@ class Process:
         while not line.endswith(b"\n"):
             left_s = give_up_s - time.perf_counter()
             if left_s <= 0:
-                self.kill()
+                self.abort()
                 raise Failed(f"no answer within {timeout_s:.0f} s", lasting=False)
             if self._most_host_bytes is not None and host_bytes(self._process.pid) > self._most_host_bytes:
                 self.kill()
@@ -101,6 +105,14 @@ class Process:
         if self._process.stdout is not None:
             self._process.stdout.close()
         self._output.close()
+
+    def abort(self) -> None:
+        """End it by SIGABRT, on which faulthandler writes where each thread stands."""
+        self._process.send_signal(signal.SIGABRT)
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self.kill()
 
     def kill(self) -> None:
         self._process.kill()

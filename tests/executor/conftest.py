@@ -11,6 +11,7 @@ import importlib
 import itertools
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from torch import nn
 
 import executor
 from executor.capture import capture_module
+from executor.models import enable_checkpointing
 from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit
@@ -152,7 +154,7 @@ def _hf(name: str, checkpointing: bool) -> tuple[nn.Module, Callable[[torch.Gene
         model = transformers.BertForMaskedLM(config)
     model.config.use_cache = False
     if checkpointing:
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        enable_checkpointing(name, model)
     model.train()
     return model, _text
 
@@ -312,6 +314,26 @@ def _streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         )
 
     monkeypatch.setattr("executor.devices.device.VirtualBackend", with_streams)
+
+
+def waits_of_training(monkeypatch: pytest.MonkeyPatch, owners: Sequence[tuple[Any, str]]) -> list[str]:
+    """Grows by each call of an owner's `synchronize` in the calling thread or in one that Python did not start:
+    backward on a device runs in a thread of autograd's own. The executor's own threads may wait."""
+    mine = threading.get_ident()
+    waits: list[str] = []
+    for owner, word in owners:
+        plain = owner.synchronize
+
+        def noted(*given: Any, _plain: Any = plain, _word: str = word, **more: Any) -> Any:
+            thread = threading.current_thread()
+            if thread.ident == mine:
+                waits.append(_word)
+            elif isinstance(thread, threading._DummyThread):
+                waits.append(f"{_word}, in backward's own thread")
+            return _plain(*given, **more)
+
+        monkeypatch.setattr(owner, "synchronize", noted)
+    return waits
 
 
 @pytest.fixture

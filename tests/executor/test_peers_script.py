@@ -11,12 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from pstar_sim.core.step import Place
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device: these would run for minutes")
 
 
 @pytest.fixture
@@ -70,16 +68,6 @@ class TestArguments:
         config = load("contenders.zero").config_of(made, load("contenders.task").settings_of("zero3"))
         assert config["gradient_accumulation_steps"] == 4 and config["gradient_clipping"] == 1.0
         assert config["zero_optimization"]["sub_group_size"] == 10**8 and config["bf16"] == {"enabled": True}
-
-
-@NO_CUDA
-@pytest.mark.parametrize(("script", "argv"), [("gpu_test", []), ("gpu_record", []), ("peers", ["--device", "cuda"])])
-def test_without_a_device_there_is_one_line(
-    load: Callable[[str], Any], script: str, argv: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert load(script).main(argv) == 0
-    word = "gpu-peers" if script == "peers" else script.replace("_", "-")
-    assert capsys.readouterr().out == f"{word}: skipped: torch {torch.__version__} finds no CUDA device\n"
 
 
 def test_what_is_missing_is_named(load: Callable[[str], Any]) -> None:

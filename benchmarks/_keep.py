@@ -1,0 +1,105 @@
+"""Where a script for a machine with a GPU leaves what it finds: a folder that is complete at any moment, because such a
+machine may go away at any moment.
+
+Files: NAME.partial.jsonl (results, a line as each is known; the script goes on from them), NAME.log (everything that
+was said, by child processes too), NAME.json (the end). No file grows beyond FILE_BYTES.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+__all__ = ["FILE_BYTES", "Keep", "python_path"]
+
+FILE_BYTES = 16 << 20
+_GRACE_S = 10.0  # between the signal that makes a process say where it stands and the one that ends it
+
+
+def python_path(*folders: Path) -> str:
+    """PYTHONPATH with these folders before what is there: it may name packages that were carried along."""
+    there = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([*map(str, folders), *([there] if there else [])])
+
+
+class Keep:
+    """folder: made where it is not there. name: of the script's files in it."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.name = folder, name
+        self.partial = folder / f"{name}.partial.jsonl"
+        self.log = folder / f"{name}.log"
+        self._lock = threading.Lock()
+
+    def say(self, line: str) -> None:
+        """Print a line, and keep it."""
+        print(line, flush=True)
+        self.note(line)
+
+    def note(self, line: str) -> None:
+        """Keep a line. What does not fit the log any more is only printed, and a last line says so."""
+        data = (line + "\n").encode("utf-8", errors="replace")
+        with self._lock, self.log.open("ab") as file:
+            room = FILE_BYTES - 200 - file.tell()
+            if len(data) <= room:
+                file.write(data)
+            elif room > 0:
+                file.write(b"(the log is full)\n".rjust(room + 1, b"."))
+
+    def run(
+        self, command: Sequence[str], *, limit_s: float, cwd: Path, environment: Mapping[str, str] | None = None
+    ) -> tuple[int, bool]:
+        """(exit status, whether its time was up) of a process whose output is said line by line.
+
+        A process whose time is up first gets SIGABRT, on which Python (by faulthandler, in whatever C code it hangs)
+        writes where each thread stands; then all that it started is killed.
+        """
+        process = subprocess.Popen(
+            list(command),
+            cwd=cwd,
+            env={**os.environ, **(environment or {}), "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        over = threading.Event()
+        done = threading.Event()
+
+        def end_it() -> None:
+            if done.wait(max(limit_s, 1.0)):
+                return
+            over.set()
+            if process.poll() is None:
+                process.send_signal(signal.SIGABRT)
+                done.wait(_GRACE_S)
+            _kill_group(process.pid)
+
+        guard = threading.Thread(target=end_it, daemon=True)
+        guard.start()
+        try:
+            for line in process.stdout:
+                self.say(line.rstrip("\n"))
+            status = process.wait()
+        finally:
+            done.set()
+            guard.join()
+            _kill_group(process.pid)
+            process.stdout.close()
+        return status, over.is_set()
+
+
+def _kill_group(leader: int) -> None:
+    """Also what the process started: a grandchild would keep the device, and the pipe, open."""
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # all have ended
