@@ -38,7 +38,7 @@ from executor.driving.drive import Driver, Loss, StepResult
 from executor.hooks import Event, MomentClock, tensors_of
 from executor.measuring.live_bytes import LiveStorages
 from executor.measuring.measure import Measured, Watch, measure_iteration, unseen
-from executor.measuring.measured import IterationLog, StepLog, build_timeline
+from executor.measuring.measured import IterationLog, Moved, StepLog, build_timeline
 from executor.measuring.status import Status, status_of
 from executor.memory.arena import Arena, check_host_memory
 from executor.memory.contents import Contents, Update
@@ -275,6 +275,7 @@ class Session:
         """Begin the next iteration: the queues may fetch what its first moments need."""
         self.arena.set_tide(self.cut_tide)
         self.queues.pause()
+        self.moved = Moved(self.backend.copied_bytes)  # without what it took to get here
         self.queues.start(self.program, self)
         if self.iteration:
             self.queues.jump(self.iteration - 1)
@@ -638,7 +639,10 @@ class Session:
 
     def next_iteration(self, *, on_plan: bool = True) -> None:
         """The iteration's compute is over; the side queues go on with its steps and begin the next one's."""
-        self.logs.append(IterationLog(self.iteration, self._now(), on_plan, self.backend.copied_bytes))
+        self.logs.append(IterationLog(self.iteration, self._now(), on_plan))
+        if not on_plan:
+            self.moved.others(self.iteration, self.backend.copied_bytes)
+        self.moved.forget(self.logs[0].number)
         self.last_update = self._updates.get(self.iteration, self.last_update)
         self._updates.pop(self.iteration - 2, None)
         self._early_of.pop(self.iteration - 2, None)
@@ -731,6 +735,7 @@ class Session:
         if step.kind in COPIES:
             copied_bytes = self.stashes.copied_bytes(step.queue) - before
             self._steps[i, iteration].copied_bytes = copied_bytes + ahead_bytes
+            self.moved.step(iteration, step.queue.value, copied_bytes + ahead_bytes)
 
     def finish(self, i: int, iteration: int) -> None:
         if self.plan.steps[i].stash is None:
@@ -748,8 +753,10 @@ class Session:
         self._outstanding = set()
 
     def timeline(self) -> Timeline:
-        """What the last iterations on plan did, in the simulator's schema. Raises PlanError before the first has
-        run."""
+        """What the last iterations on plan did, in the simulator's schema; waits for their last copies and updates.
+        Raises PlanError before the first has run."""
+        if not self.closed:
+            self.queues.settle(self.iteration - 1)
         steps, iterations, changes = self.queues.measured(list(self.span_log), list(self.logs), list(self.arena.log))
         return build_timeline(self.plan, steps, iterations, changes, self.first_s)
 

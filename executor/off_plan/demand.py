@@ -610,6 +610,7 @@ class Demand:
                 if s.ranks is not None:
                     raise s.ladder.ends_ranks(error) from error
                 s.ladder.note(error, "a new plan is made from where everything is")
+        s.moved.others(s.iteration, s.backend.copied_bytes)
         self.visiting = False
         self._before_visit = None
         if s.ladder.pending:
