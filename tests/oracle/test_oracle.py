@@ -1,0 +1,21 @@
+"""The simulator against the frozen one of the first edition, on random plans: seconds, bytes, peaks, causes, spans.
+`python benchmarks/oracle.py` does the same for a thousand."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import comparison
+import pytest
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_random_plans_take_the_same_time_and_bytes(part: int) -> None:
+    for number, plan in islice(comparison.plans(f"oracle {part}"), 6):
+        for jitter in (None, comparison.jitter_of(number, plan)):
+            assert not comparison.compare(plan, jitter), number
+
+
+def test_a_circle_of_waits_is_refused_with_the_same_words() -> None:
+    for number, plan in islice(comparison.plans("deadlock"), 5):
+        assert not comparison.both_refuse(comparison.deadlocked(plan)), number
