@@ -36,12 +36,14 @@ they share one); that such traffic also slows the copies to the host down is lef
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
 from pstar_sim.catalog.curves import best_rate, rate_at
 from pstar_sim.catalog.machine import Gpu, Link, Machine
 from pstar_sim.core.layout import Layout
+from pstar_sim.core.rules import Columns, Rates
 from pstar_sim.core.step import PAGEABLE, Kind, Step
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.workload import Workload
@@ -274,3 +276,21 @@ class CostModel:
     def dram_bytes(self, step: Step) -> int:
         """Bytes that the step moves through host DRAM: a copy's bytes once, Adam's `step.bytes`, otherwise 0."""
         return step.bytes if step.kind in _ON_HOST else 0
+
+    def columns(self, steps: Sequence[Step]) -> Columns:
+        """What each of the steps takes, for `follow`."""
+        slowed = bool(self.machine.slowdowns)
+        return Columns(
+            seconds=[self.seconds(step) for step in steps],
+            dram_bytes=[self.dram_bytes(step) for step in steps],
+            duty=[self.duty(step) for step in steps] if slowed else [1.0] * len(steps),
+        )
+
+    def rates(self) -> Rates:
+        """What the steps of one rank share, while the other ranks of its node do the same."""
+        machine = self.machine
+        return Rates(
+            dram_bytes_per_s=machine.host.dram_bytes_per_s / machine.local_ranks,
+            duplex=machine.link.duplex,
+            slowdowns=machine.slowdowns,
+        )

@@ -3,7 +3,7 @@
 Chunks are pinned (states on the GPU for ever), streamed (states come for one update) or updated on the CPU; a roofline
 says how many of each, they are interleaved through the layers, and the event loop plays neighbouring numbers and knobs
 (search.py). Where the caller leaves the chunk size open a few sizes are tried, and the most promising searches go on.
-What was found is replayed (replay.py) beside the plans of the other policies, and the fastest is taken: under this
+What was found is followed (pace.py) beside the plans of the other policies, and the fastest is taken: under this
 name, and `choices` say whose it is.
 
 [Note: what is left] The largest gaps to the fluid bound (benchmarks/optimal.py) are those of short iterations in which
@@ -25,9 +25,9 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy.emission import emit
 from pstar_sim.policy.ground import Ground
+from pstar_sim.policy.pace import period_s
 from pstar_sim.policy.points import Coordinates, Point, point_options
 from pstar_sim.policy.program import Attempt
-from pstar_sim.policy.replay import period_s
 from pstar_sim.policy.search import Search
 from pstar_sim.policy.zero_infinity import zero_infinity
 from pstar_sim.units import format_bytes, format_s
@@ -88,7 +88,7 @@ def optimal(workload: Workload, machine: Machine, settings: Settings, **changes:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A plan, whose it is, and its replayed seconds. pins_alone_s: what the closed form allows without streams."""
+    """A plan, whose it is, and its seconds as followed. pins_alone_s: what the closed form allows without streams."""
 
     seconds: float
     of: str
@@ -168,7 +168,7 @@ def _own(
         assert reason is not None
         raise reason
     search = min(searches, key=lambda search: search.seconds)
-    for attempt in search.fastest:  # replayed, since the event loop's own figure is a prediction
+    for attempt in search.fastest:  # followed, since the event loop's own figure is a prediction
         plan = emit(search.ground, attempt, _choices(search, attempt, tried))
         yield _Found(period_s(plan), name, plan, search.alone_s)
 

@@ -64,6 +64,7 @@ class Memory:
     """The bytes now, per place and category, a log of every change, and what each step of the plan changes.
 
     log: (time_s, cell, change in bytes), where cell // len(CATEGORIES) is the place and the rest the category.
+    marks: (length of the log, the cells) whenever the compute queue ended an iteration.
     Raises PlanError from `start` and `end` for a step that takes what is there, frees what is not, needs what is
     absent, or brings a place over the plan's budget.
     """
@@ -76,6 +77,7 @@ class Memory:
         self._place: list[int] = []
         self._home: list[int] = []  # category by list
         self.log: list[tuple[float, int, int]] = []
+        self.marks: list[tuple[int, list[int]]] = []
         self.cells = [0] * (len(PLACES) * _CELLS)
         self._used = [0] * len(PLACES)
         self._budget = [plan.gpu_budget_bytes, plan.host_budget_bytes, plan.nvme_budget_bytes]
@@ -137,6 +139,10 @@ class Memory:
                 self._change(now_s, self._place[payload], self._category[payload], -self._size[payload])
             elif not effect.lenient:
                 raise PlanError(f"{self._word(step)} frees {name_of(self._names[payload])}, which is not there")
+
+    def iteration(self) -> None:
+        """The compute queue has ended an iteration."""
+        self.marks.append((len(self.log), list(self.cells)))
 
     def _become(self, payload: int, category: int, now_s: float) -> None:
         old = self._category[payload]

@@ -17,24 +17,28 @@ stretched by it, its bytes are. What a calibrated machine measured of queues slo
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pstar_sim.catalog.machine import Machine, Rank
+from pstar_sim.core.follow import Record, deadlock
 from pstar_sim.core.plan import Plan
+from pstar_sim.core.program import Program
+from pstar_sim.core.rules import Rates, is_steady
 from pstar_sim.core.step import COPIES, PAGEABLE, Kind, Queue, Step
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import CostModel, expected_link
-from pstar_sim.errors import PlanError
-from pstar_sim.sim.bandwidth import SharedRates, new_environment
-from pstar_sim.sim.play import Jitter, Run, play_one
+from pstar_sim.errors import PlanError, PstarError
+from pstar_sim.sim.memory import Memory
+from pstar_sim.sim.outcome import timeline
+from pstar_sim.sim.play import Jitter, play_one
 from pstar_sim.workload.workload import Workload
 
 if TYPE_CHECKING:
     import simpy
 
-__all__ = ["classes_of", "fair_rates", "play_ranks"]
+__all__ = ["classes_of", "fair_rates", "new_environment", "play_ranks"]
 
 
 def play_ranks(
@@ -79,6 +83,18 @@ def play_ranks(
             raise run.deadlock()
     timelines = [run.timeline() for run in everyone.runs]
     return max(timelines, key=lambda t: t.iteration_s)
+
+
+def new_environment() -> simpy.Environment:
+    """A clock at zero. The one place that loads SimPy, so that a machine without it can import all the rest, and run
+    and simulate plans of equal ranks. Raises PstarError where simpy cannot be imported."""
+    try:
+        import simpy
+    except ModuleNotFoundError as error:
+        raise PstarError(
+            "a simulation of ranks that differ needs the package simpy, which cannot be imported; pip install simpy"
+        ) from error
+    return simpy.Environment()
 
 
 def _check_workloads(plan: Plan, workloads: Sequence[Workload]) -> None:
@@ -186,8 +202,8 @@ class _Everyone:
                 run.steady, run.stopped, run.last = steady, True, k
 
 
-class _RankRun(Run):
-    """One rank among others."""
+class _RankRun:
+    """One rank among others: one SimPy process per queue, each running its steps in order."""
 
     def __init__(
         self,
@@ -201,45 +217,89 @@ class _RankRun(Run):
         share: _Share,
         everyone: _Everyone,
     ) -> None:
-        super().__init__(plan, cost, max_iterations, jitter, env)
+        self.plan = plan
+        self.env = env
+        self.jitter = jitter
+        self.max_iterations = max_iterations
         self.rank = rank
         self.node = node
         self.share = share
         self.everyone = everyone
         self.through = -1
-        self.arrived = [list(row) for row in self.begun]
+        self.steady = self.stopped = False
+        self.last = max_iterations - 1
+        self.memory = Memory(plan)
+        self.program = program = Program.of(plan)
+        self.columns = cost.columns(plan.steps)
+        self.record = record = Record.empty(program, max_iterations, shared=True)
+        record.arrived = [list(row) for row in record.begun]
         collectives = (Kind.GATHER, Kind.REDUCE_SCATTER)
-        self.meets = frozenset(i for i, step in enumerate(plan.steps) if step.kind in collectives)
+        self.meets = frozenset(i for i, kind in enumerate(program.kinds) if kind in collectives)
         self.wire_s = [_wire_s(step, cost) for step in plan.steps]
-        self.bandwidth = node  # type: ignore[assignment]  # it has dram_lost_s; `_work` is this class's own
+        self.done = [0] * len(program.ids)  # iterations in which the step has ended
+        self.waiters: list[list[simpy.Event]] = [[] for _ in program.ids]
+        self.at: dict[int, tuple[int, int]] = {}  # where a queue stands: (step, iteration)
+        self.queues_done = [0] * max_iterations
+        for q in range(len(program.queues)):
+            env.process(self._run_queue(q))
 
-    def _rates_may_be_short(self) -> bool:
-        return True
-
-    def _work(self, i: int, duration: float) -> simpy.Event:
-        step = self.plan.steps[i]
-        wire_s = self.wire_s[i] * (duration / self.seconds[i])
-        return self.node.join(_Task(self, step, duration, wire_s, self.dram[i], self.env.event()))
-
-    def _meet(self, i: int, k: int, duration: float) -> simpy.Event:
-        self.arrived[k][i] = self.env.now
-        event = self.env.event()
-        self.everyone.meet(i, k, duration, event)
-        return event
-
-    def _iteration_ended(self, k: int) -> None:
-        self.through = k
-        self.everyone.iteration_ended(k)
+    def _run_queue(self, q: int) -> Generator[simpy.Event, float, None]:
+        env, memory, record, done, waiters = self.env, self.memory, self.record, self.done, self.waiters
+        seconds, dram = self.columns.seconds, self.columns.dram_bytes
+        for k in range(self.max_iterations):
+            for i in self.program.order[q]:
+                if self.stopped:
+                    return
+                record.ready[k][i] = env.now
+                self.at[q] = (i, k)
+                for j, back in self.program.waits[i]:
+                    while done[j] < k + 1 - back:
+                        wake = env.event()
+                        waiters[j].append(wake)
+                        yield wake
+                        record.waited_for[k][i] = j
+                duration = seconds[i]
+                if self.jitter is not None:
+                    duration *= self.jitter(self.program.ids[i], k)
+                record.arrived[k][i] = env.now
+                if i in self.meets:
+                    met = env.event()
+                    self.everyone.meet(i, k, duration, met)
+                    duration = yield met
+                record.begun[k][i] = env.now
+                memory.start(i, env.now)
+                if duration > 0:
+                    if dram[i]:
+                        lost = self.node.dram_lost_s
+                        wire_s = self.wire_s[i] * (duration / seconds[i])
+                        yield self.node.join(_Task(self, self.plan.steps[i], duration, wire_s, dram[i], env.event()))
+                        record.dram_lost[k][i] = self.node.dram_lost_s - lost
+                    else:
+                        yield env.timeout(duration)
+                record.ended[k][i] = env.now
+                memory.end(i, env.now)
+                done[i] += 1
+                for event in waiters[i]:
+                    event.succeed()
+                waiters[i].clear()
+            if q == self.program.compute:
+                memory.iteration()
+            self.queues_done[k] += 1
+            if self.queues_done[k] == len(self.program.queues):
+                self.through = k
+                self.everyone.iteration_ended(k)
+        del self.at[q]
 
     def even(self, k: int) -> bool:
-        return self._pace_is_even(k)
+        return is_steady(self.record.ended[k], self.record.ended[k - 1])
+
+    def deadlock(self) -> PlanError:
+        return deadlock(self.program, self.at, self.done)
 
     def timeline(self) -> Timeline:
-        for begun, arrived in zip(self.begun, self.arrived):
-            for i in range(len(begun)):
-                if i not in self.meets:
-                    arrived[i] = begun[i]
-        return super().timeline()
+        self.record.steady = self.steady
+        self.record.cut(self.last)
+        return timeline(self.plan, self.record, self.memory)
 
 
 def _wire_s(step: Step, cost: CostModel) -> float:
@@ -259,7 +319,7 @@ class _Task:
     __slots__ = ("demand", "done", "left_s", "nominal_s", "rank", "speed", "step", "version", "wire_s")
 
     def __init__(
-        self, rank: _RankRun, step: Step, nominal_s: float, wire_s: float, dram_bytes: int, done: simpy.Event
+        self, rank: _RankRun, step: Step, nominal_s: float, wire_s: float, dram_bytes: float, done: simpy.Event
     ) -> None:
         self.rank = rank
         self.step = step
@@ -272,17 +332,66 @@ class _Task:
         self.version = 0
 
 
-class _Node(SharedRates[_Task]):
-    """What runs on the ranks of one node, and how fast: [Note: shared rates] of bandwidth.py for all of them together,
-    and [Note: PCIe switches]."""
+class _Node:
+    """What runs on the ranks of one node, and how fast: [Note: shared rates] of core/rules.py for all of them together,
+    and [Note: PCIe switches]. dram_lost_s: integral over time of (1 - DRAM share), which tells how much of any interval
+    was lost to DRAM being short."""
 
     def __init__(self, env: simpy.Environment, dram_bytes_per_s: float, root_bytes_per_s: float | None) -> None:
-        super().__init__(env, dram_bytes_per_s)
+        self.env = env
+        self.rates = Rates(dram_bytes_per_s=dram_bytes_per_s)
         self.root_bytes_per_s = root_bytes_per_s
+        self._tasks: list[_Task] = []
+        self._since_s = 0.0
+        self._share = 1.0
+        self._lost_s = 0.0
+
+    @property
+    def dram_lost_s(self) -> float:
+        return self._lost_s + (self.env.now - self._since_s) * (1.0 - self._share)
+
+    def join(self, task: _Task) -> simpy.Event:
+        """Start the task; the event succeeds when it has ended."""
+        self._settle()
+        self._tasks.append(task)
+        self._retime()
+        return task.done
+
+    def _settle(self) -> None:
+        """Book the progress made at the old speeds."""
+        now = self.env.now
+        elapsed = now - self._since_s
+        if elapsed > 0:
+            self._lost_s += elapsed * (1.0 - self._share)
+            for task in self._tasks:
+                task.left_s -= elapsed * task.speed
+        self._since_s = now
+
+    def _retime(self) -> None:
+        """New speeds for the tasks that run now; a new alarm for each task whose speed changed."""
+        for task, speed in zip(self._tasks, self._speeds()):
+            if speed != task.speed:
+                task.speed = speed
+                task.version += 1
+                alarm = self.env.timeout(max(0.0, task.left_s) / speed)
+                assert alarm.callbacks is not None
+                alarm.callbacks.append(self._alarm(task, task.version))
+
+    def _alarm(self, task: _Task, version: int) -> Callable[[simpy.Event], None]:
+        def ring(_: simpy.Event) -> None:
+            if task.version == version:
+                self._settle()
+                self._tasks.remove(task)
+                task.version += 1
+                self._retime()
+                task.done.succeed()
+
+        return ring
 
     def _speeds(self) -> list[float]:
         on_links = self._on_links()
-        self._share_dram(sum(t.demand * speed * t.rank.share.in_node for t, speed in zip(self._tasks, on_links)))
+        wanted = sum(t.demand * speed * t.rank.share.in_node for t, speed in zip(self._tasks, on_links))
+        self._share = self.rates.share_of_dram(wanted)
         return [on_link * self._share for on_link in on_links]
 
     def _on_links(self) -> list[float]:

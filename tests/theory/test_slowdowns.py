@@ -4,26 +4,38 @@ from collections.abc import Mapping
 
 import pytest
 
-from pstar_sim.sim.bandwidth import Bandwidth, new_environment
+from pstar_sim.core.follow import follow
+from pstar_sim.core.program import Program
+from pstar_sim.core.rules import Columns, Rates
+from pstar_sim.core.step import Kind, Queue
 
 
 def ends(
     tasks: list[tuple[str, float, float]], slowdowns: Mapping[str, float], *, dram: float = 1e9, demand: float = 0.0
 ) -> list[float]:
-    """When each (queue, seconds, duty) ends, all begun at 0."""
-    env = new_environment()
-    shared = Bandwidth(env, dram, True, slowdowns)
-    found = [0.0] * len(tasks)
-
-    def work(i: int) -> object:
-        queue, seconds, duty = tasks[i]
-        yield shared.run(seconds, demand * seconds, queue in ("h2d", "d2h"), queue=queue, duty=duty)
-        found[i] = env.now
-
-    for i in range(len(tasks)):
-        env.process(work(i))  # type: ignore[arg-type]
-    env.run()
-    return found
+    """When each (queue, seconds, duty) ends, all begun at 0: one step per queue, and behind it one that takes no time
+    and waits for all of them, so that the next iteration begins when every task has ended."""
+    count = len(tasks)
+    names = [Queue(queue) for queue, _, _ in tasks]
+    copies = [queue in (Queue.H2D, Queue.D2H) for queue in names]
+    program = Program(
+        ids=tuple(range(2 * count)),
+        kinds=(Kind.COMPUTE,) * (2 * count),
+        queues=tuple(names),
+        queue_of=(*range(count), *range(count)),
+        order=tuple((i, count + i) for i in range(count)),
+        waits=((),) * count + (tuple((i, 0) for i in range(count)),) * count,
+        copies=(*copies, *copies),
+        lanes=tuple(name.value for name in names) * 2,
+        compute=0,
+    )
+    nothing = [0.0] * count
+    columns = Columns(
+        seconds=[*(seconds for _, seconds, _ in tasks), *nothing],
+        dram_bytes=[*(demand * seconds for _, seconds, _ in tasks), *nothing],
+        duty=[*(duty for _, _, duty in tasks), *nothing],
+    )
+    return follow(program, columns, Rates(dram_bytes_per_s=dram, slowdowns=slowdowns)).ended[0][:count]
 
 
 def test_alone_nothing_is_slowed_down() -> None:

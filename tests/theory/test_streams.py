@@ -18,9 +18,9 @@ from pstar_sim.policy.course import Knobs, Modes
 from pstar_sim.policy.emission import emit
 from pstar_sim.policy.ground import Ground
 from pstar_sim.policy.modes import interleave
+from pstar_sim.policy.pace import period_s
 from pstar_sim.policy.points import Point
 from pstar_sim.policy.program import attempt
-from pstar_sim.policy.replay import period_s
 from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload
 from pstar_sim.units import MIB

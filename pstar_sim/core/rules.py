@@ -1,0 +1,108 @@
+"""The rules by which queues work beside each other, each once: rates that are shared, and when a run is steady.
+
+[Note: shared rates] A copy or a CPU Adam running alone progresses at speed 1 (nominal seconds per second). Two things
+slow it down. On a half-duplex link, h2d and d2h running together get half of the link each. And when all steps that
+touch host DRAM want more bytes per second together than DRAM has, all of them slow down by the same factor: DRAM
+bandwidth / sum of demands, where the demand of a step is its DRAM bytes over its nominal seconds, at its speed on the
+link. On a calibrated machine each also slows the others down by what was measured (`Machine.slowdowns`): the speed of a
+step is 1 / product of the factors of those it runs beside, where one that is busy for a part `duty` of its time (a copy
+over a throttled link) counts by that part, and is itself slowed down only where its busy part outgrows the rest. Both
+describe shortage of the same things, so the lower of the two speeds holds. Speeds change only when a step that shares
+something begins or ends.
+
+[Note: when an iteration is steady] The next iteration depends on the last one only through the times at which its steps
+ended. So iteration k is steady when every step ended the same time after its namesake of k-1 as every other step (to
+1e-9 of the period): from there on the plan repeats for ever with that period. An equal distance between the last
+compute steps of the iterations would not do: a CPU Adam that falls behind a little each iteration would hide in it. A
+plan that is still not steady after the last iteration (such a backlog, or jitter) is given the pace of its slowest
+queue over the later half of the run: that is the pace the others fall into once the slack is used up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pstar_sim.core.program import Program
+
+__all__ = ["TOLERANCE", "Columns", "Rates", "is_steady", "pace_s"]
+
+TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """What the steps of a program take: nominal seconds, bytes through host DRAM, and the busy part of the seconds."""
+
+    seconds: Sequence[float]
+    dram_bytes: Sequence[float]
+    duty: Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """What the steps of one rank share. dram_bytes_per_s: of the rank. slowdowns: "A_while_B" -> factor, A and B being
+    names of queues."""
+
+    dram_bytes_per_s: float
+    duplex: bool = True
+    slowdowns: Mapping[str, float] = field(default_factory=dict)
+
+    def may_be_short(self, program: Program, columns: Columns, *, jitter: bool = False) -> bool:
+        """Whether anything could ever be short, so that shared rates have to be followed at all."""
+        if not self.duplex or self.slowdowns:
+            return True
+        most = [0.0] * len(program.queues)
+        for q, size, seconds in zip(program.queue_of, columns.dram_bytes, columns.seconds):
+            if size:
+                if seconds <= 0 or jitter:
+                    return True
+                most[q] = max(most[q], size / seconds)
+        return sum(most) > self.dram_bytes_per_s
+
+    def shares(self, seconds: float, dram_bytes: float) -> bool:
+        """Whether a step of these seconds and bytes shares anything."""
+        return seconds > 0 and bool(dram_bytes or self.slowdowns)
+
+    def share_of_dram(self, wanted_bytes_per_s: float) -> float:
+        """The factor by which all steps that want this much of DRAM together slow down."""
+        return min(1.0, self.dram_bytes_per_s / wanted_bytes_per_s) if wanted_bytes_per_s > 0 else 1.0
+
+    def speeds(
+        self, queues: Sequence[str], demands: Sequence[float], copies: Sequence[bool], duty: Sequence[float]
+    ) -> tuple[list[float], float]:
+        """Speed of each of the steps that share something now, and the share of DRAM that each gets. Of each: the name
+        of its queue, bytes per second it wants of DRAM, whether it crosses the link, its duty."""
+        halved = 0.5 if sum(copies) > 1 and not self.duplex else 1.0
+        on_link = [halved if copy else 1.0 for copy in copies]
+        share = self.share_of_dram(sum(demand * speed for demand, speed in zip(demands, on_link)))
+        if not self.slowdowns:
+            return [share * speed for speed in on_link], share
+        return [min(share, self._beside(n, queues, duty)) * speed for n, speed in enumerate(on_link)], share
+
+    def _beside(self, n: int, queues: Sequence[str], duty: Sequence[float]) -> float:
+        """Speed of the n-th step beside the others, by the measured factors."""
+        factor = 1.0
+        for p, other in enumerate(queues):
+            if p != n:
+                alone = self.slowdowns.get(f"{queues[n]}_while_{other}", 1.0)
+                factor *= 1 + (alone - 1) * duty[p]
+        return 1 / max(1.0, factor * duty[n])
+
+
+def is_steady(ended: Sequence[float], before: Sequence[float]) -> bool:
+    """Whether all steps ended equally long after their namesakes of the iteration before."""
+    shift = np.subtract(ended, before)
+    return bool(shift.max() - shift.min() <= TOLERANCE * shift.max())
+
+
+def pace_s(program: Program, ended: Sequence[Sequence[float]], *, steady: bool) -> float:
+    """Seconds per iteration after the last of `ended`, rows of ends per iteration (at least two)."""
+    k = len(ended) - 1
+    if steady:
+        last = program.order[program.compute][-1]
+        return ended[k][last] - ended[k - 1][last]
+    half = max(1, k // 2)
+    return max((ended[k][row[-1]] - ended[k - half][row[-1]]) / half for row in program.order)

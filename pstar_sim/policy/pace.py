@@ -1,0 +1,20 @@
+"""period_s: the pace of a finished plan, by the rules of the simulator.
+
+The event loop predicts what it decides while it decides; here nothing is decided any more, so that plans of any
+policy can be compared by the figure that the simulator will find.
+"""
+
+from __future__ import annotations
+
+from pstar_sim.core.follow import follow
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.program import Program
+from pstar_sim.cost import CostModel
+
+__all__ = ["period_s"]
+
+
+def period_s(plan: Plan, cost: CostModel | None = None) -> float:
+    """Seconds per iteration of one rank, once the plan is steady. Raises PlanError for a plan that deadlocks."""
+    cost = cost or CostModel(plan.workload, plan.machine, plan.layout)
+    return follow(Program.of(plan), cost.columns(plan.steps), cost.rates()).iteration_s
