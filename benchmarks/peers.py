@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from contenders.groups import groups_of, merged, ratios
+from contenders.memory import NOT_MEASURABLE
 from contenders.process import Failed, Process, processes
 from contenders.room import bytes_per_param, largest_by_trial
 from contenders.rounds import interleave
@@ -227,8 +228,8 @@ class Run:
                 if result is not None:
                     tried[size] = result.get("failed", result.get("median_s"))
                     if memory := result.get("memory"):
-                        peak = max(memory["host_peak_bytes"], result["start"]["start_peak_bytes"])
-                        need[size] = peak + memory["baseline_bytes"]
+                        peak = most_host_bytes(result)
+                        need[size] = 0 if peak is None else peak + memory["baseline_bytes"]
             seconds = {size: s for size, s in tried.items() if isinstance(s, float)}
             if seconds:
                 size = min(seconds, key=lambda size: seconds[size])
@@ -280,6 +281,9 @@ class Run:
                 known = timed.get(name, {}).get("memory")
                 if known is None or name == "ours_eager":
                     continue
+                if known["host_peak_bytes"] is None:
+                    self.skipped[f"{name}, largest"] = f"host memory is {NOT_MEASURABLE}"
+                    continue
                 task = self.task(name, micro_batch=best[name]["micro_batch"])
                 try:
                     found[name] = self._largest(task, shapes, known, cap)
@@ -303,7 +307,9 @@ class Run:
                     left_s=left_s,
                     most_host_bytes=known["baseline_bytes"] + int(1.3 * cap) + (1 << 30),
                 )
-                return {"peak": max(ran["start"]["start_peak_bytes"], ran["memory"]["host_peak_bytes"])}
+                if (peak := most_host_bytes(ran)) is None:
+                    raise Failed(f"host memory is {NOT_MEASURABLE}")
+                return {"peak": peak}
 
             what = f"{CONTENDERS[task.contender][2]}: {layers} layers, {shapes.params(layers) / 1e6:,.0f} M parameters"
             result = self.stages.run(f"largest {cap} {layers} {task.key}", what, work)
@@ -371,6 +377,25 @@ def available_bytes() -> int:
     return available_host_bytes() or 8 << 30
 
 
+def most_host_bytes(found: Mapping[str, Any]) -> int | None:
+    """Peak of host memory, the start included; None where it is not measurable."""
+    start, steady = found["start"]["start_peak_bytes"], found["memory"]["host_peak_bytes"]
+    return None if start is None or steady is None else max(start, steady)
+
+
+def per_param(memory: Mapping[str, Any]) -> float | None:
+    """Bytes of the host's peak for each parameter."""
+    return None if memory["host_peak_bytes"] is None else memory["host_peak_bytes"] / memory["params"]
+
+
+def host_columns(row: Mapping[str, Any]) -> tuple[str, str]:
+    from pstar_sim.units import format_bytes
+
+    if row["host_peak_bytes"] is None:
+        return NOT_MEASURABLE, "-"
+    return format_bytes(row["host_peak_bytes"]), f"{row['host_bytes_per_param']:.1f}"
+
+
 def losses_apart(timed: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """Largest relative difference of a contender's losses to the reference's: plain PyTorch's, or else ours'."""
     reference = next((n for n in ("plain", "ours", "ours_eager") if "losses" in timed.get(n, {})), None)
@@ -403,7 +428,7 @@ def rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
                     "tokens_per_s": found["tokens_per_s"],
                     "median_s": found["median_s"],
                     "host_peak_bytes": memory["host_peak_bytes"],
-                    "host_bytes_per_param": memory["host_peak_bytes"] / memory["params"],
+                    "host_bytes_per_param": per_param(memory),
                     "gpu_allocated_bytes": memory["gpu_allocated_bytes"],
                     "gpu_reserved_bytes": memory["gpu_reserved_bytes"],
                     "loss_apart": apart.get(name),
@@ -429,8 +454,8 @@ def show(results: Mapping[str, Any]) -> None:
         lines.append(
             (
                 r["contender"], "yes" if r["clip"] else "no", str(r["micro_batch"]), format_s(r["median_s"]),
-                f"{r['tokens_per_s']:,.0f}", *gpu, format_bytes(r["host_peak_bytes"]),
-                f"{r['host_bytes_per_param']:.1f}", f"{r['loss_apart']:.1e}" if r["loss_apart"] is not None else "-",
+                f"{r['tokens_per_s']:,.0f}", *gpu, *host_columns(r),
+                f"{r['loss_apart']:.1e}" if r["loss_apart"] is not None else "-",
                 f"{r['largest_params'] / 1e6:,.0f} M" if r["largest_params"] else "-",
             )
         )  # fmt: skip
@@ -440,7 +465,7 @@ def show(results: Mapping[str, Any]) -> None:
     )
     print_table(title + f"each, {results['device']}", lines)
     for name, why in results["skipped"].items():
-        print(f"skipped: {CONTENDERS[name][2]}: {why}")
+        print(f"skipped: {CONTENDERS[name][2] if name in CONTENDERS else name}: {why}")
     for clip in ("unclipped", "clipped"):
         for name, found in results[clip].items():
             if "failed" in found:
@@ -527,8 +552,7 @@ def arithmetic(run: Run, timed: Mapping[str, Any], best: Mapping[str, Mapping[st
         if memory is None:
             continue
         by_hand = bytes_per_param(run.task(name, micro_batch=best[name]["micro_batch"]))
-        peak = memory["host_peak_bytes"] / memory["params"]
-        found[name] = {"arithmetic": by_hand, "host_peak_measured": peak}
+        found[name] = {"arithmetic": by_hand, "host_peak_measured": per_param(memory)}
         if memory["gpu_reserved_bytes"] is not None:
             found[name]["gpu_reserved_measured"] = memory["gpu_reserved_bytes"] / memory["params"]
         if "predicted" in memory:

@@ -48,6 +48,7 @@ from pstar_sim.errors import ModelError, PstarError
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
 aten = torch.ops.aten
+_GROUPED_MM = aten._grouped_mm.default if hasattr(aten, "_grouped_mm") else None  # torch 2.6 and 2.7 lack it
 _RECORD = "record a real iteration instead (executor.record, or pstar trace --device virtual)"
 
 __all__ = ["capture", "capture_module", "capture_variants", "fake_module"]
@@ -263,7 +264,7 @@ class _RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._same[key] = value
 
     def _shaped(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is aten._grouped_mm.default and args[0].dtype in (torch.float32, torch.float16):
+        if func is _GROUPED_MM and args[0].dtype in (torch.float32, torch.float16):
             return _grouped_product(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
         out = func(*args, **kwargs)
         if func is aten.native_layer_norm_backward.default and out[0] is not None:

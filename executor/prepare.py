@@ -119,7 +119,7 @@ def prepare(
                 }
             )
         arena = Arena(plan, made, rank=0 if ranks is None else ranks.rank)
-        model_bytes = sum(t.bytes for t, p in zip(tensors, parameters) if t.tied_to is None and not p.is_meta)
+        model_bytes = _host_bytes(parameters)
         check_host_memory(
             plan,
             arena.room,
@@ -233,6 +233,12 @@ def _skeleton(model: nn.Module) -> nn.Module | None:
     except Exception as error:  # a module may hold anything; only captures of other shapes are lost
         log.info("%s cannot be copied: %s", type(model).__name__, error)
         return None
+
+
+def _host_bytes(parameters: Sequence[nn.Parameter]) -> int:
+    """Host memory of the model's own storages, each counted once: views share one, those of a device are not there."""
+    storages = {p.untyped_storage()._cdata: p.untyped_storage() for p in parameters if p.device.type == "cpu"}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def load_parameters(session: Session, source: Weights | None = None) -> None:

@@ -17,6 +17,7 @@ from pstar_sim.core.step import Place
 from pstar_sim.testing import chain_workload
 
 NO_SIMPY = importlib.util.find_spec("simpy") is None
+WANTED_SIMPY: pytest.StashKey[list[BaseException]] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -36,10 +37,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """A machine that runs plans need not simulate them: where simpy is missing, a test that asked for it is skipped."""
     report: Any = yield
-    if NO_SIMPY and report.failed and "simpy, which cannot be imported" in report.longreprtext:
+    if not NO_SIMPY or not report.failed or call.excinfo is None:
+        return report
+    said = report.longreprtext + report.capstdout + report.capstderr  # a command says it there
+    wanted = item.config.stash.setdefault(WANTED_SIMPY, [])
+    if "simpy, which cannot be imported" in said:
+        wanted.append(call.excinfo.value)
+    if any(call.excinfo.value is error for error in wanted):  # a fixture that failed fails every test that uses it
         report.outcome = "skipped"
         report.longrepr = (str(item.path), item.location[1] or 0, "Skipped: needs simpy, which cannot be imported")
     return report

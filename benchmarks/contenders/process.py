@@ -79,7 +79,7 @@ class Process:
             if left_s <= 0:
                 self.abort()
                 raise Failed(f"no answer within {timeout_s:.0f} s", lasting=False)
-            if self._most_host_bytes is not None and host_bytes(self._process.pid) > self._most_host_bytes:
+            if self._most_host_bytes is not None and (host_bytes(self._process.pid) or 0) > self._most_host_bytes:
                 self.kill()
                 raise Failed(f"killed: it held more than {self._most_host_bytes} bytes of host memory")
             ready, _, _ = select.select([self._process.stdout], [], [], min(left_s, 0.05))

@@ -7,6 +7,7 @@ Standard output is the pipe's alone: whatever a library prints goes to standard 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import math
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from contenders.memory import forget_peak, host_bytes, peak_host_bytes
+from contenders.memory import forget_peak, host_bytes, less, peak_host_bytes
 from contenders.task import CONTENDERS, Task, settings_of
 
 __all__ = ["Built", "main"]
@@ -46,18 +47,23 @@ class Built:
 
 
 def build_model(task: Task) -> Built:
-    """The task's model with weights drawn from its seed, on the host, in the task's dtype."""
+    """The task's model with weights drawn from its seed, on the host, in the task's dtype. For a card the models are
+    large and minutes dear: weights by `draw_weights`."""
+    from contenders.drawn import draw_weights
     from executor.data import batches_like, open_data
     from executor.models import build
+    from executor.saving.weights import parameters_on_meta
 
-    built = build(
-        task.model,
-        batch=task.global_batch,
-        sequence=task.sequence,
-        dtype=task.dtype,
-        checkpointing=task.checkpointing,
-        seed=task.seed,
-    )
+    with parameters_on_meta() if task.device == "cuda" else contextlib.nullcontext():
+        built = build(
+            task.model,
+            batch=task.global_batch,
+            sequence=task.sequence,
+            dtype=task.dtype,
+            checkpointing=task.checkpointing,
+            seed=task.seed,
+        )
+    draw_weights(built.module, seed=task.seed, shared=False)
     batches = batches_like(built.example_batch, open_data(None), vocabulary=built.vocabulary, seed=task.seed)
     return Built(module=built.module, batches=batches, task=task)
 
@@ -96,7 +102,7 @@ class Worker:
         module.imports(task)
         warm_imports(task)
         self.baseline_bytes = host_bytes()
-        forget_peak()
+        self.forgotten = forget_peak()
         self.built = build_model(task)
         self.contender = module.Contender(self.built, settings_of(task.contender))
 
@@ -115,14 +121,15 @@ class Worker:
         start_peak_bytes = peak_host_bytes()
         if self.task.device == "cuda":
             self.torch.cuda.reset_peak_memory_stats()
-        return {"start_peak_bytes": start_peak_bytes - self.baseline_bytes, "forgotten": forget_peak()}
+        self.forgotten = forget_peak()
+        return {"start_peak_bytes": less(start_peak_bytes, self.baseline_bytes), "forgotten": self.forgotten}
 
     def memory(self) -> dict[str, Any]:
         cuda = self.torch.cuda
         on_card = self.task.device == "cuda"
         return {
             "baseline_bytes": self.baseline_bytes,
-            "host_peak_bytes": peak_host_bytes() - self.baseline_bytes,
+            "host_peak_bytes": less(peak_host_bytes(), self.baseline_bytes) if self.forgotten else None,
             "gpu_allocated_bytes": cuda.max_memory_allocated() if on_card else None,
             "gpu_reserved_bytes": cuda.max_memory_reserved() if on_card else None,
             "params": self.contender.params,

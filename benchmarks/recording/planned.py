@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from contenders.memory import forget_peak, host_bytes, peak_host_bytes
+from contenders.drawn import draw_weights
+from contenders.memory import NOT_MEASURABLE, forget_peak, host_bytes, less, peak_host_bytes
 
 from executor import AdamW, prepare
 from executor.capture import capture
@@ -17,6 +18,7 @@ from executor.data import batches_like, open_data
 from executor.hooks import MomentClock
 from executor.memory.arena import ByteChange
 from executor.models import build, map_tensors
+from executor.saving.weights import parameters_on_meta
 from executor.training import train_step
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.plan import Plan, Settings
@@ -71,48 +73,60 @@ def worst_row(names: Sequence[str], predicted: Sequence[int], measured: Sequence
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """A stage: {"model", "batch", "sequence", "checkpointing", "policy", "machine", "gpu_memory_bytes"}. Raises
+    """A stage: {"model", "batch", "sequence", "checkpointing", "dtype", "policy", "machine", "gpu_memory_bytes",
+    "device"}. On the virtual accelerator what only a card can tell (its allocator, its profiler) is None. Raises
     DoesNotFit where there is no plan within the cap."""
+    on_card = job["device"] == "cuda"
     options = {"batch": job["batch"], "sequence": job["sequence"], "checkpointing": job["checkpointing"]}
-    workload = capture(job["model"], dtype="bf16", **options)
+    options["dtype"] = job["dtype"]
+    workload = capture(job["model"], **options)
     machine = load_machine(job["machine"], gpu_memory=job["gpu_memory_bytes"])
     plan = find_policy(job["policy"])(workload, machine, Settings(update="eager", clip=False))
     iteration_s, who = predicted_iteration(plan)
-    baseline_bytes = host_bytes()
-    forget_peak()
-    built = build(job["model"], dtype="bf16", **options)
+    print(f"planned: {len(plan.layout.chunks)} chunks, {_modes(plan)}, {iteration_s} s by the {who}", flush=True)
+    baseline_bytes, begun_s = host_bytes(), time.perf_counter()
+    forgotten = forget_peak()
+    with parameters_on_meta():
+        built = build(job["model"], **options)
+    draw_weights(built.module, seed=0, shared=True)
     batches = batches_like(built.example_batch, open_data(None), vocabulary=built.vocabulary, seed=0)
-    on_card = (map_tensors(batch, lambda t: t.to("cuda")) for batch in batches)
-    model, optimizer = prepare(
-        built.module, plan, AdamW(lr=1e-4, eager=True), device="cuda", gpu_memory=job["gpu_memory_bytes"]
-    )
+    there = (map_tensors(batch, lambda t: t.to("cuda" if on_card else "cpu")) for batch in batches)
+    where: dict[str, Any] = {"device": "virtual"}
+    if on_card:
+        where = {"device": "cuda", "gpu_memory": job["gpu_memory_bytes"]}
+    model, optimizer = prepare(built.module, plan, AdamW(lr=1e-4, eager=True), **where)
     session = optimizer.session
+    print(f"prepared in {time.perf_counter() - begun_s:.1f} s", flush=True)
 
     def step() -> None:
-        train_step(model, optimizer, on_card, workload.micro_batches)
+        train_step(model, optimizer, there, workload.micro_batches)
 
     try:
-        start_peak_bytes = peak_host_bytes() - baseline_bytes
+        start_peak_bytes = less(peak_host_bytes(), baseline_bytes) if forgotten else None
         for _ in range(2):
-            step()
-        forget_peak()
+            print(f"warm-up step: {_timed(step):.3f} s", flush=True)
+        forgotten = forget_peak()
+        exchanges = getattr(session.backend, "exchanges", None)
         times_s = [_timed(step) for _ in range(TIMED)]
+        print(f"steps: {', '.join(f'{s:.3f}' for s in times_s)} s", flush=True)
         settle(session)
-        moved = profiled_bytes(lambda: whole(session, step))
-        figures = _moments(session, plan, model, step)
+        exchanged = None if exchanges is None else (session.backend.exchanges - exchanges) / TIMED
+        moved = profiled_bytes(lambda: whole(session, step)) if on_card else None
+        figures = _moments(session, plan, model, step) if on_card else {}
+        measured = {"steady": less(peak_host_bytes(), baseline_bytes) if forgotten else None, "start": start_peak_bytes}
         return {
             **figures,
             "plan": {"policy": plan.policy, "chunks": len(plan.layout.chunks), "modes": _modes(plan)},
             "deviations": list(session.deviation_log)[:5],
             "iteration_s": {"predicted": iteration_s, "by": who, "measured": statistics.median(times_s)},
+            "exchanges_per_step": exchanged,
             "moved_bytes": {"plan": plan.moved_bytes, "profiler": moved},
             "gpu_budget_bytes": plan.gpu_budget_bytes,
-            "max_memory_allocated_bytes": torch.cuda.max_memory_allocated(),
-            "max_memory_reserved_bytes": torch.cuda.max_memory_reserved(),
+            "max_memory_allocated_bytes": torch.cuda.max_memory_allocated() if on_card else None,
+            "max_memory_reserved_bytes": torch.cuda.max_memory_reserved() if on_card else None,
             "host_bytes": {
                 "predicted": sum(session.arena.room.slab_bytes),
-                "measured_steady": peak_host_bytes() - baseline_bytes,
-                "measured_start": start_peak_bytes,
+                **{f"measured_{when}": NOT_MEASURABLE if size is None else size for when, size in measured.items()},
             },
         }
     finally:
@@ -132,11 +146,16 @@ def whole(session: Any, step: Callable[[], None]) -> None:
 
 
 def _timed(step: Callable[[], None]) -> float:
-    torch.cuda.synchronize()
+    _synchronize()
     begun_s = time.perf_counter()
     step()
-    torch.cuda.synchronize()
+    _synchronize()
     return time.perf_counter() - begun_s
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _moments(session: Any, plan: Plan, model: Any, step: Callable[[], None]) -> dict[str, Any]:

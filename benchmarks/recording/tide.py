@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _keep import FILE_BYTES
+from contenders.drawn import draw_weights
 from torch import nn
 
 from executor.capture import capture
 from executor.hooks import Event, MomentClock
 from executor.models import build, forward_loss, map_tensors
+from executor.saving.weights import parameters_on_meta
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["Peaks", "record_tide", "tide_rows"]
@@ -111,20 +114,27 @@ def tide_rows(workload: Workload, names: tuple[str, ...], measured: tuple[int, .
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """A stage: {"model", "batch", "sequence", "checkpointing", "folder", "slug"} -> figures; writes the trace with the
-    measured tide (where pyarrow is there) and torch's memory snapshot."""
+    """A stage: {"model", "batch", "sequence", "checkpointing", "dtype", "folder", "slug", "gpu", "snapshot"} ->
+    figures. Writes the trace with the measured tide (where pyarrow is there); snapshot: torch's own of memory, too."""
     options = {"batch": job["batch"], "sequence": job["sequence"], "checkpointing": job["checkpointing"]}
-    workload = capture(job["model"], dtype="bf16", **options)
-    built = build(job["model"], dtype="bf16", **options)
-    model = built.module.to("cuda")
+    options["dtype"] = job["dtype"]
+    workload = capture(job["model"], **options)
+    with parameters_on_meta():
+        built = build(job["model"], **options)
+    model = draw_weights(built.module, seed=0, shared=True).to("cuda")  # each has memory of its own there
     tide = record_tide(model, map_tensors(built.example_batch, lambda t: t.to("cuda")))
     figures = tide_rows(workload, tide.names, tide.bytes)
     figures |= {"measured_reserved_bytes": tide.reserved_bytes, "params": workload.params}
     folder = Path(job["folder"])
-    snapshot = folder / f"{job['slug']}_snapshot.pickle.gz"
-    with gzip.open(snapshot, "wb") as file:
-        pickle.dump(tide.snapshot, file)
-    figures["files"] = [snapshot.name]
+    figures["files"] = []
+    if job["snapshot"]:
+        snapshot = folder / f"{job['slug']}_snapshot.pickle.gz"
+        snapshot.write_bytes(gzip.compress(pickle.dumps(tide.snapshot)))
+        if snapshot.stat().st_size > FILE_BYTES:
+            snapshot.unlink()
+            figures["snapshot_skipped"] = f"more than {FILE_BYTES >> 20} MiB"
+        else:
+            figures["files"].append(snapshot.name)
     if "worst" in figures:
         if importlib.util.find_spec("pyarrow") is None:
             figures["trace_skipped"] = "pyarrow cannot be imported"

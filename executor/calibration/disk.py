@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import mmap
 import os
 import shutil
 import tempfile
@@ -13,16 +15,23 @@ from pathlib import Path
 __all__ = ["disk_rates"]
 
 _BLOCK = 4 << 20
+_FORGOTTEN = 0.1  # of a file's pages may stay in memory
 
 
 def disk_rates(
-    folder: Path, size_bytes: int, *, clock: Callable[[], float] = time.perf_counter
+    folder: Path,
+    size_bytes: int,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    cached: Callable[[int, int], float] | None = None,
 ) -> tuple[float, float, int] | str:
     """(read bytes/s, write bytes/s, bytes of the disk), or why there is none. The file is gone afterwards.
 
-    Writing ends with fsync. Before reading, the page cache is asked to forget the file; where it cannot be asked, the
-    answer would be memory's and is refused.
+    Writing ends with fsync. Before reading, the page cache is asked to forget the file; where it cannot be asked, or
+    does not (memory as a disk, a sandbox), the answer would be memory's and is refused. cached(handle, bytes): the part
+    of the file that is still in memory, by default what mincore says.
     """
+    cached = cached or cached_share
     if not hasattr(os, "posix_fadvise"):
         return "disk: this system cannot be told to forget a file it has cached"
     usage = shutil.disk_usage(folder)
@@ -38,6 +47,8 @@ def disk_rates(
         os.fsync(handle)
         write_s = clock() - start_s
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        if cached(handle, blocks * _BLOCK) > _FORGOTTEN:
+            return "disk: reading is not measurable here: the system keeps a file in memory that it was told to forget"
         os.lseek(handle, 0, os.SEEK_SET)
         start_s = clock()
         left = blocks * _BLOCK
@@ -51,6 +62,20 @@ def disk_rates(
         with contextlib.suppress(FileNotFoundError):
             Path(name).unlink()
     return blocks * _BLOCK / read_s, blocks * _BLOCK / write_s, usage.total
+
+
+def cached_share(handle: int, size_bytes: int) -> float:
+    """The part of a file's pages that is in memory, by mincore; 1.0 where the system cannot say."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    pages = -(-size_bytes // mmap.PAGESIZE)
+    found = (ctypes.c_ubyte * pages)()
+    with mmap.mmap(handle, size_bytes, prot=mmap.PROT_READ | mmap.PROT_WRITE) as view:
+        held = (ctypes.c_char * size_bytes).from_buffer(view)
+        try:
+            failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(held)), ctypes.c_size_t(size_bytes), found)
+        finally:
+            del held
+    return 1.0 if failed else sum(page & 1 for page in found) / pages
 
 
 def _write_all(handle: int, data: bytes) -> None:

@@ -58,11 +58,14 @@ _ATTENTION = (
 )
 # torch's registry lacks the CPU's attention and grouped products; its formula of attention, in torch 2.11 for one, does
 # not take grouped-query attention.
+_OWN: dict[str, Callable[..., int]] = {
+    **dict.fromkeys(_ATTENTION, _attention_flops),
+    **{f"{name}_backward": _attention_backward_flops for name in _ATTENTION},
+    "_grouped_mm": _grouped_flops,
+}
 _FLOPS: dict[Any, Callable[..., int]] = {
     **flop_registry,
-    **{getattr(aten, name): _attention_flops for name in _ATTENTION},
-    **{getattr(aten, f"{name}_backward"): _attention_backward_flops for name in _ATTENTION},
-    aten._grouped_mm: _grouped_flops,
+    **{getattr(aten, name): flops for name, flops in _OWN.items() if hasattr(aten, name)},  # torch 2.6 lacks some
 }
 # Return (part of) an input's storage although their schema does not say so, or only reserve memory.
 _NO_TRAFFIC = frozenset(

@@ -219,12 +219,28 @@ def test_host_memory_counts_what_is_read_and_written() -> None:
 
 
 def test_disk_is_written_and_read_back(tmp_path: Path) -> None:
-    answer = disk.disk_rates(tmp_path, 8 << 20, clock=Ticks(0.5))
+    answer = disk.disk_rates(tmp_path, 8 << 20, clock=Ticks(0.5), cached=lambda *_: 0.0)
     assert not isinstance(answer, str)
     read, write, size = answer
     assert read == write == pytest.approx((8 << 20) / 0.5)
     assert size > 8 << 20
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_keeps_what_it_was_told_to_forget_is_not_measurable(tmp_path: Path) -> None:
+    """Reading would be from memory: no rate is better than a wrong one."""
+    answer = disk.disk_rates(tmp_path, 8 << 20, cached=lambda *_: 1.0)
+    assert (
+        answer == "disk: reading is not measurable here: the system keeps a file in memory that it was told to forget"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_just_written_is_in_memory(tmp_path: Path) -> None:
+    path = tmp_path / "written"
+    path.write_bytes(b"x" * (1 << 20))
+    with path.open("r+b") as file:
+        assert disk.cached_share(file.fileno(), 1 << 20) > 0.9
 
 
 def test_a_disk_without_room_is_skipped_with_the_reason(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
 @pytest.mark.parametrize(
     ("word", "script", "argv"),
     [
+        ("gpu-smoke", "gpu_smoke", []),
         ("gpu-test", "gpu_test", []),
         ("gpu-steady", "gpu_test", ["--slow"]),
         ("gpu-record", "gpu_record", []),
@@ -187,3 +188,135 @@ def test_waits_of_training_are_told_from_those_of_queues(kit: Any, monkeypatch: 
     monkeypatch.undo()
     Event().synchronize()
     assert len(waits) == 2
+
+
+class TestSmoke:
+    def test_a_part_that_takes_too_long_ends_with_its_stacks_and_the_next_one_runs(
+        self, load: Callable[[str], Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """No import of torch ends within so short a time: both parts are cut off, each in a process of its own."""
+        argv = ["--device", "virtual", "--parts", "versions,training", "--part-limit-s", "0.01", "--out", str(tmp_path)]
+        assert load("gpu_smoke").main(argv) == 1
+        parts = json.loads((tmp_path / "gpu_smoke.json").read_text(encoding="utf-8"))["parts"]
+        assert parts == {name: {"failed": "the process ended with status 1"} for name in ("versions", "training")}
+        log = (tmp_path / "gpu_smoke.log").read_text(encoding="utf-8")
+        assert "Timeout (0:00:00" in log and "in versions" in log and "in training" in log
+        capfd.readouterr()
+
+    @pytest.mark.slow
+    def test_on_the_virtual_accelerator(
+        self, load: Callable[[str], Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """What needs a card says so, the training is plain torch's; a second run has nothing left to do."""
+        argv = ["--device", "virtual", "--out", str(tmp_path)]
+        assert load("gpu_smoke").main(argv) == 0
+        parts = json.loads((tmp_path / "gpu_smoke.json").read_text(encoding="utf-8"))["parts"]
+        assert [name for name, row in parts.items() if row == {"skipped": "needs a card"}] == [
+            "context", "pinning", "copies", "pool",
+        ]  # fmt: skip
+        for row in parts["training"].values():
+            assert row["deviations"] == 0 and row["loss_apart"] <= 1e-6 and row["parameters_apart"] <= 1e-6
+        kept = (tmp_path / "gpu_smoke.partial.jsonl").read_text(encoding="utf-8")
+        assert load("gpu_smoke").main(argv) == 0
+        assert (tmp_path / "gpu_smoke.partial.jsonl").read_text(encoding="utf-8") == kept
+        capfd.readouterr()
+
+
+class TestRecord:
+    @pytest.mark.slow
+    def test_goes_on_in_another_folder_where_it_stopped(
+        self, load: Callable[[str], Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """A real plan on the virtual accelerator; what it left is carried elsewhere, and a cap more is asked for."""
+        record = load("gpu_record")
+        argv = ["--device", "virtual", "--models", "tiny-gpt2", "--caps"]
+        assert record.main([*argv, "none", "--out", str(tmp_path / "one")]) == 0
+        assert len(list((tmp_path / "one").iterdir())) <= 8
+        (tmp_path / "one").rename(tmp_path / "two")
+        capfd.readouterr()
+        assert record.main([*argv, "3MB,none", "--out", str(tmp_path / "two")]) == 0
+        said = capfd.readouterr().out
+        assert "tiny-gpt2: a plan of tide, 0.003 GB ..." in said and "tiny-gpt2: a plan of tide, no cap ..." not in said
+        stages = json.loads((tmp_path / "two" / "gpu_record.json").read_text(encoding="utf-8"))["stages"]
+        assert list(stages) == ["tiny-gpt2: a plan of tide, 0.003 GB", "tiny-gpt2: a plan of tide, no cap"]
+        for row in stages.values():
+            assert row["deviations"] == [] and row["moved_bytes"]["profiler"] is None
+            assert row["iteration_s"]["measured"] > 0
+
+    def test_stages_are_chosen_and_the_smallest_comes_first(self, load: Callable[[str], Any], tmp_path: Path) -> None:
+        record = load("gpu_record")
+        args = record.parse(["--models", "llama-7b,gpt2-xl", "--caps", "8GB,none", "--policies", "tide,optimal"])
+        assert [what for what, _ in record.jobs(args, "NVIDIA H200", tmp_path)] == [
+            "calibration",
+            "gpt2-xl: the tide", "gpt2-xl: a plan of tide, 8 GB", "gpt2-xl: a plan of optimal, 8 GB",
+            "gpt2-xl: a plan of tide, no cap", "gpt2-xl: a plan of optimal, no cap",
+            "llama-7b: the tide", "llama-7b: a plan of tide, 8 GB", "llama-7b: a plan of optimal, 8 GB",
+            "llama-7b: a plan of tide, no cap", "llama-7b: a plan of optimal, no cap",
+        ]  # fmt: skip
+        args = record.parse(["--models", "vit-b-16", "--stages", "planned", "--caps", "8GB", "--machine", "m.toml"])
+        ((what, job),) = record.jobs(args, "NVIDIA H200", tmp_path)
+        assert (what, job["machine"]) == ("vit-b-16: a plan of tide, 8 GB", "m.toml")
+
+    @pytest.mark.parametrize("argv", [["--models", "gpt-9"], ["--stages", "all"], ["--caps", "much"]])
+    def test_refused(self, load: Callable[[str], Any], argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            load("gpu_record").parse(argv)
+        assert argv[1] in capsys.readouterr().err
+
+
+class TestNotMeasurable:
+    def test_a_kernel_without_peaks(
+        self, load: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A /proc without VmHWM and clear_refs, as a sandbox has: no peak, no difference, nothing forgotten."""
+        memory = load("contenders.memory")
+        assert memory.host_bytes() > 0 and memory.less(7, 5) == 2
+        (tmp_path / "self").mkdir()
+        (tmp_path / "self" / "status").write_text("Name: x\nVmRSS:\t  12 kB\n", encoding="ascii")
+        monkeypatch.setattr(memory, "PROC", tmp_path)
+        assert (memory.host_bytes(), memory.peak_host_bytes(), memory.forget_peak()) == (12 * 1024, None, False)
+        assert memory.less(memory.peak_host_bytes(), memory.host_bytes()) is None
+
+    def test_a_kernel_that_only_seems_to_forget(
+        self, load: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        memory = load("contenders.memory")
+        (tmp_path / "self").mkdir()
+        (tmp_path / "self" / "status").write_text("VmHWM: 9000 kB\nVmRSS: 12 kB\n", encoding="ascii")
+        monkeypatch.setattr(memory, "PROC", tmp_path)
+        assert memory.forget_peak() is False
+
+    def test_tables_say_so(self, load: Callable[[str], Any]) -> None:
+        peers = load("peers")
+        ran = {"start": {"start_peak_bytes": None}, "memory": {"host_peak_bytes": None, "params": 4}}
+        assert peers.most_host_bytes(ran) is None and peers.per_param(ran["memory"]) is None
+        row = {"host_peak_bytes": None, "host_bytes_per_param": None}
+        assert peers.host_columns(row) == ("not measurable here", "-")
+
+
+class TestDrawnWeights:
+    def test_one_buffer_for_all_and_no_two_tied(self, load: Callable[[str], Any]) -> None:
+        """The same values for one seed, however they are kept; ties hold; a vector is ones."""
+        from executor.models import build
+        from executor.moments import describe_parameters
+        from executor.saving.weights import parameters_on_meta
+
+        draw = load("contenders.drawn").draw_weights
+
+        def model(shared: bool) -> torch.nn.Module:
+            with parameters_on_meta():
+                built = build("tiny-gpt2", batch=1, sequence=8, dtype="fp32")
+            return draw(built.module, seed=3, shared=shared)
+
+        one, other = model(True), model(False)
+        plain, _ = describe_parameters(build("tiny-gpt2", batch=1, sequence=8, dtype="fp32", device="meta").module)
+        assert describe_parameters(one)[0] == describe_parameters(other)[0] == plain
+        assert any(t.tied_to is not None for t in plain)
+        for a, b in zip(one.parameters(), other.parameters(), strict=True):
+            assert torch.equal(a, b) and (a.dim() > 1 or bool((a == 1).all()))
+        matrices = [p for p in one.parameters() if p.dim() > 1]
+        assert len({p.untyped_storage()._cdata for p in matrices}) == 1
+        held = sys.modules["executor.prepare"]._host_bytes
+        assert (
+            held(list(one.parameters())) < held(list(other.parameters())) == sum(p.nbytes for p in other.parameters())
+        )
