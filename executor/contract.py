@@ -35,7 +35,8 @@ replacement; everything else behaves as in plain torch. Silence is the one wrong
 | reading, saving, evaluating between last backward and `step()`, with eager updates | ContractError: after `step()` |
 | `repr(p)` at any point | as plain torch; its form alone where its values cannot be had |
 | a parameter read between forward and backward, outside every module | ContractError: read it in a module's forward |
-| changing `requires_grad` | ContractError: freeze before `prepare` |
+| changing `requires_grad` | ContractError at the next forward with gradients: freeze before `prepare` |
+| the same around an evaluation and back (peft's `disable_adapter()`) | as plain torch |
 | `optimizer.add_param_group` | ContractError: give the groups to `AdamW` |
 | `optimizer.state_dict()`, `load_state_dict()` | as plain torch, also from and to it (bf16: the master copy besides) |
 | learning-rate schedulers, writing `param_groups` | as plain torch: read at each `step()` |
@@ -77,6 +78,8 @@ class Reader(Protocol):
     def grad_of(self, tensor: int) -> torch.Tensor | None: ...
 
     def set_grad_of(self, tensor: int, value: torch.Tensor | None) -> None: ...
+
+    def see_requires_grad(self, tensor: int, value: bool) -> None: ...
 
     def touch(self, func: Any, parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any: ...
 
@@ -126,11 +129,9 @@ class ChunkParameter(nn.Parameter):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> ChunkParameter:
-        if bool(requires_grad) != self.requires_grad:
-            raise ContractError(
-                f"requires_grad of {reader_of(self).name_of(self._tensor)!r} cannot change after prepare: the plan "
-                "was made for what was trainable then; freeze before planning and prepare again"
-            )
+        reader_of(self).see_requires_grad(self._tensor, bool(requires_grad))
+        with torch._C.DisableTorchFunctionSubclass():
+            _BASE_REQUIRES_GRAD.__set__(self, bool(requires_grad))
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:

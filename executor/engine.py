@@ -38,7 +38,7 @@ from executor.driving.drive import Driver, Loss, StepResult
 from executor.hooks import Event, MomentClock, tensors_of
 from executor.measuring.live_bytes import LiveStorages
 from executor.measuring.measure import Measured, Watch, measure_iteration, unseen
-from executor.measuring.measured import IterationLog, StepLog, build_timeline
+from executor.measuring.measured import IterationLog, Moved, StepLog, build_timeline
 from executor.measuring.status import Status, status_of
 from executor.memory.arena import Arena, check_host_memory
 from executor.memory.contents import Contents, Update
@@ -130,6 +130,7 @@ class Session:
         self._norms: dict[int, torch.Tensor] = {}
         self.consumed: set[int] = set()  # tensors whose gradient left autograd and that no zero_grad has cleared yet
         self.arrived: set[int] = set()  # the same, of the current iteration
+        self._switched: set[int] = set()  # tensors whose requires_grad is not the plan's at present
         self.stepped = False  # optimizer.step() came after they arrived
         self._early_of: dict[int, set[int]] = {}  # iteration -> tensors whose eager update has begun
         self.held = False  # nothing moves until there is a new plan
@@ -137,7 +138,7 @@ class Session:
         self.guard: Guard | None = None
         self.ladder = Ladder(self)
         self._install(plan, arena, queues)
-        self.clock = MomentClock(model, self.on_event, wrap=untraced)
+        self.clock = MomentClock(model, self.on_event, trains=lambda: self.trains, wrap=untraced)
         self._hooks = [
             parameters[t].register_post_accumulate_grad_hook(untraced(self._gradient_hook(t)))  # type: ignore[no-untyped-call]
             for t in sorted(self._chunk_of)
@@ -172,6 +173,7 @@ class Session:
         self._steps: dict[tuple[int, int], StepLog] = {}
         self._tensors_of = [[s.tensor for s in c.slots] for c in plan.layout.chunks]
         self._chunk_of = plan.layout.chunk_of
+        self._trainable = {t for t in self._chunk_of if not plan.workload.tensors[t].frozen}
         self._compile()
         self.demand = Demand(self)
         self._touch = untraced(self.demand.touch)
@@ -273,6 +275,7 @@ class Session:
         """Begin the next iteration: the queues may fetch what its first moments need."""
         self.arena.set_tide(self.cut_tide)
         self.queues.pause()
+        self.moved = Moved(self.backend.copied_bytes)  # without what it took to get here
         self.queues.start(self.program, self)
         if self.iteration:
             self.queues.jump(self.iteration - 1)
@@ -290,7 +293,9 @@ class Session:
         """The clock's only caller. Between events the user's thread computes."""
         if self.closed:
             return
-        if self.scaling is not None and self.clock.outside_root(event) and torch.is_grad_enabled():
+        if self._switched and event.kind == "begin" and event.phase is Phase.FWD and self.trains:
+            self._refuse_switched(f"a forward of {event.name.removeprefix('begin:')} with gradients")
+        if self.scaling is not None and self.clock.outside_root(event) and self.trains:
             raise ContractError(
                 f"{event.module!r} is called with gradients outside a forward of the prepared model: loss scaling acts "
                 "at that model's inputs and outputs; call the prepared model itself, or train in bf16 or fp32"
@@ -305,7 +310,7 @@ class Session:
                 raise self.queues.failure
             self.ladder.on_event(event)
             if self.demand.visiting:
-                if not torch.is_grad_enabled() and event.kind in ("begin", "end"):
+                if not self.trains and event.kind in ("begin", "end"):
                     self.demand.on_event(event)
                     return
                 self.demand.end_visit()
@@ -335,7 +340,7 @@ class Session:
                 return False
             following = later
         if event.kind == "begin":
-            if self.cursor < 0 and not torch.is_grad_enabled():
+            if self.cursor < 0 and not self.trains:
                 return False  # an evaluation
             if event.module == "" and not self._begin_micro_batch():
                 return False
@@ -441,6 +446,13 @@ class Session:
 
     def check_backward(self, event: Event) -> None:
         """Raise ContractError where this backward cannot mean what it means in plain torch."""
+        if self._switched:
+            self._refuse_switched("a backward")
+        if event.micro_batch < 0:
+            raise ContractError(
+                f"a backward from an output of {event.module or 'the model'!r} that was computed while requires_grad "
+                "of every trainable parameter was off: that was an evaluation; compute the loss again"
+            )
         if self.stepped and self.consumed:
             raise ContractError(
                 "a backward after optimizer.step() without zero_grad(): plain torch would add to gradients that are "
@@ -627,7 +639,10 @@ class Session:
 
     def next_iteration(self, *, on_plan: bool = True) -> None:
         """The iteration's compute is over; the side queues go on with its steps and begin the next one's."""
-        self.logs.append(IterationLog(self.iteration, self._now(), on_plan, self.backend.copied_bytes))
+        self.logs.append(IterationLog(self.iteration, self._now(), on_plan))
+        if not on_plan:
+            self.moved.others(self.iteration, self.backend.copied_bytes)
+        self.moved.forget(self.logs[0].number)
         self.last_update = self._updates.get(self.iteration, self.last_update)
         self._updates.pop(self.iteration - 2, None)
         self._early_of.pop(self.iteration - 2, None)
@@ -720,6 +735,7 @@ class Session:
         if step.kind in COPIES:
             copied_bytes = self.stashes.copied_bytes(step.queue) - before
             self._steps[i, iteration].copied_bytes = copied_bytes + ahead_bytes
+            self.moved.step(iteration, step.queue.value, copied_bytes + ahead_bytes)
 
     def finish(self, i: int, iteration: int) -> None:
         if self.plan.steps[i].stash is None:
@@ -737,8 +753,10 @@ class Session:
         self._outstanding = set()
 
     def timeline(self) -> Timeline:
-        """What the last iterations on plan did, in the simulator's schema. Raises PlanError before the first has
-        run."""
+        """What the last iterations on plan did, in the simulator's schema; waits for their last copies and updates.
+        Raises PlanError before the first has run."""
+        if not self.closed:
+            self.queues.settle(self.iteration - 1)
         steps, iterations, changes = self.queues.measured(list(self.span_log), list(self.logs), list(self.arena.log))
         return build_timeline(self.plan, steps, iterations, changes, self.first_s)
 
@@ -904,6 +922,27 @@ class Session:
             )
         self.consumed.discard(tensor)
         set_raw_grad(self.parameters[tensor], None)
+
+    def see_requires_grad(self, tensor: int, value: bool) -> None:
+        """requires_grad of a parameter is about to be `value`. Around an evaluation that is nobody's business."""
+        if value == (not self.plan.workload.tensors[tensor].frozen):
+            self._switched.discard(tensor)
+        else:
+            self._switched.add(tensor)
+
+    @property
+    def trains(self) -> bool:
+        """A forward that runs now is one of training: gradients are on, and not every trainable parameter is
+        switched off for an evaluation."""
+        return torch.is_grad_enabled() and not (self._switched and self._switched >= self._trainable)
+
+    def _refuse_switched(self, what: str) -> None:
+        name = self.name_of(min(self._switched))
+        raise ContractError(
+            f"{what} while requires_grad of {name!r} ({len(self._switched)} parameters) is not what it was at prepare: "
+            "the plan was made for what was trainable then; put it back after the evaluation it was changed for, or "
+            "freeze before planning and prepare again"
+        )
 
     def touch(self, func: Any, parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
         return self._touch(func, parameters, args, kwargs)

@@ -40,7 +40,8 @@ ROOT = "<root>"
 @dataclass(frozen=True, slots=True)
 class Event:
     """kind: "begin", "end", "grad", "backward-end" or "step". module: name in `named_modules()`, "" for the root and
-    the last two kinds. name: as in `Moment.name`. phase, micro_batch: those of the moment the event opens."""
+    the last two kinds. name: as in `Moment.name`. phase, micro_batch: those of the moment the event opens; -1 for the
+    gradient of an output that an evaluation computed."""
 
     kind: str
     module: str
@@ -61,7 +62,7 @@ def units(model: nn.Module) -> dict[str, nn.Module]:
 class MomentClock:
     """Calls `on_event(event)` at every event of `model` until `close()`. Costs a few microseconds an event.
 
-    wrap: applied to each hook (`executor.compiled.untraced`). inside: a unit's forward is open or a backward runs.
+    trains(): whether the forward that runs is no evaluation. wrap: applied to each hook (`executor.compiled.untraced`).
     micro_batch: of the current moment, from 0; `step()` starts the count anew. All forwards up to a backward are of one
     micro-batch (a loss may compare two).
     """
@@ -71,9 +72,11 @@ class MomentClock:
         model: nn.Module,
         on_event: Callable[[Event], None],
         *,
+        trains: Callable[[], bool] = torch.is_grad_enabled,
         wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda hook: hook,
     ) -> None:
         self.units = units(model)
+        self._trains = trains
         self._wrap = wrap
         self.micro_batch = 0
         self._on_event = on_event
@@ -163,7 +166,7 @@ class MomentClock:
 
     def _hook_outputs(self, name: str, word: str, output: Any) -> None:
         fired = False
-        micro_batch = self.micro_batch
+        micro_batch = self.micro_batch if self._trains() else -1
 
         def grad(_: torch.Tensor) -> None:
             nonlocal fired

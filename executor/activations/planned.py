@@ -160,7 +160,7 @@ def _kept(session: Session, block: str) -> Callable[[_Call, nn.Module, Any, Any]
 def _offloaded(session: Session, block: str) -> Callable[[_Call, nn.Module, Any, Any], Any]:
     def call(plain: _Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
         _refuse_its_own(session, block, "offloads")
-        trains = torch.is_grad_enabled() and not session.closed
+        trains = session.trains and not session.closed
         if not trains or session.demand.visiting or (session.cursor < 0 and not session.demand.active):
             return plain(*args, **kwargs)
         found = session.stashes.collect((args, kwargs))

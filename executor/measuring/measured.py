@@ -6,7 +6,8 @@ from the end of the compute queue's last step of the iteration before to that of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from pstar_sim.errors import PlanError
 if TYPE_CHECKING:
     from executor.measuring.measure import Measured
 
-__all__ = ["IterationLog", "StepLog", "build_timeline", "with_tide"]
+__all__ = ["IterationLog", "Moved", "StepLog", "build_timeline", "with_tide"]
 
 
 @dataclass(slots=True)
@@ -37,15 +38,59 @@ class StepLog:
     copied_bytes: int = 0
 
 
+class Moved:
+    """[Note: whose bytes] Bytes over the link by iteration. A copy of the plan belongs to the iteration whose step it
+    is, whenever it runs: fetches run ahead of their iteration, writebacks run on into the next. What is copied on
+    demand belongs to the iteration in progress, what an evaluation copies to the one that follows. So the figures of
+    one iteration on plan are the plan's, and all of them together are what the backend has copied; what it has copied
+    between two points in time is neither.
+    """
+
+    def __init__(self, already: Mapping[str, int]) -> None:
+        """already: copied by direction before the first iteration."""
+        self._known = dict(already)
+        self._bytes: dict[int, dict[str, int]] = {}
+        self._ended: dict[int, int] = {}  # iteration -> copies of the plan that have ended
+        self._lock = threading.Lock()
+
+    def step(self, iteration: int, direction: str, size_bytes: int) -> None:
+        """A copy of the plan has ended."""
+        with self._lock:
+            self._add(iteration, direction, size_bytes)
+            self._ended[iteration] = self._ended.get(iteration, 0) + 1
+
+    def others(self, iteration: int, copied_bytes: Mapping[str, int]) -> None:
+        """Nothing is under way: whatever else the backend has copied by now was of this iteration."""
+        with self._lock:
+            for direction, total in copied_bytes.items():
+                self._add(iteration, direction, total - self._known[direction])
+
+    def _add(self, iteration: int, direction: str, size_bytes: int) -> None:
+        self._known[direction] += size_bytes
+        row = self._bytes.setdefault(iteration, {"h2d": 0, "d2h": 0})
+        row[direction] += size_bytes
+
+    def of(self, iteration: int) -> Mapping[str, int]:
+        with self._lock:
+            return dict(self._bytes.get(iteration, {"h2d": 0, "d2h": 0}))
+
+    def ended(self, iteration: int) -> int:
+        return self._ended.get(iteration, 0)
+
+    def forget(self, before: int) -> None:
+        with self._lock:
+            for iteration in [k for k in self._bytes if k < before]:
+                del self._bytes[iteration]
+                self._ended.pop(iteration, None)
+
+
 @dataclass(frozen=True, slots=True)
 class IterationLog:
-    """end_s: when the compute queue ended its last step of the iteration. on_plan: it ran as the plan says.
-    copied_bytes: by direction, since the session began."""
+    """end_s: when the compute queue ended its last step of the iteration. on_plan: it ran as the plan says."""
 
     number: int
     end_s: float
     on_plan: bool
-    copied_bytes: dict[str, int]
 
 
 def build_timeline(

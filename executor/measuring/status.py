@@ -2,7 +2,9 @@
 
 Read between two iterations. It looks at what was logged anyway, moves nothing, waits for nothing and changes nothing;
 it costs some hundred microseconds. Figures are of the last finished iteration, from the end of the compute queue's last
-step of the one before to that of its own; a copy that runs across that border counts where its time lies.
+step of the one before to that of its own. Seconds of a copy that runs across that border count where they lie. Bytes
+count in the iteration that the copy belongs to ([Note: whose bytes]), so those of the last finished iteration may not
+all have been copied yet: they are given for the newest iteration of which they have.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from executor.devices.backend import VirtualBackend
 from executor.measuring.measured import IterationLog
-from pstar_sim.core.step import Place, Queue
+from pstar_sim.core.step import COPIES, Place, Queue
 
 if TYPE_CHECKING:
     from executor.engine import Session
@@ -24,10 +26,12 @@ __all__ = ["LinkUse", "Status"]
 
 @dataclass(frozen=True, kw_only=True)
 class LinkUse:
-    """One direction of the link. moved_bytes: copied in the iteration, on plan or off. link_bytes_per_s: what the link
-    can do (None: as fast as memory). busy_share: part of the iteration in which a copy of the plan ran, 0 to 1; a copy
-    off plan runs in the compute queue and is not in it."""
+    """One direction of the link. iteration: the newest whose copies have all ended (while the first one's still run:
+    that one, so far). moved_bytes: what it copied, on plan or off; on plan the plan's bytes. bytes_per_s: over its wall
+    time. link_bytes_per_s: what the link can do (None: as fast as memory). busy_share: part of the last finished
+    iteration in which a copy of the plan ran, 0 to 1; a copy off plan runs in the compute queue and is not in it."""
 
+    iteration: int
     moved_bytes: int
     bytes_per_s: float
     link_bytes_per_s: float | None
@@ -84,12 +88,14 @@ def status_of(session: Session) -> Status:
         rates: Mapping[str, float | None] = {"h2d": link.h2d_bytes_per_s, "d2h": link.d2h_bytes_per_s}
         if isinstance(backend, VirtualBackend):
             rates = backend.link_bytes_per_s
-        before = logs[-2].copied_bytes if len(logs) > 1 else {}
+        at = _copied(session, logs)
+        moved = session.moved.of(logs[at].number)
+        took_s = logs[at].end_s - (logs[at - 1].end_s if at else session.first_s)
         for direction in ("h2d", "d2h"):
-            moved = last.copied_bytes[direction] - before.get(direction, 0)
             links[direction] = LinkUse(
-                moved_bytes=moved,
-                bytes_per_s=moved / length_s,
+                iteration=logs[at].number,
+                moved_bytes=moved[direction],
+                bytes_per_s=moved[direction] / took_s if took_s > 0 else 0.0,
                 link_bytes_per_s=rates[direction],
                 busy_share=min(1.0, busy[direction] / length_s),
             )
@@ -112,6 +118,15 @@ def status_of(session: Session) -> Status:
         deviations=session.deviations,
         last_deviation=log[-1] if log else "",
     )
+
+
+def _copied(session: Session, logs: Sequence[IterationLog]) -> int:
+    """Index of the newest log whose iteration has copied all it will; 0 if there is none yet."""
+    planned = sum(step.kind in COPIES for step in session.plan.steps)
+    for at in reversed(range(len(logs))):
+        if not logs[at].on_plan or session.moved.ended(logs[at].number) >= planned:
+            return at
+    return 0
 
 
 def _window(session: Session, logs: Sequence[IterationLog]) -> tuple[float, float]:

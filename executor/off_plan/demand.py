@@ -98,7 +98,7 @@ class Demand:
     def see_batch(self, args: Any, kwargs: Any) -> None:
         """The root's forward is about to begin with this batch. Raises DoesNotFit before anything changes."""
         s = self.session
-        if not torch.is_grad_enabled() or s.on_demand_only:
+        if not s.trains or s.on_demand_only:
             self._batch_moments = None
             return
         # Its form only: keeping the batch would keep its memory.
@@ -173,7 +173,7 @@ class Demand:
         if event.kind == "grad":
             s.check_backward(event)
         if not self.active and not self.visiting:
-            if s.cursor < 0 and event.kind == "begin" and not torch.is_grad_enabled():
+            if s.cursor < 0 and event.kind == "begin" and not s.trains:
                 self.visit()
             elif event.kind != "step" or s.cursor >= 0:
                 self.leave(self._reason(event))
@@ -610,6 +610,7 @@ class Demand:
                 if s.ranks is not None:
                     raise s.ladder.ends_ranks(error) from error
                 s.ladder.note(error, "a new plan is made from where everything is")
+        s.moved.others(s.iteration, s.backend.copied_bytes)
         self.visiting = False
         self._before_visit = None
         if s.ladder.pending:
@@ -811,7 +812,7 @@ class Demand:
             return self._shown(func, *args, **kwargs)
         if not s.clock.inside:
             return self._outside(func, args, kwargs)
-        if not self.active and not self.visiting and s.cursor < 0 and not torch.is_grad_enabled():
+        if not self.active and not self.visiting and s.cursor < 0 and not s.trains:
             with unseen():
                 self.visit()
         pack, unpack = self._pack, self._unpack

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.util
 import itertools
 import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -340,6 +342,18 @@ def waits_of_training(monkeypatch: pytest.MonkeyPatch, owners: Sequence[tuple[An
 def kit() -> Any:
     """The helpers of this file, for tests to call (test modules cannot import a conftest)."""
     return sys.modules[__name__]
+
+
+@pytest.fixture(scope="session")
+def rows() -> Any:
+    """semantics_rows.py, which benchmarks read by its path, too."""
+    path = Path(__file__).parent / "semantics_rows.py"
+    if path.stem not in sys.modules:
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
+        sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[path.stem])
+    return sys.modules[path.stem]
 
 
 CAPTURED: dict[tuple[str, bool, torch.dtype], Workload] = {}

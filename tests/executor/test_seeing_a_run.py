@@ -146,7 +146,7 @@ def test_live_lines_on_a_terminal_and_plain_ones_elsewhere(folder: Path, monkeyp
 
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("TERM", "xterm")
-    use = LinkUse(moved_bytes=10**9, bytes_per_s=1e9, link_bytes_per_s=2e9, busy_share=0.5)
+    use = LinkUse(iteration=0, moved_bytes=10**9, bytes_per_s=1e9, link_bytes_per_s=2e9, busy_share=0.5)
     status = Status(
         policy="tide", iterations=1, on_plan=True, iteration_s=0.5, tokens_per_s=128.0, gpu_bytes=10**5,
         gpu_peak_bytes=4 * 10**5, gpu_budget_bytes=450_000, host_bytes=10**6, host_budget_bytes=10**9,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from pstar_sim.core.step import Queue
 
@@ -50,6 +51,31 @@ def test_reading_it_changes_nothing(start: Callable[..., Any], kit: Any) -> None
         assert watched.session.status().iterations == watched.session.iteration
         assert mine == kit.train_alone(alone.model, alone.optimizer, alone.batches, 1)
     assert watched.session.deviations == 0
+
+
+def test_bytes_of_every_single_iteration_are_the_plans(start: Callable[..., Any], kit: Any) -> None:
+    """Copies run ahead of their iteration and on into the next; they count where they belong. An evaluation's count in
+    the iteration that follows."""
+    run = start("gpt2", "tide", micro_batches=2)
+    planned = {direction: run.plan.moved_bytes[direction] for direction in ("h2d", "d2h")}
+    seen: set[int] = set()
+    for k in range(6):
+        kit.train_alone(run.model, run.optimizer, run.batches, 2)
+        links = run.session.status().links
+        numbers = {use.iteration for use in links.values()}
+        assert numbers in ({k}, {k - 1}) or k == 0
+        if k:
+            assert {direction: use.moved_bytes for direction, use in links.items()} == planned
+        timeline = run.session.timeline()
+        assert timeline.moved_bytes == planned
+        seen |= numbers
+    assert len(seen) > 1
+    with torch.no_grad():
+        kit.loss_of(run.model, next(run.batches))
+    kit.train_alone(run.model, run.optimizer, run.batches, 2)
+    run.session.drain()
+    with_evaluation = run.session.status().links["h2d"]
+    assert with_evaluation.iteration == 6 and with_evaluation.moved_bytes > planned["h2d"]
 
 
 def test_off_plan_it_counts_the_deviation_and_its_bytes(start: Callable[..., Any], kit: Any) -> None:
