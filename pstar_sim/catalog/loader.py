@@ -537,15 +537,16 @@ def load_machine(
     gpu_memory: str | int | None = None,
     host_memory: str | int | None = None,
     nodes: int | None = None,
+    gpus: int | None = None,
     overrides: Mapping[str, str | int | float | bool] | Iterable[str] | None = None,
     user_file: str | Path | None = None,
 ) -> Machine:
     """A machine by name, "here" for the one this runs on, or the one a .toml file defines.
 
     gpu_memory, host_memory: sizes ("8GB", or bytes) that replace those of the catalog (see `resize`). nodes: how many
-    of its nodes (see `with_nodes`). overrides: any figure by its path, {"link.bandwidth": "25GB/s"} or
-    ["link.bandwidth=25GB/s"] (see overrides.py). user_file: a file that extends or overrides the catalog. Raises
-    UnknownName, CatalogError, and PstarError for a size that is none.
+    of its nodes (see `with_nodes`). gpus: how many GPUs per node. overrides: any figure by its path,
+    {"link.bandwidth": "25GB/s"} or ["link.bandwidth=25GB/s"] (see overrides.py). user_file: a file that extends or
+    overrides the catalog. Raises UnknownName, CatalogError, and PstarError for a size that is none.
     """
     text = str(name)
     if isinstance(name, Path) or text.endswith(".toml"):
@@ -562,6 +563,8 @@ def load_machine(
         machine = load_catalog(user_file).machine(text)
     if nodes is not None:
         machine = with_nodes(machine, nodes)
+    if gpus is not None:
+        machine = override(machine, {"gpus": gpus})
     machine = resize(machine, gpu_memory=gpu_memory, host_memory=host_memory)
     if overrides is None:
         return machine
@@ -570,6 +573,7 @@ def load_machine(
         ("gpu.memory", gpu_memory, "gpu_memory"),
         ("host.memory", host_memory, "host_memory"),
         ("nodes", nodes, "nodes"),
+        ("gpus", gpus, "gpus"),
     ):
         if other is not None and path in changes:
             raise CatalogError(f"{path} = {changes[path]} and {name_of} = {other} are the same figure; give it once")

@@ -126,6 +126,7 @@ def machine_flags(parser: argparse.ArgumentParser, *, required: bool) -> None:
         help="a machine of the catalog, a .toml file, or here (see `pstar machines`)",
     )
     group.add_argument("--nodes", type=positive, metavar="N", help="so many of its nodes (default: as in the catalog)")
+    group.add_argument("--gpus", type=positive, metavar="N", help="GPUs per node (default: as in the catalog)")
     group.add_argument("--gpu-memory", metavar="SIZE", help="another GPU memory, such as 8GB")
     group.add_argument("--host-memory", metavar="SIZE", help="another host memory, such as 64GB")
     group.add_argument(

@@ -27,7 +27,7 @@ MOST_SPLITS, LARGE_BATCH = (
 
 
 def machine_of(args: argparse.Namespace) -> Machine:
-    """The machine named by --machine, with --nodes, --gpu-memory, --host-memory and every --set over it."""
+    """The machine named by --machine, with --nodes, --gpus, --gpu-memory, --host-memory and every --set over it."""
     if args.machine is None:
         raise PstarError("--machine is needed (see `pstar machines`)")
     return load_machine(
@@ -35,6 +35,7 @@ def machine_of(args: argparse.Namespace) -> Machine:
         gpu_memory=args.gpu_memory,
         host_memory=args.host_memory,
         nodes=args.nodes,
+        gpus=args.gpus,
         overrides=args.set,
     )
 

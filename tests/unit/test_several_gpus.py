@@ -177,3 +177,31 @@ def test_what_does_not_fit_is_answered_for_as_many_gpus() -> None:
     assert not row.fits
     assert row.reason is not None
     assert "fits on a100-40x8, or with --batch 64 --micro-batches 2" in row.reason
+
+
+@pytest.mark.parametrize(
+    ("flags", "nodes", "ranks"), [(["--gpus", "2"], 1, 2), (["--nodes", "2"], 2, 2), (["--gpus=3", "--nodes=2"], 2, 6)]
+)
+def test_the_virtual_accelerator_as_several(
+    flags: list[str], nodes: int, ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What `torchrun -m executor` needs: a plan for as many ranks as there will be processes."""
+    file = tmp_path / "plan.json"
+    job = ["plan", "--model", "tiny-gpt2", "--batch", "6", "--seq", "32", "--dtype", "fp32", "--policy", "tide"]
+    assert main([*job, "--machine", "virtual", *flags, "-o", str(file)]) == 0
+    plan = load_plan(file)
+    plan.check()
+    machine = plan.machine
+    assert (machine.nodes, len(machine.ranks)) == (nodes, ranks)
+    assert [rank.batch_share for rank in machine.ranks] == pytest.approx([1 / ranks] * ranks)
+
+
+def test_gpus_is_one_figure_with_one_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    assert load_machine("a100-80x8", gpus=2) == load_machine("a100-80x8", overrides={"gpus": 2})
+    with pytest.raises(CatalogError, match="gpus = 3 and gpus = 2 are the same figure; give it once"):
+        load_machine("virtual", gpus=2, overrides=["gpus=3"])
+    for wrong in ("0", "1.5", "99"):
+        assert (
+            main(["compare", "--model", "1B", "--batch", "8", "--seq", "8", "--machine", "h200", "--gpus", wrong]) == 2
+        )
+        assert "gpus" in capsys.readouterr().err
