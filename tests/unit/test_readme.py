@@ -1,10 +1,16 @@
-"""What the README shows is what happens: its Python runs as written, its terminal sessions print what they claim."""
+"""What the documents show is what happens: their commands and their Python run as written, in order, in one folder; the
+README's terminal sessions print what they claim."""
 
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,27 +18,133 @@ import pytest
 from pstar_sim.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted(
+    p for p in ROOT.rglob("*.md") if not {".venv", "node_modules"} & {*p.parts} and p.stem != "CHANGELOG"
+)
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-PYTHON = [text for language, text in BLOCKS if language == "python"]
-SESSIONS = [text for language, text in BLOCKS if language == "console"]
+SESSIONS = re.findall(r"^```console\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+NOT_RUN = {
+    "make ": "sets up an environment or runs the suite that this test is part of",
+    ".venv/bin/python -m pytest": "runs the suite that this test is part of",
+    "pstar validate": "half a minute; a small part runs in test_validation_results.py",
+    "pstar calibrate": "two minutes; shorter runs are in test_cli_calibrate.py and test_calibrate.py",
+    "from dask.distributed": "needs a cluster and dask",
+    "from pstar_sim.core.step import Place": "runs in test_contributing_example.py, which looks at its plans",
+    "from pstar_sim.testing import check_policy": "runs in test_contributing_example.py, after the block above it",
+}
+"""How a command or a block of Python begins that is not run, and the reason."""
 
 
-def test_the_readme_has_both() -> None:
-    assert PYTHON and SESSIONS
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Something to run or to write, and where it stands. language: bash, python, or toml (a file named by its head)."""
+
+    language: str
+    text: str
+    where: str
+
+    @property
+    def skipped(self) -> bool:
+        return any(self.text.startswith(begin) for begin in NOT_RUN)
 
 
-@pytest.mark.parametrize("number", range(len(PYTHON)))
-def test_python_runs_as_written(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def pieces(path: Path) -> Iterator[Piece]:
+    """Of a document, in order: its blocks, a shell block line by line, and the commands of its table of questions.
+    Terminal sessions have a test of their own; text blocks are not commands."""
+    text = path.read_text(encoding="utf-8")
+    found = re.compile(r"^```(\w*)\n(.*?)^```|^\| question \| command \|\n((?:\|[^\n]*\n)*)", re.MULTILINE | re.DOTALL)
+    for match in found.finditer(text):
+        where = f"{path.relative_to(ROOT)}:{text.count(chr(10), 0, match.start()) + 1}"
+        language, block, questions = match.groups()
+        if questions is not None:
+            for command in re.findall(r"`(pstar [^`]*)`", questions):
+                yield Piece(language="bash", text=command, where=where)
+        elif language == "bash":
+            for line in re.sub(r"\\\n\s*", " ", block).splitlines():
+                if line.strip() and not line.startswith("#"):
+                    yield Piece(language="bash", text=line, where=where)
+        elif language in ("python", "toml"):
+            yield Piece(language=language, text=block, where=where)
+        else:
+            assert language in ("console", "text"), f"{where}: a block of {language or 'no language'!r} is not run"
+
+
+def run(piece: Piece) -> None:
+    """In the current folder. A command of pstar runs in this process, which has torch loaded already."""
+    if piece.language == "toml":
+        (name,) = re.findall(r"\A# (\S+\.toml)\n", piece.text) or [None]
+        assert name, f"{piece.where}: a block of TOML begins with the name of its file"
+        Path(name).write_text(piece.text, encoding="utf-8")
+    elif piece.language == "python":
+        from matplotlib import pyplot
+
+        exec(compile(piece.text, piece.where, "exec"), {"__name__": "document"})
+        pyplot.close("all")
+    elif piece.text.startswith("pstar "):
+        words = shlex.split(piece.text, comments=True)
+        assert main(words[1:]) == 0, f"{piece.where}: {piece.text}"
+    else:
+        folder = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        paths = {"PATH": folder, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        line = ["bash", "-c", piece.text]
+        done = subprocess.run(line, env={**os.environ, **paths, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+        assert done.returncode == 0, f"{piece.where}: {piece.text}\n{done.stderr[-3000:]}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)  # thirty commands, beside whatever else the machine does
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_command_runs_in_order_in_one_folder(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     (tmp_path / "traces").symlink_to(ROOT / "traces")
     monkeypatch.chdir(tmp_path)
-    exec(compile(PYTHON[number], f"README.md, python block {number}", "exec"), {"__name__": "readme"})
-    from matplotlib import pyplot
+    for piece in pieces(path):
+        if not piece.skipped:
+            run(piece)
 
-    pyplot.close("all")
+
+def test_the_documents_have_what_is_looked_for_and_every_exception_is_needed() -> None:
+    found = [piece for path in DOCUMENTS for piece in pieces(path)]
+    commands = [p.text for p in found if p.where.startswith("README.md") and p.language == "bash"]
+    of = {text.split()[1] for text in commands if text.startswith("pstar ")}
+    assert of >= {
+        "fits", "compare", "plan", "check", "ablate", "max-model", "max-batch", "cheapest", "sensitivity", "sweep",
+        "validate", "calibrate", "trace", "run",
+    }  # fmt: skip
+    assert any(text.startswith("torchrun ") and "-m executor" in text for text in commands)
+    assert sum(p.language == "python" for p in found if p.where.startswith("README.md")) >= 3
+    unused = [begin for begin in NOT_RUN if not any(p.text.startswith(begin) for p in found)]
+    assert not unused
+    assert SESSIONS
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_in_the_text_name_flags_and_files_that_exist(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Commands within a sentence are often cut short, so they are not run."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    helps: dict[str, str] = {}
+    for words in map(str.split, re.findall(r"`((?:pstar|python3?|make) [^`]+)`", text)):
+        flags = [re.split(r"[=|]", word)[0] for word in words if word.startswith("--")]
+        if words[0] == "make":
+            known = (ROOT / "Makefile").read_text(encoding="utf-8")
+            flags = [f"\n{target}:" for target in words[1:2]]
+        elif words[0] == "pstar":
+            if words[1] not in helps and not words[1].startswith("-"):
+                with pytest.raises(SystemExit) as end:
+                    main([*words[1:2], *(["tide"] if words[1] == "plot" else []), "--help"])
+                assert end.value.code == 0, f"{path.name}: {' '.join(words)}"
+                helps[words[1]] = capsys.readouterr().out
+            known = helps.get(words[1], "--version --help")
+        elif words[1] != "-m":
+            known = (ROOT / words[1]).read_text(encoding="utf-8")
+        else:
+            continue
+        assert not [flag for flag in flags if flag not in known], f"{path.name}: {' '.join(words)}"
 
 
 @pytest.mark.parametrize("number", range(len(SESSIONS)))
