@@ -12,7 +12,7 @@ EXTRAS := executor,hf,notebooks,test
 # The versions of constraints.txt are of Python 3.11 and newer; on 3.10 pip chooses.
 export CONSTRAINTS := import sys; print("-c constraints.txt" if sys.version_info >= (3, 11) else "")
 
-.PHONY: help install demo test check notebooks bench peers gpu-test gpu-record gpu-peers clean
+.PHONY: help install demo test check notebooks bench results peers gpu-test gpu-record gpu-peers clean
 
 help:
 	@echo "make install    the environment in $(VENV), every version pinned by constraints.txt"
@@ -21,6 +21,7 @@ help:
 	@echo "make check      ruff format and lint, mypy --strict, import contracts"
 	@echo "make notebooks  runs the notebooks in place"
 	@echo "make bench      runs benchmarks/*.py, but for those below"
+	@echo "make results    lists the results under benchmarks/results whose code has changed since"
 	@echo "make peers      beside plain PyTorch, DeepSpeed and FSDP2 on this CPU; DeepSpeed gets $(VENV)-peers"
 	@echo ""
 	@echo "With a CUDA device, the current python3 as it is (PYTHON=...) and at most 8 minutes a run; what was cut off goes"
@@ -58,6 +59,9 @@ APART := $(addprefix benchmarks/,peers.py preflight.py gpu_record.py gpu_test.py
 
 bench: install
 	set -e; for file in $(filter-out $(APART),$(wildcard benchmarks/[a-z]*.py)); do echo "== $$file"; $(BIN)/python "$$file"; done
+
+results: install
+	$(BIN)/python benchmarks/_results.py
 
 peers: install
 	$(BIN)/python benchmarks/peers.py

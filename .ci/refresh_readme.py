@@ -1,6 +1,10 @@
-"""Put what the commands print now into the README: its terminal sessions, the contract table and the table of policies.
+"""Put what the commands print now, and what the benchmarks have left under benchmarks/results, into the README.
 
-python .ci/refresh_readme.py [--table]   (--table also runs table_policies.py and `pstar validate`, about two minutes)
+python .ci/refresh_readme.py [--table]   (--table first runs benchmarks/table_policies.py and validation.py, minutes)
+
+Terminal sessions are run. A figure that was measured stands between two markers, <!-- NAME: --> and <!-- :NAME -->, or,
+a table or a block, under <!-- NAME -->; it is written from the result's file and names the commit that it was
+taken at.
 """
 
 from __future__ import annotations
@@ -13,11 +17,17 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from pstar_sim.cli import main as pstar
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from _results import measured_at  # noqa: E402
 
 
 def printed(argv: list[str]) -> str:
@@ -47,20 +57,43 @@ def contract_table() -> str:
     return "\n".join(line for line in docstring.splitlines() if line.startswith("|"))
 
 
+def result(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return content
+
+
+def link(name: str, stamp: Mapping[str, Any] | None = None) -> str:
+    """The file of a result as a link that says when its figures were measured. stamp: of a part of it."""
+    return f"[{measured_at(stamp or result(name)['taken_at'])}](benchmarks/results/{name}.json)"
+
+
 def policies_table() -> str:
-    script = ROOT / "benchmarks" / "table_policies.py"
-    return subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout.strip()
+    rows = result("table_policies")["rows"]
+    policies = list(rows[0]["seconds"])
+    lines = [
+        "| machine | model | " + " | ".join(policies) + " | lower bound | optimal over bound |",
+        "|---|---|" + "---:|" * (len(policies) + 2),
+    ]
+    for row in rows:
+        seconds = " | ".join("-" if row["seconds"][p] is None else f"{row['seconds'][p]:.3f}" for p in policies)
+        gap = "-" if row["gap"] is None else f"{100 * row['gap']:.2f} %"
+        lines.append(f"| {row['machine']} | {row['model']} | {seconds} | {row['lower_bound_s']:.3f} | {gap} |")
+    return "\n".join(lines)
 
 
 def gaps_table() -> str:
     """The summaries that benchmarks/optimal.py has written."""
-    lines = ["| configurations | bound | fit | median gap | mean | largest | at |", "|---|---|---:|---:|---:|---:|---|"]
-    for path in sorted((ROOT / "benchmarks" / "results").glob("optimal*.json")):
-        result = json.loads(path.read_text(encoding="utf-8"))
-        what, _, bound = result["what"].partition(", gap to the ")
-        s = result["summary"]
+    lines = [
+        "| configurations | bound | fit | median gap | mean | largest | at | taken |",
+        "|---|---|---:|---:|---:|---:|---|---|",
+    ]
+    for path in sorted(RESULTS.glob("optimal*.json")):
+        found = result(path.stem)
+        what, _, bound = found["what"].partition(", gap to the ")
+        s = found["summary"]
         figures = " | ".join(f"{100 * s[key]:.2f} %" for key in ("median_gap", "mean_gap", "max_gap"))
-        lines.append(f"| {what} | {bound} | {s['fit']} of {s['configurations']} | {figures} | {s['max_gap_at']} |")
+        row = (what, bound, f"{s['fit']} of {s['configurations']}", figures, s["max_gap_at"], link(path.stem))
+        lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
 
 
@@ -68,19 +101,18 @@ def peers_table() -> str:
     """What benchmarks/peers.py has written: on this CPU and, where it has run there, on a GPU."""
     lines = []
     for name in ("peers", "peers_cuda"):
-        path = ROOT / "benchmarks" / "results" / f"{name}.json"
-        if not path.exists():
+        if not (RESULTS / f"{name}.json").exists():
             continue
-        result = json.loads(path.read_text(encoding="utf-8"))
+        found = result(name)
         if not lines:
             lines = [
                 "| contender | clipped | micro-batch | tokens/s | GPU | host peak | a parameter | largest | losses |",
                 "|---|---|---:|---:|---:|---:|---:|---:|---:|",
             ]
-        for row in result["rows"]:
+        for row in found["rows"]:
             gpu, most, apart = row["gpu_reserved_bytes"], row["largest_params"], row["loss_apart"]
             lines.append(
-                f"| {row['contender']}{', on ' + result['device'] if name == 'peers_cuda' else ''} "
+                f"| {row['contender']}{', on ' + found['device'] if name == 'peers_cuda' else ''} "
                 f"| {'yes' if row['clip'] else 'no'} | {row['micro_batch']} | {row['tokens_per_s']:,.0f} "
                 f"| {'n/a' if gpu is None else f'{gpu / 1e9:.2f} GB'} | {row['host_peak_bytes'] / 1e9:.2f} GB "
                 f"| {row['host_bytes_per_param']:.1f} B | {'-' if most is None else f'{most / 1e6:,.0f} M'} "
@@ -90,8 +122,160 @@ def peers_table() -> str:
 
 
 def validation_summary() -> str:
-    """The first part of what `pstar validate` prints, up to the list of misses, as a block of text."""
-    return "```text\n" + printed(["validate"]).partition("\n\nTested rows off")[0] + "\n```"
+    return "```text\n" + "\n".join(result("validation")["summary"]) + "\n```"
+
+
+def accuracy() -> str:
+    errors = sorted(100 * run["error"] for run in result("accuracy")["runs"])
+    return f"{errors[0]:.1f} to {errors[-1]:.1f} % above the prediction ({link('accuracy')})"
+
+
+def overhead() -> str:
+    return (
+        f"a step takes {result('overhead')['ratio']:.2f} times that of plain PyTorch with fused AdamW on the same "
+        f"thread ({link('overhead')})"
+    )
+
+
+def capture() -> str:
+    r = result("capture")
+    return (
+        f"takes {r['peak_rss_bytes'] / 1e9:.2f} GB of RAM and {r['cpu_s']:.1f} s of CPU time, torch's `MemTracker` "
+        f"{r['times_as_fast_cpu']:.0f} times as much ({link('capture')})"
+    )
+
+
+def peers() -> str:
+    said = []
+    for clipped in ("unclipped", "clipped"):
+        ratios = {pair: both["medians"] for pair, both in result("peers")["ratios"][clipped].items()}
+        others = ", ".join(f"{1 / ratios[f'ours / {other}']:.2f}" for other in ("zero2", "zero3", "fsdp2"))
+        said.append((f"{ratios['ours / plain']:.2f}", others))
+    (plain, others), (plain_clipped, others_clipped) = said
+    return (
+        f"Without clipping a step of ours takes {plain} times plain PyTorch's; steps of ZeRO-2, ZeRO-3 and FSDP2 take "
+        f"{others} times ours (with clipping {plain_clipped}; {others_clipped}; {link('peers')})."
+    )
+
+
+def semantics() -> str:
+    r = result("semantics")
+    left_out = sum("exception" in cell for row in r["table"].values() for cell in row.values())
+    return (
+        f"{r['runs']} runs beside plain PyTorch, parameters and moments compared: {r['equal_to_the_bit']} equal to the "
+        f"bit, largest relative difference {r['largest_relative_difference']:.1e}; cells left out with their reasons: "
+        f"{left_out}; {link('semantics')}"
+    )
+
+
+def interleavings() -> str:
+    part = result("reliability")["interleavings"]
+    misses = f"{part['misses']} differ from the serial run" if part["misses"] else "no difference to the serial run"
+    counts = " + ".join(f"{count:,} of {policy}" for policy, count in part["runs"].items())
+    return f"{counts}: {misses}; {link('reliability', part['taken_at'])}"
+
+
+def leaks() -> str:
+    part = result("reliability")["leaks"]
+    grown = [f"{what}: {part[f'{what} bytes/step']:.0f} bytes a step" for what in ("accelerator", "host payloads")]
+    return (
+        f"{part['steps']:,} steps of {part['policy']}: {', '.join(grown)}; resident memory "
+        f"{part['resident bytes/step']:.0f} (bound: {part['bound_bytes_per_step']:.0f}); "
+        f"{link('reliability', part['taken_at'])}"
+    )
+
+
+def mutations() -> str:
+    part = result("reliability")["mutations"]
+    refused = sum(count for what, count in part.items() if what.endswith(": refused"))
+    return (
+        f"{refused:,} of {part['files']:,} refused in one line, the others right or refused by the run, "
+        f"{part['misses']} misjudged; {link('reliability', part['taken_at'])}"
+    )
+
+
+def faults() -> str:
+    part = result("reliability")["faults"]
+    return (
+        f"{part['faults'] - part['misses']} of {part['faults']} with their messages, nothing lost beyond the step in "
+        f"flight; {link('reliability', part['taken_at'])}"
+    )
+
+
+def kills() -> str:
+    part = result("reliability")["kills"]
+    return (
+        f"{part['kills']} kills, {part['while_saving']} of them while saving; resumes that differ from the "
+        f"uninterrupted run: {part['misses']}; {link('reliability', part['taken_at'])}"
+    )
+
+
+def load_weights() -> str:
+    rows = [row for row in result("load_weights")["rows"] if row["way"] == "meta"]
+    above = max(row["peak"] - row["steady"] for row in rows)
+    return (
+        f"peak host memory at most {above / 1e6:.0f} MB above the steady state, within the one shard that is allowed; "
+        f"saving adds {max(row['save_adds'] for row in rows) / 1e6:.0f} MB; {link('load_weights')}"
+    )
+
+
+def planning() -> str:
+    planned, certified = result("planning_speed")["rows"], result("certify")["rows"]
+    one = max(row["cpu_s"] for row in planned if row["gpus"] == 1)
+    most_gpus = max(row["gpus"] for row in planned)
+    many = max(row["cpu_s"] for row in planned if row["gpus"] == most_gpus)
+    fluid = sorted(row["fluid_cpu_s"] for row in certified)
+    sweep = result("sweep")
+    return (
+        f"Planning with the closed-form certificate takes at most {one:.1f} s of CPU time for 18B on one GPU and "
+        f"{many:.1f} s for 175B on {most_gpus} ({link('planning_speed')}), `--certify` {fluid[0]:.1f} to "
+        f"{fluid[-1]:.1f} s more ({link('certify')}), a cold sweep of {sweep['points']:,} points "
+        f"{sweep['cold_s']:.0f} s on {sweep['machine']['cores']} cores ({link('sweep')})."
+    )
+
+
+def activations() -> str:
+    first = result("activations")["rows"][0]
+    alike, recomputed, offloaded = (
+        first["seconds"][way] for way in ("all alike", "kept or recomputed", "also offloaded")
+    )
+    return (
+        f"`python benchmarks/activations.py` ({link('activations')}): {first['model']} at sequence "
+        f"{first['sequence']} on an `{first['machine']}` takes {alike:.2f} s with all blocks alike, {recomputed:.2f} s "
+        f"with some recomputed, {offloaded:.2f} s with some offloaded too."
+    )
+
+
+def calibrated() -> str:
+    r = result("calibrated")
+    return (
+        f"the median of the {len(r['runs'])} differences between predicted and measured iteration time was "
+        f"{100 * r['median_error']:.1f} %, the largest {100 * r['largest_error']:.1f} % "
+        f"(`python benchmarks/calibrated.py`, ten minutes; {link('calibrated')})"
+    )
+
+
+# What stands between two markers of its name.
+PHRASES: Mapping[str, Callable[[], str]] = {
+    f.__name__.replace("_", "-"): f
+    for f in (
+        accuracy, overhead, capture, peers, semantics, interleavings, leaks, mutations, faults, kills, load_weights,
+        planning, activations, calibrated,
+    )
+} | {
+    "table-taken": lambda: link("table_policies"),
+    "validation-taken": lambda: link("validation"),
+    "patrickstar-node-taken": lambda: link("patrickstar_node"),
+}  # fmt: skip
+
+# What stands under a marker of its name: a table, or a block of text.
+BLOCKS: Mapping[str, Callable[[], str]] = {
+    "contract": contract_table,
+    "gaps": gaps_table,
+    "peers": peers_table,
+    "table": policies_table,
+    "validation": validation_summary,
+}
 
 
 def put(text: str, mark: str, content: str) -> str:
@@ -104,19 +288,27 @@ def put(text: str, mark: str, content: str) -> str:
     )
 
 
+def filled(text: str) -> str:
+    """The README with every table and figure that comes from a file. Runs nothing."""
+    for name, content in BLOCKS.items():
+        text = put(text, name, content())
+    for name, phrase in PHRASES.items():
+        begin, end = f"<!-- {name}: -->", f"<!-- :{name} -->"
+        if text.count(begin) != 1 or text.count(end) != 1:
+            raise SystemExit(f"README.md must have {begin} and {end} once each")
+        before, _, rest = text.partition(begin)
+        text = before + begin + phrase() + end + rest.partition(end)[2]
+    return text
+
+
 def main() -> None:
     path = ROOT / "README.md"
+    if "--table" in sys.argv[1:]:
+        for script in ("table_policies.py", "validation.py"):
+            subprocess.run([sys.executable, ROOT / "benchmarks" / script], check=True)
     text = path.read_text(encoding="utf-8")
     text = re.sub(r"^```console\n(.*?)^```", session, text, flags=re.MULTILINE | re.DOTALL)
-    text = put(text, "contract", contract_table())
-    text = put(text, "gaps", gaps_table())
-    text = put(text, "peers", peers_table())
-    if "--table" in sys.argv[1:]:
-        rows, _, verdict = policies_table().partition("\n\n")
-        sys.stdout.write(verdict + "\n")
-        text = put(text, "table", rows)
-        text = put(text, "validation", validation_summary())
-    path.write_text(text, encoding="utf-8")
+    path.write_text(filled(text), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
 import platform
@@ -23,7 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-RESULT = Path(__file__).parent / "results" / "capture.json"
+from _results import write_result
+
 SIDES = ("ours", "ours, gradients kept", "MemTracker")
 
 
@@ -111,8 +111,6 @@ def main() -> None:
             done = subprocess.run(command, check=True, capture_output=True, text=True)
             rows.append(json.loads(done.stdout.splitlines()[-1]))
             print(rows[-1], flush=True)
-    import torch
-    import transformers
 
     def median(side: str, field: str) -> float:
         return statistics.median(row[field] for row in rows if row["side"] == side)
@@ -139,12 +137,8 @@ def main() -> None:
         "goals": {"peak_rss_bytes": 2e9, "times_as_fast": 5, "peak_ratio_within": 0.02},
         "rows": rows,
         "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "platform": platform.platform()},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__,
-                     "transformers": transformers.__version__},
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
     }  # fmt: skip
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    write_result("capture", result)
     print(json.dumps({key: value for key, value in result.items() if key != "rows"}, indent=1))
 
 

@@ -46,9 +46,9 @@ def _table(cells: list[dict[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _last(name: str) -> dict[str, Any]:
+def _last(name: str, key: str) -> dict[str, Any]:
     path = Path(__file__).parent / "results" / f"{name}.json"
-    return json.loads(path.read_text(encoding="utf-8")).get("table", {}) if path.exists() else {}
+    return json.loads(path.read_text(encoding="utf-8")).get(key) or {} if path.exists() else {}
 
 
 def main() -> int:
@@ -98,9 +98,10 @@ def main() -> int:
         if "error" in cell:
             print(f"FAILED {cell['row']}, {cell['dtype']}, {cell['policy']}: {cell['error'][:300]}")
     name = "semantics" if args.device == "cpu" else f"semantics_{args.device}"
-    table = _table(cells)
-    if args.only or args.policy:  # the other rows (and policies) keep their last figures
-        for row, kept in _last(name).items():
+    table, stamp = _table(cells), None
+    if args.only or args.policy:  # the other rows (and policies) keep their last figures, and the file their commit
+        stamp = _last(name, "taken_at")
+        for row, kept in _last(name, "table").items():
             for dtype, cell in kept.items():
                 mine = table.setdefault(row, {}).setdefault(dtype, {})
                 table[row][dtype] = {
@@ -120,7 +121,7 @@ def main() -> int:
         f"difference {figures['largest_relative_difference']:.1e} (allowed {rows.TOLERANCE:.0e})"
     )
     if not args.no_result and not failed:
-        write_result(name, {**figures, "table": table})
+        write_result(name, {**figures, "table": table}, stamp=stamp)
     return 1 if failed else 0
 
 

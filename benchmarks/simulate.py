@@ -1,6 +1,6 @@
 """How long planning and simulating take, in CPU seconds of this process, after the imports.
 
-    python benchmarks/simulate.py [-o benchmarks/results/simulate.json]
+    python benchmarks/simulate.py      (writes results/simulate.json)
 
 - `compare` with five policies for the 12B preset (batch 8, sequence 1024) on v100-32, with its defaults;
 - one 175B iteration (batch 8, sequence 1024, checkpointing) on an h100-80 with 4 TB of host memory: planning by `tide`,
@@ -11,16 +11,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import simpy
+from _results import write_result
 
 from pstar_sim.catalog.loader import load_machine, resize
 from pstar_sim.catalog.machine import Machine
@@ -81,14 +79,9 @@ def one_plan(workload: Workload, machine: Machine) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path)
-    output: Path | None = parser.parse_args().output
     v100, h100 = load_machine("v100-32"), resize(load_machine("h100-80"), host_memory="4TB")
     twelve = preset("12B", batch=8, seq=1024)
     result = {
-        "python": platform.python_version(),
-        "processor": platform.machine(),
         "compare_12B_five_policies": {
             "policies": sorted(policies()),
             "cpu_s": cpu_s(lambda: compare(twelve, v100), 3),
@@ -97,10 +90,8 @@ def main() -> None:
         "175B": {**one_plan(preset("175B", batch=8, seq=1024), h100), "limit_play_cpu_s_per_iteration": 1.0},
         "15B_4x4": one_plan(preset("15B", batch=4, seq=1024, micro_batches=4), v100),
     }
-    text = json.dumps(result, indent=2)
-    print(text)
-    if output is not None:
-        output.write_text(text + "\n", encoding="utf-8")
+    print(json.dumps(result, indent=2))
+    print(write_result("simulate", result))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 
+from _results import write_result
+
 import pstar_sim as ps
 
 MODELS = ("1B", "4B", "8B", "12B", "15B", "18B")
@@ -35,6 +37,17 @@ def seconds(row: ps.Row) -> str:
 
 def main() -> int:
     table = compared()
+    rows_of = [
+        {
+            "machine": machine,
+            "model": model,
+            "seconds": {policy: rows[policy].iteration_s for policy in POLICIES},
+            "lower_bound_s": rows["optimal"].lower_bound_s,
+            "gap": rows["optimal"].gap,
+        }
+        for machine, model, rows in table
+    ]
+    write_result("table_policies", {"rows": rows_of})
     print("| machine | model | " + " | ".join(POLICIES) + " | lower bound | optimal over bound |")
     print("|---|---|" + "---:|" * (len(POLICIES) + 2))
     slower = beaten = 0

@@ -1,0 +1,145 @@
+"""Results of benchmarks: each says at which commit it was taken and on what it depends, the README takes its figures
+from them, and `make results` finds those that have aged."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+
+
+def loaded(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A script that is in no package, as a module."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    spec = importlib.util.spec_from_file_location(f"of_{path.stem.strip('_')}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def results(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return loaded(ROOT / "benchmarks" / "_results.py", monkeypatch)
+
+
+def matched(glob: str) -> bool:
+    return any(path.is_file() for path in ROOT.glob(glob + "/*" if glob.endswith("**") else glob))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_result_says_when_it_was_taken_and_on_what_it_depends(path: Path, results: ModuleType) -> None:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", content["date"])
+    for part in (content, *(value for value in content.values() if isinstance(value, dict) and "taken_at" in value)):
+        assert re.fullmatch("[0-9a-f]{40}", part["taken_at"]["commit"])
+        assert isinstance(part["taken_at"]["dirty"], bool)
+    assert content["depends_on"] == results.dependencies(path.stem)
+    assert not [glob for glob in content["depends_on"] if not matched(glob)]
+
+
+def test_every_figure_of_the_readme_is_that_of_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    refresher = loaded(ROOT / ".ci" / "refresh_readme.py", monkeypatch)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert refresher.filled(text) == text, "run .ci/refresh_readme.py"
+    changed = text.replace("| a100-80 | 1B | ", "| a100-80 | 1B | 9", 1).replace(
+        "<!-- accuracy: -->", "<!-- accuracy: -->9"
+    )
+    assert changed != text and refresher.filled(changed) == text  # a figure written by hand does not stay
+    shown = set(re.findall(r"benchmarks/results/(\w+)\.json", text))
+    assert shown >= {path.stem for path in FILES} - {"simulate"}
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
+    command = ["git", "-C", str(folder), *identity, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def commit(folder: Path, name: str, text: str) -> str:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
+    git(folder, "add", "-A")
+    git(folder, "commit", "-qm", name)
+    return git(folder, "rev-parse", "HEAD")
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="lists commits")
+def test_a_result_is_listed_from_the_commit_that_changes_what_it_depends_on(
+    tmp_path: Path, results: ModuleType
+) -> None:
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    git(folder, "init", "-q")
+    first = commit(folder, "pkg/a.py", "1\n")
+
+    def lines() -> list[str]:
+        return [" ".join(line.split()) for line in results.list_changes(folder)]
+
+    def keep(name: str, **content: Any) -> None:
+        commit(
+            folder, f"benchmarks/results/{name}.json", json.dumps({"depends_on": ["pkg/**", "other/*.py"], **content})
+        )
+
+    stamp = {"commit": first, "dirty": False}
+    keep("one", taken_at=stamp)
+    keep("parts", taken_at=stamp, left={"taken_at": {**stamp, "at_or_before": True}}, right={"taken_at": None})
+    assert lines() == [
+        "parts: right no commit is known",
+        "0 of 3 results in 2 files are older than what they depend on",
+        "1 unknown",
+    ]
+    commit(folder, "pkg/b.py", "1\n")
+    commit(folder, "else.py", "1\n")
+    commit(folder, "pkg/b.py", "2\n")
+    (folder / "other").mkdir()
+    second = commit(folder, "other/c.py", "1\n")
+    (folder / "pkg" / "a.py").write_text("2\n")
+    since = "since then 3 commits: pkg/**, other/*.py; changes that are not committed: pkg/**"
+    assert lines()[:2] == [
+        f"one measured at {first[:7]}; {since}",
+        f"parts: left measured at or before {first[:7]}; {since}",
+    ]
+    assert results.taken_at(folder) == {"commit": second, "dirty": True}
+    assert results.measured_at(results.taken_at(folder)) == f"measured at {second[:7]} with changes"
+
+    # What was taken back does not count; nor does a result itself make a tree dirty.
+    git(folder, "checkout", "-q", "--", "pkg")
+    git(folder, "rm", "-q", "-r", "pkg/b.py", "other")
+    git(folder, "commit", "-qm", "back")
+    (folder / "benchmarks" / "results" / "one.json").write_text("{}")
+    assert results.taken_at(folder) == {"commit": git(folder, "rev-parse", "HEAD"), "dirty": False}
+    git(folder, "checkout", "-q", "--", "benchmarks")
+    assert lines()[-2] == "0 of 3 results in 2 files are older than what they depend on"
+
+    # Without the history, and without git at all.
+    shallow, bare = tmp_path / "shallow", tmp_path / "bare"
+    git(tmp_path, "clone", "-q", "--depth", "1", folder.as_uri(), str(shallow))
+    assert [line.strip() for line in results.list_changes(shallow)][-1] == (
+        "3 unknown; this clone is shallow: `git fetch --unshallow` brings its history"
+    )
+    assert f"{first[:7]} is not in this clone" in results.list_changes(shallow)[0]
+    shutil.copytree(folder / "benchmarks", bare / "benchmarks")
+    assert results.list_changes(bare) == [
+        f"{bare} is not a git checkout: whether the 2 results are up to date is not known"
+    ]
+
+
+def test_writing_a_result_keeps_the_commit_and_the_dependencies(tmp_path: Path, results: ModuleType) -> None:
+    path = results.write_result("optimal_barrier", {"rows": []}, folder=tmp_path)
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert content["taken_at"] == results.taken_at()
+    assert {"benchmarks/optimal.py", "pstar_sim/policy/**"} <= set(content["depends_on"])
+    assert {"pstar_sim/**", "executor/**"} == set(results.dependencies("something_new"))
