@@ -4,8 +4,8 @@
 while the tide counts it, so the proof of the budget (worst_case.py) need not know of stashes at all. (That a stash is
 out before it comes back follows: `gone` is before `back` on the compute queue.) The room on the host is a buffer of the
 plan's, held throughout, and there is one of it. Blocks have a room each, and two stashes of one block cannot want it at
-once: no workload has a moment that makes the next one before the one that needs the last one (check_workload), they are
-in this order on the compute queue, and the latter waited for it to come back. Shares no code with the policies.
+once: micro-batches follow one another (check_workload), so the moment that needs the last one is before the one that
+makes the next one on the compute queue, and the former waited for it to come back. Shares no code with the policies.
 """
 
 from __future__ import annotations

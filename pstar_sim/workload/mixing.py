@@ -54,6 +54,8 @@ def mix_blocks(recomputed: Workload, kept: Workload, keep: Collection[str]) -> W
         raise TraceError(
             f"{recomputed.model!r} has no blocks {', '.join(unknown)}" if blocks else "there are no blocks"
         )
+    if set(keep) == set(blocks):
+        return replace(kept, activations=(), stashes=(), checkpointing=False)
     left = [_left_behind(recomputed, ours), _left_behind(kept, theirs)]
     chosen = [left[block in keep][block] for block in blocks]
     # Bytes that the blocks before the n-th leave here more than in the variant.

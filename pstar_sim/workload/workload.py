@@ -269,6 +269,7 @@ def check_workload(w: Workload) -> None:
             raise bad(f"moments[{i}].micro_batch", m.micro_batch, f"there are {w.micro_batches} micro-batches")
         if m.duration_s is not None and not 0 <= m.duration_s < float("inf"):
             raise bad(f"moments[{i}].duration_s", m.duration_s, "it must be a finite number of seconds")
+    _check_order(w, bad)
     if w.optimizer.dram_bytes_per_param < 1:
         raise bad("optimizer.dram_bytes_per_param", w.optimizer.dram_bytes_per_param, "it must be at least 1")
     names = [name for name, _ in w.optimizer.state_bytes]
@@ -280,6 +281,12 @@ def check_workload(w: Workload) -> None:
     for i, t in enumerate(w.tensors):
         if t.bytes < 0 or any(extent < 0 for extent in t.shape):
             raise bad(f"tensors[{i}].bytes", t.bytes, "bytes and shape must not be negative")
+        if t.tied_to is None and t.dtype in DTYPE_BYTES and t.bytes != t.numel * DTYPE_BYTES[t.dtype]:
+            raise bad(
+                f"tensors[{i}].bytes",
+                t.bytes,
+                f"shape {list(t.shape)} of {t.dtype} has {t.numel * DTYPE_BYTES[t.dtype]}",
+            )
         if t.group < 0:
             raise bad(f"tensors[{i}].group", t.group, "it must be the number of an optimizer group, from 0")
         if t.tied_to is not None and not (0 <= t.tied_to < len(w.tensors) and w.tensors[t.tied_to].tied_to is None):
@@ -294,7 +301,65 @@ def check_workload(w: Workload) -> None:
             raise bad("uses", (u.moment, u.tensor), "a tied tensor is used under the index of the one it is tied to")
         if u.tensor in frozen and u.kind is UseKind.GRADIENT:
             raise bad("uses", (u.moment, u.tensor), "a frozen tensor has no gradient")
+    _check_uses(w, bad)
     _check_activations(w, bad)
+
+
+_PHASES = {"begin": (Phase.FWD, Phase.RECOMPUTE), "end": (Phase.FWD, Phase.RECOMPUTE), "grad": (Phase.BWD,)}
+"""Of each event that opens a moment and names a module."""
+
+
+def _check_order(w: Workload, bad: Callable[[str, object, str], TraceError]) -> None:
+    """Time goes forward: one micro-batch after the other, each forward and then backward, the step last; and a moment
+    opens with the bytes that the one before it closed with. (Between two micro-batches the batch is replaced.)"""
+    last = w.moments[-1]
+    before = w.moments[0]
+    if before.micro_batch or last.micro_batch != w.micro_batches - 1:
+        want = f"they go from 0 to {w.micro_batches - 1}, in order"
+        raise bad("moments[].micro_batch", (before.micro_batch, last.micro_batch), want)
+    for i, m in enumerate(w.moments):
+        if m.phase is Phase.ADAM and m is not last:
+            raise bad(f"moments[{i}].phase", m.phase.value, "the optimizer step is the last moment")
+        if m.phase not in _PHASES.get(m.name.partition(":")[0], (m.phase,)):
+            raise bad(f"moments[{i}].phase", m.phase.value, f"{m.name!r} does not open a moment of that phase")
+        if i == 0 or m.micro_batch != before.micro_batch:
+            if m.phase is not Phase.FWD and m is not last:
+                raise bad(f"moments[{i}].phase", m.phase.value, "a micro-batch begins with its forward pass")
+            if i and m.micro_batch != before.micro_batch + 1:
+                raise bad(f"moments[{i}].micro_batch", m.micro_batch, f"it follows micro-batch {before.micro_batch}")
+        elif m.phase is Phase.FWD and before.phase is not Phase.FWD:
+            want = (
+                f"moment {i - 1} ({before.name}) is of {before.phase.value} already; a micro-batch has one forward pass"
+            )
+            raise bad(f"moments[{i}].phase", m.phase.value, want)
+        elif m.start_bytes != before.end_bytes and not w.activations:  # mixed of two captures where blocks were chosen
+            want = f"moment {i - 1} ({before.name}) ends with {before.end_bytes}; the moments are not in their order"
+            raise bad(f"moments[{i}].start_bytes", m.start_bytes, want)
+        before = m
+
+
+def _check_uses(w: Workload, bad: Callable[[str, object, str], TraceError]) -> None:
+    """The step reads nothing, and a gradient arrives in the backward pass, behind the first read."""
+    phases = [m.phase for m in w.moments]
+    base = [m.micro_batch * len(w.tensors) for m in w.moments]
+    first: dict[int, int] = {}  # base + tensor -> moment
+    gradients: list[tuple[int, int]] = []
+    for u in w.uses:
+        moment, tensor = u.moment, u.tensor
+        if phases[moment] is Phase.ADAM:
+            raise bad("uses", (moment, tensor), "the optimizer step uses no parameter and makes no gradient")
+        if u.kind is UseKind.GRADIENT:
+            if phases[moment] is Phase.FWD:
+                raise bad("uses", (moment, tensor), "a gradient arrives in the backward pass, not in the forward pass")
+            gradients.append((moment, tensor))
+        else:
+            key = base[moment] + tensor
+            if key not in first or moment < first[key]:
+                first[key] = moment
+    for moment, tensor in gradients:
+        read = first.get(base[moment] + tensor, moment)
+        if read > moment:
+            raise bad("uses", (moment, tensor), f"its gradient arrives before its first read, in moment {read}")
 
 
 def _check_activations(w: Workload, bad: Callable[[str, object, str], TraceError]) -> None:
@@ -308,7 +373,6 @@ def _check_activations(w: Workload, bad: Callable[[str, object, str], TraceError
     there = [(s.block, s.micro_batch) for s in w.stashes]
     if len(set(there)) != len(there) or set(there) != offloaded:
         raise bad("stashes", len(there), f"each offloaded block has one a micro-batch, which makes {len(offloaded)}")
-    needed: dict[str, int] = {}  # by block, of its latest stash
     counted = [0] * (len(w.moments) + 1)  # changes of the bytes of stashes that the peaks count
     for i, s in enumerate(w.stashes):
         if s.bytes <= 0 or not 0 <= s.made < s.gone < s.back < s.needed < len(w.moments) - 1:
@@ -321,10 +385,6 @@ def _check_activations(w: Workload, bad: Callable[[str, object, str], TraceError
             before = w.stashes[i - 1]
             if s.gone < before.gone or s.back >= before.back or s.needed >= before.needed:
                 raise bad(f"stashes[{i}]", s, "what is made later is gone later, and comes back and is needed earlier")
-        if s.made <= needed.get(s.block, -1):
-            want = f"the host has one room for {s.block}, whose stash before is needed in moment {needed[s.block]}"
-            raise bad(f"stashes[{i}].made", s.made, want)
-        needed[s.block] = s.needed
         for begin, end in ((s.made, s.gone), (s.back, s.needed)):
             counted[begin] += s.bytes
             counted[end + 1] -= s.bytes

@@ -399,11 +399,12 @@ def test_recorder_leaves_stalls_out() -> None:
     now = 3.0
     recorder.stalled(1.0)
     recorder.read(0)
+    recorder.on_event(Event("backward-end", "", "backward-end", Phase.BWD, 0))
     recorder.gradient(0)
     recorder.on_event(Event("step", "", "step", Phase.ADAM, 0))
     now = 3.5
     w = recorder.workload(model="m", batch=1, sequence=1, source="recorded", recorded_on="here")
-    assert [m.duration_s for m in w.moments] == [2.0, 0.5]
+    assert [m.duration_s for m in w.moments] == [2.0, 0.0, 0.5]
     assert replace(w, notes="x").recorded_on == "here"
 
 
