@@ -2,8 +2,9 @@
 
 Each mutated file goes through the command line, in this process: it is refused with one line and status 2, or it is
 believed. A plan that is believed is run (`pstar run`, and the executor by itself) and has to train like plain PyTorch;
-a trace or a machine that is believed has to give such a plan. Anything else is a miss: an exception of another kind, a
-second line, a run longer than the limit, a wrong result.
+a trace or a machine that is believed has to give such a plan. A plan that states something else beside the same steps
+("stated") is refused, or `pstar check` names what was changed as not checked; what changes nothing is believed.
+Anything else is a miss: an exception of another kind, a second line, a run longer than the limit, a wrong result.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from pstar_sim.errors import PstarError
 
 __all__ = ["FILES", "Bench", "Miss", "Report", "run_mutations"]
 
-FILES = ("plan", "trace", "machine")
+FILES = ("plan", "trace", "machine", "stated")
 LIMIT_S = 60.0  # of one file, on a machine that others use too
 STEPS = 2
 NET = "py:reliability_net:net"
@@ -256,6 +257,124 @@ def mutate_plan(data: bytes, rng: random.Random) -> tuple[bytes, str]:
     return _dump(values, mutate_values(values, rng))
 
 
+RIGHT, REFUSED = "right", "refused"
+NOT_COMPUTED = ("barrier_cost_s", "policy_iteration_s")
+
+
+def mutate_stated(data: bytes, rng: random.Random) -> tuple[bytes, str, str]:
+    """Change what a plan states beside its steps. With it, what has to become of it: RIGHT, REFUSED, or a word that a
+    line of what was not checked has to begin with (or refused)."""
+    values = json.loads(data)
+    change = rng.choice((_figure, _figure, _word, _budget, _memory, _rate, _moments, _moments, _tide, _use, _mode))
+    change = rng.choice((change, change, change, change, _lost, _harmless))
+    said, wanted = change(values, rng)
+    return json.dumps(values).encode(), said, wanted
+
+
+def _figure(values: Any, rng: random.Random) -> tuple[str, str]:
+    figures = values["predictions"]
+    name = rng.choice(list(figures))
+    before = figures[name]
+    figures[name] = rng.choice([before * by for by in (0.5, 0.9999, 1.0001, 2, 100, -1)] if before else [1.0, -1.0])
+    return f"{name}: {before} -> {figures[name]}", name if name in NOT_COMPUTED else REFUSED
+
+
+def _word(values: Any, rng: random.Random) -> tuple[str, str]:
+    name = rng.choice(list(values["choices"]))
+    values["choices"][name] = rng.choice(("all of them", 7, ["x"], {"bound": "closed form"}))
+    return f"choices.{name} -> {values['choices'][name]!r}", REFUSED if name in ("confidence", "certificate") else name
+
+
+def _budget(values: Any, rng: random.Random) -> tuple[str, str]:
+    name, by = rng.choice(("gpu_budget_bytes", "host_budget_bytes")), rng.choice((2, 10, 100))
+    values[name] *= by
+    return f"{name} times {by}", REFUSED
+
+
+def _memory(values: Any, rng: random.Random) -> tuple[str, str]:
+    by = rng.choice((2, 4, 10))
+    if rng.random() < 0.5:
+        values["machine"]["host"]["memory_bytes"] //= by
+        return f"the host has 1/{by} of its memory", REFUSED
+    for rank in values["machine"]["ranks"]:
+        rank["gpu"]["usable_bytes"] //= by
+    return f"the gpu has 1/{by} of its memory", REFUSED
+
+
+def _rate(values: Any, rng: random.Random) -> tuple[str, str]:
+    rank, host = values["machine"]["ranks"][0], values["machine"]["host"]
+    part, name = rng.choice(
+        ((rank["link"], "h2d_bytes_per_s"), (rank["link"], "d2h_bytes_per_s"), (host, "adam_params_per_s"))
+    )
+    part[name] *= rng.choice((0.1, 0.5, 2, 10))
+    return f"{name} -> {part[name]}", "the machine"
+
+
+def _moments(values: Any, rng: random.Random) -> tuple[str, str]:
+    """Order and phases, while uses, stashes and steps stay."""
+    moments = values["workload"]["moments"]
+    count = len(moments["name"])
+    kind = rng.choice(("shuffle", "turn", "phase", "micro_batch"))
+    if kind in ("phase", "micro_batch"):
+        i = rng.randrange(count - 1)
+        known = {"FWD", "BWD", "ADAM"} if kind == "phase" else {-1, 0, 1, 2}
+        moments[kind][i] = rng.choice(sorted(known - {moments[kind][i]}))
+        return f"{kind} of moment {i} -> {moments[kind][i]}", REFUSED
+    order = list(range(count - 1))
+    if kind == "shuffle":
+        rng.shuffle(order)
+    else:  # a forward moment for a backward one
+        i = rng.choice([n for n in order if moments["phase"][n] == "FWD"])
+        j = rng.choice([n for n in order if moments["phase"][n] == "BWD"])
+        order[i], order[j] = order[j], order[i]
+    for name, column in moments.items():
+        moments[name] = [column[n] for n in order] + column[-1:]
+    return f"moments: {kind}", REFUSED
+
+
+def _tide(values: Any, rng: random.Random) -> tuple[str, str]:
+    moments = values["workload"]["moments"]
+    name = rng.choice(("peak_bytes", "flops", "bytes_read"))
+    i = rng.randrange(len(moments[name]))
+    moments[name][i] = int(moments[name][i] * rng.choice((0.1, 0.9, 1.1, 10))) + 1
+    return f"moment {i}: {name} -> {moments[name][i]}", "the workload"
+
+
+def _use(values: Any, rng: random.Random) -> tuple[str, str]:
+    uses, w = values["workload"]["uses"], values["workload"]
+    i = rng.randrange(len(uses["moment"]))
+    name, count = rng.choice((("moment", len(w["moments"]["name"])), ("tensor", len(w["tensors"]["name"]))))
+    uses[name][i] = rng.choice((-1, -count, count, count + 5, 2**40))
+    return f"use {i}: {name} -> {uses[name][i]}", REFUSED
+
+
+def _mode(values: Any, rng: random.Random) -> tuple[str, str]:
+    modes = values["modes"]
+    i = rng.randrange(len(modes))
+    before, modes[i] = modes[i], rng.choice([mode for mode in ("cpu", "pin", "stream") if mode != modes[i]])
+    return f"mode of chunk {i}: {before} -> {modes[i]}", REFUSED
+
+
+def _lost(values: Any, rng: random.Random) -> tuple[str, str]:
+    chunk = rng.randrange(len(values["modes"]))
+    values["initial"] = [row for row in values["initial"] if row[:2] != [chunk, "param"]]
+    return f"no parameters of chunk {chunk} at the cut", REFUSED
+
+
+def _harmless(values: Any, rng: random.Random) -> tuple[str, str]:
+    kind = rng.choice(("no figures", "uses reversed", "a note", "queue by queue"))
+    uses = values["workload"]["uses"]
+    if kind == "no figures":
+        values["predictions"] = {}
+    elif kind == "uses reversed":
+        values["workload"]["uses"] = {name: column[::-1] for name, column in uses.items()}
+    elif kind == "a note":
+        values["workload"]["notes"] += " read on a Sunday"
+    else:
+        values["steps"].sort(key=lambda line: line.split()[1])
+    return kind, RIGHT
+
+
 def _dump(values: Any, said: str) -> tuple[bytes, str]:
     return json.dumps(values).encode(), said
 
@@ -401,6 +520,23 @@ class Bench:
                 raise Wrong(f"parameter {key} is off by {worst:.3g} after {STEPS} steps")
         return "right"
 
+    def try_stated(self, name: str, wanted: str) -> str:
+        """What became of a plan file with other figures: "refused", "named" or "right". Raises Wrong."""
+        try:
+            answer = json.loads(self.cli("check", name, "--json"))
+        except PstarError as error:
+            if wanted == RIGHT:
+                raise Wrong(f"refused, though it means the same: {error}") from error
+            return REFUSED
+        if wanted in (RIGHT, REFUSED):
+            if wanted == REFUSED:
+                raise Wrong("believed")
+            return RIGHT
+        named = {word for line in answer["not_checked"] for word in line.split(":")[0].split(", ")}
+        if not any(word.startswith(wanted) for word in named):
+            raise Wrong(f"believed, and {wanted} is not named among what was not checked: {sorted(named)}")
+        return "named"
+
     def compare(self, what: str, mine: list[float], theirs: list[float]) -> None:
         near = [abs(a - b) <= TOLERANCE * max(1.0, abs(b)) for a, b in zip(mine, theirs)]
         if len(mine) != len(theirs) or not all(near):
@@ -455,6 +591,10 @@ class Bench:
             data, self.said = mutate_plan(rng.choice(self.plans), rng)
             Path("mutated.json").write_bytes(data)
             return self.try_plan("mutated.json"), self.said
+        if file == "stated":
+            data, self.said, wanted = mutate_stated(rng.choice(self.plans), rng)
+            Path("mutated.json").write_bytes(data)
+            return self.try_stated("mutated.json", wanted), self.said
         if file == "trace":
             data, self.said = mutate_trace(self.trace, rng, self.rows)
             Path("mutated.parquet").write_bytes(data)

@@ -35,6 +35,7 @@ from executor.queues.threads import ThreadQueues
 from executor.saving.weights import Weights, check_values, give_memory, views_of
 from executor.scaling import LossScaling, loss_scale_for
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.check import check_plan
 from pstar_sim.core.effects import OTHERS
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
@@ -96,7 +97,7 @@ def prepare(
     source = check_values(model, tensors, weights)
     worst_bytes = plan.gpu_budget_bytes
     if check and plan.steps:
-        worst_bytes = plan.check(machine=machine).peak_bytes["gpu"]
+        worst_bytes = check_plan(plan, machine=machine).peak_bytes["gpu"]
 
     made = backend or open_backend(device, plan, options)
     mine = made if backend is None else None

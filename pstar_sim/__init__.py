@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pstar_sim.catalog.loader import load_machine as machine
     from pstar_sim.catalog.machine import Machine
-    from pstar_sim.core.plan import Plan, Settings, load_plan
+    from pstar_sim.core.plan import Plan, Settings
     from pstar_sim.core.timeline import Timeline, load_timeline
     from pstar_sim.errors import DoesNotFit, PstarError
     from pstar_sim.planner.ablate import Ablation, ablate
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pstar_sim.planner.fits import fits
     from pstar_sim.planner.limits import max_batch, max_model
     from pstar_sim.planner.sensitivity import sensitivity
+    from pstar_sim.planner.stated import load_plan
     from pstar_sim.planner.sweep import sweep
     from pstar_sim.report.tide import plot_tide
     from pstar_sim.report.waterfall import plot_waterfall
@@ -94,7 +95,7 @@ _WHERE = {
     "compare": "planner.compare:compare",
     "explain": "planner.explain:explain",
     "fits": "planner.fits:fits",
-    "load_plan": "core.plan:load_plan",
+    "load_plan": "planner.stated:load_plan",
     "load_timeline": "core.timeline:load_timeline",
     "load_trace": "workload.trace:load_trace",
     "machine": "catalog.loader:load_machine",

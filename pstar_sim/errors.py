@@ -12,6 +12,7 @@ __all__ = [
     "CheckpointError",
     "ContractError",
     "DoesNotFit",
+    "FalseFigures",
     "IllegalTransition",
     "ModelError",
     "OutOfMemory",
@@ -42,6 +43,14 @@ class TraceError(PstarError):
 
 class PlanError(PstarError):
     """A plan that is malformed, fails a check, or is used on another model, dtype or machine."""
+
+
+class FalseFigures(PlanError):
+    """A plan whose steps are right, and which states figures that are not. false: a sentence for each of them."""
+
+    def __init__(self, false: tuple[str, ...]) -> None:
+        super().__init__("; ".join(false))
+        self.false = false
 
 
 class ModelError(PstarError):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pstar_sim.errors import PlanError, PstarError
+from pstar_sim.errors import FalseFigures, PlanError, PstarError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -108,42 +109,66 @@ def say_left_out(result: Comparison) -> None:
 
 
 def checked_plan(path: str) -> tuple[Plan, CheckReport]:
-    """A plan file and what the checker proved of it. Raises PlanError, naming the file, if it is unreadable or
-    wrong."""
+    """A plan file and what the checker proved of it: its steps and bytes, which are what a run needs. Raises PlanError,
+    naming the file, if it is unreadable or wrong."""
     from pstar_sim.core.plan import load_plan
 
     plan = load_plan(path)
-    try:
+    with _named(path):
         return plan, plan.check()
+
+
+@contextlib.contextmanager
+def _named(path: str) -> Iterator[None]:
+    try:
+        yield
+    except FalseFigures as error:
+        raise FalseFigures(tuple(f"{path}: {line}" for line in error.false)) from None
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from None
 
 
 def check(args: argparse.Namespace) -> int:
-    from pstar_sim.planner.certificate import agree
+    """Prove a plan and compute again what it states; each false figure is a line of the answer."""
+    from pstar_sim.core.plan import load_plan
+    from pstar_sim.planner.stated import examine
 
-    loaded, report = checked_plan(args.plan)
+    loaded = load_plan(args.plan)
+    of = f"{args.plan}: {loaded.policy} for {loaded.workload.model} on {loaded.machine.name}"
+    answer: dict[str, object] = {"plan": args.plan, "ok": True, "policy": loaded.policy}
     try:
-        bound = agree(loaded, lp=args.certify)
-    except PlanError as error:
-        raise PlanError(f"{args.plan}: {error}") from None
+        with _named(args.plan):
+            found = examine(loaded, lp=args.certify)
+    except FalseFigures as error:
+        lines = [line.removeprefix(f"{args.plan}: ") for line in error.false]
+        if args.json:
+            say_json({**answer, "ok": False, "false": lines})
+        else:
+            say("\n".join([of, *(f"false: {line}" for line in lines)]))
+        more = f"; and {len(lines) - 1} more of its figures are false" if len(lines) > 1 else ""
+        sys.stderr.write(f"pstar: {error.false[0]}{more}\n")
+        return 2
+    report = found.report
     if args.json:
         peaks = {f"peak_{place}_bytes": size for place, size in report.peak_bytes.items()}
-        answer = {"plan": args.plan, "ok": True, "policy": loaded.policy, "steps": report.steps, **peaks}
-        say_json({**answer, "lower_bound": bound})
+        said = {"lower_bound": found.bound, "as_stated": report.figures, "not_checked": report.not_checked}
+        say_json({**answer, "steps": report.steps, **peaks, **said})
     else:
-        say(f"{args.plan}: {loaded.policy} for {loaded.workload.model} on {loaded.machine.name}\n{report.describe()}")
-        say(bound)
+        say(f"{of}\n{report.describe()}")
+        say(found.bound)
     return 0
 
 
 def explain(args: argparse.Namespace) -> int:
-    from pstar_sim.planner.compare import play_plan
+    from pstar_sim.core.plan import load_plan
     from pstar_sim.planner.explain import explain as words
+    from pstar_sim.planner.stated import examine
 
-    loaded, _ = checked_plan(args.plan)
+    loaded = load_plan(args.plan)
+    with _named(args.plan):
+        found = examine(loaded)
     cost = loaded.predictions.get("barrier_cost_s")
-    say(words(loaded, play_plan(loaded), barrier_cost_s=cost, first_steps=args.steps))
+    say(words(loaded, found.timeline, barrier_cost_s=cost, first_steps=args.steps))
     return 0
 
 

@@ -19,19 +19,23 @@ is at the same step of their run; a gradient counts as whole only after a reduce
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.check_fields import check_fields
+from pstar_sim.core.check_job import check_budgets, check_machine, check_workload_of
 from pstar_sim.core.check_stashes import check_stash_step, check_stashes
-from pstar_sim.core.plan import Plan
+from pstar_sim.core.figures import byte_figures, not_checked
+from pstar_sim.core.plan import Plan, Resident
 from pstar_sim.core.step import Kind, Place, Queue, Step
 from pstar_sim.core.unrolled import OTHERS, Unrolled, label
 from pstar_sim.core.walk import Walk
 from pstar_sim.core.worst_case import worst_case
-from pstar_sim.errors import PlanError
+from pstar_sim.errors import FalseFigures, PlanError
 from pstar_sim.units import format_bytes
-from pstar_sim.workload.workload import DTYPE_BYTES
+from pstar_sim.workload.workload import DTYPE_BYTES, Workload
 
-__all__ = ["CheckReport", "check_plan"]
+__all__ = ["CheckReport", "check_plan", "prove"]
 
 MOST_UNROLLED = 4
 
@@ -40,7 +44,8 @@ MOST_UNROLLED = 4
 class CheckReport:
     """What was proved. peak_bytes: the most each place can hold in any legal interleaving (exact). peak_at: the moment
     it holds that in (-1: at the cut). running: the steps under way then. iterations: how many had to be unrolled (2
-    unless a queue may run further ahead)."""
+    unless a queue may run further ahead). figures: names of what the plan states that was computed again and is so.
+    not_checked: a line for each kind of thing that it states and that was not ([Note: what a check says])."""
 
     steps: int
     moments: int
@@ -49,6 +54,8 @@ class CheckReport:
     peak_at: dict[str, int]
     running: dict[str, tuple[int, ...]]
     budget_bytes: dict[str, int] = field(default_factory=dict)
+    figures: tuple[str, ...] = ()
+    not_checked: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """For people."""
@@ -60,11 +67,34 @@ class CheckReport:
                 f"{place}: at most {format_bytes(size)} ({size} bytes, {when}) "
                 f"of {format_bytes(self.budget_bytes[place])}"
             )
+        if self.figures:
+            lines.append(f"as stated: {', '.join(self.figures)}")
+        lines += [f"not checked: {line}" for line in self.not_checked]
         return "\n".join(lines)
 
 
-def check_plan(plan: Plan) -> CheckReport:
-    """Raises PlanError with the first violation, naming steps, moment and bytes."""
+def check_plan(plan: Plan, workload: Workload | None = None, machine: Machine | None = None) -> CheckReport:
+    """Prove the plan, and hold its figures of bytes against the proof; where they are given, also that it is for this
+    workload and machine. Raises PlanError with the first violation, naming steps, moment and bytes; FalseFigures with
+    every figure that is false."""
+    if workload is not None:
+        check_workload_of(plan, workload)
+    if machine is not None:
+        check_machine(plan, machine)
+    report = prove(plan)
+    stated = byte_figures(plan, report.peak_bytes)
+    if stated.false:
+        raise FalseFigures(stated.false)
+    why = dict.fromkeys(plan.predictions, "seconds and bounds, which `pstar check` computes")
+    rest = not_checked(plan, stated.checked, why, workload=workload is not None, machine=machine is not None)
+    return replace(report, figures=stated.checked, not_checked=rest)
+
+
+def prove(plan: Plan) -> CheckReport:
+    """That every legal interleaving of the steps is correct and within budgets that the plan's machine has. Raises
+    PlanError with the first violation, naming steps, moment and bytes."""
+    check_fields(plan)
+    check_budgets(plan, plan.machine)
     order = _check_structure(plan)
     program = Unrolled(plan, order, 2)
     iterations = 2
@@ -80,6 +110,7 @@ def check_plan(plan: Plan) -> CheckReport:
     check_stashes(plan, program)
     walk = Walk(plan, program)
     walk.run()
+    _check_pins(plan)
     budgets = plan.budgets
     if any(r.place is Place.NVME for r in plan.initial) or any(s.queue is Queue.NVME for s in plan.steps):
         budgets[Place.NVME] = plan.nvme_budget_bytes
@@ -130,6 +161,8 @@ def _check_structure(plan: Plan) -> list[int]:
     steps, w = plan.steps, plan.workload
     position: dict[int, int] = {}
     for i, step in enumerate(steps):
+        if step.id < 0:
+            raise PlanError(f"{label(step)} has id {step.id}; ids are whole numbers from 0")
         if step.id in position:
             raise PlanError(f"step id {step.id} is used twice")
         position[step.id] = i
@@ -258,13 +291,25 @@ def _check_updates(plan: Plan) -> None:
         last = trained[step.chunk]
         if step.moment not in (None, last):
             raise PlanError(f"{label(step)} has moment={step.moment}; the chunk's last gradient comes in moment {last}")
-        mode = plan.modes[step.chunk] if step.chunk < len(plan.modes) else ""
-        if mode in _ADAM_OF and _ADAM_OF[mode] is not step.kind:
+        mode = plan.modes[step.chunk]
+        if _ADAM_OF[mode] is not step.kind:
             raise PlanError(f"{label(step)} is not how a chunk of mode {mode!r} is updated ({_ADAM_OF[mode].value})")
         done[step.chunk] = step
     for chunk in sorted(trained):
         if chunk not in done:
             raise PlanError(f"chunk {chunk} gets gradients but no cpu_adam or gpu_adam step updates it")
+
+
+def _check_pins(plan: Plan) -> None:
+    """Of the two modes with Adam on the gpu, "pin" keeps the states there and "stream" does not."""
+    states = [name for name, _ in plan.layout.state_bytes]
+    for step in plan.steps if states else ():
+        if step.kind is Kind.GPU_ADAM and step.chunk is not None:
+            stay = all(Resident(step.chunk, name, Place.GPU) in plan.initial for name in states)
+            mode = plan.modes[step.chunk]
+            if (mode == "pin") != stay:
+                where = "between two iterations" if stay else "only while they are updated"
+                raise PlanError(f"chunk {step.chunk} has mode {mode!r}, but its states are on the gpu {where}")
 
 
 def _legal_order(steps: tuple[Step, ...], position: dict[int, int]) -> list[int]:

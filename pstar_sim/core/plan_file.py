@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.check_fields import check_fields, check_step_fields
 from pstar_sim.core.decoding import (
     Wrong,
     as_dataclass,
@@ -26,8 +27,8 @@ from pstar_sim.core.decoding import (
     to_columns,
 )
 from pstar_sim.core.layout import Layout
-from pstar_sim.core.plan import MODES, Plan, Resident, Settings
-from pstar_sim.core.step import Kind, Place, Step, from_text, to_text
+from pstar_sim.core.plan import Plan, Resident, Settings
+from pstar_sim.core.step import Place, Step, from_text, to_text
 from pstar_sim.errors import PlanError, TraceError
 from pstar_sim.files import write_atomically
 from pstar_sim.workload.workload import Moment, Stash, Tensor, Use, Workload
@@ -111,7 +112,8 @@ def read_plan(path: Path) -> Plan:
         raise PlanError(f"{path}: was written by a newer pstar-sim (plan version {version}; this one reads {VERSION})")
     try:
         plan = _from_values(values, text)
-        _validate(plan)
+        check_fields(plan)
+        check_step_fields(plan)
     except (Wrong, PlanError, TraceError) as error:
         raise PlanError(f"{path}: {error}") from None
     return plan
@@ -189,85 +191,3 @@ def _workload(values: object) -> Workload:
             continue
         given[name] = from_columns(cls, given.get(name), f"workload.{name}")
     return typing.cast(Workload, as_dataclass(Workload, given, "workload", ready=frozenset(_COLUMNS)))
-
-
-def _validate(plan: Plan) -> None:
-    """What must hold before a plan can even be checked: every index and name refers to something."""
-    if plan.settings.update not in ("step", "eager"):
-        raise Wrong(f"field 'settings.update' is {plan.settings.update!r}; it must be step or eager")
-    for name in ("gpu_budget_bytes", "host_budget_bytes"):
-        if getattr(plan, name) <= 0:
-            raise Wrong(f"field {name!r} is {getattr(plan, name)}; it must be positive")
-    if plan.nvme_budget_bytes < 0:
-        raise Wrong(f"field 'nvme_budget_bytes' is {plan.nvme_budget_bytes}; it must not be negative")
-    ranks, nodes = len(plan.machine.ranks), plan.machine.nodes
-    if not ranks:
-        raise Wrong("field 'machine.ranks' is empty; a machine needs at least one rank")
-    if nodes < 1 or ranks % nodes:
-        raise Wrong(f"field 'machine.nodes' is {nodes}; it must divide the machine's {ranks} ranks")
-    if plan.layout.ranks not in (1, ranks):
-        raise Wrong(f"field 'layout.ranks' is {plan.layout.ranks}; it must be 1 or the machine's {ranks} ranks")
-    _validate_layout(plan)
-    chunks = plan.layout.chunks
-    if len(plan.modes) != len(chunks):
-        raise Wrong(f"field 'modes' has {len(plan.modes)} entries; the layout has {len(chunks)} chunks")
-    updated = {plan.layout.chunk_of[t] for tensors in plan.workload.gradients for t in tensors}
-    for i, mode in enumerate(plan.modes):
-        # A trainable chunk that never gets a gradient in the workload (an expert nobody asked) has no states either.
-        if mode not in MODES or (chunks[i].frozen and mode != "frozen") or (mode == "frozen" and i in updated):
-            kind = "frozen" if chunks[i].frozen else "trainable"
-            raise Wrong(f"field 'modes[{i}]' is {mode!r}; chunk {i} is {kind} (known modes: {', '.join(MODES)})")
-    names = {(name, place) for name, place, _ in plan.buffers}
-    for i, (_, _, size) in enumerate(plan.buffers):
-        if size < 0:
-            raise Wrong(f"field 'buffers[{i}]' has {size} bytes; it must not be negative")
-    for resident in plan.initial:
-        if resident.chunk == -1 and (resident.list, resident.place) in names:
-            continue
-        _payload(plan, resident.chunk, resident.list, "initial")
-    for i, step in enumerate(plan.steps):
-        where = f"steps[{i}] ({to_text(step)!r})"
-        if step.moment is not None and step.moment >= len(plan.workload.moments):
-            raise Wrong(f"{where}: there are {len(plan.workload.moments)} moments")
-        if step.chunk is not None and step.chunk >= len(chunks):
-            raise Wrong(f"{where}: the layout has {len(chunks)} chunks")
-        if step.kind is Kind.COMPUTE:
-            if step.moment is None:
-                raise Wrong(f"{where}: a compute step needs moment=")
-        elif step.kind in (Kind.STASH_OUT, Kind.STASH_IN):
-            if step.stash is None or step.stash >= len(plan.workload.stashes):
-                raise Wrong(f"{where}: needs stash=; the workload has {len(plan.workload.stashes)} of them")
-        elif step.chunk is None:
-            raise Wrong(f"{where}: a {step.kind.value} step needs chunk=")
-        elif step.list is not None:
-            _payload(plan, step.chunk, step.list, where)
-
-
-def _payload(plan: Plan, chunk: int, list_name: str, where: str) -> None:
-    try:
-        plan.layout.payload_bytes(chunk, list_name)
-    except PlanError as error:
-        raise Wrong(f"{where}: {error}") from None
-
-
-def _validate_layout(plan: Plan) -> None:
-    w = plan.workload
-    if plan.layout.state_bytes != w.optimizer.state_bytes:
-        raise Wrong("field 'layout.state_bytes' differs from 'workload.optimizer.state_bytes'")
-    seen: set[int] = set()
-    for c in plan.layout.chunks:
-        where = f"layout.chunks[{c.index}]"
-        end = 0
-        for s in c.slots:
-            if s.tensor >= len(w.tensors) or w.tensors[s.tensor].tied_to is not None or s.tensor in seen:
-                raise Wrong(f"field '{where}.slots' names tensor {s.tensor}, which is unknown, tied or placed already")
-            t = w.tensors[s.tensor]
-            seen.add(s.tensor)
-            if (t.numel, t.dtype, t.frozen, t.group) != (s.numel, c.dtype, c.frozen, c.group):
-                raise Wrong(f"field '{where}' does not fit tensor {t.name!r} in size, dtype, freezing or group")
-            if s.offset < end or s.offset + s.numel > c.numel:
-                raise Wrong(f"field '{where}.slots': tensor {t.name!r} overlaps another one or the chunk's end")
-            end = s.offset + s.numel
-    missing = [t.name for i, t in enumerate(w.tensors) if t.tied_to is None and i not in seen]
-    if missing:
-        raise Wrong(f"field 'layout' has no place for tensor {missing[0]!r}")

@@ -119,6 +119,7 @@ class Walk:
         self._rise = [max(0, peak - peaks[m - 1]) for m, peak in enumerate(peaks)]
         self._fall = [max(0, peak - peaks[(m + 1) % len(peaks)]) for m, peak in enumerate(peaks)]
         before: dict[_Key, object] = {}
+        self._check_nothing_lost(-1)
         for k in range(program.iterations):
             for s in program.order[k * program.count : (k + 1) * program.count]:
                 step = program.step(s)
@@ -140,6 +141,7 @@ class Walk:
         now = frozenset(self.content)
         if now == self.initial:
             self._check_no_divergence(iteration)
+            self._check_nothing_lost(iteration)
             return
         extra, missing = sorted(now - self.initial), sorted(self.initial - now)
         what = []
@@ -161,6 +163,19 @@ class Walk:
                 has = ", ".join(f"{version} updates on the {place.value}" for place, version in sorted(copies.items()))
                 raise PlanError(
                     f"after iteration {iteration} the copies of the {name} list of chunk {chunk} diverge: {has}"
+                )
+
+    def _check_nothing_lost(self, iteration: int) -> None:
+        """The parameters of each chunk are somewhere at the cut, as they are after iteration `iteration`, also those
+        that no moment reads: nobody would miss them before a checkpoint does."""
+        for chunk in range(len(self.plan.layout.chunks)):
+            wanted = iteration + 1 if chunk in self.expected else 0
+            held = (self.content.get((chunk, "param", place)) for place in Place)
+            if not any(c is not None and c.version == wanted and not c.marks for c in held):
+                name = self._name(self.plan.layout.chunks[chunk].slots[0].tensor)
+                raise PlanError(
+                    f"between two iterations no place holds the current parameters of chunk {chunk} ({name}, ...); "
+                    "its param list belongs on the host, the gpu or the nvme"
                 )
 
     # races

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.figures import OWN_SHARES
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import CannotPlan, DoesNotFit, PlanError, PstarError
@@ -247,6 +248,9 @@ def _compare(
             rows.append(_unfit(name, usual))
             continue
         barrier_cost_s = None if only_best else _barrier_cost(policy, timeline, free)
+        if ranked is not None and any(w is not plan.workload for w in ranked):
+            shares = ", ".join(str(w.batch) for w in ranked)
+            plan = replace(plan, choices={**plan.choices, OWN_SHARES: f"batches of {shares}, rank by rank"})
         row = _figures(name, machine, timeline, tokens, certifier.of(plan.layout), barrier_cost_s)
         planned[name] = Planned(row=row, plan=plan, timeline=timeline)
         rows.append(row)

@@ -199,7 +199,8 @@ def test_without_barrier_adam_may_run_inside_backward(hand_plan: MakePlan, hand_
     check_plan(hand_plan(eager, settings=Settings(update="eager", clip=False)))
     reject(hand_plan(eager, settings=Settings(update="step", clip=False)), r"barrier \(update=step\)")
     half = chain_workload(2, 1024, tide_bytes=[10, 30, 40, 20, 10], dtype="fp16")
-    reject(hand_plan(eager, workload=half, settings=Settings(update="eager", clip=False)), r"barrier \(loss scaling\)")
+    scaled = {"workload": half, "layout": build_layout(half, chunk_bytes=2048)}
+    reject(hand_plan(eager, **scaled, settings=Settings(update="eager", clip=False)), r"barrier \(loss scaling\)")
 
 
 def test_a_chunk_kept_across_the_cut_would_be_stale(hand_plan: MakePlan, hand_text: str):

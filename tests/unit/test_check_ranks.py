@@ -205,8 +205,21 @@ def test_the_ledger_follows_the_steps(two: Machine) -> None:
         ledger.apply_end(by_id[3])  # the drop of the other rank's slice, while the moment runs
 
 
+def disks(memory_bytes: int) -> Nvme:
+    return Nvme(
+        name="d",
+        memory_bytes=memory_bytes,
+        read_bytes_per_s=1.0,
+        write_bytes_per_s=1.0,
+        latency_s=0.0,
+        measured=False,
+        source="made up",
+    )
+
+
 def test_disks_have_a_budget(two: Machine) -> None:
     """The states of chunk 0 are on the disks and come to the host for its update."""
+    two = replace(two, nvme=disks(2 * 6144))
     states = ("param32", "momentum", "variance")
     reads = "\n".join(
         f"{20 + i} nvme nvme_read chunk=0 list={name} bytes=2048 after=12" for i, name in enumerate(states)
@@ -229,16 +242,7 @@ def test_disks_have_a_budget(two: Machine) -> None:
 
 
 def test_the_file_of_a_plan(two: Machine, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    disks = Nvme(
-        name="d",
-        memory_bytes=10,
-        read_bytes_per_s=1.0,
-        write_bytes_per_s=1.0,
-        latency_s=0.0,
-        measured=False,
-        source="made up",
-    )
-    two = replace(two, nvme=disks)
+    two = replace(two, nvme=disks(20))
     plan = make(two, nvme_budget_bytes=5)
     path = tmp_path / "plan.json"
     plan.save(path)

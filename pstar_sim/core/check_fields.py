@@ -1,0 +1,98 @@
+"""Every index and name in a plan refers to something: what must hold before a plan can be read or proved."""
+
+from __future__ import annotations
+
+from pstar_sim.core.plan import MODES, Plan
+from pstar_sim.core.step import Kind, to_text
+from pstar_sim.errors import PlanError
+
+__all__ = ["check_fields", "check_step_fields"]
+
+
+def check_fields(plan: Plan) -> None:
+    """Everything but the steps. Raises PlanError naming the field."""
+    if plan.settings.update not in ("step", "eager"):
+        raise PlanError(f"field 'settings.update' is {plan.settings.update!r}; it must be step or eager")
+    for name in ("gpu_budget_bytes", "host_budget_bytes"):
+        if getattr(plan, name) <= 0:
+            raise PlanError(f"field {name!r} is {getattr(plan, name)}; it must be positive")
+    if plan.nvme_budget_bytes < 0:
+        raise PlanError(f"field 'nvme_budget_bytes' is {plan.nvme_budget_bytes}; it must not be negative")
+    ranks, nodes = len(plan.machine.ranks), plan.machine.nodes
+    if not ranks:
+        raise PlanError("field 'machine.ranks' is empty; a machine needs at least one rank")
+    if nodes < 1 or ranks % nodes:
+        raise PlanError(f"field 'machine.nodes' is {nodes}; it must divide the machine's {ranks} ranks")
+    if plan.layout.ranks not in (1, ranks):
+        raise PlanError(f"field 'layout.ranks' is {plan.layout.ranks}; it must be 1 or the machine's {ranks} ranks")
+    _check_layout(plan)
+    chunks = plan.layout.chunks
+    if len(plan.modes) != len(chunks):
+        raise PlanError(f"field 'modes' has {len(plan.modes)} entries; the layout has {len(chunks)} chunks")
+    updated = {plan.layout.chunk_of[t] for tensors in plan.workload.gradients for t in tensors}
+    for i, mode in enumerate(plan.modes):
+        # A trainable chunk that never gets a gradient in the workload (an expert nobody asked) has no states either.
+        if mode not in MODES or (chunks[i].frozen and mode != "frozen") or (mode == "frozen" and i in updated):
+            kind = "frozen" if chunks[i].frozen else "trainable"
+            raise PlanError(f"field 'modes[{i}]' is {mode!r}; chunk {i} is {kind} (known modes: {', '.join(MODES)})")
+    names = {(name, place) for name, place, _ in plan.buffers}
+    for i, (_, _, size) in enumerate(plan.buffers):
+        if size < 0:
+            raise PlanError(f"field 'buffers[{i}]' has {size} bytes; it must not be negative")
+    for resident in plan.initial:
+        if resident.chunk == -1 and (resident.list, resident.place) in names:
+            continue
+        _check_list(plan, resident.chunk, resident.list, "initial")
+
+
+def check_step_fields(plan: Plan) -> None:
+    """The steps, one by one. Raises PlanError naming the step."""
+    chunks = plan.layout.chunks
+    for i, step in enumerate(plan.steps):
+        where = f"steps[{i}] ({to_text(step)!r})"
+        if step.moment is not None and step.moment >= len(plan.workload.moments):
+            raise PlanError(f"{where}: there are {len(plan.workload.moments)} moments")
+        if step.chunk is not None and step.chunk >= len(chunks):
+            raise PlanError(f"{where}: the layout has {len(chunks)} chunks")
+        if step.kind is Kind.COMPUTE:
+            if step.moment is None:
+                raise PlanError(f"{where}: a compute step needs moment=")
+        elif step.kind in (Kind.STASH_OUT, Kind.STASH_IN):
+            if step.stash is None or step.stash >= len(plan.workload.stashes):
+                raise PlanError(f"{where}: needs stash=; the workload has {len(plan.workload.stashes)} of them")
+        elif step.chunk is None:
+            raise PlanError(f"{where}: a {step.kind.value} step needs chunk=")
+        elif step.list is not None:
+            _check_list(plan, step.chunk, step.list, where)
+
+
+def _check_list(plan: Plan, chunk: int, list_name: str, where: str) -> None:
+    try:
+        plan.layout.payload_bytes(chunk, list_name)
+    except PlanError as error:
+        raise PlanError(f"{where}: {error}") from None
+
+
+def _check_layout(plan: Plan) -> None:
+    w = plan.workload
+    if plan.layout.state_bytes != w.optimizer.state_bytes:
+        raise PlanError("field 'layout.state_bytes' differs from 'workload.optimizer.state_bytes'")
+    seen: set[int] = set()
+    for c in plan.layout.chunks:
+        where = f"layout.chunks[{c.index}]"
+        end = 0
+        for s in c.slots:
+            if s.tensor >= len(w.tensors) or w.tensors[s.tensor].tied_to is not None or s.tensor in seen:
+                raise PlanError(
+                    f"field '{where}.slots' names tensor {s.tensor}, which is unknown, tied or placed already"
+                )
+            t = w.tensors[s.tensor]
+            seen.add(s.tensor)
+            if (t.numel, t.dtype, t.frozen, t.group) != (s.numel, c.dtype, c.frozen, c.group):
+                raise PlanError(f"field '{where}' does not fit tensor {t.name!r} in size, dtype, freezing or group")
+            if s.offset < end or s.offset + s.numel > c.numel:
+                raise PlanError(f"field '{where}.slots': tensor {t.name!r} overlaps another one or the chunk's end")
+            end = s.offset + s.numel
+    missing = [t.name for i, t in enumerate(w.tensors) if t.tied_to is None and i not in seen]
+    if missing:
+        raise PlanError(f"field 'layout' has no place for tensor {missing[0]!r}")

@@ -1,0 +1,92 @@
+"""Whether a plan is for the workload and the machine it is used on. For the checker; decides nothing about steps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Plan
+from pstar_sim.errors import PlanError
+from pstar_sim.units import format_bytes
+from pstar_sim.workload.workload import Moment, Workload, activations_text
+
+__all__ = ["check_budgets", "check_machine", "check_workload_of"]
+
+_MOMENT = tuple(f.name for f in dataclasses.fields(Moment) if f.name != "duration_s")
+"""What two captures of one job have in common: measured durations differ from one recording to the next."""
+
+
+def check_workload_of(plan: Plan, workload: Workload) -> None:
+    """Raises PlanError with the first thing in which the plan's workload is another one than `workload`."""
+    mine = plan.workload
+    if workload.dtype != mine.dtype:
+        raise PlanError(f"the plan was made for {mine.dtype}, not {workload.dtype}; make a plan for {workload.dtype}")
+    if workload.fingerprint != mine.fingerprint:
+        raise PlanError(
+            f"the plan was made for model {mine.model!r} ({mine.params} parameters, "
+            f"fingerprint {mine.fingerprint}), not {workload.model!r} ({workload.params} parameters, "
+            f"fingerprint {workload.fingerprint})"
+        )
+    if workload.optimizer != mine.optimizer:
+        raise PlanError(f"the plan was made for optimizer {mine.optimizer}, not {workload.optimizer}")
+    if workload.activations and workload.activations != mine.activations:
+        raise PlanError(
+            f"the plan was made for {activations_text(mine)}, not for {activations_text(workload)}; choose the "
+            "same for each block"
+        )
+    for name in ("batch", "sequence"):
+        made, asked = getattr(mine, name), getattr(workload, name)
+        if made != asked:
+            raise PlanError(f"the plan was made for {name} {made}, not {asked}; make a plan for {name} {asked}")
+    if workload.micro_batches != mine.micro_batches:
+        raise PlanError(
+            f"the plan was made for {mine.micro_batches} micro-batches per iteration, not {workload.micro_batches}"
+        )
+    if len(workload.moments) != len(mine.moments) or set(workload.uses) != set(mine.uses):
+        raise PlanError(
+            f"the plan was made for {len(mine.moments)} moments and {len(mine.uses)} uses of parameters "
+            f"(checkpointing {'on' if mine.checkpointing else 'off'}), not {len(workload.moments)} and "
+            f"{len(workload.uses)} (checkpointing {'on' if workload.checkpointing else 'off'}), or in another order"
+        )
+    if workload.stashes != mine.stashes:
+        raise PlanError("the plan was made for other bytes or moments of the activations that go to the host (stashes)")
+    _check_moments(mine, workload)
+
+
+def _check_moments(mine: Workload, workload: Workload) -> None:
+    differ = [
+        (i, name)
+        for i, (a, b) in enumerate(zip(mine.moments, workload.moments))
+        for name in _MOMENT
+        if getattr(a, name) != getattr(b, name)
+    ]
+    if differ:
+        i, name = differ[0]
+        a, b = getattr(mine.moments[i], name), getattr(workload.moments[i], name)
+        raise PlanError(
+            f"the plan was made for a moment {i} ({mine.moments[i].name}) with {name} {a}, not {b}; "
+            f"{len({i for i, _ in differ})} of {len(mine.moments)} moments differ"
+        )
+
+
+def check_machine(plan: Plan, machine: Machine) -> None:
+    """Raises PlanError where the plan was made for another machine, or for more memory than `machine` has to give."""
+    if machine.name != plan.machine.name:
+        raise PlanError(f"the plan was made for machine {plan.machine.name!r}, not {machine.name!r}")
+    if len(machine.ranks) != len(plan.machine.ranks):
+        raise PlanError(f"the plan was made for {len(plan.machine.ranks)} GPUs, not {len(machine.ranks)}")
+    check_budgets(plan, machine)
+
+
+def check_budgets(plan: Plan, machine: Machine) -> None:
+    """Raises PlanError where the plan may use more of a place than `machine` has to give."""
+    for place, budget, has in (
+        ("gpu", plan.gpu_budget_bytes, machine.gpu_budget_bytes),
+        ("host", plan.host_budget_bytes, machine.host_budget_bytes),
+        ("nvme", plan.nvme_budget_bytes, machine.nvme_budget_bytes),
+    ):
+        if budget > has:
+            raise PlanError(
+                f"the plan may use {format_bytes(budget)} of {place} memory but machine {machine.name!r} has "
+                f"{format_bytes(has)} to give, short by {format_bytes(budget - has)}"
+            )

@@ -1,0 +1,104 @@
+"""The figures that a plan states beside its steps: those of bytes are held against the proof, the others are named.
+
+[Note: what a check says] A plan carries figures (`predictions`), words (`choices`) and what both rest on (workload,
+machine). Whatever a check does not compute again, it names: `not_checked` says so line by line. Bytes are computed
+again here; seconds and bounds need the simulator and stand above (planner/stated.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Place
+
+__all__ = ["OWN_SHARES", "Stated", "byte_figures", "not_checked", "own_shares"]
+
+OWN_SHARES = "shares"
+"""Name of the choice that says that figures were predicted with a workload of each rank's own."""
+_MOVED = {"h2d_bytes": "h2d", "d2h_bytes": "d2h"}
+_PEAKS = {"peak_gpu_bytes": Place.GPU, "peak_host_bytes": Place.HOST}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stated:
+    """false: a sentence for each figure that is not what was computed. checked: names of those that are."""
+
+    false: tuple[str, ...]
+    checked: tuple[str, ...]
+
+
+def own_shares(plan: Plan) -> str | None:
+    """Why what was predicted of the plan cannot be computed from the plan alone, or None. Its ranks may take different
+    shares of the batch, or have different GPUs; its one workload is then as hard as the hardest of theirs."""
+    first = plan.machine.ranks[0]
+    alike = all(r.gpu == first.gpu and r.batch_share == first.batch_share for r in plan.machine.ranks)
+    if alike and OWN_SHARES not in plan.choices:
+        return None
+    return "predicted with each rank's own share of the batch, which the plan does not carry"
+
+
+def byte_figures(plan: Plan, peak_bytes: Mapping[str, int]) -> Stated:
+    """peak_bytes: the most each place can hold, proved. What a run holds at its peak depends on its timing, so a stated
+    peak has to lie between what it holds whatever the timing and that. A peak of ranks that differ is left out."""
+    false: list[str] = []
+    checked: list[str] = []
+    for name, lane in _MOVED.items():
+        stated, moved = plan.predictions.get(name), plan.moved_bytes[lane]
+        if stated is None:
+            continue
+        checked.append(name)
+        if stated != moved:
+            false.append(f"{name} is {stated:.15g} in the plan, but its steps move {moved}")
+    for name, place in _PEAKS.items():
+        stated = plan.predictions.get(name)
+        if stated is None or own_shares(plan) is not None:
+            continue
+        checked.append(name)
+        least, most = _least_bytes(plan, place), peak_bytes[place.value]
+        if not least <= stated <= most:
+            false.append(f"{name} is {stated:.15g} in the plan, but its steps hold {least} to {most} at their peak")
+    return Stated(false=tuple(false), checked=tuple(checked))
+
+
+def _least_bytes(plan: Plan, place: Place) -> int:
+    """What the place holds at its peak, whatever the timing: all that is there at the cut, or on the gpu what the
+    greediest moment needs."""
+    cut = sum(size for _, where, size in plan.buffers if where is place)
+    cut += sum(plan.layout.payload_bytes(r.chunk, r.list) for r in plan.initial if r.chunk >= 0 and r.place is place)
+    if place is not Place.GPU:
+        return cut
+    chunk_of, read = plan.layout.chunk_of, plan.workload.reads
+    return max(
+        cut,
+        *(
+            m.peak_bytes + sum(plan.layout.payload_bytes(c, "param") for c in {chunk_of[t] for t in tensors})
+            for m, tensors in zip(plan.workload.moments, read)
+        ),
+    )
+
+
+def not_checked(
+    plan: Plan, checked: Collection[str], why: Mapping[str, str], *, workload: bool, machine: bool
+) -> tuple[str, ...]:
+    """A line for each kind of thing that the plan states and nobody computed again. checked: names of figures and words
+    that were. why: name -> reason, of others. workload, machine: whether the plan was held against one."""
+    lines: list[str] = []
+    rest: dict[str, list[str]] = {}
+    for name in plan.predictions:
+        if name not in checked:
+            rest.setdefault(why.get(name, "no rule computes it"), []).append(name)
+    lines += [f"{', '.join(names)}: {reason}" for reason, names in rest.items()]
+    for name in plan.choices:
+        if name not in checked and name in why:
+            lines.append(f"{name}: {why[name]}")
+    words = [name for name in plan.choices if name not in checked and name not in why]
+    if words:
+        lines.append(f"{', '.join(words)}: words of the policy ({plan.policy}) about its choices")
+    if not workload:
+        lines.append("the workload (moments, uses, tide, flops, batch): taken as stated; check(workload=) compares it")
+    if not machine:
+        lines.append("the machine (memory, rates, prices): taken as stated; check(machine=) compares its memory")
+    lines.append("names of the policy and of buffers, sizes aimed at (chunk_bytes), the moment that a copy serves")
+    return tuple(lines)

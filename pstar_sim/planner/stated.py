@@ -1,0 +1,210 @@
+"""Everything a plan states, computed again: the proof and the bytes of core/check.py, and on top of them the seconds of
+a simulation, the lower bound and where the figures behind a prediction come from.
+
+[Note: what a check says] in core/figures.py. Looks into no policy: what only a policy knows is named, not computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core import plan as plans
+from pstar_sim.core.check import CheckReport, prove
+from pstar_sim.core.check_job import check_machine, check_workload_of
+from pstar_sim.core.figures import byte_figures, not_checked, own_shares
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.timeline import Timeline
+from pstar_sim.errors import FalseFigures, PlanError
+from pstar_sim.planner.certificate import Certificate, agree, certificate_of
+from pstar_sim.planner.confidence import confidence
+from pstar_sim.planner.trust import trust
+from pstar_sim.policy.options import split_spec
+from pstar_sim.policy.registry import policies
+from pstar_sim.sim.play import play
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["SECONDS_AGREE", "Examined", "LoadedPlan", "examine", "load_plan"]
+
+SECONDS_AGREE = 1e-6
+"""Relative difference to which a stated time and the simulated one agree: sums may be rounded in another order."""
+_BEYOND = {
+    "barrier_cost_s": "the policy would have to plan again without its barrier",
+    "policy_iteration_s": "the policy's own estimate",
+}
+"""Figures that are not computed again, and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examined:
+    """report: what was proved, with what else was checked and what was not. bound: what a recomputation says of the
+    lower bound. timeline: the simulated one."""
+
+    report: CheckReport
+    bound: str
+    timeline: Timeline
+
+
+def examine(
+    plan: Plan, workload: Workload | None = None, machine: Machine | None = None, *, lp: bool = False
+) -> Examined:
+    """Prove the plan and compute again what it states. workload, machine: hold it against these, too. lp: solve the
+    fluid program of the bound again.
+
+    Raises PlanError with the first thing that is wrong with the plan itself, FalseFigures with all its figures that are
+    false.
+    """
+    if workload is not None:
+        check_workload_of(plan, workload)
+    if machine is not None:
+        check_machine(plan, machine)
+    report = prove(plan)
+    timeline = play(plan)
+    found = certificate_of(plan, lp=lp)
+    notes = _Notes(plan)
+    notes.bytes(report)
+    notes.seconds(timeline)
+    bound = notes.bound(found, timeline, lp=lp)
+    notes.words(found)
+    if notes.false:
+        raise FalseFigures(tuple(notes.false))
+    rest = not_checked(plan, notes.checked, notes.why, workload=workload is not None, machine=machine is not None)
+    figures = tuple(notes.checked)
+    return Examined(report=replace(report, figures=figures, not_checked=rest), bound=bound, timeline=timeline)
+
+
+class _Notes:
+    """What was found of one plan. checked: names of what is as stated. false: a sentence for each figure that is not.
+    why: name -> why it was not computed again."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.apart = own_shares(plan)
+        self.checked: list[str] = []
+        self.false: list[str] = []
+        self.why = dict(_BEYOND)
+
+    def bytes(self, report: CheckReport) -> None:
+        stated = byte_figures(self.plan, report.peak_bytes)
+        self.checked += stated.checked
+        self.false += stated.false
+
+    def seconds(self, timeline: Timeline) -> None:
+        """What the simulation of the plan gives: times to SECONDS_AGREE, peaks to the byte."""
+        plan = self.plan
+        tokens = plan.workload.tokens * len(plan.machine.ranks)
+        for name, value, tolerance in (
+            ("iteration_s", timeline.iteration_s, SECONDS_AGREE),
+            ("tokens_per_s", tokens / timeline.iteration_s, SECONDS_AGREE),
+            ("peak_gpu_bytes", timeline.peak_bytes["gpu"], 0.0),
+            ("peak_host_bytes", timeline.peak_bytes["host"], 0.0),
+        ):
+            stated = plan.predictions.get(name)
+            if stated is None or any(line.startswith(f"{name} is ") for line in self.false):
+                continue
+            if self.apart is not None:
+                self.why[name] = self.apart
+            elif abs(stated - value) <= tolerance * abs(value):
+                self.checked += [] if name in self.checked else [name]
+            else:
+                self.false.append(
+                    f"{name} is {stated:.9g} in the plan, but the simulation of its steps gives {value:.9g}"
+                )
+        self._barrier(timeline)
+
+    def _barrier(self, timeline: Timeline) -> None:
+        stated = self.plan.predictions.get("barrier_cost_s")
+        if stated is None:
+            return
+        if self.plan.settings.barrier(self.plan.workload.dtype) is None:
+            self.false.append(f"barrier_cost_s is {stated:.9g} in the plan, but no Adam waits for all gradients in it")
+        elif self.apart is None and not 0 <= stated < timeline.iteration_s:
+            self.false.append(
+                f"barrier_cost_s is {stated:.9g} in the plan, but its iteration lasts {timeline.iteration_s:.9g} s"
+            )
+
+    def bound(self, found: Certificate, timeline: Timeline, *, lp: bool) -> str:
+        """What a recomputation says of the lower bound; the gap over it."""
+        plan = self.plan
+        try:
+            said = agree(plan, found=found)
+        except PlanError as error:
+            self.false.append(str(error))
+            return str(error)
+        stated = plan.predictions.get("lower_bound_s")
+        seconds = timeline.iteration_s if self.apart is None else plan.predictions.get("iteration_s", 0.0)
+        if stated is not None and stated > seconds * (1 + SECONDS_AGREE):
+            self.false.append(f"lower_bound_s is {stated:.9g} s in the plan, but its iteration lasts {seconds:.9g} s")
+        elif stated is not None and self._method() == "fluid LP" and not lp:
+            self.why["lower_bound_s"] = "of the fluid LP, which --certify solves again; not below the closed form"
+        elif stated is not None:
+            self.checked.append("lower_bound_s")
+        gap = plan.predictions.get("gap")
+        if gap is not None and not stated:
+            self.false.append(f"gap is {gap:.9g} in the plan, which states no lower_bound_s")
+        elif gap is not None and stated:
+            value = seconds / stated - 1
+            if abs(value - gap) <= SECONDS_AGREE * max(1.0, abs(value)):
+                self.checked.append("gap")
+            else:
+                self.false.append(
+                    f"gap is {gap:.9g} in the plan, but {seconds:.9g} s is {value:.9g} over its lower_bound_s"
+                )
+        return said
+
+    def _method(self) -> object:
+        said = self.plan.choices.get("certificate")
+        return said.get("bound") if isinstance(said, Mapping) else None
+
+    def words(self, found: Certificate) -> None:
+        """Where the figures come from: the parts that were measured, the bound, what validation found."""
+        plan = self.plan
+        said, sources = plan.choices.get("confidence"), confidence(plan.workload, plan.machine)
+        if said == sources:
+            self.checked.append("confidence")
+        elif said is not None:
+            self.false.append(f"confidence is {said} in the plan, but by its machine it is {sources}")
+        self._certificate(found)
+        error, known = plan.predictions.get("expected_error"), trust(plan.machine, plan.policy).error
+        if error is not None and split_spec(plan.policy)[0] not in policies():
+            self.why["expected_error"] = "not one of the policies that were validated"
+        elif error is not None and error == known:
+            self.checked.append("expected_error")
+        elif error is not None:
+            self.false.append(f"expected_error is {error:.9g} in the plan, but validation found {known}")
+
+    def _certificate(self, found: Certificate) -> None:
+        said: object = self.plan.choices.get("certificate")
+        if said is None or said == {}:
+            return
+        if not isinstance(said, Mapping):
+            self.false.append(f"certificate is {said!r} in the plan; it names the kind of bound and what binds it")
+            return
+        keys = ["bound", "binding", "relative_to", "reason"]
+        if "fluid LP" in (said.get("bound"), found.text["bound"]) and found.seconds is not None:
+            self.why["certificate"] = "which resource binds a linear program is its solver's to say"
+            keys = ["relative_to"]
+        for key in keys:
+            if said.get(key) != found.text.get(key):
+                self.false.append(
+                    f"certificate.{key} is {said.get(key)!r} in the plan, but computed again {found.text.get(key)!r}"
+                )
+                return
+        if "certificate" not in self.why:
+            self.checked.append("certificate")
+
+
+class LoadedPlan(Plan):
+    """A plan read from a file. `check` computes again everything that it states, seconds and bounds included."""
+
+    def check(self, workload: Workload | None = None, machine: Machine | None = None) -> CheckReport:
+        """See `examine`."""
+        return examine(self, workload, machine).report
+
+
+def load_plan(path: str | Path) -> LoadedPlan:
+    """Read a plan file; does not check it. Raises PlanError naming the file and the field or line."""
+    plan = plans.load_plan(path)
+    return LoadedPlan(**{f.name: getattr(plan, f.name) for f in fields(plan)})
