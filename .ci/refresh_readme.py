@@ -125,6 +125,13 @@ def validation_summary() -> str:
     return "```text\n" + "\n".join(result("validation")["summary"]) + "\n```"
 
 
+def demo() -> str:
+    """The tables of the demo's end, without the explanations below them."""
+    lines = result("demo")["lines"]
+    last = max(number for number, line in enumerate(lines) if line.startswith("host peak"))
+    return "```text\n" + "\n".join(lines[: last + 1]) + "\n```"
+
+
 def accuracy() -> str:
     errors = sorted(100 * run["error"] for run in result("accuracy")["runs"])
     return f"{errors[0]:.1f} to {errors[-1]:.1f} % above the prediction ({link('accuracy')})"
@@ -263,6 +270,7 @@ PHRASES: Mapping[str, Callable[[], str]] = {
         planning, activations, calibrated,
     )
 } | {
+    "demo-taken": lambda: link("demo"),
     "table-taken": lambda: link("table_policies"),
     "validation-taken": lambda: link("validation"),
     "patrickstar-node-taken": lambda: link("patrickstar_node"),
@@ -271,6 +279,7 @@ PHRASES: Mapping[str, Callable[[], str]] = {
 # What stands under a marker of its name: a table, or a block of text.
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "contract": contract_table,
+    "demo": demo,
     "gaps": gaps_table,
     "peers": peers_table,
     "table": policies_table,

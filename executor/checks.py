@@ -159,10 +159,11 @@ def check_processes(plan: Plan, found: int, *, file: str = "PLAN", model: str = 
         )
     if wanted == 1:
         raise PlanError(
-            f"the plan is one of a single GPU and this job has {found} processes; make a plan for a machine of {found} "
-            f"GPUs, or give prepare(group=...) a group of this process alone to train {found} models"
+            f"the plan is one of a single GPU and this job has {found} processes; make a plan for {found} "
+            f"(`pstar plan --gpus {found}`), or give prepare(group=...) a group of this process alone to train {found} "
+            "models"
         )
     raise PlanError(
         f"the plan is one of {wanted} GPUs ({plan.machine.name}) and this job has {found} processes; start {wanted}: "
-        f"{torchrun_line(plan, file, model)}, or make a plan for {found}"
+        f"{torchrun_line(plan, file, model)}, or make a plan for {found} (`pstar plan --gpus {found}`)"
     )
