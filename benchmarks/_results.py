@@ -67,12 +67,12 @@ def dependencies(name: str) -> list[str]:
     return sorted([*(DEPENDENCIES[pattern] if pattern is not None else ("pstar_sim/**", "executor/**")), *own])
 
 
-def taken_at(root: Path = ROOT) -> dict[str, object] | None:
-    """The commit that the working tree is at, and whether files of the tree differ from it; None without git."""
+def taken_at(globs: Sequence[str], root: Path = ROOT) -> dict[str, object] | None:
+    """The commit that the working tree is at, and whether files of these globs differ from it; None without git."""
     commit = _git(root, "rev-parse", "HEAD")
     if commit is None:
         return None
-    changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)benchmarks/results")
+    changed = _git(root, "status", "--porcelain", "--untracked-files=all", "--", *(f":(glob){glob}" for glob in globs))
     return {"commit": commit, "dirty": bool(changed)}
 
 
@@ -95,7 +95,7 @@ def write_result(
     packages = ("torch", "transformers", "numpy", "simpy", "pstar-sim")
     content = {
         "date": date.today().isoformat(),
-        "taken_at": stamp or taken_at(),
+        "taken_at": stamp or taken_at(dependencies(name)),
         "depends_on": dependencies(name),
         "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()},
         "versions": {p: version for p in packages if (version := _version(p)) is not None},
@@ -121,13 +121,13 @@ def list_changes(root: Path = ROOT) -> list[str]:
         for part, holder in parts.items() if parts else [("", result)]:
             name = f"{path.stem}: {part}" if part else path.stem
             entries += 1
-            stamp = holder["taken_at"]
+            stamp = holder.get("taken_at")
             if stamp is None or _git(root, "cat-file", "-e", f"{stamp['commit']}^{{commit}}") is None:
                 which = "no commit is known" if stamp is None else f"{stamp['commit'][:7]} is not in this clone"
                 lines.append(f"{name:<28} {which}")
                 unknown += 1
                 continue
-            if changed := _changes(root, stamp["commit"], result["depends_on"]):
+            if changed := _changes(root, stamp["commit"], result.get("depends_on", dependencies(path.stem))):
                 lines.append(f"{name:<28} {measured_at(stamp)}; since then {changed}")
     old = len(lines) - unknown
     lines.append(f"{old} of {entries} results in {len(files)} files are older than what they depend on")

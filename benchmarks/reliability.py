@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from _results import taken_at, write_result
+from _results import dependencies, taken_at, write_result
 
 __all__ = ["main"]
 
@@ -96,7 +96,10 @@ def main() -> int:
     missed = 0
     for name in wanted:
         count = args.count or (FULL if args.command else SHORT)[name]
-        figures = COMMANDS[name](count, args.seed) | {"seed": args.seed, "taken_at": taken_at()}
+        figures = COMMANDS[name](count, args.seed) | {
+            "seed": args.seed,
+            "taken_at": taken_at(dependencies("reliability")),
+        }
         missed += figures["misses"]
         print(f"{name}:")
         for key, value in figures.items():

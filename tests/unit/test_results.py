@@ -112,16 +112,18 @@ def test_a_result_is_listed_from_the_commit_that_changes_what_it_depends_on(
         f"one measured at {first[:7]}; {since}",
         f"parts: left measured at or before {first[:7]}; {since}",
     ]
-    assert results.taken_at(folder) == {"commit": second, "dirty": True}
-    assert results.measured_at(results.taken_at(folder)) == f"measured at {second[:7]} with changes"
+    assert results.taken_at(["other/*.py"], folder) == {"commit": second, "dirty": False}
+    dirty = results.taken_at(["pkg/**"], folder)
+    assert dirty == {"commit": second, "dirty": True}
+    assert results.measured_at(dirty) == f"measured at {second[:7]} with changes"
 
-    # What was taken back does not count; nor does a result itself make a tree dirty.
+    # What was taken back does not count; a new file makes a tree dirty.
     git(folder, "checkout", "-q", "--", "pkg")
     git(folder, "rm", "-q", "-r", "pkg/b.py", "other")
     git(folder, "commit", "-qm", "back")
-    (folder / "benchmarks" / "results" / "one.json").write_text("{}")
-    assert results.taken_at(folder) == {"commit": git(folder, "rev-parse", "HEAD"), "dirty": False}
-    git(folder, "checkout", "-q", "--", "benchmarks")
+    (folder / "pkg" / "new.py").write_text("1\n")
+    assert results.taken_at(["pkg/**"], folder) == {"commit": git(folder, "rev-parse", "HEAD"), "dirty": True}
+    (folder / "pkg" / "new.py").unlink()
     assert lines()[-2] == "0 of 3 results in 2 files are older than what they depend on"
 
     # Without the history, and without git at all.
@@ -140,6 +142,6 @@ def test_a_result_is_listed_from_the_commit_that_changes_what_it_depends_on(
 def test_writing_a_result_keeps_the_commit_and_the_dependencies(tmp_path: Path, results: ModuleType) -> None:
     path = results.write_result("optimal_barrier", {"rows": []}, folder=tmp_path)
     content = json.loads(path.read_text(encoding="utf-8"))
-    assert content["taken_at"] == results.taken_at()
+    assert content["taken_at"] == results.taken_at(content["depends_on"])
     assert {"benchmarks/optimal.py", "pstar_sim/policy/**"} <= set(content["depends_on"])
     assert {"pstar_sim/**", "executor/**"} == set(results.dependencies("something_new"))
