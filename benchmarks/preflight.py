@@ -26,7 +26,7 @@ NEEDED_FOR = {
     "hypothesis": "tests that use it",
     "peft": "tests of adapters",
     "scipy": "the check that every plan passes before it runs",
-    "simpy": "simulated times and peaks (plans, and bytes by the plan, are made without it)",
+    "simpy": "simulations of ranks that differ (one rank, and equal ranks, are simulated without it)",
     "pyarrow": "trace files (Parquet)",
     "pandas": "tables as frames",
     "rich": "tables on the terminal",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place
 from pstar_sim.policy.registry import find_policy
+from pstar_sim.sim.play import play
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["Contender", "imports", "plan_of", "predicted"]
@@ -55,26 +55,19 @@ def plan_of(task: Task, settings: Mapping[str, Any]) -> Plan:
 
 
 def predicted(plan: Plan) -> dict[str, Any]:
-    """Bytes a parameter at the border of two iterations, and the peaks of the simulated iteration (None without
-    simpy)."""
+    """Bytes a parameter at the border of two iterations, and the peaks of the simulated iteration."""
     params = plan.workload.params
     lists = dict.fromkeys((Place.GPU, Place.HOST), 0)
     for resident in plan.initial:
         if resident.chunk >= 0 and resident.place in lists:
             lists[resident.place] += plan.layout.payload_bytes(resident.chunk, resident.list)
-    peaks: Mapping[str, int] = {}
-    iteration_s = None
-    if importlib.util.find_spec("simpy") is not None:
-        from pstar_sim.sim.play import play
-
-        timeline = play(plan)
-        peaks, iteration_s = timeline.peak_bytes, timeline.iteration_s
+    timeline = play(plan)
     return {
         "gpu_bytes_per_param": lists[Place.GPU] / params,
         "host_bytes_per_param": lists[Place.HOST] / params,
-        "gpu_peak_bytes": peaks.get("gpu"),
-        "host_peak_bytes": peaks.get("host"),
-        "iteration_s": iteration_s,
+        "gpu_peak_bytes": timeline.peak_bytes["gpu"],
+        "host_peak_bytes": timeline.peak_bytes["host"],
+        "iteration_s": timeline.iteration_s,
         "moved_bytes": plan.moved_bytes,
     }
 

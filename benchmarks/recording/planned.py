@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -24,10 +23,11 @@ from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place
 from pstar_sim.policy.registry import find_policy
+from pstar_sim.sim.play import play
 from recording.memcpy import profiled_bytes
 from recording.tide import Peaks
 
-__all__ = ["payload_peaks", "predicted_iteration", "run", "worst_row"]
+__all__ = ["payload_peaks", "run", "worst_row"]
 
 TIMED = 3
 
@@ -52,15 +52,6 @@ def payload_peaks(begun_bytes: int, changes: Iterable[ByteChange], moments: int)
     return peaks
 
 
-def predicted_iteration(plan: Plan) -> tuple[float | None, str]:
-    """Seconds of an iteration and who says so: the simulator, or without simpy the policy's own reckoning."""
-    if importlib.util.find_spec("simpy") is not None:
-        from pstar_sim.sim.play import play
-
-        return play(plan).iteration_s, "simulator"
-    return plan.predictions.get("policy_iteration_s"), "policy (simpy cannot be imported)"
-
-
 def worst_row(names: Sequence[str], predicted: Sequence[int], measured: Sequence[int]) -> dict[str, Any]:
     """The moment whose measured bytes are furthest from the predicted."""
     worst = max(range(len(names)), key=lambda i: abs(predicted[i] - measured[i]))
@@ -82,8 +73,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     workload = capture(job["model"], **options)
     machine = load_machine(job["machine"], gpu_memory=job["gpu_memory_bytes"])
     plan = find_policy(job["policy"])(workload, machine, Settings(update="eager", clip=False))
-    iteration_s, who = predicted_iteration(plan)
-    print(f"planned: {len(plan.layout.chunks)} chunks, {_modes(plan)}, {iteration_s} s by the {who}", flush=True)
+    iteration_s = play(plan).iteration_s
+    print(f"planned: {len(plan.layout.chunks)} chunks, {_modes(plan)}, {iteration_s:.3f} s an iteration", flush=True)
     baseline_bytes, begun_s = host_bytes(), time.perf_counter()
     forgotten = forget_peak()
     with parameters_on_meta():
@@ -118,7 +109,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             **figures,
             "plan": {"policy": plan.policy, "chunks": len(plan.layout.chunks), "modes": _modes(plan)},
             "deviations": list(session.deviation_log)[:5],
-            "iteration_s": {"predicted": iteration_s, "by": who, "measured": statistics.median(times_s)},
+            "iteration_s": {"predicted": iteration_s, "measured": statistics.median(times_s)},
             "exchanges_per_step": exchanged,
             "moved_bytes": {"plan": plan.moved_bytes, "profiler": moved},
             "gpu_budget_bytes": plan.gpu_budget_bytes,
