@@ -42,6 +42,7 @@ DEPENDENCIES: Mapping[str, tuple[str, ...]] = {
     "certify": PLANNED,
     "demo": (*EXECUTED, "pstar_sim/cli/**", "pstar_sim/report/**"),
     "gpu_*": (*EXECUTED, "tests/**"),
+    "interrupts": (*EXECUTED, "benchmarks/_interrupts.py"),
     "kills": EXECUTED,
     "load_weights": EXECUTED,
     "optimal*": PLANNED,

@@ -17,6 +17,9 @@ replacement; everything else behaves as in plain torch. Silence is the one wrong
 | `optimizer.zero_grad()`, `model.zero_grad()` after `step()` | as plain torch |
 | the same before `step()` | as plain torch, they are dropped |
 | the same from the last backward on, with eager updates | ContractError: parameters are being updated; call `step()` |
+| Ctrl-C in an iteration, then `zero_grad()` | as plain torch without that iteration; in `step()` with it |
+| the same in the middle of a chunk's update, or of eager updates | Interrupted, from then on: load a checkpoint |
+| Ctrl-C in an iteration, no `zero_grad()` | ContractError where gradients are half there |
 | `zero_grad(set_to_none=False)` | ContractError: call `zero_grad()` |
 | no `zero_grad()` before the next backward | ContractError: plain torch would accumulate, the gradients are gone |
 | a backward more than the plan's micro-batches | ContractError: plan with as many micro-batches |

@@ -29,6 +29,7 @@ from torch import nn
 from executor.activations.planned import as_planned, recomputing
 from executor.activations.stashes import Stashes
 from executor.adam import Hyper
+from executor.at_work import AtWork
 from executor.compiled import untraced
 from executor.contract import ChunkParameter, ParkedParameter, disown, raw_grad, set_raw_grad
 from executor.devices.backend import Backend, StreamBackend, VirtualBackend, available_host_bytes
@@ -54,7 +55,7 @@ from pstar_sim.core.effects import gradient_list, needed
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import COPIES, Kind, Place, Queue
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.errors import ContractError, DoesNotFit, ModelError, OutOfMemory, PlanError
+from pstar_sim.errors import ContractError, DoesNotFit, Interrupted, ModelError, OutOfMemory, PlanError
 from pstar_sim.workload.workload import Moment, Phase, Workload
 
 __all__ = ["Session"]
@@ -69,6 +70,7 @@ class Session:
     """One model being trained under one plan. Made by `executor.prepare`; ended by `close()`.
 
     deviations: iterations or events that left the plan, counted. iteration: number of the current or next one, from 0.
+    committed: the last iteration whose updates `optimizer.step()` has begun, -1 before the first.
     """
 
     def __init__(
@@ -104,6 +106,9 @@ class Session:
         self.iteration = 0
         self.iterations_before = 0  # done by runs that this one goes on from
         self.cursor = -1
+        self.at_work = AtWork()
+        self.committed = -1
+        self.renewing = False  # values are on their way into the chunks of a new plan
         self.deviations = 0
         self.deviation_log: deque[str] = deque(maxlen=100)
         self.replan_after = replan_after
@@ -293,6 +298,9 @@ class Session:
         """The clock's only caller. Between events the user's thread computes."""
         if self.closed:
             return
+        if event.kind != "step":
+            self.at_work.outermost()
+            self.meet_interruption(event)
         if self._switched and event.kind == "begin" and event.phase is Phase.FWD and self.trains:
             self._refuse_switched(f"a forward of {event.name.removeprefix('begin:')} with gradients")
         if self.scaling is not None and self.clock.outside_root(event) and self.trains:
@@ -300,6 +308,10 @@ class Session:
                 f"{event.module!r} is called with gradients outside a forward of the prepared model: loss scaling acts "
                 "at that model's inputs and outputs; call the prepared model itself, or train in bf16 or fp32"
             )
+        with self.at_work:
+            self._on_event(event)
+
+    def _on_event(self, event: Event) -> None:
         if self.watch is not None and self.cursor >= 0:
             self.watch.closes(self.cursor)
         if self._warm is not None:
@@ -470,7 +482,8 @@ class Session:
     def _gradient_hook(self, tensor: int) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:
             if not self.closed:
-                self.on_gradient(tensor, parameter)
+                with self.at_work:
+                    self.on_gradient(tensor, parameter)
 
         return hook
 
@@ -540,6 +553,11 @@ class Session:
     def optimizer_step(self) -> None:
         """What `optimizer.step()` does. Returns without waiting for what the plan lets run into the next forward."""
         self.require_running()
+        self.at_work.outermost()
+        finishes = self.at_work.torn and self.committed == self.iteration
+        self.meet_interruption()
+        if finishes:
+            return
         if not self.arrived and (self.absent is None or not self.absent.missed):
             return  # plain torch: no parameter has a gradient
         if self.stepped:
@@ -548,7 +566,7 @@ class Session:
                 "between"
             )
         self.ladder.check_whole()
-        with unseen(), torch.no_grad():
+        with self.at_work, unseen(), torch.no_grad():
             self.set_open(False)
             if not self.demand.active and self.cursor != len(self.names) - 2:
                 self.demand.leave(f"optimizer.step() came in moment {self.cursor} of {len(self.names)}")
@@ -578,6 +596,7 @@ class Session:
             self.queues.waited(self._now() - begun_s)
         if self.plan.workload.micro_batches == 1 and self.ranks is None and not update.skip:
             update.coefficient(lambda: self.update_norms(k))
+        self.committed = k
         self.clock.step()  # the event "step": comes back through on_event
         assert self.cursor == len(self.names) - 1 or self.demand.active
         if not self.demand.active:
@@ -662,14 +681,19 @@ class Session:
             raise ContractError(
                 "zero_grad(set_to_none=False) keeps gradient tensors, which live in chunks here; call zero_grad()"
             )
-        if self.arrived and not self.stepped:
+        self.at_work.outermost()
+        if self.at_work.torn:
+            self._mend()
+        elif self.arrived and not self.stepped:
             if self.updating:
+                if self.clock.unfinished:
+                    raise self.demand.half_updated()
                 raise ContractError(
                     "zero_grad() before step() with eager updates, in the last backward or after it: parameters are "
                     "updated in that backward and their gradients cannot be dropped any more; call step(), or use "
                     "AdamW(eager=False)"
                 )
-            with unseen(), torch.no_grad():
+            with self.at_work, unseen(), torch.no_grad():
                 self.demand.discard()
         for t in self._chunk_of:
             set_raw_grad(self.parameters[t], None)
@@ -766,6 +790,35 @@ class Session:
 
     # -- state and end ------------------------------------------------------------------------------------------------
 
+    def meet_interruption(self, event: Event | None = None) -> None:
+        """Before the engine's own work begins again after an interruption inside it (at this event, or because the
+        loop asks for something): see [Note: interrupted] in off_plan/demand.py. Raises ContractError where only the
+        loop can say that the iteration's gradients are to be dropped."""
+        if not self.at_work.torn:
+            return
+        self.require_running()
+        begins = event is None or self.clock.outermost(event)
+        if not begins or (self.arrived and not self.stepped and self.committed != self.iteration):
+            raise ContractError(
+                f"iteration {self.iteration} was interrupted; call optimizer.zero_grad() to drop what it has left of "
+                "its gradients, and run its forward and backward again"
+            )
+        self._mend()
+
+    def _mend(self) -> None:
+        with self.at_work, unseen(), torch.no_grad():
+            self.in_parts = self._standing = False
+            self.demand.mend()
+        self.at_work.torn = False
+
+    def end(self, why: str) -> Interrupted:
+        """What to raise, now and whatever is asked of the session from now on."""
+        error = Interrupted(why)
+        self.queues.fail(error)
+        if self.ranks is not None:
+            self.ranks.announce(error, self.iteration)
+        return error
+
     def require_running(self) -> None:
         if self.closed:
             raise ContractError("the session is closed; call executor.prepare again")
@@ -781,16 +834,19 @@ class Session:
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
         """Updates of finished iterations are done and nothing moves inside; the queues go on afterwards."""
+        if not self.at_work.depth:
+            self.meet_interruption()
         held = self.held or self._standing or self.demand.active or self.demand.visiting  # they stand still already
-        if not held:
-            self.drain()
-            self._standing = True
-        try:
-            yield
-        finally:
+        with self.at_work:
             if not held:
-                self._standing = False
-                self.queues.resume()
+                self.drain()
+                self._standing = True
+            try:
+                yield
+            finally:
+                if not held:
+                    self._standing = False
+                    self.queues.resume()
 
     def _require_border(self, tensor: int) -> None:
         if self.ranks is not None and self.cursor >= 0:
@@ -1027,6 +1083,7 @@ class Session:
                 for name in lists
                 if any(old.has(place, c.index, name) for place in (Place.GPU, Place.HOST))
             }
+            self.renewing = True
             self.queues.stop()
             self.set_open(False)
             for t, value in values.items():
@@ -1042,6 +1099,7 @@ class Session:
         self.backend.give_host_back()  # the former plan's slabs
         self.held = False
         self.start()
+        self.renewing = False
 
     # -- deviations ---------------------------------------------------------------------------------------------------
 
@@ -1105,6 +1163,10 @@ class Session:
         if self.guard is not None:
             self.guard.end()
         values: dict[int, torch.Tensor] = {}
+        self.at_work.outermost()
+        if restore and self.at_work.torn and self.queues.failure is None:
+            with contextlib.suppress(Interrupted):  # it is in `queues.failure`
+                self._mend()
         if restore and self.queues.failure is None:
             if self.updating:
                 log.warning(

@@ -93,9 +93,18 @@ class MomentClock:
     def inside(self) -> bool:
         return self._open > 0 or _in_backward()
 
+    @property
+    def unfinished(self) -> bool:
+        """A backward has begun and has not ended; it never will where an exception came out of it."""
+        return self._callback_due
+
     def outside_root(self, event: Event) -> bool:
         """The event, as it is told, begins the forward of a module that nobody called from the root's forward."""
-        return event.kind == "begin" and event.phase is Phase.FWD and event.module != "" and self._open == 1
+        return event.module != "" and self.outermost(event)
+
+    def outermost(self, event: Event) -> bool:
+        """The event, as it is told, begins the forward of a module that no other unit's forward called."""
+        return event.kind == "begin" and event.phase is Phase.FWD and self._open == 1
 
     def step(self) -> None:
         """Open the moment "step": the optimizer's own. The next forward of the root is micro-batch 0 again."""
@@ -106,6 +115,7 @@ class MomentClock:
         """Count micro-batches from 0 again (after an iteration that was given up, or an evaluation)."""
         self._turns = 0
         self._open = 0
+        self._callback_due = False
 
     @contextlib.contextmanager
     def one_backward(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ __all__ = [
     "DoesNotFit",
     "FalseFigures",
     "IllegalTransition",
+    "Interrupted",
     "ModelError",
     "OutOfMemory",
     "PlanError",
@@ -67,6 +68,10 @@ class WeightsError(PstarError):
 
 class CheckpointError(PstarError):
     """A checkpoint that is partial, of another model, from a newer version, or that could not be written."""
+
+
+class Interrupted(PstarError):
+    """A run that was interrupted (Ctrl-C) where its values are neither those before a step nor those after it."""
 
 
 class OutOfMemory(PstarError):

@@ -15,7 +15,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -223,6 +223,11 @@ class VirtualBackend:
         with self._lock:
             self.payload_bytes -= storage.nbytes()
         storage.resize_(0)
+
+    def recount(self, payloads: Iterable[torch.Tensor]) -> None:
+        """These are all payloads: count what has memory, after an interruption inside `take` or `give`."""
+        with self._lock:
+            self.payload_bytes = sum(payload.untyped_storage().nbytes() for payload in payloads)
 
     def available_gpu_bytes(self) -> int | None:
         return self.gpu_bytes

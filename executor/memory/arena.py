@@ -82,6 +82,7 @@ class Arena:
         self._host: dict[tuple[int, str], torch.Tensor] = {}
         self._slabs: list[torch.Tensor] = []
         self._present: set[tuple[Place, int, str]] = set()
+        self._changing: set[tuple[Place, int, str]] = set()  # taken or freed at this instant, or interrupted in it
         self._bytes = {Place.GPU: 0, Place.HOST: 0}
         for _, place, size in plan.buffers:
             self._bytes[place] += size
@@ -213,6 +214,7 @@ class Arena:
                     f"{place.value} over budget: {list_name} of chunk {chunk} ({format_bytes(size)}) would make it "
                     f"{held} bytes, {held - budget} more than the plan's {budget}"
                 )
+            self._changing.add(key)
             self._present.add(key)
             self._bytes[place] += size
             if place is Place.GPU and self._bytes[place] > self.peak_gpu_payload_bytes:
@@ -230,7 +232,9 @@ class Arena:
                     self._present.remove(key)
                     self._bytes[place] -= size
                     self._note(place, category_of(list_name), -size, chunk, list_name)
+                    self._changing.discard(key)
                 raise self._refused(error, f"{list_name} of chunk {chunk}", size) from error
+        self._changing.discard(key)
 
     def flush(self) -> None:
         """Return when everything given back on the gpu is free: where work is issued ahead, it waits for its last
@@ -260,18 +264,41 @@ class Arena:
             key = (place, chunk, list_name)
             if key not in self._present:
                 raise PlanError(f"{list_name} of chunk {chunk} has no memory on the {place.value} to free")
+            self._changing.add(key)
         if place is Place.GPU:
-            if not self.sliced or (list_name not in OTHERS_OF and list_name not in OTHERS):
-                self.backend.give(self.gpu(chunk, list_name))
-            elif list_name in OTHERS:
-                self._pair(chunk, OTHERS[list_name]).free_others()
-            else:
-                self._pair(chunk, list_name).free_own()
+            self._give(chunk, list_name)
         with self._lock:
             self._present.remove(key)
             size = self.layout.payload_bytes(chunk, list_name)
             self._bytes[place] -= size
             self._note(place, category_of(list_name), -size, chunk, list_name)
+            self._changing.discard(key)
+
+    def _give(self, chunk: int, list_name: str) -> None:
+        if not self.sliced or (list_name not in OTHERS_OF and list_name not in OTHERS):
+            self.backend.give(self.gpu(chunk, list_name))
+        elif list_name in OTHERS:
+            self._pair(chunk, OTHERS[list_name]).free_others()
+        else:
+            self._pair(chunk, list_name).free_own()
+
+    def mend(self) -> None:
+        """While nothing moves, after an interruption inside `take` or `free`: the payload it was about has no memory,
+        and the bytes are counted anew."""
+        for place, chunk, list_name in list(self._changing):
+            if place is Place.GPU:
+                self._give(chunk, list_name)
+            self._present.discard((place, chunk, list_name))
+            self._changing.discard((place, chunk, list_name))
+        with self._lock:
+            for place in self._bytes:
+                held = sum(size for _, where, size in self.plan.buffers if where is place)
+                self._bytes[place] = held + sum(
+                    self.layout.payload_bytes(chunk, name) for where, chunk, name in self._present if where is place
+                )
+        recount = getattr(self.backend, "recount", None)
+        if recount is not None:
+            recount(self._gpu.values())
 
     def set_tide(self, size_bytes: int) -> None:
         """Non-model bytes the gpu has to leave room for from now on. Raises PlanError if it cannot."""

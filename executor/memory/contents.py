@@ -9,6 +9,12 @@ that a gradient has overwritten raises PlanError, it is never computed with. It 
 tensor indices by (place, list). A slot of a working list whose tensor is not named there holds the parameter's value.
 The working list always equals cast(param32), so a value that a gradient overwrote can be had from there.
 
+[Note: between two lines] Ctrl-C may come between any two lines here, and `zero_grad()` goes on from the ledger as it
+stands then (`off_plan/demand.py`). So a slot is named in `gradients`, or a copy ceases to be current, before it is
+written over, and a copy becomes current after it is written. Three changes cannot be ordered so and are marked while
+they last: an addition to a gradient (`adding`), the update (`updating`), and a list that has memory and no content yet
+(`hollow`).
+
 On several ranks all of this is about this rank's slice (`slices.py`); `whole` says that the other slices of the working
 list are on the gpu too and current. A tensor index in `gradients` then stands for this rank's part of its gradient,
 which may be empty.
@@ -42,11 +48,14 @@ GPU, HOST = Place.GPU, Place.HOST
 class ChunkState:
     """current: places whose copy of the working list holds the current values. ahead: state lists that were updated on
     the gpu while the host holds the older ones. whole: the gpu has the other ranks' slices of the working list as well.
-    gradients: see [Note: where a gradient is]."""
+    gradients: see [Note: where a gradient is]. adding, updating, hollow: see [Note: between two lines]."""
 
     current: set[Place] = field(default_factory=set)
     ahead: set[str] = field(default_factory=set)
     whole: bool = False
+    adding: bool = False
+    updating: bool = False
+    hollow: set[tuple[Place, str]] = field(default_factory=set)
     gradients: dict[tuple[Place, str], set[int]] = field(default_factory=dict)
 
     def where(self, place: Place, list_name: str) -> set[int]:
@@ -237,13 +246,22 @@ class Contents:
             target = self.whole_slot(tensor, list_name)
         else:
             target = self.slot(GPU, tensor, list_name)
+        self.put_gradient(chunk, mine, tensor, target, gradient.reshape(-1))
+        if list_name == "param":
+            self._changed(chunk)
+
+    def put_gradient(
+        self, chunk: int, mine: set[int], tensor: int, target: torch.Tensor, gradient: torch.Tensor
+    ) -> None:
+        """Add to the gradient in the slot, or write the first over what is there; mine: of the slot's list."""
         if tensor in mine:
-            target.add_(gradient.reshape(-1))
+            state = self.chunks[chunk]
+            before, state.adding = state.adding, True
+            target.add_(gradient)
+            state.adding = before
         else:
-            target.copy_(gradient.reshape(-1))
             mine.add(tensor)
-            if list_name == "param":
-                self._changed(chunk)
+            target.copy_(gradient)
 
     def gradient_norm(self, tensor: int) -> torch.Tensor:
         """Norm of the gradient of a tensor wherever it is, in fp32. Raises PlanError if it has none or is in two
@@ -273,6 +291,7 @@ class Contents:
                     for tensor in mine:
                         self.restore(place, tensor)
                 mine.clear()
+            state.adding = False
             if self.arena.has(HOST, chunk.index, "param") and HOST not in state.current and not chunk.frozen:
                 for slot in chunk.slots:  # spent gradients that were added to grad32
                     self.restore(HOST, slot.tensor)
@@ -398,9 +417,9 @@ class Contents:
             self._changed(chunk)
         elif state.where(HOST, list_name):
             state.where(GPU, list_name).update(state.where(HOST, list_name))
-            state.where(HOST, list_name).clear()
             if list_name == "param":
                 state.current.discard(HOST)  # its slots keep the gradients that went up
+            state.where(HOST, list_name).clear()
 
     def write_back(self, chunk: int, list_name: str, *, in_fp32: bool = False) -> None:
         """host content = gpu content; gradients in it belong to the host from now on."""
@@ -410,10 +429,13 @@ class Contents:
         leaving, there = state.where(GPU, list_name), state.where(HOST, list_name)
         if there:
             raise PlanError(f"write-back of {list_name} of chunk {chunk} would overwrite gradients on the host")
+        if list_name == "param" and leaving:
+            state.current.discard(HOST)
         with arena.steady(chunk):
             copy = arena.backend.copy_in_fp32 if in_fp32 else self._copy
             copy(arena.host(chunk, list_name), arena.gpu(chunk, list_name), Queue.D2H)
             arena.backend.fence(Queue.D2H)
+        there.update(leaving)
         if list_name == "param":
             if GPU in state.current:
                 state.current.add(HOST)
@@ -422,7 +444,6 @@ class Contents:
                 state.current.discard(GPU)
                 self._changed(chunk)
         state.ahead.discard(list_name)
-        there.update(leaving)
         leaving.clear()
 
     def gather(self, chunk: int, list_name: str) -> None:
@@ -506,9 +527,11 @@ class Contents:
                 else:
                     target.copy_(gradient)
 
+        state.adding = True
         self.arena.backend.issue(add)
         sums.update(arrived)
         arrived.clear()
+        state.adding = False
 
     def _to_others(self, chunk: int) -> Wire:
         if self.wire is None:
@@ -521,6 +544,7 @@ class Contents:
         source = list_name if list_name is not None and list_name != "grad32" else "grad"
         arrived, there = state.where(HOST, source), state.where(HOST, "grad32")
         whole = self.arena.host(chunk, "grad32")
+        state.adding = True
         if not there:
             whole.zero_()
         if len(arrived) == len(self.layout.chunks[chunk].slots) and not there:
@@ -533,6 +557,7 @@ class Contents:
             state.current.discard(HOST)
         there.update(arrived)
         arrived.clear()
+        state.adding = False
 
     def adam(self, chunk: int, place: Place, update: Update, norms: Callable[[], Iterable[torch.Tensor]]) -> None:
         """One AdamW update of every parameter of the chunk that has a gradient; the working list there becomes
@@ -552,21 +577,22 @@ class Contents:
             where = ", ".join(f"{name} on the {spot.value}" for spot, name in elsewhere)
             raise PlanError(f"Adam of chunk {chunk} on the {place.value}: gradients are still in {where}")
         if update.skip:
+            state.current.discard(place)  # a gradient may lie in it
             for mine in state.gradients.values():
                 mine.clear()
-            state.current.discard(place)  # a gradient may lie in it
         source = None if update.skip else self.gather_gradients(row, place)
         if source is not None and update.unused:
+            state.current.discard(place)  # a gradient of zero may lie in it
             state.where(place, source).difference_update(update.unused)
             if not state.where(place, source):
                 source = None
-                state.current.discard(place)  # a gradient of zero may lie in it
         if source is not None:
             master = arena.at(place, chunk, "param32")
             scale = update.coefficient_on(master.device, norms)
             mine = state.where(place, source)
             parts = [(s.tensor, self.parts[s.tensor]) for s in row.slots]
             runs = runs_of((p.offset, p.numel, self.steps_taken[t] if t in mine else None) for t, p in parts if p.numel)
+            state.updating = True
             adamw(
                 runs,
                 param=master,
@@ -579,12 +605,14 @@ class Contents:
             )
             for tensor in mine:
                 self.steps_taken[tensor] += 1
+            state.current = set()
             mine.clear()
             arena.at(place, chunk, "param").copy_(arena.at(place, chunk, "param32"))
             state.current = {place}
             state.whole = False
             if place is GPU:
                 state.ahead = set(self.layout.state_lists)
+            state.updating = False
         elif place not in state.current:
             arena.at(place, chunk, "param").copy_(arena.at(place, chunk, "param32"))
             state.current.add(place)
@@ -600,6 +628,7 @@ class Contents:
         if len(filled) == 1:
             return filled[0]
         sums = state.where(place, "grad32")
+        state.adding = True
         for name in ("grad", "param"):
             for tensor in state.where(place, name):
                 target = self.slot(place, tensor, "grad32")
@@ -608,7 +637,10 @@ class Contents:
                 else:
                     target.copy_(self.slot(place, tensor, name))
             sums.update(state.where(place, name))
+            if name == "param":
+                state.current.discard(place)  # its slots keep spent gradients
             state.where(place, name).clear()
+        state.adding = False
         return "grad32"
 
     def release(self, place: Place, chunk: int, list_name: str) -> None:

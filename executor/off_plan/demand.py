@@ -13,6 +13,13 @@ Python, so the call is made under saved-tensor hooks that keep (chunk, view) ins
 autograd unpacks it. What ran on plan before the deviation saved plain views: for those, each event in backward fetches
 what the plan says its moment reads. Chunks used since the enclosing module began (forward) or since the last event
 (backward) stay.
+
+[Note: interrupted] Ctrl-C may come between any two lines. Inside the engine's own work it leaves `AtWork.torn`, and
+`zero_grad()` (or whatever comes first, where no gradient is lost by it) mends that. Before `optimizer.step()` has begun
+to update, the iteration is dropped: its gradients go, values that they overwrote come back from the master copy, the
+places go back to the cut. From then on (`Session.committed`) the step is carried to its end instead: a chunk that has a
+gradient is not updated yet. What cannot be told (a chunk in the middle of its update, eager updates of half a backward)
+ends the run with `Interrupted`. See [Note: between two lines] in memory/contents.py.
 """
 
 from __future__ import annotations
@@ -42,13 +49,14 @@ from executor.measuring.measure import unseen
 from executor.models import map_tensors
 from pstar_sim.core.effects import OTHERS
 from pstar_sim.core.step import Place, Queue
-from pstar_sim.errors import ContractError, DoesNotFit, OutOfMemory, PlanError, PstarError
+from pstar_sim.errors import ContractError, DoesNotFit, Interrupted, OutOfMemory, PlanError, PstarError
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Moment, Phase, Workload, repeat_micro_batch
 
 if TYPE_CHECKING:
     from executor.engine import Session
+    from executor.memory.contents import Update
 
 __all__ = ["Demand"]
 
@@ -260,13 +268,16 @@ class Demand:
         self._position = max(s.cursor, 0)
         self.moment = s.cursor
         s.forget_open_step()
-        with torch.no_grad():
-            self._park_gradients()
-            self._land_streams()
+        self._off_the_gpu()
         s.set_open(False)
         # Whatever runs now was begun on plan: its chunks stay until the next event.
         self._frames = [set(s._needed[s.cursor]) if s.cursor >= 0 else set()]
         s.cursor = max(s.cursor, 0)
+
+    def _off_the_gpu(self) -> None:
+        with torch.no_grad():
+            self._park_gradients()
+            self._land_streams()
 
     def _park_gradients(self) -> None:
         """Take every gradient off the gpu's working and grad lists, so that parameters can be read again."""
@@ -276,15 +287,17 @@ class Demand:
             state = contents.chunks[c.index]
             for list_name in ("param", "grad"):
                 mine = state.where(GPU, list_name)
+                had = bool(mine)
+                if list_name == "param" and had and not self._stays(c.index):
+                    state.current.discard(GPU)
                 for t in sorted(mine):
+                    state.adding = True  # the gradient is in two lists
                     self._to_host(t, contents.slot(GPU, t, list_name))
                     if list_name == "param" and self._stays(c.index):
                         contents.restore(GPU, t)
-                had = bool(mine)
-                mine.clear()
+                    mine.discard(t)
+                    state.adding = False
                 if list_name == "param" and had:
-                    if not self._stays(c.index):
-                        state.current.discard(GPU)
                     s.refresh(c.index)
                 if (
                     list_name == "grad"
@@ -334,12 +347,7 @@ class Demand:
             )
         if s.arena.has(GPU, chunk, "grad32"):
             mine = s.contents.chunks[chunk].where(GPU, "grad32")
-            target = s.contents.slot(GPU, tensor, "grad32")
-            if tensor in mine:
-                target.add_(gradient.reshape(-1))
-            else:
-                target.copy_(gradient.reshape(-1))
-                mine.add(tensor)
+            s.contents.put_gradient(chunk, mine, tensor, s.contents.slot(GPU, tensor, "grad32"), gradient.reshape(-1))
             return
         self._to_host(tensor, gradient.reshape(-1))
 
@@ -360,17 +368,17 @@ class Demand:
             kept = self._stash.get(tensor)
             arrived = torch.empty(gradient.shape, dtype=gradient.dtype)
             copy(arrived, gradient, Queue.D2H)
-            self._stash[tensor] = arrived if kept is None else kept.add_(arrived)
+            self._stash[tensor] = arrived if kept is None else kept + arrived
             return
         mine = state.where(HOST, list_name)
         target = contents.slot(HOST, tensor, list_name)
         if tensor in mine:
             arrived = torch.empty(gradient.shape, dtype=gradient.dtype)
             copy(arrived, gradient, Queue.D2H)
-            target.add_(arrived)
+            contents.put_gradient(chunk, mine, tensor, target, arrived)
         else:
-            copy(target, gradient, Queue.D2H)
             mine.add(tensor)
+            copy(target, gradient, Queue.D2H)
 
     def step(self) -> None:
         """Every update of the iteration, then back to the cut."""
@@ -379,6 +387,11 @@ class Demand:
         update = s._updates.get(s.iteration) or s.new_update()
         s._updates[s.iteration] = update
         s.decide_scaling(update)
+        s.committed = s.iteration
+        self._carry_out(update)
+
+    def _carry_out(self, update: Update) -> None:
+        s = self.session
         contents = s.contents
         self._unstash()
         chunks = [c for c in s.plan.layout.chunks if contents.chunks[c.index].with_gradient()]
@@ -460,20 +473,19 @@ class Demand:
     def _unstash(self) -> None:
         """Gradients of pinned chunks go back to the gpu, into the working list: nobody reads it any more."""
         s = self.session
-        for t, gradient in self._stash.items():
+        for t, gradient in list(self._stash.items()):
             chunk = s._chunk_of[t]
             if not s.arena.has(self._home(chunk), chunk, "param"):
                 self._take(chunk, "param", needed={chunk})
             place = self._home(chunk)
             mine = s.contents.chunks[chunk].where(place, "param")
             target = s.contents.slot(place, t, "param")
-            assert t not in mine
+            mine.add(t)
             if place is GPU:
                 s.backend.copy(target, gradient, Queue.H2D)
             else:
                 target.copy_(gradient)
-            mine.add(t)
-        self._stash.clear()
+            del self._stash[t]
 
     def discard(self) -> None:
         """`zero_grad()` before `step()`: the gradients are dropped, the iteration begins anew."""
@@ -488,12 +500,84 @@ class Demand:
             s.queues.pause()
             s.forget_open_step()
             self.active = True
+        self._start_over()
+
+    def _start_over(self) -> None:
+        s = self.session
         s.contents.forget_gradients()
         self._stash.clear()
         self._back_to_cut()
         s.clock.reset()
         if s.ladder.pending:
             s.ladder.replan()
+
+    def mend(self) -> None:
+        """After an interruption inside the engine's own work: see [Note: interrupted]. Raises what ends the run."""
+        s = self.session
+        self._refuse_to_mend()
+        s.queues.settle(s.iteration - 1)
+        s.queues.pause()
+        self._refuse_half_an_update()
+        s.forget_open_step()
+        s.arena.mend()
+        for c in s.plan.layout.chunks:
+            state = s.contents.chunks[c.index]
+            for place, name in list(state.hollow):
+                if name == "param":
+                    state.current.discard(place)
+                if s.arena.has(place, c.index, name):
+                    s.arena.free(place, c.index, name)
+                state.hollow.discard((place, name))
+            s.refresh(c.index)
+        self.visiting = False
+        self._before_visit = None
+        if s.committed != s.iteration:
+            self.active = True
+            self._start_over()
+        else:
+            if not self.active:
+                self.active = True
+                self._off_the_gpu()
+            self._carry_out(s._updates[s.iteration])
+            s.clock.reset()
+            s.stepped = True
+
+    def _refuse_to_mend(self) -> None:
+        s = self.session
+        if s.ranks is not None:
+            raise s.end(
+                f"rank {s.ranks.rank} was interrupted in iteration {s.iteration} and the other ranks have gone on; go "
+                "on from the last checkpoint (--save-every, --resume)"
+            )
+        if s.renewing:
+            raise s.end(
+                f"iteration {s.iteration} was interrupted while values moved into the chunks of a new plan; go on from "
+                "the last checkpoint"
+            )
+
+    def half_updated(self) -> Interrupted:
+        """What to raise where a backward ended in the middle of its eager updates."""
+        s = self.session
+        return s.end(
+            f"iteration {s.iteration} was interrupted when {len(s.updated_early)} parameters had had their eager "
+            "update and others had not; go on from the last checkpoint (AdamW(eager=False) updates nothing before "
+            "optimizer.step())"
+        )
+
+    def _refuse_half_an_update(self) -> None:
+        s = self.session
+        committed = s.committed == s.iteration
+        if s.updated_early and not committed:
+            raise self.half_updated()
+        for c in s.plan.layout.chunks:
+            state = s.contents.chunks[c.index]
+            if state.updating or (committed and state.adding):
+                names = ", ".join(repr(s.name_of(t)) for t in s._tensors_of[c.index][:2])
+                raise s.end(
+                    f"optimizer.step() of iteration {s.iteration} was interrupted in the middle of the update of chunk "
+                    f"{c.index} ({names}, ...): its values are neither those before nor those after; go on from the "
+                    "last checkpoint"
+                )
 
     def _back_to_cut(self) -> None:
         """Bring the places to the plan's cut and let the queues begin the next iteration."""
@@ -526,16 +610,14 @@ class Demand:
         for place, chunk, name in sorted(wanted - present, key=lambda row: (row[0] is GPU, row[1], row[2])):
             if place is not HOST:
                 continue
-            arena.take(HOST, chunk, name)
-            self._fill(HOST, chunk, name)
+            self._take_and_fill(HOST, chunk, name)
         for place, chunk, name in sorted(present - wanted):
             if place is HOST and (GPU, chunk, name) in wanted and (GPU, chunk, name) not in present:
                 continue  # the gpu gets it from here first
             contents.release(place, chunk, name)
         for place, chunk, name in sorted(wanted - present):
             if place is GPU:
-                arena.take(GPU, chunk, name)
-                self._fill(GPU, chunk, name)
+                self._take_and_fill(GPU, chunk, name)
         for place, chunk, name in sorted(present - wanted):
             if arena.has(place, chunk, name):
                 contents.release(place, chunk, name)
@@ -545,6 +627,17 @@ class Demand:
                     self._fill(place, chunk, "param")
             if arena.has(GPU, chunk, "remote") and not contents.chunks[chunk].whole:
                 self._fill(GPU, chunk, "remote")
+
+    def _take_and_fill(self, place: Place, chunk: int, name: str) -> None:
+        hollow = self.session.contents.chunks[chunk].hollow
+        hollow.add((place, name))
+        try:
+            self.session.arena.take(place, chunk, name)
+        except PstarError:
+            hollow.discard((place, name))
+            raise
+        self._fill(place, chunk, name)
+        hollow.discard((place, name))
 
     def _fill(self, place: Place, chunk: int, name: str) -> None:
         """Current content for a payload that just got its memory (or is out of date)."""
@@ -738,14 +831,17 @@ class Demand:
         freed = 0
         state = contents.chunks[chunk]
         for name in lists:
+            state.hollow.add((HOST, name))
             arena.take(HOST, chunk, name)
             s.backend.copy(arena.host(chunk, name), arena.gpu(chunk, name), Queue.D2H)
             s.backend.fence(Queue.D2H)
+            state.adding = True  # gradients are in two lists
             state.where(HOST, name).update(state.where(GPU, name))
             state.where(GPU, name).clear()
+            state.adding = False
+            state.hollow.discard((HOST, name))
         if not arena.has(HOST, chunk, "param"):
-            arena.take(HOST, chunk, "param")
-            self._fill(HOST, chunk, "param")
+            self._take_and_fill(HOST, chunk, "param")
         for name in lists:
             contents.release(GPU, chunk, name)
             freed += s.plan.layout.payload_bytes(chunk, name)
@@ -753,12 +849,16 @@ class Demand:
             for name in ("param", "grad"):
                 mine = state.where(GPU, name)
                 if t in mine:
+                    state.adding = True  # the gradient is in two lists
                     self._to_host(t, contents.slot(GPU, t, name))
-                    mine.discard(t)
                     if name == "param":
                         contents.restore(GPU, t)
+                    mine.discard(t)
+                    state.adding = False
             if t in self._stash:
+                state.adding = True
                 self._to_host(t, self._stash.pop(t))
+                state.adding = False
         s.refresh(chunk)
         return freed
 
@@ -813,7 +913,8 @@ class Demand:
         if not s.clock.inside:
             return self._outside(func, args, kwargs)
         if not self.active and not self.visiting and s.cursor < 0 and not s.trains:
-            with unseen():
+            s.meet_interruption()
+            with s.at_work, unseen():
                 self.visit()
         pack, unpack = self._pack, self._unpack
         own = saved_tensor_hooks()
@@ -828,7 +929,7 @@ class Demand:
     def read(self, chunks: set[int]) -> None:
         """An operator is about to read the working lists of `chunks`."""
         s = self.session
-        with unseen():
+        with s.at_work, unseen():
             if s.eager and s.cursor >= 0:
                 self._refuse_updated(chunks)
             if not self.active and not self.visiting:
@@ -866,7 +967,7 @@ class Demand:
         if isinstance(packed, torch.Tensor):
             return packed
         chunk, view = packed
-        with unseen():
+        with self.session.at_work, unseen():
             self.ensure({chunk})
         assert isinstance(view, torch.Tensor)
         return view

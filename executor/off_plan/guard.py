@@ -122,5 +122,5 @@ class Guard(LiveStorages):  # type: ignore[no-untyped-call]
         )
 
     def _make_room(self, error: OutOfMemory) -> None:
-        with unseen():
+        with self._session.at_work, unseen():
             self._session.ladder.give_back(error, needed=set(), alive_bytes=self.current)

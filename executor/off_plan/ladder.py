@@ -201,7 +201,7 @@ class Ladder(Sequence[Rung]):
             raise self.ends_ranks(error) from refused
         s.guard_memory(always=True)
         self.note(error, "the iteration is given up, to be run again")
-        with unseen(), torch.no_grad():
+        with s.at_work, unseen(), torch.no_grad():
             if s.cursor >= 0 or s.demand.active:
                 s.demand.discard()
             else:

@@ -16,6 +16,8 @@ __all__ = ["ThreadQueues"]
 
 log = logging.getLogger("executor")
 
+_LOOK_S = 1.0  # how often a wait looks whether the threads are alive
+
 
 class ThreadQueues(QueuesBase):
     """A daemon thread a queue.
@@ -156,7 +158,8 @@ class ThreadQueues(QueuesBase):
                     raise self._failure
                 if self._stopping:
                     raise PlanError("the queues were stopped while a step waited for another")
-                self._ended_here.wait(self._watchdog_s)
+                self._look_at_threads()
+                self._ended_here.wait(min(self._watchdog_s, _LOOK_S))
 
     def fail(self, error: BaseException) -> None:
         with self._lock:
@@ -233,7 +236,7 @@ class ThreadQueues(QueuesBase):
         with self._lock:
             try:
                 self._waiting.add(Queue.COMPUTE)
-                ended = self._ended_steps
+                ended, since_s = self._ended_steps, self._clock()
                 while True:
                     if self._failure is not None:
                         raise self._failure
@@ -241,15 +244,27 @@ class ThreadQueues(QueuesBase):
                         return
                     if self._short and (needs_all or not self._moves()):
                         raise next(iter(self._short.values()))
-                    if compute.wait(self._watchdog_s) or self._ended_steps != ended:
-                        ended = self._ended_steps
+                    woken = compute.wait(min(self._watchdog_s, _LOOK_S))
+                    if woken or self._ended_steps != ended:
+                        ended, since_s = self._ended_steps, self._clock()
                         continue
+                    self._look_at_threads()
+                    if self._clock() - since_s < self._watchdog_s:
+                        continue
+                    since_s = self._clock()
                     message = f"waiting for {what()}: no step has ended for {self._watchdog_s:g} s; {self._standing()}"
                     if idle_is_stuck and not self._busy:
                         raise PlanError(f"the queues are stuck: {message}")
                     log.warning("%s", message)
             finally:
                 self._waiting.discard(Queue.COMPUTE)
+
+    def _look_at_threads(self) -> None:
+        """A thread that ended without a word (it was struck where it would have said why) ends the run."""
+        dead = [thread.name for thread in self._threads if not thread.is_alive()]
+        if dead and not self._stopping and self._failure is None:
+            self._failure = PlanError(f"the thread {dead[0]} has ended; prepare the model again")
+            self._notify_all()
 
     def _moves(self) -> bool:
         """A step is being executed or may start."""

@@ -588,5 +588,5 @@ def test_the_table_is_tested() -> None:
     """Every line of the table names something that this file tries, or test_lost_ranks.py for several ranks."""
     lines = re.findall(r"^\| (.+?) \| (.+?) \|$", contract.__doc__ or "", flags=re.M)
     assert len(lines) >= 25
-    words = ("ContractError", "plain torch", "DoesNotFit", "PlanError")
+    words = ("ContractError", "plain torch", "DoesNotFit", "PlanError", "Interrupted")
     assert all(any(word in what for word in words) for _, what in lines[1:])

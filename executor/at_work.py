@@ -1,0 +1,39 @@
+"""AtWork: whether an interruption came while the engine changed what it keeps.
+
+An error of the engine's own (any `Exception`) leaves what it keeps in order; Ctrl-C may come between any two lines.
+Every way into the engine from the user's thread is `with at_work:`, and an interruption inside leaves `torn`, whatever
+line it came at. Who comes next looks at it: `Session.meet_interruption`.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+__all__ = ["AtWork"]
+
+
+class AtWork:
+    """depth: how many of these blocks are open. torn: one was left by an interruption, and nothing has been mended
+    since."""
+
+    __slots__ = ("depth", "torn")
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.torn = False
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and not issubclass(kind, Exception):
+            self.torn = True
+        self.depth -= 1
+
+    def outermost(self) -> None:
+        """No block is open where this is called; one that seems to be was interrupted as it was entered or left."""
+        if self.depth:
+            self.torn = True
+            self.depth = 0

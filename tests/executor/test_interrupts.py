@@ -1,0 +1,122 @@
+"""Ctrl-C anywhere in an iteration (benchmarks/_interrupts.py, which also says what has to come of it).
+
+The suite strikes a spread of the first, middle and last hits of every line of the executor; all of them are
+`python benchmarks/interrupts.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import executor
+from pstar_sim.core.step import Queue
+from pstar_sim.errors import ContractError
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+try:
+    import _interrupts  # type: ignore[import-not-found]
+finally:
+    sys.path.remove(str(BENCHMARKS))
+
+STRIKES = 16  # of each case: a fraction of a second each
+BENCHES: dict[Any, Any] = {}
+
+
+def bench_of(case: Any) -> Any:
+    return BENCHES.setdefault(case, _interrupts.Bench(case))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("number", range(len(_interrupts.CASES)), ids=[str(case) for case in _interrupts.CASES])
+def test_an_interruption_at_any_line(number: int) -> None:
+    """Each case strikes other lines: the spread begins at another one."""
+    bench = bench_of(_interrupts.CASES[number])
+    points = _interrupts.three_of(bench.hits())
+    stride = len(points) / STRIKES
+    share = number / len(_interrupts.CASES)
+    outcomes = {point: bench.strike(point) for i in range(STRIKES) for point in [points[int((i + share) * stride)]]}
+    wrong = [f"{point}: {outcome.kind}: {outcome.said}" for point, outcome in outcomes.items() if not outcome.right]
+    assert not wrong, "\n".join(wrong)
+    assert any(outcome.kind == "equal" for outcome in outcomes.values())
+
+
+class Interrupting(executor.VirtualBackend):
+    """Ctrl-C in a copy over the link, when half of it is there. left: copies to the host before that one."""
+
+    left = -1
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
+        if direction is Queue.D2H and self.left >= 0:
+            self.left -= 1
+            if self.left < 0:
+                half = target.numel() // 2
+                super().copy(target[:half], source[:half], direction)
+                raise KeyboardInterrupt
+        super().copy(target, source, direction)
+
+
+@pytest.mark.parametrize("policy", ["tide", "optimal"])
+def test_ctrl_c_in_a_gradients_copy_to_the_host(policy: str) -> None:
+    """Off plan every gradient goes to the host in the user's thread, over the parameters' own slots. Six tensors, six
+    copies: each is interrupted once, in one run; a seventh iteration is not."""
+    case = _interrupts.Case(policy=policy, update="step", path="off plan")
+    bench = bench_of(case)
+    backend = Interrupting()
+    model, optimizer = executor.prepare(
+        copy.deepcopy(bench.model), bench.plan, executor.AdamW(lr=_interrupts.LR), backend=backend
+    )
+    loop = _interrupts.Loop(model, optimizer)
+    before, broken, *after = bench.batches
+    loop.iterate(before)
+    for copies in range(6):
+        loss = model(broken)
+        loop.evaluate(broken)
+        backend.left = copies
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward()
+        optimizer.zero_grad()
+    for batch in after:
+        loop.iterate(batch)
+    assert all(torch.equal(a, b) for a, b in zip(loop.standing(), bench.left_out))
+    optimizer.session.close()
+
+
+def test_without_zero_grad_an_interrupted_backward_is_refused() -> None:
+    """Half a gradient is never stepped with, nor added to."""
+    bench = bench_of(_interrupts.Case(policy="tide", update="step", path="off plan"))
+    backend = Interrupting()
+    model, optimizer = executor.prepare(
+        copy.deepcopy(bench.model), bench.plan, executor.AdamW(lr=_interrupts.LR), backend=backend
+    )
+    loop = _interrupts.Loop(model, optimizer)
+    before, broken, *after = bench.batches
+    loop.iterate(before)
+    loss = model(broken)
+    loop.evaluate(broken)
+    backend.left = 3
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    with pytest.raises(ContractError, match=r"was interrupted; call optimizer.zero_grad\(\)"):
+        optimizer.step()
+    with pytest.raises(ContractError, match="was interrupted"):
+        model(broken)
+    model.zero_grad()
+    for batch in after:
+        loop.iterate(batch)
+    assert all(torch.equal(a, b) for a, b in zip(loop.standing(), bench.left_out))
+    optimizer.session.close()
