@@ -12,7 +12,8 @@ EXTRAS := executor,hf,notebooks,test
 # The versions of constraints.txt are of Python 3.11 and newer; on 3.10 pip chooses.
 export CONSTRAINTS := import sys; print("-c constraints.txt" if sys.version_info >= (3, 11) else "")
 
-.PHONY: help install demo test check notebooks bench results peers gpu-test gpu-record gpu-peers clean
+.PHONY: help install demo test check notebooks bench results peers clean gpu-smoke gpu-test gpu-parity gpu-record gpu-steady \
+	gpu-7b gpu-peers gpu-largest gpu-mirror
 
 help:
 	@echo "make install    the environment in $(VENV), every version pinned by constraints.txt"
@@ -24,11 +25,18 @@ help:
 	@echo "make results    lists the results under benchmarks/results whose code has changed since"
 	@echo "make peers      beside plain PyTorch, DeepSpeed and FSDP2 on this CPU; DeepSpeed gets $(VENV)-peers"
 	@echo ""
-	@echo "With a CUDA device, the current python3 as it is (PYTHON=...) and at most 8 minutes a run; what was cut off goes"
-	@echo "on when run again, what cannot be imported is skipped and said, without a device there is one line:"
-	@echo "make gpu-test   the tests marked gpu"
-	@echo "make gpu-record calibration, traces, predicted against measured; writes benchmarks/results, traces/measured"
-	@echo "make gpu-peers  a Llama-7B shape within 24 GB beside DeepSpeed and FSDP2"
+	@echo "With a CUDA device, the current python3 as it is (PYTHON=...), in this order. OUT=FOLDER: all that is found goes"
+	@echo "there as it is known, and a run goes on from what is there (default: benchmarks/results). AGAIN=1: what failed"
+	@echo "runs again. Without a device there is one line, and status 3 of the script."
+	@echo "make gpu-smoke   4 minutes: versions, context, pinning, copies, the private pool, an MLP beside plain torch"
+	@echo "make gpu-test    8 minutes: the tests marked gpu, but for the slow ones"
+	@echo "make gpu-parity  3 minutes: GPT-2 and a small Llama shape beside plain AdamW"
+	@echo "make gpu-record  6 minutes: calibration; GPT-2 XL at 8, 16 and 24 GB, predicted against measured"
+	@echo "make gpu-steady  3 minutes: 2,000 steps, nothing grows"
+	@echo "make gpu-7b      6 minutes: a Llama-7B shape within 24 GB, predicted against measured"
+	@echo "make gpu-peers   9 minutes: a Llama-7B shape within 24 GB beside DeepSpeed and FSDP2"
+	@echo "make gpu-largest 9 minutes: the largest model of that width that trains, two steps"
+	@echo "make gpu-mirror  without a device: $(VENV)-mirror, like such a machine, in which all of these end at the device"
 
 install: $(STAMP)
 
@@ -55,7 +63,7 @@ notebooks: install
 	$(BIN)/python notebooks/execute.py notebooks/*.ipynb
 
 # Not those that need a GPU or an environment of their own.
-APART := $(addprefix benchmarks/,peers.py preflight.py gpu_record.py gpu_test.py)
+APART := $(addprefix benchmarks/,peers.py preflight.py $(notdir $(wildcard benchmarks/gpu_*.py)))
 
 bench: install
 	set -e; for file in $(filter-out $(APART),$(wildcard benchmarks/[a-z]*.py)); do echo "== $$file"; $(BIN)/python "$$file"; done
@@ -69,14 +77,43 @@ peers: install
 # The machine's own interpreter, not $(VENV): it has the torch that fits the device.
 GPU_PYTHON := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(if $(filter command% environment%,$(origin PYTHON)),$(PYTHON),python3)
 
+GPU_KEEP := $(if $(OUT),--out $(OUT)) $(if $(AGAIN),--again)
+
+gpu-smoke:
+	@$(GPU_PYTHON) benchmarks/gpu_smoke.py --minutes 4 $(GPU_KEEP)
+
 gpu-test:
-	@$(GPU_PYTHON) benchmarks/gpu_test.py
+	@$(GPU_PYTHON) benchmarks/gpu_test.py --minutes 8 $(GPU_KEEP)
+
+gpu-parity:
+	@$(GPU_PYTHON) benchmarks/gpu_parity.py --minutes 3 $(GPU_KEEP)
 
 gpu-record:
-	@$(GPU_PYTHON) benchmarks/gpu_record.py
+	@$(GPU_PYTHON) benchmarks/gpu_record.py --minutes 6 --models gpt2-xl --caps 8GB,16GB,24GB $(GPU_KEEP)
+
+gpu-steady:
+	@$(GPU_PYTHON) benchmarks/gpu_test.py --minutes 3 --slow $(GPU_KEEP)
+
+gpu-7b:
+	@$(GPU_PYTHON) benchmarks/gpu_record.py --minutes 6 --models llama-7b --caps 24GB $(GPU_KEEP)
 
 gpu-peers:
-	@$(GPU_PYTHON) benchmarks/peers.py --device cuda
+	@$(GPU_PYTHON) benchmarks/peers.py --device cuda --minutes 9 $(GPU_KEEP)
+
+gpu-largest:
+	@$(GPU_PYTHON) benchmarks/gpu_largest.py --minutes 9 $(GPU_KEEP)
+
+# About 3 GB to fetch. Python 3.12 where there is one; the script says where it is another.
+MIRROR_PYTHON ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python) $(shell command -v python3.12) python3)
+MIRROR := $(VENV)-mirror
+
+$(MIRROR)/.installed: benchmarks/mirror.txt
+	$(MIRROR_PYTHON) -m venv $(MIRROR)
+	$(MIRROR)/bin/python -m pip install --quiet -r benchmarks/mirror.txt
+	@touch $@
+
+gpu-mirror: $(MIRROR)/.installed
+	@PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(MIRROR)/bin/python benchmarks/gpu_mirror.py $(if $(OUT),--out $(OUT))
 
 clean:
 	rm -rf dist demo-out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

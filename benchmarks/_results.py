@@ -103,6 +103,7 @@ def write_result(
         **figures,
     }
     path = (folder or RESULTS) / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(content, indent=1) + "\n")
     return path
 

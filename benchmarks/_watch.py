@@ -39,6 +39,7 @@ class Watch:
         with self.partial.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
+    @pytest.hookimpl(trylast=True)  # what is not asked for has been taken out
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         left = [item for item in items if item.nodeid not in self.done]
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in self.done])

@@ -40,6 +40,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--minutes", type=float, default=8.0, help="of this run; 0 for no limit")
     add("--fresh", action="store_true", help="forget the stages that a run before this one did")
+    add("--again", action="store_true", help="run what failed again")
     add("--out", type=Path, help="folder of all that is found (default: benchmarks/results and traces/measured)")
     add("--models", default="vit-b-16,gpt2-xl,llama-7b", help=f"comma-separated, of {','.join(MODELS)}")
     add("--policies", default="tide", help="that make the plans, comma-separated")
@@ -150,7 +151,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpu = torch.cuda.get_device_name(0) if on_card else "virtual"
     if args.fresh:
         keep.partial.unlink(missing_ok=True)
-    stages = Stages(keep.partial, minutes=args.minutes or None, expected_s=60.0 if on_card else 0.0, say=keep.say)
+    stages = Stages(
+        keep.partial, minutes=args.minutes or None, expected_s=60.0 if on_card else 0.0, say=keep.say, again=args.again
+    )
     found: dict[str, Any] = {}
     for what, job in jobs(args, gpu, folder.resolve()):
         # Folders are no part of what a stage is: they may lie elsewhere when a run goes on.

@@ -291,12 +291,21 @@ def append(partial: Path, row: dict[str, Any]) -> None:
 
 def done_parts(partial: Path) -> dict[str, dict[str, Any]]:
     lines = partial.read_text(encoding="utf-8").splitlines() if partial.exists() else ()
-    rows = [json.loads(line) for line in lines if line.endswith("}")]
-    return {row["part"]: row["result"] for row in rows if "part" in row}
+    found = {}
+    for row in (json.loads(line) for line in lines if line.endswith("}")):
+        if "part" in row:
+            found[row["part"]] = row["result"]
+        elif "again" in row:
+            del found[row["again"]]
+    return found
 
 
 def run(keep: Keep, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     ends_s = time.monotonic() + 60 * args.minutes
+    if args.again:
+        for name, row in done_parts(keep.partial).items():
+            if "failed" in row:
+                append(keep.partial, {"again": name})
     while True:
         left = [name for name in args.parts if name not in done_parts(keep.partial)]
         left_s = ends_s - time.monotonic()
@@ -321,6 +330,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=4.0, help="of this run")
     parser.add_argument("--fresh", action="store_true", help="forget the parts that a run before this one did")
+    parser.add_argument("--again", action="store_true", help="run what failed again")
     parser.add_argument("--out", type=Path, help=f"folder of what is found (default: {RESULTS.relative_to(ROOT)})")
     parser.add_argument("--device", choices=("cuda", "virtual"), default="cuda", help="virtual: to try this script")
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated")

@@ -76,8 +76,10 @@ def unfinished(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 def run(keep: Keep, args: argparse.Namespace) -> int:
     """Tests left when the minutes were over."""
     ends_s = time.monotonic() + 60 * args.minutes if args.minutes else float("inf")
+    again = args.again
     while True:
-        done = results(read(keep.partial))
+        done = [t for t, row in results(read(keep.partial)).items() if not (again and row["outcome"] in BAD)]
+        again = False
         left_s = min(ends_s - time.monotonic(), 1e6)
         settings = {
             "partial": str(keep.partial.resolve()), "limit_s": args.test_limit_s, "left_s": left_s, "first": FIRST,
@@ -119,6 +121,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=8.0, help="of this run; 0 for no limit")
     parser.add_argument("--fresh", action="store_true", help="forget the tests that a run before this one did")
+    parser.add_argument("--again", action="store_true", help="run what failed again")
     parser.add_argument("--out", type=Path, help=f"folder of what is found (default: {RESULTS.relative_to(ROOT)})")
     parser.add_argument("--slow", action="store_true", help="the tests marked slow, and no others")
     parser.add_argument("--test-limit-s", type=float, default=90.0, help="of a test that does not name its own limit")

@@ -23,6 +23,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from _keep import Keep
+from _results import RESULTS, write_result
 from contenders.groups import groups_of, merged, ratios
 from contenders.memory import NOT_MEASURABLE
 from contenders.process import Failed, Process, processes
@@ -33,7 +35,6 @@ from contenders.task import CONTENDERS, Task, settings_of
 from preflight import cannot_run, report, slug
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = Path(__file__).parent / "results"
 DEFAULTS = {
     "cpu": {
         "model": "gpt2", "batch": 4, "sequence": 128, "dtype": "fp32", "checkpointing": False, "steps": 11,
@@ -74,7 +75,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--minutes", type=float, help="of this run; stages that have no time are left for the next; 0 for no limit")
     add("--venv", type=Path, default=ROOT / ".venv-peers", help="where DeepSpeed is installed for --device cpu")
     add("--fresh", action="store_true", help="forget the stages of a run that was cut off")
-    add("--out", help="name of the result (default peers, or peers_cuda)")
+    add("--again", action="store_true", help="run what failed again")
+    add("--out", type=Path, help="folder of what is found (default: benchmarks/results)")
+    add("--name", help="of the result (default peers, or peers_cuda)")
     args = parser.parse_args(argv)
     defaults: Mapping[str, Any] = DEFAULTS[args.device]
     for name, value in defaults.items():
@@ -107,7 +110,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if not 1 <= args.threads <= cores:
         parser.error(f"--threads {args.threads}: this process may use {cores} cores")
     args.minutes = args.minutes or None
-    args.out = args.out or ("peers" if args.device == "cpu" else "peers_cuda")
+    args.name = args.name or ("peers" if args.device == "cpu" else "peers_cuda")
     return args
 
 
@@ -138,10 +141,16 @@ class Run:
             name: dict(settings_of(name).get("environment", {})) for name in self.names
         }
         self._use_venv()
-        partial = RESULTS / f"{args.out}.partial.jsonl"
+        self.keep = Keep(args.out or RESULTS, args.name)
         if args.fresh:
-            partial.unlink(missing_ok=True)
-        self.stages = Stages(partial, minutes=args.minutes, expected_s=150.0 if args.device == "cuda" else 0.0)
+            self.keep.partial.unlink(missing_ok=True)
+        self.stages = Stages(
+            self.keep.partial,
+            minutes=args.minutes,
+            expected_s=150.0 if args.device == "cuda" else 0.0,
+            say=self.keep.say,
+            again=args.again,
+        )
 
     def _too_large(self) -> dict[str, str]:
         """Contenders whose model data alone is more than the cap on the card, by arithmetic."""
@@ -192,7 +201,7 @@ class Run:
         return Process(
             task,
             interpreter=self.interpreters[task.contender],
-            log=self.logs / f"{task.contender}-{task.micro_batch}-{task.clip}.log",
+            log=self.log_of(task),
             environment=self.environments[task.contender],
             most_host_bytes=most_host_bytes,
         )
@@ -204,8 +213,19 @@ class Run:
                 made, warm_up=warm_up, steps=steps, build_s=min(BUILD_S, left_s), step_s=min(STEP_S, left_s)
             )[task.contender]
         if "failed" in found:
+            self.note(task)
             raise Failed(found["failed"], lasting="no answer within" not in found["failed"])
         return found
+
+    def log_of(self, task: Task) -> Path:
+        return self.logs / f"{task.contender}-{task.micro_batch}-{task.clip}.log"
+
+    def note(self, task: Task) -> None:
+        """What a contender that failed printed, its traceback or its stacks, is kept."""
+        if self.log_of(task).exists():
+            self.keep.note(
+                f"-- {task.key}\n{self.log_of(task).read_text(encoding='utf-8', errors='replace')[-20_000:]}"
+            )
 
     # -- the three questions ------------------------------------------------------------------------------------------
 
@@ -259,6 +279,9 @@ class Run:
                 before = os.getloadavg()
                 with processes([self.start(task) for task in tasks]) as made:
                     results = interleave(made, warm_up=warm_up, steps=steps, build_s=build_s, step_s=step_s)
+                for task in tasks:
+                    if "failed" in results[task.contender]:
+                        self.note(task)
                 if len(tasks) == 1 and (why := results[tasks[0].contender].get("failed")):
                     raise Failed(why, lasting="no answer within" not in why)
                 return {"contenders": results, "loadavg": [before, os.getloadavg()]}
@@ -569,7 +592,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.device == "cuda" and args.machine is None:
         measured = ROOT / "traces" / "measured" / f"{slug(device_name('cuda'))}.toml"
         args.machine = str(measured) if measured.exists() else None  # of `make gpu-record`
-    RESULTS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as logs:
         run = Run(args, Path(logs))
         for name, why in run.skipped.items():
@@ -605,12 +627,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         results["rows"] = rows(results)
         results["verdict"] = verdict(results)
         show(results)
-        from _results import write_result
-
-        print(f"written: {write_result(args.out, results).relative_to(ROOT)}")
+        run.keep.say(f"written: {write_result(args.name, results, folder=args.out)}")
         if run.stages.left_out:
-            print(f"{run.stages.left_out} stages had no time left; run the same command again and it goes on")
-        else:
+            run.keep.say(f"{run.stages.left_out} stages had no time left; run the same command again and it goes on")
+        elif args.out is None:
             run.stages.forget()
     return 0
 

@@ -48,7 +48,7 @@ from pstar_sim.errors import ModelError, PstarError
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
 aten = torch.ops.aten
-_GROUPED_MM = aten._grouped_mm.default if hasattr(aten, "_grouped_mm") else None  # torch 2.6 and 2.7 lack it
+_GROUPED_MM = aten._grouped_mm.default if hasattr(aten, "_grouped_mm") else None  # torch 2.6 lacks it
 _RECORD = "record a real iteration instead (executor.record, or pstar trace --device virtual)"
 
 __all__ = ["capture", "capture_module", "capture_variants", "fake_module"]

@@ -20,7 +20,8 @@ class OutOfTime(Exception):
 
 class Stages:
     """path: the file of results so far. minutes: of this run, None for no limit. expected_s: what a stage is reckoned
-    to take before one was timed. A stage that failed for good is kept with its reason and not tried again."""
+    to take before one was timed. A stage that failed for good is kept with its reason and not tried again, but
+    with `again`."""
 
     def __init__(
         self,
@@ -30,6 +31,7 @@ class Stages:
         expected_s: float = 120.0,
         say: Callable[[str], object] = print,
         clock: Callable[[], float] = time.perf_counter,
+        again: bool = False,
     ) -> None:
         self.path, self._say, self._clock = path, say, clock
         self._begun_s = clock()
@@ -42,6 +44,8 @@ class Stages:
                 try:
                     row = json.loads(line)
                     self._done[row["key"]] = row["result"]
+                    if again and "failed" in row["result"]:
+                        del self._done[row["key"]]
                 except (ValueError, KeyError, TypeError):
                     say(f"{path}, line {number}: not a result, left out (a run was cut off while it wrote)")
             if self._done:
@@ -82,7 +86,7 @@ class Stages:
                 if self.left_s <= 5:
                     self._left_out += 1
                     return None
-                result = {"failed": f"{error} (not tried again; --fresh does)"}
+                result = {"failed": f"{error} (not tried again; --again does)"}
         took_s = self._clock() - begun_s
         if self._minutes is not None:
             self._expected_s = max(self._expected_s / 2, took_s)

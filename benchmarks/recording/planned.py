@@ -29,7 +29,7 @@ from recording.tide import Peaks
 
 __all__ = ["payload_peaks", "run", "worst_row"]
 
-TIMED = 3
+WARM_UP, TIMED = 2, 3
 
 
 def payload_peaks(begun_bytes: int, changes: Iterable[ByteChange], moments: int) -> list[int]:
@@ -65,13 +65,16 @@ def worst_row(names: Sequence[str], predicted: Sequence[int], measured: Sequence
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """A stage: {"model", "batch", "sequence", "checkpointing", "dtype", "policy", "machine", "gpu_memory_bytes",
-    "device"}. On the virtual accelerator what only a card can tell (its allocator, its profiler) is None. Raises
-    DoesNotFit where there is no plan within the cap."""
+    "device"}. Besides, where it is only about whether it trains: "host_memory_bytes" and "steps" (to warm up, timed).
+    On the virtual accelerator what only a card can tell (its allocator, its profiler) is None. Raises DoesNotFit where
+    there is no plan within the caps."""
     on_card = job["device"] == "cuda"
     options = {"batch": job["batch"], "sequence": job["sequence"], "checkpointing": job["checkpointing"]}
     options["dtype"] = job["dtype"]
     workload = capture(job["model"], **options)
-    machine = load_machine(job["machine"], gpu_memory=job["gpu_memory_bytes"])
+    host_memory = job.get("host_memory_bytes")
+    machine = load_machine(job["machine"], gpu_memory=job["gpu_memory_bytes"], host_memory=host_memory)
+    warm_up, timed = job.get("steps", (WARM_UP, TIMED))
     plan = find_policy(job["policy"])(workload, machine, Settings(update="eager", clip=False))
     iteration_s = play(plan).iteration_s
     print(f"planned: {len(plan.layout.chunks)} chunks, {_modes(plan)}, {iteration_s:.3f} s an iteration", flush=True)
@@ -94,16 +97,16 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
     try:
         start_peak_bytes = less(peak_host_bytes(), baseline_bytes) if forgotten else None
-        for _ in range(2):
+        for _ in range(warm_up):
             print(f"warm-up step: {_timed(step):.3f} s", flush=True)
         forgotten = forget_peak()
         exchanges = getattr(session.backend, "exchanges", None)
-        times_s = [_timed(step) for _ in range(TIMED)]
+        times_s = [_timed(step) for _ in range(timed)]
         print(f"steps: {', '.join(f'{s:.3f}' for s in times_s)} s", flush=True)
         settle(session)
-        exchanged = None if exchanges is None else (session.backend.exchanges - exchanges) / TIMED
-        moved = profiled_bytes(lambda: whole(session, step)) if on_card else None
-        figures = _moments(session, plan, model, step) if on_card else {}
+        exchanged = None if exchanges is None else (session.backend.exchanges - exchanges) / timed
+        moved = profiled_bytes(lambda: whole(session, step)) if on_card and "steps" not in job else None
+        figures = _moments(session, plan, model, step) if on_card and "steps" not in job else {}
         measured = {"steady": less(peak_host_bytes(), baseline_bytes) if forgotten else None, "start": start_peak_bytes}
         return {
             **figures,

@@ -456,7 +456,8 @@ def test_grouped_query_attention_flops_by_hand(values_wide: int) -> None:
 
 def test_grouped_query_attention_is_captured() -> None:
     """`enable_gqa`, so that the kernel itself sees fewer key heads: the real iteration agrees, and the flops are those
-    of the projections (three products each: two without the gradient of the batch) and the attention."""
+    of the projections (two products each, the batch needs no gradient) and the attention, whose kernel computes the
+    scores again; torch 2.6 sends it to plain products on a CPU, which keep them."""
 
     class Grouped(nn.Module):
         def __init__(self) -> None:
@@ -471,4 +472,5 @@ def test_grouped_query_attention_is_captured() -> None:
 
     w = both(Grouped(), torch.randn(2, 8, 16))
     tokens, scores = 2 * 8, 2 * 4 * 8 * 8
-    assert w.flops == 2 * 2 * tokens * 16 * (16 + 8) + 2 * scores * (4 + 4) + 2 * scores * (3 * 4 + 2 * 4)
+    attention = w.flops - 2 * 2 * tokens * 16 * (16 + 8)
+    assert attention - 2 * scores * (4 + 4) in (2 * scores * (3 * 4 + 2 * 4), 2 * scores * (2 * 4 + 2 * 4))

@@ -34,7 +34,9 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
         ("gpu-smoke", "gpu_smoke", []),
         ("gpu-test", "gpu_test", []),
         ("gpu-steady", "gpu_test", ["--slow"]),
+        ("gpu-parity", "gpu_parity", []),
         ("gpu-record", "gpu_record", []),
+        ("gpu-largest", "gpu_largest", []),
         ("gpu-peers", "peers", ["--device", "cuda"]),
     ],
 )
@@ -201,6 +203,9 @@ class TestSmoke:
         assert parts == {name: {"failed": "the process ended with status 1"} for name in ("versions", "training")}
         log = (tmp_path / "gpu_smoke.log").read_text(encoding="utf-8")
         assert "Timeout (0:00:00" in log and "in versions" in log and "in training" in log
+        assert load("gpu_smoke").main(["--device", "virtual", "--parts", "versions", "--out", str(tmp_path)]) == 1
+        argv = ["--device", "virtual", "--parts", "versions", "--again", "--out", str(tmp_path)]
+        assert load("gpu_smoke").main(argv) == 0
         capfd.readouterr()
 
     @pytest.mark.slow
@@ -320,3 +325,45 @@ class TestDrawnWeights:
         assert (
             held(list(one.parameters())) < held(list(other.parameters())) == sum(p.nbytes for p in other.parameters())
         )
+
+
+class TestParity:
+    def test_the_difference_is_reckoned_in_what_training_changed(self, load: Callable[[str], Any]) -> None:
+        """Training changed a by 3 and b by 4, length 5; b is off by 1: a fifth."""
+        begun = {"a": torch.zeros(1), "b": torch.zeros(1)}
+        theirs = {"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}
+        mine = {"a": torch.tensor([3.0]), "b": torch.tensor([5.0])}
+        assert load("recording.parity").apart(mine, theirs, begun) == (pytest.approx(0.2), "b")
+
+    @pytest.mark.slow
+    def test_on_the_virtual_accelerator_and_again_what_failed(
+        self, load: Callable[[str], Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """A model that is not known fails, and is tried again when asked for; the other is plain training and kept."""
+        argv = [
+            "--device", "virtual", "--models", "tiny-gpt2,no-such-model", "--dtypes", "bf16", "--policies", "tide",
+            "--steps", "2", "--sequence", "16", "--out", str(tmp_path),
+        ]  # fmt: skip
+        parity = load("gpu_parity")
+        assert parity.main(argv) == 1
+        stages = json.loads((tmp_path / "gpu_parity.json").read_text(encoding="utf-8"))["stages"]
+        assert "no-such-model" in stages["no-such-model, bf16"]["failed"]
+        runs = stages["tiny-gpt2, bf16"]["runs"]
+        assert list(runs) == ["tide, step", "tide, eager"]
+        assert all(row["equal"] and row["deviations"] == 0 and row["losses"] <= 1e-3 for row in runs.values())
+        capfd.readouterr()
+        assert parity.main(argv) == 1
+        assert " ...\n" not in capfd.readouterr().out
+        assert parity.main([*argv, "--again"]) == 1
+        said = capfd.readouterr().out
+        assert "no-such-model, bf16 ..." in said and "tiny-gpt2, bf16 ..." not in said
+
+
+class TestLargestModel:
+    def test_layers_by_arithmetic(self, load: Callable[[str], Any]) -> None:
+        """14 bytes a parameter: 1,400 bytes hold 100 parameters, 10 of them fixed, so 9 layers of 10; then fewer."""
+        largest = load("gpu_largest")
+        sizes = {"fixed_params": 10, "layer_params": 10, "gpu_bytes": 400, "host_bytes": 1000}
+        assert largest.layers_by_arithmetic(dtype="bf16", **sizes) == 9
+        assert largest.layers_by_arithmetic(dtype="fp32", **sizes) == 7  # 16 bytes: 87 parameters
+        assert [largest.fewer(layers) for layers in (94, 20, 9)] == [90, 19, 8]

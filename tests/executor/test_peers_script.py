@@ -266,18 +266,10 @@ class TestAnswers:
 
 @pytest.mark.slow
 def test_two_contenders_in_turns(
-    load: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    load: Callable[[str], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ours and plain PyTorch on a tiny model: the same losses, to the last bit, and a file that says everything."""
     peers = load("peers")
-    monkeypatch.setattr(peers, "RESULTS", tmp_path)
-    written: dict[str, Any] = {}
-
-    def write(name: str, figures: Any) -> Path:
-        written[name] = json.loads(json.dumps(figures))
-        return BENCHMARKS / "results" / f"{name}.json"
-
-    monkeypatch.setattr(load("_results"), "write_result", write)
     argv = [
         "--model",
         "tiny-gpt2",
@@ -292,15 +284,18 @@ def test_two_contenders_in_turns(
         "--largest",
         "0",
     ]
-    assert peers.main([*argv, "--contenders", "ours,plain", "--clip", "yes"]) == 0
-    result = written["peers"]
+    argv += ["--contenders", "ours,plain", "--clip", "yes", "--out", str(tmp_path)]
+    assert peers.main(argv) == 0
+    result = json.loads((tmp_path / "peers.json").read_text(encoding="utf-8"))
     assert result["losses_apart"] == {"unclipped": {}, "clipped": {"ours": 0.0, "plain": 0.0}}
     assert [row["contender"] for row in result["rows"]] == ["ours", "plain PyTorch"]
     assert result["bytes_per_param"]["ours"]["predicted"]["gpu_bytes_per_param"] == 16.0
     assert result["bytes_per_param"]["ours"]["measured"]["gpu_bytes_per_param"] == 16.0
     assert result["bytes_per_param"]["plain"]["arithmetic"] == {"gpu": 16, "host": 0}
-    assert not list(tmp_path.iterdir())  # the kept stages are forgotten once all is written
+    assert {path.name for path in tmp_path.iterdir()} == {"peers.json", "peers.log", "peers.partial.jsonl"}
     assert "ours over plain PyTorch" in capsys.readouterr().out
+    assert peers.main(argv) == 0  # from the folder: nothing runs again
+    assert "..." not in capsys.readouterr().out
 
 
 class TestGroups:
@@ -336,7 +331,7 @@ class TestGroups:
 def test_what_is_too_large_for_the_card_is_not_built(load: Callable[[str], Any], tmp_path: Path) -> None:
     """A Llama-7B in bf16 in plain PyTorch: 20 bytes x 6.74 G parameters is 135 GB, more than 24 GB."""
     peers = load("peers")
-    args = peers.parse(["--device", "cuda", "--contenders", "plain,ours,fsdp2", "--out", "never"])
+    args = peers.parse(["--device", "cuda", "--contenders", "plain,ours,fsdp2", "--out", str(tmp_path)])
     run = peers.Run(args, tmp_path)
     assert run.skipped == {
         "plain": "20 bytes a parameter on the GPU x 6.74 G = 135 GB, the cap is 24 GB",
