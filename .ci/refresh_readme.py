@@ -13,6 +13,7 @@ import ast
 import contextlib
 import io
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -31,6 +32,7 @@ from _results import measured_at  # noqa: E402
 
 
 def printed(argv: list[str]) -> str:
+    os.environ["COLUMNS"] = "120"  # whatever the terminal has
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         status = pstar(argv)

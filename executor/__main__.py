@@ -24,6 +24,7 @@ from executor.run import Job, Keeping, RunResult, check_hardware
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.cli.flags import Parser, new_file
 from pstar_sim.cli.parse_run import run_flags
+from pstar_sim.cli.planning import say, tell
 from pstar_sim.cli.progress import progress
 from pstar_sim.cli.running import (
     check_outputs,
@@ -38,6 +39,7 @@ from pstar_sim.core.plan import Plan, load_plan
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.compare import play_plan
+from pstar_sim.terminal import table_text, terminal_width
 from pstar_sim.units import format_bytes, format_s, parse_bytes, parse_bytes_per_s
 
 __all__ = ["main"]
@@ -207,13 +209,9 @@ def _say(plan: Plan, machine: Machine, predicted: Timeline, result: RunResult, *
         return
     from_ = len(losses) - 5 if len(losses) > 6 else 0
     several = f"{len(shares)} ranks" if len(shares) > 1 else "one rank"
-    lines = [
-        f"{plan.policy}: {w.model} on {several}, {len(losses)} steps of {int(tokens)} tokens",
-        "",
-        f"{'step':>6}  {'loss':>9}  {'seconds':>8}  {'tokens/s':>9}",
-    ]
-    lines += [
-        f"{first + i:>6}  {loss:>9.4f}  {times[i]:>8.3f}  {tokens / times[i]:>9,.0f}"
+    tell(f"{plan.policy}: {w.model} on {several}, {len(losses)} steps of {int(tokens)} tokens\n")
+    steps = [
+        (str(first + i), f"{loss:.4f}", f"{times[i]:.3f}", f"{tokens / times[i]:,.0f}")
         for i, loss in enumerate(losses)
         if i == 0 or i >= from_
     ]
@@ -225,10 +223,10 @@ def _say(plan: Plan, machine: Machine, predicted: Timeline, result: RunResult, *
     for lane, name in (("h2d", "to the GPU"), ("d2h", "to the host"), ("net", "to other ranks")):
         if lane in moved:
             rows.append((name, format_bytes(wanted.get(lane, 0)), format_bytes(moved[lane])))
-    lines += ["", f"{'':<20}{'predicted':>14}  {'measured':>12}"]
-    lines += [f"{name:<20}{plan_says:>14}  {found:>12}" for name, plan_says, found in rows]
-    lines += [
-        "",
+    width = terminal_width()
+    say(table_text(("step", "loss", "seconds", "tokens/s"), steps, width=width) + "\n")
+    say(table_text(("", "predicted", "measured"), rows, width=width) + "\n")
+    notes = [
         *result.notes,
         "iteration: median of the steps after the first, on this rank",
         f"predicted from: {predicted_from(plan, machine)}{', on all ranks at once' if len(shares) > 1 else ''}",
@@ -236,7 +234,7 @@ def _say(plan: Plan, machine: Machine, predicted: Timeline, result: RunResult, *
         others_words(result.taken_by_others),
         f"a slice that changes place holds {format_bytes(transient)} more for the time of a copy",
     ]
-    sys.stdout.write("\n".join(lines) + "\n")
+    tell("\n".join(notes))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from pstar_sim.cli.planning import save_picture, say, say_json, terminal_width
+from pstar_sim.cli.planning import save_picture, say, say_json, tell
 
 __all__ = ["ablate"]
 
@@ -33,9 +33,9 @@ def ablate(args: argparse.Namespace) -> int:
     else:
         from pstar_sim.report.ablation import ablation_text
 
-        say(ablation_text(found, width=terminal_width()))
+        say(ablation_text(found))
         if args.output is not None:
-            say(f"\n{args.output}: the waterfall")
+            tell(f"\n{args.output}: the waterfall")
     return 0
 
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-__all__ = ["bar"]
+if TYPE_CHECKING:
+    from rich.progress import ProgressColumn
+
+__all__ = ["bar", "parts"]
 
 OnPart = Callable[[str, int, int], None]
 """Called with what is being done, how many parts are behind it and how many there are."""
@@ -19,9 +23,22 @@ def bar(first: str, *, quiet: bool) -> Iterator[OnPart]:
         yield lambda name, number, count: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as shown:
+    with Progress(*parts(TimeElapsedColumn), console=Console(file=sys.stderr), transient=True) as shown:
         task = shown.add_task(first, total=None)
         yield lambda name, number, count: shown.update(task, description=name, completed=number, total=count)
+
+
+def parts(time: type[ProgressColumn]) -> tuple[ProgressColumn, ...]:
+    """What a bar's line consists of. On a narrow terminal the description folds; rich cuts what may not fold, figures
+    too, only where there is no room for the rest (32 columns for thousands of parts)."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.table import Column
+
+    return (
+        TextColumn("{task.description}", table_column=Column(overflow="fold")),
+        BarColumn(bar_width=12, table_column=Column(no_wrap=True)),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        time(table_column=Column(no_wrap=True)),
+    )

@@ -7,9 +7,10 @@ import argparse
 from pstar_sim.catalog.curves import Curve
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.cli.bars import bar
-from pstar_sim.cli.planning import say, say_json
+from pstar_sim.cli.planning import say, say_json, tell
 from pstar_sim.cli.running import executor_module
 from pstar_sim.errors import PstarError
+from pstar_sim.terminal import table_text, terminal_width
 from pstar_sim.units import GB
 
 __all__ = ["calibrate"]
@@ -24,16 +25,14 @@ def calibrate(args: argparse.Namespace) -> int:
     if args.json:
         say_json(_facts(machine, args.output, found.skipped))
         return 0
-    from pstar_sim.report.tables import listing_table, render
-
-    say(render(listing_table(("measured", "figure", "by size"), _rows(machine))))
-    say("\n".join([f"not measured: {reason}" for reason in found.skipped] or ["everything was measured"]))
+    say(table_text(("measured", "figure", "by size"), _rows(machine), width=terminal_width()))
+    tell("\n".join([f"not measured: {reason}" for reason in found.skipped] or ["everything was measured"]))
     if found.taken_by_others > 0.1:
-        say(
+        tell(
             f"other programs had {found.taken_by_others:.0%} of the processor time meanwhile; measure again when the "
             "machine is idle"
         )
-    say(f"{args.output}: use it with --machine {args.output}")
+    tell(f"{args.output}: use it with --machine {args.output}")
     return 0
 
 

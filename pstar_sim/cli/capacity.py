@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pstar_sim.cli.bars import bar
+from pstar_sim.cli.bars import bar, parts
 from pstar_sim.cli.inputs import default_dtype, lora_of, machine_of, settings_of, workloads_of
-from pstar_sim.cli.planning import say, say_json, terminal_width
+from pstar_sim.cli.planning import say, say_json, tell
 from pstar_sim.errors import PstarError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def fits(args: argparse.Namespace) -> int:
     if args.json:
         say_json(answer.to_json())
     else:
-        say(fits_text(answer, width=terminal_width()))
+        say(fits_text(answer))
     if not answer.any:
         what = "no policy fits" if len(answer.rows) > 1 else f"{answer.rows[0].policy} does not fit"
         sys.stderr.write(f"pstar: {what} {answer.workload.model} on {machine.name}; the answer says why\n")
@@ -63,7 +63,7 @@ def max_model(args: argparse.Namespace) -> int:
     if args.json:
         say_json(answer.to_json())
     else:
-        say(limits_text(answer, width=terminal_width()))
+        say(limits_text(answer))
     return 0
 
 
@@ -100,7 +100,7 @@ def max_batch(args: argparse.Namespace) -> int:
     if args.json:
         say_json(answer.to_json())
     else:
-        say(limits_text(answer, width=terminal_width()))
+        say(limits_text(answer))
     if not any(row.value for row in answer.rows):
         sys.stderr.write(f"pstar: not even one sequence of {args.model} fits {machine.name}; the answer says why\n")
         return 2
@@ -134,7 +134,7 @@ def cheapest(args: argparse.Namespace) -> int:
     if args.json:
         say_json(answer.to_json())
     else:
-        say(cheapest_text(answer, width=terminal_width()))
+        say(cheapest_text(answer))
     if answer.best is None:
         what = f"none in time for {args.model}" if answer.too_late else f"no machine trains {args.model}"
         sys.stderr.write(f"pstar: {what}; the answer says why\n")
@@ -155,7 +155,7 @@ def sensitivity(args: argparse.Namespace) -> int:
     if args.json:
         say_json(answer.to_json())
     else:
-        say(sensitivity_text(answer, width=terminal_width()))
+        say(sensitivity_text(answer))
     return 0
 
 
@@ -189,7 +189,7 @@ def sweep(args: argparse.Namespace) -> int:
     fitting = sum(row["fits"] is True for row in answer.rows)
     refused = sum(row["fits"] is None for row in answer.rows)
     note = f", {refused} make no sense (see reason)" if refused else ""
-    say(f"{args.output}: {len(answer.rows)} points, {fitting} fit{note}; {answer.cached} were known already")
+    tell(f"{args.output}: {len(answer.rows)} points, {fitting} fit{note}; {answer.cached} were known already")
     return 0
 
 
@@ -200,19 +200,13 @@ def _bar(*, quiet: bool) -> Iterator[Progress | None]:
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress, TimeRemainingColumn
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[state]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
-        task = progress.add_task("points", total=None, state="")
+    with Progress(*parts(TimeRemainingColumn), console=Console(file=sys.stderr), transient=True) as progress:
+        task = progress.add_task("points", total=None)
 
         def show(points: int, cached: int, total: int) -> None:
-            progress.update(task, completed=points, total=total, state=f"{cached} known already" if cached else "")
+            known = f"points, {cached} known already" if cached else "points"
+            progress.update(task, completed=points, total=total, description=known)
 
         yield show

@@ -10,10 +10,11 @@ import argparse
 import json
 from pathlib import Path
 
-from pstar_sim.cli.planning import save_picture, say
+from pstar_sim.cli.planning import save_picture, say, tell
 from pstar_sim.cli.progress import progress
 from pstar_sim.cli.running import compare_with_run, executor_module, explain_run, figures_as_json
 from pstar_sim.files import write_atomically
+from pstar_sim.terminal import terminal_width
 
 __all__ = ["demo"]
 
@@ -29,8 +30,8 @@ def demo(args: argparse.Namespace) -> int:
     """Writes trace, warm-up, plan, timeline, pictures and summary into the folder --out."""
     from pstar_sim.catalog.loader import load_machine
     from pstar_sim.planner.compare import compare
-    from pstar_sim.report.run import figures_table, losses_table
-    from pstar_sim.report.tables import comparison_text, render
+    from pstar_sim.report.run import figures_text, losses_text
+    from pstar_sim.report.tables import comparison_text
     from pstar_sim.report.tide import tide_figure
     from pstar_sim.units import format_bytes
     from pstar_sim.workload.trace import save_trace
@@ -41,11 +42,11 @@ def demo(args: argparse.Namespace) -> int:
     capture = executor_module("capture")
     rates = executor_module("measuring.rates")
 
-    say(f"1. Trace: {MODEL} from transformers, batch {BATCH}, sequence {SEQUENCE}, fp32, under fake tensors")
+    tell(f"1. Trace: {MODEL} from transformers, batch {BATCH}, sequence {SEQUENCE}, fp32, under fake tensors")
     traced = capture.capture(MODEL, batch=BATCH, sequence=SEQUENCE, dtype="fp32", checkpointing=True)
     save_trace(traced, out / "trace.parquet")
     need = traced.params * (4 + traced.optimizer.states_bytes_per_param)
-    say(
+    tell(
         f"   {traced.params / 1e6:.1f} M parameters, {len(traced.moments)} moments, tide between "
         f"{format_bytes(min(m.peak_bytes for m in traced.moments))} and {format_bytes(traced.peak_non_model_bytes)}; "
         f"model data {format_bytes(need)}, GPU {GPU_MEMORY}\n"
@@ -56,31 +57,31 @@ def demo(args: argparse.Namespace) -> int:
         d2h_bytes_per_s=BANDWIDTH_BYTES_PER_S,
     )
     for micro_batches in MICRO_BATCHES:
-        say(f"2. Compare: {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}, on the rates measured here")
+        tell(f"2. Compare: {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}, on the rates measured here")
         say(comparison_text(compare(repeat_micro_batch(traced, micro_batches), machine)))
 
     job = executor_module("run").Job(
         model=MODEL, batch=BATCH, sequence=SEQUENCE, dtype="fp32", checkpointing=True, lr=LEARNING_RATE, seed=args.seed
     )
-    say("3. Warm-up: real iterations, chunks fetched on demand, bytes and seconds of every moment recorded")
+    tell("3. Warm-up: real iterations, chunks fetched on demand, bytes and seconds of every moment recorded")
     recorded = job.record(machine)
     save_trace(recorded, out / "warm_up.parquet")
     result = compare(recorded, machine)
     best = result.best()
     plan, predicted = best.plan, best.timeline
     best.save(out / "plan.json")
-    say(f"   plan.json: {plan.describe()}\n")
+    tell(f"   plan.json: {plan.describe()}\n")
 
-    say(f"4. Run the plan for {args.steps} steps, and the same steps in plain PyTorch")
+    tell(f"4. Run the plan for {args.steps} steps, and the same steps in plain PyTorch")
     rate = (BANDWIDTH_BYTES_PER_S, BANDWIDTH_BYTES_PER_S)
     with progress(args.steps, plan, quiet=False) as on_step:
         ran = job.run(plan, steps=args.steps, bandwidth=rate, order=predicted, on_step=on_step)
     plain = job.run_plain(plan, steps=args.steps)
     losses = {"plain PyTorch": [r.loss for r in plain], plan.policy: [r.loss for r in ran.reports]}
-    say(render(losses_table(losses)))
+    say(losses_text(losses, width=terminal_width()))
     rows = compare_with_run(plan, predicted, ran)
-    say(render(figures_table(rows)))
-    say(explain_run(plan, machine, ran))
+    say(figures_text(rows, width=terminal_width()))
+    tell(explain_run(plan, machine, ran))
     if ran.timeline is not None:
         ran.timeline.save(out / "timeline.json")
     drawn = [one.timeline for one in result.planned.values()]
@@ -92,5 +93,5 @@ def demo(args: argparse.Namespace) -> int:
     save_picture(tide_figure([predicted], measured=ran.timeline, title=title), out / "measured.png", dpi=120)
     summary = {"losses": losses, "figures": figures_as_json(rows), "deviations": list(ran.deviations)}
     write_atomically(out / "summary.json", json.dumps(summary, indent=1) + "\n")
-    say(f"\nin {out}: " + " ".join(sorted(p.name for p in out.iterdir())))
+    tell(f"\nin {out}: " + " ".join(sorted(p.name for p in out.iterdir())))
     return 0

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pstar_sim.errors import FalseFigures, PlanError, PstarError
+from pstar_sim.errors import DoesNotFit, FalseFigures, PlanError, PstarError
+from pstar_sim.terminal import narrow_encoding, table_text, terminal_width, wrap
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,17 +40,18 @@ __all__ = [
 
 
 def say(text: str) -> None:
-    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+    """Write text that is laid out already."""
+    sys.stdout.write(narrow_encoding(text if text.endswith("\n") else text + "\n", sys.stdout.encoding))
+
+
+def tell(text: str) -> None:
+    """Write prose, folded to the terminal."""
+    say("\n".join(wrap(text, terminal_width())))
 
 
 def say_json(value: object) -> None:
     """Strict JSON: no NaN, no Infinity."""
     say(json.dumps(value, indent=2, allow_nan=False))
-
-
-def terminal_width() -> int:
-    """Columns of the terminal; 120 where there is none."""
-    return max(80, shutil.get_terminal_size((120, 24)).columns) if sys.stdout.isatty() else 120
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -62,17 +63,30 @@ def compare(args: argparse.Namespace) -> int:
     else:
         from pstar_sim.report.tables import comparison_text
 
-        say(comparison_text(result, width=terminal_width()))
-    if not any(row.fits for row in result.rows):
-        what = "no policy fits" if len(result.rows) > 1 else f"{result.rows[0].policy} does not fit"
-        sys.stderr.write(f"pstar: {what} {result.workload.model} on {result.machine.name}; the answer says why\n")
-        return 2
-    return 0
+        say(comparison_text(result))
+    return _fits_or_says_why(result)
+
+
+def _fits_or_says_why(result: Comparison) -> int:
+    """The exit status; where no policy fits, a line on stderr that points to the answer on stdout."""
+    if any(row.fits for row in result.rows):
+        return 0
+    what = "no policy fits" if len(result.rows) > 1 else f"{result.rows[0].policy} does not fit"
+    sys.stderr.write(f"pstar: {what} {result.workload.model} on {result.machine.name}; the answer says why\n")
+    return 2
 
 
 def plan(args: argparse.Namespace) -> int:
     result = _compared(args, None if args.policy == "auto" else [args.policy], only_best=True)
     say_notes(result)
+    if not any(row.fits for row in result.rows):
+        from pstar_sim.report.tables import refusal_text
+
+        if args.json:
+            say_json({"fits": False, "policies": result.to_json()})
+        else:
+            say(refusal_text(result))
+        return _fits_or_says_why(result)
     best = result.best()
     best.save(args.output)
     say_left_out(result)
@@ -86,7 +100,7 @@ def plan(args: argparse.Namespace) -> int:
 
     row = best.row
     sources = confidence_line(confidence(result.workload, result.machine))
-    say(
+    tell(
         f"{args.output}: {row.policy}, {format_s(row.iteration_s or 0)} an iteration, "
         + (f"{format_percent(row.gap)} above the bound, " if row.gap is not None else "")
         + f"peaks at {format_bytes(row.peak_gpu_bytes or 0)} of the GPU; "
@@ -144,7 +158,7 @@ def check(args: argparse.Namespace) -> int:
         if args.json:
             say_json({**answer, "ok": False, "false": lines})
         else:
-            say("\n".join([of, *(f"false: {line}" for line in lines)]))
+            tell("\n".join([of, *(f"false: {line}" for line in lines)]))
         more = f"; and {len(lines) - 1} more of its figures are false" if len(lines) > 1 else ""
         sys.stderr.write(f"pstar: {error.false[0]}{more}\n")
         return 2
@@ -154,8 +168,8 @@ def check(args: argparse.Namespace) -> int:
         said = {"lower_bound": found.bound, "as_stated": report.figures, "not_checked": report.not_checked}
         say_json({**answer, "steps": report.steps, **peaks, **said})
     else:
-        say(f"{of}\n{report.describe()}")
-        say(found.bound)
+        tell(f"{of}\n{report.describe()}")
+        tell(found.bound)
     return 0
 
 
@@ -186,7 +200,7 @@ def plot_tide(args: argparse.Namespace) -> int:
     xs = ("time", "moment") if args.x == "both" else (args.x,)
     figure = tide_figure(timelines, xs=xs, measured=measured, title=title)
     save_picture(figure, Path(args.output), dpi=150)
-    say(f"{args.output}: {', '.join(t.label for t in timelines)}")
+    tell(f"{args.output}: {', '.join(t.label for t in timelines)}")
     return 0
 
 
@@ -225,7 +239,7 @@ def export(args: argparse.Namespace) -> int:
         timeline.save(args.output)
     else:
         save_perfetto([timeline, *measured], loaded, Path(args.output))
-    say(f"{args.output}: {len(timeline.spans)} spans of {timeline.iterations} iterations")
+    tell(f"{args.output}: {len(timeline.spans)} spans of {timeline.iterations} iterations")
     return 0
 
 
@@ -280,7 +294,7 @@ def policies(args: argparse.Namespace) -> int:
         rows.append({"policy": name, "what": what, **({"options": options} if args.json else {})})
     _listing(rows, args.json)
     if alike and not args.json:
-        say("\nOptions, as in --policy tide:capacity=peak,adam=fifo:\n")
+        tell("\nOptions, as in --policy tide:capacity=peak,adam=fifo:\n")
         _listing([_option_row(*meaning, defaults) for meaning, defaults in alike.items()], False)
     return 0
 
@@ -296,12 +310,9 @@ def _listing(rows: Sequence[dict[str, object]], as_json: bool) -> int:
     if as_json:
         say_json(list(rows))
         return 0
-    from pstar_sim.report.tables import listing_table, render
-
     columns = list(rows[0]) if rows else []
     texts = [["" if row[c] is None else str(row[c]) for c in columns] for row in rows]
-    width = terminal_width()
-    say(render(listing_table(columns, texts, width=width), width=width))
+    say(table_text(columns, texts, width=terminal_width()))
     return 0
 
 
@@ -335,6 +346,7 @@ def _among_variants(
 
     from pstar_sim.cli.bars import bar
     from pstar_sim.cli.inputs import variants_of
+    from pstar_sim.planner.compare import Comparison, unfit_row
     from pstar_sim.planner.compare import compare as ask
     from pstar_sim.planner.tried import tried_text
     from pstar_sim.planner.variants import choose
@@ -342,7 +354,15 @@ def _among_variants(
 
     policy = policies[0] if policies is not None and len(policies) == 1 else "optimal"
     with bar("writing the ways to run it", quiet=args.json) as on_way:
-        chosen = choose(variants_of(args, machine), machine, settings, policy=policy, on_way=on_way)
+        ways = variants_of(args, machine)
+        try:
+            chosen = choose(ways, machine, settings, policy=policy, on_way=on_way)
+        except DoesNotFit as error:
+            note = f"global batch {args.global_batch}: none of {len(ways)} ways fits; the heading has one of them"
+            row = unfit_row(policy_name(policy), error)
+            return Comparison(
+                workload=ways[0], machine=machine, settings=settings, rows=(row,), planned={}, notes=(note,)
+            )
         on_way("comparing policies", len(chosen.tried), len(chosen.tried))
         result = ask(
             chosen.workload,

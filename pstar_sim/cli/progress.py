@@ -1,4 +1,4 @@
-"""Progress of a run on stderr: three live lines on a terminal, plain lines elsewhere, nothing if quiet.
+"""Progress of a run on stderr: live lines on a terminal, plain lines elsewhere, nothing if quiet.
 
 It is told of a step after it ended, with `session.status()`; it never asks the run for anything.
 """
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING
 
+from pstar_sim.cli.bars import parts
 from pstar_sim.core.plan import Plan
 from pstar_sim.units import format_bytes
 
@@ -44,24 +45,18 @@ def progress(
         return
     from rich.console import Console, Group
     from rich.live import Live
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress, TimeRemainingColumn
     from rich.text import Text
 
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[state]}"),
-        TimeRemainingColumn(),
-    )
-    task = bar.add_task(plan.policy, total=steps, state="")
+    bar = Progress(*parts(TimeRemainingColumn))
+    task = bar.add_task(plan.policy, total=steps)
     live = Live(console=Console(file=out), refresh_per_second=4)
     try:
 
         def on_step(report: StepReport, status: Status) -> None:
-            first, *others = words(plan, report, status)
-            bar.update(task, completed=report.step + 1, state=first)
-            live.update(Group(bar, *(Text(f"  {line}") for line in others)))
+            bar.update(task, completed=report.step + 1)
+            # Lines of their own: rich would cut what has no room beside the bar.
+            live.update(Group(bar, *(Text(f"  {line}") for line in words(plan, report, status))))
             if not live.is_started:  # from the first step on: what fails before it leaves one line, which says why
                 live.start()
 

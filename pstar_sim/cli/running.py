@@ -13,12 +13,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.cli.planning import checked_plan, picture_kind, save_perfetto, save_picture, say, say_json
+from pstar_sim.cli.planning import checked_plan, picture_kind, save_perfetto, save_picture, say, say_json, tell
 from pstar_sim.cli.progress import progress
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import ModelError, PstarError
-from pstar_sim.report.run import Figure, figures, figures_table, losses_table
+from pstar_sim.report.run import Figure, figures, figures_text, losses_text
+from pstar_sim.terminal import terminal_width
 from pstar_sim.units import format_bytes, parse_bytes, parse_bytes_per_s
 from pstar_sim.workload.workload import Workload
 
@@ -83,11 +84,11 @@ def trace(args: argparse.Namespace) -> int:
         return 0
     first = variants[0]
     if not args.variants:
-        say(f"{args.output}: {_model_words(first)}, {_variant_words(first)}")
+        tell(f"{args.output}: {_model_words(first)}, {_variant_words(first)}")
         return 0
-    say(f"{args.output}: {_model_words(first)}, {len(variants)} variants")
+    tell(f"{args.output}: {_model_words(first)}, {len(variants)} variants")
     for w in variants:
-        say(f"  batch {w.batch}: {_variant_words(w)}")
+        tell(f"  batch {w.batch}: {_variant_words(w)}")
     return 0
 
 
@@ -141,7 +142,6 @@ def run(args: argparse.Namespace) -> int:
     """Load, check, measure this machine's rates (unless the plan's machine was calibrated), (record,) train, and say
     what was predicted and what was measured."""
     from pstar_sim.planner.compare import play_plan
-    from pstar_sim.report.tables import render
 
     check_outputs(args)
     plan, _ = checked_plan(args.plan)
@@ -191,9 +191,9 @@ def run(args: argparse.Namespace) -> int:
         )
         return 0
     losses = {plan.policy: [r.loss for r in result.reports]}
-    say(render(losses_table(losses, first=result.reports[0].step, most=6)))
-    say(render(figures_table(rows)))
-    say(explain_run(plan, measured_machine, result))
+    say(losses_text(losses, width=terminal_width(), first=result.reports[0].step, most=6))
+    say(figures_text(rows, width=terminal_width()))
+    tell(explain_run(plan, measured_machine, result))
     return 0
 
 
@@ -220,7 +220,7 @@ def save_recording(recorded: Workload, machine: Machine, args: argparse.Namespac
     machine_file = Path(args.record).with_suffix(".toml")
     save_machine(machine, machine_file)
     if not args.json:
-        say(f"warm-up recorded: {args.record}; rates measured here: {machine_file}")
+        tell(f"warm-up recorded: {args.record}; rates measured here: {machine_file}")
 
 
 def check_outputs(args: argparse.Namespace) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from pstar_sim.cli.planning import say, say_json, terminal_width
+from pstar_sim.cli.planning import say, say_json
 from pstar_sim.errors import PstarError
 
 __all__ = ["validate"]
@@ -24,7 +24,7 @@ def validate(args: argparse.Namespace) -> int:
     else:
         from pstar_sim.report.validation import validation_text
 
-        say(validation_text(found, width=terminal_width(), every_row=args.rows))
+        say(validation_text(found, every_row=args.rows))
     return 0
 
 

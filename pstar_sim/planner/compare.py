@@ -45,7 +45,9 @@ class Row:
     it is, what binds it, what it is relative to, or the reason why there is none (`Certificate.text`). bound_by: see
     `binding.bound_by`. barrier_cost_s: what the same policy would save if no Adam had to wait for all gradients; None
     where nothing makes it wait. expected_error: median relative error of such times that validation found for this
-    class of machine, None where nothing is known; trust: what that rests on, or that there is nothing.
+    class of machine, None where nothing is known; trust: what that rests on, or that there is nothing. Of a policy that
+    lacks memory: short_of ("gpu", "host" or "nvme"), needed_bytes and available_bytes of it, needed_for, and nearest,
+    what would make it fit.
     """
 
     policy: str
@@ -64,6 +66,11 @@ class Row:
     certificate: Mapping[str, object] | None = None
     expected_error: float | None = None
     trust: str | None = None
+    short_of: str | None = None
+    needed_bytes: int | None = None
+    available_bytes: int | None = None
+    needed_for: str | None = None
+    nearest: str | None = None
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
@@ -241,7 +248,7 @@ def _compare(
             else:
                 plan, timeline = plan_and_play(policy, workload, machine, settings, label=name, workloads=ranked)
         except CannotPlan as reason:
-            rows.append(_unfit(name, usual, str(reason)))
+            rows.append(_unfit(name, usual, reason=str(reason)))
             continue
         except DoesNotFit as short:
             failures[name] = (policy, short)
@@ -261,7 +268,7 @@ def _compare(
             policy, error = failures[row.policy]
             wanted = near and not (only_best and others)
             hint = nearest(policy, workload, machine, settings, error, fitting=others) if wanted else ""
-            rows[i] = replace(row, reason=str(error) + (f"; {hint}" if hint else ""))
+            rows[i] = unfit_row(row.policy, error, usual, hint)
     if only_best and others:
         best = min((row for row in later_first if row.fits), key=_pace)
         timeline = planned[best.policy].timeline
@@ -369,7 +376,21 @@ def _barrier_cost(
     return max(0.0, timeline.iteration_s - unbound.iteration_s)
 
 
-def _unfit(name: str, certificate: Certificate, reason: str | None = None) -> Row:
+def unfit_row(name: str, error: DoesNotFit, certificate: Certificate | None = None, hint: str = "") -> Row:
+    """The row of a policy that lacks memory. hint: what would make it fit."""
+    return replace(
+        _unfit(name, certificate, reason=str(error) + (f"; {hint}" if hint else "")),
+        short_of=error.place,
+        needed_bytes=error.needed_bytes,
+        available_bytes=error.available_bytes,
+        needed_for=error.what,
+        nearest=hint or None,
+    )
+
+
+def _unfit(name: str, certificate: Certificate | None, *, reason: str | None = None) -> Row:
+    if certificate is None:
+        return Row(policy=name, fits=False, reason=reason)
     return Row(policy=name, fits=False, reason=reason, lower_bound_s=certificate.seconds, certificate=certificate.text)
 
 

@@ -7,7 +7,6 @@ tide's counterpart (`tide` against `static_partition`: the same policy but for t
 from __future__ import annotations
 
 import itertools
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.planner.binding import bound_by as binding
 from pstar_sim.planner.tried import tried_of, tried_text
 from pstar_sim.policy.registry import find_policy
+from pstar_sim.terminal import terminal_width, wrap
 from pstar_sim.units import GB, format_bytes, format_s
 from pstar_sim.workload.workload import Phase, activations_text
 
@@ -146,8 +146,10 @@ def explain(
     bound_by: str | None = None,
     barrier_cost_s: float | None = None,
     first_steps: int = 12,
+    width: int | None = None,
 ) -> str:
-    """The plan in words, for people. bound_by and barrier_cost_s as in the comparison's row, if known."""
+    """The plan in words, for people. bound_by and barrier_cost_s as in the comparison's row, if known. width: of the
+    terminal, where none is given."""
     w, m, s = plan.workload, plan.machine, plan.settings
     barrier = s.barrier(w.dtype)
     when = (
@@ -180,19 +182,12 @@ def explain(
         f"first steps (of {len(plan.steps)})",
         *(f"  {to_text(step)}" for step in plan.steps[:first_steps]),
     ]
-    return "\n".join(line for text in out for line in _folded(text)) + "\n"
+    width = terminal_width() if width is None else width
+    return "\n".join(line for text in out for line in wrap(text, width)) + "\n"
 
 
 def _micro_batches(count: int) -> str:
     return "1 micro-batch" if count == 1 else f"{count} micro-batches"
-
-
-def _folded(text: str) -> list[str]:
-    """A line of at most 116 characters, or several with the later ones indented."""
-    inside = text.startswith("  ")
-    return textwrap.wrap(
-        text, 116, subsequent_indent="    " if inside else "  ", break_long_words=False, break_on_hyphens=False
-    ) or [""]
 
 
 def _where(plan: Plan, timeline: Timeline) -> list[str]:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from pstar_sim.report.tables import BINDS_NAMES, format_percent, heading, listing_table, render
+from pstar_sim.report.tables import BINDS_NAMES, format_percent, heading
+from pstar_sim.terminal import table_text, terminal_width, wrap
 from pstar_sim.units import GB, format_bytes, format_s
 
 if TYPE_CHECKING:
@@ -53,15 +54,17 @@ def without_cells(line: Line) -> tuple[str, ...]:
     )
 
 
-def ablation_text(ablation: Ablation, *, width: int = 120) -> str:
-    """Heading, ladder, what the barrier is, the policy without each idea, and why what does not fit does not."""
-    lines = [heading(ablation), ""]
-    lines += [f"from {ablation.lines[0].policy} to {ablation.policy}, one change at a time"]
-    lines += [render(listing_table(LADDER, [ladder_cells(line) for line in ablation.lines], width=width), width=width)]
-    lines += [f"{ablation.policy} without one of its ideas"]
-    rows = [without_cells(line) for line in ablation.without]
-    lines += [render(listing_table(WITHOUT, rows, width=width), width=width).rstrip()]
-    lines += ["", *_notes(ablation)]
+def ablation_text(ablation: Ablation, *, width: int | None = None) -> str:
+    """Heading, ladder, what the barrier is, the policy without each idea, and why what does not fit does not. width:
+    of the terminal, where none is given."""
+    width = terminal_width() if width is None else width
+    ladder = f"from {ablation.lines[0].policy} to {ablation.policy}, one change at a time"
+    lines = [*wrap(heading(ablation), width), ""]
+    lines.append(table_text(LADDER, [ladder_cells(line) for line in ablation.lines], width=width, title=ladder))
+    without = [without_cells(line) for line in ablation.without]
+    title = f"{ablation.policy} without one of its ideas"
+    lines.append(table_text(WITHOUT, without, width=width, title=title))
+    lines += [line for note in _notes(ablation) for line in wrap(note, width)]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pstar_sim.planner.ranks import UNMODELLED, unmodelled_notes
-from pstar_sim.report.tables import listing_table, render, trust_lines
+from pstar_sim.report.tables import trust_lines
+from pstar_sim.terminal import table_text, terminal_width, wrap
 from pstar_sim.units import GB, format_bytes, format_s
 from pstar_sim.validation.limits import published_limits
 
@@ -33,16 +33,12 @@ def _error(error: float | None) -> str:
     return "?" if error is None else f"± {error * 100:.0f} %"
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
-    return render(listing_table(columns, rows, width=width), width=width).rstrip()
+def _folded(texts: Sequence[str], width: int) -> list[str]:
+    return [line for text in texts for line in wrap(text, width)]
 
 
 def _notes(texts: Sequence[str], width: int) -> list[str]:
-    lines: list[str] = []
-    for text in texts:
-        wrapped = textwrap.wrap(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-        lines += ["", *wrapped]
-    return lines
+    return [line for text in texts for line in ("", *wrap(text, width))]
 
 
 _DATA_PARALLEL = (
@@ -56,8 +52,9 @@ def _memory(machine: Machine) -> str:
     return f"{gpu} of GPU and {host} of host memory"
 
 
-def fits_text(answer: Fits, *, width: int = 120) -> str:
+def fits_text(answer: Fits, *, width: int | None = None) -> str:
     """A line a policy, then why the others do not fit and what would do."""
+    width = terminal_width() if width is None else width
     w, m = answer.workload, answer.machine
     each = "" if len(m.ranks) == 1 else f" for each of {len(m.ranks)} GPUs"
     lines = [
@@ -68,8 +65,8 @@ def fits_text(answer: Fits, *, width: int = 120) -> str:
         + (f", {w.notes}" if w.notes else "")
         + ("" if w.optimizer.name == "adamw" else f", {w.optimizer.name}"),
         f"on {m.name}: {_memory(m)}{each}",
-        "",
     ]
+    lines = [*_folded(lines, width), ""]
     columns = (
         "policy",
         "fits",
@@ -81,7 +78,7 @@ def fits_text(answer: Fits, *, width: int = 120) -> str:
         "start-up",
         "iteration",
     )
-    lines.append(_table(columns, [_fit_cells(row) for row in answer.rows], width))
+    lines.append(table_text(columns, [_fit_cells(row) for row in answer.rows], width=width).rstrip())
     lines += _notes(trust_lines([(row.policy, row.trust) for row in answer.rows if row.fits]), width)
     lines += _notes([row.reason for row in answer.rows if row.reason is not None], width)
     short = any(row.short_of == "gpu" for row in answer.rows)
@@ -107,15 +104,16 @@ def _fit_cells(row: Fit) -> tuple[str, ...]:
     )
 
 
-def limits_text(answer: Limits, *, width: int = 120) -> str:
+def limits_text(answer: Limits, *, width: int | None = None) -> str:
     """A line a policy, published limits beside them where there are any, and what the next size lacks."""
+    width = terminal_width() if width is None else width
     m = answer.machine
     each = "" if len(m.ranks) == 1 else f" for each of {len(m.ranks)} GPUs"
     lines = [
         f"largest {'depth' if answer.what == 'layers' else 'batch'}: {answer.of}",
         f"on {m.name}: {_memory(m)}{each}; weights are loaded {answer.job.get('loading', 'whole')}",
-        "",
     ]
+    lines = [*_folded(lines, width), ""]
     published = published_limits(m) if answer.what == "layers" else ()
     if answer.what == "layers":
         columns = ["policy", "layers", "parameters", "of the catalog", "then short of"]
@@ -128,7 +126,7 @@ def limits_text(answer: Limits, *, width: int = 120) -> str:
     else:
         columns = ["policy", "batch", "then short of"]
         rows = [[row.policy, str(row.value), _short(row)] for row in answer.rows]
-    lines.append(_table(columns, rows, width))
+    lines.append(table_text(columns, rows, width=width).rstrip())
     if published:
         texts = [f"{p.system} {_params(p.params)}: {p.source}" for p in published]
         lines += _notes(["published: " + "; ".join(texts)], width)
@@ -146,10 +144,11 @@ def _short(row: Limit) -> str:
     return "" if row.short_bytes is None else f"{_gb(row.short_bytes)} of {row.short_of}"
 
 
-def cheapest_text(answer: Cheapest, *, width: int = 120) -> str:
+def cheapest_text(answer: Cheapest, *, width: int | None = None) -> str:
     """Offers in time, cheapest first; then the others."""
+    width = terminal_width() if width is None else width
     by = "" if answer.deadline_s is None else f" in {answer.deadline_s / 86400:g} days"
-    lines = [f"{answer.model} on {answer.tokens:g} tokens{by}", ""]
+    lines = [*wrap(f"{answer.model} on {answer.tokens:g} tokens{by}", width), ""]
     columns = (
         "machine", "nodes", "in time", "policy", "micro-batches", "tokens/s", "error", "days", "USD/h", "USD",
         "USD/M tokens",
@@ -161,14 +160,12 @@ def cheapest_text(answer: Cheapest, *, width: int = 120) -> str:
         least = "" if nearest.days is not None else "at least "
         nodes = "" if nearest.tried == (1,) else f" with {nearest.nodes} node{'s'[: nearest.nodes > 1]}"
         tried = "" if len(nearest.tried) < 2 else f" ({', '.join(map(str, nearest.tried))} nodes were tried)"
-        lines += textwrap.wrap(
-            f"none in time; the nearest is {nearest.machine}{nodes}, {least}{days:.1f} days{tried}", width
-        )
+        lines += wrap(f"none in time; the nearest is {nearest.machine}{nodes}, {least}{days:.1f} days{tried}", width)
         lines += [""] if shown else []
     if shown:
-        lines.append(_table(columns, [_offer_cells(row) for row in shown], width))
+        lines.append(table_text(columns, [_offer_cells(row) for row in shown], width=width).rstrip())
     elif not answer.too_late:
-        lines.append("no machine can train it")
+        lines += wrap("no machine can train it", width)
     lines += _notes([f"{_tried(row)}: {row.reason}" for row in answer.rows if row.reason is not None], width)
     prices = dict.fromkeys(f"{row.machine}: {row.price_of}" for row in shown)
     lines += _notes([f"prices of a node: {'; '.join(prices)}"] if prices else [], width)
@@ -198,21 +195,20 @@ def _offer_cells(row: Offer) -> tuple[str, ...]:
     )
 
 
-def sensitivity_text(answer: Sensitivity, *, width: int = 120) -> str:
+def sensitivity_text(answer: Sensitivity, *, width: int | None = None) -> str:
     """A line a part: what more of it changes."""
+    width = terminal_width() if width is None else width
     w = answer.workload
     by = f"{answer.by * 100:+g} %"
     a_gpu = "" if len(answer.machine.ranks) == 1 else " a GPU"
-    lines = [
-        f"{by} of each part of {answer.machine.name}: {w.model}, batch {w.batch}{a_gpu}, sequence {w.sequence}",
-        "",
-    ]
+    what = f"{by} of each part of {answer.machine.name}: {w.model}, batch {w.batch}{a_gpu}, sequence {w.sequence}"
+    lines = [*wrap(what, width), ""]
     columns = ("part", "iteration", "change", "policy", "largest model", "layers", "change ")
     rows = [_effect_cells("as it is", answer.now)]
     for row in answer.rows:
         each = ", change a token" if row.part == "one more GPU" else ""
         rows.append(_effect_cells(f"{row.part}{each}", row))
-    lines.append(_table(columns, rows, width))
+    lines.append(table_text(columns, rows, width=width).rstrip())
     tried = f"tried: {', '.join(answer.policies)}"
     if "optimal" not in answer.policies:
         tried += "; optimal, which may be faster, was left out for speed: --policy optimal asks for it"

@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.report.tables import cells, heading, reasons
+from pstar_sim.report.tables import HEADS, cells, heading, reasons
 from pstar_sim.units import format_bytes, format_s
 
 if TYPE_CHECKING:
@@ -15,18 +15,13 @@ if TYPE_CHECKING:
 
 __all__ = ["comparison_html", "planned_html", "timeline_html"]
 
-_HEADS = (
-    "policy", "fits", "iteration", "tokens/s", "over bound", "binds", "GPU peak", "host peak", "h2d", "d2h",
-    "barrier costs",
-)  # fmt: skip
-
 
 def comparison_html(comparison: Comparison) -> str:
     """Heading, table, reasons and notes."""
     rows = [cells(row) for row in comparison.rows]
     said = [*reasons(comparison), *(f"note: {note}" for note in comparison.notes)]
     notes = "".join(f"<p><small>{escape(text)}</small></p>" for text in said)
-    return f"<p>{escape(heading(comparison)).replace(chr(10), '<br>')}</p>{_table(_HEADS, rows)}{notes}"
+    return f"<p>{escape(heading(comparison)).replace(chr(10), '<br>')}</p>{_table(HEADS, rows)}{notes}"
 
 
 def planned_html(planned: Planned) -> str:
@@ -35,9 +30,7 @@ def planned_html(planned: Planned) -> str:
     for step in planned.plan.steps:
         kinds[step.kind.value] = kinds.get(step.kind.value, 0) + 1
     what = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items(), key=lambda item: -item[1]))
-    return (
-        f"{_table(_HEADS, [cells(planned.row)])}<p><small>{len(planned.plan.steps)} steps: {escape(what)}</small></p>"
-    )
+    return f"{_table(HEADS, [cells(planned.row)])}<p><small>{len(planned.plan.steps)} steps: {escape(what)}</small></p>"
 
 
 def timeline_html(timeline: Timeline) -> str:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from pstar_sim.terminal import table_text
 from pstar_sim.units import format_bytes, format_s
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-__all__ = ["Figure", "figures", "figures_table", "losses_table"]
+__all__ = ["Figure", "figures", "figures_text", "losses_text"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,38 +43,22 @@ def figures(predicted: Mapping[str, float], measured: Mapping[str, float]) -> li
     return rows
 
 
-def figures_table(rows: Sequence[Figure]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
-    table.add_column("")
-    for name in ("predicted", "measured", "difference"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*row.words())
-    return table
+def figures_text(rows: Sequence[Figure], *, width: int) -> str:
+    return table_text(("", "predicted", "measured", "difference"), [row.words() for row in rows], width=width)
 
 
-def losses_table(columns: Mapping[str, Sequence[float]], *, first: int = 0, most: int | None = None) -> Table:
-    """Losses a step, a column a run, and the largest relative difference to the first column on each row. first: the
-    number of the first step. most: rows, where there are more steps: of the first and the last ones."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
-    table.add_column("step", justify="right")
-    for name in columns:
-        table.add_column(name, justify="right")
-    if len(columns) > 1:
-        table.add_column("relative\ndifference", justify="right")
+def losses_text(columns: Mapping[str, Sequence[float]], *, width: int, first: int = 0, most: int | None = None) -> str:
+    """Losses per step, one column per run, and the largest relative difference to the first column in each row. first:
+    the number of the first step. most: rows, where there are more steps: of the first and the last ones."""
+    heads = ["step", *columns, *(["relative difference"] if len(columns) > 1 else [])]
     rows = list(enumerate(zip(*columns.values()), start=first))
     if most is not None and len(rows) > most:
         rows = rows[: most // 2] + rows[len(rows) - (most - most // 2) :]
+    table = []
     for step, losses in rows:
         cells = [str(step), *(f"{loss:.6f}" for loss in losses)]
         if len(losses) > 1:
             worst = max(abs(loss - losses[0]) for loss in losses[1:])
             cells.append(f"{worst / abs(losses[0]):.1e}" if losses[0] else f"{worst:.1e}")
-        table.add_row(*cells)
-    return table
+        table.append(cells)
+    return table_text(heads, table, width=width)

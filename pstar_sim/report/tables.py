@@ -1,32 +1,29 @@
-"""Tables and notes for a terminal, with rich. Knows results; computes nothing but their wording."""
+"""Tables and notes for a terminal. Knows results; computes nothing but their wording."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from pstar_sim.planner.confidence import confidence, confidence_line
+from pstar_sim.terminal import table_text, terminal_width, wrap
 from pstar_sim.units import GB, format_bytes, format_s
 from pstar_sim.workload.workload import activations_text
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
-
     from pstar_sim.catalog.machine import Machine
     from pstar_sim.core.plan import Settings
     from pstar_sim.planner.compare import Comparison, Row
     from pstar_sim.workload.workload import Workload
 
 __all__ = [
-    "comparison_table",
+    "HEADS",
+    "cells",
     "comparison_text",
     "format_percent",
     "heading",
-    "listing_table",
     "reasons",
-    "render",
+    "refusal_text",
     "trust_lines",
 ]
 
@@ -76,27 +73,14 @@ def _params(count: int) -> str:
     return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
 
 
-def comparison_table(comparison: Comparison) -> Table:
-    """The rows that fit in full, the others as "no"; `reasons` says why."""
-    from rich import box
-    from rich.table import Table
-
-    best = comparison.best().row.policy if any(r.fits for r in comparison.rows) else None
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("policy")
-    table.add_column("fits")
-    for name in ("iteration", "tokens/s", "over bound"):
-        table.add_column(name, justify="right")
-    table.add_column("binds")
-    for name in ("GPU peak", "host peak", "h2d", "d2h", "barrier\ncosts"):
-        table.add_column(name, justify="right")
-    for row in comparison.rows:
-        table.add_row(*cells(row), style="bold" if row.policy == best else None)
-    return table
+HEADS = (
+    "policy", "fits", "iteration", "tokens/s", "over bound", "binds", "GPU peak", "host peak", "h2d", "d2h",
+    "barrier costs",
+)  # fmt: skip
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """A row's figures in words, empty where there are none."""
+    """A row's figures in words, in the order of HEADS, empty where there are none."""
     if not row.fits:
         return (row.policy, "no", *[""] * 9)
 
@@ -133,20 +117,44 @@ def reasons(comparison: Comparison) -> list[str]:
     return [row.reason or f"{row.policy} does not fit" for row in comparison.rows if not row.fits]
 
 
-def comparison_text(comparison: Comparison, *, width: int = 120) -> str:
-    """Heading, table, the bound, and why the others do not fit."""
-    lines = [heading(comparison), "", render(comparison_table(comparison), width=width).rstrip()]
+def comparison_text(comparison: Comparison, *, width: int | None = None) -> str:
+    """Heading, table, the bound, and why the others do not fit. width: of the terminal, where none is given."""
+    width = terminal_width() if width is None else width
+    table = table_text(HEADS, [cells(row) for row in comparison.rows], width=width)
+    lines = [*wrap(heading(comparison), width), "", table.rstrip()]
     bounds = list(dict.fromkeys((row.lower_bound_s, _certificate(row)) for row in comparison.rows))
     for seconds, words in bounds:
         what = "no lower bound" if seconds is None else f"lower bound of this setting: {format_s(seconds)} an iteration"
-        lines += ["", *_wrap(f"{what} ({words})" if words else what, width)]
-    lines += ["", confidence_line(confidence(comparison.workload, comparison.machine))]
+        lines += ["", *wrap(f"{what} ({words})" if words else what, width)]
+    lines += ["", *wrap(confidence_line(confidence(comparison.workload, comparison.machine)), width)]
     for line in trust_lines([(row.policy, row.trust) for row in comparison.rows if row.fits]):
-        lines += _wrap(line, width)
+        lines += wrap(line, width)
     for reason in reasons(comparison):
-        lines += ["", *_wrap(reason, width)]
+        lines += ["", *wrap(reason, width)]
     for note in comparison.notes:
-        lines += ["", *_wrap(f"note: {note}", width)]
+        lines += ["", *wrap(f"note: {note}", width)]
+    return "\n".join(lines) + "\n"
+
+
+REFUSAL = ("policy", "short of", "needs", "has", "what would do", "what needs the room")
+
+
+def refusal_text(comparison: Comparison, *, width: int | None = None) -> str:
+    """Why no policy fits: one row per policy. width: of the terminal, where none is given."""
+    width = terminal_width() if width is None else width
+    rows = [
+        (
+            row.policy,
+            row.short_of or "-",
+            "" if row.needed_bytes is None else format_bytes(row.needed_bytes),
+            "" if row.available_bytes is None else format_bytes(row.available_bytes),
+            row.nearest or "",
+            row.needed_for or row.reason or "",
+        )
+        for row in comparison.rows
+    ]
+    lines = [*wrap(heading(comparison), width), "", table_text(REFUSAL, rows, width=width).rstrip()]
+    lines += [line for note in comparison.notes for line in ("", *wrap(f"note: {note}", width))]
     return "\n".join(lines) + "\n"
 
 
@@ -163,47 +171,9 @@ def trust_lines(pairs: Sequence[tuple[str, str | None]]) -> list[str]:
     return ["times: " + "; ".join(f"{', '.join(names)} {label}" for label, names in by_label.items())]
 
 
-def listing_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, width: int = 120) -> Table:
-    """A plain table of texts; columns that look like numbers are set to the right.
-
-    The last column may fold; it is left out where less than 20 columns would be left for it.
-    """
-    from rich import box
-    from rich.table import Table
-
-    widths = [
-        max([*(len(row[i]) for row in rows), *(len(word) for word in name.split())]) for i, name in enumerate(columns)
-    ]
-    columns = [name if len(name) <= size else name.replace(" ", "\n") for name, size in zip(columns, widths)]
-    left = width - sum(size + 2 for size in widths[:-1])
-    shown = len(columns) if left >= min(20, widths[-1]) else len(columns) - 1
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False, padding=(0, 1, 0, 0))
-    for i, name in enumerate(columns[:shown]):
-        numeric = bool(rows) and all(row[i][:1].isdigit() or row[i] in ("", "-") for row in rows)
-        table.add_column(name, justify="right" if numeric else "left", no_wrap=i < len(columns) - 1)
-    for row in rows:
-        table.add_row(*row[:shown])
-    return table
-
-
-def render(what: RenderableType, *, width: int = 120) -> str:
-    """What rich would print on a terminal of that width, as plain text."""
-    from rich.console import Console
-
-    out = io.StringIO()
-    Console(file=out, width=width, color_system=None, legacy_windows=False).print(what)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
-
-
 def _certificate(row: Row) -> str:
     """What kind of bound a line is held against, or why there is none."""
     said = row.certificate or {}
     if said.get("bound") is None:
         return str(said.get("reason", ""))
     return f"{said['bound']}, {BINDS_NAMES.get(str(said['binding']), said['binding'])} binds; {said['relative_to']}"
-
-
-def _wrap(text: str, width: int) -> list[str]:
-    import textwrap
-
-    return textwrap.wrap(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import textwrap
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
-from pstar_sim.report.tables import render
+from pstar_sim.terminal import table_text, terminal_width, wrap
 from pstar_sim.validation.experiments import NOTES, UNEXPLAINED
 from pstar_sim.validation.results import FAR, NEAR, Errors, Result, Validation
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 __all__ = ["validation_text"]
 
 
-def validation_text(validation: Validation, *, width: int = 120, every_row: bool = False) -> str:
-    """Everything `pstar validate` prints. every_row: also each row in scope."""
+def validation_text(validation: Validation, *, width: int | None = None, every_row: bool = False) -> str:
+    """Everything `pstar validate` prints. width: of the terminal, where none is given. every_row: also each row in
+    scope."""
+    width = terminal_width() if width is None else width
     v = validation
+
+    def folded(texts: Iterable[str]) -> str:
+        return "".join(f"{line}\n" for text in texts for line in wrap(text, width))
+
     counts = ", ".join(f"{count} {_USES[use]}" for use, count in v.counts.items())
-    parts = [f"{sum(v.counts.values())} published rows: {counts}\n", render(summary_table(v), width=width)]
-    parts.append(_verdict(v))
+    parts = [folded([f"{sum(v.counts.values())} published rows: {counts}"]), summary_text(v, width)]
+    parts.append(folded(_verdict(v)))
     if every_row:
-        parts.append(render(_rows_table("Rows in scope", list(v.results)), width=width))
+        parts.append(_rows_text("Rows in scope", list(v.results), width))
     if missed := v.misses():
-        parts.append(render(_rows_table(f"Tested rows off by more than {FAR:.0%}", missed), width=width))
+        parts.append(_rows_text(f"Tested rows off by more than {FAR:.0%}", missed, width))
     if wrong := [p for p in v.pairs() if not p.kept]:
         lines = [
             f"  {p.first.system} and {p.second.system}, {p.first.params} and {p.second.params}, {p.first.gpus} GPUs: "
@@ -32,40 +34,31 @@ def validation_text(validation: Validation, *, width: int = 120, every_row: bool
             f"{_figure(p.first.predicted)} and {_figure(p.second.predicted)}"
             for p in wrong
         ]
-        parts.append("Pairs in the wrong order:\n" + "\n".join(lines) + "\n")
+        parts.append(folded(["Pairs in the wrong order:", *lines]))
     reasons = sorted({r.reason for r in v.results if r.reason})
     if reasons:
-        parts.append("Runs that do not fit here:\n" + "\n".join(f"  {reason}" for reason in reasons) + "\n")
+        parts.append(folded(["Runs that do not fit here:", *(f"  {reason}" for reason in reasons)]))
     for title, notes in (("Assumed", NOTES), ("Not explained, and not tuned away", UNEXPLAINED)):
-        parts.append(f"{title}:\n" + "\n".join(_wrapped(note, width) for note in notes) + "\n")
+        parts.append(folded([f"{title}:", *(f"  {note}" for note in notes)]))
     return "\n".join(parts)
 
 
 _USES = {"fitted": "fitted", "tested": "tested", "no policy": "of systems without a policy yet", "out": "out of scope"}
 
 
-def summary_table(v: Validation) -> Table:
-    """A line a machine and system: rows, and the absolute error of iteration times, phases and memory."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    for name in ("machine", "system", "use"):
-        table.add_column(name)
-    for name in ("rows", "median", "90th", "time", "phases", "memory"):
-        table.add_column(name, justify="right")
+def summary_text(v: Validation, width: int) -> str:
+    """One line per machine and system: rows, and the absolute error of iteration times, phases and memory."""
+    heads = ("machine", "system", "use", "rows", "median", "90th", "time", "phases", "memory")
     lines: dict[tuple[str, str, str], list[Result]] = {}
     for r in v.results:
         lines.setdefault((_short(r.hardware), _family(r.system), r.use), []).append(r)
-    for (machine, system, use), results in lines.items():
-        part = Validation(counts={}, results=tuple(results))
-        table.add_row(machine, system, use, *_cells(part))
-    table.add_section()
+    rows = [(*key, *_cells(Validation(counts={}, results=tuple(results)))) for key, results in lines.items()]
+    sums = len(rows)
     for use in ("tested", "fitted"):
         part = Validation(counts={}, results=tuple(r for r in v.results if r.use == use))
         if part.results:
-            table.add_row("all", "", use, *_cells(part), style="bold" if use == "tested" else None)
-    return table
+            rows.append(("all", "", use, *_cells(part)))
+    return table_text(heads, rows, width=width, keys=3, rule_before=sums)
 
 
 def _cells(part: Validation) -> list[str]:
@@ -75,7 +68,7 @@ def _cells(part: Validation) -> list[str]:
     return [str(whole.rows), _share(whole.median), _share(whole.p90), *(_median(e) for e in kinds)]
 
 
-def _verdict(v: Validation) -> str:
+def _verdict(v: Validation) -> list[str]:
     tested = v.errors(use="tested")
     lines: list[str] = []
     if tested is not None:
@@ -87,26 +80,15 @@ def _verdict(v: Validation) -> str:
         kept, pairs = v.order(kind)
         if pairs:
             lines.append(f"order of {what} that differ by more than 10%: kept in {kept} of {pairs} pairs")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
-def _rows_table(title: str, rows: list[Result]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0)
-    )
-    table.add_column("row", justify="right")
-    for name in ("machine", "system"):
-        table.add_column(name)
-    table.add_column("GPUs", justify="right")
-    for name in ("parameters", "batch", "metric"):
-        table.add_column(name)
-    for name in ("published", "predicted", "error"):
-        table.add_column(name, justify="right")
-    for r in rows:
-        table.add_row(
+def _rows_text(title: str, rows: Sequence[Result], width: int) -> str:
+    heads = (
+        "row", "machine", "system", "GPUs", "parameters", "batch", "metric", "published", "predicted", "error",
+    )  # fmt: skip
+    cells = [
+        (
             str(r.line),
             _short(r.hardware),
             r.system,
@@ -118,11 +100,9 @@ def _rows_table(title: str, rows: list[Result]) -> Table:
             "does not fit" if r.predicted is None else _figure(r.predicted),
             "" if r.predicted is None else f"{r.error:+.0%}",
         )
-    return table
-
-
-def _wrapped(note: str, width: int) -> str:
-    return textwrap.fill(note, width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+        for r in rows
+    ]
+    return table_text(heads, cells, width=width, title=title)
 
 
 def _family(system: str) -> str:

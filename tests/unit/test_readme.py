@@ -154,6 +154,7 @@ def test_a_terminal_session_prints_what_it_claims(
     """Commands begin with "$ "; the lines up to the next one are their output, where a last "..." skips the rest."""
     (tmp_path / "traces").symlink_to(ROOT / "traces")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS", raising=False)
     for command, claimed in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", SESSIONS[number], re.MULTILINE):
         words = shlex.split(command)
         assert words[0] == "pstar", "a terminal session of the README shows pstar"

@@ -1,0 +1,217 @@
+"""Text for a terminal of a given width: prose and tables that never cut a number. Every table of the project is
+printed by `table_text`.
+
+[Note: narrow terminals] What is too wide is made narrower in this order: heads fold at spaces; long texts fold at
+spaces, the longest first; names fold behind - _ : , = and /; columns that are still too many go to a second table below
+the first, with the first column repeated, and a line between the two says how wide a terminal has to be for one table.
+Nothing is dropped, no number is parted from its unit, and no figure is cut: a line with a figure wider than the
+terminal is longer than the terminal.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+__all__ = ["narrow_encoding", "table_text", "terminal_width", "wrap"]
+
+NO_TERMINAL = 120  # columns where nobody says how many there are
+LEAST = 24  # columns; a narrower terminal counts as one of these
+GAP = "  "
+PROSE = 40  # a longer cell is a sentence, which folds into a column of COMFORTABLE
+COMFORTABLE = 24
+FIGURELESS = frozenset(("", "-", "?", "none", "equal", "nothing", "does not fit"))  # what stands in a column of figures
+_GLUED = re.compile(r"(?<=<=) (?=\d)|(?<=\d) (?=(?:%|[kKMGT]?i?B(?:/s)?|[num]?s|[TG]FLOP(?:/s)?|days?|h)(?![A-Za-z]))|(?<=±) (?=\d)")
+_FIGURE = re.compile(r"(?:<= )?[-+±]?\s?\.?\d")
+_BEHIND = re.compile(r"(?<=[-_:,=/])(?=\w)")
+
+
+def terminal_width() -> int:
+    """Columns that stdout has: COLUMNS where it is set, else the terminal's, else 120."""
+    asked = os.environ.get("COLUMNS", "")
+    if asked.isdecimal() and int(asked) > 0:
+        return max(LEAST, int(asked))
+    if not sys.stdout.isatty():
+        return NO_TERMINAL
+    return max(LEAST, shutil.get_terminal_size((NO_TERMINAL, 24)).columns)
+
+
+def narrow_encoding(text: str, encoding: str | None) -> str:
+    """The text in characters that the encoding has."""
+    for character, plain in (("─", "-"), ("±", "+-")):
+        text = text if _has(encoding, character) else text.replace(character, plain)
+    encoding = encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _has(encoding: str | None, character: str) -> bool:
+    try:
+        character.encode(encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def wrap(text: str, width: int, *, indent: str = "", hanging: str = "  ") -> list[str]:
+    """Lines of prose no longer than `width`, where words allow it; each line of the text begins anew, with the spaces
+    it has and `indent` before them."""
+    lines: list[str] = []
+    for line in text.split("\n"):
+        own = indent + line[: len(line) - len(line.lstrip())]
+        folded = textwrap.wrap(
+            _GLUED.sub("\u00a0", line.strip()),
+            width,
+            initial_indent=own,
+            subsequent_indent=own + hanging,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        lines += [part.replace("\u00a0", " ") for part in folded] or [""]
+    return lines
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """widest, natural, spaced, least: columns of the terminal it takes unfolded, with a folded head, with texts folded
+    at spaces too, and with names folded too."""
+
+    head: str
+    cells: tuple[str, ...]
+    widest: int
+    natural: int
+    spaced: int
+    least: int
+    figures: bool
+
+    def folded(self, width: int) -> tuple[list[str], list[list[str]]]:
+        return _fold(self.head, width), [_fold(cell, width) for cell in self.cells]
+
+
+def table_text(
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    width: int,
+    title: str = "",
+    keys: int = 1,
+    rule_before: int | None = None,
+) -> str:
+    """The table as lines that end in a newline, by [Note: narrow terminals]. Columns of figures are set to the right.
+
+    keys: so many of the first columns are repeated where the others need a second table. rule_before: the row before
+    which a rule is drawn, as before a sum.
+    """
+    columns = [_column(head.strip(), tuple(row[i] for row in rows)) for i, head in enumerate(heads)]
+    lines = wrap(title, width) if title else []
+    blocks = _blocks(columns, width, keys)
+    for number, block in enumerate(blocks):
+        if number:
+            where = f" (all side by side on a terminal of {_taken(columns)} columns)" if number == 1 else ""
+            lines += ["", *wrap(f"more of the same rows{where}:", width), ""]
+        lines += _block(block, width, rule_before)
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _column(head: str, cells: tuple[str, ...]) -> _Column:
+    words = max((len(word) for word in head.split()), default=0)
+    natural = max([words, *map(len, cells)])
+    usual = COMFORTABLE if natural > PROSE else words
+    spaced = max([usual, *(len(word) for cell in cells for word in _words(cell))])
+    least = max([usual, *(len(piece) for cell in cells for word in _words(cell) for piece in _name_pieces(word))])
+    some = [cell for cell in cells if cell not in FIGURELESS]
+    figures = bool(some) and all(_FIGURE.match(cell) for cell in some)
+    return _Column(head, cells, max(len(head), natural), natural, spaced, least, figures)
+
+
+def _words(cell: str) -> list[str]:
+    """Words, a figure and its unit being one."""
+    return [word.replace("\u00a0", " ") for word in _GLUED.sub("\u00a0", cell).split(" ")]
+
+
+def _name_pieces(word: str) -> list[str]:
+    """Where a name may fold; a word that begins with a digit or a sign is a figure, which does not."""
+    return [word] if _FIGURE.match(word) else _BEHIND.split(word)
+
+
+def _fold(cell: str, width: int) -> list[str]:
+    lines, line = [], ""
+    for word in _words(cell):
+        joint = f"{line} {word}" if line else word
+        if len(joint) <= width:
+            line = joint
+            continue
+        if line:
+            lines.append(line)
+        line = ""
+        for piece in _name_pieces(word):
+            if line and len(line) + len(piece) > width:
+                lines.append(line)
+                line = ""
+            line += piece
+    return [*lines, line]
+
+
+def _blocks(columns: Sequence[_Column], width: int, keys: int) -> list[list[_Column]]:
+    """The columns in as few tables as there is width for."""
+    if _taken(columns) <= width:
+        return [list(columns)]
+    first = list(columns[:keys])
+    blocks = [list(first)]
+    for column in columns[keys:]:
+        if len(blocks[-1]) > keys and _taken([*blocks[-1], column]) > width:
+            blocks.append(list(first))
+        blocks[-1].append(column)
+    return blocks
+
+
+def _taken(columns: Sequence[_Column]) -> int:
+    return sum(column.least for column in columns) + len(GAP) * (len(columns) - 1)
+
+
+def _block(columns: Sequence[_Column], width: int, rule_before: int | None) -> list[str]:
+    widths = _widths(columns, width)
+    folded = [column.folded(size) for column, size in zip(columns, widths)]
+    # Of folded heads the last lines stand side by side, of folded cells the first.
+    tall = max((len(head) for head, _ in folded), default=0)
+    lines = _row(columns, widths, [[""] * (tall - len(head)) + head for head, _ in folded])
+    rule = "─" * (sum(widths) + len(GAP) * (len(widths) - 1))
+    lines.append(rule)
+    for number in range(len(columns[0].cells) if columns else 0):
+        if number == rule_before:
+            lines.append(rule)
+        lines += _row(columns, widths, [cells[number] for _, cells in folded])
+    return lines
+
+
+def _widths(columns: Sequence[_Column], width: int) -> list[int]:
+    """As unfolded as there is width for; heads give way first, then texts, then names, of each the widest first."""
+    widths = [column.widest for column in columns]
+    over = sum(widths) + len(GAP) * (len(widths) - 1) - width
+    for limits in zip(*((column.natural, column.spaced, column.least) for column in columns)):
+        while over > 0:
+            able = [i for i, limit in enumerate(limits) if widths[i] > limit]
+            if not able:
+                break
+            widths[max(able, key=lambda i: widths[i])] -= 1
+            over -= 1
+    # What a folded column does not use, no other needs either.
+    for i, column in enumerate(columns):
+        head, cells = column.folded(widths[i])
+        widths[i] = max(len(line) for part in (head, *cells) for line in part)
+    return widths
+
+
+def _row(columns: Sequence[_Column], widths: Sequence[int], parts: Sequence[Sequence[str]]) -> list[str]:
+    return [
+        GAP.join(
+            text.rjust(size) if column.figures else text.ljust(size)
+            for column, size, text in zip(columns, widths, line)
+        )
+        for line in zip_longest(*parts, fillvalue="")
+    ]
