@@ -63,7 +63,7 @@ def test_a_run_keeps_what_was_predicted_beside_what_was_measured(
     assert lines[0].startswith("step 1/3: loss ") and lines[-1].startswith("step 3/3: loss ")
     for word in ("tokens/s, on plan", " at most of 450 kB", "host ", "h2d ", " of 2.00 GB/s busy ", "compute waits "):
         assert word in lines[-1], lines[-1]
-    assert "predicted   measured" in out
+    assert "predicted  measured" in out
     assert "iteration: median of steps 2 to 3;" in out
     assert "re-timed  " in out and "re-timed: the same plan simulated with the seconds that its steps took" in out
     assert "predicted from: compute by the rate of one matrix product measured at the start" in out
