@@ -27,7 +27,8 @@ GAP = "  "
 PROSE = 40  # a longer cell is a sentence, which folds into a column of COMFORTABLE
 COMFORTABLE = 24
 FIGURELESS = frozenset(("", "-", "?", "none", "equal", "nothing", "does not fit"))  # what stands in a column of figures
-_GLUED = re.compile(r"(?<=<=) (?=\d)|(?<=\d) (?=(?:%|[kKMGT]?i?B(?:/s)?|[num]?s|[TG]FLOP(?:/s)?|days?|h)(?![A-Za-z]))|(?<=±) (?=\d)")
+_UNIT = r"%|[kKMGT]?i?B(?:/s)?|[num]?s|[TG]FLOP(?:/s)?|days?|h"
+_GLUED = re.compile(rf"(?<=<=) (?=\d)|(?<=±) (?=\d)|(?<=\d) (?=(?:{_UNIT})(?![A-Za-z]))")
 _FIGURE = re.compile(r"(?:<= )?[-+±]?\s?\.?\d")
 _BEHIND = re.compile(r"(?<=[-_:,=/])(?=\w)")
 
