@@ -28,6 +28,7 @@ from pstar_sim.planner.ranks import tightest, unmodelled_notes
 from pstar_sim.planner.trust import trust
 from pstar_sim.policy.registry import Policy, find_policy, is_built_in, policy_name
 from pstar_sim.policy.registry import policies as all_policies
+from pstar_sim.policy.ties import burden, least_of
 from pstar_sim.sim.play import play
 from pstar_sim.workload.workload import Workload
 
@@ -124,16 +125,15 @@ class Comparison:
     notes: tuple[str, ...] = ()
 
     def best(self) -> Planned:
-        """The fastest that fits (the last of equals: simpler policies are listed first). Raises PlanError with every
-        reason if none does.
+        """The fastest that fits, of those as fast the one that moves and pins least (policy/ties.py; the last of
+        equals: simpler policies are listed first). Raises PlanError with every reason if none does.
         """
-        fitting = [row for row in self.rows if row.fits and row.iteration_s is not None]
-        if not fitting:
+        if not self.planned:
             raise PlanError(
                 f"no policy fits {self.workload.model} on {self.machine.name}: "
                 + "; ".join(str(r.reason) for r in self.rows)
             )
-        return self.planned[min(reversed(fitting), key=_pace).policy]
+        return _best(self.rows, self.planned)
 
     def __getitem__(self, policy: str) -> Planned:
         """The plan of one policy, named in any spelling of its spec. Raises PlanError if it was not compared or does
@@ -261,8 +261,11 @@ def _compare(
         row = _figures(name, machine, timeline, tokens, certifier.of(plan.layout), barrier_cost_s)
         planned[name] = Planned(row=row, plan=plan, timeline=timeline)
         rows.append(row)
-    later_first = rows[::-1]
-    others = [r.policy for r in sorted(later_first, key=_pace) if r.fits]
+    others: list[str] = []
+    if planned:
+        later_first = rows[::-1]
+        first = _best(rows, planned).row
+        others = [r.policy for r in sorted(later_first, key=lambda r: (r is not first, _pace(r))) if r.fits]
     for i, row in enumerate(rows):
         if row.policy in failures:
             policy, error = failures[row.policy]
@@ -270,7 +273,7 @@ def _compare(
             hint = nearest(policy, workload, machine, settings, error, fitting=others) if wanted else ""
             rows[i] = unfit_row(row.policy, error, usual, hint)
     if only_best and others:
-        best = min((row for row in later_first if row.fits), key=_pace)
+        best = _best(rows, planned).row
         timeline = planned[best.policy].timeline
         cost_s = _barrier_cost(dict(asked)[best.policy], timeline, free)
         row = replace(best, barrier_cost_s=cost_s, bound_by=bound_by(timeline, barrier_cost_s=cost_s))
@@ -421,6 +424,11 @@ def _figures(
         expected_error=belief.error,
         trust=belief.label,
     )
+
+
+def _best(rows: Sequence[Row], planned: Mapping[str, Planned]) -> Planned:
+    fitting = [planned[row.policy] for row in reversed(rows) if row.fits]
+    return least_of(fitting, seconds=lambda p: _pace(p.row), burden=lambda p: burden(p.plan))
 
 
 def _pace(row: Row) -> float:

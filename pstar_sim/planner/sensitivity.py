@@ -142,7 +142,7 @@ def sensitivity(
     def effect(part: str | None, where: Machine, now: Effect | None) -> Effect:
         found = compare(ranked or one, where, policies=policies, settings=settings, barrier_cost=False, near=False)
         fitting = [row for row in found.rows if row.iteration_s is not None]
-        best = min(fitting, key=lambda row: row.iteration_s or 0.0, default=None)
+        best = found.best().row if fitting else None
         if now is None and best is not None:
             plans.append(found[best.policy].plan)
         elif now is None:

@@ -43,6 +43,7 @@ from pstar_sim.planner.stash_bound import stash_bound_s
 from pstar_sim.planner.tried import Cap, Outcome, Tried
 from pstar_sim.policy.optimal import STREAMING
 from pstar_sim.policy.registry import Policy, built_in, find_policy
+from pstar_sim.policy.ties import AS_FAST, burden, least_of
 from pstar_sim.workload.mixing import block_names, mix_blocks, offload_blocks
 from pstar_sim.workload.workload import Workload, activations_text, repeat_micro_batch
 
@@ -204,7 +205,8 @@ def choose(
 
 class _Race:
     """Candidates planned one after the other by one policy. promise_s: see [Note: what is planned], by id; at first
-    only what computing and stashes take. best: plan and timeline of the fastest so far, best_s: its seconds. shortest:
+    only what computing and stashes take. best_s: seconds of the fastest so far; fast: plans and timelines as fast as
+    that, best: the one of them that moves and pins least. shortest:
     of those that do not fit, the one that lacks least and why. tried: by words, what came of each. planned: those that
     were, by id."""
 
@@ -230,6 +232,7 @@ class _Race:
         self.planned: set[int] = set()
         self.splits: Counter[int] = Counter()  # of those planned, numbers of micro-batches
         self.best: tuple[Plan, Timeline] | None = None
+        self.fast: list[tuple[Plan, Timeline]] = []
         self.best_s = float("inf")
         self.shortest: tuple[Workload, DoesNotFit] | None = None
         self.tried: dict[str, Tried] = {}
@@ -312,8 +315,10 @@ class _Race:
             return
         self.splits[w.micro_batches] += 1
         self.tried[self._words(w)] = Tried(outcome=Outcome.PLANNED, seconds=timeline.iteration_s)
-        if self._could_win(timeline.iteration_s):
-            self.best, self.best_s = (plan, timeline), timeline.iteration_s
+        self.best_s = min(self.best_s, timeline.iteration_s)
+        limit_s = self.best_s * (1 + AS_FAST)
+        self.fast = [one for one in (*self.fast, (plan, timeline)) if one[1].iteration_s <= limit_s]
+        self.best = least_of(self.fast, seconds=lambda one: one[1].iteration_s, burden=lambda one: burden(one[0]))
 
     def refusal(self) -> DoesNotFit:
         """Why none fits: what the candidate lacks that lacks least, what would do for it, and what was not tried."""

@@ -18,23 +18,20 @@ from pstar_sim.policy.emission import emit
 from pstar_sim.policy.ground import Ground
 from pstar_sim.policy.pins import iteration_bounds
 from pstar_sim.policy.points import Point
-from pstar_sim.policy.program import Attempt, attempt
+from pstar_sim.policy.program import Attempt, attempt, burden_of
 from pstar_sim.policy.residency import gaps_of
+from pstar_sim.policy.ties import least_of
 from pstar_sim.units import format_bytes, format_s
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["Asynchronous"]
 
-AS_GOOD = 2e-4  # relative difference of two predicted times that is not worth a byte
 _RIVAL = ("what static_partition chose",)
 CLOSE_TO_BOUND = 2e-3  # so close to the closed form no other number of pins is tried
 
 
 def _fastest(attempts: Sequence[Attempt]) -> Attempt:
-    """The attempt with the shortest iteration; among those as good as that, the one that copies and pins least."""
-    shortest = min(a.outcome.iteration_s for a in attempts)
-    good = [a for a in attempts if a.outcome.iteration_s <= shortest * (1 + AS_GOOD)]
-    return min(good, key=lambda a: (a.fetched_bytes, a.pins))
+    return least_of(attempts, seconds=lambda a: a.iteration_s, burden=burden_of)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from pstar_sim.policy.pace import period_s
 from pstar_sim.policy.points import Coordinates, Point, point_options
 from pstar_sim.policy.program import Attempt
 from pstar_sim.policy.search import Search
+from pstar_sim.policy.ties import burden, least_of
 from pstar_sim.policy.zero_infinity import zero_infinity
 from pstar_sim.units import format_bytes, format_s
 from pstar_sim.workload.workload import Workload
@@ -46,7 +47,6 @@ SECOND_OPS, REST_OPS, REST_OPS_OF_FEW = 40_000, 100_000, 150_000  # and then on 
 WORTH_A_SIZE, WORTH_A_SIZE_OF_FEW = 2e-2, 5e-3  # so far from the floor other chunk sizes are tried
 FAR_AHEAD = 0.97  # of the closed form for pins alone: no policy without streams comes there
 STREAMING = ("deep_optimizer_states",)  # other policies that update chunks on the GPU whose states live elsewhere
-BEATEN = 1e-6  # relative difference at which another policy's plan is really faster
 
 OPTIONS = point_options(Point(streams=True))
 
@@ -72,11 +72,15 @@ def optimal(workload: Workload, machine: Machine, settings: Settings, **changes:
         assert reason is not None
         raise reason
     own = min((f.seconds for f in found if f.of == "optimal"), default=None)
-    best = min(found, key=lambda f: f.seconds * (1 if f.of == "optimal" else 1 + BEATEN))
+    best = least_of(found, seconds=lambda f: f.seconds, burden=lambda f: burden(f.plan))
     choices = dict(best.plan.choices)
     if best.of != "optimal":
         choices["schedule"] = f"that of {best.of}: " + (
-            f"faster than its own best, {format_s(own)}" if own is not None else f"its own modes do not fit ({reason})"
+            f"its own modes do not fit ({reason})"
+            if own is None
+            else f"faster than its own best, {format_s(own)}"
+            if best.seconds < own
+            else f"as fast as its own best, {format_s(own)}, and moves less"
         )
     elif len(found) > 1:
         rivals = {f.of: format_s(f.seconds) for f in found if f.of != "optimal"}
@@ -99,7 +103,8 @@ class _Found:
 def searched(name: str, workload: Workload, machine: Machine, settings: Settings, point: Point) -> Plan:
     """The plan of another policy of the family where it may stream: the best of the search, at the usual chunk size.
     Raises DoesNotFit."""
-    best = min(_own(workload, machine, settings, point, name, sizes=False), key=lambda f: f.seconds)
+    own = _own(workload, machine, settings, point, name, sizes=False)
+    best = least_of(own, seconds=lambda f: f.seconds, burden=lambda f: burden(f.plan))
     predictions = dict(best.plan.predictions) | {"policy_iteration_s": best.seconds}
     return replace(best.plan, predictions=predictions)
 

@@ -61,6 +61,11 @@ class Attempt:
         return self.outcome.iteration_s
 
 
+def burden_of(made: Attempt) -> tuple[int, int]:
+    """For `ties.least_of`; what goes down is what comes up, but for what the GPU updates."""
+    return made.fetched_bytes, made.pins
+
+
 def attempt(ground: Ground, modes: Modes, knobs: Knobs | None = None) -> Attempt:
     """The program for these modes, and how it plays. Its outcome is stuck where a step never finds room."""
     return play(Course(ground, modes, knobs or Knobs()))

@@ -20,7 +20,8 @@ from pstar_sim.policy.course import Course, Knobs, Modes
 from pstar_sim.policy.ground import Ground
 from pstar_sim.policy.modes import interleave, roofline
 from pstar_sim.policy.pins import iteration_bounds
-from pstar_sim.policy.program import Attempt, play
+from pstar_sim.policy.program import Attempt, burden_of, play
+from pstar_sim.policy.ties import least_of
 
 __all__ = ["Choice", "Search"]
 
@@ -57,8 +58,8 @@ class Choice:
 
 class Search:
     """tried: choices that were looked at, and their seconds (inf: does not fit, or given up as too slow). fastest: the
-    attempts among them that fit, the fastest first, KEPT at most. best: seconds of the fastest and its choice. here:
-    those of the one that is gone downhill from. effort_ops: ops that may still be played."""
+    attempts among them that fit, the least of the fastest first (ties.py), KEPT at most. best: seconds of the fastest
+    and its choice. here: those of the one that is gone downhill from. effort_ops: ops that may still be played."""
 
     def __init__(self, ground: Ground, effort_ops: int) -> None:
         self.ground = ground
@@ -150,8 +151,10 @@ class Search:
             found = self._fit(*key)
             self._played[key] = math.inf if found is None else found.iteration_s
             if found is not None:
-                fastest = sorted((*self.fastest, found), key=lambda a: (a.iteration_s, a.fetched_bytes))
-                self.fastest = fastest[:KEPT]
+                known = sorted((*self.fastest, found), key=lambda a: a.iteration_s)
+                # The least of the fast ones, and the fastest of the others: no faster one is ever lost.
+                first = least_of(known, seconds=lambda a: a.iteration_s, burden=burden_of)
+                self.fastest = [first, *(a for a in known if a is not first)][:KEPT]
         return self._played[key]
 
     def _modes(self, choice: Choice) -> Modes:

@@ -1,0 +1,31 @@
+"""Ties: of plans that are equally fast, the one that moves and pins least. The one rule, for whoever chooses a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from pstar_sim.core.plan import Plan
+
+__all__ = ["AS_FAST", "burden", "least_of"]
+
+T = TypeVar("T")
+AS_FAST = 1e-4  # relative difference of two iterations that is not worth a byte
+
+
+def least_of(found: Iterable[T], *, seconds: Callable[[T], float], burden: Callable[[T], tuple[int, int]]) -> T:
+    """Of those that are at most AS_FAST slower than the fastest, the one with the least burden; of equals the first.
+
+    burden: (bytes moved in an iteration, bytes held); asked only where there is a choice. Raises ValueError where
+    nothing was found.
+    """
+    everyone = list(found)
+    limit_s = min(map(seconds, everyone)) * (1 + AS_FAST)
+    fast = [one for one in everyone if seconds(one) <= limit_s]
+    return fast[0] if len(fast) == 1 else min(fast, key=burden)
+
+
+def burden(plan: Plan) -> tuple[int, int]:
+    """Bytes that one rank moves in an iteration by whatever way, and bytes of the parameters that are pinned."""
+    pinned = (c.index for c in plan.layout.chunks if plan.modes[c.index] == "pin")
+    return sum(plan.moved_bytes.values()), sum(plan.layout.payload_bytes(chunk, "param") for chunk in pinned)
