@@ -24,6 +24,7 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.planner.bounds import lower_bound
 from pstar_sim.policy.registry import built_in
+from pstar_sim.policy.ties import AS_FAST
 from pstar_sim.sim.play import play
 
 MACHINES = ("v100-32", "a100-80", "rtx4090", "h100-80")
@@ -31,7 +32,7 @@ MODELS = ("1B", "4B", "8B", "12B", "15B", "18B")
 SHAPES = ("llama-3-8b", "qwen2.5-7b", "qwen2.5-32b")
 BATCHES = (4, 8, 16)
 SEQUENCE = 1024
-WORSE = 1e-6  # relative difference that counts as "another policy is faster"
+WORSE = AS_FAST  # relative difference that counts as "another policy is faster"
 
 
 @dataclass

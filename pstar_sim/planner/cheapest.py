@@ -40,7 +40,7 @@ __all__ = ["Bill", "Cheapest", "Offer", "bill", "cheapest"]
 HOUR_S, DAY_S = 3600.0, 86400.0
 MOST_NODES = 64
 POLICIES = ("optimal",)
-"""Tried where none is named: it is never slower than any other."""
+"""Tried where none is named: it is as fast as any other to 0.01 % (policy/ties.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)

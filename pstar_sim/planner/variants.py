@@ -16,8 +16,8 @@ the usual chunk size) and of what computing and stashes take with the link to th
 is less than WORTH under the best so far. `optimal` searches long, so at first it plans SEARCHED at most, ALIKE of them
 with one number of micro-batches, and leaves out what tide would have no room for. Then the other policies, which are
 quick, are asked about all that it has not planned, where their bound (for most: that of plans which stream nothing) is
-under the best so far; wherever one of them is faster, `optimal` plans that candidate too. So it is never slower than
-what another policy would have chosen.
+under the best so far; wherever one of them is faster, `optimal` plans that candidate too. So it is as fast as
+what another policy would have chosen (policy/ties.py).
 """
 
 from __future__ import annotations
