@@ -1165,8 +1165,10 @@ class Session:
         values: dict[int, torch.Tensor] = {}
         self.at_work.outermost()
         if restore and self.at_work.torn and self.queues.failure is None:
-            with contextlib.suppress(Interrupted):  # it is in `queues.failure`
+            try:
                 self._mend()
+            except Exception as error:  # the device's own, say: the session ends all the same
+                self.queues.fail(error)
         if restore and self.queues.failure is None:
             if self.updating:
                 log.warning(

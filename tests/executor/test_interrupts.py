@@ -120,3 +120,26 @@ def test_without_zero_grad_an_interrupted_backward_is_refused() -> None:
         loop.iterate(batch)
     assert all(torch.equal(a, b) for a, b in zip(loop.standing(), bench.left_out))
     optimizer.session.close()
+
+
+@pytest.mark.parametrize("restore", [True, False])
+def test_an_interrupted_session_closes(restore: bool) -> None:
+    """Without `zero_grad()` too: parameters have the values of the last whole step."""
+    bench = bench_of(_interrupts.Case(policy="tide", update="step", path="off plan"))
+    backend = Interrupting()
+    model, optimizer = executor.prepare(
+        copy.deepcopy(bench.model), bench.plan, executor.AdamW(lr=_interrupts.LR), backend=backend
+    )
+    loop = _interrupts.Loop(model, optimizer)
+    loop.iterate(bench.batches[0])
+    before = model.state_dict()
+    loss = model(bench.batches[1])
+    loop.evaluate(bench.batches[1])
+    backend.left = 2
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    threads = optimizer.session.queues._threads
+    optimizer.session.close(restore=restore)
+    assert not [thread for thread in threads if thread.is_alive()]
+    if restore:
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
