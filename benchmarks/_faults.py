@@ -54,7 +54,8 @@ class Dying(ThreadQueues):
         self._left = at
 
     def start(self, program: Program, work: Work) -> None:
-        super().start(program, _DyingWork(work, program, self))
+        self._dying = _DyingWork(work, program, self)  # queues hold their work weakly
+        super().start(program, self._dying)
 
     def strike(self, half: str, queue: Queue) -> None:
         if (queue, half) == self._dies:

@@ -36,6 +36,7 @@ from executor.devices.backend import Backend, StreamBackend, VirtualBackend, ava
 from executor.distributed.absent import Absent
 from executor.distributed.ranks import READS, CountOf, Ranks, count_of
 from executor.driving.drive import Driver, Loss, StepResult
+from executor.holdings import Holdings
 from executor.hooks import Event, MomentClock, tensors_of
 from executor.measuring.live_bytes import LiveStorages
 from executor.measuring.measure import Measured, Watch, measure_iteration, unseen
@@ -127,6 +128,9 @@ class Session:
         self.in_parts = False  # a backward runs part by part (driving/drive.py)
         self._driver: Driver | None = None
         self.backwards = 0  # backwards that ended in the current iteration
+        self.holdings = Holdings(backend, ranks)
+        self._dropped = weakref.finalize(self, self.holdings.let_go)
+        self._dropped.atexit = False  # the interpreter's end is `prepare`'s matter
         self._hyper = hyper
         self._now = clock
         self._classes = threading.Lock()  # a queue's thread and the user's may change a parameter's class at once
@@ -168,6 +172,8 @@ class Session:
         self.plan = plan
         self.arena = arena
         self.queues = queues
+        self.holdings.arena = arena
+        self.holdings.stoppers = [queues.stopper()]
         self.contents = Contents(arena, self.refresh, None if self.ranks is None else self.ranks.wire)
         self.program = Program(plan)
         self.cut = frozenset((r.place, r.chunk, r.list) for r in plan.initial)
@@ -293,6 +299,7 @@ class Session:
         if self.guard is None and (limited or always):
             self.guard = Guard(self)
             self.guard.begin()
+            self.holdings.at_end.append(self.guard.end)
 
     def on_event(self, event: Event) -> None:
         """The clock's only caller. Between events the user's thread computes."""
@@ -480,10 +487,13 @@ class Session:
             )
 
     def _gradient_hook(self, tensor: int) -> Callable[[torch.Tensor], None]:
+        keeper = weakref.ref(self)  # what a parameter's hooks hold is not collected
+
         def hook(parameter: torch.Tensor) -> None:
-            if not self.closed:
-                with self.at_work:
-                    self.on_gradient(tensor, parameter)
+            held = keeper()
+            if held is not None and not held.closed:
+                with held.at_work:
+                    held.on_gradient(tensor, parameter)
 
         return hook
 
@@ -1034,6 +1044,7 @@ class Session:
         queues.pause()
         if queues.program is None:
             queues.start(self.program, self)
+            self.holdings.stoppers.append(queues.stopper())
         queues.stand(standing)
         queues.allow(self.iteration)
         self.queues = queues
@@ -1160,8 +1171,6 @@ class Session:
         Raises, once all of that is done, what a queue died of if nobody has been told yet."""
         if self.closed:
             return
-        if self.guard is not None:
-            self.guard.end()
         values: dict[int, torch.Tensor] = {}
         self.at_work.outermost()
         if restore and self.at_work.torn and self.queues.failure is None:
@@ -1181,6 +1190,7 @@ class Session:
             log.warning("the parameters are left without values: the run ended with %s", self.queues.failure)
         self.end_ranks(sys.exc_info()[1])
         self.closed = True
+        self._dropped.detach()
         try:
             self.queues.stop()
         finally:
@@ -1200,8 +1210,7 @@ class Session:
                 disown(parameter)
                 if t in values:
                     parameter.data = values[t].to(self.home)
-        self.arena.empty()
-        self.backend.close()
+        self.holdings.end()
 
 
 def _some_loss(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pstar_sim.errors import ContractError
 from pstar_sim.workload.workload import Phase
 
 __all__ = ["ROOT", "Event", "MomentClock", "units"]
@@ -59,6 +61,15 @@ def units(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+@dataclass
+class _Link:
+    """From hooks on outputs to their clock. They hold it weakly: what hangs on a graph is not collected with a model
+    that keeps an output of its own."""
+
+    clock: weakref.ref[MomentClock]
+    closed: bool = False
+
+
 class MomentClock:
     """Calls `on_event(event)` at every event of `model` until `close()`. Costs a few microseconds an event.
 
@@ -85,6 +96,7 @@ class MomentClock:
         self._callback_due = False
         self._in_one = False  # several calls of autograd are one backward
         self._handles: list[Any] = []
+        self._link = _Link(weakref.ref(self))
         for name, module in self.units.items():
             self._handles.append(module.register_forward_pre_hook(wrap(self._begin_hook(name)), prepend=True))
             self._handles.append(module.register_forward_hook(wrap(self._end_hook(name))))
@@ -134,6 +146,7 @@ class MomentClock:
             handle.remove()
         self._handles.clear()
         self._on_event = _ignore
+        self._link.closed = True
 
     def _begin_hook(self, name: str) -> Callable[..., None]:
         word = f"begin:{name or ROOT}"
@@ -177,13 +190,20 @@ class MomentClock:
     def _hook_outputs(self, name: str, word: str, output: Any) -> None:
         fired = False
         micro_batch = self.micro_batch if self._trains() else -1
+        link = self._link
 
         def grad(_: torch.Tensor) -> None:
             nonlocal fired
             if not fired:
                 fired = True
-                self._watch_backward()
-                self._on_event(Event("grad", name, word, Phase.BWD, micro_batch))
+                clock = link.clock()
+                if clock is not None:
+                    clock._watch_backward()
+                    clock._on_event(Event("grad", name, word, Phase.BWD, micro_batch))
+                elif not link.closed:
+                    raise ContractError(
+                        "a backward through a prepared model that nobody holds any more; keep its optimizer"
+                    )
 
         seen: set[int] = set()
         for tensor in tensors_of(output):

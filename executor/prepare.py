@@ -25,6 +25,7 @@ from executor.devices.backend import Backend, available_host_bytes, keep_freed_p
 from executor.devices.device import DeviceOptions, check_placement, move_buffers, open_backend
 from executor.distributed.ranks import CountOf, Ranks, count_of, join, share_values
 from executor.engine import Session
+from executor.holdings import ask_torch_threads
 from executor.measuring.measure import unseen
 from executor.memory.arena import Arena, check_gpu_memory, check_host_memory
 from executor.moments import describe_parameters
@@ -134,11 +135,9 @@ def prepare(
             share_values(ranks, model)
         if made.device.type == "cpu" and not keep_freed_pages():
             log.info("the C library is not glibc: evicted memory may go back to the system each time")
-        threads_before = torch.get_num_threads()
         if made.device.type != "cpu":
             threads = None
-        if threads is not None:
-            torch.set_num_threads(threads)
+        take_threads_back = ask_torch_threads(threads) if threads is not None else lambda: None
         torch_optimizer = OffloadedAdamW(groups, optimizer)
         scale = loss_scale_for(optimizer.loss_scale, tensors)
         skeleton = _skeleton(model) if plan.steps else None
@@ -156,7 +155,7 @@ def prepare(
             arena.allocate_slabs()
         except DoesNotFit:
             put_buffers_back()
-            torch.set_num_threads(threads_before)
+            take_threads_back()
             raise
         give_memory(parameters, arena)
         session = Session(
@@ -177,6 +176,7 @@ def prepare(
         )
         sessions.append(session)
         torch_optimizer.session = session
+        session.holdings.at_end.append(take_threads_back)
         session.home = home
         session.optimizer = weakref.ref(torch_optimizer)
         session.on_close.append(put_buffers_back)
@@ -188,14 +188,12 @@ def prepare(
             session.close(restore=False)
             raise
         session.on_close += [_guard_model(model, session), carry_out(session)]
-        if threads is not None:
-            session.on_close.append(lambda: torch.set_num_threads(threads_before))
         _watch_batches(model, session)
         session.guard_memory()
         session.start()
         stop = _stop_at_exit(session)
         atexit.register(stop)
-        session.on_close.append(lambda: atexit.unregister(stop))
+        session.holdings.at_end.append(lambda: atexit.unregister(stop))
         return model, torch_optimizer
 
 

@@ -32,6 +32,7 @@ from executor.hooks import tensors_of
 from executor.measuring.measure import unseen
 from pstar_sim.core.slabs import stash_key
 from pstar_sim.core.step import Kind, Queue, Step
+from pstar_sim.errors import ContractError
 from pstar_sim.policy.stashes import StashMoves
 from pstar_sim.workload.workload import Stash
 
@@ -128,17 +129,24 @@ class Collection:
     """What one call of a block saves. pack, unpack: for `torch.autograd.graph.saved_tensors_hooks`."""
 
     def __init__(self, stashes: Stashes, inputs: Any) -> None:
-        self._stashes = stashes
-        self._session = stashes.session
+        self._keeper = weakref.ref(stashes.session)  # what hangs on a graph is not collected
         self.inputs = {t.untyped_storage()._cdata for t in tensors_of(inputs)}
         self.saved: dict[int, weakref.ref[_Saved]] = {}
 
+    @property
+    def _session(self) -> Session:
+        session = self._keeper()
+        if session is None:
+            raise ContractError("a graph of a prepared model that nobody holds any more; keep the model")
+        return session
+
     def pack(self, tensor: torch.Tensor) -> Any:
-        demand = self._session.demand
+        session = self._session
+        demand = session.demand
         with unseen(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             if demand.chunk_of_storage(tensor) is not None:
                 return demand._pack(tensor) if demand.active else tensor.detach()
-            if not self._stashes.takes(tensor):
+            if not session.stashes.takes(tensor):
                 return tensor.detach()
             key = tensor.untyped_storage()._cdata
             known = self.saved.get(key)
@@ -153,7 +161,7 @@ class Collection:
             return packed
         first, second = packed
         if isinstance(first, _Saved):
-            return self._stashes.tensor(first, second)
+            return self._session.stashes.tensor(first, second)
         return self._session.demand._unpack(packed)
 
 

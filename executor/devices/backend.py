@@ -11,6 +11,7 @@ keep them, and to use one arena so that what one queue's thread frees another ca
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -25,7 +26,14 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import OutOfMemory
 
-__all__ = ["Backend", "StreamBackend", "VirtualBackend", "available_host_bytes", "keep_freed_pages"]
+__all__ = [
+    "Backend",
+    "StreamBackend",
+    "VirtualBackend",
+    "available_host_bytes",
+    "give_freed_pages_back",
+    "keep_freed_pages",
+]
 
 
 class Backend(Protocol):
@@ -307,6 +315,12 @@ def keep_freed_pages() -> bool:
     most = 2**31 - 1
     done = [mallopt(m_mmap_max, 0), mallopt(m_trim_threshold, most), mallopt(m_arena_max, 1)]
     return all(done)
+
+
+def give_freed_pages_back() -> None:
+    """Pages that malloc kept for the next refill go back to the system: a session is over."""
+    with contextlib.suppress(OSError, AttributeError):  # a C library that keeps none
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def available_host_bytes() -> int:

@@ -87,6 +87,7 @@ class _Stream:
                 self._failure = error
             if isinstance(work, VirtualEvent):
                 work.complete(time.perf_counter(), self._failure)
+            del work  # its tensors are not held while nothing is issued
 
 
 class VirtualStreams(VirtualBackend):

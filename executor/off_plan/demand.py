@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,7 @@ class Demand:
         self._recompute: set[int] = set()  # chunks whose views a recomputation holds
         self._backward_moment = False
         self._before_visit: frozenset[tuple[Place, int, str]] | None = None
+        self._hooks = _held_weakly(self)
         self._tide = _Tide(session.plan.workload.moments)
         self._shapes: dict[Any, tuple[Moment, ...] | None] = {}  # batch shapes -> moments if not the plan's
         self._batch_moments: tuple[Moment, ...] | None = None
@@ -916,10 +918,10 @@ class Demand:
             s.meet_interruption()
             with s.at_work, unseen():
                 self.visit()
-        pack, unpack = self._pack, self._unpack
+        pack, unpack = self._hooks
         own = saved_tensor_hooks()
         if own is not None:  # the loop's: activation offload, or checkpointing, which counts what is saved
-            pack, unpack = _beside(own, self)
+            pack, unpack = _beside(own, self._hooks, self.chunk_of_storage)
         with torch._C.DisableTorchFunctionSubclass(), _Reads(self):
             if not torch.is_grad_enabled() or pack is None:
                 return func(*args, **kwargs)
@@ -1015,20 +1017,35 @@ class _Reads(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _beside(own: tuple[Any, Any], demand: Demand) -> tuple[Any, Any]:
+def _held_weakly(demand: Demand) -> tuple[Any, Any]:
+    """Saved-tensor hooks that do not hold the session: what hangs on a graph is not collected."""
+    keeper = weakref.ref(demand)
+
+    def held() -> Demand:
+        found = keeper()
+        if found is None:
+            raise ContractError("a graph of a prepared model that nobody holds any more, or of a plan before this one")
+        return found
+
+    return lambda tensor: held()._pack(tensor), lambda packed: held()._unpack(packed)
+
+
+def _beside(own: tuple[Any, Any], mine: tuple[Any, Any], chunk_of: Callable[[torch.Tensor], int | None]) -> Any:
     """Saved-tensor hooks that keep working lists by chunk and leave every other tensor to the loop's own hooks. (None,
     None) for those of torch.utils.checkpoint, which must see all."""
     pack, unpack = own
     if getattr(pack, "__module__", "") == "torch.utils.checkpoint":
         return None, None
 
+    pack_mine, unpack_mine = mine
+
     def pack_both(tensor: torch.Tensor) -> Any:
-        mine = demand.chunk_of_storage(tensor) is not None
-        return mine, demand._pack(tensor) if mine else pack(tensor)
+        ours = chunk_of(tensor) is not None
+        return ours, pack_mine(tensor) if ours else pack(tensor)
 
     def unpack_both(packed: Any) -> Any:
-        mine, kept = packed
-        return demand._unpack(kept) if mine else unpack(kept)
+        ours, kept = packed
+        return unpack_mine(kept) if ours else unpack(kept)
 
     return pack_both, unpack_both
 

@@ -11,10 +11,12 @@ where memory ran out before.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from executor.devices.backend import VirtualBackend
 from executor.measuring.live_bytes import LiveStorages
@@ -28,6 +30,11 @@ if TYPE_CHECKING:
 __all__ = ["Guard"]
 
 TRIES = 8
+_FLAGS = (
+    "old_dispatch_mode_flags",
+    "old_non_infra_dispatch_mode_flags",
+    "old_without_ignore_compile_internals_dispatch_mode_flags",
+)
 
 
 class Guard(LiveStorages):  # type: ignore[no-untyped-call]
@@ -36,8 +43,9 @@ class Guard(LiveStorages):  # type: ignore[no-untyped-call]
 
     def __init__(self, session: Session) -> None:
         super().__init__([], session.model.buffers(), costs=False, device=session.backend.device)
-        self._session = session
+        self._keeper = weakref.ref(session)
         self._entered = False
+        self._thread = 0
         backend = session.backend
         self._counts = backend if isinstance(backend, VirtualBackend) else None
         if self._counts is not None:
@@ -52,15 +60,27 @@ class Guard(LiveStorages):  # type: ignore[no-untyped-call]
         for chunk in s.plan.layout.chunks:
             self.ignore(s.arena.whole(chunk.index, "param").untyped_storage())
 
+    @property
+    def _session(self) -> Session:
+        session = self._keeper()
+        assert session is not None  # `watches` has asked
+        return session
+
     def begin(self) -> None:
+        self._thread = threading.get_ident()
+        for other in list(_LEFT):
+            if other._thread == self._thread and take_off(other):
+                _LEFT.discard(other)
         self.__enter__()  # type: ignore[no-untyped-call]
         self._entered = True
 
     def end(self) -> None:
-        """No more watching. A mode that was entered later and not left keeps this one on the stack, where it does
-        nothing."""
-        if self._entered and _get_current_dispatch_mode() is self:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        """No more watching. Where it cannot leave its thread's stack now (this is another thread, or the modes stand
+        aside), it does nothing there until the next guard of that thread begins."""
+        self._ours.clear()
+        self._keep.clear()
+        if self._entered and not (threading.get_ident() == self._thread and take_off(self)):
+            _LEFT.add(self)
         self._entered = False
 
     @property
@@ -70,8 +90,8 @@ class Guard(LiveStorages):  # type: ignore[no-untyped-call]
 
     @property
     def watches(self) -> bool:
-        s = self._session
-        if not self._entered or s.closed or s.ladder.given_up or not s.clock.inside:
+        s = self._keeper()
+        if s is None or not self._entered or s.closed or s.ladder.given_up or not s.clock.inside:
             return False
         return s.cursor >= 0 or s.demand.active or s.demand.visiting
 
@@ -124,3 +144,26 @@ class Guard(LiveStorages):  # type: ignore[no-untyped-call]
     def _make_room(self, error: OutOfMemory) -> None:
         with self._session.at_work, unseen():
             self._session.ladder.give_back(error, needed=set(), alive_bytes=self.current)
+
+
+_LEFT: weakref.WeakSet[Guard] = weakref.WeakSet()  # ended, and on a stack still
+
+
+def take_off(mode: TorchDispatchMode) -> bool:
+    """Take a mode off this thread's stack, also from under modes that were entered later; False if it is not there."""
+    size = torch._C._len_torch_dispatch_stack()
+    if not any(torch._C._get_dispatch_stack_at(i) is mode for i in range(size)):
+        return False
+    above: list[TorchDispatchMode] = []
+    while torch._C._get_dispatch_stack_at(torch._C._len_torch_dispatch_stack() - 1) is not mode:
+        above.append(_pop_mode())
+    if not above:
+        mode.__exit__(None, None, None)
+        return True
+    _pop_mode()
+    for name in _FLAGS:  # what was before this mode is now before the one over it
+        if hasattr(mode, name):
+            getattr(above[-1], name)[-1] = getattr(mode, name).pop()
+    for other in reversed(above):
+        _push_mode(other)
+    return True

@@ -11,8 +11,9 @@ before the first, so `id@-1` is satisfied at the start.
 
 from __future__ import annotations
 
+import traceback
 from collections import defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from pstar_sim.core.plan import Plan
@@ -23,10 +24,18 @@ if TYPE_CHECKING:
     from executor.measuring.measured import IterationLog, StepLog
     from executor.memory.arena import ByteChange
 
-__all__ = ["SIDE_QUEUES", "Program", "Queues", "QueuesBase", "Work"]
+__all__ = ["SIDE_QUEUES", "Program", "Queues", "QueuesBase", "Work", "without_locals"]
 
 SIDE_QUEUES = (Queue.H2D, Queue.D2H, Queue.ADAM, Queue.NET)
 """The queues besides compute."""
+
+
+def without_locals(error: BaseException) -> None:
+    """An error that is kept says where it was raised, and holds nothing that was there (the work)."""
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__
 
 
 class Program:
@@ -96,7 +105,7 @@ class Queues(Protocol):
     """The side queues. All methods are called from the user's thread."""
 
     def start(self, program: Program, work: Work) -> None:
-        """Begin; nothing runs before the first `allow`."""
+        """Begin; nothing runs before the first `allow`. The work is held weakly, but while a step of it runs."""
         ...
 
     def allow(self, iteration: int) -> None:
@@ -139,6 +148,10 @@ class Queues(Protocol):
 
     def stop(self) -> None:
         """End the queues; returns when they have."""
+        ...
+
+    def stopper(self) -> Callable[[], object]:
+        """What ends their threads when nobody holds the work any more. Holds neither the work nor the queues."""
         ...
 
     def renew(self) -> Queues:
@@ -210,6 +223,17 @@ class QueuesBase:
         self._started: Program | None = None
         self._failure: BaseException | None = None
         self._short: dict[Queue, OutOfMemory] = {}
+        self._worker: Callable[[], Work | None] = lambda: None
+
+    @property
+    def _work(self) -> Work:
+        work = self._worker()
+        if work is None:
+            raise PlanError("these queues' work is gone: start them first, and keep the session")
+        return work
+
+    def stopper(self) -> Callable[[], object]:
+        return lambda: None
 
     @property
     def failure(self) -> BaseException | None:

@@ -6,6 +6,7 @@ For tests of interleavings, and for measurements that follow a predicted order (
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -51,7 +52,7 @@ class SerialQueues(QueuesBase):
         self._at.update(at)
 
     def start(self, program: Program, work: Work) -> None:
-        self._program, self._work = program, work
+        self._program, self._worker = program, weakref.ref(work)
         self._started = program
         self._at = {queue: (0, 0) for queue in SIDE_QUEUES if program.order.get(queue)}
 

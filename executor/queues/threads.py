@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
-from executor.queues.interface import SIDE_QUEUES, Program, QueuesBase, Work
+from executor.queues.interface import SIDE_QUEUES, Program, QueuesBase, Work, without_locals
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import OutOfMemory, PlanError
 from pstar_sim.python310 import add_note
@@ -17,6 +18,34 @@ __all__ = ["ThreadQueues"]
 log = logging.getLogger("executor")
 
 _LOOK_S = 1.0  # how often a wait looks whether the threads are alive
+
+
+class _Crew:
+    """The threads of queues and what they wait on. The lock is reentrant: a collection of garbage may stop the crew in
+    the middle of anything, also in one of its own threads."""
+
+    def __init__(self, join_s: float) -> None:
+        self.lock = threading.RLock()
+        self.conditions: list[threading.Condition] = []
+        self.threads: list[threading.Thread] = []
+        self.stopping = False
+        self._join_s = join_s
+
+    def notify_all(self) -> None:
+        for condition in self.conditions:
+            condition.notify_all()
+
+    def stop(self) -> None:
+        with self.lock:
+            self.stopping = True
+            self.notify_all()
+        if threading.current_thread() in self.threads:
+            return  # the others may need what this one holds; they end as soon as they can
+        for thread in self.threads:
+            thread.join(self._join_s)
+        stuck = [thread.name for thread in self.threads if thread.is_alive()]
+        if stuck:
+            log.warning("%s did not stop within %.0f s", ", ".join(stuck), self._join_s)
 
 
 class ThreadQueues(QueuesBase):
@@ -34,13 +63,13 @@ class ThreadQueues(QueuesBase):
         self._watchdog_s = watchdog_s
         self._join_s = join_s
         self._clock = clock
-        self._lock = threading.Lock()
+        self._crew = _Crew(join_s)
+        self._lock = self._crew.lock
         self._conditions = {queue: threading.Condition(self._lock) for queue in (Queue.COMPUTE, *SIDE_QUEUES)}
         self._busy: set[Queue] = set()
         self._waiting: set[Queue] = set()
-        self._threads: list[threading.Thread] = []
         self._ended_here = threading.Condition(self._lock)  # for steps that wait for others (await_steps)
-        self._stopping = False
+        self._crew.conditions = [*self._conditions.values(), self._ended_here]
         self._ended_steps = 0
 
     def renew(self) -> ThreadQueues:
@@ -51,14 +80,14 @@ class ThreadQueues(QueuesBase):
             self._at.update(at)
 
     def start(self, program: Program, work: Work) -> None:
-        self._program, self._work = program, work
+        self._program, self._worker = program, weakref.ref(work)
         self._started = program
         for queue in SIDE_QUEUES:
             if program.order.get(queue):
                 self._at[queue] = (0, 0)
                 thread = threading.Thread(target=self._run, args=(queue,), name=f"executor-{queue.value}", daemon=True)
-                self._threads.append(thread)
-        for thread in self._threads:
+                self._crew.threads.append(thread)
+        for thread in self._crew.threads:
             thread.start()
 
     def _run(self, queue: Queue) -> None:
@@ -71,6 +100,7 @@ class ThreadQueues(QueuesBase):
                 iteration, at = self._at[queue]
                 word = self._program.word(self._program.order[queue][at], iteration)
                 add_note(error, f"raised in queue {queue.value}, at {word}")
+                without_locals(error)
                 self._busy.discard(queue)
                 self._failure = self._failure or error
                 self._notify_all()
@@ -83,7 +113,7 @@ class ThreadQueues(QueuesBase):
         waited_for: int | None = None
         with self._lock:
             while True:
-                if self._stopping or self._failure is not None:
+                if self._crew.stopping or self._failure is not None:
                     return False
                 iteration, at = self._at[queue]
                 i = order[at]
@@ -96,18 +126,21 @@ class ThreadQueues(QueuesBase):
                 condition.wait()
                 self._waiting.discard(queue)
             self._busy.add(queue)
+        work = self._work  # held until the step has ended
         self._arrive(queue, i, iteration)
         try:
-            self._work.begin(i, iteration, ready_s, waited_for)
+            work.begin(i, iteration, ready_s, waited_for)
         except OutOfMemory as error:
+            without_locals(error)
+            del work
             self._refused(i)
             with self._lock:
                 self._busy.discard(queue)
                 self._short[queue] = error
                 self._notify_all()
             return True
-        self._work.work(i, iteration)
-        self._work.finish(i, iteration)
+        work.work(i, iteration)
+        work.finish(i, iteration)
         self._depart(queue, i, iteration)
         with self._lock:
             self._busy.discard(queue)
@@ -138,8 +171,7 @@ class ThreadQueues(QueuesBase):
             self._conditions[Queue.COMPUTE].notify_all()
 
     def _notify_all(self) -> None:
-        for condition in (*self._conditions.values(), self._ended_here):
-            condition.notify_all()
+        self._crew.notify_all()
 
     def allow(self, iteration: int) -> None:
         with self._lock:
@@ -156,7 +188,7 @@ class ThreadQueues(QueuesBase):
             while any(self._program.done[i] < iteration for i in steps):
                 if self._failure is not None:
                     raise self._failure
-                if self._stopping:
+                if self._crew.stopping:
                     raise PlanError("the queues were stopped while a step waited for another")
                 self._look_at_threads()
                 self._ended_here.wait(min(self._watchdog_s, _LOOK_S))
@@ -212,15 +244,10 @@ class ThreadQueues(QueuesBase):
             self._short.clear()
 
     def stop(self) -> None:
-        with self._lock:
-            self._stopping = True
-            self._notify_all()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(self._join_s)
-        stuck = [thread.name for thread in self._threads if thread.is_alive()]
-        if stuck:
-            log.warning("%s did not stop within %.0f s", ", ".join(stuck), self._join_s)
+        self._crew.stop()
+
+    def stopper(self) -> Callable[[], object]:
+        return self._crew.stop
 
     def _wait_until(
         self,
@@ -261,8 +288,8 @@ class ThreadQueues(QueuesBase):
 
     def _look_at_threads(self) -> None:
         """A thread that ended without a word (it was struck where it would have said why) ends the run."""
-        dead = [thread.name for thread in self._threads if not thread.is_alive()]
-        if dead and not self._stopping and self._failure is None:
+        dead = [thread.name for thread in self._crew.threads if not thread.is_alive()]
+        if dead and not self._crew.stopping and self._failure is None:
             self._failure = PlanError(f"the thread {dead[0]} has ended; prepare the model again")
             self._notify_all()
 

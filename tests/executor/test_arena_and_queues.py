@@ -242,7 +242,7 @@ class TestTrouble:
         assert any("step" in note for note in raised.value.__notes__)
         assert time.monotonic() - begun < 4
         run.session.close(restore=False)
-        assert not [t for t in run.session.queues._threads if t.is_alive()]
+        assert not [t for t in run.session.queues._crew.threads if t.is_alive()]
 
     def test_ctrl_c_while_waiting(self, kit: Any, start: Callable[..., Any]) -> None:
         """A slow link: the training thread waits for a fetch when Ctrl-C comes."""
@@ -258,7 +258,7 @@ class TestTrouble:
         signal.signal(signal.SIGINT, before)
         run.session.close(restore=False)
         assert time.monotonic() - begun < 10
-        assert not [t for t in run.session.queues._threads if t.is_alive()]
+        assert not [t for t in run.session.queues._crew.threads if t.is_alive()]
 
     def test_the_watchdog_names_what_waits(self, kit: Any, small: Plan, caplog: pytest.LogCaptureFixture) -> None:
         model, draw = kit.build("mlp")

@@ -343,7 +343,7 @@ class TestTrouble:
             for _ in range(3):
                 kit.train_alone(run.model, run.optimizer, run.batches, 1)
         run.session.close(restore=False)
-        assert not [t for t in run.session.queues._threads if t.is_alive()]
+        assert not [t for t in run.session.queues._crew.threads if t.is_alive()]
 
     def test_one_that_dies_unnoticed_is_told_when_the_session_is_closed_once(
         self, kit: Any, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,82 @@
+"""Holdings: what a session has of the process, beyond objects that go by themselves.
+
+Threads, the chunks' memory, a dispatch mode, the number of torch threads. Nothing here holds the session, so that one
+whose model and optimizer nobody holds any more can be collected; `let_go` then gives back what `Session.close` would
+have.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from executor.devices.backend import Backend, give_freed_pages_back
+from executor.memory.arena import Arena
+
+if TYPE_CHECKING:
+    from executor.distributed.ranks import Ranks
+
+__all__ = ["Holdings", "ask_torch_threads"]
+
+log = logging.getLogger("executor")
+
+_before: dict[int, int] = {}  # thread -> torch's threads there before the first that asked
+_asked: dict[object, tuple[int, int]] = {}  # who asks -> (thread, how many), the last one last
+
+
+class Holdings:
+    """stoppers: end queues' threads. at_end: undo what was done to the process."""
+
+    def __init__(self, backend: Backend, ranks: Ranks | None) -> None:
+        self._backend = backend
+        self._ranks = ranks
+        self.arena: Arena | None = None
+        self.stoppers: list[Callable[[], object]] = []
+        self.at_end: list[Callable[[], object]] = []
+
+    def end(self) -> None:
+        """Memory goes back, and the process is as it was. The queues have been stopped."""
+        for action in self.at_end:
+            action()
+        if self.arena is not None:
+            self.arena.empty()
+        self._backend.close()
+        if self._backend.device.type == "cpu":
+            give_freed_pages_back()
+
+    def let_go(self) -> None:
+        """The session has been collected. Called in whatever thread that happens."""
+        try:
+            if self._ranks is not None:
+                self._ranks.announce(None, 0)
+            for stop in self.stoppers:
+                stop()
+            if self._ranks is not None:
+                self._ranks.close()
+        except Exception as error:  # nobody is there to raise it to
+            log.warning("the end of a run that nobody held any more: %s: %s", type(error).__name__, error)
+        finally:
+            self.end()
+
+
+def ask_torch_threads(count: int) -> Callable[[], None]:
+    """Set torch's threads, which each thread has a number of; returns what takes that back. The last that asks counts;
+    when none is left, there are as many as before the first. Taken back in another thread (a collection of garbage),
+    that is for the next one here to do."""
+    thread = threading.get_ident()
+    _before.setdefault(thread, torch.get_num_threads())
+    who = object()
+    _asked[who] = (thread, count)
+    torch.set_num_threads(count)
+
+    def take_back() -> None:
+        if _asked.pop(who, None) is None or threading.get_ident() != thread:
+            return
+        left = [number for where, number in _asked.values() if where == thread]
+        torch.set_num_threads(left[-1] if left else _before.pop(thread))
+
+    return take_back
