@@ -66,7 +66,8 @@ class DelayedQueues(ThreadQueues):
             time.sleep(self._rng.random() * self._longest_s)
 
     def start(self, program: Program, work: Work) -> None:
-        super().start(program, _DelayedWork(work, self.delay))
+        self._delayed = _DelayedWork(work, self.delay)  # queues hold their work weakly
+        super().start(program, self._delayed)
 
     def wait(self, i: int, iteration: int) -> int | None:
         self.delay()

@@ -44,6 +44,7 @@ replacement; everything else behaves as in plain torch. Silence is the one wrong
 | `optimizer.state_dict()`, `load_state_dict()` | as plain torch, also from and to it (bf16: the master copy besides) |
 | learning-rate schedulers, writing `param_groups` | as plain torch: read at each `step()` |
 | the same between forward and `step()` with eager updates | ContractError: change them before the forward |
+| model and optimizer dropped without `session.close()` | as plain torch, collected with threads and memory |
 | an operator refused memory by CUDA | as plain torch, its error; `session.ladder.recover(error)`, then run again |
 | a batch of another shape | runs and counts as a deviation if it fits the budget, DoesNotFit otherwise |
 """
