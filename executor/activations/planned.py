@@ -7,6 +7,11 @@ the switch that transformers' layers have (`gradient_checkpointing`) is turned o
 
 [Note: around the call] What is replaced is the block's `_call_impl`, which torch runs for every call, hooks included:
 so the events of a block's modules are those of a capture in which the model itself checkpoints the block.
+
+[Note: the device's generator] torch saves, for a recomputation, the generators of the devices on which the positional
+arguments are, and of no others. A block that is called with keyword arguments only, or that moves its input to the
+device itself, would draw other dropout masks the second time, and nothing would say so. So each checkpointed call gets
+an empty tensor on the run's device as its first positional argument.
 """
 
 from __future__ import annotations
@@ -79,7 +84,7 @@ def carry_out(session: Session) -> Callable[[], None]:
         if how == "offload":
             undo.append(_around(module, _offloaded(session, block)))
         elif how == "recompute":
-            undo.append(_around(module, _recomputed))
+            undo.append(_around(module, _recomputed_on(session.backend.device)))
         elif _compiled(modules, block) is None:
             undo.append(_around(module, _kept(session, block)))
 
@@ -92,12 +97,12 @@ def carry_out(session: Session) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def recomputing(model: nn.Module, w: Workload) -> Iterator[None]:
-    """Inside, the blocks that w recomputes are recomputed and no others, for a capture."""
+    """Inside, the blocks that w recomputes are recomputed and no others, for a capture, which is on the host."""
     modules = dict(model.named_modules(remove_duplicate=False))
     undo: list[Callable[[], None]] = []
     for block, how in w.activations:
         if how == "recompute":
-            undo.append(_around(modules[block], _recomputed))
+            undo.append(_around(modules[block], _recomputed_on(torch.device("cpu"))))
         else:
             undo += _switch_off(modules[block])
     try:
@@ -142,11 +147,21 @@ def _around(module: nn.Module, how: Callable[[_Call, nn.Module, Any, Any], Any])
     return remove
 
 
-def _recomputed(plain: _Call, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    ours = torch.is_grad_enabled() and module.training and saved_tensor_hooks() is None
-    if not ours or _in_backward() or getattr(module, _SWITCH, False) is True:
-        return plain(*args, **kwargs)
-    return checkpoint(plain, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+def _recomputed_on(device: torch.device) -> Callable[[_Call, nn.Module, Any, Any], Any]:
+    """See [Note: the device's generator]; torch always saves the host's."""
+    there = () if device.type == "cpu" else (torch.empty(0, device=device),)
+
+    def call(plain: _Call, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        ours = torch.is_grad_enabled() and module.training and saved_tensor_hooks() is None
+        if not ours or _in_backward() or getattr(module, _SWITCH, False) is True:
+            return plain(*args, **kwargs)
+
+        def run(*given: Any, **named: Any) -> Any:
+            return plain(*given[len(there) :], **named)
+
+        return checkpoint(run, *there, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+
+    return call
 
 
 def _kept(session: Session, block: str) -> Callable[[_Call, nn.Module, Any, Any], Any]:

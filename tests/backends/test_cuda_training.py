@@ -7,12 +7,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import executor
+from executor.activations.planned import carry_out
 from executor.queues.streams import StreamQueues
 from pstar_sim.core.plan import Settings
 from pstar_sim.core.step import Place, Queue
@@ -208,6 +210,39 @@ class TestPlaces:
         assert {b.device.type for b in run.model.buffers()} == {"cuda"}
         run.session.close(restore=False)
         assert {b.device.type for b in run.model.buffers()} == {"cpu"}
+
+
+def test_dropout_in_a_recomputed_block_called_with_keywords_only() -> None:
+    """The gradient is that of a block that is kept, to the bit: the same masks from the device's own generator."""
+
+    class Dropped(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.dropout(self.inner(x), 0.5).sin()
+
+    model = torch.nn.ModuleDict({"block": Dropped()}).cuda()
+    x = torch.randn(32, 64, device="cuda")
+
+    def gradient() -> torch.Tensor:
+        torch.cuda.manual_seed(3)
+        model.zero_grad()
+        model["block"](x=x).sum().backward()
+        found: torch.Tensor = model["block"].inner.weight.grad.clone()
+        return found
+
+    kept = gradient()
+    session: Any = SimpleNamespace(
+        plan=SimpleNamespace(workload=SimpleNamespace(activations=(("block", "recompute"),))),
+        model=model,
+        backend=SimpleNamespace(device=x.device),
+    )
+    undo = carry_out(session)
+    recomputed = gradient()
+    undo()
+    assert torch.equal(kept, recomputed)
 
 
 def test_recorded_on_the_device(kit: Any, start: Callable[..., Any]) -> None:

@@ -6,20 +6,23 @@ says.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import executor
-from executor.activations.planned import recomputing
+from executor.activations.planned import carry_out, recomputing
 from executor.capture import capture_module
 from executor.devices.virtual_streams import VirtualStreams
 from executor.measuring.live_bytes import LiveStorages
@@ -221,6 +224,86 @@ def test_dropout_is_the_same_when_a_block_runs_again(kit: Any) -> None:
         assert optimizer.session.deviations == 0
     finally:
         optimizer.session.close(restore=False)
+
+
+class OnTheCard(torch.Tensor):
+    """An empty tensor that says it is on a CUDA device; made without one."""
+
+    @staticmethod
+    def __new__(cls) -> OnTheCard:
+        made: OnTheCard = torch.Tensor._make_wrapper_subclass(cls, (0,), dtype=torch.float32, device="cuda:0")
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is torch.ops.aten.detach.default
+        return args[0]
+
+
+class MadeThere(TorchFunctionMode):  # type: ignore[misc]
+    """`torch.empty` on a CUDA device gives an OnTheCard."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and torch.device(kwargs.get("device") or "cpu").type == "cuda":
+            return OnTheCard()
+        return func(*args, **kwargs)
+
+
+class Masked(nn.Module):
+    """Its masks come from the device's generator; it runs on the host."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.generator = generator
+        self.masks: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        self.masks.append(torch.rand(x.shape, generator=self.generator) > 0.5)
+        return (x * self.masks[-1]).sin()
+
+
+@pytest.mark.parametrize(("device", "again"), [("cuda:0", True), ("cpu", False)])
+def test_a_block_called_with_keywords_only_draws_the_devices_masks_again(
+    device: str, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own checkpoint, with a generator of the host as the device's. Told that the run is on the host, it saves
+    nothing of the device for a block without positional arguments: the masks differ, the gradient is wrong, and nobody
+    says so. Told that it is on the device, the gradient is that of a block that is kept."""
+    generator = torch.Generator()
+    monkeypatch.setattr(torch.cuda, "_initialized", True)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device=None: generator.get_state())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device=None: generator.set_state(state))
+    model = nn.ModuleDict({"block": Masked(generator)})
+    block: Any = model["block"]
+    x = torch.linspace(-1.0, 1.0, 256).reshape(32, 8)
+
+    def gradient() -> torch.Tensor:
+        generator.manual_seed(3)
+        block.masks.clear()
+        model.zero_grad()
+        block(x=x).sum().backward()
+        found: torch.Tensor = block.inner.weight.grad.clone()
+        return found
+
+    kept = gradient()
+    after = torch.rand(1, generator=generator)
+    session: Any = SimpleNamespace(
+        plan=SimpleNamespace(workload=SimpleNamespace(activations=(("block", "recompute"),))),
+        model=model,
+        backend=SimpleNamespace(device=torch.device(device)),
+    )
+    with MadeThere():
+        undo = carry_out(session)
+    recomputed = gradient()
+    undo()
+    assert len(block.masks) == 2
+    assert torch.equal(*block.masks) == torch.equal(recomputed, kept) == again
+    if again:
+        assert torch.equal(torch.rand(1, generator=generator), after)  # what is drawn next is not drawn twice
 
 
 # Off the plan.
