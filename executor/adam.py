@@ -142,7 +142,8 @@ def _fused(
         [momentum[start:stop]],
         [variance[start:stop]],
         [],
-        [torch.full((), float(steps + 1), device=param.device)],  # filled there: no copy, no wait
+        # Filled there: no copy, no wait. torch wants fp32, whatever the default is; fp16 cannot count beyond 2048.
+        [torch.full((), float(steps + 1), dtype=torch.float32, device=param.device)],
         lr=hyper.lr,
         beta1=hyper.beta1,
         beta2=hyper.beta2,
@@ -157,7 +158,7 @@ def total_norm(norms: Iterable[torch.Tensor]) -> torch.Tensor:
     """Norm of the norms of all gradients, as `torch.nn.utils.clip_grad_norm_` takes it; 0 if there is none."""
     stacked = list(norms)
     if not stacked:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32)
     if len({each.device for each in stacked}) > 1:  # of chunks updated on the host and on the gpu
         stacked = [each.cpu() for each in stacked]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(stacked))

@@ -174,7 +174,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 if tensor is None or not session.contents.steps_taken[tensor]:
                     continue
                 row = {
-                    "step": torch.tensor(float(session.contents.steps_taken[tensor])),
+                    "step": torch.tensor(float(session.contents.steps_taken[tensor]), dtype=torch.float32),
                     "exp_avg": session.state_value(tensor, "momentum"),
                     "exp_avg_sq": session.state_value(tensor, "variance"),
                 }

@@ -48,6 +48,11 @@ __all__ = ["Blocks", "PoolShape", "block_bytes", "check_allocator", "pool_shape"
 log = logging.getLogger("executor")
 
 MIB = 1 << 20
+# torch reads the settings once, from either variable, when the process first uses them.
+_UNSET = (
+    "Before Python starts, take {0} out of PYTORCH_CUDA_ALLOC_CONF and of PYTORCH_ALLOC_CONF, or remove both: unset "
+    "PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF"
+)
 PoolShape = tuple[int, int]  # bytes of a block, bytes the pool may grow to
 
 
@@ -74,14 +79,19 @@ def check_allocator() -> None:
     backend = torch.cuda.get_allocator_backend()
     if backend != "native":
         raise PlanError(
-            f"torch's CUDA allocator is {backend!r} (backend: in PYTORCH_CUDA_ALLOC_CONF), which has no memory pools; "
-            "leave that setting out, so that it is 'native'"
+            f"torch's CUDA allocator is {backend!r}, which has no memory pools. " + _UNSET.format(f"backend:{backend}")
         )
     settings = torch.cuda.memory._snapshot().get("allocator_settings", {})
     if settings.get("expandable_segments"):
         raise PlanError(
-            "torch's CUDA allocator has expandable_segments:True (PYTORCH_CUDA_ALLOC_CONF), whose memory is not in "
-            "equal blocks: a plan's budget would not hold; set it to False for this run"
+            "torch's CUDA allocator has expandable_segments:True, whose memory is not in equal blocks: a plan's budget "
+            "would not hold. " + _UNSET.format("expandable_segments:True")
+        )
+    rounded = settings.get("roundup_power2_divisions") or {}
+    if any(int(divisions) > 1 for divisions in (rounded.values() if isinstance(rounded, dict) else [rounded])):
+        raise PlanError(
+            "torch's CUDA allocator has roundup_power2_divisions, which makes blocks larger than a plan counts: its "
+            "budget would not hold. " + _UNSET.format("roundup_power2_divisions")
         )
 
 

@@ -99,7 +99,7 @@ class Update:
             return None
         with self._lock:
             if self._coefficient is None and self.max_grad_norm is None:
-                self._coefficient = torch.tensor(self.unscale)
+                self._coefficient = torch.tensor(self.unscale, dtype=torch.float32)
             elif self._coefficient is None:
                 assert self.max_grad_norm is not None
                 self.norm = total_norm(norms()) * self.unscale
@@ -135,7 +135,7 @@ class Update:
     def skip_all(self) -> None:
         """No update in this iteration: a gradient is not finite."""
         self.skip = True
-        self.norm = torch.tensor(torch.inf)
+        self.norm = torch.tensor(torch.inf, dtype=torch.float32)
 
 
 class Contents:

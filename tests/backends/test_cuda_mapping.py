@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import executor
+from executor.adam import Hyper, Run, adamw
 from executor.devices import cuda_blocks
 from executor.devices.cuda import CudaBackend, cuda_device, default_adam_threads
 from executor.devices.cuda_blocks import MIB, Blocks, block_bytes, pool_shape, segment_of
@@ -31,7 +33,8 @@ class Card:
         self.reserved = self.allocated = self.emptied = self.streams = 0
         self.pools: list[Any] = []
         self.fractions: list[float] = []
-        self.allocator, self.expandable = "native", False
+        self.allocator = "native"
+        self.settings: dict[str, Any] = {"expandable_segments": False, "roundup_power2_divisions": {"1": 0, "1024": 1}}
         self.routed: list[Any] = []
         self.pinned_emptied: list[int] = []
         self.frees_bytes = 0  # what the next empty_cache gives back
@@ -121,9 +124,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", lambda *_: None, raising=False)
-    monkeypatch.setattr(
-        torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": {"expandable_segments": made.expandable}}
-    )
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": made.settings})
     monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: made.pinned_emptied.append(1), raising=False)
     return made
 
@@ -364,13 +365,24 @@ class TestRefusals:
         with pytest.raises(PlanError, match=r"--gpu-memory 100 MB leaves nothing: 100 MB of a card are taken by"):
             CudaBackend(torch.device("cpu"), limit_bytes=10**8)
 
-    def test_an_allocator_without_pools_or_equal_blocks(self, card: Card) -> None:
-        card.expandable = True
-        with pytest.raises(PlanError, match="expandable_segments:True"):
+    @pytest.mark.parametrize(
+        ("allocator", "settings", "says", "without"),
+        [
+            ("native", {"expandable_segments": True}, "has expandable_segments:True", "expandable_segments:True"),
+            ("native", {"roundup_power2_divisions": {"256": 8}}, "has roundup_power2", "roundup_power2_divisions"),
+            ("cudaMallocAsync", {}, "is 'cudaMallocAsync', which has no memory pools", "backend:cudaMallocAsync"),
+        ],
+    )
+    def test_an_allocator_without_pools_or_equal_blocks(
+        self, card: Card, allocator: str, settings: dict[str, Any], says: str, without: str
+    ) -> None:
+        """The error says how to undo the setting, whichever variable it came by."""
+        card.allocator = allocator
+        card.settings |= settings
+        with pytest.raises(PlanError, match=f"torch's CUDA allocator {says}") as error:
             CudaBackend(torch.device("cpu"))
-        card.allocator = "cudaMallocAsync"
-        with pytest.raises(PlanError, match="torch's CUDA allocator is 'cudaMallocAsync'"):
-            CudaBackend(torch.device("cpu"))
+        assert f"take {without} out of PYTORCH_CUDA_ALLOC_CONF and of PYTORCH_ALLOC_CONF" in str(error.value)
+        assert "unset PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF" in str(error.value)
         assert card.pools == []
 
     def test_a_model_on_another_device(self) -> None:
@@ -407,6 +419,36 @@ class TestRefusals:
         with pytest.raises(DoesNotFit, match=r"gpu needs .* plan again with --gpu-memory .* short by"):
             executor.prepare(model, plan, executor.AdamW(), backend=CudaBackend(torch.device("cpu")))
         assert all(type(p) is torch.nn.Parameter for p in model.parameters())
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_step_of_an_update_is_fp32_whatever_the_default_dtype(default: torch.dtype) -> None:
+    """Update 2,049 is one that neither bf16 nor fp16 can count (it is 2,048 there), and CUDA's kernel reads four
+    bytes of the step whatever it is. Seen by the operator, and by what it does."""
+    seen: list[torch.Tensor] = []
+    hyper = Hyper(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
+    found = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._fused_adamw_.default:
+                seen.extend(args[5])
+            return func(*args, **(kwargs or {}))
+
+    before = torch.get_default_dtype()
+    for dtype in (torch.float32, default):
+        lists = [torch.full((16,), 0.5, dtype=torch.float32) for _ in range(4)]
+        torch.set_default_dtype(dtype)
+        try:
+            with Watch():
+                adamw(
+                    [Run(0, 16, 2048)], param=lists[0], grad=lists[1], momentum=lists[2], variance=lists[3], hyper=hyper
+                )
+        finally:
+            torch.set_default_dtype(before)
+        found.append(lists[0])
+    assert [(step.dtype, float(step)) for step in seen] == [(torch.float32, 2049.0)] * 2
+    assert torch.equal(*found)
 
 
 def test_buffers_move_once_and_come_back() -> None:
