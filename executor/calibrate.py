@@ -27,7 +27,7 @@ from pstar_sim.catalog.machine import Fabric, Gpu, Host, Link, Machine, Nvme, Ra
 from pstar_sim.catalog.writing import machine_toml
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import CatalogError, PlanError
-from pstar_sim.files import write_atomically
+from pstar_sim.files import check_writable, write_atomically
 from pstar_sim.units import GB, format_bytes
 
 __all__ = ["Findings", "calibrate", "machine_of", "measure", "write_machine"]
@@ -78,6 +78,7 @@ def calibrate(
     CatalogError for a file that cannot be written.
     """
     path = Path(path)
+    check_writable(path, error=CatalogError)
     cores = read_cores(Path("/"))
     opened = open_device(device, cores=cores)
     found = measure(opened, Effort.quick() if quick else Effort(), cores=cores, folder=path.parent, on_part=on_part)

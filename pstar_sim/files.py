@@ -1,16 +1,24 @@
-"""Files written whole or not at all: what every kind of file here is written through. Knows no format."""
+"""Files written whole or not at all: what every kind of file here is written through. Knows no format.
+
+[Note: what is written over] A new file, or a regular one, which keeps its permissions; of a symbolic link, the file
+that it leads to. Folders, devices, pipes and sockets are refused, /dev/stdout among them: what replaces a file whole
+cannot be sent through it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from pstar_sim.errors import PstarError
 
-__all__ = ["replaced_atomically", "write_atomically"]
+__all__ = ["check_writable", "replaced_atomically", "write_atomically"]
+
+_LINKS = 40  # as many as Linux follows
 
 
 def write_atomically(path: Path, text: str, *, error: type[PstarError] = PstarError) -> None:
@@ -19,30 +27,85 @@ def write_atomically(path: Path, text: str, *, error: type[PstarError] = PstarEr
         temporary.write_text(text, encoding="utf-8")
 
 
+def check_writable(path: Path, *, error: type[PstarError] = PstarError) -> Path:
+    """The file that writing to `path` replaces or makes ([Note: what is written over]), for a caller that has work to
+    do before it writes. Raises `error`, naming `path`, where it cannot be written."""
+    try:
+        target = _target(path, error)
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
+    except OSError as reason:
+        raise _refusal(path, reason, error) from None
+    return target
+
+
 @contextlib.contextmanager
 def replaced_atomically(path: Path, *, error: type[PstarError] = PstarError) -> Iterator[Path]:
-    """A file beside `path` to write to, which takes its place at the end, or is gone if something was raised.
+    """A file beside the one that is written to, which takes its place at the end, or is gone if something was raised.
 
-    Raises `error`, naming `path`, where it cannot be written: its folder is missing or closed to us, the disk is
-    full.
+    Raises `error`, naming `path`, where it cannot be written ([Note: what is written over]): its folder is missing or
+    closed to us, the disk is full.
     """
     temporary: Path | None = None
     try:
-        if path.is_dir():
-            raise error(f"{path}: cannot be written: it is a folder; name a file")
-        if not path.parent.is_dir():
-            raise error(f"{path}: cannot be written: there is no folder {str(path.parent)!r}; make it first")
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        target = _target(path, error)
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
         os.close(handle)
         temporary = Path(name)
         yield temporary
-        mask = os.umask(0)
-        os.umask(mask)
-        temporary.chmod(0o666 & ~mask)  # mkstemp makes files private; these are as public as any other
-        temporary.replace(path)
+        temporary.chmod(_mode(target))  # mkstemp makes files private
+        temporary.replace(target)
         temporary = None
     except OSError as reason:
-        raise error(f"{path}: cannot be written: {reason.strerror or reason}; choose another place") from None
+        raise _refusal(path, reason, error) from None
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
+
+
+def _refusal(path: Path, reason: OSError, error: type[PstarError]) -> PstarError:
+    return error(f"{path}: cannot be written: {reason.strerror or reason}; choose another place")
+
+
+def _target(path: Path, error: type[PstarError]) -> Path:
+    """Where the links of `path` lead."""
+    target = path
+    for _ in range(_LINKS):
+        if not target.is_symlink():
+            break
+        target = target.parent / target.readlink()
+        if target.is_relative_to("/proc"):  # /dev/stdout and its like: whatever it is now, it is not ours to replace
+            raise error(f"{path} is an open stream of a process; name a file")
+    else:
+        raise error(f"{path}: its symbolic links lead in a circle; name a file")
+    it = f"{path}" if target == path else f"{path} leads to {target}, which"
+    if target.is_dir():
+        raise error(f"{it} is a folder; name a file")
+    if not target.parent.is_dir():
+        raise error(f"{path}: there is no folder {str(target.parent)!r}; make it first")
+    if target.exists():
+        kind = target.stat().st_mode
+        if not stat.S_ISREG(kind):
+            what = next((word for is_kind, word in _KINDS if is_kind(kind)), "no regular file")
+            raise error(f"{it} is {what}; name a file")
+        if not os.access(target, os.W_OK):
+            raise error(f"{it} is read-only; choose another place")
+    return target
+
+
+_KINDS = (
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+)
+
+
+def _mode(target: Path) -> int:
+    """Permissions of the file that is replaced; of a new one, those that any new file has."""
+    try:
+        return stat.S_IMODE(target.stat().st_mode)
+    except FileNotFoundError:
+        mask = os.umask(0)
+        os.umask(mask)
+        return 0o666 & ~mask

@@ -88,7 +88,7 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path)
 
 
 def test_saving_into_a_missing_folder_or_nothing_at_all_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"nowhere.*cannot be written"):
+    with pytest.raises(TraceError, match="there is no folder"):
         save_trace(chain_workload(2, 64), tmp_path / "nowhere" / "w.parquet")
     with pytest.raises(TraceError, match="at least one workload"):
         save_trace([], tmp_path / "w.parquet")
