@@ -35,6 +35,7 @@ from pstar_sim.cli.running import (
     save_recording,
     write_timelines,
 )
+from pstar_sim.cli.status import status_of
 from pstar_sim.core.plan import Plan, load_plan
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PstarError
@@ -49,7 +50,7 @@ RANK = "{rank}"  # in a file's name
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 2 after an error, which is one line on stderr."""
+    """Returns the exit status: 0, or after an error, which is one line on stderr, 2 or 3 (`pstar_sim.cli.status`)."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     started = False
     try:
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _run(args, plan)
     except PstarError as error:
         sys.stderr.write(f"pstar: {' '.join(str(error).split())}\n")
-        return 2
+        return status_of(error)
     finally:
         if started:
             dist.destroy_process_group()
@@ -175,7 +176,7 @@ def _on_all(action: Callable[[], T]) -> T:
 
 
 def _first_rank_of(machine: Machine) -> Machine:
-    return replace(machine, ranks=machine.ranks[:1], nodes=1)
+    return replace(machine, ranks=(replace(machine.ranks[0], batch_share=1.0),), nodes=1)
 
 
 def _say(plan: Plan, machine: Machine, predicted: Timeline, result: RunResult, *, as_json: bool) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pstar_sim.planner.sensitivity import sensitivity
     from pstar_sim.planner.stated import load_plan
     from pstar_sim.planner.sweep import sweep
+    from pstar_sim.report.listing import machines, models, policies
     from pstar_sim.report.tide import plot_tide
     from pstar_sim.report.waterfall import plot_waterfall
     from pstar_sim.validation.results import Validation, validate
@@ -62,11 +63,14 @@ __all__ = [
     "load_timeline",
     "load_trace",
     "machine",
+    "machines",
     "max_batch",
     "max_model",
+    "models",
     "play",
     "plot_tide",
     "plot_waterfall",
+    "policies",
     "preset",
     "repeat_micro_batch",
     "sensitivity",
@@ -99,11 +103,14 @@ _WHERE = {
     "load_timeline": "core.timeline:load_timeline",
     "load_trace": "workload.trace:load_trace",
     "machine": "catalog.loader:load_machine",
+    "machines": "report.listing:machines",
     "max_batch": "planner.limits:max_batch",
     "max_model": "planner.limits:max_model",
+    "models": "report.listing:models",
     "play": "planner.compare:play_plan",
     "plot_tide": "report.tide:plot_tide",
     "plot_waterfall": "report.waterfall:plot_waterfall",
+    "policies": "report.listing:policies",
     "preset": "workload.presets:preset",
     "repeat_micro_batch": "workload.workload:repeat_micro_batch",
     "sensitivity": "planner.sensitivity:sensitivity",

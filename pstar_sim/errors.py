@@ -1,7 +1,8 @@
 """What can go wrong, by name.
 
-Every error a user can cause derives from `PstarError`; the command line prints its text as one line and exits
-with status 2. The text names the thing, the value, and what would do. `assert` is for what cannot happen.
+Every error a user can cause derives from `PstarError`; the command line prints its text as one line and exits with
+status 2, or 3 where the error is an answer (`DoesNotFit`, `NothingFits`). The text names the thing, the value, and what
+would do. `assert` is for what cannot happen.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ __all__ = [
     "IllegalTransition",
     "Interrupted",
     "ModelError",
+    "NothingFits",
     "OutOfMemory",
     "PlanError",
     "PstarError",
@@ -52,6 +54,10 @@ class FalseFigures(PlanError):
     def __init__(self, false: tuple[str, ...]) -> None:
         super().__init__("; ".join(false))
         self.false = false
+
+
+class NothingFits(PlanError):
+    """Of all that was asked about nothing fits; the text says why of each."""
 
 
 class ModelError(PstarError):
@@ -113,7 +119,10 @@ class UnknownName(PstarError):
     def __init__(self, kind: str, name: str, known: tuple[str, ...]) -> None:
         import difflib
 
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+        lower = {other.lower(): other for other in known}
+        asked = name.lower()
+        begin = sorted(other for other in lower if asked and other.startswith(asked))
+        near = [lower[n] for n in (begin or difflib.get_close_matches(asked, lower, n=3, cutoff=0.4))[:3]]
         hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(sorted(known)[:20])}"
         super().__init__(f"unknown {kind} {name!r}; {hint}")
         self.kind = kind

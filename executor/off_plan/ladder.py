@@ -360,7 +360,7 @@ def with_gpu_budget(machine: Machine, budget_bytes: int) -> Machine:
     return replace(
         machine,
         ranks=tuple(
-            replace(rank, gpu=replace(rank.gpu, usable_bytes=rank.gpu.context_bytes + budget_bytes))
+            replace(rank, gpu=replace(rank.gpu, usable_bytes=rank.gpu.context_bytes + max(1, budget_bytes)))
             for rank in machine.ranks
         ),
     )

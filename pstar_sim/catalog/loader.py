@@ -19,6 +19,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
+from pstar_sim.arguments import file_path, refused, spelled, whole
 from pstar_sim.catalog.curves import Curve, best_rate
 from pstar_sim.catalog.efficiency import Efficiency, fitted, fitted_gpu, fitted_host, fitted_link
 from pstar_sim.catalog.fields import (
@@ -276,6 +277,7 @@ class Catalog:
 
         Raises UnknownName, and CatalogError for a part that no table has.
         """
+        name = spelled(name, self.machines)
         if name not in self.machines:
             raise UnknownName("machine", name, (*self.machines, "here"))
         e = self.machines[name]
@@ -356,8 +358,7 @@ class Catalog:
 def with_nodes(machine: Machine, nodes: int) -> Machine:
     """So many nodes like the (first) one of `machine`; its price grows with them. Raises CatalogError for several nodes
     that no network joins."""
-    if nodes < 1:
-        raise CatalogError(f"machine {machine.name!r}: nodes = {nodes}; must be at least 1")
+    whole(f"machine {machine.name!r}: nodes", nodes, error=CatalogError)
     if nodes > 1 and machine.network is None:
         raise CatalogError(
             f"machine {machine.name!r}: nodes = {nodes} but it has no network; a machine file gives one with "
@@ -478,8 +479,8 @@ def load_catalog(user_file: str | Path | None = None) -> Catalog:
     own: list[str] = []
     main: str | None = None
     if user_file is not None:
-        file = str(user_file)
-        content = read_toml(Path(user_file))
+        file = str(file_path("user_file", user_file, error=CatalogError))
+        content = read_toml(Path(file))
         named = content.pop("machine", None)
         if named is not None and not isinstance(named, str):
             raise CatalogError(f"{file}: machine = {named!r}; must be the name of one of its machines")
@@ -548,14 +549,14 @@ def load_machine(
     {"link.bandwidth": "25GB/s"} or ["link.bandwidth=25GB/s"] (see overrides.py). user_file: a file that extends or
     overrides the catalog. Raises UnknownName, CatalogError, and PstarError for a size that is none.
     """
-    text = str(name)
+    text = str(file_path("machine", name, error=CatalogError))
     if isinstance(name, Path) or text.endswith(".toml"):
         if user_file is not None:
             raise CatalogError(
                 f"{text} is a file of machines itself; user_file = {str(user_file)!r} cannot be given too"
             )
         machine = _only_machine(text)
-    elif text == "here":
+    elif text.lower() == "here":
         from pstar_sim.catalog.here import this_machine
 
         machine = this_machine(load_catalog(user_file))
@@ -568,15 +569,18 @@ def load_machine(
     machine = resize(machine, gpu_memory=gpu_memory, host_memory=host_memory)
     if overrides is None:
         return machine
+    if not isinstance(overrides, (Mapping, list, tuple)):
+        raise refused("overrides", overrides, "figures by path, such as {'link.bandwidth': '25GB/s'}", CatalogError)
     changes = dict(overrides) if isinstance(overrides, Mapping) else parse_settings(overrides)
-    for path, other, name_of in (
+    for figure, other, known_as in (
         ("gpu.memory", gpu_memory, "gpu_memory"),
         ("host.memory", host_memory, "host_memory"),
         ("nodes", nodes, "nodes"),
         ("gpus", gpus, "gpus"),
     ):
-        if other is not None and path in changes:
-            raise CatalogError(f"{path} = {changes[path]} and {name_of} = {other} are the same figure; give it once")
+        if other is not None and figure in changes:
+            both = f"{figure} = {changes[figure]} and {known_as} = {other}"
+            raise CatalogError(f"{both} are the same figure; give it once")
     return override(machine, changes)
 
 
@@ -599,12 +603,12 @@ def resize(machine: Machine, *, gpu_memory: str | int | None = None, host_memory
     is reserved for the system still comes off it. Raises CatalogError where nothing would be left.
     """
     if gpu_memory is not None:
-        size = _size(gpu_memory)
+        size = _size("gpu_memory", gpu_memory)
         for rank in machine.ranks:
             _must_leave("gpu memory", size, rank.gpu.context_bytes, "the driver context", machine.name)
         machine = replace(machine, ranks=tuple(_with_memory(machine.ranks, size)))
     if host_memory is not None:
-        size = _size(host_memory)
+        size = _size("host_memory", host_memory)
         _must_leave("host memory", size, machine.host.reserved_bytes, "the system", machine.name)
         machine = replace(machine, host=replace(machine.host, memory_bytes=size))
     return machine
@@ -615,8 +619,10 @@ def _with_memory(ranks: Iterable[Rank], size_bytes: int) -> Iterable[Rank]:
         yield replace(rank, gpu=replace(rank.gpu, memory_bytes=size_bytes, usable_bytes=size_bytes))
 
 
-def _size(size: str | int) -> int:
-    return parse_bytes(size) if isinstance(size, str) else parse_bytes(str(size))
+def _size(what: str, size: str | int) -> int:
+    if isinstance(size, bool) or not isinstance(size, (str, int)):
+        raise refused(what, size, "a size, such as '24GB'", CatalogError)
+    return parse_bytes(str(size))
 
 
 def _must_leave(what: str, size_bytes: int, taken_bytes: int, taker: str, machine: str) -> None:

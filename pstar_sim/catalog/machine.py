@@ -1,7 +1,7 @@
 """Machine, Rank, Gpu, Link, Host and what joins several GPUs: the hardware a plan is made for, as plain values.
 
-What the fields mean is here; where the numbers come from is in the TOML files and `loader.py`. Knows no
-workload and no clock.
+What the fields mean is here, and what they may be: a value that makes no sense raises CatalogError where it is made,
+whoever makes it. Where the numbers come from is in the TOML files and `loader.py`. Knows no workload and no clock.
 """
 
 from __future__ import annotations
@@ -10,9 +10,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from pstar_sim.arguments import flag, instance, number, text, whole
 from pstar_sim.catalog.curves import Curve
+from pstar_sim.errors import CatalogError
+from pstar_sim.units import format_bytes
 
 __all__ = ["Fabric", "Gpu", "Host", "Link", "Machine", "Nvme", "Rank"]
+
+_SHARES = 1e-6  # by which the shares of a batch may miss 1, for rounding
+
+
+def _check(
+    what: str, part: object, *, positive: Sequence[str] = (), natural: Sequence[str] = (), counts: Sequence[str] = ()
+) -> str:
+    """Raise CatalogError unless these figures are numbers above 0, numbers from 0, whole numbers from 1. An optional
+    figure that is None is left out. Returns the part in words."""
+    where = f"{what} {text(f'the name of a {what}', getattr(part, 'name', None), 'a text', error=CatalogError)!r}"
+    optional = {name for name, default in type(part).__dict__.items() if default is None}
+    for names, least in ((positive, False), (natural, True)):
+        for name in names:
+            value = getattr(part, name)
+            if value is not None or name not in optional:
+                number(f"{where}: {name}", value, also=least, error=CatalogError)
+    for name in counts:
+        whole(f"{where}: {name}", getattr(part, name), error=CatalogError)
+    return where
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +62,19 @@ class Gpu:
     matmul_tables: Mapping[str, Curve] = field(default_factory=dict)
     operator_bytes_per_s: float | None = None
 
+    def __post_init__(self) -> None:
+        positive = ("memory_bytes", "usable_bytes", "hbm_bytes_per_s", "operator_bytes_per_s")
+        where = _check("GPU", self, positive=positive, natural=("context_bytes", "launch_s"))
+        if not isinstance(self.flops_per_s, Mapping) or not self.flops_per_s:
+            raise CatalogError(f"{where}: flops_per_s = {self.flops_per_s!r}: it must be a rate by dtype")
+        for dtype, rate in self.flops_per_s.items():
+            number(f"{where}: flops_per_s[{dtype!r}]", rate, error=CatalogError)
+        if self.usable_bytes <= self.context_bytes:
+            raise CatalogError(
+                f"{where}: the driver context takes {format_bytes(self.context_bytes)} of "
+                f"{format_bytes(self.usable_bytes)}; nothing would be left for a plan"
+            )
+
     @property
     def budget_bytes(self) -> int:
         return self.usable_bytes - self.context_bytes
@@ -65,6 +100,11 @@ class Link:
     h2d_table: Curve = ()
     d2h_table: Curve = ()
 
+    def __post_init__(self) -> None:
+        positive = ("h2d_bytes_per_s", "d2h_bytes_per_s", "pageable_bytes_per_s")
+        where = _check("link", self, positive=positive, natural=("latency_s",))
+        flag(f"{where}: duplex", self.duplex, error=CatalogError)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
@@ -76,6 +116,9 @@ class Fabric:
     latency_s: float
     measured: bool
     source: str
+
+    def __post_init__(self) -> None:
+        _check("link", self, positive=("bytes_per_s",), natural=("latency_s",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +132,10 @@ class Nvme:
     latency_s: float
     measured: bool
     source: str
+
+    def __post_init__(self) -> None:
+        positive = ("memory_bytes", "read_bytes_per_s", "write_bytes_per_s")
+        _check("set of disks", self, positive=positive, natural=("latency_s",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +158,15 @@ class Host:
     adam_table: Curve = ()
     dram_measured: bool = False
 
+    def __post_init__(self) -> None:
+        positive = ("memory_bytes", "dram_bytes_per_s", "adam_params_per_s")
+        where = _check("host", self, positive=positive, natural=("reserved_bytes",), counts=("cores",))
+        if self.memory_bytes <= self.reserved_bytes:
+            raise CatalogError(
+                f"{where}: {format_bytes(self.reserved_bytes)} of {format_bytes(self.memory_bytes)} are reserved for "
+                "the system; nothing would be left for a plan"
+            )
+
     @property
     def budget_bytes(self) -> int:
         return self.memory_bytes - self.reserved_bytes
@@ -125,6 +181,11 @@ class Rank:
     link: Link
     batch_share: float = 1.0
     root: int | None = None
+
+    def __post_init__(self) -> None:
+        instance("gpu", self.gpu, Gpu, "a Gpu", error=CatalogError)
+        instance("link", self.link, Link, "a Link", error=CatalogError)
+        number("batch_share", self.batch_share, error=CatalogError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +211,21 @@ class Machine:
     root_bytes_per_s: float | None = None
     nvme: Nvme | None = None
     slowdowns: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        positive = ("price_usd_per_hour", "root_bytes_per_s")
+        where = _check("machine", self, positive=positive, counts=("nodes",))
+        instance(f"{where}: host", self.host, Host, "a Host", error=CatalogError)
+        if not isinstance(self.ranks, tuple) or not self.ranks or not all(isinstance(r, Rank) for r in self.ranks):
+            raise CatalogError(f"{where}: ranks = {self.ranks!r:.60}: it must be a tuple of Rank, one for each GPU")
+        if len(self.ranks) % self.nodes:
+            raise CatalogError(f"{where}: {len(self.ranks)} ranks on {self.nodes} nodes; each node has as many")
+        shares = sum(rank.batch_share for rank in self.ranks)
+        if abs(shares - 1) > _SHARES:
+            raise CatalogError(
+                f"{where}: the batch_share of its {len(self.ranks)} ranks add up to {shares:.6g}; they must add up to "
+                f"1 (equal ranks have 1/{len(self.ranks)} each)"
+            )
 
     @cached_property
     def gpu(self) -> Gpu:

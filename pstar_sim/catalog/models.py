@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
+from pstar_sim.arguments import spelled, text
 from pstar_sim.catalog.fields import Choice, Date, Entry, Field, Flag, Number, Text, Texts, parse_toml
-from pstar_sim.errors import CatalogError, UnknownName
+from pstar_sim.errors import CatalogError, ModelError, UnknownName
 
 __all__ = ["ModelEntry", "count_params", "model_entry", "model_names", "read_models"]
 
@@ -152,8 +153,12 @@ def model_names() -> tuple[str, ...]:
 
 
 def model_entry(name: str) -> ModelEntry:
-    """The model of that name or alias. Raises UnknownName."""
+    """The model of that name or alias. Raises UnknownName, and ModelError for what is not a name."""
     models = _models()
+    text("model", name, "the name of a model, such as '12B'", error=ModelError)
+    if name in models:
+        return models[name]
+    name = spelled(name, models)
     if name in models:
         return models[name]
     by_alias = {alias: m for m in models.values() for alias in m.aliases}

@@ -50,7 +50,8 @@ def override(machine: Machine, changes: Mapping[str, Value] | Iterable[str]) -> 
     if not given:
         return machine
     was = machine
-    for path in sorted(given, key=_order):
+    _check_disk(machine, given)
+    for path in _in_order(machine, given):
         machine = _put(machine, path, given[path])
     _check(machine, given)
     return _named(was, machine, given)
@@ -66,6 +67,8 @@ def parse_settings(texts: Iterable[str]) -> dict[str, Value]:
     given twice."""
     found: dict[str, Value] = {}
     for text in texts:
+        if not isinstance(text, str):
+            raise CatalogError(f"{text!r} is no PATH=VALUE, such as gpu.memory=48GB")
         path, equals, value = text.partition("=")
         path, value = path.strip(), value.strip()
         if not (path and equals and value):
@@ -74,6 +77,19 @@ def parse_settings(texts: Iterable[str]) -> dict[str, Value]:
             raise CatalogError(f"{path} is set twice, to {found[path]} and to {value}; give it once")
         found[path] = value
     return found
+
+
+def _in_order(machine: Machine, given: Mapping[str, Value]) -> list[str]:
+    """The paths so that no machine on the way contradicts itself: what is taken of a memory that becomes less is set
+    before it."""
+    paths = sorted(given, key=_order)
+    for memory, taken in (("gpu.memory", "gpu.context"), ("host.memory", "host.reserved")):
+        if memory in given and taken in given:
+            now = _PATHS[memory].get(machine)
+            if now is not None and _number(machine, memory, _PATHS[memory], given[memory]) < now:
+                paths.remove(taken)
+                paths.insert(paths.index(memory), taken)
+    return paths
 
 
 def _order(path: str) -> tuple[int, int]:
@@ -85,17 +101,27 @@ def _order(path: str) -> tuple[int, int]:
 
 def _put(machine: Machine, path: str, value: Value) -> Machine:
     figure = _PATHS.get(path)
+    if not isinstance(path, str) or not isinstance(value, (str, int, float)):
+        raise CatalogError(f"{path!r} = {value!r}: a figure is set by its path, such as gpu.memory, to 48GB")
     if figure is None:
         near = difflib.get_close_matches(path, _PATHS, n=3, cutoff=0.4)
         hint = f"did you mean {', '.join(near)}?" if near else f"it can be {', '.join(_PATHS)}"
         raise CatalogError(f"{path} = {value!r}: there is no such figure of a machine; {hint}")
     number = _number(machine, path, figure, value)
     if not figure.low <= number <= figure.high:
+        unit = _LIKELY.get(figure.kind)
+        if unit is not None and re.fullmatch(r"\s*[0-9.]+\s*", str(value)):
+            raise CatalogError(f"{path} = {value!r} has no unit; write {value}{unit}, such as {_EXAMPLES[figure.kind]}")
         raise CatalogError(
             f"{path} = {value!r} is absurd; it must be between {_shown(figure.kind, figure.low)} and "
             f"{_shown(figure.kind, figure.high)}"
         )
-    return figure.put(machine, number)
+    try:
+        return figure.put(machine, number)
+    except CatalogError as error:
+        if str(error).startswith(path):
+            raise
+        raise CatalogError(f"{path} = {value} on {machine.name}: {error}") from None
 
 
 _RELATIVE = re.compile(r"([+-])\s*([0-9]+(?:\.[0-9]*)?)\s*%|[x*]\s*([0-9]+(?:\.[0-9]*)?)")
@@ -107,6 +133,8 @@ _UNITS: dict[str, dict[str, float]] = {
     "money": {"": 1},
     "count": {"": 1},
 }
+_LIKELY = {"size": "GB", "rate": "GB/s", "flops": "T", "params": "G", "seconds": "us"}
+"""The unit that people mean who write none."""
 _EXAMPLES = {
     "size": "48GB",
     "rate": "25GB/s",
@@ -169,6 +197,8 @@ def _absolute(kind: str, text: str, refusal: CatalogError) -> float:
     if kind in ("size", "rate"):
         if float(match[1]) > 1e18:
             return float("inf")  # out of range in any unit
+        if re.fullmatch(r"[0-9.]+", text):
+            return float(match[1])  # out of range, if its unit was left out
         try:
             return float(parse_bytes(text)) if kind == "size" else parse_bytes_per_s(text)
         except PstarError:
@@ -314,9 +344,9 @@ def _nvme(field: str) -> _Path:
     def put(machine: Machine, value: float) -> Machine:
         disk = machine.nvme or Nvme(
             name="nvme",
-            memory_bytes=0,
-            read_bytes_per_s=0.0,
-            write_bytes_per_s=0.0,
+            memory_bytes=1,  # until all three are set: see _check_disk
+            read_bytes_per_s=1.0,
+            write_bytes_per_s=1.0,
             latency_s=1e-4,
             measured=False,
             source="set by hand",
@@ -410,12 +440,26 @@ _PATHS: dict[str, _Path] = {
 }
 
 
+def _refusal(
+    machine: Machine, given: Mapping[str, Value], paths: Iterable[str], why: str, instead: str
+) -> CatalogError:
+    named = [f"{path} = {given[path]}" for path in paths if path in given]
+    return CatalogError(f"{' and '.join(named)} on {machine.name}: {why}; {instead}")
+
+
+def _check_disk(machine: Machine, given: Mapping[str, Value]) -> None:
+    """Refuse a part of a disk for a machine that has none."""
+    paths = ("nvme.memory", "nvme.read", "nvme.write")
+    if machine.nvme is None and 0 < sum(path in given for path in paths) < len(paths):
+        instead = "a disk needs all three: nvme.memory, nvme.read and nvme.write"
+        raise _refusal(machine, given, paths, "it has no disk of its own", instead)
+
+
 def _check(machine: Machine, given: Mapping[str, Value]) -> None:
     """Refuse what contradicts the rest of the machine."""
 
     def refuse(paths: Iterable[str], why: str, instead: str) -> CatalogError:
-        named = [f"{path} = {given[path]}" for path in paths if path in given]
-        return CatalogError(f"{' and '.join(named)} on {machine.name}: {why}; {instead}")
+        return _refusal(machine, given, paths, why, instead)
 
     if "link.bandwidth" in given and ("link.h2d" in given or "link.d2h" in given):
         raise refuse(
@@ -423,21 +467,7 @@ def _check(machine: Machine, given: Mapping[str, Value]) -> None:
             "link.bandwidth sets both directions",
             "give it, or one or both of the others",
         )
-    for rank in machine.ranks:
-        usable, context = rank.gpu.usable_bytes, rank.gpu.context_bytes
-        if usable <= context:
-            raise refuse(
-                ("gpu.memory", "gpu.context"),
-                f"the driver context takes {format_bytes(context)} of {format_bytes(usable)}",
-                "nothing would be left for a plan",
-            )
     host = machine.host
-    if host.memory_bytes <= host.reserved_bytes:
-        raise refuse(
-            ("host.memory", "host.reserved"),
-            f"{format_bytes(host.reserved_bytes)} of {format_bytes(host.memory_bytes)} are reserved for the system",
-            "nothing would be left for a plan",
-        )
     traffic = host.adam_params_per_s * ADAM_BYTES_PER_PARAM
     if "host.adam" in given and traffic > host.dram_bytes_per_s * 1.001:
         raise refuse(
@@ -447,13 +477,6 @@ def _check(machine: Machine, given: Mapping[str, Value]) -> None:
         )
     if machine.nodes > 1 and machine.network is None:
         raise refuse(("nodes",), "it has no network between nodes", "set network.bandwidth too, such as 25GB/s")
-    disk = machine.nvme
-    if disk is not None and not (disk.memory_bytes and disk.read_bytes_per_s and disk.write_bytes_per_s):
-        raise refuse(
-            ("nvme.memory", "nvme.read", "nvme.write"),
-            "it has no disk of its own",
-            "a disk needs all three: nvme.memory, nvme.read and nvme.write",
-        )
 
 
 def _named(was: Machine, machine: Machine, given: Mapping[str, Value]) -> Machine:

@@ -1,6 +1,7 @@
 """`pstar ...`: the command line, and the one place that joins pstar_sim and executor (both imported only when needed).
 
-A user's mistake is one line on stderr and exit status 2; Ctrl-C is one line and 130. JSON goes to stdout alone.
+A user's mistake is one line on stderr and exit status 2, "it does not fit" is an answer and 3; Ctrl-C is one line and
+130. JSON goes to stdout alone.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status (0 done, 2 a mistake that the message names, 130 interrupted)."""
+    """Run one command; the exit status as in `status.HELP`."""
     from pstar_sim.cli.parser import make_parser
+    from pstar_sim.cli.status import INTERRUPTED, MISTAKE, status_of
 
     parser = make_parser()
     try:
@@ -27,19 +29,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = args.call(args)
         sys.stdout.flush()
     except PstarError as error:
-        return _complain(str(error))
+        return _complain(str(error), status_of(error))
     except KeyboardInterrupt:
-        _complain("interrupted")
-        return 130
+        return _complain("interrupted", INTERRUPTED)
     except BrokenPipeError:  # the reader of a pipe left, as `pstar ... | head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
         name = f"{error.filename}: " if error.filename else ""
-        return _complain(f"{name}{error.strerror or error}")
+        return _complain(f"{name}{error.strerror or error}", MISTAKE)
     return status
 
 
-def _complain(text: str) -> int:
+def _complain(text: str, status: int) -> int:
     sys.stderr.write(f"pstar: {' '.join(text.split())}\n")
-    return 2
+    return status

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pstar_sim.cli.bars import bar, parts
-from pstar_sim.cli.inputs import default_dtype, lora_of, machine_of, settings_of, workloads_of
+from pstar_sim.cli.inputs import lora_of, machine_of, settings_of, workloads_of
 from pstar_sim.cli.planning import say, say_json, tell
+from pstar_sim.cli.status import NO
 from pstar_sim.errors import PstarError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def fits(args: argparse.Namespace) -> int:
     if not answer.any:
         what = "no policy fits" if len(answer.rows) > 1 else f"{answer.rows[0].policy} does not fit"
         sys.stderr.write(f"pstar: {what} {answer.workload.model} on {machine.name}; the answer says why\n")
-        return 2
+        return NO
     return 0
 
 
@@ -64,13 +65,16 @@ def max_model(args: argparse.Namespace) -> int:
         say_json(answer.to_json())
     else:
         say(limits_text(answer))
+    if not any(row.value for row in answer.rows):
+        sys.stderr.write(f"pstar: not even one layer like {args.like} fits {args.machine}; the answer says why\n")
+        return NO
     return 0
 
 
 def max_batch(args: argparse.Namespace) -> int:
     from pstar_sim.planner.limits import max_batch as ask
     from pstar_sim.report.capacity import limits_text
-    from pstar_sim.workload.presets import preset
+    from pstar_sim.workload.presets import default_dtype, preset
     from pstar_sim.workload.workload import Workload
 
     machine = machine_of(args)
@@ -103,7 +107,7 @@ def max_batch(args: argparse.Namespace) -> int:
         say(limits_text(answer))
     if not any(row.value for row in answer.rows):
         sys.stderr.write(f"pstar: not even one sequence of {args.model} fits {machine.name}; the answer says why\n")
-        return 2
+        return NO
     return 0
 
 
@@ -138,7 +142,7 @@ def cheapest(args: argparse.Namespace) -> int:
     if answer.best is None:
         what = f"none in time for {args.model}" if answer.too_late else f"no machine trains {args.model}"
         sys.stderr.write(f"pstar: {what}; the answer says why\n")
-        return 2
+        return NO
     return 0
 
 
@@ -156,6 +160,9 @@ def sensitivity(args: argparse.Namespace) -> int:
         say_json(answer.to_json())
     else:
         say(sensitivity_text(answer))
+    if answer.now.policy is None:
+        sys.stderr.write(f"pstar: no policy fits {answer.workload.model} on {machine.name} as it is\n")
+        return NO
     return 0
 
 

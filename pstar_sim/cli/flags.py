@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from pstar_sim.errors import PstarError
+from pstar_sim.errors import PstarError, UnknownName
+from pstar_sim.files import check_writable
 
 __all__ = [
     "Commands",
@@ -30,7 +30,13 @@ __all__ = [
 
 
 class Parser(argparse.ArgumentParser):
-    """One line for a mistake in the flags, like for every other mistake."""
+    """One line for a mistake in the flags, like for every other mistake; for a command that is not
+    known, the nearest ones."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            raise UnknownName(str(action.metavar).lower(), str(value), tuple(action.choices))
+        super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:
         raise PstarError(f"{message} (see `{self.prog} --help`)")
@@ -198,16 +204,8 @@ def _whole(text: str, *, least: int) -> int:
 
 def new_file(text: str) -> str:
     """A file that can be written, tried before any work is done for it."""
-    path = Path(text)
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file")
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: there is no folder {str(path.parent)!r}; make it first")
     try:
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise argparse.ArgumentTypeError(
-            f"{text}: the folder {str(path.parent)!r} cannot be written to ({error.strerror}); choose another"
-        ) from None
+        check_writable(Path(text))
+    except PstarError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return text

@@ -7,17 +7,17 @@ import argparse
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Settings
-from pstar_sim.errors import PstarError
-from pstar_sim.planner.ranks import shares_of_batch, tightest
+from pstar_sim.errors import ModelError, PstarError
+from pstar_sim.planner.ranks import share_out, shares_of_batch
 from pstar_sim.planner.variants import candidates
 from pstar_sim.units import MIB, parse_bytes
-from pstar_sim.workload.lora import Adapter
+from pstar_sim.workload.lora import Adapter, adapter
 from pstar_sim.workload.optimizers import with_optimizer
-from pstar_sim.workload.presets import preset
+from pstar_sim.workload.presets import default_dtype, preset
 from pstar_sim.workload.trace import load_trace, load_variants
 from pstar_sim.workload.workload import Workload, retype
 
-__all__ = ["default_dtype", "lora_of", "machine_of", "settings_of", "variants_of", "workload_of", "workloads_of"]
+__all__ = ["lora_of", "machine_of", "settings_of", "variants_of", "workload_of", "workloads_of"]
 
 SPLITS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of micro-batches of a preset that a global batch may be cut in
 MOST_SPLITS, LARGE_BATCH = (
@@ -47,51 +47,34 @@ def settings_of(args: argparse.Namespace) -> Settings:
     return Settings(update=args.update, clip=args.clip, chunk_bytes=chunk)
 
 
-def default_dtype(machine: Machine) -> str:
-    """bf16 where the GPU has it natively, else fp16, else fp32."""
-    return next((dtype for dtype in ("bf16", "fp16") if dtype in machine.gpu.flops_per_s), "fp32")
-
-
 def lora_of(args: argparse.Namespace) -> Adapter | None:
     """The adapter of --lora: "r=16", "16", "r=8,targets=q_proj+v_proj". Raises PstarError for anything else."""
     if args.lora is None:
         return None
-    rank, targets = 0, None
-    for part in str(args.lora).split(","):
-        key, equals, value = part.partition("=")
-        if not equals:
-            key, value = "r", part
-        if key.strip() in ("r", "rank") and value.strip().isdecimal():
-            rank = int(value)
-            if rank < 1:
-                raise PstarError(f"--lora {args.lora}: rank must be at least 1, not {rank}")
-        elif key.strip() == "targets" and value.strip():
-            targets = tuple(name.strip() for name in value.split("+"))
-        else:
-            raise PstarError(f"--lora {args.lora}: {part!r} is not r=RANK or targets=NAME+NAME; write r=16")
-    if not rank:
-        raise PstarError(f"--lora {args.lora}: a rank is needed, such as r=16")
-    return Adapter(rank=rank, targets=targets)
+    try:
+        return adapter(str(args.lora))
+    except ModelError as error:
+        raise PstarError(f"--{error}") from None
 
 
 def workload_of(args: argparse.Namespace, machine: Machine) -> Workload:
     """One rank's job: see `workloads_of`; where ranks take different shares, one as hard as the hardest of theirs."""
-    found = workloads_of(args, machine)
-    return found if isinstance(found, Workload) else tightest(found, machine)
+    return share_out(workloads_of(args, machine), machine).workload
 
 
-def workloads_of(args: argparse.Namespace, machine: Machine) -> Workload | tuple[Workload, ...]:
-    """The variant of --trace that agrees with the flags given, or the preset --model with --batch and --seq; --batch is
-    shared by the machine's ranks. A tuple, one a rank, where they take different shares.
+def workloads_of(args: argparse.Namespace, machine: Machine) -> tuple[Workload, ...]:
+    """What each rank does: the variant of --trace that agrees with the flags given, or the preset --model with --batch
+    and --seq. --batch is the batch of all GPUs together, of which each gets its share; a trace whose batch is not named
+    is what one GPU does.
 
     Raises PstarError for flags that name no variant of the trace or more than one, for flags that are missing, and for
     a batch that the ranks cannot share.
     """
-    if args.batch is None or len(machine.ranks) == 1:
-        return _one_workload(args, machine, args.batch)
+    if args.batch is None:
+        return (_one_workload(args, machine, None),) * len(machine.ranks)
     shares = shares_of_batch(args.batch, machine)
     known = {share: _one_workload(args, machine, share) for share in sorted(set(shares))}
-    return known[shares[0]] if len(known) == 1 else tuple(known[share] for share in shares)
+    return tuple(known[share] for share in shares)
 
 
 def variants_of(args: argparse.Namespace, machine: Machine) -> tuple[Workload, ...]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 
+from pstar_sim import __version__
 from pstar_sim.cli import parse_ablate, parse_calibrate, parse_capacity, parse_run, parse_validate
 from pstar_sim.cli.flags import (
     Commands,
@@ -20,6 +22,7 @@ from pstar_sim.cli.flags import (
     settings_flags,
     workload_flags,
 )
+from pstar_sim.cli.status import HELP
 
 __all__ = ["make_parser"]
 
@@ -29,9 +32,10 @@ def make_parser() -> argparse.ArgumentParser:
         prog="pstar",
         description="Plan, simulate and execute training with more model data than GPU memory: "
         "does it fit, how fast, with which policy; then run that very plan.",
-        epilog="example: pstar compare --model 12B --batch 8 --seq 1024 --machine v100-32",
+        epilog="example: pstar compare --model 12B --batch 8 --seq 1024 --machine v100-32\n" + textwrap.fill(HELP, 100),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"pstar-sim {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=Parser)
     command = Commands(commands)
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pstar_sim.errors import DoesNotFit, FalseFigures, PlanError, PstarError
+from pstar_sim.cli.status import NO
+from pstar_sim.errors import DoesNotFit, FalseFigures, NothingFits, PlanError, PstarError
 from pstar_sim.terminal import narrow_encoding, table_text, terminal_width, wrap
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def _fits_or_says_why(result: Comparison) -> int:
         return 0
     what = "no policy fits" if len(result.rows) > 1 else f"{result.rows[0].policy} does not fit"
     sys.stderr.write(f"pstar: {what} {result.workload.model} on {result.machine.name}; the answer says why\n")
-    return 2
+    return NO
 
 
 def plan(args: argparse.Namespace) -> int:
@@ -264,34 +265,28 @@ def save_perfetto(timelines: Sequence[Timeline], plan: Plan, path: Path) -> None
 
 
 def machines(args: argparse.Namespace) -> int:
-    from pstar_sim.catalog.listing import list_machines
+    from pstar_sim.report.listing import machines as listed
 
-    return _listing(list_machines(), args.json)
+    return _listing(listed().to_json(), args.json)
 
 
 def models(args: argparse.Namespace) -> int:
-    from pstar_sim.catalog.listing import list_models
+    from pstar_sim.report.listing import models as listed
 
-    return _listing(list_models(), args.json)
+    return _listing(listed().to_json(), args.json)
 
 
 def policies(args: argparse.Namespace) -> int:
-    from pstar_sim.policy.options import options_of, show
-    from pstar_sim.policy.registry import policies as all_policies
+    from pstar_sim.report.listing import policies as listed
 
-    rows: list[dict[str, object]] = []
+    rows = listed().to_json()
     alike: dict[tuple[str, str, str], dict[str, str]] = {}  # option, its values and meaning -> policy -> default
-    for name, policy in all_policies().items():
-        said = (policy.__doc__ or "").strip()
-        module = getattr(sys.modules.get(policy.__module__), "__doc__", None) or ""
-        own = module if module.startswith(f"{name}:") else said
-        what = " ".join(own.split("\n\n")[0].removeprefix(f"{name}:").split())
-        options: list[dict[str, str]] = []
-        for key, option in options_of(policy).items():
-            values, default = option.values.allowed, show(option.default)
-            options.append({"option": key, "values": values, "default": default, "what": option.help})
-            alike.setdefault((key, values, option.help), {})[name] = default
-        rows.append({"policy": name, "what": what, **({"options": options} if args.json else {})})
+    for row in rows:
+        options = row["options"] if args.json else row.pop("options")
+        assert isinstance(options, list)
+        for option in options:
+            meaning = (option["option"], option["values"], option["what"])
+            alike.setdefault(meaning, {})[str(row["policy"])] = option["default"]
     _listing(rows, args.json)
     if alike and not args.json:
         tell("\nOptions, as in --policy tide:capacity=peak,adam=fifo:\n")
@@ -361,11 +356,17 @@ def _among_variants(
             note = f"global batch {args.global_batch}: none of {len(ways)} ways fits; the heading has one of them"
             row = unfit_row(policy_name(policy), error)
             return Comparison(
-                workload=ways[0], machine=machine, settings=settings, rows=(row,), planned={}, notes=(note,)
+                workload=ways[0],
+                machine=machine,
+                settings=settings,
+                batch=ways[0].batch * len(machine.ranks),
+                rows=(row,),
+                planned={},
+                notes=(note,),
             )
         on_way("comparing policies", len(chosen.tried), len(chosen.tried))
         result = ask(
-            chosen.workload,
+            (chosen.workload,) * len(machine.ranks),
             machine,
             policies=policies,
             settings=settings,
@@ -396,19 +397,18 @@ def _timelines(args: argparse.Namespace) -> tuple[list[Timeline], str]:
         loaded = [checked_plan(path)[0] for path in args.plans]
         first = loaded[0]
         return [play_plan(p) for p in loaded], f"{first.workload.model} on {first.machine.name}"
-    from pstar_sim.cli.inputs import machine_of, settings_of, workload_of
+    from pstar_sim.cli.inputs import machine_of, settings_of, workloads_of
     from pstar_sim.planner.compare import compare as ask
 
     machine = machine_of(args)
-    workload = workload_of(args, machine)
     names = args.policy or ["static_partition", "tide"]
-    result = ask(workload, machine, policies=names, settings=settings_of(args), barrier_cost=False)
+    result = ask(workloads_of(args, machine), machine, policies=names, settings=settings_of(args), barrier_cost=False)
     drawn = [result.planned[row.policy].timeline for row in result.rows if row.fits]
     missing = [str(row.reason) for row in result.rows if not row.fits]
     if not drawn:
-        raise PstarError("there is nothing to draw: " + "; ".join(missing))
+        raise NothingFits("there is nothing to draw: " + "; ".join(missing))
     for reason in missing:
         sys.stderr.write(f"pstar: not drawn: {reason}\n")
-    w = workload
-    batch = f"batch {w.batch}" + (f" x {w.micro_batches}" if w.micro_batches > 1 else "")
+    w = result.workload
+    batch = f"batch {result.batch}" + (f" x {w.micro_batches}" if w.micro_batches > 1 else "")
     return drawn, f"{w.model}, {batch}, sequence {w.sequence}, {w.dtype}, on {machine.name}"

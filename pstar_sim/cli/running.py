@@ -260,7 +260,8 @@ def write_timelines(args: argparse.Namespace, plan: Plan, predicted: Timeline, r
         from pstar_sim.report.tide import tide_figure
 
         w = plan.workload
-        title = f"{plan.policy}, {w.model}, batch {w.batch}: predicted (areas) and measured (lines)"
+        each = " per GPU" if len(plan.machine.ranks) > 1 else ""
+        title = f"{plan.policy}, {w.model}, batch {w.batch}{each}: predicted (areas) and measured (lines)"
         save_picture(tide_figure([predicted], measured=result.timeline, title=title), Path(args.plot), dpi=150)
 
 

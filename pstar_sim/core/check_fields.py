@@ -11,18 +11,12 @@ __all__ = ["check_fields", "check_step_fields"]
 
 def check_fields(plan: Plan) -> None:
     """Everything but the steps. Raises PlanError naming the field."""
-    if plan.settings.update not in ("step", "eager"):
-        raise PlanError(f"field 'settings.update' is {plan.settings.update!r}; it must be step or eager")
     for name in ("gpu_budget_bytes", "host_budget_bytes"):
         if getattr(plan, name) <= 0:
             raise PlanError(f"field {name!r} is {getattr(plan, name)}; it must be positive")
     if plan.nvme_budget_bytes < 0:
         raise PlanError(f"field 'nvme_budget_bytes' is {plan.nvme_budget_bytes}; it must not be negative")
-    ranks, nodes = len(plan.machine.ranks), plan.machine.nodes
-    if not ranks:
-        raise PlanError("field 'machine.ranks' is empty; a machine needs at least one rank")
-    if nodes < 1 or ranks % nodes:
-        raise PlanError(f"field 'machine.nodes' is {nodes}; it must divide the machine's {ranks} ranks")
+    ranks = len(plan.machine.ranks)
     if plan.layout.ranks not in (1, ranks):
         raise PlanError(f"field 'layout.ranks' is {plan.layout.ranks}; it must be 1 or the machine's {ranks} ranks")
     _check_layout(plan)

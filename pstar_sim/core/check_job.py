@@ -8,6 +8,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import PlanError
 from pstar_sim.units import format_bytes
+from pstar_sim.workload.presets import variant
 from pstar_sim.workload.workload import Moment, Workload, activations_text
 
 __all__ = ["check_budgets", "check_machine", "check_workload_of"]
@@ -19,6 +20,7 @@ _MOMENT = tuple(f.name for f in dataclasses.fields(Moment) if f.name != "duratio
 def check_workload_of(plan: Plan, workload: Workload) -> None:
     """Raises PlanError with the first thing in which the plan's workload is another one than `workload`."""
     mine = plan.workload
+    workload = _as_planned(plan, workload)
     if workload.dtype != mine.dtype:
         raise PlanError(f"the plan was made for {mine.dtype}, not {workload.dtype}; make a plan for {workload.dtype}")
     if workload.fingerprint != mine.fingerprint:
@@ -51,6 +53,18 @@ def check_workload_of(plan: Plan, workload: Workload) -> None:
     if workload.stashes != mine.stashes:
         raise PlanError("the plan was made for other bytes or moments of the activations that go to the host (stashes)")
     _check_moments(mine, workload)
+
+
+def _as_planned(plan: Plan, workload: Workload) -> Workload:
+    """Of a preset that stands for a whole job, what one rank of the plan does: its share of the batch, in the plan's
+    dtype if none was named."""
+    mine = plan.workload
+    dtype = mine.dtype if workload.dtype_open else workload.dtype
+    share = max(rank.batch_share for rank in plan.machine.ranks)
+    whole = len(plan.machine.ranks) > 1 and round(workload.batch * share, 6) == mine.batch
+    if workload.source == "preset" and not workload.activations and (whole or dtype != workload.dtype):
+        return variant(workload, batch=mine.batch if whole else workload.batch, dtype=dtype)
+    return workload
 
 
 def _check_moments(mine: Workload, workload: Workload) -> None:

@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pstar_sim.arguments import file_path, flag, size_bytes
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.step import Kind, Place, Step, from_text, to_text
@@ -47,12 +48,20 @@ class Settings:
     """What the caller asked of every policy.
 
     update: "step" (no Adam before optimizer.step()) or "eager" (inside backward). clip: gradients are clipped by their
-    global norm. chunk_bytes: payload of one working-list chunk, None = searched. prefetch etc. belong to policies.
+    global norm. chunk_bytes: payload of one working-list chunk, None = searched; a size such as "128MiB" is turned into
+    bytes. prefetch etc. belong to policies. Raises PlanError for anything else.
     """
 
     update: str = "step"
     clip: bool = True
     chunk_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.update, str) or self.update not in ("step", "eager"):
+            raise PlanError(f'update must be "step" or "eager", not {self.update!r}')
+        flag("clip", self.clip, error=PlanError)
+        if self.chunk_bytes is not None:
+            object.__setattr__(self, "chunk_bytes", size_bytes("chunk_bytes", self.chunk_bytes, error=PlanError))
 
     def barrier(self, dtype: str) -> str | None:
         """Why no Adam may run before all gradients are there ("clip", "loss scaling", "update=step"), or None."""
@@ -215,4 +224,4 @@ def load_plan(path: str | Path) -> Plan:
     """Read a plan file; does not run the checker. Raises PlanError naming the file and the field or line."""
     from pstar_sim.core.plan_file import read_plan
 
-    return read_plan(Path(path))
+    return read_plan(file_path("path", path, error=PlanError))

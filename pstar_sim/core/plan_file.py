@@ -29,7 +29,7 @@ from pstar_sim.core.decoding import (
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Plan, Resident, Settings
 from pstar_sim.core.step import Place, Step, from_text, to_text
-from pstar_sim.errors import PlanError, TraceError
+from pstar_sim.errors import CatalogError, PlanError, TraceError
 from pstar_sim.files import write_atomically
 from pstar_sim.workload.workload import Moment, Stash, Tensor, Use, Workload
 
@@ -39,7 +39,7 @@ FORMAT = "pstar-sim plan"
 VERSION = 1
 
 _COLUMNS: dict[str, type] = {"tensors": Tensor, "moments": Moment, "uses": Use, "stashes": Stash}
-_ONLY_IF_ANY = ("activations", "stashes")  # fields of the workload that are left out where they are empty
+_ONLY_IF_ANY = ("activations", "stashes", "dtype_open")  # fields of the workload that are left out where they are empty
 
 
 def save_plan(plan: Plan, path: Path) -> None:
@@ -150,7 +150,7 @@ def _from_values(values: dict[str, Any], text: str) -> Plan:
             raise Wrong(f"field {name!r} is not known")
     return Plan(
         policy=decode(str, values["policy"], "policy"),
-        settings=decode(Settings, values["settings"], "settings"),
+        settings=_checked(Settings, values["settings"], "settings"),
         gpu_budget_bytes=decode(int, values["gpu_budget_bytes"], "gpu_budget_bytes"),
         host_budget_bytes=decode(int, values["host_budget_bytes"], "host_budget_bytes"),
         nvme_budget_bytes=decode(
@@ -158,7 +158,7 @@ def _from_values(values: dict[str, Any], text: str) -> Plan:
         ),
         predictions=decode(Mapping[str, float], values["predictions"], "predictions"),
         choices=decode(Mapping[str, object], values["choices"], "choices"),
-        machine=decode(Machine, values["machine"], "machine"),
+        machine=_checked(Machine, values["machine"], "machine"),
         workload=_workload(values["workload"]),
         layout=Layout.from_dict(decode(Mapping[str, object], values["layout"], "layout")),
         modes=decode(tuple[str, ...], values["modes"], "modes"),
@@ -180,6 +180,14 @@ def _steps(lines: tuple[str, ...], text: str) -> tuple[Step, ...]:
             where = f"steps[{index}]" if number is None else f"line {number} (steps[{index}])"
             raise Wrong(f"{where}: {error}") from None
     return tuple(steps)
+
+
+def _checked(cls: type, values: object, where: str) -> Any:
+    """A dataclass that checks its own values."""
+    try:
+        return decode(cls, values, where)
+    except (CatalogError, PlanError) as error:
+        raise Wrong(f"field {where!r}: {error}") from None
 
 
 def _workload(values: object) -> Workload:

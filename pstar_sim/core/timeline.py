@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pstar_sim.arguments import file_path
 from pstar_sim.core.decoding import Wrong, as_dataclass, from_columns, no_constant, to_columns
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.errors import TraceError
@@ -158,7 +159,7 @@ class Timeline:
 
 def load_timeline(path: str | Path) -> Timeline:
     """Read a timeline file. Raises TraceError naming the file and the field or line that is wrong."""
-    values = read_values(path)
+    values = read_values(file_path("path", path, error=TraceError))
     try:
         return Timeline.from_dict(values)
     except TraceError as error:

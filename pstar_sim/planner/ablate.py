@@ -17,10 +17,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
+from pstar_sim.arguments import flag, function, text
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Settings
-from pstar_sim.errors import PlanError, PstarError
+from pstar_sim.errors import NothingFits, PstarError
+from pstar_sim.planner.asked import settings_of
+from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Comparison, Row, compare
+from pstar_sim.planner.ranks import machine_of, share_out
 from pstar_sim.policy.options import options_of, show
 from pstar_sim.policy.registry import find_policy, policy_name
 from pstar_sim.workload.workload import Workload
@@ -76,18 +80,23 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Ablation:
-    """workload: one rank's share. settings: with the chunk size of every line. lines: the ladder, first to last; of
-    those that fit the gains add up to the last one's total_s. without: the policy asked about (`policy`) with one idea
-    taken out, a line each, its gains against that policy (so negative where the idea pays). notes: as `Comparison`."""
+class Ablation(Collection):
+    """workload: one rank's share. batch: sequences per micro-batch, of all GPUs together. settings: with the chunk size
+    of every line. lines: the ladder, first to last; of those that fit the gains add up to the last one's total_s.
+    without: the policy asked about (`policy`) with one idea taken out, a line each, its gains against that policy (so
+    negative where the idea pays). notes: as `Comparison`."""
 
     workload: Workload
     machine: Machine
     settings: Settings
+    batch: int
     policy: str
     lines: tuple[Line, ...]
     without: tuple[Line, ...]
     notes: tuple[str, ...] = ()
+
+    def _rows(self) -> tuple[Line, ...]:
+        return (*self.lines, *self.without)
 
     @property
     def barrier(self) -> str | None:
@@ -120,7 +129,7 @@ class Ablation:
 
 def ablate(
     workload: Workload | Sequence[Workload],
-    machine: Machine,
+    machine: Machine | str,
     settings: Settings | None = None,
     *,
     policy: str = "optimal",
@@ -132,12 +141,18 @@ def ablate(
     workload: as in `compare`. Where `settings` leave the chunk size open, every line has that of `policy`, which is
     planned first (on several ranks `patrickstar`, whose chunks are not sliced, has its own). certify: hold all lines
     against the bound of the fluid linear program. progress: called with (lines planned, lines in all). Raises
-    UnknownName for a policy nobody knows, PstarError for one that is no point of the family, and PlanError if `policy`
-    does not fit.
+    UnknownName for a policy nobody knows, PstarError for one that is no point of the family, and NothingFits if
+    `policy` does not fit.
     """
-    own = settings = settings or Settings()
-    dtype = (workload if isinstance(workload, Workload) else workload[0]).dtype
-    free = settings.barrier(dtype) is None
+    machine = machine_of(machine)
+    own = settings = settings_of(settings)
+    text("policy", policy, "the name of a policy")
+    flag("certify", certify)
+    if progress is not None:
+        function("progress", progress)
+    share = share_out(workload, machine)
+    each = share.ranked or (share.workload,) * len(machine.ranks)
+    free = settings.barrier(share.workload.dtype) is None
     steps, taken_out = ladder(policy, barrier=free), left_out(policy, barrier=free)
     asked = steps[-1][1]
     specs = list(dict.fromkeys([asked, *(spec for _, spec in (*steps, *taken_out))]))
@@ -148,7 +163,7 @@ def ablate(
             progress(len(rows), len(specs))
         used = own if spec == BASE and len(machine.ranks) > 1 else settings
         found = compare(
-            workload,
+            each,
             machine,
             policies=[spec],
             settings=used,
@@ -160,7 +175,7 @@ def ablate(
         if best is None:
             best = found
             if not found.rows[0].fits:
-                raise PlanError(f"there is nothing to lead up to: {found.rows[0].reason}")
+                raise NothingFits(f"there is nothing to lead up to: {found.rows[0].reason}")
             settings = replace(settings, chunk_bytes=found[asked].plan.layout.chunk_bytes)
         elif certify and used is settings:  # the same job, chunks and all: what was proved once holds for it
             rows[spec] = _held_against(rows[spec], rows[asked].lower_bound_s)
@@ -181,6 +196,7 @@ def ablate(
         workload=best.workload,
         machine=machine,
         settings=settings,
+        batch=best.batch,
         policy=policy_name(policy),
         lines=tuple(lines),
         without=tuple(without),

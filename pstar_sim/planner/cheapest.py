@@ -12,25 +12,31 @@ from __future__ import annotations
 
 import bisect
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from pstar_sim.catalog.loader import load_machine, with_nodes
+from pstar_sim.arguments import choice, file_path, flag, number, whole
+from pstar_sim.arguments import names as listed
+from pstar_sim.catalog.loader import with_nodes
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.catalog.models import model_entry
 from pstar_sim.catalog.prices import Price, load_prices
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import CannotPlan, DoesNotFit, ModelError, PstarError, UnknownName
+from pstar_sim.planner.asked import asked_names, settings_of
+from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Row, compare
 from pstar_sim.planner.memory import memory_need
-from pstar_sim.planner.ranks import shares_of_batch, tightest
+from pstar_sim.planner.ranks import machine_of, shares_of_batch, tightest
 from pstar_sim.planner.trust import trust
-from pstar_sim.workload.lora import Adapter
-from pstar_sim.workload.presets import preset
-from pstar_sim.workload.workload import Workload
+from pstar_sim.workload.lora import Adapter, adapter
+from pstar_sim.workload.optimizers import optimizer_spec
+from pstar_sim.workload.presets import default_dtype, preset
+from pstar_sim.workload.workload import DTYPE_BYTES, Workload
 
 if TYPE_CHECKING:
     import pandas
@@ -62,8 +68,8 @@ def bill(tokens: float, tokens_per_s: float, usd_per_hour: float) -> Bill:
 @dataclass(frozen=True, kw_only=True)
 class Offer:
     """One machine, so many of it. nodes: how many; tried: all counts that were. in_time: it makes the deadline (or
-    there is none). usd_per_hour: of all nodes, None without a price. batch: sequences a micro-batch of one rank (the
-    most of any, where they differ). price_of: the offer behind the price and its date. error, trust: of tokens_per_s,
+    there is none). usd_per_hour: of all nodes, None without a price. batch: sequences per micro-batch, of all GPUs
+    together. price_of: the offer behind the price and its date. error, trust: of tokens_per_s,
     see `Fit`. least_days: what the matmuls alone take; where that is too long already nothing is planned. reason: why
     there are no figures, or why more nodes were not tried."""
 
@@ -88,7 +94,7 @@ class Offer:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Cheapest:
+class Cheapest(Collection):
     """rows: offers that make the deadline, cheapest first; then those that do not, fastest first; then those without
     figures."""
 
@@ -96,6 +102,8 @@ class Cheapest:
     tokens: float
     deadline_s: float | None
     rows: tuple[Offer, ...]
+
+    _name = "machine"
 
     @property
     def best(self) -> Offer | None:
@@ -127,12 +135,12 @@ def cheapest(
     batch: int,
     seq: int,
     deadline_s: float | None = None,
-    machines: Iterable[str | Machine] | None = None,
-    policies: Sequence[str] | None = None,
+    machines: Iterable[str | Machine] | str | None = None,
+    policies: Iterable[str] | str | None = None,
     settings: Settings | None = None,
     dtype: str | None = None,
     checkpointing: bool = True,
-    lora: Adapter | None = None,
+    lora: Adapter | str | int | None = None,
     optimizer: str = "adamw",
     prices: str | None = None,
     most_nodes: int = MOST_NODES,
@@ -140,12 +148,19 @@ def cheapest(
     """batch: sequences an iteration, all ranks and micro-batches together. machines: by default every machine with a
     price. prices: a file that comes before the shipped list. Raises PstarError for a model, machine or price that is
     none, and where no machine has a price; one of several that has none is a row that says so."""
-    if not tokens > 0:
-        raise PstarError(f"tokens must be positive, not {tokens:g}")
-    if deadline_s is not None and not deadline_s > 0:
-        raise PstarError(f"a deadline must be a positive time, not {deadline_s:g} s")
-    known = load_prices(prices)
-    settings = settings or Settings()
+    model_entry(model)
+    number("tokens", tokens)
+    if deadline_s is not None:
+        number("deadline_s", deadline_s)
+    for what, count in (("batch", batch), ("seq", seq), ("most_nodes", most_nodes)):
+        whole(what, count)
+    flag("checkpointing", checkpointing)
+    if dtype is not None:
+        choice("dtype", dtype, DTYPE_BYTES)
+    optimizer_spec(optimizer)
+    lora = None if lora is None else adapter(lora)
+    known = load_prices(None if prices is None else str(file_path("prices", prices)))
+    settings = settings_of(settings)
     job = _Job(
         model,
         batch,
@@ -155,9 +170,12 @@ def cheapest(
         lora,
         optimizer,
         settings,
-        None if policies is None else tuple(policies),
+        None if policies is None else tuple(asked_names(policies)),
     )
-    chosen = [load_machine(m) if isinstance(m, str) else m for m in (known if machines is None else machines)]
+    wanted = known if machines is None else listed("machines", machines, "machines or names of machines")
+    chosen = [machine_of(m) for m in wanted]  # type: ignore[arg-type]
+    if not chosen:
+        raise PstarError("machines = []: give at least one machine, or leave it out for all that have a price")
     costs = [_price_of(machine, known) for machine in chosen]
     missing = [cost for cost in costs if isinstance(cost, str)]
     if missing and len(missing) == len(costs):
@@ -203,7 +221,7 @@ class _Job:
             batch=batch,
             seq=self.seq,
             micro_batches=micro_batches,
-            dtype=self.dtype or next((d for d in ("bf16", "fp16") if d in machine.gpu.flops_per_s), "fp32"),
+            dtype=self.dtype or default_dtype(machine),
             checkpointing=self.checkpointing,
             lora=self.lora,
             optimizer=self.optimizer,
@@ -332,7 +350,7 @@ def _least_s(machine: Machine, job: _Job, tokens: float) -> float:
 
 
 def _fastest(machine: Machine, job: _Job) -> tuple[Row, int, int]:
-    """The fastest policy with the largest micro-batches that fit: (row, batch of a rank, micro-batches). Memory is
+    """The fastest policy with the largest micro-batches that fit: (row, batch of all ranks, micro-batches). Memory is
     asked first, as `fits` does. Raises DoesNotFit or CannotPlan, the last reason heard, if none fits."""
     worst: PstarError | None = None
     for micro_batches in (n for n in range(1, job.batch + 1) if job.batch % n == 0):
@@ -354,10 +372,8 @@ def _fastest(machine: Machine, job: _Job) -> tuple[Row, int, int]:
             roomy.append(policy)
         if not roomy:
             continue
-        answer = compare(
-            hardest if alike else ranked, machine, policies=roomy, settings=job.settings, barrier_cost=False, near=False
-        )
+        answer = compare(ranked, machine, policies=roomy, settings=job.settings, barrier_cost=False, near=False)
         if any(row.fits for row in answer.rows):
-            return answer.best().row, max(w.batch for w in ranked), micro_batches
+            return answer.best().row, answer.batch, micro_batches
     assert worst is not None
     raise worst

@@ -13,21 +13,23 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pstar_sim.arguments import flag, instance, refused, text
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.figures import OWN_SHARES
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.errors import CannotPlan, DoesNotFit, PlanError, PstarError
+from pstar_sim.errors import CannotPlan, DoesNotFit, NothingFits, PlanError, PstarError
+from pstar_sim.planner.asked import asked_policies, settings_of
 from pstar_sim.planner.binding import bound_by
 from pstar_sim.planner.certificate import Certificate, Certifier
+from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.collector import without_garbage_collection
 from pstar_sim.planner.confidence import confidence
 from pstar_sim.planner.explain import explain
 from pstar_sim.planner.nearest import nearest
-from pstar_sim.planner.ranks import tightest, unmodelled_notes
+from pstar_sim.planner.ranks import Share, machine_of, share_out, unmodelled_notes
 from pstar_sim.planner.trust import trust
 from pstar_sim.policy.registry import Policy, find_policy, is_built_in, policy_name
-from pstar_sim.policy.registry import policies as all_policies
 from pstar_sim.policy.ties import burden, least_of
 from pstar_sim.sim.play import play
 from pstar_sim.workload.workload import Workload
@@ -113,23 +115,25 @@ class Planned:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Comparison:
-    """Rows in the order asked for; `planned` holds the plan and timeline of every policy that fits. notes: what the
-    answer leaves out (several GPUs)."""
+class Comparison(Collection):
+    """Rows in the order asked for; `planned` holds the plan and timeline of every policy that fits. workload: what one
+    rank does. batch: sequences per micro-batch, of all GPUs together. notes: what the answer leaves out (several
+    GPUs)."""
 
     workload: Workload
     machine: Machine
     settings: Settings
+    batch: int
     rows: tuple[Row, ...]
     planned: Mapping[str, Planned]
     notes: tuple[str, ...] = ()
 
     def best(self) -> Planned:
         """The fastest that fits, of those as fast the one that moves and pins least (policy/ties.py; the last of
-        equals: simpler policies are listed first). Raises PlanError with every reason if none does.
+        equals: simpler policies are listed first). Raises NothingFits with every reason if none does.
         """
         if not self.planned:
-            raise PlanError(
+            raise NothingFits(
                 f"no policy fits {self.workload.model} on {self.machine.name}: "
                 + "; ".join(str(r.reason) for r in self.rows)
             )
@@ -138,6 +142,7 @@ class Comparison:
     def __getitem__(self, policy: str) -> Planned:
         """The plan of one policy, named in any spelling of its spec. Raises PlanError if it was not compared or does
         not fit."""
+        text("policy", policy, "the name of one that was compared")
         if policy not in self.planned and ":" in policy:
             policy = policy_name(policy)
         if policy not in self.planned:
@@ -166,13 +171,13 @@ class Comparison:
 
 def compare(
     workload: Workload | Sequence[Workload],
-    machine: Machine,
+    machine: Machine | str,
     *,
-    policies: Iterable[str | Policy] | None = None,
+    policies: Iterable[str | Policy] | str | None = None,
     settings: Settings | None = None,
     update: str | None = None,
     clip: bool | None = None,
-    chunk_bytes: int | None = None,
+    chunk_bytes: int | str | None = None,
     barrier_cost: bool = True,
     near: bool = True,
     certify: bool = False,
@@ -181,36 +186,34 @@ def compare(
 ) -> Comparison:
     """Plan and simulate every policy (all known ones if none is named) for `workload` on `machine`.
 
-    workload: one rank's share of the job, or a list of them, one a rank, for ranks that take different shares.
-    policies: names or specs (`tide:capacity=peak`), or functions (workload, machine, settings) -> Plan. settings, or
-    any of update / clip / chunk_bytes over the defaults. barrier_cost: also simulate every fitting policy without its
-    barrier. near: for what does not fit, look for the nearest machine or setting that would. certify: the tighter bound
-    of the fluid linear program, which takes seconds, instead of the closed form. only_best: for a caller that looks at
-    `best()` alone: barrier costs of the others, and what would fit where something does, are left out. made: plans and
-    timelines of policies for this very job that are known already.
-    Raises UnknownName for a policy nobody knows and PstarError for settings that make no sense.
+    workload: the job of all GPUs together, which are given their shares of its batch; or a list of workloads, one per
+    rank, each with what that rank does. machine: a Machine, or the name of one. policies: names or specs
+    (`tide:capacity=peak`), or functions (workload, machine, settings) -> Plan. settings, or any of update / clip /
+    chunk_bytes over the defaults. barrier_cost: also simulate every fitting policy without its barrier. near: for what
+    does not fit, look for the nearest machine or setting that would. certify: the tighter bound of the fluid linear
+    program, which takes seconds, instead of the closed form. only_best: for a caller that looks at `best()` alone:
+    barrier costs of the others, and what would fit where something does, are left out. made: plans and timelines of
+    policies for this very job that are known already. Raises UnknownName for a policy nobody knows and PstarError for
+    settings that make no sense.
     """
+    machine = machine_of(machine)
     changes = {"update": update, "clip": clip, "chunk_bytes": chunk_bytes}
-    settings = replace(settings or Settings(), **{k: v for k, v in changes.items() if v is not None})  # type: ignore[arg-type]
-    if settings.update not in ("step", "eager"):
-        raise PstarError(f'update must be "step" or "eager", not {settings.update!r}')
-    asked = [_named(p) for p in (all_policies() if policies is None else policies)]
-    if not asked:
-        raise PstarError("compare needs at least one policy")
+    settings = replace(settings_of(settings), **{k: v for k, v in changes.items() if v is not None})  # type: ignore[arg-type]
+    asked = [_named(p) for p in asked_policies(policies)]
     names = [name for name, _ in asked]
     if len(set(names)) != len(names):
         raise PstarError(f"policies must have different names, not {', '.join(names)}")
-    ranked: Sequence[Workload] | None = None
-    if not isinstance(workload, Workload):
-        ranked = tuple(workload)
-        workload = tightest(ranked, machine)
+    for what, value in (("barrier_cost", barrier_cost), ("near", near), ("certify", certify), ("only_best", only_best)):
+        flag(what, value)
+    if made is not None and not isinstance(made, Mapping):
+        raise refused("made", made, "plans and timelines by policy")
+    share = share_out(workload, machine)
     with without_garbage_collection():
         return _compare(
-            workload,
+            share,
             machine,
             settings,
             asked,
-            ranked,
             barrier_cost=barrier_cost,
             near=near,
             certify=certify,
@@ -220,11 +223,10 @@ def compare(
 
 
 def _compare(
-    workload: Workload,
+    share: Share,
     machine: Machine,
     settings: Settings,
     asked: Sequence[tuple[str, Policy]],
-    ranked: Sequence[Workload] | None,
     *,
     barrier_cost: bool,
     near: bool,
@@ -232,6 +234,7 @@ def _compare(
     only_best: bool,
     made: Mapping[str, tuple[Plan, Timeline]],
 ) -> Comparison:
+    workload, ranked = share.workload, share.ranked
     certifier = Certifier(workload, machine, settings, lp=certify)
     usual = certifier.usual()
     free = None
@@ -240,7 +243,6 @@ def _compare(
     rows: list[Row] = []
     planned: dict[str, Planned] = {}
     failures: dict[str, tuple[Policy, DoesNotFit]] = {}
-    tokens = sum(w.tokens for w in ranked) if ranked else workload.tokens * len(machine.ranks)
     for name, policy in asked:
         try:
             if name in made:
@@ -255,10 +257,10 @@ def _compare(
             rows.append(_unfit(name, usual))
             continue
         barrier_cost_s = None if only_best else _barrier_cost(policy, timeline, free)
-        if ranked is not None and any(w is not plan.workload for w in ranked):
+        if ranked is not None:
             shares = ", ".join(str(w.batch) for w in ranked)
             plan = replace(plan, choices={**plan.choices, OWN_SHARES: f"batches of {shares}, rank by rank"})
-        row = _figures(name, machine, timeline, tokens, certifier.of(plan.layout), barrier_cost_s)
+        row = _figures(name, machine, timeline, share.tokens, certifier.of(plan.layout), barrier_cost_s)
         planned[name] = Planned(row=row, plan=plan, timeline=timeline)
         rows.append(row)
     others: list[str] = []
@@ -283,6 +285,7 @@ def _compare(
         workload=workload,
         machine=machine,
         settings=settings,
+        batch=share.batch,
         rows=tuple(rows),
         planned=planned,
         notes=unmodelled_notes(
@@ -344,6 +347,7 @@ def plan_and_play(
 
 def play_plan(plan: Plan, *, label: str = "", workloads: Sequence[Workload] | None = None) -> Timeline:
     """The plan's simulated timeline, labelled."""
+    instance("plan", plan, Plan, "a Plan")
     timeline = play(plan, workloads=workloads)
     return replace(timeline, label=label) if label else timeline
 
@@ -356,9 +360,9 @@ def without_barrier(workload: Workload, machine: Machine, settings: Settings) ->
         return workload, machine, free
     tensors = tuple(replace(t, dtype="bf16") if t.dtype == "fp16" else t for t in workload.tensors)
     gpus = {
-        id(r.gpu): replace(r.gpu, flops_per_s={**r.gpu.flops_per_s, "bf16": r.gpu.flops_per_s.get("fp16", 0.0)})
+        id(r.gpu): replace(r.gpu, flops_per_s={**r.gpu.flops_per_s, "bf16": r.gpu.flops_per_s["fp16"]})
         for r in machine.ranks
-        if r.gpu.flops_per_s
+        if "fp16" in r.gpu.flops_per_s
     }
     ranks = tuple(replace(r, gpu=gpus.get(id(r.gpu), r.gpu)) for r in machine.ranks)
     return replace(workload, dtype="bf16", tensors=tensors), replace(machine, ranks=ranks), free

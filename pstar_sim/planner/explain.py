@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pstar_sim.arguments import choice, instance, number, whole
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place, to_text
 from pstar_sim.core.timeline import Timeline
@@ -150,6 +151,15 @@ def explain(
 ) -> str:
     """The plan in words, for people. bound_by and barrier_cost_s as in the comparison's row, if known. width: of the
     terminal, where none is given."""
+    instance("plan", plan, Plan, "a Plan")
+    instance("timeline", timeline, Timeline, "a Timeline, such as ps.play(plan)")
+    if bound_by is not None:
+        choice("bound_by", bound_by, _BINDS)
+    if barrier_cost_s is not None:
+        number("barrier_cost_s", barrier_cost_s, also=True)
+    whole("first_steps", first_steps, least=0)
+    if width is not None:
+        whole("width", width)
     w, m, s = plan.workload, plan.machine, plan.settings
     barrier = s.barrier(w.dtype)
     when = (
@@ -158,7 +168,8 @@ def explain(
         else "Adam may run as soon as its gradient is final"
     )
     what = f"{w.model} ({w.params / 1e9:.2f} B parameters, {w.dtype})"
-    batch = f"batch {w.batch} x {_micro_batches(w.micro_batches)}, sequence {w.sequence}"
+    each = " per GPU" if len(m.ranks) > 1 else ""
+    batch = f"batch {w.batch}{each} x {_micro_batches(w.micro_batches)}, sequence {w.sequence}"
     checkpointing = "with checkpointing" if w.checkpointing else "without checkpointing"
     if w.activations:
         checkpointing = activations_text(w)

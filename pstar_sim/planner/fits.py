@@ -10,16 +10,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
+from pstar_sim.arguments import choice, flag
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Settings
-from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError
+from pstar_sim.errors import CannotPlan, DoesNotFit
+from pstar_sim.planner.asked import asked_names, settings_of
+from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.collector import without_garbage_collection
-from pstar_sim.planner.memory import least_gpu_bytes, memory_need
+from pstar_sim.planner.memory import LOADING, least_gpu_bytes, memory_need
 from pstar_sim.planner.nearest import nearest
-from pstar_sim.planner.ranks import tightest
+from pstar_sim.planner.ranks import Share, machine_of, share_out
 from pstar_sim.planner.trust import trust
 from pstar_sim.policy.registry import find_policy
-from pstar_sim.policy.registry import policies as all_policies
 from pstar_sim.sim.play import play
 from pstar_sim.workload.workload import Workload
 
@@ -79,12 +81,14 @@ class Fit:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Fits:
-    """One `Fit` a policy, in the order asked for."""
+class Fits(Collection):
+    """One `Fit` a policy, in the order asked for. workload: what one rank does. batch: sequences per micro-batch, of
+    all GPUs together."""
 
     workload: Workload
     machine: Machine
     settings: Settings
+    batch: int
     rows: tuple[Fit, ...]
 
     @property
@@ -108,9 +112,9 @@ class Fits:
 @without_garbage_collection()
 def fits(
     workload: Workload | Sequence[Workload],
-    machine: Machine,
+    machine: Machine | str,
     *,
-    policies: Iterable[str] | None = None,
+    policies: Iterable[str] | str | None = None,
     settings: Settings | None = None,
     loading: str = "whole",
     times: bool = True,
@@ -118,40 +122,32 @@ def fits(
 ) -> Fits:
     """Whether each policy (all known ones if none is named) has room for the job, start-up and rounding included.
 
-    workload: one rank's share of the job, or a list of them, one a rank, for ranks that take different shares.
-    loading: how the weights come ([Note: what the host really has to give] in memory.py). times: also plan and simulate
-    what fits. near: look for the nearest yes of what does not. Raises UnknownName for a policy nobody knows.
+    workload, machine: as in `compare`. loading: how the weights come ([Note: what the host really has to give] in
+    memory.py). times: also plan and simulate what fits. near: look for the nearest yes of what does not. Raises
+    UnknownName for a policy nobody knows.
     """
-    settings = settings or Settings()
-    ranked: Sequence[Workload] | None = None
-    if not isinstance(workload, Workload):
-        ranked = tuple(workload)
-        workload = tightest(ranked, machine)
-    names = list(all_policies() if policies is None else policies)
-    if not names:
-        raise PstarError("fits needs at least one policy")
-    rows = [_fit(name, workload, machine, settings, ranked, loading=loading, times=times) for name in names]
+    machine, settings = machine_of(machine), settings_of(settings)
+    choice("loading", loading, LOADING)
+    flag("times", times)
+    flag("near", near)
+    names = asked_names(policies)
+    share = share_out(workload, machine)
+    rows = [_fit(name, share, machine, settings, loading=loading, times=times) for name in names]
     answers = [row for row, _ in rows]
     fitting = [row.policy for row in sorted(answers, key=lambda r: r.iteration_s or 0.0) if row.fits]
     for i, (row, error) in enumerate(rows):
         if error is not None:
             hint = ""
             if near:
-                hint = "; " + _nearest(row.policy, workload, machine, settings, error, loading, fitting)
+                hint = "; " + _nearest(row.policy, share.workload, machine, settings, error, loading, fitting)
             answers[i] = replace(row, reason=str(error) + hint)
-    return Fits(workload=workload, machine=machine, settings=settings, rows=tuple(answers))
+    return Fits(workload=share.workload, machine=machine, settings=settings, batch=share.batch, rows=tuple(answers))
 
 
 def _fit(
-    name: str,
-    workload: Workload,
-    machine: Machine,
-    settings: Settings,
-    ranked: Sequence[Workload] | None,
-    *,
-    loading: str,
-    times: bool,
+    name: str, share: Share, machine: Machine, settings: Settings, *, loading: str, times: bool
 ) -> tuple[Fit, DoesNotFit | None]:
+    workload = share.workload
     gpu, host = machine.gpu_budget_bytes, machine.host_budget_bytes
     try:
         need = memory_need(name, workload, machine, settings, loading=loading)
@@ -184,13 +180,12 @@ def _fit(
     )
     if times:
         plan = need.plan or find_policy(name)(workload, machine, settings)
-        seconds = play(plan, workloads=ranked).iteration_s
-        tokens = sum(w.tokens for w in ranked) if ranked else workload.tokens * len(machine.ranks)
+        seconds = play(plan, workloads=share.ranked).iteration_s
         belief = trust(machine, name)
         row = replace(
             row,
             iteration_s=seconds,
-            tokens_per_s=tokens / seconds,
+            tokens_per_s=share.tokens / seconds,
             error=belief.error,
             trust=belief.label,
         )

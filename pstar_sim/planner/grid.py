@@ -24,6 +24,7 @@ from importlib.resources import files
 from itertools import product
 from pathlib import Path
 
+from pstar_sim.arguments import file_path
 from pstar_sim.catalog.fields import read_toml
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
@@ -36,7 +37,7 @@ from pstar_sim.policy.registry import find_policy
 from pstar_sim.units import parse_bytes
 from pstar_sim.workload.lora import Adapter
 from pstar_sim.workload.optimizers import optimizer_spec, with_optimizer
-from pstar_sim.workload.presets import ATTENTION, preset
+from pstar_sim.workload.presets import ATTENTION, default_dtype, preset
 from pstar_sim.workload.trace import load_trace
 from pstar_sim.workload.workload import DTYPE_BYTES, Workload, retype
 
@@ -125,7 +126,8 @@ def load_grid(source: str | Path | Mapping[str, object]) -> Grid:
     if isinstance(source, Mapping):
         file, content = "grid", dict(source)
     else:
-        file, content = str(source), read_toml(Path(source))
+        file = str(file_path("grid", source))
+        content = read_toml(Path(file))
     table = content.pop("set", {})
     if not isinstance(table, Mapping):
         raise PstarError(f'{file}: set = {table!r}; write a table: [set] and "gpu.memory" = ["24GB", "48GB"] below it')
@@ -264,8 +266,8 @@ def _preset(values: tuple[tuple[str, Value], ...]) -> Workload:
 _OF_WORKLOAD = ("model", "batch", "seq", "micro_batches", "dtype", "checkpointing", "attention", "lora", "optimizer")
 
 
-def job_of(group: Group) -> tuple[Workload | list[Workload], Machine, Settings]:
-    """What the group's points are about; a workload for each rank where ranks take different shares of the batch.
+def job_of(group: Group) -> tuple[list[Workload], Machine, Settings]:
+    """What the group's points are about, with a workload for each rank.
 
     Raises PstarError for values that make no sense together.
     """
@@ -274,12 +276,12 @@ def job_of(group: Group) -> tuple[Workload | list[Workload], Machine, Settings]:
     chunk = parse_bytes(str(given["chunk"])) if "chunk" in given else None
     settings = Settings(update=str(given.get("update", "step")), clip=bool(given.get("clip", True)), chunk_bytes=chunk)
     if "dtype" not in given and "model" in given:
-        given["dtype"] = next((d for d in ("bf16", "fp16") if d in machine.gpu.flops_per_s), "fp32")
-    if "batch" not in given or len(machine.ranks) == 1:
-        return _workload(given), machine, settings
+        given["dtype"] = default_dtype(machine)
+    if "batch" not in given:
+        return [_workload(given)] * len(machine.ranks), machine, settings
     shares = shares_of_batch(int(given["batch"]), machine)
     known = {share: _workload({**given, "batch": share}) for share in sorted(set(shares))}
-    return (known[shares[0]] if len(known) == 1 else [known[share] for share in shares]), machine, settings
+    return [known[share] for share in shares], machine, settings
 
 
 def _workload(given: Mapping[str, Value]) -> Workload:

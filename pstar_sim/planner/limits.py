@@ -16,20 +16,22 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
+from pstar_sim.arguments import choice, flag, function, instance, text, whole
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.models import ModelEntry, count_params, model_entry, model_names
 from pstar_sim.core.plan import Settings
-from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError
+from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError, UnknownName
+from pstar_sim.planner.asked import asked_policies, settings_of
+from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.collector import without_garbage_collection
-from pstar_sim.planner.memory import memory_need
+from pstar_sim.planner.memory import LOADING, memory_need
 from pstar_sim.planner.nearest import nearest
-from pstar_sim.planner.ranks import shares_of_batch, tightest
+from pstar_sim.planner.ranks import least_batch, machine_of, share_out, shares_of_batch, tightest
 from pstar_sim.policy.options import split_spec
 from pstar_sim.policy.registry import Policy, built_in, find_policy, is_built_in, policy_name
-from pstar_sim.policy.registry import policies as all_policies
-from pstar_sim.workload.lora import Adapter
+from pstar_sim.workload.lora import Adapter, adapter
 from pstar_sim.workload.optimizers import optimizer_spec
-from pstar_sim.workload.presets import workload_of
+from pstar_sim.workload.presets import default_dtype, workload_of
 from pstar_sim.workload.workload import DTYPE_BYTES, Workload
 
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ class Limit:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Limits:
+class Limits(Collection):
     """what: "layers" or "batch". of: the family or the model, in words. rows: one a policy, in the order asked for.
     job: what was asked, by name."""
 
@@ -76,7 +78,10 @@ class Limits:
     job: Mapping[str, object] = field(default_factory=dict)
 
     def __getitem__(self, policy: str) -> Limit:
-        return next(row for row in self.rows if row.policy == policy)
+        known = {row.policy: row for row in self.rows}
+        if text("policy", policy, "the name of one that was asked about") not in known:
+            raise UnknownName("policy", policy, tuple(known))
+        return known[policy]
 
     def to_json(self) -> list[dict[str, object]]:
         return [row.to_json() for row in self.rows]
@@ -88,8 +93,8 @@ class Limits:
         return pandas.DataFrame(self.to_json())
 
     def __repr__(self) -> str:
-        text: str = importlib.import_module("pstar_sim.report.capacity").limits_text(self)
-        return text
+        words: str = importlib.import_module("pstar_sim.report.capacity").limits_text(self)
+        return words
 
 
 def deeper(like: str | ModelEntry, layers: int, *, hidden: int | None = None, heads: int | None = None) -> ModelEntry:
@@ -127,19 +132,19 @@ def deeper(like: str | ModelEntry, layers: int, *, hidden: int | None = None, he
 
 @without_garbage_collection()
 def max_model(
-    machine: Machine,
+    machine: Machine | str,
     *,
     batch: int,
     seq: int,
     like: str = "12B",
     hidden: int | None = None,
     heads: int | None = None,
-    policies: Iterable[str | Policy] | None = None,
+    policies: Iterable[str | Policy] | str | None = None,
     settings: Settings | None = None,
     micro_batches: int = 1,
     dtype: str | None = None,
     checkpointing: bool = True,
-    lora: Adapter | None = None,
+    lora: Adapter | str | int | None = None,
     optimizer: str = "adamw",
     loading: str = "whole",
     catalog: bool = True,
@@ -156,10 +161,27 @@ def max_model(
     how many there are before it is looked at. Raises PstarError for sizes that do not go together and a batch the ranks
     cannot share, UnknownName for names nobody knows.
     """
-    settings = settings or Settings()
+    machine, settings = machine_of(machine), settings_of(settings)
+    choice("loading", loading, LOADING)
+    flag("catalog", catalog)
+    flag("checkpointing", checkpointing)
+    if dtype is not None:
+        choice("dtype", dtype, DTYPE_BYTES)
+    for what, size in (("seq", seq), ("micro_batches", micro_batches)):
+        whole(what, size)
+    for what, width in (("hidden", hidden), ("heads", heads)):
+        if width is not None:
+            whole(what, width)
+    for what, known_before in (("near", near), ("written", written)):
+        if known_before is not None:
+            instance(what, known_before, dict, "a dict")
+    if on_policy is not None:
+        function("on_policy", on_policy)
+    lora = None if lora is None else adapter(lora)
+    asked = asked_policies(policies)
     entry = model_entry(like)
     shares = shares_of_batch(batch, machine)
-    working = dtype or next((d for d in ("bf16", "fp16") if d in machine.gpu.flops_per_s), "fp32")
+    working = dtype or default_dtype(machine)
 
     def write(shape: ModelEntry) -> Workload:
         known = {share: of_share(shape, share) for share in sorted(set(shares))}
@@ -207,7 +229,6 @@ def max_model(
         key=lambda name: -model_entry(name).params,
     )
     ask = _asker(machine, settings, loading)
-    asked = list(all_policies() if policies is None else policies)
     found = _limits(
         asked, lambda policy, n: ask(policy, at(n)), most_layers, first=entry.layers, near=near, on_policy=on_policy
     )
@@ -242,28 +263,36 @@ def max_model(
 
 @without_garbage_collection()
 def max_batch(
-    machine: Machine,
+    machine: Machine | str,
     write: Callable[[int], Workload],
     *,
-    policies: Iterable[str | Policy] | None = None,
+    policies: Iterable[str | Policy] | str | None = None,
     settings: Settings | None = None,
     loading: str = "whole",
     on_policy: Callable[[str, int, int], None] | None = None,
 ) -> Limits:
-    """The most sequences a micro-batch (all ranks together) with which each policy can train on the machine.
+    """The most sequences per micro-batch, of all GPUs together, with which each policy can train on the machine.
 
-    on_policy: as in `max_model`. write: the workload of one rank for a number of sequences a rank, such as
+    on_policy: as in `max_model`. write: the workload of a batch of all GPUs together, such as
     `lambda batch: ps.preset("12B", batch=batch, seq=1024)`.
     """
-    settings = settings or Settings()
-    at = cache(write)
-    ranks = len(machine.ranks)
+    machine, settings = machine_of(machine), settings_of(settings)
+    choice("loading", loading, LOADING)
+    function("write", write)
+    if on_policy is not None:
+        function("on_policy", on_policy)
+    unit = least_batch(machine)
+
+    @cache
+    def at(units: int) -> Workload:
+        return share_out(write(units * unit), machine).workload
+
     ask = _asker(machine, settings, loading)
-    asked = list(all_policies() if policies is None else policies)
+    asked = asked_policies(policies)
     found = _limits(
         asked, lambda policy, n: ask(policy, at(n)), lambda policy: MOST_BATCH, first=1, on_policy=on_policy
     )
-    rows = [_limit(policy, value * ranks, error) for policy, (value, error) in zip(asked, found)]
+    rows = [_limit(policy, value * unit, error) for policy, (value, error) in zip(asked, found)]
     w = at(1)
     rows = _with_nearest_yes(rows, asked, found, w, machine, settings, loading)
     return Limits(

@@ -5,18 +5,31 @@ Knows machines, workloads and timelines; plans nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from pstar_sim.arguments import refused, whole
+from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import flops_rate
 from pstar_sim.errors import PstarError
 from pstar_sim.units import format_s
-from pstar_sim.workload.workload import Moment, Workload
+from pstar_sim.workload.presets import default_dtype, variant
+from pstar_sim.workload.workload import DTYPE_BYTES, Moment, Workload, retype
 
-__all__ = ["UNMODELLED", "shares_of_batch", "tightest", "unmodelled_notes"]
+__all__ = [
+    "UNMODELLED",
+    "Share",
+    "least_batch",
+    "machine_of",
+    "share_out",
+    "shares_of_batch",
+    "tightest",
+    "unmodelled_notes",
+]
 
 UNMODELLED = (
     "tensor, pipeline, sequence and expert parallelism are not modelled: all ranks share each layer's data only"
@@ -25,21 +38,96 @@ WAITING = 0.25
 """Share of an iteration that GPUs wait, from which splitting layers or depth instead of data is worth a look."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Share:
+    """What the GPUs of a machine do of a job, see [Note: one meaning of batch].
+
+    workload: one rank's; where ranks take different shares, one as hard as the hardest of theirs. ranked: each rank's
+    own, None where they are alike. batch: sequences per micro-batch, of all GPUs together. tokens: per iteration, of
+    all GPUs together."""
+
+    workload: Workload
+    ranked: tuple[Workload, ...] | None
+    batch: int
+    tokens: int
+
+
+def machine_of(machine: Machine | str) -> Machine:
+    """The machine itself, or the one of that name. Raises PstarError for anything else."""
+    if isinstance(machine, Machine):
+        return machine
+    if isinstance(machine, str) and machine:
+        return load_machine(machine)
+    raise refused("machine", machine, "a Machine or the name of one, such as ps.machine('v100-32')")
+
+
+def share_out(workload: Workload | Sequence[Workload], machine: Machine) -> Share:
+    """The job of all GPUs of `machine`, divided among them.
+
+    [Note: one meaning of batch] `batch` is the batch of all GPUs together, on the command line and in Python. So a
+    workload that stands alone is the job of the whole machine: a preset is written again for each rank's share of its
+    batch. What was captured from a module cannot be cut, so on several GPUs it has to come as a list, one workload per
+    rank; a workload in such a list, and within a plan, is what that rank does.
+
+    A preset whose dtype was left open gets what the GPU has. Raises PstarError for what is not a workload, for a batch
+    that the ranks cannot share, for a captured workload that stands alone for several GPUs, and for a list that has not
+    one workload per rank.
+    """
+    if isinstance(workload, Workload):
+        given = _divided(workload, machine)
+    elif isinstance(workload, Sequence) and workload and all(isinstance(w, Workload) for w in workload):
+        known = {id(w): _typed(w, machine) for w in workload}
+        given = tuple(known[id(w)] for w in workload)
+    else:
+        what = "a Workload, such as ps.preset('12B', batch=8, seq=1024), or a list of them, one per GPU"
+        raise refused("workload", workload, what)
+    alike = len(given) == len(machine.ranks) and all(w is given[0] for w in given)
+    return Share(
+        workload=given[0] if alike else tightest(given, machine),
+        ranked=None if alike else given,
+        batch=sum(w.batch for w in given),
+        tokens=sum(w.tokens for w in given),
+    )
+
+
+def _divided(workload: Workload, machine: Machine) -> tuple[Workload, ...]:
+    """Each rank's share of the job."""
+    if len(machine.ranks) == 1:
+        return (_typed(workload, machine),)
+    shares = shares_of_batch(workload.batch, machine)
+    if workload.source != "preset" or workload.activations:
+        each = shares[0] if len(set(shares)) == 1 else "a share of it"
+        raise PstarError(
+            f"workload {workload.model!r} has batch {workload.batch}, which is that of all {len(shares)} GPUs of "
+            f"{machine.name} together, and cannot be cut: it was not written from a preset. Trace the model with batch "
+            f"{each} and give a list of workloads, one per GPU: [workload] * {len(shares)}"
+        )
+    dtype = default_dtype(machine) if workload.dtype_open else None
+    known = {share: variant(workload, batch=share, dtype=dtype) for share in sorted(set(shares))}
+    return tuple(known[share] for share in shares)
+
+
+def _typed(workload: Workload, machine: Machine) -> Workload:
+    """The workload in a dtype of its own where it was left open."""
+    if not workload.dtype_open:
+        return workload
+    dtype = default_dtype(machine)
+    if DTYPE_BYTES[dtype] != DTYPE_BYTES[workload.dtype]:
+        return variant(workload, dtype=dtype)
+    return retype(workload, dtype)
+
+
 def shares_of_batch(batch: int, machine: Machine) -> list[int]:
     """Sequences of each rank of a micro-batch of `batch` sequences, by the ranks' batch shares.
 
     Raises PstarError where a share is not a whole number, with the nearest batches that would do.
     """
-    ranks = machine.ranks
-    parts = [Fraction(r.batch_share).limit_denominator(10**6) for r in ranks]
-    whole = sum(parts)
-    parts = [p / whole for p in parts]
+    ranks, parts = machine.ranks, _parts(machine)
+    whole("batch", batch)
     shares = [batch * p for p in parts]
-    if batch > 0 and all(s.denominator == 1 and s >= 1 for s in shares):
+    if all(s.denominator == 1 and s >= 1 for s in shares):
         return [int(s) for s in shares]
-    unit = 1
-    for p in parts:
-        unit = unit * p.denominator // _gcd(unit, p.denominator)
+    unit = least_batch(machine)
     near = sorted({batch // unit * unit, (batch // unit + 1) * unit} - {0})
     split = "evenly by" if len(set(parts)) == 1 else f"{':'.join(str(int(p * unit)) for p in parts)} among"
     raise PstarError(
@@ -48,10 +136,14 @@ def shares_of_batch(batch: int, machine: Machine) -> list[int]:
     )
 
 
-def _gcd(a: int, b: int) -> int:
-    while b:
-        a, b = b, a % b
-    return a
+def least_batch(machine: Machine) -> int:
+    """The smallest batch that the ranks can share; those that they can share are its multiples."""
+    return math.lcm(*(p.denominator for p in _parts(machine)))
+
+
+def _parts(machine: Machine) -> list[Fraction]:
+    parts = [Fraction(r.batch_share).limit_denominator(10**6) for r in machine.ranks]
+    return [p / sum(parts) for p in parts]
 
 
 def tightest(workloads: Sequence[Workload], machine: Machine) -> Workload:
@@ -84,7 +176,7 @@ def tightest(workloads: Sequence[Workload], machine: Machine) -> Workload:
     # Per rank: what its GPU has more than the weakest, and how much faster it is.
     kinds: dict[tuple[int, int], tuple[int, float, float, Workload]] = {}
     for rank, w in zip(machine.ranks, workloads):
-        own = replace(machine, ranks=(rank,), nodes=1)
+        own = replace(machine, ranks=(replace(rank, batch_share=1.0),), nodes=1)
         kinds[id(rank.gpu), id(w)] = (
             rank.gpu.budget_bytes - weak.budget_bytes,
             rate / flops_rate(own, w.dtype),

@@ -18,15 +18,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
+from pstar_sim.arguments import flag, function, number
+from pstar_sim.arguments import names as listed
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.models import model_entry
 from pstar_sim.catalog.overrides import override
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import PstarError
+from pstar_sim.planner.asked import asked_names, settings_of
+from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.collector import without_garbage_collection
 from pstar_sim.planner.compare import compare
 from pstar_sim.planner.limits import Written, max_model
-from pstar_sim.planner.ranks import tightest
+from pstar_sim.planner.ranks import machine_of, share_out
 from pstar_sim.sim.play import play
 from pstar_sim.workload.lora import adapter_of
 from pstar_sim.workload.workload import Workload
@@ -83,18 +87,25 @@ class Effect:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Sensitivity:
-    """now: the machine as it is. rows: one a part. policies: those that were tried. short: what each of them lacks on
-    the machine as it is, where none fits."""
+class Sensitivity(Collection):
+    """workload: what one rank does. batch: sequences per micro-batch, of all GPUs together. now: the machine as it is.
+    rows: one a part. policies: those that were tried. short: what each of them lacks on the machine as it is, where
+    none fits."""
 
     workload: Workload
     machine: Machine
     settings: Settings
+    batch: int
     by: float
     policies: tuple[str, ...]
     now: Effect
     rows: tuple[Effect, ...]
     short: tuple[str, ...] = ()
+
+    _name = "part"
+
+    def _rows(self) -> tuple[Effect, ...]:
+        return (self.now, *self.rows)
 
     def to_json(self) -> list[dict[str, object]]:
         return [asdict(row) for row in (self.now, *self.rows)]
@@ -112,35 +123,40 @@ class Sensitivity:
 @without_garbage_collection()
 def sensitivity(
     workload: Workload | Sequence[Workload],
-    machine: Machine,
+    machine: Machine | str,
     *,
-    policies: Sequence[str] = POLICIES,
+    policies: Sequence[str] | str = POLICIES,
     settings: Settings | None = None,
     by: float = 0.1,
     parts: Iterable[str] | None = None,
     largest: bool = True,
     on_part: Callable[[str, int, int], None] | None = None,
 ) -> Sensitivity:
-    """workload: as in `compare`, a list for ranks that take different shares (one more GPU is then left out: nobody
-    says what it takes). by: how much more, 0.1 for a tenth. parts: of `PARTS`, by default all that the machine has.
+    """workload, machine: as in `compare` (where ranks take different shares, one more GPU is left out: nobody says what
+    it takes). by: how much more, 0.1 for a tenth. parts: of `PARTS`, by default all that the machine has.
     largest: also search the largest model (presets only; of a trace only times are compared). on_part: called with a
     part, its number and how many there are before it is looked at. Raises PstarError for a part that is none."""
-    settings = settings or Settings()
-    if not -1 < by < 100 or by == 0:
+    machine, settings = machine_of(machine), settings_of(settings)
+    policies = asked_names(policies)
+    if not -1 < number("by", by, above=-1) < 100 or by == 0:
         raise PstarError(f"by = {by:g} is no change; give a share such as 0.1")
-    names = list(PARTS if parts is None else parts)
+    flag("largest", largest)
+    if on_part is not None:
+        function("on_part", on_part)
+    names = list(PARTS) if parts is None else [str(part) for part in listed("parts", parts, "parts of a machine")]
     for name in names:
         if name not in PARTS:
             raise PstarError(f"{name!r} is no part of a machine; it can be {', '.join(PARTS)}")
-    ranked = None if isinstance(workload, Workload) else tuple(workload)
-    one = workload if isinstance(workload, Workload) else tightest(tuple(workload), machine)
+    share = share_out(workload, machine)
+    ranked, one = share.ranked, share.workload
     largest = largest and one.source == "preset"
     written: Written = {}
     short: list[str] = []
     plans: list[Plan] = []  # the fastest for the machine as it is, if any fits
 
     def effect(part: str | None, where: Machine, now: Effect | None) -> Effect:
-        found = compare(ranked or one, where, policies=policies, settings=settings, barrier_cost=False, near=False)
+        each = ranked or (one,) * len(where.ranks)
+        found = compare(each, where, policies=policies, settings=settings, barrier_cost=False, near=False)
         fitting = [row for row in found.rows if row.iteration_s is not None]
         best = found.best().row if fitting else None
         if now is None and best is not None:
@@ -184,9 +200,9 @@ def sensitivity(
                 raise PstarError(f"{machine.name} has no {name} to enlarge")
     wanted = [(name, where) for name, where in changed if where is not None]
 
-    def told(number: int, part: str | None, where: Machine, now: Effect | None) -> Effect:
+    def told(count: int, part: str | None, where: Machine, now: Effect | None) -> Effect:
         if on_part is not None:
-            on_part(part or "as it is", number, 1 + len(wanted))
+            on_part(part or "as it is", count, 1 + len(wanted))
         return effect(part, where, now)
 
     now = told(0, None, machine, None)
@@ -194,10 +210,11 @@ def sensitivity(
         workload=one,
         machine=machine,
         settings=settings,
+        batch=share.batch,
         by=by,
         policies=tuple(policies),
         now=now,
-        rows=tuple(told(number, name, where, now) for number, (name, where) in enumerate(wanted, start=1)),
+        rows=tuple(told(count, name, where, now) for count, (name, where) in enumerate(wanted, start=1)),
         short=tuple(short),
     )
 

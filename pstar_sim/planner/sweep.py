@@ -31,8 +31,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pstar_sim.arguments import file_path, function, refused, text
 from pstar_sim.errors import PstarError
-from pstar_sim.files import replaced_atomically, write_atomically
+from pstar_sim.files import check_writable, replaced_atomically, write_atomically
+from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.collector import without_garbage_collection
 from pstar_sim.planner.compare import compare
 from pstar_sim.planner.grid import Grid, Group, job_of, load_grid, point_hash
@@ -66,7 +68,7 @@ _METADATA = b"pstar_sim.sweep"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Sweep:
+class Sweep(Collection):
     """rows: one a point, in the order of the grid: its axes and `COLUMNS`. cached: points that were known already."""
 
     grid: Grid
@@ -103,10 +105,22 @@ def sweep(
     grid's results or is none, and for a backend that joblib does not know.
     """
     grid = grid if isinstance(grid, Grid) else load_grid(grid)
-    path = None if output is None else Path(output)
+    if jobs is not None and (isinstance(jobs, bool) or not isinstance(jobs, int) or not jobs):
+        raise refused("jobs", jobs, "a number of processes, or -1 for one per core")
+    if backend is not None:
+        text("backend", backend, "the name of a backend of joblib")
+    if on_progress is not None:
+        function("on_progress", on_progress)
+    path = None if output is None else file_path("output", output)
     if path is not None:
         _check_output(path, grid)
-    folder = Path(cache) if cache is not None else None if path is None else path.with_name(path.name + ".points")
+    folder = (
+        file_path("cache", cache)
+        if cache is not None
+        else None
+        if path is None
+        else path.with_name(path.name + ".points")
+    )
     if folder is not None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -220,9 +234,8 @@ def _check_output(path: Path, grid: Grid) -> None:
     """Raises PstarError for a results file of another grid, or a file that is none."""
     if path.suffix != ".parquet":
         raise PstarError(f"{path}: results are written as Parquet; name a file that ends in .parquet")
+    check_writable(path)
     if not path.exists():
-        if not path.parent.is_dir():
-            raise PstarError(f"{path}: there is no folder {str(path.parent)!r}; make it first")
         return
     import pyarrow.parquet as parquet
     from pyarrow import ArrowException

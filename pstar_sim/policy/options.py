@@ -104,7 +104,7 @@ def size() -> Values:
 
     def parse(text: str) -> object:
         try:
-            found = parse_bytes(text)
+            found = parse_bytes(text, bare=1)  # specs are written so, whatever the size
         except PstarError as error:
             raise ValueError(text) from error
         if found <= 0:

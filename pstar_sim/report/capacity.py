@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pstar_sim.planner.ranks import UNMODELLED, unmodelled_notes
-from pstar_sim.report.tables import trust_lines
+from pstar_sim.report.tables import batch_words, trust_lines
 from pstar_sim.terminal import table_text, terminal_width, wrap
 from pstar_sim.units import GB, format_bytes, format_s
 from pstar_sim.validation.limits import published_limits
@@ -58,10 +58,8 @@ def fits_text(answer: Fits, *, width: int | None = None) -> str:
     w, m = answer.workload, answer.machine
     each = "" if len(m.ranks) == 1 else f" for each of {len(m.ranks)} GPUs"
     lines = [
-        f"{w.model}, {_params(w.params)} parameters, batch {w.batch}"
-        + ("" if len(m.ranks) == 1 else " a GPU")
-        + (f" x {w.micro_batches} micro-batches" if w.micro_batches > 1 else "")
-        + f", sequence {w.sequence}, {w.dtype}"
+        f"{w.model}, {_params(w.params)} parameters, {batch_words(answer)}"
+        f", sequence {w.sequence}, {w.dtype}"
         + (f", {w.notes}" if w.notes else "")
         + ("" if w.optimizer.name == "adamw" else f", {w.optimizer.name}"),
         f"on {m.name}: {_memory(m)}{each}",
@@ -169,7 +167,7 @@ def cheapest_text(answer: Cheapest, *, width: int | None = None) -> str:
     lines += _notes([f"{_tried(row)}: {row.reason}" for row in answer.rows if row.reason is not None], width)
     prices = dict.fromkeys(f"{row.machine}: {row.price_of}" for row in shown)
     lines += _notes([f"prices of a node: {'; '.join(prices)}"] if prices else [], width)
-    lines += _notes(["micro-batches: sequences of a GPU at a time x how many an iteration"] if shown else [], width)
+    lines += _notes(["micro-batches: sequences of all GPUs at a time x how many per iteration"] if shown else [], width)
     if any(row.gpus > 1 for row in answer.rows):
         lines += _notes([f"note: {_DATA_PARALLEL}"], width)
     return "\n".join(lines) + "\n"
@@ -200,8 +198,7 @@ def sensitivity_text(answer: Sensitivity, *, width: int | None = None) -> str:
     width = terminal_width() if width is None else width
     w = answer.workload
     by = f"{answer.by * 100:+g} %"
-    a_gpu = "" if len(answer.machine.ranks) == 1 else " a GPU"
-    what = f"{by} of each part of {answer.machine.name}: {w.model}, batch {w.batch}{a_gpu}, sequence {w.sequence}"
+    what = f"{by} of each part of {answer.machine.name}: {w.model}, {batch_words(answer)}, sequence {w.sequence}"
     lines = [*wrap(what, width), ""]
     columns = ("part", "iteration", "change", "policy", "largest model", "layers", "change ")
     rows = [_effect_cells("as it is", answer.now)]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HEADS",
+    "batch_words",
     "cells",
     "comparison_text",
     "format_percent",
@@ -39,6 +40,8 @@ class Answer(Protocol):
     def machine(self) -> Machine: ...
     @property
     def settings(self) -> Settings: ...
+    @property
+    def batch(self) -> int: ...
 
 
 def heading(answer: Answer) -> str:
@@ -47,8 +50,7 @@ def heading(answer: Answer) -> str:
     barrier = s.barrier(w.dtype)
     parts = [
         f"{w.model}, {_params(w.params)} parameters",
-        f"batch {w.batch}{' a GPU' if len(m.ranks) > 1 else ''}"
-        + (f" x {w.micro_batches} micro-batches" if w.micro_batches > 1 else ""),
+        batch_words(answer),
         f"sequence {w.sequence}",
         w.dtype,
         activations_text(w) if w.activations else "checkpointing" if w.checkpointing else "no checkpointing",
@@ -67,6 +69,17 @@ def heading(answer: Answer) -> str:
     if m.name == "here" and m.notes:
         lines.append(f"here: {m.notes}")
     return "\n".join(lines)
+
+
+def batch_words(answer: Answer) -> str:
+    """The batch of all GPUs together, and what of it each GPU has."""
+    w, ranks = answer.workload, len(answer.machine.ranks)
+    words = f"batch {answer.batch}"
+    if w.micro_batches > 1:
+        words += f" x {w.micro_batches} micro-batches"
+    if ranks > 1:
+        words += f" ({'' if w.batch * ranks == answer.batch else 'at most '}{w.batch} per GPU)"
+    return words
 
 
 def _params(count: int) -> str:

@@ -18,8 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pstar_sim.arguments import choice, instance, names, refused
+from pstar_sim.core.step import Place
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PstarError
+from pstar_sim.planner.compare import Comparison, Planned
 from pstar_sim.report.curves import Curves, byte_curves, phase_bands
 from pstar_sim.units import GB, KB, MB, format_s
 
@@ -51,7 +54,7 @@ _WASTE = "free, but out of reach of a static partition"
 
 
 def plot_tide(
-    timelines: Timeline | Sequence[Timeline],
+    timelines: Timeline | Planned | Comparison | Sequence[Timeline | Planned],
     ax: Axes | Iterable[Axes] | None = None,
     x: str = "time",
     *,
@@ -60,12 +63,15 @@ def plot_tide(
 ) -> Any:
     """Draw one timeline, or several side by side with one y axis. Returns the axes (an array of them for several).
 
+    timelines: a timeline or a plan of a comparison, a list of them, or a comparison, of which every plan is drawn.
     x: "time" (seconds) or "moment". measured: a recorded timeline drawn as lines over the first one. ax: where to
     draw; as many axes as timelines; None makes a figure. Raises PstarError for an unknown x, for a timeline without
     bytes to draw, and for a wrong number of axes."""
-    many = [timelines] if isinstance(timelines, Timeline) else list(timelines)
-    if not many:
-        raise PstarError("plot_tide needs at least one timeline")
+    many = _timelines(timelines)
+    choice("x", x, ("time", "moment"))
+    choice("place", place, [p.value for p in Place])
+    if measured is not None:
+        instance("measured", measured, Timeline, "a Timeline")
     if ax is None:
         from matplotlib import pyplot
 
@@ -75,7 +81,9 @@ def plot_tide(
     elif hasattr(ax, "plot"):
         axes = [ax]
     else:
-        axes = list(ax)
+        axes = names("ax", ax, "an Axes, or a list of as many as timelines")
+    if not all(hasattr(one, "plot") for one in axes):
+        raise refused("ax", ax, "an Axes, or a list of as many as timelines")
     if len(axes) != len(many):
         raise PstarError(f"plot_tide got {len(many)} timelines and {len(axes)} axes; give as many axes as timelines")
     top = max(_capacity(t, place) for t in many)
@@ -90,7 +98,18 @@ def plot_tide(
         if i == 0:
             one.set_ylabel(f"{place.upper()} memory [{name}]")
     _legend(axes[-1], handles)
-    return axes[0] if isinstance(timelines, Timeline) else np.array(axes, dtype=object)
+    return axes[0] if isinstance(timelines, Timeline | Planned) else np.array(axes, dtype=object)
+
+
+def _timelines(given: object) -> list[Timeline]:
+    """What there is to draw. Raises PstarError for nothing, and for what has no timeline."""
+    rows = [given] if isinstance(given, Timeline | Planned) else given
+    if isinstance(rows, Comparison):
+        rows = [rows[row.policy] for row in rows.rows if row.fits]
+    if not isinstance(rows, Sequence) or not rows or not all(isinstance(row, Timeline | Planned) for row in rows):
+        want = "a Timeline, a plan of a comparison, a list of them, or a Comparison in which a policy fits"
+        raise refused("timelines", given, want)
+    return [row.timeline if isinstance(row, Planned) else row for row in rows]
 
 
 def tide_figure(

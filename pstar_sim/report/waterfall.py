@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from pstar_sim.arguments import instance, refused
 from pstar_sim.errors import PstarError
+from pstar_sim.planner.ablate import Ablation, Line
 from pstar_sim.report.tables import heading
 from pstar_sim.units import GB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from pstar_sim.planner.ablate import Ablation, Line
 
 __all__ = ["plot_waterfall", "waterfall_figure"]
 
@@ -32,10 +32,13 @@ def plot_waterfall(ablation: Ablation, ax: Axes | Iterable[Axes] | None = None) 
 
     ax None makes a figure with both. Raises PstarError for another number of axes.
     """
+    instance("ablation", ablation, Ablation, "an Ablation, what ps.ablate answers")
     if ax is None:
         figure = waterfall_figure(ablation, pyplot=True)
         return figure.axes
     axes: list[Any] = list(ax) if isinstance(ax, Iterable) else [ax]
+    if not all(hasattr(one, "plot") for one in axes):
+        raise refused("ax", ax, "an Axes, or a list of one or two")
     if len(axes) not in (1, 2):
         raise PstarError(f"a waterfall needs one axes or two, not {len(axes)}")
     _seconds(ablation, axes[0])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from pstar_sim.catalog.efficiency import Efficiency
 from pstar_sim.errors import PstarError
+from pstar_sim.planner.collection import Collection
 from pstar_sim.validation.experiments import experiment_of, runs_of
 from pstar_sim.validation.replay import replay, row_value
 from pstar_sim.validation.rows import Row, published_rows
@@ -100,11 +101,16 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Validation:
+class Validation(Collection):
     """counts: rows by use, of the whole file (or of what was asked for). results: the rows in scope, in its order."""
 
     counts: dict[str, int]
     results: tuple[Result, ...]
+
+    _name = "system"
+
+    def _rows(self) -> tuple[Result, ...]:
+        return self.results
 
     def errors(self, **wanted: str) -> Errors | None:
         """Of the results whose fields have these values, as errors(use="tested", kind="time")."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pstar_sim.arguments import text
 from pstar_sim.errors import UnknownName
 from pstar_sim.workload.workload import OptimizerSpec, Workload
 
@@ -38,6 +39,7 @@ OPTIMIZERS = {
 
 def optimizer_spec(name: str) -> OptimizerSpec:
     """Raises UnknownName."""
+    text("optimizer", name, f"one of {', '.join(OPTIMIZERS)}")
     if name not in OPTIMIZERS:
         raise UnknownName("optimizer", name, tuple(OPTIMIZERS))
     return OPTIMIZERS[name]

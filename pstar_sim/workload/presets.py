@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from pstar_sim.arguments import flag, whole
+from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.models import ModelEntry, model_entry
 from pstar_sim.errors import ModelError
 from pstar_sim.workload.families import Shape, write_bert, write_gpt, write_llama, write_vit
-from pstar_sim.workload.lora import AdaptedTape, Adapter, adapter_of
+from pstar_sim.workload.lora import AdaptedTape, Adapter, adapter, adapter_of
 from pstar_sim.workload.optimizers import optimizer_spec
 from pstar_sim.workload.tape import Tape
 from pstar_sim.workload.workload import DTYPE_BYTES, Workload, repeat_micro_batch
 
-__all__ = ["ATTENTION", "preset", "variant", "workload_of"]
+__all__ = ["ATTENTION", "default_dtype", "preset", "variant", "workload_of"]
 
 ATTENTION = ("flash", "efficient", "math")
 
@@ -34,38 +36,47 @@ def preset(
     batch: int,
     seq: int | None = None,
     micro_batches: int = 1,
-    dtype: str = "bf16",
+    dtype: str | None = None,
     checkpointing: bool = True,
     attention: str = "flash",
-    lora: Adapter | None = None,
+    lora: Adapter | str | int | None = None,
     optimizer: str = "adamw",
 ) -> Workload:
     """One iteration of a model of the catalog, trained with its usual loss.
 
-    batch: sequences (images) a micro-batch. seq: tokens a sequence, by default all positions the model has (a ViT takes
+    batch: sequences (images) per micro-batch, of all GPUs together: a comparison divides it among the GPUs of the
+    machine. dtype: None for what the GPU of the machine has (bf16, else fp16, else fp32), written as bf16 until a
+    machine is known. seq: tokens a sequence, by default all positions the model has (a ViT takes
     no other). checkpointing: every layer is a checkpoint (non-reentrant, so a recompute stops early). No dropout, no
     padding. The GPT family stands for the PatrickStar table, whose parameter counts have no head of their own: the
     head is the token embedding (tied) and the loss is the language model's, as the planning figures assume, though the
     published runs classified sequences. Non-model bytes are logical bytes of live storages; the accelerator's context
-    is a term of the machine, not of the workload. lora: the model itself is frozen and adapters are trained (lora.py).
+    is a term of the machine, not of the workload. lora: the model itself is frozen and adapters are trained (lora.py);
+    an Adapter, a rank, or a text such as "r=16" or "r=8,targets=q_proj+v_proj".
     optimizer: its name (optimizers.py).
 
     Raises UnknownName (with the nearest names) and ModelError for a batch, sequence, dtype or attention the model
     cannot have.
     """
     entry = model_entry(name)
-    return workload_of(
+    made = workload_of(
         entry,
         batch=batch,
         sequence=entry.max_seq if seq is None else seq,
         micro_batches=micro_batches,
-        dtype=dtype,
+        dtype="bf16" if dtype is None else dtype,
         checkpointing=checkpointing,
         attention=attention,
-        lora=lora,
+        lora=None if lora is None else adapter(lora),
         optimizer=optimizer,
         model=name,
     )
+    return replace(made, dtype_open=True) if dtype is None else made
+
+
+def default_dtype(machine: Machine) -> str:
+    """bf16 where the GPU has it natively, else fp16, else fp32."""
+    return next((dtype for dtype in ("bf16", "fp16") if dtype in machine.gpu.flops_per_s), "fp32")
 
 
 def workload_of(
@@ -92,18 +103,21 @@ def workload_of(
         return ModelError(f"model {name}: {what} is {value!r}; {want}")
 
     for what, value in (("batch", batch), ("sequence", sequence), ("micro_batches", micro_batches)):
-        if value < 1:
-            raise refuse(what, value, "it must be at least 1")
+        whole(f"model {name}: {what}", value, error=ModelError)
+    for what, switch in (
+        ("checkpointing", checkpointing),
+        ("language_head", language_head),
+        ("early_stop", early_stop),
+    ):
+        flag(f"model {name}: {what}", switch, error=ModelError)
     if entry.family == "vit" and sequence != entry.max_seq:
         raise refuse("sequence", sequence, f"an image of this model is {entry.max_seq} tokens")
     if sequence > entry.max_seq:
         raise refuse("sequence", sequence, f"the model has {entry.max_seq} positions")
-    if dtype not in DTYPE_BYTES:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise refuse("dtype", dtype, f"known dtypes are {', '.join(DTYPE_BYTES)}")
-    if attention not in ATTENTION:
+    if not isinstance(attention, str) or attention not in ATTENTION:
         raise refuse("attention", attention, f"known kernels are {', '.join(ATTENTION)}")
-    if lora is not None and lora.rank < 1:
-        raise refuse("lora rank", lora.rank, "it must be at least 1")
     spec = optimizer_spec(optimizer)
     adapted = None if lora is None else AdaptedTape(dtype, lora, family=entry.family, tokens=batch * sequence)
     tape = adapted or Tape(dtype)
@@ -148,9 +162,10 @@ def variant(
     batch: int | None = None,
     micro_batches: int | None = None,
     checkpointing: bool | None = None,
+    dtype: str | None = None,
     shape: ModelEntry | None = None,
 ) -> Workload:
-    """The same preset, adapter and optimizer with another batch, number of micro-batches or checkpointing.
+    """The same preset, adapter and optimizer with another batch, number of micro-batches, checkpointing or dtype.
 
     shape: the model's, where it is not in the catalog. Raises ModelError for a workload that is no preset, UnknownName
     for one of a shape that is neither given nor in the catalog.
@@ -163,7 +178,7 @@ def variant(
         batch=workload.batch if batch is None else batch,
         sequence=workload.sequence,
         micro_batches=workload.micro_batches if micro_batches is None else micro_batches,
-        dtype=workload.dtype,
+        dtype=workload.dtype if dtype is None else dtype,
         checkpointing=workload.checkpointing if checkpointing is None else checkpointing,
         attention=workload.attention,
         lora=adapter_of(workload),

@@ -15,9 +15,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pstar_sim.arguments import choice, file_path, flag, whole
 from pstar_sim.errors import TraceError
 from pstar_sim.files import replaced_atomically
 from pstar_sim.workload.workload import (
+    DTYPE_BYTES,
     Moment,
     OptimizerSpec,
     Phase,
@@ -124,7 +126,14 @@ def load_trace(
     micro_batches: a number that the file does not hold is made from the variant with one, by repeating it.
     Raises TraceError as `load_variants` does, and if no variant agrees (the text lists what there is).
     """
-    variants = load_variants(path)
+    for name, count in (("batch", batch), ("sequence", sequence), ("micro_batches", micro_batches)):
+        if count is not None:
+            whole(name, count, error=TraceError)
+    if checkpointing is not None:
+        flag("checkpointing", checkpointing, error=TraceError)
+    if dtype is not None:
+        choice("dtype", dtype, DTYPE_BYTES, error=TraceError)
+    variants = load_variants(file_path("path", path, error=TraceError))
     wanted = {"batch": batch, "sequence": sequence, "checkpointing": checkpointing, "dtype": dtype}
     found = [w for w in variants if all(v is None or getattr(w, name) == v for name, v in wanted.items())]
     if micro_batches is not None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
+from pstar_sim.arguments import instance, whole
 from pstar_sim.errors import TraceError
 from pstar_sim.python310 import StrEnum
 
@@ -148,7 +149,9 @@ class Workload:
     moment `back`, and moment `needed` waits for it. So the gpu holds the bytes whenever a peak counts them or one of
     the two copies runs, and at no other time; whatever the timing, what the peaks leave free is free.
 
-    model: what the user called it. batch: sequences a micro-batch. attention: "flash", "efficient", "math" or
+    model: what the user called it. batch: sequences per micro-batch, of all GPUs together where the workload stands
+    for a whole job, of one rank within a plan and in a list of one workload per rank. dtype_open: nobody named the
+    dtype, so that a comparison takes what the GPU has. attention: "flash", "efficient", "math" or
     "none". source: "capture" (fake tensors), "recorded" (a real iteration) or "preset". recorded_on: name of the
     machine whose durations the moments carry, or None.
     """
@@ -170,6 +173,7 @@ class Workload:
     notes: str = ""
     activations: tuple[tuple[str, str], ...] = ()
     stashes: tuple[Stash, ...] = ()
+    dtype_open: bool = False
 
     def __post_init__(self) -> None:
         check_workload(self)
@@ -432,19 +436,19 @@ def retype(w: Workload, dtype: str) -> Workload:
     """The same workload in the other 16-bit type: bytes and flops are equal, only loss scaling and rates differ. Raises
     TraceError between types of different size."""
     if dtype == w.dtype:
-        return w
+        return replace(w, dtype_open=False) if w.dtype_open else w
     if DTYPE_BYTES.get(dtype) != DTYPE_BYTES[w.dtype]:
         raise TraceError(f"workload {w.model!r} is in {w.dtype}; it cannot stand for {dtype}, whose size differs")
     tensors = tuple(replace(t, dtype=dtype) if t.dtype == w.dtype else t for t in w.tensors)
-    return replace(w, dtype=dtype, tensors=tensors)
+    return replace(w, dtype=dtype, tensors=tensors, dtype_open=False)
 
 
 def repeat_micro_batch(w: Workload, micro_batches: int) -> Workload:
     """The same model with its one micro-batch repeated. Raises TraceError if w already has several."""
+    instance("w", w, Workload, "a Workload", error=TraceError)
+    whole("micro_batches", micro_batches, error=TraceError)
     if w.micro_batches != 1:
         raise TraceError(f"workload {w.model!r} already has {w.micro_batches} micro-batches; trace one to repeat it")
-    if micro_batches < 1:
-        raise TraceError(f"micro_batches must be at least 1, not {micro_batches}")
     body, step = w.moments[:-1], w.moments[-1]
     moments = tuple(
         Moment(

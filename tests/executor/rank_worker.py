@@ -44,7 +44,8 @@ SHARES = (0.25, 0.4, 0.55, 0.7, 1.0, 1.4, 2.0, 3.0, 5.0, 12.0)
 def machine_of(gpu_bytes: int, ranks: int, sequences: list[int] | None = None) -> Machine:
     one = kit.small_machine(gpu_bytes)
     peer = Fabric(name="test", bytes_per_s=2e9, latency_s=1e-5, measured=False, source="test")
-    several = [replace(one.ranks[0], batch_share=float(n)) for n in sequences or [1] * ranks]
+    taken = sequences or [1] * ranks
+    several = [replace(one.ranks[0], batch_share=n / sum(taken)) for n in taken]
     return replace(one, ranks=tuple(several), peer=peer)
 
 

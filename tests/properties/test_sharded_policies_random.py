@@ -46,7 +46,7 @@ def with_ranks(machine: Machine, ranks: int, rng: random.Random) -> Machine:
     )
     return replace(
         machine,
-        ranks=(replace(one, gpu=gpu, link=link),) * ranks,
+        ranks=(replace(one, gpu=gpu, link=link, batch_share=1 / ranks),) * ranks,
         host=replace(machine.host, memory_bytes=machine.host.memory_bytes * 2),
         peer=peer if ranks > 1 else None,
         nvme=disks,

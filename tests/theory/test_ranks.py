@@ -67,7 +67,9 @@ def machine(ranks: Sequence[Rank] = (RANK, RANK), *, dram: float = 1e12, **field
         measured=True,
         source="by hand",
     )
-    values: dict[str, object] = {"name": "virtual", "ranks": tuple(ranks), "host": host, "peer": PEER}
+    whole = sum(rank.batch_share for rank in ranks)
+    shared = tuple(replace(rank, batch_share=rank.batch_share / whole) for rank in ranks)
+    values: dict[str, object] = {"name": "virtual", "ranks": shared, "host": host, "peer": PEER}
     return Machine(**(values | fields))  # type: ignore[arg-type]
 
 

@@ -66,7 +66,7 @@ def test_a_batch_that_the_gpus_cannot_share(tmp_path: Path, capsys: pytest.Captu
 
 def test_more_ranks_than_chunks(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--model", "1B", "--seq", "128", "--batch", "8", "--machine", "v100-32x8", "--policy", "patrickstar"]
-    assert main(["compare", *argv, "--chunk", "1GB"]) == 2
+    assert main(["compare", *argv, "--chunk", "1GB"]) == 3
     said = capsys.readouterr()
     assert "8 ranks but 3 chunks of 1.00 GB" in said.out and "take smaller ones" in said.out
     assert said.err.count("\n") == 1
@@ -105,13 +105,13 @@ def test_a_size_beyond_all_machines(size: str, capsys: pytest.CaptureFixture[str
 def test_a_batch_beyond_all_machines(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["compare", "--model", "1B", "--seq", "128", "--machine", "v100-32", "--policy", "tide", "--batch"]
     assert "less than a billion" in complaint(capsys, *argv, "9" * 20)
-    assert main([*argv, "9" * 9]) == 2
+    assert main([*argv, "9" * 9]) == 3
     assert "short by" in capsys.readouterr().out
 
 
 def test_too_large_for_the_chunk_budget_says_by_how_much_and_what_does(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["compare", "--model", "15B", "--batch", "48", "--seq", "1024", "--machine", "v100-32", "--policy", "tide"]
-    assert main([*argv, "--json"]) == 2
+    assert main([*argv, "--json"]) == 3
     (row,) = json.loads(capsys.readouterr().out)
     assert re.search(r"gpu needs [\d.]+ GB .* short by [\d.]+ GB; fits on a100-", row["reason"])
 

@@ -250,7 +250,7 @@ def test_the_file_of_a_plan(two: Machine, tmp_path) -> None:  # type: ignore[no-
     assert (read.machine, read.layout, read.steps, read.nvme_budget_bytes) == (two, plan.layout, plan.steps, 5)
     read.check(plan.workload, two)
     with pytest.raises(PlanError, match="made for 2 GPUs, not 1"):
-        read.check(plan.workload, replace(two, ranks=two.ranks[:1]))
+        read.check(plan.workload, replace(two, ranks=(replace(two.ranks[0], batch_share=1.0),)))
     text = path.read_text()
     assert '"ranks": 2' in text
     path.write_text(text.replace('"ranks": 2', '"ranks": 3'))

@@ -188,7 +188,7 @@ def test_what_does_not_fit_says_why_by_how_much_and_what_would_do(capsys: pytest
 
 def test_nothing_fits_is_a_table_and_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["compare", *SMALL, "--gpu-memory", "1.2GB", "--policy", "tide", "--json"]
-    assert main(argv) == 2
+    assert main(argv) == 3
     out, err = capsys.readouterr()
     (row,) = json.loads(out)
     assert not row["fits"] and "short by" in row["reason"]
@@ -219,7 +219,7 @@ def test_host_memory_too_small_names_what_would_do(capsys: pytest.CaptureFixture
         "--host-memory",
         "24GB",
     ]
-    assert main([*argv, "--policy", "zero_offload", "--json"]) == 2
+    assert main([*argv, "--policy", "zero_offload", "--json"]) == 3
     (row,) = json.loads(capsys.readouterr().out)
     assert "host needs" in row["reason"] and "--host-memory " in row["reason"]
 

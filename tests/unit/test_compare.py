@@ -170,7 +170,7 @@ def test_html_and_text_name_the_policies_and_reasons() -> None:
         (["tied"], UnknownName, "tide"),
         ([], PstarError, "at least one"),
         (["tide", "tide"], PstarError, "different names"),
-        ([3], PstarError, "not 3"),
+        ([3], PstarError, r"policies = \[3\]: it must be names"),
     ],
 )
 def test_policies_that_make_no_sense(policies: list[object], error: type[Exception], text: str) -> None:

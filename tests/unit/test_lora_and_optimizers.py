@@ -74,7 +74,7 @@ def test_what_cannot_be_is_refused() -> None:
         preset("gpt2", batch=1, seq=64, lora=Adapter(rank=768))
     with pytest.raises(ModelError, match=r"lora targets is 'nothing'; no matrix has such a name; try .*c_attn"):
         preset("gpt2", batch=1, seq=64, lora=Adapter(targets=("nothing",)))
-    with pytest.raises(ModelError, match="lora rank is 0"):
+    with pytest.raises(ModelError, match="lora: rank = 0"):
         preset("gpt2", batch=1, seq=64, lora=Adapter(rank=0))
     with pytest.raises(UnknownName, match="unknown optimizer 'adamv'; did you mean adamw"):
         preset("gpt2", batch=1, seq=64, optimizer="adamv")

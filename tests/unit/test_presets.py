@@ -171,12 +171,12 @@ def test_a_sequence_left_out_is_all_positions() -> None:
 
 
 def test_names_and_values_a_preset_cannot_have() -> None:
-    with pytest.raises(UnknownName, match=r"unknown model '12b'.*did you mean .*12B"):
-        preset("12b", batch=1)
+    with pytest.raises(UnknownName, match=r"unknown model '12Bx'.*did you mean .*12B"):
+        preset("12Bx", batch=1)
     for arguments, words in (
-        ({"batch": 0}, "batch is 0; it must be at least 1"),
+        ({"batch": 0}, "batch = 0: it must be a whole number of at least 1"),
         ({"batch": 1, "seq": 2048}, "sequence is 2048; the model has 1024 positions"),
-        ({"batch": 1, "micro_batches": 0}, "micro_batches is 0"),
+        ({"batch": 1, "micro_batches": 0}, "micro_batches = 0"),
         ({"batch": 1, "dtype": "int8"}, "dtype is 'int8'; known dtypes are fp32, bf16, fp16"),
         ({"batch": 1, "attention": "eager"}, "attention is 'eager'; known kernels are flash"),
     ):

@@ -120,10 +120,10 @@ def test_compare_on_a_node(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["compare", *SMALL, "--batch", "16", "--machine", "v100-32x8"]
     assert main(argv) == 0
     said = capsys.readouterr().out
-    assert "batch 2 a GPU" in said
+    assert "batch 16 (2 per GPU)" in said
     assert "8 GPUs, each with 30.00 GB of GPU and 29.00 GB of host memory" in said
     assert UNMODELLED.split(" are ")[0] in said
-    asked = compare(preset("1B", batch=2, seq=256), load_machine("a100-80x8"), policies=["patrickstar"], near=False)
+    asked = compare(preset("1B", batch=16, seq=256), load_machine("a100-80x8"), policies=["patrickstar"], near=False)
     assert UNMODELLED.split(":")[0] in asked._repr_html_()
     assert main([*argv, "--json"]) == 0
     printed = capsys.readouterr()
@@ -136,7 +136,7 @@ def test_compare_on_a_node(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_more_nodes_share_more_sequences(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", *SMALL, "--batch", "16", "--machine", "a100-80x8", "--nodes", "2"]) == 0
-    assert "batch 1 a GPU" in capsys.readouterr().out
+    assert "batch 16 (1 per GPU)" in capsys.readouterr().out
 
 
 def test_a_plan_for_different_gpus(mixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,7 +172,7 @@ def test_where_what_is_not_modelled_may_win() -> None:
 
 def test_what_does_not_fit_is_answered_for_as_many_gpus() -> None:
     """What is suggested has eight GPUs too, and the batch of all of them."""
-    workload = preset("8B", batch=16, seq=1024, dtype="fp16")
+    workload = preset("8B", batch=128, seq=1024, dtype="fp16")
     row = compare(workload, load_machine("v100-32x8"), policies=["zero_offload"], barrier_cost=False).rows[0]
     assert not row.fits
     assert row.reason is not None

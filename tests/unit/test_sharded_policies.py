@@ -81,7 +81,7 @@ def machine(
     )
     return Machine(
         name="virtual",
-        ranks=(Rank(gpu=gpu, link=link),) * ranks,
+        ranks=(Rank(gpu=gpu, link=link, batch_share=1 / ranks),) * ranks,
         host=host,
         peer=peer if ranks > 1 else None,
         nvme=nvme if disks else None,

@@ -1,0 +1,46 @@
+"""Asked: what the planner's questions have in common, from what a caller gave to what is looked at.
+
+Policies by name, one or several, and settings. Knows no machine and no workload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pstar_sim.arguments import instance, names, refused
+from pstar_sim.core.plan import Settings
+from pstar_sim.errors import PstarError
+from pstar_sim.policy.registry import Policy
+from pstar_sim.policy.registry import policies as all_policies
+
+__all__ = ["asked_names", "asked_policies", "settings_of"]
+
+
+def settings_of(settings: Settings | None) -> Settings:
+    if settings is None:
+        return Settings()
+    return instance("settings", settings, Settings, "ps.Settings(update=..., clip=..., chunk_bytes=...)")
+
+
+def asked_policies(policies: Iterable[str | Policy] | str | None) -> list[str | Policy]:
+    """All that there are where none is named; a single name stands for a list of it. Raises PstarError for none."""
+    if policies is None:
+        return list(all_policies())
+    found = names("policies", policies, "a list of policies, such as ['tide', 'optimal']")
+    if not found:
+        raise PstarError("policies = []: give at least one policy, or leave it out for all of them")
+    out: list[str | Policy] = []
+    for policy in found:
+        if not isinstance(policy, str) and not callable(policy):
+            want = "names of policies or functions (workload, machine, settings) -> Plan"
+            raise refused("policies", policies, want)
+        out.append(policy)
+    return out
+
+
+def asked_names(policies: Iterable[str] | str | None) -> list[str]:
+    """As `asked_policies`, of names alone."""
+    found = asked_policies(policies)
+    if not all(isinstance(policy, str) for policy in found):
+        raise refused("policies", policies, "names of policies")
+    return [str(policy) for policy in found]

@@ -1,0 +1,27 @@
+"""Collection: an answer of several rows is used like any collection of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["Collection"]
+
+
+class Collection:
+    """`for row in answer`, `len(answer)`, and `in` for a row or for the name of one (its policy, machine or part)."""
+
+    _name = "policy"  # the field of a row that names it
+
+    def _rows(self) -> tuple[Any, ...]:
+        rows: tuple[Any, ...] = self.rows  # type: ignore[attr-defined]
+        return rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._rows())
+
+    def __len__(self) -> int:
+        return len(self._rows())
+
+    def __contains__(self, item: object) -> bool:
+        return any(row is item or row == item or getattr(row, self._name, None) == item for row in self._rows())
