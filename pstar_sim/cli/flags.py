@@ -80,7 +80,7 @@ def workload_flags(parser: argparse.ArgumentParser, *, required: bool = True) ->
         "--batch",
         type=positive,
         metavar="B",
-        help="sequences a micro-batch, shared by the GPUs (with --trace: picks a variant)",
+        help="sequences per micro-batch, of all GPUs together (with --trace: picks a variant by each GPU's share)",
     )
     group.add_argument("--seq", type=positive, metavar="S", help="tokens a sequence (with --trace: picks a variant)")
     group.add_argument(

@@ -151,7 +151,9 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help="a preset's name, hf:FILE (a transformers config.json), hf:ORG/NAME, or py:package.module:factory",
     )
-    trace.add_argument("--batch", type=positive, required=True, metavar="B", help="sequences a micro-batch")
+    trace.add_argument(
+        "--batch", type=positive, required=True, metavar="B", help="sequences per micro-batch, of one GPU"
+    )
     trace.add_argument("--seq", type=positive, required=True, metavar="S", help="tokens a sequence")
     trace.add_argument(
         "--micro-batches", type=positive, default=1, metavar="U", help="micro-batches an iteration (default: 1)"

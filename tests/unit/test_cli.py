@@ -198,9 +198,9 @@ def test_nothing_fits_is_a_table_and_a_failure(capsys: pytest.CaptureFixture[str
 def test_no_plan_is_written_when_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
     refused = ["plan", *SMALL, "--gpu-memory", "1.2GB", "--policy", "tide", "-o", str(path)]
-    assert main(refused) == 2
+    assert main(refused) == 3
     assert "what needs the room" in capsys.readouterr().out and not path.exists()
-    assert main([*refused, "--json"]) == 2
+    assert main([*refused, "--json"]) == 3
     answer = json.loads(capsys.readouterr().out)
     assert not answer["fits"] and answer["policies"][0]["needed_bytes"] > answer["policies"][0]["available_bytes"]
 
