@@ -39,7 +39,7 @@ def ablations(eager: bool, folder: Path | None) -> dict[str, object]:
     settings = ps.Settings(update="eager", clip=False) if eager else ps.Settings()
     for gpus in (1, 8):
         machine = load_machine(NODE, overrides={"gpus": gpus})
-        workload = ps.preset("8B", batch=BATCH, seq=1024, dtype="bf16" if eager else "fp16")
+        workload = ps.preset("8B", batch=BATCH * gpus, seq=1024, dtype="bf16" if eager else "fp16")
         print(f"== 8B on {gpus} GPU{'s' if gpus > 1 else ''} of the node, batch {BATCH} a GPU\n")
         found = ps.ablate(workload, machine, settings)
         print(found)
