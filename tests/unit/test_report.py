@@ -169,7 +169,7 @@ def test_a_figure_can_be_written_without_a_display(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: plot_tide([]), "at least one timeline"),
+        (lambda: plot_tide([]), r"timelines = \[\]: it must be a Timeline"),
         (lambda: plot_tide(timeline(), ax=Figure().subplots(), x="day"), "'day'"),
         (lambda: plot_tide([timeline(), timeline()], ax=[Figure().subplots()]), "2 timelines and 1 axes"),
         (lambda: byte_curves(timeline(), place="nvme"), "'nvme'"),
