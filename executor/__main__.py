@@ -31,6 +31,7 @@ from pstar_sim.cli.running import (
     machine_here,
     others_words,
     predicted_from,
+    predictor,
     retimed_s,
     save_recording,
     write_timelines,
@@ -39,7 +40,6 @@ from pstar_sim.cli.status import status_of
 from pstar_sim.core.plan import Plan, load_plan
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PstarError
-from pstar_sim.planner.compare import play_plan
 from pstar_sim.terminal import table_text, terminal_width
 from pstar_sim.units import format_bytes, format_s, parse_bytes, parse_bytes_per_s
 
@@ -98,7 +98,8 @@ def _run(args: argparse.Namespace, plan: Plan) -> None:
 
         _on_all(record)
     # The order of the measured iteration, which has to be the same on every rank: they wait for each other in it.
-    predicted = play_plan(replace(plan, machine=here))
+    predict = predictor(here)
+    predict(plan)
     with progress(args.steps, plan, quiet=args.json or args.quiet or rank > 0) as on_step:
         result = job.run(
             plan,
@@ -106,10 +107,11 @@ def _run(args: argparse.Namespace, plan: Plan) -> None:
             device=device,
             bandwidth=bandwidth if virtual else None,
             gpu_memory=memory,
-            order=predicted,
+            order=predict,
             keeping=keeping,
             on_step=on_step,
         )
+    plan, predicted = result.plan, predict(result.plan)
     write_timelines(mine, plan, predicted, result)
     if rank == 0:
         _say(plan, here, predicted, result, as_json=args.json)
@@ -205,6 +207,7 @@ def _say(plan: Plan, machine: Machine, predicted: Timeline, result: RunResult, *
             "predicted_iteration_s": predicted_s, "retimed_iteration_s": again_s,
             "predicted_from": predicted_from(plan, machine), "taken_by_others": result.taken_by_others,
             "notes": list(result.notes), "deviations": list(result.deviations),
+            "tide": str(result.tide) if result.tide is not None else None,
         }  # fmt: skip
         sys.stdout.write(json.dumps(figures) + "\n")
         return

@@ -1,9 +1,10 @@
 """Capture: one training iteration of any nn.Module under fake tensors, written down as a Workload.
 
-No memory, no GPU, no weights: parameters, buffers and batch become fake CPU tensors, a forward and a backward run on
-them, and the same clock, storages and recorder that a real run uses write down moments, bytes, flops and uses. One
-micro-batch is captured; the others are the same. Gradients are taken out of the parameters as they become final, as the
-executor does. Bytes are logical; the attention kernel they rest on is named in the workload.
+No memory, no GPU, no weights (but for an operator of which fake tensors tell too little, see `blind.py`): parameters,
+buffers and batch become fake CPU tensors, a forward and a backward run on them, and the same clock, storages and
+recorder that a real run uses write down moments, bytes, flops and uses. One micro-batch is captured; the others are the
+same. Gradients are taken out of the parameters as they become final, as the executor does. Bytes are logical; the
+attention kernel they rest on is named in the workload.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from executor.blind import Blind
 from executor.compiled import eagerly
 from executor.contract import changes_nothing
 from executor.hooks import MomentClock, tensors_of
@@ -141,7 +143,7 @@ def capture_module(
     """
     firings: dict[int, int] = {}
     while True:
-        recorder = _run(name, module, example_batch, dtype, attention, loss, firings, keep_gradients)
+        recorder, blind = _run(name, module, example_batch, dtype, attention, loss, firings, keep_gradients)
         # Reentrant checkpointing of a shared layer accumulates twice. The gradient may only be taken at the last time,
         # and how many there are is known after a run: then once more, with the counts.
         seen = {tensor: count for tensor, count in recorder.firings().items() if count > 1}
@@ -164,7 +166,7 @@ def capture_module(
         batch=batch,
         sequence=sequence,
         source="capture",
-        notes="gradients left in place" if keep_gradients else "",
+        notes="; ".join(note for note in ("gradients left in place" if keep_gradients else "", blind.notes) if note),
     )
 
 
@@ -177,7 +179,7 @@ def _run(
     loss: Callable[[nn.Module, Any], torch.Tensor],
     firings: dict[int, int],
     keep_gradients: bool,
-) -> MomentRecorder:
+) -> tuple[MomentRecorder, Blind]:
     """One fake iteration. firings: tensor index -> gradient firings, where there is more than one."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
@@ -208,7 +210,7 @@ def _run(
             loss(module, inputs).backward()  # type: ignore[no-untyped-call]
             clock.step()
             recorder.finish()  # while the batch is alive, as in any loop
-    return recorder
+    return recorder, shapes.blind
 
 
 class _RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -226,6 +228,7 @@ class _RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.blind = Blind()
         self._same: dict[int, float] = {}  # storage -> the value of all its elements
 
     def value_of(self, tensor: torch.Tensor) -> float | None:
@@ -271,7 +274,7 @@ class _RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return (out[0].contiguous(), *out[1:])
         of = _BATCH_NORMS.get(func)
         if of is None:
-            return out
+            return self.blind.see(func, args, kwargs, out)
         if of and not args[-1][0]:  # a backward whose input needs no gradient
             return (None, *out[1:])
         as_real = torch.empty_like(out[0], memory_format=suggest_memory_format(args[of]))

@@ -38,8 +38,9 @@ from executor.distributed.ranks import READS, CountOf, Ranks, count_of
 from executor.driving.drive import Driver, Loss, StepResult
 from executor.holdings import Holdings
 from executor.hooks import Event, MomentClock, tensors_of
+from executor.measuring.first import FirstIteration
 from executor.measuring.live_bytes import LiveStorages
-from executor.measuring.measure import Measured, Watch, measure_iteration, unseen
+from executor.measuring.measure import Measured, Watching, measure_iteration, unseen
 from executor.measuring.measured import IterationLog, Moved, StepLog, build_timeline
 from executor.measuring.status import Status, status_of
 from executor.memory.arena import Arena, check_host_memory
@@ -115,7 +116,8 @@ class Session:
         self.replan_after = replan_after
         self.skeleton = skeleton
         self.on_close: list[Callable[[], object]] = []
-        self.watch: Watch | None = None
+        self.watches: list[Watching] = []
+        self.first: FirstIteration | None = None  # until the tide is compared; its report stays
         self.takes_norms = False  # a warm-up of a run that will clip does the same work
         self._warm: WarmUp | None = None
         self.closed = False
@@ -191,6 +193,8 @@ class Session:
         self.stashes = Stashes(self)
         if self.guard is not None:
             self.guard.bind()
+        if self.first is not None:
+            self.first.bind()
 
     def _compile(self) -> None:
         """Tables of the plan by moment."""
@@ -301,6 +305,12 @@ class Session:
             self.guard.begin()
             self.holdings.at_end.append(self.guard.end)
 
+    def compare_first_tide(self) -> None:
+        """Hold the tide of the first iteration that runs on plan against the plan's: `measuring/first.py`."""
+        self.first = FirstIteration(self)
+        self.first.begin()
+        self.holdings.at_end.append(self.first.end)
+
     def on_event(self, event: Event) -> None:
         """The clock's only caller. Between events the user's thread computes."""
         if self.closed:
@@ -319,8 +329,9 @@ class Session:
             self._on_event(event)
 
     def _on_event(self, event: Event) -> None:
-        if self.watch is not None and self.cursor >= 0:
-            self.watch.closes(self.cursor)
+        if self.cursor >= 0:
+            for watch in self.watches:
+                watch.closes(self.cursor)
         if self._warm is not None:
             self._warm.on_event(event)
             return
@@ -345,8 +356,8 @@ class Session:
         self.stashes.settle()
         if event.kind == "backward-end":
             self.backwards += 1
-        if self.watch is not None:
-            self.watch.opens()
+        for watch in self.watches:
+            watch.opens()
 
     def _on_plan(self, event: Event) -> bool:
         """Go to the next moment if the event opens it. False if it does not."""
@@ -438,6 +449,8 @@ class Session:
         self.arrived = set()
         self.backwards = 0
         self._norms = {}
+        if self.first is not None:
+            self.first.begins()
         if self.absent is not None:
             self.absent.begin_iteration()
         if self.scaling is not None:
@@ -588,6 +601,9 @@ class Session:
             else:
                 self._step_on_plan()
             self.stepped = True
+        if self.first is not None and self.logs and self.logs[-1].on_plan:
+            with self.at_work:
+                self.first.ended()
 
     def _step_on_plan(self) -> None:
         k = self.iteration
@@ -610,8 +626,8 @@ class Session:
         self.clock.step()  # the event "step": comes back through on_event
         assert self.cursor == len(self.names) - 1 or self.demand.active
         if not self.demand.active:
-            if self.watch is not None:
-                self.watch.closes(self.cursor)
+            for watch in self.watches:
+                watch.closes(self.cursor)
             try:
                 self._end_moment(self._now())
                 for i in self._tail:
@@ -937,6 +953,8 @@ class Session:
                 self.demand.join(chunk)
 
     def see_batch(self, args: Any, kwargs: Any) -> None:
+        if self.first is not None and torch.is_grad_enabled():
+            self.first.require_plan()
         with unseen():
             try:
                 self._samples = self._counted(args, kwargs) if self.ranks is not None else 1.0

@@ -77,9 +77,10 @@ def prepare(
     `parameters_on_meta`), and nothing but the chunks is allocated. queues: "threads", or a queues object.
     threads: torch threads of the virtual accelerator's compute queue until the session is closed (None leaves them).
     watchdog_s: see ThreadQueues. replan_after: so many iterations off plan in a row make a new plan (0: never). check:
-    run the plan's independent checker first. group: the processes of a plan of several ranks (default:
-    torch.distributed's, if it is initialised); every one calls prepare with the same plan and settings, and all begin
-    with the parameters and buffers of the first. count: [Note: the weight of a rank] in distributed/ranks.py.
+    run the plan's independent checker first, and hold the first iteration's tide against the plan's (where it is
+    higher, the session goes on under a new plan: measuring/first.py). group: the processes of a plan of several ranks
+    (default: torch.distributed's, if it is initialised); every one calls prepare with the same plan and settings, and
+    all begin with the parameters and buffers of the first. count: [Note: the weight of a rank] in distributed/ranks.py.
     timeout_s: of a collective of the run's own.
 
     Raises PlanError for a plan that fails its check or was made for another model, dtype, optimizer setting or machine,
@@ -190,6 +191,8 @@ def prepare(
         session.on_close += [_guard_model(model, session), carry_out(session)]
         _watch_batches(model, session)
         session.guard_memory()
+        if check and plan.steps:
+            session.compare_first_tide()
         session.start()
         stop = _stop_at_exit(session)
         atexit.register(stop)

@@ -17,6 +17,7 @@ from executor.data import ByteText, batches_like, open_data
 from executor.devices.cuda import CudaBackend, cuda_device
 from executor.devices.device import is_cuda
 from executor.distributed.shared_run import SharedRun, own_batches, share_results
+from executor.measuring.first import TideReport
 from executor.measuring.measure import Measured
 from executor.measuring.measured import with_tide
 from executor.measuring.processor import ProcessorTime, taken_by_others
@@ -45,7 +46,8 @@ class RunResult:
     is the measured one where there is `measured`, else the plan's figures at measured times.
     measured: bytes of one untimed iteration that
     keeps the predicted order of events (None if it was not asked for). deviations: how the run left the plan, if it
-    did. notes: where weights came from, what the run went on from. shared: of all ranks, None on one.
+    did. plan: the one it ended with. tide: of the first iteration, beside the plan's. notes: where weights came from,
+    what the run went on from. shared: of all ranks, None on one.
     taken_by_others: share of the machine's processor time that other programs had during the steps, 0 to 1; None where
     that cannot be measured."""
 
@@ -53,6 +55,8 @@ class RunResult:
     timeline: Timeline | None
     measured: Measured | None
     deviations: Sequence[str]
+    plan: Plan
+    tide: TideReport | None = None
     notes: Sequence[str] = ()
     shared: SharedRun | None = None
     taken_by_others: float | None = None
@@ -203,13 +207,14 @@ class Job:
         device: str = "virtual",
         bandwidth: tuple[float | None, float | None] | None = None,
         gpu_memory: int | None = None,
-        order: Timeline | None = None,
+        order: Callable[[Plan], Timeline] | None = None,
         keeping: Keeping | None = None,
         on_step: Callable[[StepReport, Status], None] | None = None,
     ) -> RunResult:
         """Train by the plan. steps: in all, those done before a checkpoint included. bandwidth, gpu_memory: as for
-        `prepare`. order: the predicted timeline; with it, one more iteration is run untimed in that order, to measure
-        bytes. keeping: checkpoints. The session is closed whatever happens; what was raised goes on."""
+        `prepare`. order: predicts a plan's timeline; with it, one more iteration is run untimed in the order that it
+        predicts of the plan that the run ended with, to measure bytes. keeping: checkpoints. The session is closed
+        whatever happens; what was raised goes on."""
         check_hardware(plan, device)
         keeping = keeping or Keeping()
         text = open_data(self.data)
@@ -263,7 +268,8 @@ class Job:
                 # Drawn before: the corpus lies in host memory and is no part of what the accelerator holds.
                 drawn = iter([next(batches) for _ in range(2 * plan.workload.micro_batches)])
                 measured = session.measure_iteration(
-                    lambda: train_step(model, optimizer, drawn, plan.workload.micro_batches), order
+                    lambda: train_step(model, optimizer, drawn, plan.workload.micro_batches),
+                    None if order is None else order(session.plan),
                 )
                 if measured.on_plan:
                     timeline = with_tide(timeline, measured)
@@ -272,6 +278,8 @@ class Job:
                 timeline=timeline,
                 measured=measured,
                 deviations=tuple(session.deviation_log),
+                plan=session.plan,
+                tide=session.status().tide,
                 notes=tuple(note for note in (at.note or session.weights_note, unread) if note),
                 shared=share_results(session, reports, measured, sent_bytes),
                 taken_by_others=others,

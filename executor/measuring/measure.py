@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -23,8 +23,9 @@ from pstar_sim.errors import PlanError
 
 if TYPE_CHECKING:
     from executor.engine import Session
+    from executor.memory.arena import ByteChange
 
-__all__ = ["Measured", "Watch", "measure_iteration", "unseen"]
+__all__ = ["Measured", "Walk", "Watch", "Watching", "measure_iteration", "unseen"]
 
 
 def unseen() -> contextlib.AbstractContextManager[object]:
@@ -61,6 +62,7 @@ def measure_iteration(session: Session, step_fn: Callable[[], Any], order: Timel
     serial = SerialQueues(chooser)
     session.drain()
     session.use_queues(serial)
+    watch: Watch | None = None
     try:
         step_fn()
         live = LiveStorages(
@@ -71,7 +73,7 @@ def measure_iteration(session: Session, step_fn: Callable[[], Any], order: Timel
         )
         watch = Watch(session, live)
         first = session.iteration
-        session.watch = watch
+        session.watches.append(watch)
         begun = watch.payloads_now()
         session.arena.marks = []
         log_at = len(session.arena.log)
@@ -80,33 +82,25 @@ def measure_iteration(session: Session, step_fn: Callable[[], Any], order: Timel
             step_fn()
         marks, session.arena.marks = session.arena.marks, None
         changes = session.arena.log[log_at:]
-        session.watch = None
+        session.watches.remove(watch)
         session.queues.settle(first)  # its last steps run on into the next forward
         moved = {"h2d": 0, "d2h": 0}
         for step in session.span_log:  # before threads, which go on, add to it
             if step.iteration == first and step.step.kind in COPIES:
                 moved[step.step.queue.value] += step.copied_bytes
     finally:
-        session.watch = None
+        if watch is not None and watch in session.watches:
+            session.watches.remove(watch)
         session.arena.marks = None
         session.use_queues(threads)
     peaks = tuple(watch.peaks)
-    gpu = _Walk(peaks, begun[Place.GPU])
+    gpu = Walk(peaks, begun[Place.GPU])
+    gpu.follow(changes, marks, log_at)
     host = host_peak = begun[Place.HOST]
-    at = 0
-    for i, change in enumerate(changes):
-        while at < len(marks) and marks[at][0] - log_at <= i:
-            gpu.mark(*marks[at][1:])
-            at += 1
-        if change.category == "non-model":
-            continue
-        if change.place is Place.GPU:
-            gpu.change(change.change)
-        elif change.place is Place.HOST:
+    for change in changes:
+        if change.place is Place.HOST:
             host += change.change
             host_peak = max(host_peak, host)
-    for row in marks[at:]:
-        gpu.mark(*row[1:])
     return Measured(
         non_model_bytes=peaks,
         peak_gpu_bytes=gpu.peak,
@@ -119,6 +113,14 @@ def measure_iteration(session: Session, step_fn: Callable[[], Any], order: Timel
 
 def _as_early_as_possible(possible: Sequence[QueueEvent], compute: QueueEvent, may: bool) -> int | None:
     return 0
+
+
+class Watching(Protocol):
+    """Told by a session of its moments."""
+
+    def closes(self, moment: int) -> None: ...
+
+    def opens(self) -> None: ...
 
 
 class Watch:
@@ -139,8 +141,9 @@ class Watch:
         self._live.reset_peak()
 
 
-class _Walk:
-    """Payload bytes and the measured tide, side by side through the iteration."""
+class Walk:
+    """Payload bytes and the measured tide, side by side through the iteration. peak: most of both together;
+    payload_peak: of payloads."""
 
     def __init__(self, peaks: Sequence[int], payload: int) -> None:
         self._peaks = peaks
@@ -148,6 +151,18 @@ class _Walk:
         # Between the last moment of the iteration before and the first of this one; equal moments have equal peaks.
         self._tide = min(peaks[-1], peaks[0])
         self.peak = payload + self._tide
+
+    def follow(self, changes: Sequence[ByteChange], marks: Sequence[tuple[int, str, int]], log_at: int) -> None:
+        """changes: of the arena's log, from its index `log_at` on. marks: the arena's, of the same time."""
+        at = 0
+        for i, change in enumerate(changes):
+            while at < len(marks) and marks[at][0] - log_at <= i:
+                self.mark(*marks[at][1:])
+                at += 1
+            if change.place is Place.GPU and change.category != "non-model":
+                self.change(change.change)
+        for row in marks[at:]:
+            self.mark(*row[1:])
 
     def mark(self, word: str, moment: int) -> None:
         following = self._peaks[(moment + 1) % len(self._peaks)]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from executor.devices.backend import VirtualBackend
+from executor.measuring.first import TideReport
 from executor.measuring.measured import IterationLog
 from pstar_sim.core.step import COPIES, Place, Queue
 
@@ -47,7 +48,8 @@ class Status:
     payloads and the plan's non-model bytes now; gpu_peak_bytes: the most at once in the iteration (before the first
     one: so far). host_bytes: payloads now. waiting_share: part of the iteration in which the compute queue waited for
     another queue. adam_share: part in which the CPU ran an update. deviations: iterations or events off plan so far;
-    last_deviation: what the last was.
+    last_deviation: what the last was. tide: the measured tide of the first iteration beside the plan's, with the most
+    that the gpu then held (`gpu_peak_bytes` above is payloads and the plan's tide); None before it was compared.
     """
 
     policy: str
@@ -65,6 +67,7 @@ class Status:
     adam_share: float
     deviations: int
     last_deviation: str
+    tide: TideReport | None = None
 
 
 def status_of(session: Session) -> Status:
@@ -117,6 +120,7 @@ def status_of(session: Session) -> Status:
         adam_share=min(1.0, busy[Queue.ADAM.value] / length_s) if known else 0.0,
         deviations=session.deviations,
         last_deviation=log[-1] if log else "",
+        tide=session.first.report if session.first is not None else None,
     )
 
 

@@ -332,6 +332,12 @@ class Arena:
                 held -= change.change
         return max(peak, held)
 
+    def keep_marks(self, marks: list[tuple[int, str, int]]) -> tuple[int, int]:
+        """What the compute queue does from now on is kept in `marks`, too; (length of the log, bytes on the gpu)."""
+        with self._lock:
+            self.marks = marks
+            return len(self.log), self._bytes[Place.GPU]
+
     def mark(self, word: str, moment: int) -> None:
         """What the compute queue does from now on: ("in", m) during moment m, ("after", m) between m and the next."""
         self._mark = (word, moment)

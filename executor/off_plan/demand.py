@@ -159,6 +159,11 @@ class Demand:
                 "make a plan for this shape",
             )
 
+    @property
+    def planned_batch(self) -> bool:
+        """The last forward's batch has the shape that the plan was made for."""
+        return self._batch_moments is None
+
     def batch_fits(self) -> bool:
         """The batch of the forward that begins may run on plan: its tide is nowhere higher than the plan's."""
         moments = self._batch_moments

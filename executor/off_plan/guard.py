@@ -11,16 +11,13 @@ where memory ran out before.
 
 from __future__ import annotations
 
-import threading
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from executor.devices.backend import VirtualBackend
-from executor.measuring.live_bytes import LiveStorages
 from executor.measuring.measure import unseen
+from executor.measuring.standing import Standing
 from pstar_sim.core.step import Place
 from pstar_sim.errors import OutOfMemory
 
@@ -30,58 +27,18 @@ if TYPE_CHECKING:
 __all__ = ["Guard"]
 
 TRIES = 8
-_FLAGS = (
-    "old_dispatch_mode_flags",
-    "old_non_infra_dispatch_mode_flags",
-    "old_without_ignore_compile_internals_dispatch_mode_flags",
-)
 
 
-class Guard(LiveStorages):  # type: ignore[no-untyped-call]
+class Guard(Standing):  # type: ignore[no-untyped-call]
     """Watches what runs inside the model's modules and in backward, from `begin` to `end`. What else a loop does (a
     loss of its own, an evaluation's figures) counts where the model's operators or backward meet it."""
 
     def __init__(self, session: Session) -> None:
-        super().__init__([], session.model.buffers(), costs=False, device=session.backend.device)
-        self._keeper = weakref.ref(session)
-        self._entered = False
-        self._thread = 0
+        super().__init__(session)
         backend = session.backend
         self._counts = backend if isinstance(backend, VirtualBackend) else None
         if self._counts is not None:
             self._counts.count_other = lambda: self.current
-        self.bind()
-
-    def bind(self) -> None:
-        """The session has a new plan, and its parameters new storages."""
-        self._ours.clear()
-        self._keep.clear()
-        s = self._session
-        for chunk in s.plan.layout.chunks:
-            self.ignore(s.arena.whole(chunk.index, "param").untyped_storage())
-
-    @property
-    def _session(self) -> Session:
-        session = self._keeper()
-        assert session is not None  # `watches` has asked
-        return session
-
-    def begin(self) -> None:
-        self._thread = threading.get_ident()
-        for other in list(_LEFT):
-            if other._thread == self._thread and take_off(other):
-                _LEFT.discard(other)
-        self.__enter__()  # type: ignore[no-untyped-call]
-        self._entered = True
-
-    def end(self) -> None:
-        """No more watching. Where it cannot leave its thread's stack now (this is another thread, or the modes stand
-        aside), it does nothing there until the next guard of that thread begins."""
-        self._ours.clear()
-        self._keep.clear()
-        if self._entered and not (threading.get_ident() == self._thread and take_off(self)):
-            _LEFT.add(self)
-        self._entered = False
 
     @property
     def counts(self) -> bool:
@@ -144,26 +101,3 @@ class Guard(LiveStorages):  # type: ignore[no-untyped-call]
     def _make_room(self, error: OutOfMemory) -> None:
         with self._session.at_work, unseen():
             self._session.ladder.give_back(error, needed=set(), alive_bytes=self.current)
-
-
-_LEFT: weakref.WeakSet[Guard] = weakref.WeakSet()  # ended, and on a stack still
-
-
-def take_off(mode: TorchDispatchMode) -> bool:
-    """Take a mode off this thread's stack, also from under modes that were entered later; False if it is not there."""
-    size = torch._C._len_torch_dispatch_stack()
-    if not any(torch._C._get_dispatch_stack_at(i) is mode for i in range(size)):
-        return False
-    above: list[TorchDispatchMode] = []
-    while torch._C._get_dispatch_stack_at(torch._C._len_torch_dispatch_stack() - 1) is not mode:
-        above.append(_pop_mode())
-    if not above:
-        mode.__exit__(None, None, None)
-        return True
-    _pop_mode()
-    for name in _FLAGS:  # what was before this mode is now before the one over it
-        if hasattr(mode, name):
-            getattr(above[-1], name)[-1] = getattr(mode, name).pop()
-    for other in reversed(above):
-        _push_mode(other)
-    return True

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pstar_sim.cli.planning import save_picture, say, tell
 from pstar_sim.cli.progress import progress
-from pstar_sim.cli.running import compare_with_run, executor_module, explain_run, figures_as_json
+from pstar_sim.cli.running import compare_with_run, executor_module, explain_run, figures_as_json, predictor
 from pstar_sim.files import write_atomically
 from pstar_sim.terminal import terminal_width
 
@@ -68,14 +68,15 @@ def demo(args: argparse.Namespace) -> int:
     save_trace(recorded, out / "warm_up.parquet")
     result = compare(recorded, machine)
     best = result.best()
-    plan, predicted = best.plan, best.timeline
+    plan, predict = best.plan, predictor(machine)
     best.save(out / "plan.json")
     tell(f"   plan.json: {plan.describe()}\n")
 
     tell(f"4. Run the plan for {args.steps} steps, and the same steps in plain PyTorch")
     rate = (BANDWIDTH_BYTES_PER_S, BANDWIDTH_BYTES_PER_S)
     with progress(args.steps, plan, quiet=False) as on_step:
-        ran = job.run(plan, steps=args.steps, bandwidth=rate, order=predicted, on_step=on_step)
+        ran = job.run(plan, steps=args.steps, bandwidth=rate, order=predict, on_step=on_step)
+    plan, predicted = ran.plan, predict(ran.plan)
     plain = job.run_plain(plan, steps=args.steps)
     losses = {"plain PyTorch": [r.loss for r in plain], plan.policy: [r.loss for r in ran.reports]}
     say(losses_text(losses, width=terminal_width()))

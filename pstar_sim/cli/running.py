@@ -6,7 +6,7 @@ import argparse
 import importlib
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -35,6 +35,7 @@ __all__ = [
     "machine_here",
     "others_words",
     "predicted_from",
+    "predictor",
     "retimed_s",
     "run",
     "save_recording",
@@ -141,8 +142,6 @@ def record_on_device(args: argparse.Namespace) -> Workload:
 def run(args: argparse.Namespace) -> int:
     """Load, check, measure this machine's rates (unless the plan's machine was calibrated), (record,) train, and say
     what was predicted and what was measured."""
-    from pstar_sim.planner.compare import play_plan
-
     check_outputs(args)
     plan, _ = checked_plan(args.plan)
     jobs = executor_module("run")
@@ -159,7 +158,8 @@ def run(args: argparse.Namespace) -> int:
     measured_machine = machine_here(plan, bandwidth, virtual=virtual)
     if args.record is not None:
         save_recording(job.record(plan.machine, device=args.device, gpu_memory=memory), measured_machine, args)
-    predicted = play_plan(replace(plan, machine=measured_machine))
+    predict = predictor(measured_machine)
+    predict(plan)
     with progress(args.steps, plan, quiet=args.json or args.quiet) as on_step:
         result = job.run(
             plan,
@@ -167,10 +167,11 @@ def run(args: argparse.Namespace) -> int:
             device=args.device,
             bandwidth=bandwidth if virtual or limit is not None else None,
             gpu_memory=memory,
-            order=predicted,
+            order=predict,
             keeping=keeping,
             on_step=on_step,
         )
+    plan, predicted = result.plan, predict(result.plan)
     write_timelines(args, plan, predicted, result)
     rows = compare_with_run(plan, predicted, result)
     if args.json:
@@ -184,6 +185,7 @@ def run(args: argparse.Namespace) -> int:
                 "first_step": result.reports[0].step,
                 "notes": list(result.notes),
                 "deviations": list(result.deviations),
+                "tide": str(result.tide) if result.tide is not None else None,
                 "figures": figures_as_json(rows),
                 "predicted_from": predicted_from(plan, measured_machine),
                 "taken_by_others": result.taken_by_others,
@@ -195,6 +197,20 @@ def run(args: argparse.Namespace) -> int:
     say(figures_text(rows, width=terminal_width()))
     tell(explain_run(plan, measured_machine, result))
     return 0
+
+
+def predictor(machine: Machine) -> Callable[[Plan], Timeline]:
+    """Predicts plans on `machine`, each once: a run may end with another plan than it began with."""
+    from pstar_sim.planner.compare import play_plan
+
+    known: dict[int, tuple[Plan, Timeline]] = {}
+
+    def predict(plan: Plan) -> Timeline:
+        if id(plan) not in known:
+            known[id(plan)] = plan, play_plan(replace(plan, machine=machine))
+        return known[id(plan)][1]
+
+    return predict
 
 
 def machine_here(plan: Plan, bandwidth: tuple[float, float], *, virtual: bool) -> Machine:
@@ -325,6 +341,8 @@ def explain_run(plan: Plan, machine: Machine, result: RunResult) -> str:
         ),
         f"predicted from: {predicted_from(plan, machine)}",
     ]
+    if result.tide is not None:
+        lines.append(str(result.tide))
     if result.timeline is None:
         lines.append("no iteration ran on plan: bytes were not measured")
     else:

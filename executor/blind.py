@@ -1,0 +1,127 @@
+"""Blind: operators whose fake version has less memory than the real one, and what a capture makes of each.
+
+Where a fake result is smaller than the real one, a captured tide is too low. `SEEN_SMALLER` is the list that torch 2.13
+has, found by holding the storages of 578 operators' results (all of torch's own operator samples, forward and backward,
+and common modules: convolutions, recurrent layers, attention, norms, embeddings, pools, losses) against their fake
+ones; everything else was equal to the byte. A capture runs such an operator once for each shape, on zeros of the same
+sizes, and takes the sizes of what comes out; for operators that are too large for that, and for operators that are not
+torch's own (whose fake version is their author's word), it says so in the trace's notes. Left alone:
+`mkldnn_rnn_layer_backward`, whose real version has the bytes of one bias more; it would read a workspace of zeros.
+
+No capture sees what an operator takes and gives back inside itself (workspaces of a kernel), nor memory that is not
+torch's, and on another device torch may choose other kernels (an LSTM on CUDA is cuDNN's): the first iteration of a run
+is held against its trace for that (`measuring/first.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from executor.measuring.measure import unseen
+from pstar_sim.units import format_bytes
+
+__all__ = ["MOST_BYTES", "SEEN_SMALLER", "Blind"]
+
+aten = torch.ops.aten
+
+SEEN_SMALLER: dict[Any, str] = {
+    aten.mkldnn_rnn_layer.default: "keeps a workspace for its backward (LSTM in fp32 on a CPU)",
+    aten.col2im.default: "shrinks its result from a padded one (fold)",
+    aten._embedding_bag.default: "has an end offset more",
+    aten.mse_loss.default: "keeps the memory of the loss before its mean",
+    aten.smooth_l1_loss.default: "keeps the memory of the loss before its mean",
+    aten.soft_margin_loss.default: "keeps the memory of the loss before its mean",
+    aten.binary_cross_entropy.default: "keeps the memory of the loss before its mean",
+}
+MOST_BYTES = 1 << 30  # of an operator's arguments, to run it
+
+
+class Blind:
+    """What one capture knows of its blind operators. notes: what to say of them in the trace."""
+
+    def __init__(self) -> None:
+        self._forms: dict[Any, tuple[_Form | None, ...]] = {}  # (operator, forms of its arguments) -> results
+        self._measured: set[str] = set()
+        self._unmeasured: set[str] = set()
+        self._foreign: set[str] = set()
+
+    def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        """`out`, a fake result of `func`, with the storages of a real one."""
+        if func not in SEEN_SMALLER:
+            if func.namespace not in ("aten", "prim", "prims"):
+                self._foreign.add(str(func.name()))
+            return out
+        size_bytes = sum(t.untyped_storage().nbytes() for t in _tensors((args, kwargs)))
+        if size_bytes > MOST_BYTES:
+            self._unmeasured.add(f"{func} ({format_bytes(size_bytes)} of arguments)")
+            return out
+        self._measured.add(str(func))
+        key = (func, tuple(_form(leaf) for leaf in tree_leaves((args, kwargs))))
+        if key not in self._forms:
+            self._forms[key] = _real(func, args, kwargs)
+        return _as_real(out, self._forms[key])
+
+    @property
+    def notes(self) -> str:
+        said = [
+            ("run on zeros for the size of their results: ", self._measured),
+            ("blind: not run for the size of their results: ", self._unmeasured),
+            ("blind: not torch's own, sizes as their fake versions say: ", self._foreign),
+        ]
+        return "; ".join(words + ", ".join(sorted(names)) for words, names in said if names)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _form(leaf: Any) -> Any:
+    return (leaf.dtype, tuple(leaf.shape), leaf.stride()) if isinstance(leaf, torch.Tensor) else leaf
+
+
+class _Form(NamedTuple):
+    """A real result. storage: which of the results' storages it is in; size_bytes: of that."""
+
+    storage: int
+    size_bytes: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def _real(func: Any, args: Any, kwargs: Any) -> tuple[_Form | None, ...]:
+    """The results of the real operator on zeros."""
+
+    def zeros(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu").zero_()
+
+    with unseen():  # in the caller's grad mode: some keep what they keep only where there is a backward to come
+        out = [
+            leaf if isinstance(leaf, torch.Tensor) else None
+            for leaf in tree_leaves(func(*tree_map(zeros, args), **tree_map(zeros, kwargs)))
+        ]
+    storages = [None if leaf is None else leaf.untyped_storage() for leaf in out]
+    keys = [None if storage is None else storage._cdata for storage in storages]
+    return tuple(
+        None if t is None or s is None else _Form(keys.index(s._cdata), s.nbytes(), tuple(t.shape), t.stride())
+        for t, s in zip(out, storages)
+    )
+
+
+def _as_real(out: Any, real: tuple[_Form | None, ...]) -> Any:
+    """The fake results in the real ones' forms, on storages of their sizes, shared by no more results than those."""
+    of: dict[int, int] = {}  # fake storage -> which of the real ones
+    leaves, spec = tree_flatten(out)
+    for i, (leaf, form) in enumerate(zip(leaves, real)):
+        if form is None or not isinstance(leaf, torch.Tensor):
+            continue
+        storage = leaf.untyped_storage()
+        alone = of.setdefault(storage._cdata, form.storage) == form.storage
+        if not alone or storage.nbytes() < form.size_bytes or tuple(leaf.shape) != form.size:
+            base = torch.empty(-(-form.size_bytes // leaf.element_size()), dtype=leaf.dtype, device="cpu")
+            leaves[i] = base.as_strided(form.size, form.stride)
+    return tree_unflatten(leaves, spec)

@@ -1,0 +1,312 @@
+"""First: the tide of a run's first iteration, measured and held against its plan's, moment by moment.
+
+A trace may be wrong: an operator keeps memory that its fake version does not show, the device has other kernels than
+the trace was captured with, the loop keeps what the trace's did not. A plan made from it then lets payloads stand where
+the tide is, and nothing would say so before memory runs out. So the first iteration that runs on plan, with the plan's
+batch, is counted operator by operator (`live_bytes.py`, as recordings are), on every device. Where a moment holds more
+than the plan has for it, the session goes on under a new plan, made by the same policy from the tide that was measured,
+and the iteration after that is counted as well. Counting changes no result and costs some microseconds an operator, in
+that iteration alone.
+
+[Note: tolerance] A moment may hold 2 % of the plan's highest tide more than the plan has for it, and at least 4 KiB. A
+budget is a whole that the highest tide takes its part of; so much is what a loop's own variables (a loss, a mask, the
+batch beside the next one) and another release of torch make of the same model: captures of Llama and of a real run are
+1.4 % apart, whose mask is built differently. Allocators round by more. Less than the plan has is never wrong, only
+unused; it is said, and the plan stays.
+
+[Note: several ranks] Each rank counts its own. A new plan would have to be the same on all of them, so there is none:
+where the plan holds for the measured tide too (the checker's word, in any order of steps), the rank warns and goes on;
+where it does not, the run ends on all ranks and says what to plan for.
+
+What stays unseen: memory inside an operator (workspaces), a loop in another thread than `prepare` was called in,
+compiled blocks, which run without operators. Those two are said.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from executor.measuring.measure import Walk, unseen
+from executor.measuring.standing import Standing
+from executor.memory.arena import check_gpu_memory
+from executor.off_plan.ladder import with_gpu_budget
+from pstar_sim.errors import DoesNotFit, PlanError, UnknownName
+from pstar_sim.policy.registry import find_policy
+from pstar_sim.units import format_bytes
+from pstar_sim.workload.workload import Workload
+
+if TYPE_CHECKING:
+    from executor.engine import Session
+
+__all__ = ["FirstIteration", "TideReport", "compare", "tolerance_bytes"]
+
+log = logging.getLogger("executor")
+
+TOLERANCE = 0.02  # [Note: tolerance]
+LEAST_BYTES = 4096
+OTHERWISE = "tide"  # where the plan's policy is no name
+MOST_ITERATIONS = 16  # off plan, or with other batches, before one is compared
+MOST_PLANS = 3  # made in a row; a tide that grows with each iteration is the loop's
+
+
+@dataclass(frozen=True, kw_only=True)
+class TideReport:
+    """One iteration's tide beside its plan's. moment, name, module: where the difference rises most on its way to the
+    largest one. planned_bytes, measured_bytes: non-model bytes of that moment. most_bytes: the largest difference of
+    any moment; negative where none is above the plan and some are below. above, below: moments that differ by more than
+    `tolerance_bytes`. gpu_peak_bytes: most of payloads and measured non-model data at once. done: what came of it."""
+
+    iteration: int
+    moment: int
+    name: str
+    module: str
+    planned_bytes: int
+    measured_bytes: int
+    most_bytes: int
+    above: int
+    below: int
+    moments: int
+    tolerance_bytes: int
+    gpu_peak_bytes: int
+    gpu_budget_bytes: int
+    done: str = ""
+
+    def __str__(self) -> str:
+        where = f"module {self.module!r}" if self.module else "the model"
+        held = (
+            f"GPU {format_bytes(self.gpu_peak_bytes)} at most of {format_bytes(self.gpu_budget_bytes)}, payloads and "
+            "measured tide"
+        )
+        at = (
+            f"{where} in moment {self.moment} ({self.name}) has {format_bytes(self.measured_bytes)} of non-model data, "
+            f"the plan {format_bytes(self.planned_bytes)} ({self.measured_bytes - self.planned_bytes:+,} bytes"
+        )
+        more = self.most_bytes - (self.measured_bytes - self.planned_bytes)
+        at += f", later up to {self.most_bytes:+,})" if more else ")"
+        if self.above:
+            text = f"{at}; {self.above} of {self.moments} moments are above the plan"
+        elif self.below:
+            text = f"{at}; {self.below} of {self.moments} moments are below the plan, none above"
+        else:
+            text = f"as planned, within {format_bytes(self.tolerance_bytes)} in each of {self.moments} moments"
+        return f"tide of iteration {self.iteration}: {text}; {held}" + (f"; {self.done}" if self.done else "")
+
+
+def tolerance_bytes(w: Workload) -> int:
+    return max(LEAST_BYTES, int(TOLERANCE * w.peak_non_model_bytes))
+
+
+def compare(
+    w: Workload, measured: Sequence[int], *, iteration: int, gpu_peak_bytes: int, gpu_budget_bytes: int
+) -> TideReport:
+    """measured: peak of non-model bytes of each moment of `w`."""
+    tolerance = tolerance_bytes(w)
+    more = [there - m.peak_bytes for there, m in zip(measured, w.moments)]
+    above = sum(size > tolerance for size in more)
+    below = sum(size < -tolerance for size in more)
+    sign = -1 if below and not above else 1
+    worst = max(range(len(more)), key=lambda i: sign * more[i])
+    # What is kept is in every moment until it goes; it is the module's in whose moment the difference rises.
+    at = max(range(worst + 1), key=lambda i: sign * (more[i] - (more[i - 1] if i else 0)))
+    return TideReport(
+        iteration=iteration,
+        moment=at,
+        name=w.moments[at].name,
+        module=w.moments[at].module,
+        planned_bytes=w.moments[at].peak_bytes,
+        measured_bytes=measured[at],
+        most_bytes=more[worst],
+        above=above,
+        below=below,
+        moments=len(more),
+        tolerance_bytes=tolerance,
+        gpu_peak_bytes=gpu_peak_bytes,
+        gpu_budget_bytes=gpu_budget_bytes,
+    )
+
+
+class FirstIteration(Standing):  # type: ignore[no-untyped-call]
+    """Counts from `begin` on, until an iteration has run on plan. report: the last comparison, None before it. refused:
+    what the next forward raises."""
+
+    def __init__(self, session: Session) -> None:
+        self.peaks: list[int] = []
+        super().__init__(session)
+        self.report: TideReport | None = None
+        self.refused: DoesNotFit | None = None
+        self._done = False
+        self._plans = 0
+        self._iterations = 0
+        self._seen = False  # an operator, in this iteration
+        self._other_batch = False
+        self._marks: list[tuple[int, str, int]] | None = None
+        self._log_at = self._payload_bytes = 0
+
+    def bind(self) -> None:
+        super().bind()
+        self.peaks = [0] * len(self._session.plan.workload.moments)
+
+    def begin(self) -> None:
+        super().begin()
+        self._session.watches.append(self)
+
+    def end(self) -> None:
+        self._done = True
+        s = self._keeper()
+        if s is not None:
+            if self in s.watches:
+                s.watches.remove(self)
+            if self._marks is not None and s.arena.marks is self._marks:
+                s.arena.marks = None
+        self._marks = None
+        if self._entered:
+            super().end()
+
+    @property
+    def _watches(self) -> bool:
+        """From the first forward to the end of the last backward. What a loop does between a backward and the next
+        forward or the step is not the model's, as for a guard (`off_plan/guard.py`)."""
+        s = self._keeper()
+        if s is None or self._done or s.closed or s.cursor < 0 or s.demand.active or s.demand.visiting:
+            return False
+        return s.names[s.cursor] not in ("backward-end", "step")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self._watches:
+            return func(*args, **(kwargs or {}))
+        self._seen = True
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    # -- what the session tells ---------------------------------------------------------------------------------------
+
+    def require_plan(self) -> None:
+        """Raise where the tide that was measured fits no plan."""
+        if self.refused is not None:
+            raise self.refused.with_traceback(None)
+
+    def begins(self) -> None:
+        """An iteration begins on plan; the queues run."""
+        if self._done:
+            return
+        s = self._session
+        self._seen = self._other_batch = False
+        self.peaks = [0] * len(self.peaks)
+        # What an iteration that was given up has left (its graph, in a traceback) is not of this one.
+        self._live.clear()
+        self.current = 0
+        for buffer in s.model.buffers():
+            self._see(buffer)
+        self._iterations += 1
+        if self._iterations > MOST_ITERATIONS:
+            log.warning("the tide was not compared with the plan's: %d iterations, none on plan", MOST_ITERATIONS)
+            self.end()
+            return
+        if s.arena.marks is None or s.arena.marks is self._marks:  # else somebody else measures
+            self._marks = []
+            self._log_at, self._payload_bytes = s.arena.keep_marks(self._marks)
+
+    def closes(self, moment: int) -> None:
+        self._other_batch |= not self._session.demand.planned_batch
+        self.peaks[moment] = max(self.peaks[moment], self.peak)
+
+    def opens(self) -> None:
+        self.reset_peak()
+
+    def ended(self) -> None:
+        """An iteration on plan is over; nothing of the next has begun. Raises DoesNotFit where its tide leaves no plan
+        that fits, PlanError where several ranks cannot go on."""
+        s = self._session
+        if self._done:
+            return
+        marks = self._marks
+        if marks is None or s.arena.marks is not marks or self._other_batch:
+            return  # the next one
+        changes = s.arena.log[self._log_at :]
+        s.arena.marks = None
+        if not self._seen:
+            why = "compiled blocks run without operators"
+            if threading.get_ident() != self._thread:
+                why = "the loop runs in another thread than executor.prepare was called in"
+            log.warning("the tide of iteration %d was not compared with the plan's: %s", s.iteration - 1, why)
+            self.end()
+            return
+        walk = Walk(self.peaks, self._payload_bytes)
+        walk.follow(changes, marks, self._log_at)
+        self.report = compare(
+            s.plan.workload, self.peaks, iteration=s.iteration - 1, gpu_peak_bytes=walk.peak,
+            gpu_budget_bytes=s.plan.gpu_budget_bytes,
+        )  # fmt: skip
+        if not self.report.above:
+            log.info("%s", self.report)
+            self.end()
+        elif s.ranks is not None:
+            self._on_ranks()
+        else:
+            self._replan()
+
+    def _say(self, done: str) -> None:
+        assert self.report is not None
+        self.report = replace(self.report, done=done)
+        log.warning("%s", self.report)
+
+    def _measured(self) -> Workload:
+        """The plan's workload with the tide that was measured where it was higher."""
+        w = self._session.plan.workload
+        return replace(
+            w,
+            moments=tuple(replace(m, peak_bytes=max(m.peak_bytes, size)) for m, size in zip(w.moments, self.peaks)),
+        )
+
+    def _on_ranks(self) -> None:
+        """[Note: several ranks]"""
+        s = self._session
+        assert s.ranks is not None
+        workload = self._measured()
+        try:
+            replace(s.plan, workload=workload).check()
+        except PlanError as error:
+            self._say("the plan does not hold for it")
+            raise s.ranks.ends(
+                f"rank {s.ranks.rank}: {self.report}: {error}. Several ranks cannot plan again on the way: record the "
+                "trace (executor.record, pstar run --record) and plan from it, or plan for less --gpu-memory"
+            ) from None
+        self._say("the plan holds for it too and stays: several ranks cannot plan again on the way")
+        self.end()
+
+    def _replan(self) -> None:
+        s = self._session
+        if self._plans == MOST_PLANS:
+            self._say(f"no further plan after {self._plans}: the tide grows with every iteration")
+            self.end()
+            return
+        self._plans += 1
+        workload, budget = self._measured(), s.plan.gpu_budget_bytes
+        try:
+            spec = s.plan.policy
+            try:
+                policy = find_policy(spec)
+            except UnknownName:  # the user's own function
+                policy, spec = find_policy(OTHERWISE), OTHERWISE
+            plan = policy(workload, with_gpu_budget(s.plan.machine, budget), s.plan.settings)
+            check_gpu_memory(plan, s.backend, plan.gpu_budget_bytes)
+            with unseen():
+                s.renew(plan)
+        except DoesNotFit as error:
+            report = self.report
+            self._say(f"no plan for it fits: {error}")
+            self.refused = DoesNotFit(
+                policy=s.plan.policy,
+                place=error.place,
+                needed_bytes=error.needed_bytes,
+                available_bytes=error.available_bytes,
+                what=f"{error.what}; {report}; parameters are those after step {s.iteration - 1}, whole; give "
+                "more --gpu-memory, a smaller batch or checkpointing, or record the trace and plan from it",
+            )
+            raise self.refused from None
+        self._say(f"planned again by {spec}, for a tide of at most {format_bytes(workload.peak_non_model_bytes)}")
