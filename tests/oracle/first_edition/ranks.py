@@ -93,7 +93,9 @@ def _one_rank(machine: Machine) -> Machine:
     """What one of equal ranks has of the machine while all do the same."""
     local = machine.local_ranks
     host = replace(machine.host, dram_bytes_per_s=machine.host.dram_bytes_per_s / local)
-    return replace(machine, ranks=(replace(machine.ranks[0], link=expected_link(machine)),), nodes=1, host=host)
+    return replace(
+        machine, ranks=(replace(machine.ranks[0], batch_share=1.0, link=expected_link(machine)),), nodes=1, host=host
+    )
 
 
 def classes_of(machine: Machine, workloads: Sequence[Workload] | None = None) -> list[int]:
