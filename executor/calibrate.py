@@ -32,7 +32,6 @@ from pstar_sim.units import GB, format_bytes
 
 __all__ = ["Findings", "calibrate", "machine_of", "measure", "write_machine"]
 
-_WORKSPACE_BYTES = 512 << 20
 _DISK_BYTES = 256 << 20
 _BUSY = 0.1
 # What compute does while it is watched beside other things: a product's extent, rows of the other operators, dtype.
@@ -311,8 +310,7 @@ def _gpu(found: Findings, device: Device, available: int, origin: str, notes: li
         context = 0
         notes.append(f"{format_bytes(usable)} of host memory stand for the virtual accelerator's")
     else:
-        total, usable = own
-        context = _WORKSPACE_BYTES  # the driver's context exists already and is not among the free bytes
+        total, usable, context = own
     if usable <= context:
         raise PlanError(f"{device.title} has {format_bytes(usable)} free, which leaves nothing; end what uses it")
     return Gpu(

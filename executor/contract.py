@@ -46,6 +46,7 @@ replacement; everything else behaves as in plain torch. Silence is the one wrong
 | the same between forward and `step()` with eager updates | ContractError: change them before the forward |
 | model and optimizer dropped without `session.close()` | as plain torch, collected with threads and memory |
 | an operator refused memory by CUDA | as plain torch, its error; `session.ladder.recover(error)`, then run again |
+| a CUDA graph captured between `prepare` and `session.close()` | PlanError in the thread that trains: capture before |
 | a batch of another shape | runs and counts as a deviation if it fits the budget, DoesNotFit otherwise |
 """
 

@@ -684,7 +684,8 @@ class Session:
 
     def next_iteration(self, *, on_plan: bool = True) -> None:
         """The iteration's compute is over; the side queues go on with its steps and begin the next one's."""
-        self.logs.append(IterationLog(self.iteration, self._now(), on_plan))
+        exchanges = getattr(self.backend, "exchanges", 0)
+        self.logs.append(IterationLog(self.iteration, self._now(), on_plan, exchanges))
         if not on_plan:
             self.moved.others(self.iteration, self.backend.copied_bytes)
         self.moved.forget(self.logs[0].number)

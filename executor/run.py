@@ -89,7 +89,8 @@ def check_hardware(plan: Plan, device: str) -> None:
 
 def recording_machine(device: str, machine: Machine | None, gpu_memory_bytes: int | None) -> Machine:
     """The machine whose GPU budget a warm-up on `device` keeps. Without one given, the virtual accelerator's figures
-    with that memory; on CUDA with the card's name and, by default, what of its memory is free."""
+    with that memory; on CUDA with the card's name and, by default, its memory less the room that a run keeps
+    (executor/devices/room.py)."""
     if not is_cuda(device):
         if device != "virtual":
             raise PlanError(f"device {device!r} is not known; use --device virtual, cuda or cuda:N")
@@ -102,7 +103,7 @@ def recording_machine(device: str, machine: Machine | None, gpu_memory_bytes: in
     finally:
         backend.close()
     assert available is not None
-    available -= available // 64  # the run's own context takes a little more than there is now
+    available -= available // 64  # for the slack between exchanges, see cuda_blocks.py
     if machine is not None and machine.gpu_budget_bytes <= available:
         return machine
     made = load_machine("virtual", gpu_memory=available)

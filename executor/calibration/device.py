@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from executor.devices.backend import VirtualBackend, keep_freed_pages
+from executor.devices.room import measure_room
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import PlanError
 
@@ -70,8 +71,9 @@ class Device(Protocol):
         """uint8 host memory that is not pinned; None where pinning means nothing."""
         ...
 
-    def memory(self) -> tuple[int, int] | None:
-        """(bytes it has, bytes free for this process); None where it has no memory of its own."""
+    def memory(self) -> tuple[int, int, int] | None:
+        """(bytes it has, bytes free for this process, those of them that no plan may count on: `devices/room.py`); None
+        where it has no memory of its own."""
         ...
 
     def using(self) -> AbstractContextManager[None]:
@@ -130,7 +132,7 @@ class VirtualDevice:
     def pageable(self, size_bytes: int) -> torch.Tensor | None:
         return None
 
-    def memory(self) -> tuple[int, int] | None:
+    def memory(self) -> tuple[int, int, int] | None:
         return None
 
     @contextmanager
@@ -238,9 +240,10 @@ class CudaDevice:
     def pageable(self, size_bytes: int) -> torch.Tensor | None:
         return torch.zeros(size_bytes, dtype=torch.uint8)
 
-    def memory(self) -> tuple[int, int] | None:
-        free, total = torch.cuda.mem_get_info(self.device)
-        return int(total), int(free) + int(torch.cuda.memory_reserved(self.device))
+    def memory(self) -> tuple[int, int, int] | None:
+        room = measure_room(self.device)
+        total = int(torch.cuda.mem_get_info(self.device)[1])
+        return total, total - room.outside_bytes, room.kept_bytes - room.outside_bytes
 
     @contextmanager
     def using(self) -> Iterator[None]:

@@ -15,6 +15,8 @@ it counts for events that come well after it.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
 import os
 import threading
@@ -24,8 +26,9 @@ from typing import Any
 
 import torch
 
-from executor.devices.cuda_blocks import Blocks, check_allocator, pool_shape
+from executor.devices.cuda_blocks import Blocks, check_allocator, check_no_capture, pool_shape
 from executor.devices.gate import Gate
+from executor.devices.room import LEAST_BYTES, measure_room, outside_bytes
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import DoesNotFit, PlanError
@@ -80,21 +83,27 @@ class CudaBackend:
 
     adam_threads: torch threads of the queue that updates on the host (None: `default_adam_threads()`). limit_bytes: of
     the card that this process may use, context included, so that a big card plays a small one: torch refuses what goes
-    beyond it, also to operators.
+    beyond it, also to operators. room_bytes: kept free for what no plan counts, unless more was measured (room.py).
 
-    Raises PlanError for a limit larger than the card or with no room beside what is on it already, and for an allocator
-    with which budgets would not hold (`cuda_blocks.check_allocator`).
+    Raises PlanError for a limit larger than the card or with no room beside what is on it already, for an allocator
+    with which budgets would not hold (`cuda_blocks.check_allocator`), and while a CUDA graph is captured.
     """
 
     name = "cuda"
     host_queues = frozenset({Queue.ADAM, Queue.NVME})
 
     def __init__(
-        self, device: torch.device, *, adam_threads: int | None = None, limit_bytes: int | None = None
+        self,
+        device: torch.device,
+        *,
+        adam_threads: int | None = None,
+        limit_bytes: int | None = None,
+        room_bytes: int = LEAST_BYTES,
     ) -> None:
         self.device = device
         self._adam_threads = default_adam_threads() if adam_threads is None else adam_threads
         check_allocator()
+        check_no_capture("a run begins")
         with torch.cuda.device(device):
             total = int(torch.cuda.mem_get_info(device)[1])
             if limit_bytes is not None and limit_bytes > total:
@@ -112,6 +121,8 @@ class CudaBackend:
             self._zero.event.synchronize()  # its first use takes longer
             self._zero = _Zero(self._idle)
             self._next_zero: _Zero | None = None
+            self.kept = measure_room(device, least_bytes=room_bytes)
+        log.info("%s: %s", torch.cuda.get_device_name(device), self.kept)
         self._total_bytes = total
         self._limit_bytes = limit_bytes
         if limit_bytes is not None:
@@ -124,22 +135,21 @@ class CudaBackend:
         self.gate = Gate(self, grow=self._blocks.grow, shrink=self._blocks.shrink)
 
     def _cap(self, limit_bytes: int) -> None:
-        """torch's own limit is for what it reserves itself; what else is on the card (this process' context, other
-        programs) comes off first."""
-        available = self.available_gpu_bytes()
-        assert available is not None
-        if available <= 0:
+        """torch's own limit is for what it reserves itself, workspaces and fragments included; what else is on the card
+        (this process' context, other programs) comes off first."""
+        kept = self.kept
+        if limit_bytes <= kept.kept_bytes:
             raise PlanError(
-                f"--gpu-memory {format_bytes(limit_bytes)} leaves nothing: {format_bytes(limit_bytes - available)} of "
-                f"{torch.cuda.get_device_name(self.device)} are taken by the context of this process and by other "
-                "programs; give more, or free memory on the card"
+                f"--gpu-memory {format_bytes(limit_bytes)} leaves nothing on "
+                f"{torch.cuda.get_device_name(self.device)}: {kept}; give more, or free memory on the card"
             )
-        torch.cuda.set_per_process_memory_fraction(available / self._total_bytes, self.device)
+        torch.cuda.set_per_process_memory_fraction((limit_bytes - kept.outside_bytes) / self._total_bytes, self.device)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def give_back(self) -> int:
         """What payloads leave free goes back to the driver, for operators to have; how many bytes did."""
+        check_no_capture("memory is given back")
         self.gate.flush()
         return self._blocks.give_back()
 
@@ -163,9 +173,18 @@ class CudaBackend:
         """Reserved by the pool of equal blocks."""
         return self._blocks.pool_bytes
 
+    @property
+    def slack_bytes(self) -> int:
+        """By how much more than the plan's budget may be reserved; see [Note: exchanges] in cuda_blocks.py."""
+        return self._blocks.slack_bytes
+
     def begin(self, plan: Plan) -> None:
         self._budget_bytes = plan.gpu_budget_bytes
-        self._blocks.expect(pool_shape(plan), plan.gpu_budget_bytes)
+        available = self.available_gpu_bytes()
+        assert available is not None
+        self._blocks.expect(
+            pool_shape(plan), plan.gpu_budget_bytes, beyond_bytes=max(0, available - plan.gpu_budget_bytes)
+        )
 
     def host_slab(self, size_bytes: int) -> torch.Tensor:
         try:
@@ -193,14 +212,17 @@ class CudaBackend:
         self._blocks.make_room(self._budget_bytes - payload_bytes)
 
     def available_gpu_bytes(self) -> int | None:
-        """What torch has reserved and could still reserve; under a limit, what that leaves beside everything on the
-        card that is not torch's (the context of this process, other programs)."""
-        free = int(torch.cuda.mem_get_info(self.device)[0])
-        reserved = int(torch.cuda.memory_reserved(self.device))
-        available = free + reserved
-        if self._limit_bytes is not None:
-            available = min(available, self._limit_bytes - (self._total_bytes - free - reserved))
-        return available
+        """The card, or the limit, less the room that is kept, with what is on the card beside torch's now."""
+        room = dataclasses.replace(self.kept, outside_bytes=outside_bytes(self.device))
+        return max(0, (self._limit_bytes or self._total_bytes) - room.kept_bytes)
+
+    def idle_bytes(self) -> int:
+        """Reserved by torch and used by nobody, beside the pool of payloads, which operators cannot have."""
+        return self._blocks.idle_bytes()
+
+    def undisturbed(self) -> contextlib.AbstractContextManager[object]:
+        """See [Note: refused beside a pool] in cuda_blocks.py."""
+        return self._blocks.undisturbed()
 
     # -- work ---------------------------------------------------------------------------------------------------------
 
@@ -261,6 +283,7 @@ class CudaBackend:
     def record(self, queue: Queue) -> Any:
         stream = self._stream(queue)
         if queue is Queue.COMPUTE:
+            check_no_capture("an iteration runs")
             with self._lock:
                 touched, self._touched = self._touched, []
             for other in touched:

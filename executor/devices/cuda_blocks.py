@@ -13,6 +13,13 @@ under a stream of its own, so that torch keeps it apart from the user's tensors 
 driver when the tide, or another size, needs the room; that stops the device, is counted in `exchanges`, and does not
 happen under a plan of uniform chunks whose payloads and highest tide fit the budget together.
 
+[Note: exchanges] An exchange also drops what torch keeps for operators, which ask the driver for it again; a plan that
+uses the room of low tide would pay that at every swing of the tide, each time by little. So there are two marks. An
+exchange comes when more than the budget and a slack would be reserved, and it then gives back everything that is free,
+down to the budget or below. Swings smaller than the slack cost none, larger ones one for each slack. The slack comes
+from what the card, or the run's cap, has beyond the budget and the room that is kept (room.py): at most two blocks or
+1/64 of the budget, whichever is more, and nothing where the plan takes all there is.
+
 What keeps the budget is the arena's ledger (bytes in use), the gate (bytes whose work is in flight) and this module
 (bytes that are free). A cap on the whole process (`CudaBackend(limit_bytes=)`) is torch's to keep besides.
 
@@ -21,6 +28,17 @@ below 10 MiB, which are cut from it in multiples of 512 B as long as they fit, a
 above. So blocks are counted by what they take of a segment, and the pool by its segments. With `expandable_segments`
 there is one segment that grows by pages and none of this holds; another allocator than torch's own has no pools:
 `check_allocator` refuses both.
+
+[Note: refused beside a pool] While a thread is inside a pool's context, torch (2.11, and those before) does not give
+its cached blocks back to the driver for another thread that is refused memory: an operator then runs out although
+enough is idle. The contexts here last as long as one allocation. An operator that was refused runs once more inside
+`undisturbed`, where no thread is in one (`guard.py`); where operators are not watched yet, `Ladder.recover` keeps the
+plan if as much as was asked for is idle.
+
+[Note: graphs] While a CUDA graph is captured, the driver allows no thread to take or to give back memory; a pool that
+is dropped meanwhile can end the process, as its destructor cannot raise. A capture in the thread that asks is seen and
+refused with PlanError. One in another thread cannot be seen from here: capture graphs before `prepare` or after
+`session.close()`. Graphs that were captured before have pools of their own and stay valid.
 
 [Note: torch versions] `torch.cuda.use_mem_pool` concerns the current thread from torch 2.8 on and every thread before,
 where a context by stream is used instead. Both refuse to be entered twice for one pool, hence the lock.
@@ -43,7 +61,7 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 from pstar_sim.errors import OutOfMemory, PlanError
 
-__all__ = ["Blocks", "PoolShape", "block_bytes", "check_allocator", "pool_shape", "segment_of"]
+__all__ = ["Blocks", "PoolShape", "block_bytes", "check_allocator", "check_no_capture", "pool_shape", "segment_of"]
 
 log = logging.getLogger("executor")
 
@@ -95,6 +113,15 @@ def check_allocator() -> None:
         )
 
 
+def check_no_capture(what: str) -> None:
+    """Raise PlanError where this thread's stream captures a CUDA graph. See [Note: graphs]."""
+    if torch.cuda.is_current_stream_capturing():
+        raise PlanError(
+            f"{what} while a CUDA graph is being captured, where memory can neither be taken nor given back; capture "
+            "before prepare() or after session.close()"
+        )
+
+
 def pool_shape(plan: Plan) -> PoolShape:
     """Of the pool of equal blocks: the payload size that comes and goes most often, and the bytes that the highest tide
     and what is resident for good leave for it."""
@@ -135,13 +162,15 @@ class Blocks:
     """Memory of payloads on one device. Every method may be called from any thread.
 
     pool_bytes: what the pool of equal blocks has reserved. exchanges: how often cached memory went back to the driver
-    because something else needed the room. kept_bytes: what torch kept of the pool when it was last to give it back.
+    because something else needed the room. slack_bytes: see [Note: exchanges]. kept_bytes: what torch kept of the pool
+    when it was last to give it back.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.exchanges = 0
         self.pool_bytes = 0
+        self.slack_bytes = 0
         self._budget_bytes = 0
         self._block, self._most_bytes = 0, 0
         self._free_blocks = 0  # of the pool
@@ -155,14 +184,15 @@ class Blocks:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool: Any = None
 
-    def expect(self, shape: PoolShape, budget_bytes: int) -> None:
+    def expect(self, shape: PoolShape, budget_bytes: int, *, beyond_bytes: int = 0) -> None:
         """A plan with these figures begins. What an earlier one left is kept where the block is the same and the pool
-        is no larger than it may be now."""
+        is no larger than it may be now. beyond_bytes: that could be reserved beyond the budget."""
         with self._lock:
             if shape[0] != self._block or self.pool_bytes > shape[1]:
                 self._replace_pool(shape[0])
             self._block, self._most_bytes = shape
             self._budget_bytes = budget_bytes
+            self.slack_bytes = min(beyond_bytes, max(2 * shape[0], budget_bytes // 64))
 
     def give_back(self) -> int:
         """Free memory of payloads goes back to the driver, that of the pool too, so that operators can have it; the
@@ -184,6 +214,7 @@ class Blocks:
 
     def _replace_pool(self, block: int) -> None:
         """A new, empty one. Of the former, blocks in use stay theirs; the others are torch's to give back."""
+        check_no_capture("a memory pool is replaced")
         for storage in self._in_pool:
             self._in_former[storage] = self._block
         self._former_free_bytes += self._free_blocks * self._block
@@ -260,8 +291,24 @@ class Blocks:
         """Non-model data may need so many bytes: free memory outside the pool goes back if it stands in the way."""
         with self._lock:
             free = self.loose_free_bytes
-            if free and self.pool_bytes + self._loose_held_bytes + free + others_bytes > self._budget_bytes:
+            held = self.pool_bytes + self._loose_held_bytes + free
+            if free and held + others_bytes > self._budget_bytes + self.slack_bytes:
                 self._exchange()
+
+    def idle_bytes(self) -> int:
+        """Reserved and in nobody's use, but for the pool's own free blocks."""
+        with self._lock:
+            return self._idle_bytes()
+
+    def _idle_bytes(self) -> int:
+        reserved, allocated = torch.cuda.memory_reserved(self.device), torch.cuda.memory_allocated(self.device)
+        return int(reserved) - int(allocated) - self._free_blocks * self._block
+
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Inside, no payload gets memory and no thread is inside the pool. See [Note: refused beside a pool]."""
+        with self._lock:
+            yield
 
     def _fits_pool(self, block: int) -> bool:
         if not self._block or block != self._block:
@@ -283,15 +330,14 @@ class Blocks:
             self._free_blocks += blocks - 1
 
     def _make_room(self, more_bytes: int) -> None:
-        """Cached memory goes back before the process reserves more than the budget."""
-        reserved = torch.cuda.memory_reserved(self.device)
-        if reserved + more_bytes <= self._budget_bytes:
+        """Cached memory goes back before the process reserves more than the budget and the slack."""
+        if torch.cuda.memory_reserved(self.device) + more_bytes <= self._budget_bytes + self.slack_bytes:
             return
-        idle = reserved - torch.cuda.memory_allocated(self.device) - self._free_blocks * self._block
-        if idle >= more_bytes:
+        if self._idle_bytes() >= more_bytes:
             self._exchange()
 
     def _exchange(self) -> None:
+        check_no_capture("memory is given back")
         self.exchanges += 1
         self._loose_free.clear()
         self._former_free_bytes = 0
@@ -337,6 +383,7 @@ class Blocks:
 
     def close(self) -> None:
         """Every payload is gone: the pool's memory goes back to the driver."""
+        check_no_capture("a run ends")
         with self._lock:
             self._pool = None
             self._in_pool.clear()

@@ -86,11 +86,13 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class IterationLog:
-    """end_s: when the compute queue ended its last step of the iteration. on_plan: it ran as the plan says."""
+    """end_s: when the compute queue ended its last step of the iteration. on_plan: it ran as the plan says. exchanges:
+    so far, of a backend that has them."""
 
     number: int
     end_s: float
     on_plan: bool
+    exchanges: int = 0
 
 
 def build_timeline(

@@ -50,6 +50,8 @@ class Status:
     another queue. adam_share: part in which the CPU ran an update. deviations: iterations or events off plan so far;
     last_deviation: what the last was. tide: the measured tide of the first iteration beside the plan's, with the most
     that the gpu then held (`gpu_peak_bytes` above is payloads and the plan's tide); None before it was compared.
+    exchanges: how often in the iteration memory went back to the driver, which stops the device ([Note: exchanges] in
+    devices/cuda_blocks.py); 0 on the virtual accelerator.
     """
 
     policy: str
@@ -68,6 +70,7 @@ class Status:
     deviations: int
     last_deviation: str
     tide: TideReport | None = None
+    exchanges: int = 0
 
 
 def status_of(session: Session) -> Status:
@@ -121,6 +124,7 @@ def status_of(session: Session) -> Status:
         deviations=session.deviations,
         last_deviation=log[-1] if log else "",
         tide=session.first.report if session.first is not None else None,
+        exchanges=(last.exchanges - (logs[-2].exchanges if len(logs) > 1 else 0)) if last is not None else 0,
     )
 
 

@@ -11,6 +11,7 @@ where memory ran out before.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,6 +82,11 @@ class Guard(Standing):  # type: ignore[no-untyped-call]
             except torch.OutOfMemoryError:
                 if not left:
                     raise
+                undisturbed = getattr(self._session.backend, "undisturbed", None)
+                if undisturbed is not None and left == TRIES - 1:
+                    # See [Note: refused beside a pool] in cuda_blocks.py: nothing may be short at all.
+                    with undisturbed(), contextlib.suppress(torch.OutOfMemoryError):
+                        return super().__torch_dispatch__(func, types, args, kwargs)
                 # How much was asked for is only in the text; what its inputs hold is of the same order.
                 asked = sum(t.numel() * t.element_size() for t in args if isinstance(t, torch.Tensor))
                 self._make_room(self._refusal(func, asked, None))

@@ -136,9 +136,14 @@ class Ladder(Sequence[Rung]):
 
     def note(self, error: OutOfMemory, done: str, alive_bytes: int | None = None) -> None:
         """Memory ran out; a new plan is due. alive_bytes: non-model bytes there have to be, if they are known."""
-        s = self.session
         self.pending = True
         self._error = error
+        moment = self._log(error, done)
+        self._shrink(error, error.other_bytes if alive_bytes is None else alive_bytes, moment)
+
+    def _log(self, error: OutOfMemory, done: str) -> int:
+        """One more rung; the moment it was climbed in."""
+        s = self.session
         moment = s.demand.moment if s.demand.active else s.cursor
         name = s.names[moment] if moment >= 0 else ""
         rung = Rung(
@@ -147,7 +152,7 @@ class Ladder(Sequence[Rung]):
         )  # fmt: skip
         self._rungs.append(rung)
         log.warning("%s", rung)
-        self._shrink(error, error.other_bytes if alive_bytes is None else alive_bytes, moment)
+        return moment
 
     def _shrink(self, error: OutOfMemory, alive_bytes: int, moment: int) -> None:
         """What the arena may hold for the rest of the iteration. The queues stand still by then: a step that the plan
@@ -188,8 +193,10 @@ class Ladder(Sequence[Rung]):
         if s.updated_early and s.ranks is None:
             add_note(error, "it cannot be run again: AdamW(eager=True) has updated parameters inside its backward")
             raise error
-        refused = error
+        refused, idle_bytes = error, 0
         if not isinstance(error, OutOfMemory):
+            idle = getattr(s.backend, "idle_bytes", None)
+            idle_bytes = 0 if idle is None or s.guard is not None else idle()
             error = OutOfMemory(
                 what="an operator",
                 asked_bytes=_asked(str(error)),
@@ -200,11 +207,14 @@ class Ladder(Sequence[Rung]):
         if s.ranks is not None:
             raise self.ends_ranks(error) from refused
         s.guard_memory(always=True)
-        self.note(error, "the iteration is given up, to be run again")
+        if 0 < error.asked_bytes <= idle_bytes:  # [Note: refused beside a pool] in cuda_blocks.py
+            self._log(error, "the iteration is given up, to be run again under the same plan: as much was idle")
+        else:
+            self.note(error, "the iteration is given up, to be run again")
         with s.at_work, unseen(), torch.no_grad():
             if s.cursor >= 0 or s.demand.active:
                 s.demand.discard()
-            else:
+            elif self.pending:
                 self.replan()
         s.backend.give_back()
         s.consumed.clear()

@@ -96,6 +96,8 @@ def words(plan: Plan, report: StepReport, status: Status) -> list[str]:
         f"GPU {format_bytes(status.gpu_peak_bytes)} at most of {format_bytes(status.gpu_budget_bytes)}, "
         f"host {format_bytes(status.host_bytes)} of {format_bytes(status.host_budget_bytes)}"
     )
+    if status.exchanges:
+        held += f", {status.exchanges} exchanges of GPU memory with the driver"
     plan_words = "on plan" if not status.deviations else f"{status.deviations} off plan"
     links: list[str] = []
     for direction, use in status.links.items():

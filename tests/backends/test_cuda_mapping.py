@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,6 +39,8 @@ class Card:
         self.routed: list[Any] = []
         self.pinned_emptied: list[int] = []
         self.frees_bytes = 0  # what the next empty_cache gives back
+        self.outside = 0  # in use on the card, and not torch's
+        self.capturing = False
 
 
 class Stream:
@@ -75,8 +78,8 @@ class Event:
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Card:
-    """torch.cuda as far as the backend calls it, on a card of 1 GB whose memory is the host's."""
-    made = Card(10**9)
+    """torch.cuda as far as the backend calls it, on a card of 10 GB whose memory is the host's."""
+    made = Card(10**10)
     current = Stream()
 
     @contextlib.contextmanager
@@ -116,7 +119,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
         "synchronize": lambda device=None: None,
         "memory_reserved": lambda device=None: made.reserved,
         "memory_allocated": lambda device=None: made.allocated,
-        "mem_get_info": lambda device=None: (made.memory_bytes - made.reserved, made.memory_bytes),
+        "mem_get_info": lambda device=None: (made.memory_bytes - made.reserved - made.outside, made.memory_bytes),
+        "is_current_stream_capturing": lambda: made.capturing,
         "get_device_name": lambda device=None: "a card",
         "init": lambda: None,
         "get_allocator_backend": lambda: made.allocator,
@@ -125,6 +129,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", lambda *_: None, raising=False)
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": made.settings})
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: made.pinned_emptied.append(1), raising=False)
     return made
 
@@ -305,6 +310,252 @@ class TestBlocks:
         assert blocks.pool_bytes == 12 * MIB
 
 
+class TestRoom:
+    """What a plan may not count on: 1 GiB of the card, or what was measured where that is more."""
+
+    def test_the_least_is_kept_however_little_was_measured(self, card: Card) -> None:
+        backend = CudaBackend(torch.device("cpu"))
+        assert backend.available_gpu_bytes() == 10**10 - 2**30
+        card.reserved = 10**8
+        assert backend.available_gpu_bytes() == 10**10 - 2**30  # what torch reserves is the plan's
+        card.outside = 2**30  # by now another program is there
+        assert backend.available_gpu_bytes() == 10**10 - 2**30 - 256 * MIB
+        assert CudaBackend(torch.device("cpu"), room_bytes=0).available_gpu_bytes() == 10**10 - 2**30 - 256 * MIB
+
+    def test_context_and_workspaces_are_measured_after_a_product_each_way(
+        self, card: Card, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A context of 900 MiB that the first product's kernels make 50 larger; a workspace of 32 MiB when a thread
+        multiplies first, in torch's memory. With 256 MiB for fragments: 950 + 2 * 32 + 256 = 1,270 MiB. Held by an
+        earlier backend already, the workspaces are seen again, as they are forgotten first."""
+        card.outside = 900 * MIB
+        held: set[str] = set()
+        plain = torch.nn.functional.linear
+
+        def multiplies(where: str) -> None:
+            if where not in held:
+                held.add(where)
+                card.reserved += 32 * MIB
+                card.allocated += 32 * MIB
+                card.outside = 950 * MIB
+
+        def linear(*given: Any) -> torch.Tensor:
+            multiplies("forward")
+            out = plain(*given)
+            out.register_hook(lambda _: multiplies("backward"))
+            return out
+
+        def forget() -> None:
+            card.allocated -= 32 * MIB * len(held)
+            card.reserved -= 32 * MIB * len(held)
+            held.clear()
+
+        monkeypatch.setattr(torch.nn.functional, "linear", linear)
+        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", forget, raising=False)
+        for _ in range(2):
+            backend = CudaBackend(torch.device("cpu"))
+            assert (backend.kept.outside_bytes, backend.kept.workspace_bytes) == (950 * MIB, 64 * MIB)
+            assert backend.available_gpu_bytes() == 10**10 - 1270 * MIB
+
+    def test_a_plan_is_refused_what_the_room_needs(self, card: Card, kit: Any) -> None:
+        model, draw = kit.build("mlp")
+        plan = kit.tight_plan("tide", kit.workload_of(model, draw(torch.Generator())), Settings(clip=False))
+        card.memory_bytes = 2**30 + plan.gpu_budget_bytes - 1
+        with pytest.raises(DoesNotFit, match="gpu needs"):
+            executor.prepare(model, plan, executor.AdamW(), backend=CudaBackend(torch.device("cpu")), check=False)
+
+    def test_a_cap_has_the_room_in_it_and_is_torchs_too_less_the_context(self, card: Card) -> None:
+        """6 GB of a card of 10, 1 GB of it taken by the context: torch may reserve 5, half the card, and a plan may
+        count on that less fragments. It ends with the backend."""
+        card.outside = 10**9
+        backend = CudaBackend(torch.device("cpu"), limit_bytes=6 * 10**9)
+        assert backend.available_gpu_bytes() == 5 * 10**9 - 256 * MIB
+        assert card.fractions == [0.5]
+        backend.close()
+        assert card.fractions == [0.5, 1.0]
+        CudaBackend(torch.device("cpu")).close()
+        assert card.fractions == [0.5, 1.0]
+        with pytest.raises(PlanError, match=r"--gpu-memory 1.00 GB leaves nothing on a card: 1.27 GB kept for the con"):
+            CudaBackend(torch.device("cpu"), limit_bytes=10**9)
+
+
+class TestExchanges:
+    """Each stops the device: they come in few, are counted, and are shown."""
+
+    @staticmethod
+    def swings(beyond_bytes: int) -> tuple[int, int]:
+        """Exchanges, and most bytes beyond the budget, in 20 swings of the tide. Budget 100 MiB, pool 24 in use, one
+        loose block of 12 that comes in each ebb: the tide goes to and fro between 60 and 70, then once to 90."""
+        blocks = Blocks(torch.device("cpu"))
+        blocks.expect((12 * MIB, 24 * MIB), 100 * MIB, beyond_bytes=beyond_bytes)
+        a, b, c = TestBlocks.payloads(blocks, 3, 3 * MIB)
+        for payload in (a, b):
+            blocks.grow(payload)
+        most = 0
+        for tide in [*([60, 70] * 20), 90]:
+            if tide == 60:
+                blocks.make_room(60 * MIB)
+                blocks.grow(c)
+                blocks.shrink(c)
+            else:
+                blocks.make_room(tide * MIB)
+                most = max(most, blocks.pool_bytes + blocks.loose_free_bytes + (tide - 100) * MIB)
+        return blocks.exchanges, most
+
+    def test_swings_within_the_slack_cost_none(self, card: Card) -> None:
+        assert self.swings(0)[0] == 20
+        exchanges, beyond = self.swings(64 * MIB)
+        assert exchanges == 1  # of the large swing
+        assert beyond <= 24 * MIB  # the slack: two blocks
+
+    def test_the_slack_is_never_more_than_there_is(self, card: Card) -> None:
+        blocks = Blocks(torch.device("cpu"))
+        for beyond, budget, slack in (
+            (0, 1 << 30, 0), (8 * MIB, 1 << 30, 8 * MIB), (1 << 30, 1 << 30, 24 * MIB), (1 << 30, 32 << 30, 512 * MIB),
+        ):  # fmt: skip
+            blocks.expect((12 * MIB, 24 * MIB), budget, beyond_bytes=beyond)
+            assert blocks.slack_bytes == slack
+
+    def test_those_of_the_last_iteration_are_in_the_status(
+        self, card: Card, kit: Any, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        backend = on_the_card(monkeypatch)
+        run = start("mlp", "tide", backend=backend)
+        assert run.session.status().exchanges == 0
+        for more in (3, 0, 2):
+            before = backend.exchanges
+            for _ in range(more):
+                backend._blocks._exchange()
+            kit.train_alone(run.model, run.optimizer, run.batches, 1)
+            assert run.session.status().exchanges == backend.exchanges - before >= more
+
+
+class TestBesideThePool:
+    """What torch cannot give an operator while another thread is inside `use_mem_pool`."""
+
+    def test_a_watched_operator_runs_again_when_nobody_is_inside(
+        self, card: Card, kit: Any, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A thread sits in the pool's context; the operator is refused as long as it does, and the thread goes on when
+        that has happened. No rung is climbed, no chunk leaves, no deviation counts."""
+        backend = on_the_card(monkeypatch)
+        run = start("mlp", "tide", backend=backend)
+        entered, refused = threading.Event(), threading.Event()
+        tries: list[bool] = []
+
+        def inside() -> None:
+            entered.set()
+            refused.wait()
+
+        def operator(x: torch.Tensor) -> torch.Tensor:
+            tries.append(bool(card.routed))
+            if card.routed:
+                refused.set()
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 KiB. GPU 0 has ...")
+            return x.clone()
+
+        library = torch.library.Library("pstar_test", "DEF")
+        library.define("beside_the_pool(Tensor x) -> Tensor")
+        library.impl("beside_the_pool", operator, "CPU")
+
+        def before_the_first_layer(module: Any, args: Any) -> None:
+            def held() -> None:
+                with backend._blocks._lock:
+                    backend._blocks._allocate(inside, pooled=True, asked_bytes=0)
+
+            thread = threading.Thread(target=held)
+            thread.start()
+            entered.wait()
+            with torch.no_grad():
+                torch.ops.pstar_test.beside_the_pool(args[0])
+            thread.join()
+
+        run.session.guard_memory(always=True)
+        handle = run.model.layers[0].register_forward_pre_hook(before_the_first_layer)
+        mine, theirs = kit.train_both(run.model, run.reference, run.optimizer, run.batches, steps=1, micro_batches=1)
+        handle.remove()
+        assert tries == [True, False]
+        assert mine == pytest.approx(theirs, rel=1e-6)
+        assert (len(run.session.ladder), run.session.deviations) == (0, 0)
+
+    @pytest.mark.parametrize(("idle_bytes", "kept"), [(4096, True), (1024, False)])
+    def test_an_unwatched_one_leaves_the_plan_as_it_is_where_enough_was_idle(
+        self,
+        card: Card,
+        kit: Any,
+        start: Callable[..., Any],
+        monkeypatch: pytest.MonkeyPatch,
+        idle_bytes: int,
+        kept: bool,
+    ) -> None:
+        """2,048 bytes are refused. The step runs again, with the numbers of plain torch either way; a smaller plan is
+        made only where torch had no such bytes to give."""
+        backend = on_the_card(monkeypatch)
+        run = start("mlp", "tide", backend=backend)
+        refused = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 KiB. GPU 0 has ...")
+        handle = run.model.layers[3].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(refused))
+        batch = next(run.batches)
+        with pytest.raises(torch.OutOfMemoryError) as error:
+            kit.loss_of(run.model, batch)
+        handle.remove()
+        monkeypatch.setattr(backend, "idle_bytes", lambda: idle_bytes)
+        run.session.ladder.recover(error.value)
+        mine, theirs = kit.train_both(run.model, run.reference, run.optimizer, iter([batch]), steps=1, micro_batches=1)
+        assert mine == pytest.approx(theirs, rel=1e-6)
+        assert (run.session.plan is run.plan) == kept
+        assert run.session.ladder[0].asked_bytes == 2048
+
+    def test_what_is_idle(self, card: Card) -> None:
+        """100 MiB reserved, 60 in use, 24 free in the pool, which operators cannot have: 16 are idle."""
+        blocks = Blocks(torch.device("cpu"))
+        blocks.expect((12 * MIB, 24 * MIB), 100 * MIB)
+        a, b = TestBlocks.payloads(blocks, 2, 3 * MIB)
+        for change in (blocks.grow, blocks.shrink):
+            for payload in (a, b):
+                change(payload)
+        card.reserved, card.allocated = 100 * MIB, 60 * MIB
+        assert blocks.idle_bytes() == 16 * MIB
+
+
+class TestBesideAGraph:
+    """Memory neither comes nor goes while a CUDA graph is captured; nothing has changed when that is said."""
+
+    def test_a_pool_is_not_replaced(self, card: Card) -> None:
+        blocks = Blocks(torch.device("cpu"))
+        blocks.expect((12 * MIB, 24 * MIB), 100 * MIB)
+        (a,) = TestBlocks.payloads(blocks, 1, 3 * MIB)
+        pools, pool = len(card.pools), blocks._pool
+        card.capturing = True
+        for what in (blocks.give_back, blocks.close, lambda: blocks.expect((12 * MIB, 6 * MIB), 100 * MIB)):
+            with pytest.raises(PlanError, match="while a CUDA graph is being captured"):
+                what()
+        assert (len(card.pools), card.emptied, blocks.pool_bytes) == (pools, 0, 12 * MIB)
+        assert blocks._pool is pool
+        card.capturing = False
+        blocks.grow(a)
+        assert blocks.pool_bytes == 12 * MIB
+        blocks.give_back()
+
+    def test_no_run_begins_and_no_iteration_runs(
+        self, card: Card, kit: Any, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run = start("mlp", "tide", backend=on_the_card(monkeypatch))
+        kit.train_alone(run.model, run.optimizer, run.batches, 1)
+        card.capturing = True
+        with pytest.raises(PlanError, match="capture before prepare"):
+            CudaBackend(torch.device("cpu"))
+        with pytest.raises(PlanError, match="an iteration runs while a CUDA graph is being captured"):
+            kit.loss_of(run.model, next(run.batches))
+        card.capturing = False
+
+
+def on_the_card(monkeypatch: pytest.MonkeyPatch) -> CudaBackend:
+    """A backend on the card of the fixture, with slabs that are not pinned."""
+    backend = CudaBackend(torch.device("cpu"), adam_threads=1)
+    monkeypatch.setattr(backend, "host_slab", lambda size: torch.zeros(size, dtype=torch.uint8))
+    return backend
+
+
 class TestAgainstThisTorch:
     """The names and arguments the mapping uses exist in the torch that is installed."""
 
@@ -342,28 +593,8 @@ class TestRefusals:
             cuda_device("cuda:7")
 
     def test_a_cap_larger_than_the_card(self, card: Card) -> None:
-        with pytest.raises(PlanError, match=r"--gpu-memory 2.00 GB is more than a card has \(1.00 GB\), by 1.00 GB"):
-            CudaBackend(torch.device("cpu"), limit_bytes=2 * 10**9)
-
-    def test_a_cap_leaves_room_for_what_is_not_torchs(self, card: Card) -> None:
-        backend = CudaBackend(torch.device("cpu"), limit_bytes=6 * 10**8)
-        assert backend.available_gpu_bytes() == 6 * 10**8
-        card.reserved = 10**8
-        assert backend.available_gpu_bytes() == 6 * 10**8
-
-    def test_the_cap_is_torchs_too_less_the_context(self, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
-        """600 MB of a card of 1 GB, 100 MB of it taken by the context: torch may reserve 500 MB, half the card. It ends
-        with the backend."""
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (9 * 10**8 - card.reserved, 10**9))
-        backend = CudaBackend(torch.device("cpu"), limit_bytes=6 * 10**8)
-        assert backend.available_gpu_bytes() == 5 * 10**8
-        assert card.fractions == [0.5]
-        backend.close()
-        assert card.fractions == [0.5, 1.0]
-        CudaBackend(torch.device("cpu")).close()
-        assert card.fractions == [0.5, 1.0]
-        with pytest.raises(PlanError, match=r"--gpu-memory 100 MB leaves nothing: 100 MB of a card are taken by"):
-            CudaBackend(torch.device("cpu"), limit_bytes=10**8)
+        with pytest.raises(PlanError, match=r"--gpu-memory 20.00 GB is more than a card has \(10.00 GB\), by 10.00"):
+            CudaBackend(torch.device("cpu"), limit_bytes=2 * 10**10)
 
     @pytest.mark.parametrize(
         ("allocator", "settings", "says", "without"),
@@ -415,7 +646,7 @@ class TestRefusals:
     def test_a_plan_for_more_memory_than_the_card_has(self, card: Card, kit: Any) -> None:
         model, draw = kit.build("mlp")
         plan = kit.tight_plan("tide", kit.workload_of(model, draw(torch.Generator())), Settings(clip=False))
-        card.memory_bytes = plan.gpu_budget_bytes // 2
+        card.memory_bytes = 2**30 + plan.gpu_budget_bytes // 2
         with pytest.raises(DoesNotFit, match=r"gpu needs .* plan again with --gpu-memory .* short by"):
             executor.prepare(model, plan, executor.AdamW(), backend=CudaBackend(torch.device("cpu")))
         assert all(type(p) is torch.nn.Parameter for p in model.parameters())
@@ -505,8 +736,7 @@ def test_a_run_through_the_mapping(
     clip: float | None,
 ) -> None:
     """Every call of the backend, in a real run whose driver does each thing at once: right numbers, clean end."""
-    backend = CudaBackend(torch.device("cpu"), adam_threads=1)
-    monkeypatch.setattr(backend, "host_slab", lambda size: torch.zeros(size, dtype=torch.uint8))
+    backend = on_the_card(monkeypatch)
     run = start("mlp", policy, micro_batches=micro_batches, clip=clip, backend=backend)
     mine, theirs = kit.train_both(
         run.model, run.reference, run.optimizer, run.batches, steps=3, micro_batches=micro_batches

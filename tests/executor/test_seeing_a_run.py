@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,10 @@ def test_live_lines_on_a_terminal_and_plain_ones_elsewhere(folder: Path, monkeyp
         "h2d 1.00 GB/s of 2.00 GB/s busy 50%, d2h 1.00 GB/s of 2.00 GB/s busy 50%, compute waits 25%"
     )
     assert plain_line(9, plan, StepReport(0, 1.5, 0.5), status) == expected
+    storm = replace(status, exchanges=7)
+    assert "of 1.00 GB, 7 exchanges of GPU memory with the driver; h2d" in plain_line(
+        9, plan, StepReport(0, 1.5, 0.5), storm
+    )
 
     # By a clock of its own: steps at 0, 0.4, 0.8, 1.2 s ...; a line at 0, 1.2, 2.4 and for the last, at 3.2.
     now = iter(0.4 * k for k in range(9))

@@ -1,0 +1,73 @@
+"""Room: what a run leaves free on a card for what no plan counts.
+
+The driver's context (kernels that are loaded when they are first needed included), the workspaces that cuBLAS takes
+through torch's allocator, one for each thread and stream that multiplies, and the allocator's fragments. The first two
+are measured when a run begins, after products forward and backward in fp32 and bf16, as a training thread and
+backward's own thread make them. Fragments cannot be measured before the run. Other programs on the card cannot be told
+from the context, and are left their memory with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pstar_sim.units import format_bytes
+
+__all__ = ["LEAST_BYTES", "Room", "measure_room", "outside_bytes"]
+
+LEAST_BYTES = 1 << 30
+FRAGMENT_BYTES = 256 << 20
+_EXTENT = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """outside_bytes: on the card and not torch's: the context of this process, other programs. workspace_bytes: of
+    cuBLAS, in torch's memory. least_bytes: kept free in all, where what was measured is less."""
+
+    outside_bytes: int
+    workspace_bytes: int
+    least_bytes: int = LEAST_BYTES
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of the card, or of a run's cap on it: everything that a plan may not count on."""
+        return max(self.least_bytes, self.outside_bytes + self.workspace_bytes + FRAGMENT_BYTES)
+
+    def __str__(self) -> str:
+        return (
+            f"{format_bytes(self.kept_bytes)} kept for the context and other programs "
+            f"({format_bytes(self.outside_bytes)}), workspaces ({format_bytes(self.workspace_bytes)}) and fragments "
+            f"({format_bytes(FRAGMENT_BYTES)}), at least {format_bytes(self.least_bytes)}"
+        )
+
+
+def outside_bytes(device: torch.device) -> int:
+    """Bytes in use on the card that torch has not reserved."""
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total) - int(free) - int(torch.cuda.memory_reserved(device))
+
+
+def measure_room(device: torch.device, *, least_bytes: int = LEAST_BYTES) -> Room:
+    """Multiply, and look at what it took. Stops the device."""
+    torch.cuda.synchronize(device)
+    forget = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if forget is not None:
+        forget()  # else those of an earlier product would be held already, and none would be seen
+    before = int(torch.cuda.memory_allocated(device))
+    _multiply(device)
+    torch.cuda.synchronize(device)
+    taken = max(0, int(torch.cuda.memory_allocated(device)) - before)
+    return Room(outside_bytes=outside_bytes(device), workspace_bytes=taken, least_bytes=least_bytes)
+
+
+def _multiply(device: torch.device) -> None:
+    with torch.enable_grad():
+        for dtype in (torch.float32, torch.bfloat16):
+            x, weight, bias = (
+                torch.ones(shape, dtype=dtype, device=device, requires_grad=True)
+                for shape in ((_EXTENT, _EXTENT), (_EXTENT, _EXTENT), (_EXTENT,))
+            )
+            torch.autograd.grad(torch.nn.functional.linear(x, weight, bias).sum(), (x, weight, bias))
