@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from executor.models import (
     unpacked_sequences,
 )
 from executor.moments import MomentRecorder, attention_seen, describe_parameters
+from executor.optimizer import AdamW, check_groups, group_of
 from executor.scaling import guard_boundary, needs_loss_scaling
 from pstar_sim.errors import ModelError, PstarError
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
@@ -124,26 +126,32 @@ def capture_module(
     module: nn.Module,
     example_batch: Any,
     *,
-    name: str,
+    name: str | None = None,
     batch: int | None = None,
     sequence: int | None = None,
     dtype: str | None = None,
     attention: str | None = None,
+    groups: Any = None,
     loss: Callable[[nn.Module, Any], torch.Tensor] = forward_loss,
     keep_gradients: bool = False,
 ) -> Workload:
     """The workload of one micro-batch of `module` on `example_batch`; both are left as they were.
 
-    batch, sequence: by default the first two extents of the batch's first tensor. dtype: floating parameters, buffers
-    and inputs are taken as if they were of this dtype ("fp32", "bf16", "fp16"); None: as they are. attention: kernel of
-    scaled_dot_product_attention ("flash", "efficient", "math"), None: torch's choice for these inputs on a CPU. loss:
-    forward pass and loss, called once. keep_gradients: leave them in place, where they count, as plain torch does.
+    name: of the model, by default its class. groups: the AdamW that `prepare` will be given, or its groups
+    alone, so that the plan is made for them. batch, sequence: by default the first two extents of the batch's first
+    tensor. dtype: floating parameters, buffers and inputs are taken as if they were of this dtype ("fp32", "bf16",
+    "fp16"); None: as they are. attention: kernel of scaled_dot_product_attention ("flash", "efficient", "math"), None:
+    torch's choice for these inputs on a CPU. loss: forward pass and loss, called once. keep_gradients: leave them in
+    place, where they count, as plain torch does.
     Raises ModelError for a module that fake tensors cannot run (names module and operation), a parameter read outside
-    every module call, a loss that reaches no parameter, an attention kernel that was asked for and not used.
+    every module call, a loss that reaches no parameter, an attention kernel that was asked for and not used; PlanError
+    for a trainable parameter that is in no group.
     """
+    name = name or type(module).__name__
+    numbered = _numbered(module, groups)
     firings: dict[int, int] = {}
     while True:
-        recorder, blind = _run(name, module, example_batch, dtype, attention, loss, firings, keep_gradients)
+        recorder, blind = _run(name, module, example_batch, dtype, attention, loss, firings, keep_gradients, numbered)
         # Reentrant checkpointing of a shared layer accumulates twice. The gradient may only be taken at the last time,
         # and how many there are is known after a run: then once more, with the counts.
         seen = {tensor: count for tensor, count in recorder.firings().items() if count > 1}
@@ -170,6 +178,14 @@ def capture_module(
     )
 
 
+def _numbered(module: nn.Module, groups: Any) -> list[int]:
+    """The optimizer group of each parameter, in the order of `named_parameters`, tied names included."""
+    spec = groups if isinstance(groups, AdamW) else AdamW(groups)
+    by_id = group_of(spec.groups(module))
+    check_groups(*describe_parameters(module), by_id)
+    return [by_id.get(id(p), 0) for _, p in module.named_parameters(remove_duplicate=False)]
+
+
 def _run(
     name: str,
     module: nn.Module,
@@ -179,12 +195,15 @@ def _run(
     loss: Callable[[nn.Module, Any], torch.Tensor],
     firings: dict[int, int],
     keep_gradients: bool,
+    numbered: Sequence[int],
 ) -> tuple[MomentRecorder, Blind]:
-    """One fake iteration. firings: tensor index -> gradient firings, where there is more than one."""
+    """One fake iteration. firings: tensor index -> gradient firings, where there is more than one. numbered: the
+    optimizer group of each parameter."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
         inputs = stack.enter_context(fake_module(module, example_batch, mode, dtype))
-        tensors, parameters = describe_parameters(module)
+        found, parameters = describe_parameters(module)
+        tensors = tuple(replace(tensor, group=number) for tensor, number in zip(found, numbered))
         own = [i for i, t in enumerate(tensors) if t.tied_to is None]
         live = LiveStorages(
             [parameters[i] for i in own], module.buffers(), on_param_read=lambda i: recorder.read(own[i])

@@ -12,7 +12,7 @@ from torch import nn
 
 from executor.memory.arena import STATE_DTYPES
 from executor.moments import working_dtype
-from executor.optimizer import AdamW
+from executor.optimizer import AdamW, check_groups
 from executor.scaling import loss_scale_for
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import PlanError
@@ -78,10 +78,7 @@ def check_model(
                 f"parameters {t.name!r} and {tensors[t.tied_to].name!r} share memory but are two objects, which an "
                 "optimizer would update twice; tie them as one Parameter"
             )
-        if not t.frozen and t.tied_to is None and id(parameter) not in groups:
-            raise PlanError(
-                f"parameter {t.name!r} is trainable but in no group of AdamW; freeze it or add it to a group"
-            )
+    check_groups(tensors, parameters, groups)
 
 
 def check_settings(plan: Plan, optimizer: AdamW) -> None:
@@ -94,13 +91,12 @@ def check_settings(plan: Plan, optimizer: AdamW) -> None:
             f"the plan was made for update={settings.update!r}, AdamW(eager={optimizer.eager}) wants {wanted!r}; use "
             f"AdamW(eager={settings.update == 'eager'}) or make the plan with update={wanted!r}"
         )
-    clips = optimizer.max_grad_norm is not None
+    clips = optimizer.norm_for(clip=settings.clip) is not None
     if settings.clip != clips:
         raise PlanError(
             f"the plan was made {'with' if settings.clip else 'without'} clipping, AdamW has "
             f"max_grad_norm={optimizer.max_grad_norm}; "
-            + ("give AdamW(max_grad_norm=...)" if settings.clip else "make the plan with clip=True")
-            + " or make the plan with the same setting"
+            f"leave it out, which does as the plan says, or make the plan with clip={clips}"
         )
     dtype = plan.workload.dtype
     if loss_scale_for(optimizer.loss_scale, plan.workload.tensors) is not None and settings.barrier(dtype) is None:

@@ -20,12 +20,18 @@ from executor.adam import Hyper
 from executor.memory.arena import STATE_DTYPES
 from executor.scaling import LossScale, loss_scale_for
 from pstar_sim.errors import ContractError, PlanError
+from pstar_sim.workload.workload import Tensor
 
 if TYPE_CHECKING:
     from executor.engine import Session
     from executor.saving.restoring import Restored
 
 __all__ = ["AdamW", "OffloadedAdamW"]
+
+AS_PLANNED = "plan"
+"""AdamW(max_grad_norm=AS_PLANNED): whether gradients are clipped is the plan's setting."""
+DEFAULT_NORM = 1.0
+"""Where a plan that clips meets an AdamW that names no norm, as in most training scripts."""
 
 _NUMBERS = ("lr", "betas", "eps", "weight_decay")
 _STATES = {"exp_avg": "momentum", "exp_avg_sq": "variance", "param32": "param32"}
@@ -41,11 +47,12 @@ class AdamW:
 
     params_or_groups: None (every trainable parameter, one group), parameters, or groups as torch takes them (dicts with
     "params" and numbers of their own); the plan has to be made for the same groups. max_grad_norm: clip the global
-    norm. eager: update each chunk as soon as its gradient is final, inside backward (the plan has to be made with
-    update "eager"). state_dtype: of both moments; torch.bfloat16 where the plan's optimizer is "adamw-bf16-states"
-    (the update is done in fp32 and rounded, so small changes of a moment are lost). loss_scale: None for what the
-    model needs (dynamic if it has fp16 parameters, else none), "dynamic", a number for a fixed scale, or a LossScale;
-    the loop stays as it is, see scaling.py. Raises PlanError for numbers out of range.
+    norm; by default as the plan says, at DEFAULT_NORM if it was made with clipping; None for no clipping. eager: update
+    each chunk as soon as its gradient is final, inside backward (the plan has to be made with update "eager").
+    state_dtype: of both moments; torch.bfloat16 where the plan's optimizer is "adamw-bf16-states" (the update is done
+    in fp32 and rounded, so small changes of a moment are lost). loss_scale: None for what the model needs (dynamic if
+    it has fp16 parameters, else none), "dynamic", a number for a fixed scale, or a LossScale; the loop stays as it is,
+    see scaling.py. Raises PlanError for numbers out of range.
     """
 
     params_or_groups: Any = None
@@ -53,20 +60,30 @@ class AdamW:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 1e-2
-    max_grad_norm: float | None = None
+    max_grad_norm: float | str | None = AS_PLANNED
     eager: bool = False
     state_dtype: torch.dtype = torch.float32
     loss_scale: str | float | LossScale | None = None
 
     def __post_init__(self) -> None:
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise PlanError(f"AdamW: max_grad_norm={self.max_grad_norm} must be > 0, or None for no clipping")
+        norm = self.max_grad_norm
+        number = isinstance(norm, (int, float)) and not isinstance(norm, bool)
+        if norm is not None and norm != AS_PLANNED and not (number and float(norm) > 0):
+            raise PlanError(
+                f"AdamW: max_grad_norm={norm!r} must be a number > 0, None for no clipping, or {AS_PLANNED!r}"
+            )
         if self.state_dtype not in STATE_DTYPES.values():
             raise PlanError(f"AdamW: state_dtype={self.state_dtype} is not known; use torch.float32 or torch.bfloat16")
         loss_scale_for(self.loss_scale, ())
         if self.params_or_groups is not None:  # `model.parameters()` can be read once only
             object.__setattr__(self, "params_or_groups", _read(self.params_or_groups))
         _check_numbers({name: getattr(self, name) for name in _NUMBERS})
+
+    def norm_for(self, *, clip: bool) -> float | None:
+        """The norm at which gradients are clipped under a plan made with or without clipping."""
+        if isinstance(self.max_grad_norm, str):
+            return DEFAULT_NORM if clip else None
+        return self.max_grad_norm
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """Parameter groups of `model`, as torch takes them."""
@@ -282,3 +299,12 @@ def group_of(groups: Iterable[dict[str, Any]]) -> dict[int, int]:
                     f"{index}"
                 )
     return found
+
+
+def check_groups(tensors: Sequence[Tensor], parameters: Sequence[nn.Parameter], groups: Mapping[int, int]) -> None:
+    """Raises PlanError for a trainable parameter that is in no group. groups: id(parameter) -> index of its group."""
+    for t, parameter in zip(tensors, parameters):
+        if not t.frozen and t.tied_to is None and id(parameter) not in groups:
+            raise PlanError(
+                f"parameter {t.name!r} is trainable but in no group of AdamW; freeze it or add it to a group"
+            )

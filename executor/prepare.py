@@ -95,6 +95,9 @@ def prepare(
     tensors, parameters = describe_parameters(model, by_id)
     check_model(plan, tensors, parameters, by_id)
     check_settings(plan, optimizer)
+    norm = optimizer.norm_for(clip=plan.settings.clip)
+    if norm is not None and norm is not optimizer.max_grad_norm:
+        log.info("gradients are clipped at a global norm of %g: the plan was made with clipping", norm)
     check_activations(plan.workload, model)
     source = check_values(model, tensors, weights)
     worst_bytes = plan.gpu_budget_bytes
@@ -167,7 +170,7 @@ def prepare(
             backend=made,
             queues=queues,
             hyper=torch_optimizer.hyper,
-            max_grad_norm=optimizer.max_grad_norm,
+            max_grad_norm=norm,
             eager=optimizer.eager and plan.settings.barrier(plan.workload.dtype) is None,
             scaling=None if scale is None else LossScaling(scale),
             skeleton=skeleton,
