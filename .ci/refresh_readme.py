@@ -219,6 +219,21 @@ def kills() -> str:
     )
 
 
+def interrupts() -> str:
+    part = result("interrupts")["three_hits_per_line"]
+    found = part["outcomes"]
+    equal, clear = found["equal, user's thread"], found["error, user's thread"]
+    died = found["error, queues' threads"]
+    return (
+        f"{part['struck']:,} of {part['points']:,} (first, middle and last hit of every line, in the loop's thread and "
+        f"the queues'), drawn with seed {part['seed']}: {part['misses']} differ from plain PyTorch or hang; in the "
+        f"loop's thread {equal:,} equal to the bit and "
+        f"{clear:,} one clear error, in a queue's "
+        f"{died:,} the error that it died of; "
+        f"{link('interrupts', part['taken_at'])}"
+    )
+
+
 def load_weights() -> str:
     rows = [row for row in result("load_weights")["rows"] if row["way"] == "meta"]
     above = max(row["peak"] - row["steady"] for row in rows)
@@ -268,8 +283,8 @@ def calibrated() -> str:
 PHRASES: Mapping[str, Callable[[], str]] = {
     f.__name__.replace("_", "-"): f
     for f in (
-        accuracy, overhead, capture, peers, semantics, interleavings, leaks, mutations, faults, kills, load_weights,
-        planning, activations, calibrated,
+        accuracy, overhead, capture, peers, semantics, interleavings, leaks, mutations, faults, kills, interrupts,
+        load_weights, planning, activations, calibrated,
     )
 } | {
     "demo-taken": lambda: link("demo"),

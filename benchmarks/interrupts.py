@@ -103,7 +103,8 @@ def run(every: bool, count: int | None, minutes: float | None, seed: int, proces
             done = sum(sum(counter.values()) for counter in outcomes)
             print(f"\r{done} of {sum(len(points) for points in chosen)}", end="", file=sys.stderr, flush=True)
             if minutes is not None and time.perf_counter() - begun_s > minutes * 60:
-                pool.shutdown(wait=False, cancel_futures=True)
+                for waiting in numbers:
+                    waiting.cancel()
                 break
     print(file=sys.stderr)
     for number, case in enumerate(CASES):
