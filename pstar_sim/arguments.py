@@ -1,7 +1,7 @@
 """Arguments of the public functions: one clear error for a value of the wrong kind, where it is given.
 
-Each function returns the value it was given and raises PstarError naming the argument, the value and what would do.
-Knows no workload and no machine.
+Each function returns the value it was given, numbers as Python's own, and raises PstarError naming the argument, the
+value and what would do. Knows no workload and no machine.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ from pstar_sim.units import parse_bytes
 __all__ = ["choice", "file_path", "flag", "function", "instance", "names", "number", "size_bytes", "text", "whole"]
 
 T = TypeVar("T")
+_LARGEST = 1e18
 
 
 def refused(name: str, value: object, want: str, error: type[PstarError] = PstarError) -> PstarError:
@@ -33,20 +35,34 @@ def spelled(name: str, known: Iterable[str]) -> str:
 
 
 def whole(name: str, value: object, *, least: int = 1, error: type[PstarError] = PstarError) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    """As a plain int, which numpy's are not."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise refused(name, value, f"a whole number of at least {least}", error)
-    return value
+    return int(value)
 
 
 def number(
     name: str, value: object, *, above: float = 0.0, also: bool = False, error: type[PstarError] = PstarError
 ) -> float:
-    """A finite number above `above` (also: or equal to it)."""
-    fine = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not fine or not (value >= above if also else value > above):  # type: ignore[operator]
-        raise refused(name, value, f"a finite number {'of at least' if also else 'above'} {above:g}", error)
-    assert isinstance(value, (int, float))
-    return value
+    """A finite number above `above` (also: or equal to it), neither so large nor so small that sums and quotients of
+    such numbers could overflow."""
+    want = f"a finite number {'of at least' if also else 'above'} {above:g}"
+    real = _real(value)
+    if not (real >= above if also else real > above):
+        raise refused(name, value, want, error)
+    if not (real == 0 or 1 / _LARGEST <= abs(real) <= _LARGEST):
+        raise refused(name, value, f"{want}, from {1 / _LARGEST:g} to {_LARGEST:g}", error)
+    return real
+
+
+def _real(value: object) -> float:
+    """NaN for what is no number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:  # a whole number of more than 300 digits
+        return math.inf
 
 
 def flag(name: str, value: object, *, error: type[PstarError] = PstarError) -> bool:
@@ -74,9 +90,9 @@ def size_bytes(name: str, value: object, *, error: type[PstarError] = PstarError
             return parse_bytes(value)
         except PstarError as wrong:
             raise error(f"{name} = {value!r}: {wrong}") from None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise refused(name, value, "a number of bytes above 0, or a size such as '128MiB'", error)
-    return value
+    return int(value)
 
 
 def file_path(name: str, value: object, *, error: type[PstarError] = PstarError) -> Path:

@@ -69,6 +69,10 @@ class Gpu:
             raise CatalogError(f"{where}: flops_per_s = {self.flops_per_s!r}: it must be a rate by dtype")
         for dtype, rate in self.flops_per_s.items():
             number(f"{where}: flops_per_s[{dtype!r}]", rate, error=CatalogError)
+        if self.usable_bytes > self.memory_bytes:
+            raise CatalogError(
+                f"{where}: usable_bytes = {self.usable_bytes}: the card has {self.memory_bytes} bytes; give at most those"
+            )
         if self.usable_bytes <= self.context_bytes:
             raise CatalogError(
                 f"{where}: the driver context takes {format_bytes(self.context_bytes)} of "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +20,7 @@ __all__ = [
     "brief",
     "decode",
     "from_columns",
-    "no_constant",
+    "parse_json",
     "to_columns",
 ]
 
@@ -28,8 +29,19 @@ class Wrong(Exception):
     """A field that is missing or of the wrong kind; becomes a PlanError that names the file."""
 
 
-def no_constant(name: str) -> object:
-    """For json.loads(parse_constant=...): NaN and Infinity are not JSON."""
+def parse_json(text: str) -> object:
+    """The value that the text of a file stands for. Raises Wrong saying what is not JSON in it, and where."""
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        raise Wrong(f"line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except RecursionError:
+        raise Wrong("its lists or objects are nested too deeply") from None
+    except ValueError as error:  # Python refuses to read a number of thousands of digits
+        raise Wrong(f"a number has too many digits: {error}") from None
+
+
+def _no_constant(name: str) -> object:
     raise Wrong(f"{name} is not a number this file may contain")
 
 
@@ -102,12 +114,16 @@ def decode(hint: Any, value: object, where: str) -> Any:
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+def _is_number(value: object) -> bool:
+    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 _PLAIN: dict[object, tuple[Callable[[object], bool], str]] = {
-    int: (_is_int, "a whole number"),
-    float: (lambda v: _is_int(v) or isinstance(v, float), "a number"),
+    int: (_is_int, "a whole number of at most 64 bits"),
+    float: (_is_number, "a finite number"),
     str: (lambda v: isinstance(v, str), "a text"),
     bool: (lambda v: isinstance(v, bool), "true or false"),
 }

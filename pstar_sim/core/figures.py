@@ -32,9 +32,9 @@ class Stated:
 def own_shares(plan: Plan) -> str | None:
     """Why what was predicted of the plan cannot be computed from the plan alone, or None. Its ranks may take different
     shares of the batch, or have different GPUs; its one workload is then as hard as the hardest of theirs."""
-    first = plan.machine.ranks[0]
-    alike = all(r.gpu == first.gpu and r.batch_share == first.batch_share for r in plan.machine.ranks)
-    if alike and OWN_SHARES not in plan.choices:
+    first, *others = plan.machine.ranks
+    alike = all(r.gpu == first.gpu and r.batch_share == first.batch_share for r in others)
+    if alike and (not others or OWN_SHARES not in plan.choices):
         return None
     return "predicted with each rank's own share of the batch, which the plan does not carry"
 

@@ -193,7 +193,7 @@ class Layout:
                 chunk_bytes=_natural(values["chunk_bytes"]),
                 chunks=chunks,
                 state_bytes=state_bytes,
-                ranks=max(1, _natural(values.get("ranks", 1))),
+                ranks=_natural(values.get("ranks", 1)),
             )
         except KeyError as error:
             raise PlanError(f"layout: field {error} is missing") from None

@@ -23,7 +23,7 @@ from pstar_sim.core.decoding import (
     brief,
     decode,
     from_columns,
-    no_constant,
+    parse_json,
     to_columns,
 )
 from pstar_sim.core.layout import Layout
@@ -97,12 +97,10 @@ def read_plan(path: Path) -> Plan:
     except UnicodeDecodeError:
         raise PlanError(f"{path}: is not a pstar-sim plan (it is not text)") from None
     try:
-        values = json.loads(text, parse_constant=no_constant)
-    except json.JSONDecodeError as error:
-        what = "is truncated or not JSON" if text.lstrip().startswith("{") else "is not a pstar-sim plan (not JSON)"
-        raise PlanError(f"{path}: {what}: line {error.lineno}, column {error.colno}: {error.msg}") from None
+        values = parse_json(text)
     except Wrong as error:
-        raise PlanError(f"{path}: {error}") from None
+        what = "is truncated or not JSON" if text.lstrip().startswith("{") else "is not a pstar-sim plan (not JSON)"
+        raise PlanError(f"{path}: {what}: {error}") from None
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise PlanError(f"{path}: is not a pstar-sim plan (field 'format' is not {FORMAT!r})")
     version = values.get("version")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pstar_sim.arguments import file_path
-from pstar_sim.core.decoding import Wrong, as_dataclass, from_columns, no_constant, to_columns
+from pstar_sim.core.decoding import Wrong, as_dataclass, from_columns, parse_json, to_columns
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.errors import TraceError
 from pstar_sim.files import write_atomically
@@ -169,13 +169,13 @@ def load_timeline(path: str | Path) -> Timeline:
 def read_values(path: str | Path) -> dict[str, Any]:
     """The JSON object in a file. Raises TraceError naming the file and what is wrong with it."""
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=no_constant)
+        values = parse_json(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror}") from None
-    except json.JSONDecodeError as error:
-        raise TraceError(f"{path}: is truncated or not JSON: line {error.lineno}: {error.msg}") from None
-    except (UnicodeDecodeError, Wrong) as error:
+    except UnicodeDecodeError as error:
         raise TraceError(f"{path}: is not a timeline: {error}") from None
+    except Wrong as error:
+        raise TraceError(f"{path}: is truncated or not JSON: {error}") from None
     if not isinstance(values, dict):
         raise TraceError(f"{path}: is not a timeline (not an object)")
     return values

@@ -102,8 +102,9 @@ def workload_of(
     def refuse(what: str, value: object, want: str) -> ModelError:
         return ModelError(f"model {name}: {what} is {value!r}; {want}")
 
-    for what, value in (("batch", batch), ("sequence", sequence), ("micro_batches", micro_batches)):
-        whole(f"model {name}: {what}", value, error=ModelError)
+    batch = whole(f"model {name}: batch", batch, error=ModelError)
+    sequence = whole(f"model {name}: sequence", sequence, error=ModelError)
+    micro_batches = whole(f"model {name}: micro_batches", micro_batches, error=ModelError)
     for what, switch in (
         ("checkpointing", checkpointing),
         ("language_head", language_head),

@@ -446,7 +446,7 @@ def retype(w: Workload, dtype: str) -> Workload:
 def repeat_micro_batch(w: Workload, micro_batches: int) -> Workload:
     """The same model with its one micro-batch repeated. Raises TraceError if w already has several."""
     instance("w", w, Workload, "a Workload", error=TraceError)
-    whole("micro_batches", micro_batches, error=TraceError)
+    micro_batches = whole("micro_batches", micro_batches, error=TraceError)
     if w.micro_batches != 1:
         raise TraceError(f"workload {w.model!r} already has {w.micro_batches} micro-batches; trace one to repeat it")
     body, step = w.moments[:-1], w.moments[-1]

@@ -43,6 +43,10 @@ def _host(m: Machine, **changes: Any) -> Machine:
         *((lambda m, x=x: _link(m, h2d_bytes_per_s=x), f"h2d_bytes_per_s = {x}: it must") for x in (0, NAN, -1.0)),
         *((lambda m, x=x: _host(m, adam_params_per_s=x), f"adam_params_per_s = {x}: it") for x in (0, NAN, -1e9)),
         (lambda m: _link(m, latency_s=-1), "latency_s = -1: it must be a finite number of at least 0"),
+        (lambda m: _link(m, latency_s=1e308), "latency_s = 1e.308: it must be .* of at least 0, from 1e-18 to 1e.18"),
+        (lambda m: _link(m, h2d_bytes_per_s=1e-300), "h2d_bytes_per_s = 1e-300: it must be .* above 0, from 1e-18 to"),
+        (lambda m: _host(m, memory_bytes=10**400), r"memory_bytes = 10*\.\.\.: it must be .* from 1e-18 to 1e.18"),
+        (lambda m: _gpu(m, usable_bytes=m.gpu.memory_bytes + 1), r"the card has \d+ bytes; give at most those"),
         (lambda m: _link(m, duplex="yes"), "duplex = 'yes': it must be True or False"),
         (lambda m: _gpu(m, flops_per_s={"fp16": math.inf}), r"flops_per_s\['fp16'\] = inf"),
         (lambda m: _gpu(m, flops_per_s={}), "flops_per_s = {}"),
@@ -94,6 +98,17 @@ def test_what_people_write_works() -> None:
     drawn = ps.plot_tide(answer)
     assert len(drawn) == 1 and drawn[0].get_title(loc="left")
     assert ps.plot_tide(answer.best()).get_title(loc="left")
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
+    """What a loop over an array gives; a plan of them can be written, and read again."""
+    import numpy as np
+
+    eight, kib, half = np.array([8, 1024, 64])
+    w = ps.preset("gpt2", batch=eight, seq=half, micro_batches=np.int32(1))
+    answer = ps.compare(w, "v100-32", policies="tide", chunk_bytes=2 * kib * kib)
+    answer.best().save(tmp_path / "plan.json")
+    assert ps.load_plan(tmp_path / "plan.json").workload.batch == 8
 
 
 @pytest.mark.parametrize(

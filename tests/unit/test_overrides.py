@@ -112,7 +112,7 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         "--machine",
         "v100-32",
     ]
-    assert main([*job, "--set", "gpu.memory=8GB"]) == 2
+    assert main([*job, "--set", "gpu.memory=8GB"]) == 3
     assert "has 7.00 GB" in capsys.readouterr().out
     assert main([*job, "--set", "gpu.memory=none"]) == 2
     assert capsys.readouterr().err.startswith("pstar: gpu.memory = 'none' is no size")

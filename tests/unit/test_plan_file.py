@@ -107,6 +107,8 @@ def test_a_truncated_file_is_named(saved: Path, keep: float):
         (b'{"format": "pstar-sim plan", "version": "1"}', "field 'version' is '1'"),
         (b'{"format": "pstar-sim plan", "version": 99}', r"newer pstar-sim \(plan version 99; this one reads 1\)"),
         (b'{"format": "pstar-sim plan", "version": 1}', "field 'policy' is missing"),
+        (b'{"choices": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+        (b'{"gpu_budget_bytes": ' + b"9" * 5000 + b"}", "a number has too many digits"),
     ],
 )
 def test_a_foreign_or_newer_file_is_named(tmp_path: Path, content: bytes, said: str):
@@ -133,6 +135,10 @@ def put(*where: str | int, value: object) -> Callable[[dict[str, Any]], None]:
         (put("colour", value=3), "field 'colour' is not known"),
         (put("gpu_budget_bytes", value=-5), "field 'gpu_budget_bytes' is -5; it must be positive"),
         (put("gpu_budget_bytes", value=1.5), "field 'gpu_budget_bytes' is 1.5; it must be a whole number"),
+        (put("gpu_budget_bytes", value=10**30), "field 'gpu_budget_bytes' is 10*; it must be a whole number of at most 64"),
+        (put("workload", "moments", "peak_bytes", 1, value=2**63), "peak_bytes.1.' is 9223372036854775808; it must be"),
+        (put("predictions", "iteration_s", value=10**400), "field 'predictions.iteration_s' is 10*...; it must be a fin"),
+        (put("layout", "ranks", value=0), "field 'layout.ranks' is 0; it must be 1 or the machine's 1 ranks"),
         (put("settings", "update", value="never"), "field 'settings': update must be .*, not 'never'"),
         (put("settings", "clip", value=1), "field 'settings.clip' is 1; it must be true or false"),
         (put("settings", "speed", value=1), "field 'settings.speed' is not known"),
@@ -170,6 +176,12 @@ def test_a_file_edited_into_nonsense_names_the_field(
     with pytest.raises(PlanError, match=said) as caught:
         load_plan(saved)
     assert str(caught.value).startswith(str(saved))
+
+
+def test_a_number_too_large_for_a_float_is_refused(saved: Path):
+    saved.write_text(saved.read_text().replace('"predictions": {', '"predictions": {"gap": 1e400, '))
+    with pytest.raises(PlanError, match="field 'predictions.gap' is Infinity; it must be a finite number"):
+        load_plan(saved)
 
 
 def test_a_missing_field_is_named_wherever_it_is(saved: Path):
