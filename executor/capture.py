@@ -10,6 +10,7 @@ attention kernel they rest on is named in the workload.
 from __future__ import annotations
 
 import contextlib
+import operator
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -241,49 +242,56 @@ class _RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     And the fake backward makes a gradient of the input whether or not one is asked for. LayerNorm's gradient of its
     input is contiguous.
 
-    Values: a tensor made of ones, and what is left of it as long as nobody writes it. A model that makes itself a mask
-    of ones asks whether all of it is, and does without where it is; one that comes with the batch stays unknown.
+    Values: a tensor made of ones, or drawn from [0, 1], and what is left of it as long as nobody writes it. A model that
+    makes itself a mask of ones asks whether all of it is, and does without where it is; one that comes with the batch
+    stays unknown. A model with LayerDrop asks whether a number drawn for a layer lies below the rate, also where that
+    rate is 0.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.blind = Blind()
-        self._same: dict[int, float] = {}  # storage -> the value of all its elements
+        self._ranges: dict[int, tuple[float, float]] = {}  # storage -> smallest and largest value of its elements
 
     def value_of(self, tensor: torch.Tensor) -> float | None:
         """What every element is, where that is known."""
-        return self._same.get(tensor.untyped_storage()._cdata) if self._same else None
+        low, high = self._range_of(tensor) or (0.0, 1.0)
+        return low if low == high else None
+
+    def _range_of(self, tensor: torch.Tensor) -> tuple[float, float] | None:
+        return self._ranges.get(tensor.untyped_storage()._cdata) if self._ranges else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        known = None if first is None else self.value_of(first)
-        if func is aten._local_scalar_dense.default and known is not None:
-            return {torch.bool: bool, torch.int64: int}.get(first.dtype, float)(known)  # type: ignore[union-attr]
+        if func is aten._local_scalar_dense.default and first is not None:
+            known = self.value_of(first)
+            if known is not None:
+                return {torch.bool: bool, torch.int64: int}.get(first.dtype, float)(known)
         out = self._shaped(func, args, kwargs)
-        if self._same or func in _ONES:
-            self._learn(func, args, out, first, known)
+        if self._ranges or func in _MADE:
+            self._learn(func, args, out, first)
         return out
 
-    def _learn(self, func: Any, args: Any, out: Any, first: torch.Tensor | None, known: float | None) -> None:
+    def _learn(self, func: Any, args: Any, out: Any, first: torch.Tensor | None) -> None:
         made = {t.untyped_storage()._cdata for t in tensors_of(out)}
         taken = {t.untyped_storage()._cdata for t in tensors_of(args)}
-        value: float | None = None
-        if func in _ONES:
-            value = 1.0
-        elif known is not None and first is not None:
+        found = _MADE.get(func)
+        known = None if first is None else self._range_of(first)
+        if known is not None and first is not None:
             if func in _KEEP:
-                value = known
-            elif func is aten.all.default:
-                value = float(bool(known))
+                found = known
             elif func is aten.sum.default:
-                value = known * first.numel()
-            elif func is aten.eq.Scalar:
-                value = float(known == args[1])
+                found = (known[0] * first.numel(), known[1] * first.numel())
+            elif func is aten.eq.Scalar and known[0] == known[1]:
+                found = (float(known[0] == args[1]),) * 2
+            elif func in _ASKED:
+                answers = {float(_ASKED[func](value, *args[1:2])) for value in known}
+                found = (answers.pop(),) * 2 if len(answers) == 1 else None
         for key in made - taken if not func._schema.is_mutable else made | taken:
-            self._same.pop(key, None)  # a new storage where another was, or one that is written
-            if value is not None:
-                self._same[key] = value
+            self._ranges.pop(key, None)  # a new storage where another was, or one that is written
+            if found is not None:
+                self._ranges[key] = found
 
     def _shaped(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is _GROUPED_MM and args[0].dtype in (torch.float32, torch.float16):
@@ -300,7 +308,16 @@ class _RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return (out[0] if out[0].stride() == as_real.stride() else as_real, *out[1:])
 
 
-_ONES = frozenset({aten.ones.default, aten.ones_like.default, aten.new_ones.default})
+_MADE = {
+    **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), (1.0, 1.0)),
+    **dict.fromkeys((aten.rand.default, aten.rand_like.default), (0.0, 1.0)),
+}
+"""The smallest and the largest value that a new tensor can have."""
+_ASKED = {
+    aten.lt.Scalar: operator.lt, aten.le.Scalar: operator.le, aten.gt.Scalar: operator.gt, aten.ge.Scalar: operator.ge,
+    aten.all.default: bool,
+}  # fmt: skip
+"""Questions that the ends of a range answer for all of it where their answers are the same."""
 _KEEP = frozenset({aten._to_copy.default, aten.clone.default, aten.index.Tensor})
 _BATCH_NORMS = {aten.native_batch_norm.default: 0, aten.native_batch_norm_backward.default: 1}
 """Which argument is the input whose memory format the first result has."""
