@@ -315,10 +315,11 @@ _PHASES = {"begin": (Phase.FWD, Phase.RECOMPUTE), "end": (Phase.FWD, Phase.RECOM
 
 def _check_order(w: Workload, bad: Callable[[str, object, str], TraceError]) -> None:
     """Time goes forward: one micro-batch after the other, each forward and then backward, the step last; and a moment
-    opens with the bytes that the one before it closed with. (Between two micro-batches the batch is replaced.)"""
+    opens with the bytes that the one before it closed with. (Between two micro-batches the batch is replaced.) An
+    iteration that is not known yet has the step alone."""
     last = w.moments[-1]
     before = w.moments[0]
-    if before.micro_batch or last.micro_batch != w.micro_batches - 1:
+    if (before.micro_batch and before is not last) or last.micro_batch != w.micro_batches - 1:
         want = f"they go from 0 to {w.micro_batches - 1}, in order"
         raise bad("moments[].micro_batch", (before.micro_batch, last.micro_batch), want)
     for i, m in enumerate(w.moments):
