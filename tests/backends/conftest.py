@@ -3,6 +3,9 @@
 import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 _SPEC = importlib.util.spec_from_file_location(
     "executor_test_kit", Path(__file__).parents[1] / "executor" / "conftest.py"
@@ -14,3 +17,13 @@ _SPEC.loader.exec_module(_KIT)
 
 kit = _KIT.kit
 start = _KIT.start
+
+
+@pytest.fixture
+def bounds() -> ModuleType:
+    """bounds.py: a plain twin that updates where the plan does, and how far the two may be apart."""
+    spec = importlib.util.spec_from_file_location("bounds_on_a_device", Path(__file__).with_name("bounds.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
