@@ -135,9 +135,15 @@ def put(*where: str | int, value: object) -> Callable[[dict[str, Any]], None]:
         (put("colour", value=3), "field 'colour' is not known"),
         (put("gpu_budget_bytes", value=-5), "field 'gpu_budget_bytes' is -5; it must be positive"),
         (put("gpu_budget_bytes", value=1.5), "field 'gpu_budget_bytes' is 1.5; it must be a whole number"),
-        (put("gpu_budget_bytes", value=10**30), "field 'gpu_budget_bytes' is 10*; it must be a whole number of at most 64"),
+        (
+            put("gpu_budget_bytes", value=10**30),
+            "field 'gpu_budget_bytes' is 10*; it must be a whole number of at most 64",
+        ),
         (put("workload", "moments", "peak_bytes", 1, value=2**63), "peak_bytes.1.' is 9223372036854775808; it must be"),
-        (put("predictions", "iteration_s", value=10**400), "field 'predictions.iteration_s' is 10*...; it must be a fin"),
+        (
+            put("predictions", "iteration_s", value=10**400),
+            "field 'predictions.iteration_s' is 10*...; it must be a fin",
+        ),
         (put("layout", "ranks", value=0), "field 'layout.ranks' is 0; it must be 1 or the machine's 1 ranks"),
         (put("settings", "update", value="never"), "field 'settings': update must be .*, not 'never'"),
         (put("settings", "clip", value=1), "field 'settings.clip' is 1; it must be true or false"),

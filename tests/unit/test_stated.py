@@ -139,7 +139,10 @@ def put(*where: str, value: object) -> Callable[[Values], None]:
         (multiplied("gpu_budget_bytes", by=100), "may use .* of gpu memory but machine 'v100-32' has"),
         (multiplied("host_budget_bytes", by=100), "may use .* of host memory but machine 'v100-32' has"),
         (put("nvme_budget_bytes", value=5), "may use 5 B of nvme memory but machine 'v100-32' has 0 B"),
-        (lambda v: [r["gpu"].update(usable_bytes=600_000_000) for r in v["machine"]["ranks"]], "of gpu memory but"),
+        (
+            lambda v: [r["gpu"].update(usable_bytes=r["gpu"]["usable_bytes"] - 1) for r in v["machine"]["ranks"]],
+            "of gpu memory but",
+        ),
         (lambda v: v["machine"]["host"].update(memory_bytes=10**10), "of host memory but machine"),
         (lambda v: v["machine"]["host"].update(measured=not v["machine"]["host"]["measured"]), "confidence is"),
         (lambda v: [r["link"].update(h2d_bytes_per_s=1e8) for r in v["machine"]["ranks"]], "iteration_s is"),
