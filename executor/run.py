@@ -99,14 +99,16 @@ def recording_machine(device: str, machine: Machine | None, gpu_memory_bytes: in
     where = cuda_device(device)
     backend = CudaBackend(where, limit_bytes=gpu_memory_bytes)
     try:
-        available = backend.available_gpu_bytes()
+        available, plannable = backend.available_gpu_bytes(), backend.plannable_gpu_bytes()
     finally:
         backend.close()
     assert available is not None
-    available -= available // 64  # for the slack between exchanges, see cuda_blocks.py
     if machine is not None and machine.gpu_budget_bytes <= available:
         return machine
-    made = load_machine("virtual", gpu_memory=available)
+    plannable -= plannable // 64  # for the slack between exchanges, see cuda_blocks.py
+    if plannable < 1:
+        raise PlanError(f"{device} has no memory left for a plan: {backend.kept}; free memory on the card")
+    made = load_machine("virtual", gpu_memory=plannable)
     return replace(made, name=machine.name if machine is not None else torch.cuda.get_device_name(where))
 
 

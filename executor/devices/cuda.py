@@ -28,7 +28,7 @@ import torch
 
 from executor.devices.cuda_blocks import Blocks, check_allocator, check_no_capture, pool_shape
 from executor.devices.gate import Gate
-from executor.devices.room import LEAST_BYTES, measure_room, outside_bytes
+from executor.devices.room import FRAGMENT_BYTES, LEAST_BYTES, Room, measure_room, outside_bytes
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import DoesNotFit, PlanError
@@ -138,7 +138,7 @@ class CudaBackend:
         """torch's own limit is for what it reserves itself, workspaces and fragments included; what else is on the card
         (this process' context, other programs) comes off first."""
         kept = self.kept
-        if limit_bytes <= kept.kept_bytes:
+        if limit_bytes <= kept.measured_bytes:
             raise PlanError(
                 f"--gpu-memory {format_bytes(limit_bytes)} leaves nothing on "
                 f"{torch.cuda.get_device_name(self.device)}: {kept}; give more, or free memory on the card"
@@ -183,7 +183,9 @@ class CudaBackend:
         available = self.available_gpu_bytes()
         assert available is not None
         self._blocks.expect(
-            pool_shape(plan), plan.gpu_budget_bytes, beyond_bytes=max(0, available - plan.gpu_budget_bytes)
+            pool_shape(plan),
+            plan.gpu_budget_bytes,
+            beyond_bytes=max(0, available - FRAGMENT_BYTES - plan.gpu_budget_bytes),
         )
 
     def host_slab(self, size_bytes: int) -> torch.Tensor:
@@ -212,9 +214,16 @@ class CudaBackend:
         self._blocks.make_room(self._budget_bytes - payload_bytes)
 
     def available_gpu_bytes(self) -> int | None:
-        """The card, or the limit, less the room that is kept, with what is on the card beside torch's now."""
-        room = dataclasses.replace(self.kept, outside_bytes=outside_bytes(self.device))
-        return max(0, (self._limit_bytes or self._total_bytes) - room.kept_bytes)
+        """The card, or the limit, less what is on the card beside torch's memory now, and less workspaces."""
+        return max(0, (self._limit_bytes or self._total_bytes) - self._room_now().measured_bytes)
+
+    def plannable_gpu_bytes(self) -> int:
+        """What a new plan should be made for: of `available_gpu_bytes`, fragments come off, and what is missing at the
+        least that is kept."""
+        return max(0, (self._limit_bytes or self._total_bytes) - self._room_now().kept_bytes)
+
+    def _room_now(self) -> Room:
+        return dataclasses.replace(self.kept, outside_bytes=outside_bytes(self.device))
 
     def idle_bytes(self) -> int:
         """Reserved by torch and used by nobody, beside the pool of payloads, which operators cannot have."""

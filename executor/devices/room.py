@@ -5,6 +5,9 @@ through torch's allocator, one for each thread and stream that multiplies, and t
 are measured when a run begins, after products forward and backward in fp32 and bf16, as a training thread and
 backward's own thread make them. Fragments cannot be measured before the run. Other programs on the card cannot be told
 from the context, and are left their memory with it.
+
+What a plan is made for leaves all of it free, and at least 1 GiB; a plan that exists is refused for what was measured
+alone.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import torch
 
 from pstar_sim.units import format_bytes
 
-__all__ = ["LEAST_BYTES", "Room", "measure_room", "outside_bytes"]
+__all__ = ["FRAGMENT_BYTES", "LEAST_BYTES", "Room", "measure_room", "outside_bytes"]
 
 LEAST_BYTES = 1 << 30
 FRAGMENT_BYTES = 256 << 20
@@ -32,9 +35,13 @@ class Room:
     least_bytes: int = LEAST_BYTES
 
     @property
+    def measured_bytes(self) -> int:
+        return self.outside_bytes + self.workspace_bytes
+
+    @property
     def kept_bytes(self) -> int:
-        """Of the card, or of a run's cap on it: everything that a plan may not count on."""
-        return max(self.least_bytes, self.outside_bytes + self.workspace_bytes + FRAGMENT_BYTES)
+        """Of the card, or of a run's cap on it: what a plan is not made for."""
+        return max(self.least_bytes, self.measured_bytes + FRAGMENT_BYTES)
 
     def __str__(self) -> str:
         return (

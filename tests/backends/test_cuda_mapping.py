@@ -15,11 +15,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import executor
+import executor.run as jobs
 from executor.adam import Hyper, Run, adamw
 from executor.devices import cuda_blocks
 from executor.devices.cuda import CudaBackend, cuda_device, default_adam_threads
 from executor.devices.cuda_blocks import MIB, Blocks, block_bytes, pool_shape, segment_of
 from executor.devices.device import DeviceOptions, check_placement, move_buffers, open_backend
+from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import ContractError, DoesNotFit, OutOfMemory, PlanError
 
@@ -314,13 +316,25 @@ class TestRoom:
     """What a plan may not count on: 1 GiB of the card, or what was measured where that is more."""
 
     def test_the_least_is_kept_however_little_was_measured(self, card: Card) -> None:
+        """Of what a plan is made for. One that exists has what was measured against it alone."""
         backend = CudaBackend(torch.device("cpu"))
-        assert backend.available_gpu_bytes() == 10**10 - 2**30
+        assert (backend.plannable_gpu_bytes(), backend.available_gpu_bytes()) == (10**10 - 2**30, 10**10)
         card.reserved = 10**8
-        assert backend.available_gpu_bytes() == 10**10 - 2**30  # what torch reserves is the plan's
+        assert backend.plannable_gpu_bytes() == 10**10 - 2**30  # what torch reserves is the plan's
         card.outside = 2**30  # by now another program is there
-        assert backend.available_gpu_bytes() == 10**10 - 2**30 - 256 * MIB
-        assert CudaBackend(torch.device("cpu"), room_bytes=0).available_gpu_bytes() == 10**10 - 2**30 - 256 * MIB
+        assert backend.plannable_gpu_bytes() == 10**10 - 2**30 - 256 * MIB
+        assert backend.available_gpu_bytes() == 10**10 - 2**30
+        assert CudaBackend(torch.device("cpu"), room_bytes=0).plannable_gpu_bytes() == 10**10 - 2**30 - 256 * MIB
+
+    def test_a_warm_up_plans_with_what_is_left(self, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(jobs, "cuda_device", lambda name: torch.device("cpu"))
+        made = jobs.recording_machine("cuda", None, None)
+        assert made.gpu_budget_bytes == (10**10 - 2**30) - (10**10 - 2**30) // 64
+        small = load_machine("virtual", gpu_memory=10**9)
+        assert jobs.recording_machine("cuda", small, None) is small
+        card.outside = 10**10
+        with pytest.raises(PlanError, match=r"cuda has no memory left for a plan: 10\.27 GB kept"):
+            jobs.recording_machine("cuda", None, None)
 
     def test_context_and_workspaces_are_measured_after_a_product_each_way(
         self, card: Card, monkeypatch: pytest.MonkeyPatch
@@ -355,12 +369,13 @@ class TestRoom:
         for _ in range(2):
             backend = CudaBackend(torch.device("cpu"))
             assert (backend.kept.outside_bytes, backend.kept.workspace_bytes) == (950 * MIB, 64 * MIB)
-            assert backend.available_gpu_bytes() == 10**10 - 1270 * MIB
+            assert backend.available_gpu_bytes() == 10**10 - 1014 * MIB
+            assert backend.plannable_gpu_bytes() == 10**10 - 1270 * MIB
 
     def test_a_plan_is_refused_what_the_room_needs(self, card: Card, kit: Any) -> None:
         model, draw = kit.build("mlp")
         plan = kit.tight_plan("tide", kit.workload_of(model, draw(torch.Generator())), Settings(clip=False))
-        card.memory_bytes = 2**30 + plan.gpu_budget_bytes - 1
+        card.outside = 10**10 - plan.gpu_budget_bytes + 1
         with pytest.raises(DoesNotFit, match="gpu needs"):
             executor.prepare(model, plan, executor.AdamW(), backend=CudaBackend(torch.device("cpu")), check=False)
 
@@ -369,7 +384,7 @@ class TestRoom:
         count on that less fragments. It ends with the backend."""
         card.outside = 10**9
         backend = CudaBackend(torch.device("cpu"), limit_bytes=6 * 10**9)
-        assert backend.available_gpu_bytes() == 5 * 10**9 - 256 * MIB
+        assert (backend.available_gpu_bytes(), backend.plannable_gpu_bytes()) == (5 * 10**9, 5 * 10**9 - 256 * MIB)
         assert card.fractions == [0.5]
         backend.close()
         assert card.fractions == [0.5, 1.0]
@@ -646,7 +661,7 @@ class TestRefusals:
     def test_a_plan_for_more_memory_than_the_card_has(self, card: Card, kit: Any) -> None:
         model, draw = kit.build("mlp")
         plan = kit.tight_plan("tide", kit.workload_of(model, draw(torch.Generator())), Settings(clip=False))
-        card.memory_bytes = 2**30 + plan.gpu_budget_bytes // 2
+        card.memory_bytes = plan.gpu_budget_bytes // 2
         with pytest.raises(DoesNotFit, match=r"gpu needs .* plan again with --gpu-memory .* short by"):
             executor.prepare(model, plan, executor.AdamW(), backend=CudaBackend(torch.device("cpu")))
         assert all(type(p) is torch.nn.Parameter for p in model.parameters())
