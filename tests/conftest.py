@@ -54,6 +54,13 @@ def pytest_runtest_makereport(
     return report
 
 
+@pytest.fixture(autouse=True)
+def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables have the width that they have in a pipe, whatever the terminal is that the tests run in (workers of
+    pytest-xdist are told its width)."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 TEXT = """
 0 h2d fetch chunk=0 list=param moment=0 bytes=2048 after=11@-1,14@-1
 1 h2d fetch chunk=1 list=param moment=1 bytes=2048 after=13@-1
