@@ -7,14 +7,16 @@ was said, by child processes too), NAME.json (the end). No file grows beyond FIL
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["FILE_BYTES", "Keep", "python_path"]
+__all__ = ["FILE_BYTES", "Keep", "check_place", "python_path", "results_folder", "results_name"]
 
 FILE_BYTES = 16 << 20
 _GRACE_S = 10.0  # between the signal that makes a process say where it stands and the one that ends it
@@ -26,14 +28,48 @@ def python_path(*folders: Path) -> str:
     return os.pathsep.join([*map(str, folders), *([there] if there else [])])
 
 
+def results_folder(text: str) -> Path:
+    """The value of --out. Raises argparse's error for what cannot be a folder of results."""
+    path = Path(text)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise argparse.ArgumentTypeError(f"{text!r} is a file; name a folder")
+    if path.suffix in (".json", ".jsonl"):
+        raise argparse.ArgumentTypeError(f"{text!r} is the name of a file; name the folder that the files go to")
+    return path
+
+
+def results_name(text: str) -> str:
+    """The value of --name, with or without .json. Raises argparse's error for what is not the name of a file."""
+    name = text.removesuffix(".json")
+    if name in ("", ".", "..") or Path(name).name != name:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a name of a file; the folder is given by --out")
+    return name
+
+
+def check_place(folder: Path, *names: str) -> None:
+    """Make the folder; end the program, in one line, where files of these names cannot be written in it: before the
+    work rather than after it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in (folder / name for name in names):
+            if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
+                raise SystemExit(f"{path}: cannot be written: it is not a file, or read-only; choose another --out")
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{path.name}."):
+                pass  # a result takes its place by a rename from such a file
+    except (OSError, ValueError) as reason:
+        raise SystemExit(f"{folder}: cannot be written: {reason}; choose another --out") from None
+
+
 class Keep:
-    """folder: made where it is not there. name: of the script's files in it."""
+    """folder: made where it is not there. name: of the script's files in it. Raises what `check_place` does."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.name = folder, name
         self.partial = folder / f"{name}.partial.jsonl"
         self.log = folder / f"{name}.log"
+        check_place(folder, self.partial.name, self.log.name, f"{name}.json")
         self._lock = threading.Lock()
 
     def say(self, line: str) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _keep import Keep
+from _keep import Keep, results_folder
 from _results import RESULTS, write_result
 from contenders.stages import Stages
 from gpu_record import in_process, line
@@ -31,7 +31,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--minutes", type=float, default=9.0, help="of this run; 0 for no limit")
     add("--fresh", action="store_true", help="forget the tries of a run before this one")
     add("--again", action="store_true", help="try what failed again")
-    add("--out", type=Path, help=f"folder of what is found (default: {RESULTS.relative_to(ROOT)})")
+    add("--out", type=results_folder, help=f"folder of what is found (default: {RESULTS.relative_to(ROOT)})")
     add("--device", choices=("cuda", "virtual"), default="cuda", help="virtual: to try this script")
     add("--model", default="llama-7b", help="whose width it has, as for `pstar trace`")
     add("--layers", type=int, help="to begin with (default: by arithmetic)")

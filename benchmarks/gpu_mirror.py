@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from _keep import check_place, results_folder
 from _results import RESULTS, write_result
 from gpu_test import BAD, read, results
 from gpu_test import main as run_tests
@@ -56,12 +57,15 @@ def tests(folder: Path, argv: Sequence[str]) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help=f"folder of the result (default: {RESULTS.relative_to(ROOT)})")
+    parser.add_argument(
+        "--out", type=results_folder, help=f"folder of the result (default: {RESULTS.relative_to(ROOT)})"
+    )
     parser.add_argument("--tests", nargs="*", default=["tests"], help="of the CPU part; none: --tests alone")
     args = parser.parse_args(argv)
     if no_cuda() is None:
         print("gpu-mirror: there is a CUDA device: the scripts would run on it")
         return 1
+    check_place(args.out or RESULTS, "gpu_mirror.json")
     print(report())
     if sys.version_info[:2] != (3, 12):
         print(f"this is Python {sys.version.split()[0]}, not 3.12")

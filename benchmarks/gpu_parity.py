@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _keep import Keep
+from _keep import Keep, results_folder
 from _results import RESULTS, write_result
 from contenders.stages import Stages
 from gpu_record import in_process
@@ -28,7 +28,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--minutes", type=float, default=3.0, help="of this run; 0 for no limit")
     add("--fresh", action="store_true", help="forget the stages that a run before this one did")
     add("--again", action="store_true", help="run what failed again")
-    add("--out", type=Path, help=f"folder of what is found (default: {RESULTS.relative_to(ROOT)})")
+    add("--out", type=results_folder, help=f"folder of what is found (default: {RESULTS.relative_to(ROOT)})")
     add("--device", choices=("cuda", "virtual"), default="cuda", help="virtual: to try this script")
     add("--models", default="gpt2,qwen2.5-0.5b", help="as for `pstar trace`, comma-separated")
     add("--dtypes", default="fp32,bf16")

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from _keep import Keep, python_path
+from _keep import Keep, python_path, results_folder
 from _results import RESULTS, write_result
 from contenders.process import Failed
 from contenders.stages import Stages
@@ -41,7 +41,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--minutes", type=float, default=8.0, help="of this run; 0 for no limit")
     add("--fresh", action="store_true", help="forget the stages that a run before this one did")
     add("--again", action="store_true", help="run what failed again")
-    add("--out", type=Path, help="folder of all that is found (default: benchmarks/results and traces/measured)")
+    add(
+        "--out",
+        type=results_folder,
+        help="folder of all that is found (default: benchmarks/results and traces/measured)",
+    )
     add("--models", default="vit-b-16,gpt2-xl,llama-7b", help=f"comma-separated, of {','.join(MODELS)}")
     add("--policies", default="tide", help="that make the plans, comma-separated")
     add("--caps", default="8GB,16GB,24GB,none", help="of the card's memory, comma-separated")

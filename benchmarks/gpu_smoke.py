@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from _keep import Keep, python_path
+from _keep import Keep, python_path, results_folder
 from _results import RESULTS, write_result
 from preflight import cannot_run, report
 
@@ -331,7 +331,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=4.0, help="of this run")
     parser.add_argument("--fresh", action="store_true", help="forget the parts that a run before this one did")
     parser.add_argument("--again", action="store_true", help="run what failed again")
-    parser.add_argument("--out", type=Path, help=f"folder of what is found (default: {RESULTS.relative_to(ROOT)})")
+    parser.add_argument(
+        "--out", type=results_folder, help=f"folder of what is found (default: {RESULTS.relative_to(ROOT)})"
+    )
     parser.add_argument("--device", choices=("cuda", "virtual"), default="cuda", help="virtual: to try this script")
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated")
     parser.add_argument("--part-limit-s", type=float, default=75.0, help="of one part")

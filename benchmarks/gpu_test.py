@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _keep import Keep, python_path
+from _keep import Keep, python_path, results_folder
 from _results import RESULTS, write_result
 from preflight import cannot_run, report
 
@@ -122,7 +122,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=8.0, help="of this run; 0 for no limit")
     parser.add_argument("--fresh", action="store_true", help="forget the tests that a run before this one did")
     parser.add_argument("--again", action="store_true", help="run what failed again")
-    parser.add_argument("--out", type=Path, help=f"folder of what is found (default: {RESULTS.relative_to(ROOT)})")
+    parser.add_argument(
+        "--out", type=results_folder, help=f"folder of what is found (default: {RESULTS.relative_to(ROOT)})"
+    )
     parser.add_argument("--slow", action="store_true", help="the tests marked slow, and no others")
     parser.add_argument("--test-limit-s", type=float, default=90.0, help="of a test that does not name its own limit")
     parser.add_argument("--marked", default="gpu", help="which tests, as for pytest -m")

@@ -4,11 +4,15 @@
     python benchmarks/peers.py --device cuda     on a CUDA card, with what this interpreter can import
 
 Every contender has a process of its own (contenders/), settings that are committed beside its code, the same weights,
-the same batches, the same threads on the same cores. First each is tried at every micro-batch that divides the global
-batch and keeps its best. Then, on a CPU, all are alive at once and are asked for a step each in turn; on a card they
-run one after the other, because host memory holds one at a time. Last, the largest model within a cap on host memory,
+the same batches, the same threads on the same cores. First each is tried alone, at every micro-batch of --micro, and
+keeps its best. Then, on a CPU, as many as fit the memory that is available (less --keep-free) are alive at once and are
+asked for a step each in turn; on a card they run one after the other, because host memory holds one at a time. A
+contender that does not fit alone is left out, with the figures. Last, the largest model within a cap on host memory,
 by really training deeper and deeper ones. What is done is kept as it is done (JSON lines): a run that was cut off, or
 used up its --minutes, goes on where it stopped.
+
+On a CPU there are two tables: ours with everything resident, beside peers that offload all the same; and ours with
+room for half and for none of the model data, beside peers that offload as much.
 """
 
 from __future__ import annotations
@@ -23,15 +27,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from _keep import Keep
+from _keep import Keep, results_folder, results_name
 from _results import RESULTS, write_result
-from contenders.groups import groups_of, merged, ratios
+from contenders.groups import ON_A_CARD, TABLES, Table, merged, next_group, ratios
 from contenders.memory import NOT_MEASURABLE
 from contenders.process import Failed, Process, processes
-from contenders.room import bytes_per_param, largest_by_trial
+from contenders.room import bytes_per_param, largest_by_trial, least_host_bytes
 from contenders.rounds import interleave
 from contenders.stages import OutOfTime, Stages
-from contenders.task import CONTENDERS, Task, settings_of
+from contenders.task import CONTENDERS, LEAVES, Task, settings_of
 from preflight import cannot_run, report, slug
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,7 +43,7 @@ DEFAULTS = {
     "cpu": {
         "model": "gpt2", "batch": 4, "sequence": 128, "dtype": "fp32", "checkpointing": False, "steps": 11,
         "warm_up": 2, "micro": (1, 2, 4), "largest": "6GB", "gpu_memory": None, "minutes": None,
-        "contenders": ("ours", "ours_eager", "plain", "zero2", "zero3", "fsdp2"),
+        "contenders": ("ours", "ours_eager", "ours_half", "ours_away", "plain", "zero2", "zero3", "fsdp2"),
     },
     "cuda": {
         "model": "llama-7b", "batch": 16, "sequence": 1024, "dtype": "bf16", "checkpointing": True, "steps": 3,
@@ -49,6 +53,8 @@ DEFAULTS = {
 }  # fmt: skip
 NEEDS = {"zero": ("deepspeed",), "ours": ("numpy", "scipy")}
 BUILD_S, STEP_S = 900.0, 300.0
+GROWTH = 1.1  # between what a contender held when it was alone and what it is reckoned to need in a group
+UNMEASURED = 2.0  # times the arithmetic, where the kernel does not say what a process held: 1.5 is the most seen
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -69,6 +75,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=int,
         help="of every contender, on as many cores (default: 1 on a CPU, as `prepare` has it; all on CUDA)",
     )
+    add("--keep-free", default="2GB", help="host memory that is left to others (default: 2GB)")
     add("--largest", help="host memory for the largest-model search, such as 4GB; 0 for no search")
     add("--gpu-memory", help="what may be reserved of the card, such as 24GB; 0 for all of it")
     add("--machine", help="machine file for our plans on CUDA; default: what gpu-record measured, or the catalog's")
@@ -76,8 +83,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--venv", type=Path, default=ROOT / ".venv-peers", help="where DeepSpeed is installed for --device cpu")
     add("--fresh", action="store_true", help="forget the stages of a run that was cut off")
     add("--again", action="store_true", help="run what failed again")
-    add("--out", type=Path, help="folder of what is found (default: benchmarks/results)")
-    add("--name", help="of the result (default peers, or peers_cuda)")
+    add("--out", type=results_folder, help="folder of what is found (default: benchmarks/results)")
+    add("--name", type=results_name, help="of the result in that folder (default: peers, or peers_cuda)")
     args = parser.parse_args(argv)
     defaults: Mapping[str, Any] = DEFAULTS[args.device]
     for name, value in defaults.items():
@@ -91,7 +98,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             args.contenders = tuple(args.contenders.split(","))
         if isinstance(args.micro, str):
             args.micro = tuple(int(size) for size in args.micro.split(","))
-        for name in ("largest", "gpu_memory"):
+        for name in ("largest", "gpu_memory", "keep_free"):
             text = getattr(args, name)
             setattr(args, name, None if text in (None, "0") else parse_bytes(text))
     except (PstarError, ValueError) as error:
@@ -123,6 +130,8 @@ def what_is_missing(names: Sequence[str], device: str) -> dict[str, str]:
             found[name] = f"{', '.join(gone)} cannot be imported by {sys.executable}"
         elif name == "zero3_twinflow" and device == "cpu":
             found[name] = "Twin-Flow splits the update between CPU and GPU; there is no GPU"
+        elif name in ("ours_half", "ours_away") and device == "cuda":
+            found[name] = "its budgets are those of a virtual accelerator; on a card --gpu-memory is the budget of all"
     if importlib.util.find_spec("transformers") is None:
         found |= dict.fromkeys(names, f"transformers cannot be imported by {sys.executable}")
     return found
@@ -133,6 +142,8 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, logs: Path) -> None:
         self.args, self.logs = args, logs
+        self.keep = Keep(args.out or RESULTS, args.name)  # first of all: it ends the program where nothing can be kept
+        self.params: dict[str, int] = {}
         self.skipped = what_is_missing(args.contenders, args.device)
         self.skipped |= self._too_large()
         self.names = [name for name in args.contenders if name not in self.skipped]
@@ -141,7 +152,6 @@ class Run:
             name: dict(settings_of(name).get("environment", {})) for name in self.names
         }
         self._use_venv()
-        self.keep = Keep(args.out or RESULTS, args.name)
         if args.fresh:
             self.keep.partial.unlink(missing_ok=True)
         self.stages = Stages(
@@ -157,10 +167,7 @@ class Run:
         cap = self.args.gpu_memory
         if self.args.device != "cuda" or cap is None or importlib.util.find_spec("transformers") is None:
             return {}
-        from executor.models import build
-
-        module = build(self.args.model, batch=1, sequence=8, dtype=self.args.dtype, device="meta").module
-        params = sum(p.numel() for p in module.parameters())
+        params = self.params_of(self.args.model)
         found = {}
         for name in self.args.contenders:
             each = (bytes_per_param(self.task(name)) or {"gpu": 0})["gpu"]
@@ -207,7 +214,10 @@ class Run:
         )
 
     def alone(self, task: Task, *, warm_up: int, steps: int, left_s: float, most_host_bytes: int | None = None) -> Any:
-        """One contender in a process of its own. Raises Failed."""
+        """One contender in a process of its own, which is killed where it holds more than `most_host_bytes` (None: than
+        what is available now). Raises Failed."""
+        if most_host_bytes is None:
+            most_host_bytes = max(1, self.room_bytes())
         with processes([self.start(task, most_host_bytes)]) as made:
             found = interleave(
                 made, warm_up=warm_up, steps=steps, build_s=min(BUILD_S, left_s), step_s=min(STEP_S, left_s)
@@ -215,6 +225,61 @@ class Run:
         if "failed" in found:
             self.note(task)
             raise Failed(found["failed"], lasting="no answer within" not in found["failed"])
+        return found
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def params_of(self, model: str) -> int:
+        if model not in self.params:
+            from executor.models import build
+
+            module = build(model, batch=1, sequence=8, dtype=self.args.dtype, device="meta").module
+            self.params[model] = sum(p.numel() for p in module.parameters())
+        return self.params[model]
+
+    def room_bytes(self) -> int:
+        """Host memory that contenders may take now."""
+        return available_bytes() - self.args.keep_free
+
+    def too_little(self, need_bytes: int, how: str) -> str | None:
+        """Why a contender that needs so much is not started now, or None."""
+        from pstar_sim.units import format_bytes
+
+        available, kept = available_bytes(), self.args.keep_free
+        if need_bytes <= available - kept:
+            return None
+        return (
+            f"it needs {format_bytes(need_bytes)} of host memory ({how}); {format_bytes(available)} are available, "
+            f"{format_bytes(kept)} of them stay free (--keep-free)"
+        )
+
+    def try_alone(self, task: Task, what: str) -> dict[str, Any] | None:
+        """A step or two of a contender alone, each task once; None where there is no time, or by arithmetic no memory,
+        for it (it is skipped then)."""
+        steps = 1 if len(self.args.micro) == 1 else 2
+        key = f"alone {steps} {task.key}"
+        least_bytes = least_host_bytes(task, self.params_of(task.model))
+        if key not in self.stages and (why := self.too_little(least_bytes, "the least, by arithmetic")):
+            self.skipped[task.contender] = why
+            return None
+        return self.stages.run(key, what, lambda left_s: self.alone(task, warm_up=1, steps=steps, left_s=left_s))
+
+    def needs(self, best: Mapping[str, Mapping[str, Any]], names: Sequence[str], clip: bool) -> dict[str, int]:
+        """Contender -> host memory it needs in a group, from what it held alone. What could not run is skipped."""
+        found = {}
+        for name in names:
+            task = self.task(name, micro_batch=best[name]["micro_batch"], clip=clip)
+            result = self.try_alone(task, f"{CONTENDERS[name][2]}: its memory, alone")
+            if result is None:
+                continue
+            if "failed" in result:
+                self.skipped[name] = result["failed"]
+                continue
+            peak = most_host_bytes(result)
+            if peak is None:
+                found[name] = int(UNMEASURED * least_host_bytes(task, self.params_of(task.model)))
+            else:
+                found[name] = int(GROWTH * (peak + result["memory"]["baseline_bytes"]))
         return found
 
     def log_of(self, task: Task) -> Path:
@@ -234,75 +299,120 @@ class Run:
         found: dict[str, dict[str, Any]] = {}
         for name in self.names:
             if len(self.args.micro) == 1:  # nothing to choose
-                found[name] = {"micro_batch": self.args.micro[0], "tried": {}, "need_bytes": 0}
+                found[name] = {"micro_batch": self.args.micro[0], "tried": {}}
                 continue
             tried: dict[int, Any] = {}
-            need: dict[int, int] = {}
             for size in self.args.micro:
-                task = self.task(name, micro_batch=size)
-                result = self.stages.run(
-                    "search " + task.key,
-                    f"{CONTENDERS[name][2]}: micro-batch {size}",
-                    lambda left_s, task=task: self.alone(task, warm_up=1, steps=2, left_s=left_s),
+                result = self.try_alone(
+                    self.task(name, micro_batch=size), f"{CONTENDERS[name][2]}: micro-batch {size}, alone"
                 )
                 if result is not None:
                     tried[size] = result.get("failed", result.get("median_s"))
-                    if memory := result.get("memory"):
-                        peak = most_host_bytes(result)
-                        need[size] = 0 if peak is None else peak + memory["baseline_bytes"]
             seconds = {size: s for size, s in tried.items() if isinstance(s, float)}
             if seconds:
-                size = min(seconds, key=lambda size: seconds[size])
-                found[name] = {"micro_batch": size, "tried": tried, "need_bytes": need[size]}
+                found[name] = {"micro_batch": min(seconds, key=lambda size: seconds[size]), "tried": tried}
+                self.skipped.pop(name, None)  # another micro-batch did not fit
             elif len(tried) == len(self.args.micro):
                 self.skipped[name] = f"no micro-batch ran: {tried[self.args.micro[0]]}"
         return found
 
-    def timed(self, best: Mapping[str, Mapping[str, Any]], clip: bool) -> list[dict[str, Any]]:
-        """Groups of contenders that were alive at once, each contender -> what interleave() says of it, at its best
-        micro-batch. On a card every group is one contender."""
+    def timed(self, best: Mapping[str, Mapping[str, Any]], table: Table, clip: bool) -> list[dict[str, Any]]:
+        """Groups of the table's contenders that were alive at once: {"contenders": each -> what interleave() says of it
+        at its best micro-batch, "need_bytes", "available_bytes": when the group was started}. On a card every group is
+        one contender."""
         if self.args.clip == ("no" if clip else "yes"):
             return []
-        names = [n for n in best if not (clip and n == "ours_eager")]
-        warm_up, steps = self.args.warm_up, self.args.steps
-        word = "clipped" if clip else "not clipped"
-        if self.args.device == "cpu":
-            groups = groups_of(names, {n: best[n]["need_bytes"] for n in names}, int(0.85 * available_bytes()))
-        else:
-            groups = [[name] for name in names]
+        names = [n for n in table.contenders if n in best and not (clip and n == "ours_eager")]
+        if self.args.device == "cuda":
+            groups = [self.one(best, name, clip) for name in names]
+            return [group for group in groups if group is not None]
+        need = self.needs(best, names, clip)
+        pending = [name for name in names if name in need]
+        references = [name for name in table.references if name in need]
         found = []
-        for group in groups:
-            tasks = [self.task(n, micro_batch=best[n]["micro_batch"], clip=clip) for n in group]
-
-            def together(left_s: float, tasks: list[Task] = tasks) -> dict[str, Any]:
-                build_s, step_s = min(BUILD_S, left_s), min(STEP_S, left_s)
-                before = os.getloadavg()
-                with processes([self.start(task) for task in tasks]) as made:
-                    results = interleave(made, warm_up=warm_up, steps=steps, build_s=build_s, step_s=step_s)
-                for task in tasks:
-                    if "failed" in results[task.contender]:
-                        self.note(task)
-                if len(tasks) == 1 and (why := results[tasks[0].contender].get("failed")):
-                    raise Failed(why, lasting="no answer within" not in why)
-                return {"contenders": results, "loadavg": [before, os.getloadavg()]}
-
-            key = "timed " + json.dumps([t.to_json() for t in tasks] + [warm_up, steps], sort_keys=True)
-            result = self.stages.run(key, f"{', '.join(CONTENDERS[n][2] for n in group)}: {word}", together)
-            if result is not None:
-                found.append({"contenders": dict.fromkeys(group, result)} if "failed" in result else result)
+        while pending:
+            group = self.together(best, pending, references, need, clip)
+            if group is None:
+                break
+            found.append(group)
+            pending = [name for name in pending if name not in group["contenders"]]
         return found
+
+    def together(
+        self,
+        best: Mapping[str, Mapping[str, Any]],
+        pending: Sequence[str],
+        references: Sequence[str],
+        need: Mapping[str, int],
+        clip: bool,
+    ) -> dict[str, Any] | None:
+        """The next group of those pending that fits what is available when it is started; None where not even one
+        does (they are skipped), or there is no time."""
+        tasks = {n: self.task(n, micro_batch=best[n]["micro_batch"], clip=clip) for n in (*references, *pending)}
+        warm_up, steps = self.args.warm_up, self.args.steps
+        # Who is in the group depends on the memory of the moment, so the key names who may be.
+        key = "together " + json.dumps([t.to_json() for t in tasks.values()] + [warm_up, steps], sort_keys=True)
+        room = self.room_bytes()
+        group = next_group(pending, references, need, room)
+        if not group and key not in self.stages:
+            for name in pending:
+                self.skipped[name] = self.too_little(need[name], "by what it held alone") or "memory was short"
+            return None
+        slack = room - sum(need[name] for name in group)
+
+        def work(left_s: float) -> dict[str, Any]:
+            build_s, step_s = min(BUILD_S, left_s), min(STEP_S, left_s)
+            before = os.getloadavg()
+            with processes([self.start(tasks[name], need[name] + slack) for name in group]) as made:
+                results = interleave(made, warm_up=warm_up, steps=steps, build_s=build_s, step_s=step_s)
+            for name in group:
+                if "failed" in results[name]:
+                    self.note(tasks[name])
+            return {
+                "contenders": results, "need_bytes": {name: need[name] for name in group},
+                "available_bytes": room + self.args.keep_free, "loadavg": [before, os.getloadavg()],
+            }  # fmt: skip
+
+        from pstar_sim.units import format_bytes
+
+        what = (
+            f"{', '.join(CONTENDERS[n][2] for n in group)}: {'clipped' if clip else 'not clipped'}, "
+            f"{format_bytes(sum(need[n] for n in group))} of the {format_bytes(room)} that are available"
+        )
+        return self.stages.run(key, what, work)
+
+    def one(self, best: Mapping[str, Mapping[str, Any]], name: str, clip: bool) -> dict[str, Any] | None:
+        """A group of one contender, on a card."""
+        task = self.task(name, micro_batch=best[name]["micro_batch"], clip=clip)
+        warm_up, steps = self.args.warm_up, self.args.steps
+        key = "timed " + json.dumps([task.to_json(), warm_up, steps], sort_keys=True)
+        least_bytes = least_host_bytes(task, self.params_of(task.model))
+        if key not in self.stages and (why := self.too_little(least_bytes, "the least, by arithmetic")):
+            self.skipped[name] = why
+            return None
+
+        def work(left_s: float) -> dict[str, Any]:
+            before = os.getloadavg()
+            ran = self.alone(task, warm_up=warm_up, steps=steps, left_s=left_s)
+            return {"contenders": {name: ran}, "loadavg": [before, os.getloadavg()]}
+
+        result = self.stages.run(key, f"{CONTENDERS[name][2]}: {'clipped' if clip else 'not clipped'}", work)
+        return result if result is None or "failed" not in result else {"contenders": {name: result}}
 
     def largest(self, best: Mapping[str, Mapping[str, Any]], timed: Mapping[str, Any]) -> dict[str, Any]:
         """Contender -> the deepest model of this width that trains within the cap on host memory, by trial."""
         cap = self.args.largest
         if cap is None:
             return {}
+        if why := self.too_little(most_of_a_trial(cap), "the most that a trial may take before it is ended"):
+            self.skipped["largest model"] = why
+            return {}
         found: dict[str, Any] = {}
         with tempfile.TemporaryDirectory() as folder:
             shapes = Shapes(self.args.model, Path(folder))
             for name in best:
                 known = timed.get(name, {}).get("memory")
-                if known is None or name == "ours_eager":
+                if known is None or name in ("ours_eager", "ours_half", "ours_away"):
                     continue
                 if known["host_peak_bytes"] is None:
                     self.skipped[f"{name}, largest"] = f"host memory is {NOT_MEASURABLE}"
@@ -328,7 +438,7 @@ class Run:
                     warm_up=0,
                     steps=2,
                     left_s=left_s,
-                    most_host_bytes=known["baseline_bytes"] + int(1.3 * cap) + (1 << 30),
+                    most_host_bytes=most_of_a_trial(cap),
                 )
                 if (peak := most_host_bytes(ran)) is None:
                     raise Failed(f"host memory is {NOT_MEASURABLE}")
@@ -400,6 +510,11 @@ def available_bytes() -> int:
     return available_host_bytes() or 8 << 30
 
 
+def most_of_a_trial(cap_bytes: int) -> int:
+    """Host memory at which a trial of the largest-model search is ended: it is well above the cap then."""
+    return int(1.3 * cap_bytes) + (1500 << 20)
+
+
 def most_host_bytes(found: Mapping[str, Any]) -> int | None:
     """Peak of host memory, the start included; None where it is not measurable."""
     start, steady = found["start"]["start_peak_bytes"], found["memory"]["host_peak_bytes"]
@@ -419,12 +534,15 @@ def host_columns(row: Mapping[str, Any]) -> tuple[str, str]:
     return format_bytes(row["host_peak_bytes"]), f"{row['host_bytes_per_param']:.1f}"
 
 
-def losses_apart(timed: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Largest relative difference of a contender's losses to the reference's: plain PyTorch's, or else ours'."""
-    reference = next((n for n in ("plain", "ours", "ours_eager") if "losses" in timed.get(n, {})), None)
+def losses_apart(timed: Mapping[str, Mapping[str, Any]], others: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Largest relative difference of a contender's losses to the reference's: plain PyTorch's, or else one of ours.
+    others: that ran the same steps, and may have the reference."""
+    known = {**others, **timed}
+    references = ("plain", "ours", "ours_eager", "ours_half", "ours_away")
+    reference = next((name for name in references if "losses" in known.get(name, {})), None)
     if reference is None:
         return {}
-    base = timed[reference]["losses"]
+    base = known[reference]["losses"]
     return {
         name: max(abs(a - b) / abs(b) for a, b in zip(found["losses"], base))
         for name, found in timed.items()
@@ -432,69 +550,94 @@ def losses_apart(timed: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
-def rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One row a contender and clipping, for the table and the README."""
+def what_leaves(name: str, memory: Mapping[str, Any]) -> str:
+    """What of the model data a contender keeps on the host: of ours by its plan, between two iterations."""
+    if (by_plan := memory.get("predicted")) is None:
+        return LEAVES[name]
+    on_gpu, on_host = by_plan["gpu_bytes_per_param"], by_plan["host_bytes_per_param"]
+    share = on_host / (on_gpu + on_host)
+    return "nothing" if share < 0.005 else "everything" if share > 0.995 else f"{100 * share:.0f} %"
+
+
+def rows(table: Table, compared: Mapping[str, Any], best: Mapping[str, Any], largest: Mapping[str, Any]) -> list[Any]:
+    """One row per contender and clipping, for the table and the README. compared: of this table."""
     made = []
     for clip in (False, True):
-        timed = results["clipped" if clip else "unclipped"]
-        apart = losses_apart(timed)
-        for name, (_, _, title) in CONTENDERS.items():
+        word = "clipped" if clip else "unclipped"
+        timed, apart = compared[word], compared["losses_apart"][word]
+        for name in table.contenders:
             found = timed.get(name)
             if found is None or "failed" in found:
                 continue
-            memory = found["memory"]
+            memory, other = found["memory"], table.counterpart(name)
+            ratio = compared["ratios"][word].get(f"{other} / {name}")
             made.append(
                 {
-                    "contender": title,
+                    "contender": CONTENDERS[name][2],
                     "clip": clip,
-                    "micro_batch": results["micro_batches"][name]["micro_batch"],
+                    "leaves": what_leaves(name, memory),
+                    "micro_batch": best[name]["micro_batch"],
                     "tokens_per_s": found["tokens_per_s"],
                     "median_s": found["median_s"],
+                    "times": {"of": CONTENDERS[other][2], "step": 1 / ratio["medians"]} if ratio else None,
                     "host_peak_bytes": memory["host_peak_bytes"],
                     "host_bytes_per_param": per_param(memory),
                     "gpu_allocated_bytes": memory["gpu_allocated_bytes"],
                     "gpu_reserved_bytes": memory["gpu_reserved_bytes"],
                     "loss_apart": apart.get(name),
-                    "largest_params": results["largest"].get(name, {}).get("params"),
+                    "largest_params": largest.get(name, {}).get("params"),
                 }
             )
     return made
 
 
 COLUMNS = (
-    "contender", "clip", "micro", "step", "tokens/s", "GPU alloc.", "GPU reserved", "host peak", "B/param",
-    "loss apart", "largest",
+    "contender", "leaves", "clip", "micro", "step", "over", "tokens/s", "GPU alloc.", "GPU reserved", "host peak",
+    "B/param", "loss apart", "largest",
 )  # fmt: skip
 
 
+def times_said(times: Mapping[str, Any] | None) -> str:
+    """The step divided by the step of the one of ours that it is compared with."""
+    return "-" if times is None else f"{times['step']:.2f} x {times['of']}"
+
+
 def show(results: Mapping[str, Any]) -> None:
-    """The table, what was skipped or failed, the ratios and what they had to be."""
+    """The tables, what was skipped or failed, the ratios and what they had to be."""
     from pstar_sim.units import format_bytes, format_s
 
-    lines = []
-    for r in results["rows"]:
-        gpu = [format_bytes(b) if b is not None else "n/a" for b in (r["gpu_allocated_bytes"], r["gpu_reserved_bytes"])]
-        lines.append(
-            (
-                r["contender"], "yes" if r["clip"] else "no", str(r["micro_batch"]), format_s(r["median_s"]),
-                f"{r['tokens_per_s']:,.0f}", *gpu, *host_columns(r),
-                f"{r['loss_apart']:.1e}" if r["loss_apart"] is not None else "-",
-                f"{r['largest_params'] / 1e6:,.0f} M" if r["largest_params"] else "-",
-            )
-        )  # fmt: skip
     job = results["job"]
     title = (
-        f"{job['model']}, {job['dtype']}, {job['batch']} x {job['sequence']} tokens a step, {job['threads']} threads "
+        f"{job['model']}, {job['dtype']}, {job['batch']} x {job['sequence']} tokens per step, {job['threads']} threads "
+        f"each, {results['device']}"
     )
-    print_table(title + f"each, {results['device']}", lines)
+    for name, compared in results["tables"].items():
+        lines = []
+        for r in compared["rows"]:
+            gpu = [
+                format_bytes(b) if b is not None else "n/a" for b in (r["gpu_allocated_bytes"], r["gpu_reserved_bytes"])
+            ]
+            lines.append(
+                (
+                    r["contender"], r["leaves"], "yes" if r["clip"] else "no", str(r["micro_batch"]),
+                    format_s(r["median_s"]), times_said(r["times"]), f"{r['tokens_per_s']:,.0f}", *gpu,
+                    *host_columns(r), f"{r['loss_apart']:.1e}" if r["loss_apart"] is not None else "-",
+                    f"{r['largest_params'] / 1e6:,.0f} M" if r["largest_params"] else "-",
+                )
+            )  # fmt: skip
+        if lines:
+            print_table(f"{name}: {title}", lines)
     for name, why in results["skipped"].items():
         print(f"skipped: {CONTENDERS[name][2] if name in CONTENDERS else name}: {why}")
-    for clip in ("unclipped", "clipped"):
-        for name, found in results[clip].items():
-            if "failed" in found:
-                print(f"failed: {CONTENDERS[name][2]}, {clip}: {found['failed']}")
-        for pair, ratio in results["ratios"][clip].items():
-            print(f"{clip}: step of {pair} = {ratio['medians']:.3f} (round by round {ratio['rounds']:.3f})")
+    for table, compared in results["tables"].items():
+        for clip in ("unclipped", "clipped"):
+            for name, found in compared[clip].items():
+                if "failed" in found:
+                    print(f"failed: {CONTENDERS[name][2]}, {table}, {clip}: {found['failed']}")
+            for pair, ratio in compared["ratios"][clip].items():
+                print(
+                    f"{table}, {clip}: step of {pair} = {ratio['medians']:.3f} (round by round {ratio['rounds']:.3f})"
+                )
     for line in results["verdict"]:
         print(line)
 
@@ -511,34 +654,37 @@ def print_table(title: str, lines: Sequence[Sequence[str]]) -> None:
 
     table = Table(title=title)
     for column in COLUMNS:
-        table.add_column(column, justify="left" if column == "contender" else "right")
+        table.add_column(column, justify="left" if column in ("contender", "leaves") else "right")
     for line in lines:
         table.add_row(*line)
-    Console(width=max(150, Console().width)).print(table)
+    Console(width=max(200, Console().width)).print(table)
 
 
 def verdict(results: Mapping[str, Any]) -> list[str]:
     """What was to be shown, and whether it was."""
     lines = []
     cuda = results["job"]["device"] == "cuda"
-    for clip in ("unclipped", "clipped"):
-        of = results["ratios"][clip]
-        if not cuda and "ours / plain" in of:
-            ratio = of["ours / plain"]["medians"]
-            lines.append(
-                f"{clip}: ours over plain PyTorch {ratio:.3f}, goal at most 1.10: {'met' if ratio <= 1.1 else 'missed'}"
-            )
-        mine = "ours_eager" if cuda and any(pair.startswith("ours_eager") for pair in of) else "ours"
-        for peer in ("zero2", "zero3", "zero3_twinflow", "fsdp2"):
-            if f"{mine} / {peer}" in of:
-                faster = 1 / of[f"{mine} / {peer}"]["medians"]
-                goal = 2.0 if cuda and peer == "zero3" else 1.0
-                lines.append(
-                    f"{clip}: {CONTENDERS[mine][2]} is {faster:.2f} times as fast as {CONTENDERS[peer][2]}, goal "
-                    f"{goal:g}: {'met' if faster >= goal else 'missed'}"
-                )
-        if cuda:
-            lines += [line for n in ("ours", "ours_eager") for line in as_planned(clip, results[clip].get(n, {}))]
+    for table in ON_A_CARD if cuda else TABLES:
+        compared = results["tables"].get(table.name)
+        for clip in ("unclipped", "clipped") if compared else ():
+            of = compared["ratios"][clip]
+            if not cuda and "ours / plain" in of:
+                ratio = of["ours / plain"]["medians"]
+                word = "met" if ratio <= 1.1 else "missed"
+                lines.append(f"{table.name}, {clip}: ours over plain PyTorch {ratio:.3f}, goal at most 1.10: {word}")
+            eager = cuda and any(pair.startswith("ours_eager") for pair in of)
+            for peer in ("zero2", "zero3", "zero3_twinflow", "fsdp2"):
+                mine = "ours_eager" if eager else table.counterpart(peer)
+                if f"{mine} / {peer}" in of:
+                    faster = 1 / of[f"{mine} / {peer}"]["medians"]
+                    goal = 2.0 if cuda and peer == "zero3" else 1.0
+                    lines.append(
+                        f"{table.name}, {clip}: {CONTENDERS[mine][2]} is {faster:.2f} times as fast as "
+                        f"{CONTENDERS[peer][2]}, goal {goal:g}: {'met' if faster >= goal else 'missed'}"
+                    )
+            if cuda:
+                for name in ("ours", "ours_eager"):
+                    lines += [f"{table.name}, {line}" for line in as_planned(clip, compared[clip].get(name, {}))]
     sizes = {n: f["params"] for n, f in results["largest"].items() if f.get("params")}
     for peer, goal in (("zero3", 1.6), ("fsdp2", 1.3)):
         if cuda and "ours" in sizes and peer in sizes:
@@ -597,34 +743,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, why in run.skipped.items():
             print(f"skipped: {CONTENDERS[name][2]}: {why}")
         best = run.best_micro_batches()
-        timed = {word: run.timed(best, clip=word == "clipped") for word in ("unclipped", "clipped")}
-        groups = {word: [group["contenders"] for group in found] for word, found in timed.items()}
-        unclipped, clipped = merged(groups["unclipped"]), merged(groups["clipped"])
-        largest = run.largest(best, unclipped or clipped)
+        tables: list[tuple[Table, dict[str, Any]]] = []
+        for table in TABLES if args.device == "cpu" else ON_A_CARD:
+            tables.append((table, compared_in(table, run, best, plain=tables[0][1] if tables else {})))
+        all_of_them = merged([compared[word] for _, compared in tables for word in ("unclipped", "clipped")])
+        largest = run.largest(best, all_of_them)
+        for table, compared in tables:
+            compared["rows"] = rows(table, compared, best, largest)
         results: dict[str, Any] = {
             "device": device_name(args.device),
             "job": {
                 "model": args.model, "dtype": args.dtype, "batch": args.batch, "sequence": args.sequence,
                 "checkpointing": args.checkpointing, "device": args.device, "threads": args.threads,
                 "cores": sorted(os.sched_getaffinity(0))[: args.threads], "gpu_memory_bytes": args.gpu_memory,
-                "steps": args.steps, "warm_up": args.warm_up,
+                "steps": args.steps, "warm_up": args.warm_up, "keep_free_bytes": args.keep_free,
             },
             "settings": {name: settings_of(name) for name in run.names},
             "skipped": run.skipped,
             "micro_batches": best,
-            "unclipped": unclipped,
-            "clipped": clipped,
-            "groups": {word: [list(group) for group in found] for word, found in groups.items()},
-            "ratios": {
-                word: ratios(found if args.device == "cpu" else [merged(found)]) for word, found in groups.items()
-            },
-            "losses_apart": {"unclipped": losses_apart(unclipped), "clipped": losses_apart(clipped)},
-            "bytes_per_param": arithmetic(run, unclipped or clipped, best),
+            "tables": {table.name: compared for table, compared in tables},
+            "bytes_per_param": arithmetic(run, all_of_them, best),
             "largest": largest,
-            "loadavg": {word: [group.get("loadavg") for group in found] for word, found in timed.items()},
             "stages_left": run.stages.left_out,
         }  # fmt: skip
-        results["rows"] = rows(results)
         results["verdict"] = verdict(results)
         show(results)
         run.keep.say(f"written: {write_result(args.name, results, folder=args.out)}")
@@ -633,6 +774,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif args.out is None:
             run.stages.forget()
     return 0
+
+
+def compared_in(
+    table: Table, run: Run, best: Mapping[str, Mapping[str, Any]], plain: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The contenders of one table, beside each other, without and with clipping. plain: the table that has plain
+    PyTorch's losses, where that is another one."""
+    found: dict[str, Any] = {"ratios": {}, "losses_apart": {}, "groups": {}}
+    for word in ("unclipped", "clipped"):
+        timed = run.timed(best, table, clip=word == "clipped")
+        groups = [group["contenders"] for group in timed]
+        found[word] = merged(groups)
+        found["ratios"][word] = ratios(groups if run.args.device == "cpu" else [merged(groups)])
+        found["losses_apart"][word] = losses_apart(found[word], plain.get(word, {}))
+        found["groups"][word] = [
+            {**group, "contenders": list(group["contenders"])} for group in timed
+        ]  # who was alive at once, in how much memory, under what load
+    return found
 
 
 def device_name(device: str) -> str:

@@ -1,36 +1,70 @@
-"""Who is alive at once: as many contenders as memory holds, ours and the reference in every group, so that each peer is
-compared with steps of the very same minutes."""
+"""Which contenders are compared with each other, and which of them run at once: as many as fit the memory, the table's
+references in every group, so that each peer is compared with steps of the very same minutes."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["groups_of", "merged", "ratios"]
-
-ALWAYS = ("ours", "plain")
+__all__ = ["ON_A_CARD", "TABLES", "Table", "merged", "next_group", "ratios"]
 
 
-def groups_of(names: Sequence[str], need_bytes: Mapping[str, int], room_bytes: int) -> list[list[str]]:
-    """Groups that each fit the room (at least one contender beside ALWAYS in each, fit or not); every name is in one,
-    ALWAYS in all."""
-    always = [name for name in names if name in ALWAYS]
-    others = [name for name in names if name not in ALWAYS]
-    base_bytes = sum(need_bytes.get(name, 0) for name in always)
-    groups: list[list[str]] = []
-    for name in others:
-        for group in groups:
-            if base_bytes + sum(need_bytes.get(member, 0) for member in (*group, name)) <= room_bytes:
-                group.append(name)
-                break
-        else:
-            groups.append([name])
-    return [[*always, *group] for group in groups or [[]]]
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """contenders: keys of CONTENDERS. references: those that every group of the table has, as far as memory allows.
+    beside: contender -> the one of ours whose step its step is divided by, where that is not the first reference."""
+
+    name: str
+    contenders: tuple[str, ...]
+    references: tuple[str, ...]
+    beside: Mapping[str, str] = field(default_factory=dict)
+
+    def counterpart(self, contender: str) -> str:
+        return self.beside.get(contender, self.references[0])
+
+
+_PEERS = ("zero2", "zero3", "zero3_twinflow", "fsdp2")
+
+TABLES = (
+    Table(
+        name="everything resident",
+        contenders=("ours", "ours_eager", "plain", *_PEERS),
+        references=("ours", "plain"),
+    ),
+    Table(
+        name="model data leave",
+        contenders=("ours_half", "ours_away", *_PEERS),
+        references=("ours_half", "ours_away"),
+        beside={"zero3": "ours_away", "zero3_twinflow": "ours_away", "fsdp2": "ours_away"},
+    ),
+)
+"""On a CPU: ours with everything resident, beside peers that offload all the same; and ours where model data leave,
+each peer beside the one of ours that keeps about as much on the accelerator."""
+
+ON_A_CARD = (
+    Table(name="on a card", contenders=("ours", "ours_eager", "plain", *_PEERS), references=("ours", "plain")),
+)
+
+
+def next_group(
+    pending: Sequence[str], references: Sequence[str], need_bytes: Mapping[str, int], room_bytes: int
+) -> list[str]:
+    """Who runs at once, now: the first of `pending` that fits, the references that fit beside it, and as many others of
+    `pending` as the rest of the room holds. Empty: none of `pending` fits, not even alone."""
+    fitting = [name for name in pending if need_bytes[name] <= room_bytes]
+    if not fitting:
+        return []
+    group = [next((name for name in fitting if name not in references), fitting[0])]
+    for name in (*references, *fitting):
+        if name not in group and sum(need_bytes[member] for member in (*group, name)) <= room_bytes:
+            group.append(name)
+    return [name for name in dict.fromkeys((*references, *pending)) if name in group]
 
 
 def merged(groups: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """One result a contender: times of every group it was in, the rest of the first; a failure counts if it never
+    """One result per contender: times of every group it was in, the rest of the first; a failure counts if it never
     ran."""
     found: dict[str, dict[str, Any]] = {}
     for group in groups:
@@ -53,9 +87,9 @@ def ratios(groups: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     pairs: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for group in groups:
         times = {name: result.get("times_s", []) for name, result in group.items()}
-        for mine in ("ours", "ours_eager"):
+        for mine in (name for name in times if name.startswith("ours")):
             for other in times:
-                if mine in times and other != mine:
+                if other != mine:
                     pairs.setdefault((mine, other), []).extend(zip(times[mine], times[other]))
     return {
         f"{mine} / {other}": {

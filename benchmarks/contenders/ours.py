@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from contenders.room import model_bytes_per_param
 from contenders.task import MAX_GRAD_NORM, Task
 from contenders.worker import Built
 from executor import AdamW, prepare
@@ -14,6 +15,7 @@ from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place
+from pstar_sim.planner.memory import least_gpu_bytes, shortage
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.sim.play import play
 from pstar_sim.workload.workload import Workload
@@ -38,20 +40,37 @@ def workload_of(task: Task) -> Workload:
     )
 
 
-def machine_of(task: Task, workload: Workload) -> Machine:
-    """On a CPU the virtual accelerator, large enough for everything (or the task's cap); on CUDA the task's machine
-    file, or this machine by the catalog, within the caps."""
-    if task.device == "cpu":
-        all_bytes = 24 * workload.params + 2 * workload.peak_non_model_bytes + (1 << 30)
-        return load_machine("virtual", gpu_memory=task.gpu_cap_bytes or all_bytes, host_memory=task.host_cap_bytes)
-    return load_machine(task.machine or "here", gpu_memory=task.gpu_cap_bytes, host_memory=task.host_cap_bytes)
+def machine_of(task: Task, workload: Workload, settings: Mapping[str, Any]) -> Machine:
+    """On CUDA the task's machine file, or this machine by the catalog, within the caps. On a CPU the virtual
+    accelerator: large enough for everything (or the task's cap). Where the settings say what share of the model data
+    `stays`, it has room for this share beside the peak of the rest; with 0 it is the smallest in which the policy can
+    train.
+    """
+    if task.device == "cuda":
+        return load_machine(task.machine or "here", gpu_memory=task.gpu_cap_bytes, host_memory=task.host_cap_bytes)
+
+    def virtual(gpu_bytes: int) -> Machine:
+        return load_machine("virtual", gpu_memory=gpu_bytes, host_memory=task.host_cap_bytes)
+
+    roomy = virtual(task.gpu_cap_bytes or 24 * workload.params + 2 * workload.peak_non_model_bytes + (1 << 30))
+    share = settings.get("stays")
+    if share is None:
+        return roomy
+    if share:
+        return virtual(workload.peak_non_model_bytes + int(share * model_bytes_per_param(task.dtype) * workload.params))
+    policy, asked = settings["policy"]["cpu"], asked_of(task, settings)
+    least_bytes = least_gpu_bytes(lambda where: shortage(policy, workload, where, asked), roomy)
+    return roomy if least_bytes is None else virtual(least_bytes)
 
 
-def plan_of(task: Task, settings: Mapping[str, Any]) -> Plan:
+def asked_of(task: Task, settings: Mapping[str, Any]) -> Settings:
+    return Settings(update=settings["update"], clip=task.clip)
+
+
+def plan_of(task: Task, settings: Mapping[str, Any], workload: Workload) -> Plan:
     """Raises DoesNotFit where nothing fits the caps."""
-    workload = workload_of(task)
-    asked = Settings(update=settings["update"], clip=task.clip)
-    return find_policy(settings["policy"][task.device])(workload, machine_of(task, workload), asked)
+    machine = machine_of(task, workload, settings)
+    return find_policy(settings["policy"][task.device])(workload, machine, asked_of(task, settings))
 
 
 def predicted(plan: Plan) -> dict[str, Any]:
@@ -76,7 +95,7 @@ class Contender:
     def __init__(self, built: Built, settings: Mapping[str, Any]) -> None:
         self.task = task = built.task
         self.params = sum(p.numel() for p in built.module.parameters())
-        self.plan = plan_of(task, settings)
+        self.plan = plan_of(task, settings, workload_of(task))
         adamw = AdamW(
             lr=task.lr, max_grad_norm=MAX_GRAD_NORM if task.clip else None, eager=settings["update"] == "eager"
         )

@@ -12,7 +12,8 @@
 | ours              | by the plan             | by the plan: w + 12, or that on the GPU instead    |
 
 On a CPU the "GPU" is host memory too, so both columns add up. Pinned memory that torch rounds up to a power of two,
-buckets and what is gathered come on top: the measured column has them, the arithmetic does not.
+buckets and what is gathered come on top: the measured column has them, the arithmetic does not. So the arithmetic can
+say that a contender does not fit, and only a run that it does.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from collections.abc import Callable
 
 from contenders.task import Task
 
-__all__ = ["bytes_per_param", "largest_by_trial"]
+__all__ = ["bytes_per_param", "largest_by_trial", "least_host_bytes", "model_bytes_per_param"]
 
+BASE_BYTES = 400 << 20
+"""Interpreter, torch and the code of a model: 430 to 460 MB were measured."""
 MOST_TIMES = 4
 _WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -39,6 +42,20 @@ def bytes_per_param(task: Task) -> dict[str, int] | None:
         "fsdp2": {"gpu": 0, "host": 16},
     }
     return table.get(task.contender)
+
+
+def model_bytes_per_param(dtype: str) -> int:
+    """Model data of ours, wherever it is: the note's w + 12."""
+    return _WIDTH[dtype] + 12
+
+
+def least_host_bytes(task: Task, params: int) -> int:
+    """Host memory without which the contender cannot train, by arithmetic: its process and its model data."""
+    by_place = bytes_per_param(task) or {"gpu": 0, "host": 0}
+    on_host = by_place["host"] + (by_place["gpu"] if task.device == "cpu" else 0)
+    if task.device == "cpu" and not on_host:
+        on_host = model_bytes_per_param(task.dtype)
+    return BASE_BYTES + on_host * params
 
 
 def largest_by_trial(

@@ -54,6 +54,10 @@ class Stages:
     def __len__(self) -> int:
         return len(self._done)
 
+    def __contains__(self, key: str) -> bool:
+        """Whether it is done already."""
+        return key in self._done
+
     @property
     def left_out(self) -> int:
         """Stages that were asked for and had no time left."""

@@ -8,17 +8,27 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CONTENDERS", "MAX_GRAD_NORM", "Task", "settings_of"]
+__all__ = ["CONTENDERS", "LEAVES", "MAX_GRAD_NORM", "Task", "settings_of"]
 
 # Name -> (module of this package, its settings' file, what it is called in tables).
 CONTENDERS = {
     "ours": ("ours", "ours.json", "ours"),
     "ours_eager": ("ours", "ours_eager.json", "ours, eager"),
+    "ours_half": ("ours", "ours_half.json", "ours, room for half"),
+    "ours_away": ("ours", "ours_away.json", "ours, room for none"),
     "plain": ("plain", "plain.json", "plain PyTorch"),
     "zero2": ("zero", "zero2.json", "DeepSpeed ZeRO-2 offload"),
     "zero3": ("zero", "zero3.json", "DeepSpeed ZeRO-3 offload"),
     "zero3_twinflow": ("zero", "zero3_twinflow.json", "DeepSpeed ZeRO-3 offload, Twin-Flow"),
     "fsdp2": ("fsdp2", "fsdp2.json", "FSDP2 CPU offload"),
+}
+# What of the model data each peer keeps on the host. For ours the plan says it.
+LEAVES = {
+    "plain": "nothing",
+    "zero2": "gradients, states",
+    "zero3": "everything",
+    "zero3_twinflow": "everything",
+    "fsdp2": "everything",
 }
 MAX_GRAD_NORM = 1.0
 

@@ -28,7 +28,7 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("argv", "message"),
         [
-            (["--contenders", "ours,gemini"], "'gemini' is not known; choose from ours, ours_eager, plain"),
+            (["--contenders", "ours,gemini"], "'gemini' is not known; choose from ours, ours_eager, ours_half"),
             (["--micro", "3"], "every one has to divide --batch 4"),
             (["--micro", "two"], "invalid literal"),
             (["--batch", "0"], "--batch 0: must be at least 1"),
@@ -265,50 +265,164 @@ class TestAnswers:
 
 
 @pytest.mark.slow
-def test_two_contenders_in_turns(
-    load: Callable[[str], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Ours and plain PyTorch on a tiny model: the same losses, to the last bit, and a file that says everything."""
+def test_contenders_in_turns(load: Callable[[str], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Plain PyTorch, and ours with room for half, on a tiny model: the same losses to the last bit, two tables, and a
+    file that says everything. Each is started twice: alone for its memory, then in its group."""
     peers = load("peers")
-    argv = [
-        "--model",
-        "tiny-gpt2",
-        "--sequence",
-        "16",
-        "--micro",
-        "4",
-        "--steps",
-        "2",
-        "--threads",
-        "1",
-        "--largest",
-        "0",
-    ]
-    argv += ["--contenders", "ours,plain", "--clip", "yes", "--out", str(tmp_path)]
+    argv = ["--model", "tiny-gpt2", "--sequence", "16", "--micro", "4", "--steps", "2", "--threads", "1"]
+    argv += ["--largest", "0", "--clip", "yes", "--name", "some"]
+    argv += ["--contenders", "plain,ours_half", "--out", str(tmp_path)]
     assert peers.main(argv) == 0
-    result = json.loads((tmp_path / "peers.json").read_text(encoding="utf-8"))
-    assert result["losses_apart"] == {"unclipped": {}, "clipped": {"ours": 0.0, "plain": 0.0}}
-    assert [row["contender"] for row in result["rows"]] == ["ours", "plain PyTorch"]
-    assert result["bytes_per_param"]["ours"]["predicted"]["gpu_bytes_per_param"] == 16.0
-    assert result["bytes_per_param"]["ours"]["measured"]["gpu_bytes_per_param"] == 16.0
+    result = json.loads((tmp_path / "some.json").read_text(encoding="utf-8"))
+    tables = result["tables"]
+    assert tables["everything resident"]["losses_apart"] == {"unclipped": {}, "clipped": {"plain": 0.0}}
+    assert tables["model data leave"]["losses_apart"] == {"unclipped": {}, "clipped": {"ours_half": 0.0}}
+    (plain,), (half,) = (tables[name]["rows"] for name in ("everything resident", "model data leave"))
+    assert (plain["leaves"], half["contender"]) == ("nothing", "ours, room for half")
+    assert 50 <= float(half["leaves"].rstrip(" %")) < 100
+    for table in tables.values():
+        (group,) = table["groups"]["clipped"]
+        assert sum(group["need_bytes"].values()) <= group["available_bytes"] - result["job"]["keep_free_bytes"]
+    assert result["bytes_per_param"]["ours_half"]["predicted"]["gpu_bytes_per_param"] < 8
     assert result["bytes_per_param"]["plain"]["arithmetic"] == {"gpu": 16, "host": 0}
-    assert {path.name for path in tmp_path.iterdir()} == {"peers.json", "peers.log", "peers.partial.jsonl"}
-    assert "ours over plain PyTorch" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"some.json", "some.log", "some.partial.jsonl"}
+    assert "skipped" not in capsys.readouterr().out
     assert peers.main(argv) == 0  # from the folder: nothing runs again
     assert "..." not in capsys.readouterr().out
 
 
+class TestWhereResultsGo:
+    """Refused in one line before anything is built: the model does not exist, which would be the next thing said."""
+
+    @pytest.mark.parametrize(
+        ("argv", "message"),
+        [
+            (["--out", "{tmp}/new.json"], "is the name of a file; name the folder"),
+            (["--out", "{tmp}/file"], "is a file; name a folder"),
+            (["--out", "{tmp}/file/below"], "cannot be written"),
+            (["--out", "/proc/nowhere"], "cannot be written"),
+            (["--out", "{tmp}", "--name", "a/b"], "'a/b' is not a name of a file; the folder is given by --out"),
+            (["--out", "{tmp}", "--name", ".json"], "is not a name of a file"),
+            (["--out", "{tmp}", "--name", "taken.json"], "taken.json: cannot be written: it is not a file"),
+            (["--out", "{tmp}", "--name", "n" * 300], "cannot be written"),
+        ],
+    )
+    def test_refused_before_the_work(
+        self,
+        load: Callable[[str], Any],
+        tmp_path: Path,
+        argv: list[str],
+        message: str,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        (tmp_path / "file").touch()
+        (tmp_path / "taken.json").mkdir()
+        argv = [part.format(tmp=tmp_path) for part in argv]
+        with pytest.raises(SystemExit) as stopped:
+            load("peers").main(["--model", "no-such-model", "--contenders", "plain", "--largest", "0", *argv])
+        said = capsys.readouterr().err + str(stopped.value)
+        assert message in said and "Traceback" not in said
+
+    def test_outside_the_repository_with_an_ending(
+        self, load: Callable[[str], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """A folder that is not there yet, and a name with .json, which is not doubled. No memory, so nothing runs."""
+        argv = ["--model", "tiny-gpt2", "--micro", "4", "--largest", "0", "--contenders", "plain,fsdp2,ours_half"]
+        folder = tmp_path / "not" / "there"
+        argv += ["--keep-free", "900000TB", "--out", str(folder), "--name", "some.json"]
+        assert load("peers").main(argv) == 0
+        assert {path.name for path in folder.iterdir()} == {"some.json", "some.log"}
+        result = json.loads((folder / "some.json").read_text(encoding="utf-8"))
+        assert list(result["skipped"]) == ["plain", "fsdp2", "ours_half"]
+
+
+class TestMemory:
+    ARGV = ("--model", "tiny-gpt2", "--sequence", "16", "--micro", "4", "--largest", "0", "--clip", "no")
+
+    def test_what_does_not_fit_by_arithmetic_is_not_started(
+        self, load: Callable[[str], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Plain PyTorch: 400 MiB of a process and 16 bytes x 124,672 parameters: 421 MB."""
+        argv = [*self.ARGV, "--contenders", "plain", "--keep-free", "900000TB", "--out", str(tmp_path)]
+        assert load("peers").main(argv) == 0
+        out = capsys.readouterr().out
+        assert "skipped: plain PyTorch: it needs 421.4 MB of host memory (the least, by arithmetic);" in out
+        assert "9e+05 TB of them stay free (--keep-free)" in out and "..." not in out
+
+    def test_what_was_measured_alone_is_asked_for_when_a_group_starts(
+        self, load: Callable[[str], Any], tmp_path: Path
+    ) -> None:
+        """Only one micro-batch, so nothing was searched: each is measured alone all the same. Ours and plain are said
+        to have held 10**15 bytes: 1.1 x that is in no machine."""
+        peers = load("peers")
+        args = peers.parse([*self.ARGV, "--contenders", "plain,ours", "--out", str(tmp_path)])
+        key = [f"alone 1 {peers.Run(args, tmp_path).task(name).key}" for name in ("ours", "plain")]
+        held = {"start": {"start_peak_bytes": 1}, "memory": {"host_peak_bytes": 10**15, "baseline_bytes": 0}}
+        lines = [json.dumps({"key": one, "result": held}) for one in key]
+        (tmp_path / "peers.partial.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        run = peers.Run(args, tmp_path)
+        assert run.timed(run.best_micro_batches(), peers.TABLES[0], clip=False) == []
+        assert set(run.skipped) == {"ours", "plain"}
+        assert run.skipped["plain"].startswith("it needs 1100 TB of host memory (by what it held alone); ")
+
+    def test_the_search_for_the_largest_asks_too(self, load: Callable[[str], Any], tmp_path: Path) -> None:
+        peers = load("peers")
+        run = peers.Run(peers.parse([*self.ARGV, "--contenders", "plain", "--out", str(tmp_path)]), tmp_path)
+        run.args.largest = 10**15
+        assert run.largest({}, {}) == {}
+        assert run.skipped["largest model"].startswith("it needs 1300 TB of host memory (the most that a trial")
+
+
+class TestWhatLeaves:
+    def test_by_the_plan_or_by_the_peer(self, load: Callable[[str], Any]) -> None:
+        """4 of 16 bytes per parameter stay: 75 % leave."""
+        said = load("peers").what_leaves
+        assert said("zero2", {}) == "gradients, states" and said("fsdp2", {}) == "everything"
+        plans = {"nothing": (16, 0.0), "75 %": (4, 12), "everything": (0.01, 16)}
+        for words, (gpu, host) in plans.items():
+            memory = {"predicted": {"gpu_bytes_per_param": gpu, "host_bytes_per_param": host}}
+            assert said("ours_half", memory) == words
+
+    def test_budgets_of_ours(self, load: Callable[[str], Any]) -> None:
+        """Half: the peak of the rest and 8 of 16 bytes per parameter. None: the least in which tide trains; a byte
+        less and it is refused."""
+        from executor.capture import capture
+        from pstar_sim.catalog.loader import load_machine
+        from pstar_sim.core.plan import Settings
+        from pstar_sim.errors import DoesNotFit
+        from pstar_sim.policy.registry import find_policy
+
+        ours, tasks = load("contenders.ours"), load("contenders.task")
+        workload = capture("tiny-gpt2", sequence=16, dtype="fp32")
+        task = tasks.Task(
+            contender="ours_half", model="tiny-gpt2", global_batch=1, micro_batch=1, sequence=16, dtype="fp32",
+            checkpointing=False, clip=False, device="cpu", threads=1,
+        )  # fmt: skip
+        half, away = (ours.plan_of(task, tasks.settings_of(name), workload) for name in ("ours_half", "ours_away"))
+        assert half.gpu_budget_bytes == workload.peak_non_model_bytes + 8 * workload.params
+        assert away.gpu_budget_bytes < half.gpu_budget_bytes
+        assert ours.predicted(away)["gpu_bytes_per_param"] < 0.1 * ours.predicted(away)["host_bytes_per_param"]
+        with pytest.raises(DoesNotFit):
+            less = load_machine("virtual", gpu_memory=away.gpu_budget_bytes - 1)
+            find_policy("tide")(workload, less, Settings(clip=False))
+
+
 class TestGroups:
-    def test_as_many_as_fit_with_ours_and_plain_in_each(self, load: Callable[[str], Any]) -> None:
-        """Room for 17: ours 3 and plain 3 leave 11, so zero2 5 and zero3 6 go together, fsdp2 and ours_eager next."""
+    def test_as_many_as_fit_with_the_references_in_each(self, load: Callable[[str], Any]) -> None:
+        """Room for 17: ours 3, plain 3 and zero2 5 leave 6 for zero3; then fsdp2 4 and ours_eager 3 beside them."""
         need = {"ours": 3, "plain": 3, "zero2": 5, "zero3": 6, "fsdp2": 4, "ours_eager": 3}
-        groups_of = load("contenders.groups").groups_of
-        assert groups_of(list(need), need, 17) == [
-            ["ours", "plain", "zero2", "zero3"],
-            ["ours", "plain", "fsdp2", "ours_eager"],
-        ]
-        assert groups_of(["ours", "zero2", "zero3"], need, 1) == [["ours", "zero2"], ["ours", "zero3"]]
-        assert groups_of(["ours", "plain"], need, 1) == [["ours", "plain"]]
+        next_group, references = load("contenders.groups").next_group, ["ours", "plain"]
+        assert next_group(list(need), references, need, 17) == ["ours", "plain", "zero2", "zero3"]
+        assert next_group(["fsdp2", "ours_eager"], references, need, 17) == ["ours", "plain", "fsdp2", "ours_eager"]
+
+    def test_no_group_needs_more_than_there_is(self, load: Callable[[str], Any]) -> None:
+        """Room for 9: zero3 6 and ours 3, plain has to stay out; for 6: zero3 alone; for 5: zero3 never."""
+        need = {"ours": 3, "plain": 3, "zero3": 6}
+        next_group, references = load("contenders.groups").next_group, ["ours", "plain"]
+        assert next_group(["zero3"], references, need, 9) == ["ours", "zero3"]
+        assert next_group(["zero3"], references, need, 6) == ["zero3"]
+        assert next_group(["zero3"], references, need, 5) == []
+        assert next_group(["ours", "plain"], references, need, 5) == ["ours"]
 
     def test_ratios_are_of_the_same_rounds(self, load: Callable[[str], Any]) -> None:
         """Two groups, the second at a third of the speed: zero2 took 2, 4 and 2 times what ours did, plain the same."""
@@ -346,19 +460,22 @@ def test_verdict_on_a_card(load: Callable[[str], Any]) -> None:
     }  # fmt: skip
     mine = {"median_s": 1.05, "memory": memory}
     pair = {"medians": 0.5, "rounds": 0.5, "number": 3}
+    compared = {
+        "unclipped": {"ours_eager": mine},
+        "clipped": {},
+        "ratios": {"unclipped": {"ours_eager / zero3": pair, "ours_eager / fsdp2": pair}, "clipped": {}},
+    }
     assert load("peers").verdict(
         {
             "job": {"device": "cuda"},
-            "unclipped": {"ours_eager": mine},
-            "clipped": {},
-            "ratios": {"unclipped": {"ours_eager / zero3": pair, "ours_eager / fsdp2": pair}, "clipped": {}},
+            "tables": {"on a card": compared},
             "largest": {"ours": {"params": 7_000}, "zero3": {"params": 4_000}, "fsdp2": {"params": 5_500}},
         }
     ) == [
-        "unclipped: ours, eager is 2.00 times as fast as DeepSpeed ZeRO-3 offload, goal 2: met",
-        "unclipped: ours, eager is 2.00 times as fast as FSDP2 CPU offload, goal 1: met",
-        "unclipped: iteration +5.0% of the prediction, goal 10 %: met",
-        "unclipped: reserved -1.0% of the plan's budget, goal 3 %: met",
+        "on a card, unclipped: ours, eager is 2.00 times as fast as DeepSpeed ZeRO-3 offload, goal 2: met",
+        "on a card, unclipped: ours, eager is 2.00 times as fast as FSDP2 CPU offload, goal 1: met",
+        "on a card, unclipped: iteration +5.0% of the prediction, goal 10 %: met",
+        "on a card, unclipped: reserved -1.0% of the plan's budget, goal 3 %: met",
         "largest model 1.75 times that of DeepSpeed ZeRO-3 offload, goal 1.6: met",
         "largest model 1.27 times that of FSDP2 CPU offload, goal 1.3: missed",
     ]
