@@ -117,7 +117,7 @@ def run(case: dict[str, Any], folder: Path, limit_s: int) -> dict[str, Any]:
     name, ranks = case["name"], case["ranks"]
     children: dict[int, int] = {}
     planned = 3 if name == "another P" else ranks
-    plan = rank_worker.plan_of({"policy": "tide", "ranks": planned, "clip": 1.0})
+    (plan,) = rank_worker.plans_of([{"policy": "tide", "ranks": planned, "clip": 1.0}])
     for rank in range(ranks):
         child = os.fork()
         if child == 0:

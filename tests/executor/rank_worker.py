@@ -11,10 +11,12 @@ from __future__ import annotations
 import copy
 import faulthandler
 import json
+import multiprocessing
 import os
 import random
 import sys
 import traceback
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,13 @@ def plan_of(case: dict[str, Any]) -> Plan:
         w = offload_blocks(w, [block_names(w)[n] for n in case["offload"]])
     w = repeat_micro_batch(w, case.get("micro_batches", 1))
     return tight_plan(case["policy"], w, settings_of(case), case["ranks"], case.get("sequences"))
+
+
+def plans_of(cases: list[dict[str, Any]]) -> list[Plan]:
+    """Made in another process: one that ran a backward on fake tensors cannot be forked and train, where torch is built
+    for CUDA."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+        return list(pool.map(plan_of, cases))
 
 
 def streams_of(rank: int, most_s: float = 4e-4) -> executor.VirtualStreams:
@@ -177,7 +186,7 @@ def one_step(model: Any, optimizer: Any, draw: Any, micro_batches: int, sequence
 def main() -> None:
     processes, folder = int(sys.argv[1]), Path(sys.argv[2])
     cases = json.loads((folder / "cases.json").read_text())
-    plans = {case["name"]: plan_of(case) for case in cases}
+    plans = dict(zip([case["name"] for case in cases], plans_of(cases)))
     rank = 0
     children = []
     for other in range(1, processes):
