@@ -45,6 +45,7 @@ from executor.models import (
     map_tensors,
     quiet,
     unpacked_sequences,
+    unread_padding,
 )
 from executor.moments import MomentRecorder, attention_seen, describe_parameters
 from executor.optimizer import AdamW, check_groups, group_of
@@ -221,6 +222,7 @@ def _run(
                 parameters[index].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         if not (isinstance(inputs, Mapping) and "position_ids" in inputs):
             stack.enter_context(unpacked_sequences())
+        stack.enter_context(unread_padding())
         stack.enter_context(eagerly())
         stack.enter_context(quiet("torch._subclasses.fake_tensor"))  # it logs what it raises
         stack.enter_context(_readable_failures(name, module, live))
@@ -242,10 +244,10 @@ class _RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     And the fake backward makes a gradient of the input whether or not one is asked for. LayerNorm's gradient of its
     input is contiguous.
 
-    Values: a tensor made of ones, or drawn from [0, 1], and what is left of it as long as nobody writes it. A model that
-    makes itself a mask of ones asks whether all of it is, and does without where it is; one that comes with the batch
-    stays unknown. A model with LayerDrop asks whether a number drawn for a layer lies below the rate, also where that
-    rate is 0.
+    Values: a tensor made of ones, or drawn from [0, 1], and what is left of it as long as nobody writes it. A model
+    that makes itself a mask of ones asks whether all of it is, and does without where it is; one that comes with the
+    batch stays unknown. A model with LayerDrop asks whether a number drawn for a layer lies below the rate, also where
+    that rate is 0.
     """
 
     def __init__(self) -> None:
@@ -313,7 +315,7 @@ _MADE = {
     **dict.fromkeys((aten.rand.default, aten.rand_like.default), (0.0, 1.0)),
 }
 """The smallest and the largest value that a new tensor can have."""
-_ASKED = {
+_ASKED: dict[Any, Callable[..., Any]] = {
     aten.lt.Scalar: operator.lt, aten.le.Scalar: operator.le, aten.gt.Scalar: operator.gt, aten.ge.Scalar: operator.ge,
     aten.all.default: bool,
 }  # fmt: skip

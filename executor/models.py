@@ -39,6 +39,7 @@ __all__ = [
     "named_failures",
     "quiet",
     "unpacked_sequences",
+    "unread_padding",
 ]
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -171,47 +172,83 @@ def unpacked_sequences() -> Iterator[None]:
     """Inside, transformers believes that fake position ids do not pack several sequences into one row.
 
     It reads their values to find out, and on fake tensors, which have none, it builds a mask that a real run does not.
-    The check costs the same operators as on real tensors. Without transformers, or in a version that checks elsewhere,
-    nothing is changed, and the mask is counted.
+    The check costs the same operators as on real tensors. Without transformers, or in a version that checks elsewhere
+    or (before 5.0) builds that mask in every run, nothing is changed, and the mask is counted.
     """
     masking = sys.modules.get("transformers.masking_utils")
-    find = getattr(masking, "find_packed_sequence_indices", None)
-    if masking is None or find is None:
-        yield
-        return
 
-    def find_unpacked(position_ids: torch.Tensor) -> torch.Tensor | None:
-        packed: torch.Tensor | None = find(position_ids)
-        if packed is not None and isinstance(packed, FakeTensor):
-            (packed[:, -1] == 0).all()
-            return None
-        return packed
+    def made(find: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[torch.Tensor], torch.Tensor | None]:
+        def find_unpacked(position_ids: torch.Tensor) -> torch.Tensor | None:
+            packed = find(position_ids)
+            if packed is not None and isinstance(packed, FakeTensor):
+                (packed[:, -1] == 0).all()
+                return None
+            return packed
 
-    masking.find_packed_sequence_indices = find_unpacked  # type: ignore[attr-defined]
-    try:
+        return find_unpacked if find(torch.arange(2)[None]) is None else find
+
+    with _replaced(masking, "find_packed_sequence_indices", made):
         yield
-    finally:
-        masking.find_packed_sequence_indices = find  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def unread_padding() -> Iterator[None]:
+    """Inside, transformers does not read fake tokens to warn of padding without a mask; versions before 5.0 would. The
+    check costs the same operators as on real tensors."""
+    owner = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+
+    def made(warn: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
+        def warn_of_padding(self: Any, input_ids: Any, attention_mask: Any) -> None:
+            if not isinstance(input_ids, FakeTensor):
+                warn(self, input_ids, attention_mask)
+            elif attention_mask is None and self.config.pad_token_id is not None:
+                (input_ids[:, [-1, 0]] == self.config.pad_token_id).any()
+
+        return warn_of_padding
+
+    with _replaced(owner, "warn_if_padding_and_no_attention_mask", made):
+        yield
 
 
 @contextlib.contextmanager
 def known_masks(is_known: Callable[[torch.Tensor], bool]) -> Iterator[None]:
     """Inside, transformers reads fake masks whose values are known, as it reads real ones: of those that are all ones
-    it makes no attention mask. Without transformers, or in a version that does not ask, nothing is changed."""
+    it makes no attention mask; of others it makes one. Without transformers nothing is changed."""
     masking = sys.modules.get("transformers.masking_utils")
-    ask = getattr(masking, "is_tracing", None)
-    if masking is None or ask is None:
+
+    def asked(ask: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        def is_tracing(tensor: Any = None) -> bool:
+            return not (isinstance(tensor, FakeTensor) and is_known(tensor)) and bool(ask(tensor))
+
+        return is_tracing
+
+    def read(ignore: Callable[..., bool]) -> Callable[..., bool]:
+        def ignore_mask(padding_mask: Any, *args: Any, **kwargs: Any) -> bool:
+            unknown = isinstance(padding_mask, FakeTensor) and not is_known(padding_mask)
+            return not unknown and ignore(padding_mask, *args, **kwargs)
+
+        return ignore_mask
+
+    asks = hasattr(masking, "is_tracing")  # versions before 5.0 read every mask
+    with (
+        _replaced(masking, "is_tracing", asked),
+        _replaced(None if asks else masking, "_ignore_causal_mask_sdpa", read),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, made: Callable[[Any], Any]) -> Iterator[None]:
+    """Inside, an attribute of a module or class is what `made` makes of it, where there is one."""
+    kept = getattr(owner, name, None)
+    if kept is None:
         yield
         return
-
-    def is_tracing(tensor: Any = None) -> bool:
-        return not (isinstance(tensor, FakeTensor) and is_known(tensor)) and bool(ask(tensor))
-
-    masking.is_tracing = is_tracing  # type: ignore[attr-defined]
+    setattr(owner, name, made(kept))
     try:
         yield
     finally:
-        masking.is_tracing = ask  # type: ignore[attr-defined]
+        setattr(owner, name, kept)
 
 
 class _Attention(torch.overrides.TorchFunctionMode):

@@ -38,7 +38,7 @@ from executor.driving.again import Before
 from executor.driving.blocks import Borders, Tape, find_blocks, shared_part
 from executor.hooks import tensors_of
 from executor.memory.contents import Update
-from executor.models import forward_loss, quiet, unpacked_sequences
+from executor.models import forward_loss, quiet, unpacked_sequences, unread_padding
 from pstar_sim.errors import ContractError, OutOfMemory
 
 if TYPE_CHECKING:
@@ -159,6 +159,7 @@ class Driver:
                 inputs = stack.enter_context(fake_module(skeleton, batch, mode))
                 if not (isinstance(batch, dict) and "position_ids" in batch):
                     stack.enter_context(unpacked_sequences())
+                stack.enter_context(unread_padding())
                 stack.enter_context(quiet("torch._subclasses.fake_tensor"))
                 stack.enter_context(mode)
                 stack.enter_context(torch.enable_grad())

@@ -188,6 +188,13 @@ def test_transformers_fake_equals_real(kind: str, checkpointing: bool) -> None:
     both(model, batch)
 
 
+def test_a_mask_that_comes_with_the_batch_is_counted() -> None:
+    """Its values are unknown: a capture takes it for one with padding, of which a real run makes an attention mask."""
+    tokens, mask = torch.randint(0, 128, (2, 32)), torch.ones(2, 32, dtype=torch.int64)
+    mask[1, :8] = 0
+    both(tiny_config("llama").train(), {"input_ids": tokens, "attention_mask": mask, "labels": tokens})
+
+
 class Residual(nn.Module):
     """One shared layer called twice, checkpointed each time or not."""
 

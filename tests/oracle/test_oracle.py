@@ -5,8 +5,11 @@ from __future__ import annotations
 
 from itertools import islice
 
-import comparison
 import pytest
+
+pytest.importorskip("simpy", reason="needs simpy, which cannot be imported")
+
+import comparison
 
 
 @pytest.mark.parametrize("part", range(4))
