@@ -71,7 +71,7 @@ class Gpu:
             number(f"{where}: flops_per_s[{dtype!r}]", rate, error=CatalogError)
         if self.usable_bytes > self.memory_bytes:
             raise CatalogError(
-                f"{where}: usable_bytes = {self.usable_bytes}: the card has {self.memory_bytes} bytes; give at most those"
+                f"{where}: usable_bytes = {self.usable_bytes}: the card has {self.memory_bytes} bytes; give no more"
             )
         if self.usable_bytes <= self.context_bytes:
             raise CatalogError(

@@ -136,34 +136,29 @@ def _min_cut(
     """(maximum flow, nodes on the source's side of a minimum cut), exact for 64-bit capacities.
 
     scipy's solver counts in 32 bits. So: solve in units of a power of two, rounded down; that flow is legal, and short
-    of the maximum by less than a unit for each finite edge (the first `finite` ones). What is left is a second, small
-    flow in what the first one leaves over, where no capacity above that bound matters.
+    of the maximum by less than a unit for each edge of the residual graph. What is left is another flow, in what the
+    first one leaves over, where no capacity above that bound matters; and so on, until the unit is a byte.
     """
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
     nodes = sink + 1
-    bits = max(0, int(capacities[:finite].sum()).bit_length() - 30)
-    unit = 1 << bits
+    at, to = np.concatenate((tails, heads)), np.concatenate((heads, tails))
 
-    def solve(at: NDArray[np.int64], to: NDArray[np.int64], size: NDArray[np.int64]) -> tuple[int, NDArray[np.int64]]:
+    def solve(size: NDArray[np.int64]) -> tuple[int, NDArray[np.int64]]:
         graph: Any = csr_array((size.astype(np.int32), (at, to)), shape=(nodes, nodes))
         result = maximum_flow(graph, source, sink)
         sent = csr_array(result.flow)[tails, heads]  # net: negative where it goes back
         return int(result.flow_value), np.asarray(sent).ravel().astype(np.int64)
 
-    units = np.minimum(capacities >> bits, (1 << 30) - 1)
-    value, sent = solve(tails, heads, units)
-    value, sent = value * unit, sent * unit
-    left, back = capacities - sent, sent
-    if unit > 1:
-        bound = (finite + 1) * unit
-        assert bound < 2**31
-        at, to = np.concatenate((tails, heads)), np.concatenate((heads, tails))
-        spare = np.concatenate((np.minimum(left, bound), np.minimum(back, bound)))
-        more, extra = solve(at, to, spare)
-        value += more
-        left, back = left - extra, back + extra
+    value, most = 0, int(capacities[:finite].sum())
+    left, back = capacities, np.zeros_like(capacities)
+    while most:
+        bits = max(0, most.bit_length() - 30)
+        more, sent = solve(np.concatenate((np.minimum(left, most), np.minimum(back, most))) >> bits)
+        value += more << bits
+        left, back = left - (sent << bits), back + (sent << bits)
+        most = len(at) << bits if bits else 0
     at, to = np.concatenate((tails[left > 0], heads[back > 0])), np.concatenate((heads[left > 0], tails[back > 0]))
     residual = csr_array((np.ones(len(at), dtype=np.int8), (at, to)), shape=(nodes, nodes))
     reached = np.zeros(nodes, dtype=np.bool_)

@@ -246,6 +246,7 @@ class Workload:
         return tuple(tuple(sorted(row)) for row in rows)
 
 
+_MOST_BYTES = 2**48  # of one moment or tensor; sums of them keep to 64 bits
 _WORKING_LISTS = ("param", "grad", "grad32", "remote", "grad_remote")
 
 
@@ -267,6 +268,8 @@ def check_workload(w: Workload) -> None:
     for i, m in enumerate(w.moments):
         if not 0 <= max(m.start_bytes, m.end_bytes) <= m.peak_bytes:
             raise bad(f"moments[{i}].peak_bytes", m.peak_bytes, "it must be at least start_bytes and end_bytes")
+        if m.peak_bytes > _MOST_BYTES:
+            raise bad(f"moments[{i}].peak_bytes", m.peak_bytes, f"more than {_MOST_BYTES} is on no GPU")
         if m.flops < 0 or m.bytes_read < 0 or m.bytes_written < 0 or min(m.start_bytes, m.end_bytes) < 0:
             raise bad(f"moments[{i}]", m.name, "flops and bytes must not be negative")
         if not 0 <= m.micro_batch < w.micro_batches:
@@ -283,6 +286,8 @@ def check_workload(w: Workload) -> None:
         if size < 1:
             raise bad(f"optimizer.state_bytes[{i}]", size, f"{name} needs at least 1 byte a parameter")
     for i, t in enumerate(w.tensors):
+        if t.bytes > _MOST_BYTES:
+            raise bad(f"tensors[{i}].bytes", t.bytes, f"more than {_MOST_BYTES} is in no tensor")
         if t.bytes < 0 or any(extent < 0 for extent in t.shape):
             raise bad(f"tensors[{i}].bytes", t.bytes, "bytes and shape must not be negative")
         if t.tied_to is None and t.dtype in DTYPE_BYTES and t.bytes != t.numel * DTYPE_BYTES[t.dtype]:

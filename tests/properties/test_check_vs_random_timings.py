@@ -276,7 +276,7 @@ def test_the_worst_case_equals_enumeration():
         settings = replace(rng.choice(SETTINGS), chunk_bytes=2048)
         for plan in plans(w, settings, rng.choice([0.7, 1.0, 1.5, 2.0, 4.0])):
             for p in (plan, without_edges(plan, rng, memory_only=True)):
-                roomy = replace(p, gpu_budget_bytes=10**9, host_budget_bytes=10**9)
+                roomy = replace(p, machine=machine(10**9), gpu_budget_bytes=10**9, host_budget_bytes=10**9)
                 truth = enumerate_peaks(roomy, 100_000)
                 try:
                     report = check_plan(roomy)
@@ -356,9 +356,9 @@ def test_what_random_timings_break_is_refused():
 
 @pytest.mark.parametrize("seed", range(60))
 def test_the_closure_equals_the_best_of_all_subsets(seed: int):
-    """Up to 9 takes, 3 queues of frees; sizes up to 2**45, so that the 32-bit solver has to be used twice."""
+    """Up to 9 takes, 3 queues of frees; sizes up to 2**57: the 32-bit solver is used up to three times."""
     rng = random.Random(seed)
-    size = 10 ** rng.choice([1, 4, 8, 13])
+    size = 10 ** rng.choice([1, 4, 8, 13, 17])
     frees = [[rng.randint(1, size) for _ in range(rng.randint(0, 5))] for _ in range(3)]
     forced = {tuple(rng.randint(0, len(row)) for row in frees) for _ in range(rng.randint(1, 9))}
     takes = [(prefix, rng.randint(1, 2 * size)) for prefix in sorted(forced)]

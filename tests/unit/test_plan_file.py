@@ -144,6 +144,10 @@ def put(*where: str | int, value: object) -> Callable[[dict[str, Any]], None]:
             put("predictions", "iteration_s", value=10**400),
             "field 'predictions.iteration_s' is 10*...; it must be a fin",
         ),
+        (
+            put("workload", "moments", "peak_bytes", 1, value=2**62),
+            r"moments.1..peak_bytes is 4611686018427387904; more",
+        ),
         (put("layout", "ranks", value=0), "field 'layout.ranks' is 0; it must be 1 or the machine's 1 ranks"),
         (put("settings", "update", value="never"), "field 'settings': update must be .*, not 'never'"),
         (put("settings", "clip", value=1), "field 'settings.clip' is 1; it must be true or false"),
@@ -186,7 +190,7 @@ def test_a_file_edited_into_nonsense_names_the_field(
 
 def test_a_number_too_large_for_a_float_is_refused(saved: Path):
     saved.write_text(saved.read_text().replace('"predictions": {', '"predictions": {"gap": 1e400, '))
-    with pytest.raises(PlanError, match="field 'predictions.gap' is Infinity; it must be a finite number"):
+    with pytest.raises(PlanError, match=r"field 'predictions\.gap' is Infinity; it must be a finite number"):
         load_plan(saved)
 
 
