@@ -16,7 +16,19 @@ from typing import TypeVar
 from pstar_sim.errors import PstarError
 from pstar_sim.units import parse_bytes
 
-__all__ = ["choice", "file_path", "flag", "function", "instance", "names", "number", "size_bytes", "text", "whole"]
+__all__ = [
+    "choice",
+    "file_path",
+    "flag",
+    "function",
+    "instance",
+    "names",
+    "number",
+    "real",
+    "size_bytes",
+    "text",
+    "whole",
+]
 
 T = TypeVar("T")
 _LARGEST = 1e18
@@ -47,15 +59,15 @@ def number(
     """A finite number above `above` (also: or equal to it), neither so large nor so small that sums and quotients of
     such numbers could overflow."""
     want = f"a finite number {'of at least' if also else 'above'} {above:g}"
-    real = _real(value)
-    if not (real >= above if also else real > above):
+    found = real(value)
+    if not (found >= above if also else found > above):
         raise refused(name, value, want, error)
-    if not (real == 0 or 1 / _LARGEST <= abs(real) <= _LARGEST):
+    if not (found == 0 or 1 / _LARGEST <= abs(found) <= _LARGEST):
         raise refused(name, value, f"{want}, from {1 / _LARGEST:g} to {_LARGEST:g}", error)
-    return real
+    return found
 
 
-def _real(value: object) -> float:
+def real(value: object) -> float:
     """NaN for what is no number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return math.nan
@@ -95,9 +107,11 @@ def size_bytes(name: str, value: object, *, error: type[PstarError] = PstarError
     return int(value)
 
 
-def file_path(name: str, value: object, *, error: type[PstarError] = PstarError) -> Path:
+def file_path(
+    name: str, value: object, *, want: str = "the path of a file", error: type[PstarError] = PstarError
+) -> Path:
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value) or isinstance(os.fspath(value), bytes):
-        raise refused(name, value, "the path of a file", error)
+        raise refused(name, value, want, error)
     return Path(value)
 
 

@@ -549,7 +549,9 @@ def load_machine(
     {"link.bandwidth": "25GB/s"} or ["link.bandwidth=25GB/s"] (see overrides.py). user_file: a file that extends or
     overrides the catalog. Raises UnknownName, CatalogError, and PstarError for a size that is none.
     """
-    text = str(file_path("machine", name, error=CatalogError))
+    text = str(
+        file_path("machine", name, want="the name of a machine, or the path of a file of one", error=CatalogError)
+    )
     if isinstance(name, Path) or text.endswith(".toml"):
         if user_file is not None:
             raise CatalogError(

@@ -15,7 +15,10 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
+from typing import Any
 
+from pstar_sim.arguments import real
 from pstar_sim.catalog.machine import Fabric, Gpu, Host, Link, Machine, Nvme, Rank
 from pstar_sim.errors import CatalogError, PstarError
 from pstar_sim.units import format_bytes, parse_bytes, parse_bytes_per_s
@@ -47,6 +50,7 @@ def override(machine: Machine, changes: Mapping[str, Value] | Iterable[str]) -> 
     the rest of the machine; and for a figure of a part the machine does not have.
     """
     given = dict(changes) if isinstance(changes, Mapping) else parse_settings(changes)
+    given = {path: _plain(value) for path, value in given.items()}
     if not given:
         return machine
     was = machine
@@ -55,6 +59,13 @@ def override(machine: Machine, changes: Mapping[str, Value] | Iterable[str]) -> 
         machine = _put(machine, path, given[path])
     _check(machine, given)
     return _named(was, machine, given)
+
+
+def _plain(value: object) -> Any:
+    """Numbers, numpy's too, as Python's own."""
+    if isinstance(value, (str, bool)) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def override_paths() -> tuple[str, ...]:
@@ -111,7 +122,7 @@ def _put(machine: Machine, path: str, value: Value) -> Machine:
     if not figure.low <= number <= figure.high:
         unit = _LIKELY.get(figure.kind)
         if unit is not None and re.fullmatch(r"\s*[0-9.]+\s*", str(value)):
-            raise CatalogError(f"{path} = {value!r} has no unit; write {value}{unit}, such as {_EXAMPLES[figure.kind]}")
+            raise CatalogError(f"{path} = {value!r} has no unit; write {value}{unit}")
         raise CatalogError(
             f"{path} = {value!r} is absurd; it must be between {_shown(figure.kind, figure.low)} and "
             f"{_shown(figure.kind, figure.high)}"
@@ -162,7 +173,7 @@ def _number(machine: Machine, path: str, figure: _Path, value: Value) -> float:
     if isinstance(value, bool):
         raise refusal
     if isinstance(value, (int, float)):
-        number = float(value)
+        number = real(value)
     else:
         change = _RELATIVE.fullmatch(value.strip())
         if change is not None:
@@ -181,7 +192,7 @@ def _number(machine: Machine, path: str, figure: _Path, value: Value) -> float:
             number = _absolute(figure.kind, value, refusal)
     if number != number or (number <= 0 and not (figure.low <= 0 == number)):
         raise CatalogError(f"{path} = {value!r}: it must be positive; write {_EXAMPLES[figure.kind]}")
-    if figure.kind == "count" and number != round(number):
+    if figure.kind == "count" and not number.is_integer():
         raise refusal
     return number
 

@@ -20,6 +20,9 @@ class Collection:
     def __iter__(self) -> Iterator[Any]:
         return iter(self._rows())
 
+    def __reversed__(self) -> Iterator[Any]:
+        return iter(self._rows()[::-1])
+
     def __len__(self) -> int:
         return len(self._rows())
 

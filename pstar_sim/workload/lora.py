@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 
 from pstar_sim.arguments import refused, whole
 from pstar_sim.errors import ModelError
@@ -61,8 +62,9 @@ def adapter(given: Adapter | str | int) -> Adapter:
     anything else."""
     if isinstance(given, Adapter):
         return given
-    if isinstance(given, int) and not isinstance(given, bool):
-        return Adapter(rank=given)
+    number: object = given  # numpy's are numbers, too
+    if not isinstance(number, bool) and isinstance(number, Integral):
+        return Adapter(rank=int(number))
     if not isinstance(given, str):
         raise refused("lora", given, "an adapter, such as 'r=16'", ModelError)
     rank, targets = 0, None

@@ -69,7 +69,6 @@ def preset(
         attention=attention,
         lora=None if lora is None else adapter(lora),
         optimizer=optimizer,
-        model=name,
     )
     return replace(made, dtype_open=True) if dtype is None else made
 

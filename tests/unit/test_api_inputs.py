@@ -46,7 +46,7 @@ def _host(m: Machine, **changes: Any) -> Machine:
         (lambda m: _link(m, latency_s=1e308), "latency_s = 1e.308: it must be .* of at least 0, from 1e-18 to 1e.18"),
         (lambda m: _link(m, h2d_bytes_per_s=1e-300), "h2d_bytes_per_s = 1e-300: it must be .* above 0, from 1e-18 to"),
         (lambda m: _host(m, memory_bytes=10**400), r"memory_bytes = 10*\.\.\.: it must be .* from 1e-18 to 1e.18"),
-        (lambda m: _gpu(m, usable_bytes=m.gpu.memory_bytes + 1), r"the card has \d+ bytes; give at most those"),
+        (lambda m: _gpu(m, usable_bytes=m.gpu.memory_bytes + 1), r"the card has \d+ bytes; give no more"),
         (lambda m: _link(m, duplex="yes"), "duplex = 'yes': it must be True or False"),
         (lambda m: _gpu(m, flops_per_s={"fp16": math.inf}), r"flops_per_s\['fp16'\] = inf"),
         (lambda m: _gpu(m, flops_per_s={}), "flops_per_s = {}"),
@@ -109,6 +109,18 @@ def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
     answer = ps.compare(w, "v100-32", policies="tide", chunk_bytes=2 * kib * kib)
     answer.best().save(tmp_path / "plan.json")
     assert ps.load_plan(tmp_path / "plan.json").workload.batch == 8
+    assert len(ps.machine("virtual", gpus=np.int64(2)).ranks) == 2
+    four = ps.preset("gpt2", batch=1, seq=64, lora=4)
+    assert ps.preset("gpt2", batch=1, seq=64, lora=np.int64(4)).fingerprint == four.fingerprint
+
+
+def test_a_model_has_one_name_however_it_is_written() -> None:
+    """Else a plan would not be for the workload that it was made for."""
+    plain = ps.preset("1B", batch=1, seq=64)
+    assert ps.preset("1b", batch=1, seq=64).model == plain.model
+    assert (
+        ps.compare(plain, "v100-32", policies="tide").best().plan.check(ps.preset("1b", batch=1, seq=64, dtype="fp16"))
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,6 +132,8 @@ def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
         (lambda w: ps.compare(w, "v100-32", chunk_bytes="big"), "chunk_bytes = 'big': 'big' is not a size"),
         (lambda w: ps.compare(w, "v100-32", policies=[]), r"policies = \[\]: give at least one policy"),
         (lambda w: ps.compare(w, "v100-32", policies="tied"), "unknown policy 'tied'; did you mean tide"),
+        (lambda w: ps.machine(None), "machine = None: it must be the name of a machine, or the path of a file of one"),
+        (lambda w: ps.machine("v100-32", overrides={"host.cores": 10**400}), "host.cores = 10* is no count; write 8"),
         (lambda w: ps.compare(w, 32), "machine = 32: it must be a Machine or the name of one"),
         (lambda w: ps.compare(w, "H100"), "unknown machine 'H100'; did you mean h100-80"),
         (lambda w: ps.machine("v100-32", gpu_memory=48), "'48' has no unit; write 48GB"),
