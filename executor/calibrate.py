@@ -306,17 +306,19 @@ def machine_of(
 def _gpu(found: Findings, device: Device, available: int, origin: str, notes: list[str]) -> Gpu:
     own = device.memory()
     if own is None:
-        total = usable = available // 4
-        context = 0
-        notes.append(f"{format_bytes(usable)} of host memory stand for the virtual accelerator's")
+        total, context = available // 4, 0
+        notes.append(f"{format_bytes(total)} of host memory stand for the virtual accelerator's")
     else:
-        total, usable, context = own
-    if usable <= context:
-        raise PlanError(f"{device.title} has {format_bytes(usable)} free, which leaves nothing; end what uses it")
+        total, context = own
+    if total <= context:
+        raise PlanError(
+            f"{device.title} has {format_bytes(total)}, and {format_bytes(context)} are taken or have to stay free, which "
+            "leaves nothing; end what uses it"
+        )
     return Gpu(
         name=_gpu_name(device),
         memory_bytes=total,
-        usable_bytes=usable,
+        usable_bytes=total,
         context_bytes=context,
         hbm_bytes_per_s=found.memory_bytes_per_s,
         flops_per_s={dtype: best_rate(curve) for dtype, curve in found.matmul.items()},

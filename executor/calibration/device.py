@@ -71,9 +71,9 @@ class Device(Protocol):
         """uint8 host memory that is not pinned; None where pinning means nothing."""
         ...
 
-    def memory(self) -> tuple[int, int, int] | None:
-        """(bytes it has, bytes free for this process, those of them that no plan may count on: `devices/room.py`); None
-        where it has no memory of its own."""
+    def memory(self) -> tuple[int, int] | None:
+        """(bytes it has, those of them that no plan may count on: `devices/room.py`); None where it has no memory of
+        its own."""
         ...
 
     def using(self) -> AbstractContextManager[None]:
@@ -132,7 +132,7 @@ class VirtualDevice:
     def pageable(self, size_bytes: int) -> torch.Tensor | None:
         return None
 
-    def memory(self) -> tuple[int, int, int] | None:
+    def memory(self) -> tuple[int, int] | None:
         return None
 
     @contextmanager
@@ -240,10 +240,9 @@ class CudaDevice:
     def pageable(self, size_bytes: int) -> torch.Tensor | None:
         return torch.zeros(size_bytes, dtype=torch.uint8)
 
-    def memory(self) -> tuple[int, int, int] | None:
-        room = measure_room(self.device)
-        total = int(torch.cuda.mem_get_info(self.device)[1])
-        return total, total - room.outside_bytes, room.kept_bytes - room.outside_bytes
+    def memory(self) -> tuple[int, int] | None:
+        # The context is in the second figure, not taken off the first: a cap on the card has it inside, too.
+        return int(torch.cuda.mem_get_info(self.device)[1]), measure_room(self.device).kept_bytes
 
     @contextmanager
     def using(self) -> Iterator[None]:

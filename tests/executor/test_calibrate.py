@@ -13,7 +13,7 @@ from executor import calibrate as calibration
 from executor.calibration import collectives, compute, copies, disk, host, moments, together
 from executor.calibration.bench import Bench, Effort
 from executor.calibration.device import CudaDevice, VirtualDevice, open_device
-from pstar_sim.catalog.loader import load_machine
+from pstar_sim.catalog.loader import load_machine, resize
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Settings
 from pstar_sim.core.step import Queue
@@ -430,7 +430,9 @@ def test_devices_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         open_device("tpu")
 
 
-def test_cuda_seconds_come_from_events_on_the_queues_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_seconds_come_from_events_and_a_plan_for_a_cap_leaves_the_room_that_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """No GPU is needed to see that the right streams are asked in the right order."""
     said: list[str] = []
 
@@ -477,10 +479,10 @@ def test_cuda_seconds_come_from_events_on_the_queues_stream(monkeypatch: pytest.
     device = open_device("auto")
     assert isinstance(device, CudaDevice)
     assert device.dtypes == ("fp32", "bf16", "fp16")
-    # 9 GB are not torch's: more than the least that is kept, so the allocator's fragments come off what is free.
+    # 9 GB are not torch's: more than the least that is kept; the allocator's fragments come on top.
     monkeypatch.setattr("executor.devices.room._multiply", lambda device: said.append("product"))
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
-    assert device.memory() == (80 * 10**9, 71 * 10**9, 256 << 20)
+    assert device.memory() == (80 * 10**9, 9 * 10**9 + (256 << 20))
     assert said == ["wait for everything", "product", "wait for everything"]
     said.clear()
     assert device.timed(lambda: said.append("action")) == 0.0125
@@ -491,7 +493,9 @@ def test_cuda_seconds_come_from_events_on_the_queues_stream(monkeypatch: pytest.
     m = calibration.machine_of(FOUND, device, name="box", cores=16, memory=(10**11, 9 * 10**10))
     assert len(m.ranks) == 2  # two of the same name
     assert m.gpu.name == "h100-80"  # the catalog knows this device name
-    assert m.gpu.usable_bytes == 71 * 10**9
+    assert m.gpu.budget_bytes == 71 * 10**9 - (256 << 20)
+    # A run with that cap has 24 - 9 GB: what is not torch's comes off the cap, as it came off the card.
+    assert resize(m, gpu_memory="24GB").gpu_budget_bytes == 15 * 10**9 - (256 << 20)
     assert m.host.adam_params_per_s in (1e9, 1.9e9)
 
 
