@@ -81,7 +81,8 @@ def test_a_steady_iteration_allocates_nothing_and_the_training_thread_never_wait
         torch.cuda.set_sync_debug_mode("error")  # an operator that waits for the device raises, in whatever thread
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities, acc_events=True) as profile:
-            iterate(model, optimizer, x, 4)
+            with torch.profiler.record_function("steady"):
+                iterate(model, optimizer, x, 4)
             # The profiler waits for the device when it ends, by the very function that notes waits.
             torch.cuda.set_sync_debug_mode("default")
             monkeypatch.undo()
@@ -97,7 +98,7 @@ def test_a_steady_iteration_allocates_nothing_and_the_training_thread_never_wait
         checked = [key for key in ("num_device_alloc", "num_device_free", "num_alloc_retries") if key in after]
         assert {key: after[key] for key in checked} == {key: before[key] for key in checked}
         assert "num_alloc_retries" in checked
-        called = {event.name for event in profile.events()}
+        called = kit.names_within(profile.events(), "steady")  # the profile has its own wait for the device, at its end
         assert any(name.startswith("cudaLaunchKernel") for name in called), "the profiler saw no call of the runtime"
         assert not called & {"cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost", "cudaDeviceSynchronize"}
     finally:
@@ -288,9 +289,8 @@ class TestTheCap:
             executor.prepare(Wide(), larger, executor.AdamW(), device="cuda", check=False)
 
 
-def test_copies_overlap_compute(kit: Any) -> None:
-    """Spans of the measured timeline, in the device's time: some copy runs while a moment computes, none before what it
-    waits for has ended."""
+def test_no_step_begins_before_what_it_waits_for_has_ended(kit: Any) -> None:
+    """Spans of the measured timeline, in the device's time."""
     plan = plan_of(kit, "tide", 5)
     model, optimizer, x = begin(plan)
     try:
@@ -298,7 +298,10 @@ def test_copies_overlap_compute(kit: Any) -> None:
         optimizer.session.drain()
         timeline = optimizer.session.timeline()
         at = {(s.step, s.iteration): s for s in timeline.spans}
-        slack_s = 5e-5  # events of two streams are taken a few microseconds apart
+        ended_s = [span.end_s for span in timeline.spans]
+        # Events of two streams are taken a few microseconds apart, and the device's clock and the host's, which
+        # Adam's spans are by, run apart by up to 1e-4 of the time.
+        slack_s = 5e-5 + 1e-4 * (max(ended_s) - min(ended_s))
         for step in plan.steps:
             for ref in step.after:
                 for iteration in range(timeline.iterations):

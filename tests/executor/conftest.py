@@ -13,7 +13,7 @@ import itertools
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -336,6 +336,14 @@ def waits_of_training(monkeypatch: pytest.MonkeyPatch, owners: Sequence[tuple[An
 
         monkeypatch.setattr(owner, "synchronize", noted)
     return waits
+
+
+def names_within(events: Iterable[Any], mark: str) -> set[str]:
+    """Names of the profiler's events on the host that began inside the `record_function` of that name. What ends a
+    profile (torch waits for the device before it stops) is in it, too."""
+    here = [event for event in events if event.device_type == torch.autograd.DeviceType.CPU]
+    (within,) = (event.time_range for event in here if event.name == mark)
+    return {event.name for event in here if within.start <= event.time_range.start <= within.end}
 
 
 @pytest.fixture

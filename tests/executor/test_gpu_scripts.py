@@ -192,6 +192,15 @@ def test_waits_of_training_are_told_from_those_of_queues(kit: Any, monkeypatch: 
     assert len(waits) == 2
 
 
+def test_what_a_profile_does_at_its_end_is_not_within_what_is_marked(kit: Any) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        with torch.profiler.record_function("steady"):
+            torch.ones(2).exp()
+        torch.ones(2).cos()
+    names = kit.names_within(profile.events(), "steady")
+    assert "aten::exp" in names and "aten::cos" not in names
+
+
 class TestSmoke:
     def test_a_part_that_takes_too_long_ends_with_its_stacks_and_the_next_one_runs(
         self, load: Callable[[str], Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
