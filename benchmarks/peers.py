@@ -29,7 +29,7 @@ from typing import Any
 
 from _keep import Keep, results_folder, results_name
 from _results import RESULTS, write_result
-from contenders.groups import ON_A_CARD, TABLES, Table, merged, next_group, ratios
+from contenders.groups import ON_A_CARD, TABLES, Table, merged, next_group, ratios, tables_of
 from contenders.memory import NOT_MEASURABLE
 from contenders.process import Failed, Process, processes
 from contenders.room import bytes_per_param, largest_by_trial, least_host_bytes
@@ -744,7 +744,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"skipped: {CONTENDERS[name][2]}: {why}")
         best = run.best_micro_batches()
         tables: list[tuple[Table, dict[str, Any]]] = []
-        for table in TABLES if args.device == "cpu" else ON_A_CARD:
+        for table in tables_of(run.names, args.device):
             tables.append((table, compared_in(table, run, best, plain=tables[0][1] if tables else {})))
         all_of_them = merged([compared[word] for _, compared in tables for word in ("unclipped", "clipped")])
         largest = run.largest(best, all_of_them)

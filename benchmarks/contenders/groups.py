@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["ON_A_CARD", "TABLES", "Table", "merged", "next_group", "ratios"]
+__all__ = ["ON_A_CARD", "TABLES", "Table", "merged", "next_group", "ratios", "tables_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,12 @@ each peer beside the one of ours that keeps about as much on the accelerator."""
 ON_A_CARD = (
     Table(name="on a card", contenders=("ours", "ours_eager", "plain", *_PEERS), references=("ours", "plain")),
 )
+
+
+def tables_of(contenders: Sequence[str], device: str) -> list[Table]:
+    """Those that have more to show than peers; without any of these the first, with the peers."""
+    tables = ON_A_CARD if device == "cuda" else TABLES
+    return [table for table in tables if (set(table.contenders) - set(_PEERS)) & set(contenders)] or [tables[0]]
 
 
 def next_group(

@@ -264,14 +264,27 @@ class TestAnswers:
                 made.answer(60)
 
 
+def know_alone(peers: Any, argv: list[str], folder: Path, names: list[str], peak_bytes: int) -> None:
+    """As if a run before this one had measured these contenders alone."""
+    args = peers.parse(argv)
+    run = peers.Run(args, folder)
+    held = {"start": {"start_peak_bytes": 1}, "memory": {"host_peak_bytes": peak_bytes, "baseline_bytes": 0}}
+    with run.keep.partial.open("a", encoding="utf-8") as file:
+        for name in names:
+            key = f"alone 1 {run.task(name, clip=args.clip == 'yes').key}"
+            file.write(json.dumps({"key": key, "result": held}) + "\n")
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # eight seconds of imports per process, on a loaded machine minutes
 def test_contenders_in_turns(load: Callable[[str], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Plain PyTorch, and ours with room for half, on a tiny model: the same losses to the last bit, two tables, and a
-    file that says everything. Each is started twice: alone for its memory, then in its group."""
+    file that says everything. Ours is measured alone, then runs in its group; of plain PyTorch the first is known."""
     peers = load("peers")
     argv = ["--model", "tiny-gpt2", "--sequence", "16", "--micro", "4", "--steps", "2", "--threads", "1"]
     argv += ["--largest", "0", "--clip", "yes", "--name", "some"]
     argv += ["--contenders", "plain,ours_half", "--out", str(tmp_path)]
+    know_alone(peers, argv, tmp_path, ["plain"], 10**8)
     assert peers.main(argv) == 0
     result = json.loads((tmp_path / "some.json").read_text(encoding="utf-8"))
     tables = result["tables"]
@@ -355,12 +368,9 @@ class TestMemory:
         """Only one micro-batch, so nothing was searched: each is measured alone all the same. Ours and plain are said
         to have held 10**15 bytes: 1.1 x that is in no machine."""
         peers = load("peers")
-        args = peers.parse([*self.ARGV, "--contenders", "plain,ours", "--out", str(tmp_path)])
-        key = [f"alone 1 {peers.Run(args, tmp_path).task(name).key}" for name in ("ours", "plain")]
-        held = {"start": {"start_peak_bytes": 1}, "memory": {"host_peak_bytes": 10**15, "baseline_bytes": 0}}
-        lines = [json.dumps({"key": one, "result": held}) for one in key]
-        (tmp_path / "peers.partial.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        run = peers.Run(args, tmp_path)
+        argv = [*self.ARGV, "--contenders", "plain,ours", "--out", str(tmp_path)]
+        know_alone(peers, argv, tmp_path, ["ours", "plain"], 10**15)
+        run = peers.Run(peers.parse(argv), tmp_path)
         assert run.timed(run.best_micro_batches(), peers.TABLES[0], clip=False) == []
         assert set(run.skipped) == {"ours", "plain"}
         assert run.skipped["plain"].startswith("it needs 1100 TB of host memory (by what it held alone); ")
@@ -414,6 +424,17 @@ class TestGroups:
         next_group, references = load("contenders.groups").next_group, ["ours", "plain"]
         assert next_group(list(need), references, need, 17) == ["ours", "plain", "zero2", "zero3"]
         assert next_group(["fsdp2", "ours_eager"], references, need, 17) == ["ours", "plain", "fsdp2", "ours_eager"]
+
+    def test_a_table_of_peers_alone_is_not_made_beside_another(self, load: Callable[[str], Any]) -> None:
+        groups = load("contenders.groups")
+
+        def names(*contenders: str) -> list[str]:
+            return [table.name for table in groups.tables_of(contenders, "cpu")]
+
+        assert names("ours_half", "zero3") == ["model data leave"]
+        assert names("plain", "ours_away", "zero3") == ["everything resident", "model data leave"]
+        assert names("zero2", "zero3") == ["everything resident"]
+        assert groups.tables_of(("ours", "zero3"), "cuda") == [*groups.ON_A_CARD]
 
     def test_no_group_needs_more_than_there_is(self, load: Callable[[str], Any]) -> None:
         """Room for 9: zero3 6 and ours 3, plain has to stay out; for 6: zero3 alone; for 5: zero3 never."""
