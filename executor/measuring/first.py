@@ -26,8 +26,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from executor.measuring.measure import Walk, unseen
@@ -131,13 +132,14 @@ def compare(
 
 class FirstIteration(Standing):  # type: ignore[no-untyped-call]
     """Counts from `begin` on, until an iteration has run on plan. report: the last comparison, None before it. refused:
-    what the next forward raises."""
+    makes what the next forward raises."""
 
     def __init__(self, session: Session) -> None:
         self.peaks: list[int] = []
         super().__init__(session)
         self.report: TideReport | None = None
-        self.refused: DoesNotFit | None = None
+        # Made anew each time: a traceback holds the loop's frames, and with them the session.
+        self.refused: Callable[[], DoesNotFit] | None = None
         self._done = False
         self._plans = 0
         self._iterations = 0
@@ -188,7 +190,7 @@ class FirstIteration(Standing):  # type: ignore[no-untyped-call]
     def require_plan(self) -> None:
         """Raise where the tide that was measured fits no plan."""
         if self.refused is not None:
-            raise self.refused.with_traceback(None)
+            raise self.refused()
 
     def begins(self) -> None:
         """An iteration begins on plan; the queues run."""
@@ -272,6 +274,7 @@ class FirstIteration(Standing):  # type: ignore[no-untyped-call]
             replace(s.plan, workload=workload).check()
         except PlanError as error:
             self._say("the plan does not hold for it")
+            self.end()
             raise s.ranks.ends(
                 f"rank {s.ranks.rank}: {self.report}: {error}. Several ranks cannot plan again on the way: record the "
                 "trace (executor.record, pstar run --record) and plan from it, or plan for less --gpu-memory"
@@ -300,7 +303,8 @@ class FirstIteration(Standing):  # type: ignore[no-untyped-call]
         except DoesNotFit as error:
             report = self.report
             self._say(f"no plan for it fits: {error}")
-            self.refused = DoesNotFit(
+            self.refused = partial(
+                DoesNotFit,
                 policy=s.plan.policy,
                 place=error.place,
                 needed_bytes=error.needed_bytes,
@@ -308,5 +312,6 @@ class FirstIteration(Standing):  # type: ignore[no-untyped-call]
                 what=f"{error.what}; {report}; parameters are those after step {s.iteration - 1}, whole; give "
                 "more --gpu-memory, a smaller batch or checkpointing, or record the trace and plan from it",
             )
-            raise self.refused from None
+            self.end()
+            raise self.refused() from None
         self._say(f"planned again by {spec}, for a tide of at most {format_bytes(workload.peak_non_model_bytes)}")

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import nn
 import executor
 from executor.queues.threads import ThreadQueues
 from pstar_sim.core.plan import Plan, Settings
-from pstar_sim.errors import ContractError
+from pstar_sim.errors import ContractError, DoesNotFit
 from pstar_sim.workload.mixing import block_names, offload_blocks
 
 DROPS = 20
@@ -215,6 +216,24 @@ def test_offloaded_activations_and_their_graphs(kit: Any) -> None:
             optimizer.step()
             optimizer.zero_grad()
         model.kept = model(**batch).loss
+
+    cell()
+    traces.assert_gone()
+
+
+def test_a_run_whose_tide_fits_no_plan(kit: Any) -> None:
+    """The refusal is raised again at each forward, and holds none of the frames that it went through."""
+    w = executor.capture_module(Wide(), BATCH, name="wide", batch=4)
+    blind = replace(w, moments=tuple(replace(m, start_bytes=0, peak_bytes=0, end_bytes=0) for m in w.moments))
+    plan = kit.tight_plan("static_partition", blind, Settings(clip=False))
+    traces = Traces()
+
+    def cell() -> None:
+        model, optimizer = executor.prepare(Wide(), plan, executor.AdamW())
+        traces.add(optimizer.session)
+        for _ in range(2):
+            with pytest.raises(DoesNotFit, match="tide of iteration 0"):
+                iteration(model, optimizer)
 
     cell()
     traces.assert_gone()
