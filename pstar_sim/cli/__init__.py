@@ -20,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from pstar_sim.cli.parser import make_parser
     from pstar_sim.cli.status import INTERRUPTED, MISTAKE, status_of
 
+    _open_streams()
     parser = make_parser()
     try:
         args = parser.parse_args(argv)
@@ -39,6 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = f"{error.filename}: " if error.filename else ""
         return _complain(f"{name}{error.strerror or error}", MISTAKE)
     return status
+
+
+def _open_streams() -> None:
+    """Python has None for a stream that was closed before it started, as by `pstar ... >&-`: what is said goes nowhere
+    then, what is asked for in a file is still written."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (open until the end)
 
 
 def _complain(text: str, status: int) -> int:

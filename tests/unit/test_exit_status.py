@@ -3,6 +3,8 @@ not known."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,7 @@ def test_listings_and_answers_are_collections() -> None:
     answer = ps.compare(ps.preset("1B", batch=1, seq=128), "v100-32", policies=["tide", "all_on_gpu"], near=False)
     assert [row.policy for row in answer] == ["tide", "all_on_gpu"] and len(answer) == 2
     assert "tide" in answer and "optimal" not in answer and answer.rows[0] in answer
+    assert [row.policy for row in reversed(answer)] == ["all_on_gpu", "tide"]
     with pytest.raises(PstarError, match="policy = 0: it must be the name of one that was compared"):
         answer[0]  # type: ignore[index]
     fits = ps.fits(answer.workload, "v100-32", policies=["tide"], times=False)
@@ -89,3 +92,11 @@ def test_listings_and_answers_are_collections() -> None:
     assert len(limits) == 1 and "all_on_gpu" in limits
     with pytest.raises(PstarError, match="unknown policy 'tied'"):
         limits["tied"]
+
+
+@pytest.mark.parametrize(("words", "status"), [("policies >&-", 0), ("polices 2>&-", 2)])
+def test_a_stream_that_was_closed_before_is_no_crash(words: str, status: int) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f'"{sys.executable}" -m pstar_sim {words}'], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (status, "")
