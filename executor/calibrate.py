@@ -312,8 +312,8 @@ def _gpu(found: Findings, device: Device, available: int, origin: str, notes: li
         total, context = own
     if total <= context:
         raise PlanError(
-            f"{device.title} has {format_bytes(total)}, and {format_bytes(context)} are taken or have to stay free, which "
-            "leaves nothing; end what uses it"
+            f"{device.title} has {format_bytes(total)}, of which {format_bytes(context)} are taken or have to stay "
+            "free: nothing is left; end what uses it"
         )
     return Gpu(
         name=_gpu_name(device),

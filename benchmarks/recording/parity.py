@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -64,14 +65,15 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     )  # fmt: skip
     shape = {"batch": task.global_batch, "sequence": task.sequence, "dtype": task.dtype, "checkpointing": False}
 
-    def made() -> Built:
-        built = build(task.model, seed=0, **shape)
-        batches = batches_like(built.example_batch, open_data(None), vocabulary=built.vocabulary, seed=0)
-        return Built(module=built.module, batches=batches, task=task)
-
     begun_s = time.perf_counter()
+    built = build(task.model, seed=0, **shape)  # once: drawing weights takes longer than training
+
+    def made() -> Built:
+        batches = batches_like(built.example_batch, open_data(None), vocabulary=built.vocabulary, seed=0)
+        return Built(module=copy.deepcopy(built.module), batches=batches, task=task)
+
     plain = made()
-    begun = {name: p.detach().clone() for name, p in plain.module.named_parameters()}
+    begun = {name: p.detach() for name, p in built.module.named_parameters()}
     expected = _plain(plain, job["steps"])
     values = {name: p.detach().cpu() for name, p in plain.module.named_parameters()}
     plain.module.cpu()
