@@ -97,8 +97,11 @@ gpu-steady:
 gpu-7b:
 	@$(GPU_PYTHON) benchmarks/gpu_record.py --minutes 6 --models llama-7b --caps 24GB $(GPU_KEEP)
 
+# What nine minutes have room for. PEERS= adds the search of micro-batches, clipping and the largest models: several runs.
+PEERS ?= --contenders ours_eager,zero3,fsdp2 --micro 8 --clip no --largest 0
+
 gpu-peers:
-	@$(GPU_PYTHON) benchmarks/peers.py --device cuda --minutes 9 $(GPU_KEEP)
+	@$(GPU_PYTHON) benchmarks/peers.py --device cuda --minutes 9 $(PEERS) $(GPU_KEEP)
 
 gpu-largest:
 	@$(GPU_PYTHON) benchmarks/gpu_largest.py --minutes 9 $(GPU_KEEP)

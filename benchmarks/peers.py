@@ -736,8 +736,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return status
         print(report())
     if args.device == "cuda" and args.machine is None:
-        measured = ROOT / "traces" / "measured" / f"{slug(device_name('cuda'))}.toml"
-        args.machine = str(measured) if measured.exists() else None  # of `make gpu-record`
+        args.machine = measured_machine(device_name("cuda"), [args.out] if args.out else [])
     with tempfile.TemporaryDirectory() as logs:
         run = Run(args, Path(logs))
         for name, why in run.skipped.items():
@@ -792,6 +791,12 @@ def compared_in(
             {**group, "contenders": list(group["contenders"])} for group in timed
         ]  # who was alive at once, in how much memory, under what load
     return found
+
+
+def measured_machine(gpu: str, folders: Sequence[Path]) -> str | None:
+    """The machine file of `make gpu-record`, in one of these folders or where it is kept without --out."""
+    files = (folder / f"{slug(gpu)}.toml" for folder in (*folders, ROOT / "traces" / "measured"))
+    return next((str(file.resolve()) for file in files if file.exists()), None)
 
 
 def device_name(device: str) -> str:

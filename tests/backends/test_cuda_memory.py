@@ -9,6 +9,7 @@ import torch
 
 import executor
 from executor.devices.cuda_blocks import block_bytes
+from executor.devices.room import measure_room
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit, PlanError
 from pstar_sim.policy.registry import find_policy
@@ -220,8 +221,6 @@ def test_pinned_memory_goes_back_with_the_session(kit: Any) -> None:
 
 def test_the_room_is_what_a_run_leaves_free() -> None:
     """Measured twice, the same; and torch holds the workspaces that were seen."""
-    from executor.devices.room import measure_room
-
     device = torch.device("cuda", 0)
     first, second = measure_room(device), measure_room(device)
     assert first.workspace_bytes == second.workspace_bytes > 0
@@ -275,8 +274,8 @@ class TestTheCap:
 
     def test_smaller_than_the_plan(self, kit: Any) -> None:
         plan = plan_of(kit, "tide", 5)
-        taken = torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()
-        cap = taken + plan.gpu_budget_bytes // 2
+        # Workspaces are as large as half of this plan: with the context alone in the cap, nothing would be left.
+        cap = measure_room(torch.device("cuda", 0)).measured_bytes + plan.gpu_budget_bytes // 2
         with pytest.raises(DoesNotFit, match="plan again with --gpu-memory"):
             executor.prepare(Wide(), plan, executor.AdamW(), device="cuda", gpu_memory=cap)
 

@@ -70,6 +70,15 @@ class TestArguments:
         assert config["zero_optimization"]["sub_group_size"] == 10**8 and config["bf16"] == {"enabled": True}
 
 
+def test_the_machine_that_was_measured_beside_the_results_makes_our_plans(
+    load: Callable[[str], Any], tmp_path: Path
+) -> None:
+    peers = load("peers")
+    assert peers.measured_machine("NVIDIA X1", [tmp_path]) is None
+    (tmp_path / "nvidia-x1.toml").touch()
+    assert peers.measured_machine("NVIDIA X1", [tmp_path]) == str(tmp_path / "nvidia-x1.toml")
+
+
 def test_what_is_missing_is_named(load: Callable[[str], Any]) -> None:
     preflight = load("preflight")
     assert preflight.missing(("torch", "numpy")) == {}
