@@ -88,7 +88,10 @@ def prepare(
     that are broken or not of this model; the model is then unchanged.
     """
     options = DeviceOptions(bandwidth=bandwidth, adam_threads=adam_threads, gpu_memory_bytes=gpu_memory)
-    if any(hasattr(p, "_reader") for p in model.parameters()):
+    if (prepared := next((p for p in model.parameters() if hasattr(p, "_reader")), None)) is not None:
+        session = prepared._reader()
+        if session is not None and session.queues.program is None:
+            session.require_running()  # a prepare that was interrupted: there is no optimizer to close
         raise ContractError("the model is prepared already; call optimizer.session.close() before preparing it again")
     groups = optimizer.groups(model)
     by_id = group_of(groups)
@@ -208,7 +211,11 @@ def _closed(backend: Backend | None, sessions: Sequence[Session]) -> Iterator[No
     """What was taken of the device for a run that does not begin is given back; a session does so itself."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
+        if sessions and not isinstance(error, Exception):
+            sessions[0].end(
+                "executor.prepare was interrupted while values moved into the chunks; build or load the model again"
+            )
         if backend is not None and not sessions:
             backend.close()
         raise

@@ -17,7 +17,7 @@ import torch
 
 import executor
 from pstar_sim.core.step import Queue
-from pstar_sim.errors import ContractError
+from pstar_sim.errors import ContractError, Interrupted
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -143,3 +143,30 @@ def test_an_interrupted_session_closes(restore: bool) -> None:
     assert not [thread for thread in threads if thread.is_alive()]
     if restore:
         assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+class Taking(executor.VirtualBackend):
+    """Ctrl-C while memory is taken for the chunks. left: takes before that one."""
+
+    left = 2
+
+    def take(self, payload: torch.Tensor) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+        super().take(payload)
+
+
+def test_an_interrupted_prepare_says_so_from_then_on() -> None:
+    """No optimizer was returned that could be closed, and the values are in no one place."""
+    bench = bench_of(_interrupts.Case(policy="tide", update="step", path="off plan"))
+    model = copy.deepcopy(bench.model)
+    with pytest.raises(KeyboardInterrupt):
+        executor.prepare(model, bench.plan, executor.AdamW(lr=_interrupts.LR), backend=Taking())
+    for asks in (
+        lambda: executor.prepare(model, bench.plan, executor.AdamW(lr=_interrupts.LR)),
+        model.state_dict,
+        lambda: model(bench.batches[0]),
+    ):
+        with pytest.raises(Interrupted, match=r"prepare was interrupted .* build or load the model again"):
+            asks()
