@@ -95,7 +95,7 @@ gpu-steady:
 	@$(GPU_PYTHON) benchmarks/gpu_test.py --minutes 3 --slow $(GPU_KEEP)
 
 gpu-7b:
-	@$(GPU_PYTHON) benchmarks/gpu_record.py --minutes 6 --models llama-7b --caps 24GB $(GPU_KEEP)
+	@$(GPU_PYTHON) benchmarks/gpu_record.py --minutes 6 --name gpu_7b --models llama-7b --caps 24GB $(GPU_KEEP)
 
 # What nine minutes have room for. PEERS= adds the search of micro-batches, clipping and the largest models: several runs.
 PEERS ?= --contenders ours_eager,zero3,fsdp2 --micro 8 --clip no --largest 0

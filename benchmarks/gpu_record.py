@@ -4,7 +4,7 @@ Calibration first (a machine file); then for each model (smallest first) the tid
 then plans at each cap, run by the executor: bytes of every moment, the worst one named, bytes over the link by the
 profiler, reserved bytes, exchanges, host memory, seconds. Every stage has a process of its own and is kept as it is
 done: a run that was cut off or used up its --minutes goes on where it stopped, from the folder --out. Figures:
-gpu_record.json; beside it the machine file and traces (without --out: traces/measured/).
+gpu_record.json (gpu_7b.json); beside it the machine file and traces (without --out: traces/measured/).
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=results_folder,
         help="folder of all that is found (default: benchmarks/results and traces/measured)",
     )
+    add("--name", default="gpu_record", help="of the file of figures: what another name has stays")
     add("--models", default="vit-b-16,gpt2-xl,llama-7b", help=f"comma-separated, of {','.join(MODELS)}")
     add("--policies", default="tide", help="that make the plans, comma-separated")
     add("--caps", default="8GB,16GB,24GB,none", help="of the card's memory, comma-separated")
@@ -172,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             keep.say("gpu-record: no plans without a calibration")
             break
     content = {"gpu": gpu, "torch_cuda": torch.version.cuda, "stages": found, "stages_left": stages.left_out}
-    keep.say(f"written: {write_result('gpu_record', content, folder=args.out)}")
+    keep.say(f"written: {write_result(args.name, content, folder=args.out)}")
     if stages.left_out:
         keep.say(f"{stages.left_out} stages had no time left; run the same command again and it goes on")
     elif args.out is None:

@@ -256,6 +256,13 @@ class TestRecord:
         for row in stages.values():
             assert row["deviations"] == [] and row["moved_bytes"]["profiler"] is None
             assert row["iteration_s"]["measured"] > 0
+        # Another file of figures: it goes on from the same stages, and the first stays as it is.
+        assert record.main([*argv, "none", "--name", "gpu_other", "--out", str(tmp_path / "two")]) == 0
+        assert " ...\n" not in capfd.readouterr().out
+        written = {
+            n: json.loads((tmp_path / "two" / f"{n}.json").read_text("utf-8")) for n in ("gpu_record", "gpu_other")
+        }
+        assert [len(content["stages"]) for content in written.values()] == [2, 1]
 
     def test_stages_are_chosen_and_the_smallest_comes_first(self, load: Callable[[str], Any], tmp_path: Path) -> None:
         record = load("gpu_record")
