@@ -188,7 +188,7 @@ def test_transformers_fake_equals_real(kind: str, checkpointing: bool) -> None:
     both(model, batch)
 
 
-def test_a_mask_that_comes_with_the_batch_is_counted() -> None:
+def test_a_mask_with_padding_is_as_a_real_run_has_it() -> None:
     """Its values are unknown: a capture takes it for one with padding, of which a real run makes an attention mask."""
     tokens, mask = torch.randint(0, 128, (2, 32)), torch.ones(2, 32, dtype=torch.int64)
     mask[1, :8] = 0

@@ -138,9 +138,9 @@ def test_an_interrupted_session_closes(restore: bool) -> None:
     backend.left = 2
     with pytest.raises(KeyboardInterrupt):
         loss.backward()
-    threads = optimizer.session.queues._threads
+    threads = list(optimizer.session.queues._crew.threads)
     optimizer.session.close(restore=restore)
-    assert not [thread for thread in threads if thread.is_alive()]
+    assert threads and not [thread for thread in threads if thread.is_alive()]
     if restore:
         assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 

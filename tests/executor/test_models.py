@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from executor.capture import capture
 from executor.models import build, forward_loss
 from pstar_sim.catalog.models import model_entry
 from pstar_sim.errors import ModelError, UnknownName
+
+BEFORE_5 = int(transformers.__version__.partition(".")[0]) < 5
+ROUTED = pytest.mark.skipif(BEFORE_5, reason="before transformers 5.0 experts find their tokens by value (nonzero)")
 
 TINY_LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "num_hidden_layers": 2,
@@ -174,6 +178,7 @@ def test_batches_go_in_and_losses_come_out() -> None:
         forward_loss(Echo(lambda loss: (x,)), x)
 
 
+@ROUTED
 def test_routed_experts_count_the_experts_a_token_goes_to(tmp_path: Path) -> None:
     """Mixtral: 32 tokens, 2 of 4 experts each, three products of 32 x 64 in an expert, forward and twice backward."""
     values = {"model_type": "mixtral", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -189,6 +194,7 @@ def test_routed_experts_count_the_experts_a_token_goes_to(tmp_path: Path) -> Non
     assert w.flops == experts + others + attention + rotary
 
 
+@ROUTED
 def test_routed_experts_in_fp32(tmp_path: Path) -> None:
     """As in bf16, at twice the bytes of what is not an index."""
     values = {"model_type": "mixtral", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -224,12 +230,14 @@ def test_hf_sizes_said_elsewhere_or_not_at_all(tmp_path: Path, model_type: str) 
     assert built.sequence == sequence
 
 
+@pytest.mark.filterwarnings("ignore:The class `Wav2Vec2ForMaskedLM`:FutureWarning")  # of transformers before 5.0
 def test_hf_type_without_a_known_batch(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "wav2vec2"}))
-    with pytest.raises(ModelError, match=r"'wav2vec2' has no class .* that reads text or images.*factory"):
+    with pytest.raises(ModelError, match=r"('wav2vec2' has no class .* that reads text|no batch is known).*factory"):
         build(f"hf:{tmp_path}", device="meta")
 
 
+@pytest.mark.skipif(BEFORE_5, reason="T5 calls torch's scaled_dot_product_attention since transformers 5.0")
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns of why each kernel is not used
 def test_flash_asked_for_where_it_cannot_run(tmp_path: Path) -> None:
     values = {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4,
