@@ -99,28 +99,50 @@ def gaps_table() -> str:
     return "\n".join(lines)
 
 
-def peers_table() -> str:
-    """What benchmarks/peers.py has written: on this CPU and, where it has run there, on a GPU."""
-    lines = []
-    for name in ("peers", "peers_cuda"):
-        if not (RESULTS / f"{name}.json").exists():
-            continue
-        found = result(name)
-        if not lines:
-            lines = [
-                "| contender | clipped | micro-batch | tokens/s | GPU | host peak | a parameter | largest | losses |",
-                "|---|---|---:|---:|---:|---:|---:|---:|---:|",
-            ]
-        for row in found["rows"]:
-            gpu, most, apart = row["gpu_reserved_bytes"], row["largest_params"], row["loss_apart"]
-            lines.append(
-                f"| {row['contender']}{', on ' + found['device'] if name == 'peers_cuda' else ''} "
-                f"| {'yes' if row['clip'] else 'no'} | {row['micro_batch']} | {row['tokens_per_s']:,.0f} "
-                f"| {'n/a' if gpu is None else f'{gpu / 1e9:.2f} GB'} | {row['host_peak_bytes'] / 1e9:.2f} GB "
-                f"| {row['host_bytes_per_param']:.1f} B | {'-' if most is None else f'{most / 1e6:,.0f} M'} "
-                f"| {'-' if apart is None else f'{apart:.1e}'} |"
-            )
-    return "\n".join(lines)
+def peers_resident() -> str:
+    """What benchmarks/peers.py has written: on this CPU with everything resident and, where it has run there, on a
+    GPU."""
+    found = [*result("peers")["tables"]["everything resident"]["rows"]]
+    if (RESULTS / "peers_cuda.json").exists():
+        cuda = result("peers_cuda")
+        rows = [row for compared in cuda["tables"].values() for row in compared["rows"]]
+        found += [{**row, "contender": f"{row['contender']}, on {cuda['device']}"} for row in rows]
+    return peers_table(found)
+
+
+def peers_away() -> str:
+    """Nothing until it was measured."""
+    compared = result("peers")["tables"].get("model data leave")
+    return "" if compared is None else peers_table(compared["rows"])
+
+
+def peers_table(rows: list[dict[str, Any]]) -> str:
+    """A row per contender and clipping. A column that has no figure in any row is left out."""
+    cells: dict[str, Callable[[dict[str, Any]], str]] = {
+        "contender": lambda row: row["contender"],
+        "leaves the accelerator": lambda row: row["leaves"],
+        "clipped": lambda row: "yes" if row["clip"] else "no",
+        "micro-batch": lambda row: str(row["micro_batch"]),
+        "step": lambda row: "-" if row["times"] is None else f"{row['times']['step']:.2f} x {row['times']['of']}",
+        "tokens/s": lambda row: f"{row['tokens_per_s']:,.0f}",
+        "GPU": lambda row: figure(row["gpu_reserved_bytes"], 1e9, ".2f", " GB"),
+        "host peak": lambda row: figure(row["host_peak_bytes"], 1e9, ".2f", " GB"),
+        "per parameter": lambda row: figure(row["host_bytes_per_param"], 1, ".1f", " B"),
+        "largest": lambda row: figure(row["largest_params"], 1e6, ",.0f", " M"),
+        "losses": lambda row: figure(row["loss_apart"], 1, ".1e", ""),
+    }
+    columns = {name: [cell(row) for row in rows] for name, cell in cells.items()}
+    shown = {name: column for name, column in columns.items() if set(column) != {"-"}}
+    words = ("contender", "leaves the accelerator", "clipped")
+    lines = [
+        f"| {' | '.join(shown)} |",
+        "|" + "|".join("---" if name in words else "---:" for name in shown) + "|",
+    ]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in zip(*shown.values()))])
+
+
+def figure(value: float | None, scale: float, form: str, unit: str) -> str:
+    return "-" if value is None else f"{value / scale:{form}}{unit}"
 
 
 def validation_summary() -> str:
@@ -154,16 +176,42 @@ def capture() -> str:
     )
 
 
+PEERS = {"zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
+
+
 def peers() -> str:
+    compared = result("peers")["tables"]["everything resident"]
     said = []
-    for clipped in ("unclipped", "clipped"):
-        ratios = {pair: both["medians"] for pair, both in result("peers")["ratios"][clipped].items()}
-        others = ", ".join(f"{1 / ratios[f'ours / {other}']:.2f}" for other in ("zero2", "zero3", "fsdp2"))
-        said.append((f"{ratios['ours / plain']:.2f}", others))
-    (plain, others), (plain_clipped, others_clipped) = said
+    for word, clipped in (("Without", "unclipped"), ("With", "clipped")):
+        of = {pair: both["medians"] for pair, both in compared["ratios"][clipped].items()}
+        if "ours / plain" in of:
+            others = {name: 1 / of[f"ours / {peer}"] for peer, name in PEERS.items() if f"ours / {peer}" in of}
+            said.append(
+                f"{word} clipping a step of ours takes {of['ours / plain']:.2f} times plain PyTorch's; "
+                f"{', '.join(others)}: {', '.join(f'{ratio:.2f}' for ratio in others.values())} times ours"
+            )
+    return f"{'. '.join(said)} ({link('peers')})."
+
+
+def peers_offloading() -> str:
+    """Each peer beside the one of ours that keeps about as much on the accelerator; nothing until it was measured."""
+    compared = result("peers")["tables"].get("model data leave")
+    if compared is None:
+        return ""
+    clip = "unclipped" if compared["ratios"]["unclipped"] else "clipped"
+    said = [
+        f"{name}'s step takes {1 / compared['ratios'][clip][pair]['medians']:.2f} times that of ours with {room}"
+        for mine, room, peers in (
+            ("ours_half", "room for half", ("zero2",)), ("ours_away", "room for none", ("zero3", "fsdp2")),
+        )
+        for peer, name in PEERS.items()
+        if peer in peers and (pair := f"{mine} / {peer}") in compared["ratios"][clip]
+    ]  # fmt: skip
     return (
-        f"Without clipping a step of ours takes {plain} times plain PyTorch's; steps of ZeRO-2, ZeRO-3 and FSDP2 take "
-        f"{others} times ours (with clipping {plain_clipped}; {others_clipped}; {link('peers')})."
+        "**Model data leave**: ours with room for half of the model data beside activations, and with the least memory "
+        "in which it can train; ZeRO-2 leaves gradients and optimizer states on the host, ZeRO-3 and FSDP2 everything. "
+        "Copies go at the speed of memory for all. For ours the table says what the plan keeps on the host between two "
+        f"steps. {', '.join(said)} ({'not ' * (clip == 'unclipped')}clipped; {link('peers')})."
     )
 
 
@@ -283,8 +331,8 @@ def calibrated() -> str:
 PHRASES: Mapping[str, Callable[[], str]] = {
     f.__name__.replace("_", "-"): f
     for f in (
-        accuracy, overhead, capture, peers, semantics, interleavings, leaks, mutations, faults, kills, interrupts,
-        load_weights, planning, activations, calibrated,
+        accuracy, overhead, capture, peers, peers_offloading, semantics, interleavings, leaks, mutations, faults, kills,
+        interrupts, load_weights, planning, activations, calibrated,
     )
 } | {
     "demo-taken": lambda: link("demo"),
@@ -298,7 +346,8 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "contract": contract_table,
     "demo": demo,
     "gaps": gaps_table,
-    "peers": peers_table,
+    "peers": peers_resident,
+    "peers-away": peers_away,
     "table": policies_table,
     "validation": validation_summary,
 }
@@ -308,10 +357,9 @@ def put(text: str, mark: str, content: str) -> str:
     """Replace what stands under the marker, a table or a block of text, up to the next empty line."""
     if f"<!-- {mark} -->\n" not in text:
         raise SystemExit(f"README.md has no marker <!-- {mark} -->")
-    old = r"(?:\|[^\n]*\n)*" if content.startswith("|") else r"(?:```text\n.*?\n```\n)?"
-    return re.sub(
-        rf"(<!-- {mark} -->\n)\n*{old}\n*", lambda m: f"{m[1]}\n{content}\n\n", text, count=1, flags=re.DOTALL
-    )
+    old = r"(?:```text\n.*?\n```\n)?" if content.startswith("```") else r"(?:\|[^\n]*\n)*"
+    new = f"\n{content}\n\n" if content else "\n"
+    return re.sub(rf"(<!-- {mark} -->\n)\n*{old}\n*", lambda m: m[1] + new, text, count=1, flags=re.DOTALL)
 
 
 def filled(text: str) -> str:

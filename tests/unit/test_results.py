@@ -62,6 +62,36 @@ def test_every_figure_of_the_readme_is_that_of_its_file(monkeypatch: pytest.Monk
     assert shown >= {path.stem for path in FILES} - {"simulate"}
 
 
+def test_both_tables_of_peers_come_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is not there until it was measured; a step of ZeRO-2 is 1 / 0.8 of ours."""
+    refresher = loaded(ROOT / ".ci" / "refresh_readme.py", monkeypatch)
+    monkeypatch.setattr(refresher, "RESULTS", tmp_path)
+
+    def write(**tables: object) -> None:
+        content = {"taken_at": {"commit": "1234567890", "dirty": False}, "tables": tables}
+        (tmp_path / "peers.json").write_text(json.dumps(content))
+
+    row = {"contender": "ZeRO", "leaves": "states", "clip": False, "micro_batch": 4, "tokens_per_s": 2000.0}
+    row |= {"times": {"of": "ours", "step": 1.25}, "host_peak_bytes": 2 * 10**9, "host_bytes_per_param": 16.0}
+    row |= dict.fromkeys(("gpu_reserved_bytes", "largest_params", "loss_apart"))
+    ratios = {"unclipped": {"ours_half / zero2": {"medians": 0.8}}, "clipped": {}}
+    write()
+    assert refresher.peers_away() == refresher.peers_offloading() == ""
+    write(**{"model data leave": {"rows": [row], "ratios": ratios}})
+    assert refresher.peers_away().splitlines() == [
+        "| contender | leaves the accelerator | clipped | micro-batch | step | tokens/s | host peak | per parameter |",
+        "|---|---|---|---:|---:|---:|---:|---:|",
+        "| ZeRO | states | no | 4 | 1.25 x ours | 2,000 | 2.00 GB | 16.0 B |",
+    ]
+    said = refresher.peers_offloading()
+    assert said.endswith(
+        "ZeRO-2's step takes 1.25 times that of ours with room for half (not clipped; "
+        "[measured at 1234567](benchmarks/results/peers.json))."
+    )
+    text = "<!-- peers-away -->\n\n| an older table |\n\nmore"
+    assert refresher.put(text, "peers-away", "") == "<!-- peers-away -->\n\nmore"
+
+
 def git(folder: Path, *arguments: str) -> str:
     identity = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
     command = ["git", "-C", str(folder), *identity, *arguments]
