@@ -189,7 +189,7 @@ class Rank:
     def __post_init__(self) -> None:
         instance("gpu", self.gpu, Gpu, "a Gpu", error=CatalogError)
         instance("link", self.link, Link, "a Link", error=CatalogError)
-        number("batch_share", self.batch_share, error=CatalogError)
+        number("batch_share", self.batch_share, also=True, error=CatalogError)  # 0: a rank whose batch is empty
 
 
 @dataclass(frozen=True, kw_only=True)
