@@ -246,7 +246,8 @@ class Workload:
         return tuple(tuple(sorted(row)) for row in rows)
 
 
-_MOST_BYTES = 2**48  # of one moment or tensor; sums of them keep to 64 bits
+_MOST_BYTES = 2**48  # of one tensor; sums of tensors keep to 64 bits
+_MOST_PEAK_BYTES = 2**58  # of one moment: a batch far beyond all machines is told by how much it does not fit
 _WORKING_LISTS = ("param", "grad", "grad32", "remote", "grad_remote")
 
 
@@ -268,8 +269,9 @@ def check_workload(w: Workload) -> None:
     for i, m in enumerate(w.moments):
         if not 0 <= max(m.start_bytes, m.end_bytes) <= m.peak_bytes:
             raise bad(f"moments[{i}].peak_bytes", m.peak_bytes, "it must be at least start_bytes and end_bytes")
-        if m.peak_bytes > _MOST_BYTES:
-            raise bad(f"moments[{i}].peak_bytes", m.peak_bytes, f"more than {_MOST_BYTES} is on no GPU")
+        if m.peak_bytes > _MOST_PEAK_BYTES:
+            want = f"more than {_MOST_PEAK_BYTES} is on no GPU; take a smaller batch or shorter sequences"
+            raise bad(f"moments[{i}].peak_bytes", m.peak_bytes, want)
         if m.flops < 0 or m.bytes_read < 0 or m.bytes_written < 0 or min(m.start_bytes, m.end_bytes) < 0:
             raise bad(f"moments[{i}]", m.name, "flops and bytes must not be negative")
         if not 0 <= m.micro_batch < w.micro_batches:

@@ -262,7 +262,7 @@ def test_a_plan_carries_its_certificate_and_check_recomputes_it() -> None:
 def test_several_gpus_have_no_bound_and_say_why() -> None:
     w = chain_workload(3, MPARAM, forward_s=1.0)
     one = machine()
-    two = replace(one, ranks=one.ranks * 2)
+    two = replace(one, ranks=(replace(one.ranks[0], batch_share=0.5),) * 2)
     with pytest.raises(PlanError, match="has 2 GPUs"):
         lower_bound(w, two, EAGER, build_layout(w))
     certificate = Certifier(w, two, EAGER).usual()

@@ -247,7 +247,7 @@ def test_on_demand_other_ranks_slices_wait_too() -> None:
     """Two ranks: neither this rank's slice nor the other's comes while anything is computed."""
     one = machine(12)
     peer = Fabric(name="toy", bytes_per_s=MIB, latency_s=0.0, measured=True, source="by hand")
-    two = replace(one, ranks=one.ranks * 2, peer=peer)
+    two = replace(one, ranks=(replace(one.ranks[0], batch_share=0.5),) * 2, peer=peer)
     plan = find_policy("tide:prefetch=none,pins=0")(chain(), two, EAGER)
     plan.check()
     timeline = play(plan)
