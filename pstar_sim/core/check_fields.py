@@ -30,9 +30,11 @@ def check_fields(plan: Plan) -> None:
             kind = "frozen" if chunks[i].frozen else "trainable"
             raise PlanError(f"field 'modes[{i}]' is {mode!r}; chunk {i} is {kind} (known modes: {', '.join(MODES)})")
     names = {(name, place) for name, place, _ in plan.buffers}
-    for i, (_, _, size) in enumerate(plan.buffers):
+    for i, (name, place, size) in enumerate(plan.buffers):
         if size < 0:
             raise PlanError(f"field 'buffers[{i}]' has {size} bytes; it must not be negative")
+        if (name, place) in [row[:2] for row in plan.buffers[:i]]:
+            raise PlanError(f"field 'buffers[{i}]' is {name!r} on the {place.value}, which is there already")
     for resident in plan.initial:
         if resident.chunk == -1 and (resident.list, resident.place) in names:
             continue

@@ -32,7 +32,7 @@ class Wrong(Exception):
 def parse_json(text: str) -> object:
     """The value that the text of a file stands for. Raises Wrong saying what is not JSON in it, and where."""
     try:
-        return json.loads(text, parse_constant=_no_constant)
+        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_key_twice)
     except json.JSONDecodeError as error:
         raise Wrong(f"line {error.lineno}, column {error.colno}: {error.msg}") from None
     except RecursionError:
@@ -43,6 +43,14 @@ def parse_json(text: str) -> object:
 
 def _no_constant(name: str) -> object:
     raise Wrong(f"{name} is not a number this file may contain")
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise Wrong(f"field {next(key for key in keys if keys.count(key) > 1)!r} is given twice")
+    return values
 
 
 def to_columns(cls: type, rows: Iterable[Any]) -> dict[str, list[Any]]:

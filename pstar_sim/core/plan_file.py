@@ -161,11 +161,18 @@ def _from_values(values: dict[str, Any], text: str) -> Plan:
         layout=Layout.from_dict(decode(Mapping[str, object], values["layout"], "layout")),
         modes=decode(tuple[str, ...], values["modes"], "modes"),
         buffers=decode(tuple[tuple[str, Place, int], ...], values["buffers"], "buffers"),
-        initial=frozenset(
-            Resident(*row) for row in decode(tuple[tuple[int, str, Place], ...], values["initial"], "initial")
-        ),
+        initial=_initial(decode(tuple[tuple[int, str, Place], ...], values["initial"], "initial")),
         steps=_steps(decode(tuple[str, ...], values["steps"], "steps"), text),
     )
+
+
+def _initial(rows: tuple[tuple[int, str, Place], ...]) -> frozenset[Resident]:
+    residents: set[Resident] = set()
+    for i, (chunk, name, place) in enumerate(rows):
+        if (resident := Resident(chunk, name, place)) in residents:
+            raise Wrong(f"field 'initial[{i}]' is {name} of chunk {chunk} on the {place.value}, which is there already")
+        residents.add(resident)
+    return frozenset(residents)
 
 
 def _steps(lines: tuple[str, ...], text: str) -> tuple[Step, ...]:

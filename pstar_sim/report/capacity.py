@@ -145,7 +145,7 @@ def _short(row: Limit) -> str:
 def cheapest_text(answer: Cheapest, *, width: int | None = None) -> str:
     """Offers in time, cheapest first; then the others."""
     width = terminal_width() if width is None else width
-    by = "" if answer.deadline_s is None else f" in {answer.deadline_s / 86400:g} days"
+    by = "" if answer.deadline_s is None else f" in {_deadline(answer.deadline_s)}"
     lines = [*wrap(f"{answer.model} on {answer.tokens:g} tokens{by}", width), ""]
     columns = (
         "machine", "nodes", "in time", "policy", "micro-batches", "tokens/s", "error", "days", "USD/h", "USD",
@@ -158,7 +158,7 @@ def cheapest_text(answer: Cheapest, *, width: int | None = None) -> str:
         least = "" if nearest.days is not None else "at least "
         nodes = "" if nearest.tried == (1,) else f" with {nearest.nodes} node{'s'[: nearest.nodes > 1]}"
         tried = "" if len(nearest.tried) < 2 else f" ({', '.join(map(str, nearest.tried))} nodes were tried)"
-        lines += wrap(f"none in time; the nearest is {nearest.machine}{nodes}, {least}{days:.1f} days{tried}", width)
+        lines += wrap(f"none in time; the nearest is {nearest.machine}{nodes}, {least}{_days(days)} days{tried}", width)
         lines += [""] if shown else []
     if shown:
         lines.append(table_text(columns, [_offer_cells(row) for row in shown], width=width).rstrip())
@@ -171,6 +171,17 @@ def cheapest_text(answer: Cheapest, *, width: int | None = None) -> str:
     if any(row.gpus > 1 for row in answer.rows):
         lines += _notes([f"note: {_DATA_PARALLEL}"], width)
     return "\n".join(lines) + "\n"
+
+
+def _deadline(time_s: float) -> str:
+    for unit, unit_s in (("days", 86400), ("h", 3600), ("min", 60)):
+        if time_s >= unit_s:
+            return f"{time_s / unit_s:g} {unit}"
+    return f"{time_s:g} s"
+
+
+def _days(days: float) -> str:
+    return f"{days:.1f}" if days >= 1 else f"{days:.2g}"
 
 
 def _tried(row: Offer) -> str:
@@ -186,7 +197,7 @@ def _offer_cells(row: Offer) -> tuple[str, ...]:
         f"{row.batch} x {row.micro_batches}",
         "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
         _error(row.error),
-        "" if row.days is None else f"{row.days:.1f}",
+        "" if row.days is None else _days(row.days),
         "" if row.usd_per_hour is None else f"{row.usd_per_hour:,.2f}",
         "" if row.usd is None else f"{row.usd:,.0f}",
         "" if row.usd_per_million_tokens is None else f"{row.usd_per_million_tokens:.4f}",

@@ -300,6 +300,7 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "must be a positive time such as 14d" in capsys.readouterr().err
     assert main([*job, "--machine", "t4", "--deadline", "1s"]) == 3
     out = capsys.readouterr()
+    assert out.out.splitlines()[0].endswith("tokens in 1 s")
     assert "none in time" in out.out and "none in time for gpt2" in out.err
     assert main([*job, "--machine", "t4", "--batch", "-3"]) == 2
     assert "must be at least 1, not -3" in capsys.readouterr().err

@@ -108,6 +108,7 @@ def test_a_truncated_file_is_named(saved: Path, keep: float):
         (b'{"format": "pstar-sim plan", "version": 99}', r"newer pstar-sim \(plan version 99; this one reads 1\)"),
         (b'{"format": "pstar-sim plan", "version": 1}', "field 'policy' is missing"),
         (b'{"choices": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+        (b'{"gpu_budget_bytes": 1, "gpu_budget_bytes": 2}', "field 'gpu_budget_bytes' is given twice"),
         (b'{"gpu_budget_bytes": ' + b"9" * 5000 + b"}", "a number has too many digits"),
     ],
 )
@@ -128,9 +129,20 @@ def put(*where: str | int, value: object) -> Callable[[dict[str, Any]], None]:
     return change
 
 
+def again(field: str) -> Callable[[dict[str, Any]], None]:
+    """The last row of a field once more."""
+
+    def change(values: Any) -> None:
+        values[field] += values[field][-1:] or [["room", "gpu", 4]] * 2
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (again("initial"), r"field 'initial\[\d+\]' is .* of chunk \d+ on the \w+, which is there already"),
+        (again("buffers"), r"field 'buffers\[\d+\]' is '.*' on the \w+, which is there already"),
         (put("policy", value=3), "field 'policy' is 3; it must be a text"),
         (put("colour", value=3), "field 'colour' is not known"),
         (put("gpu_budget_bytes", value=-5), "field 'gpu_budget_bytes' is -5; it must be positive"),
