@@ -89,7 +89,7 @@ def run_leaks(steps: int, *, policy: str = "tide", warm_up: int | None = None) -
                     cut = sum(
                         on_gpu(r.chunk, r.list)
                         for r in session.arena.present
-                        if r.place is Place.GPU and (r.place, r.chunk, r.list) in session.cut
+                        if r.place is Place.GPU and (r.place, r.chunk, r.list) in session.timetable.cut
                     )
                 read["resident"][step - first] = resident_bytes()
                 read["accelerator"][step - first] = cut

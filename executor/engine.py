@@ -53,7 +53,7 @@ from executor.off_plan.ladder import Ladder
 from executor.off_plan.warm_up import WarmUp
 from executor.queues.interface import Program, Queues
 from executor.scaling import LossScaling, guard_boundary
-from pstar_sim.core.effects import gradient_list, needed
+from executor.session.timetable import Timetable
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import COPIES, Kind, Place, Queue
 from pstar_sim.core.timeline import Timeline
@@ -152,8 +152,7 @@ class Session:
         self.clock = MomentClock(model, self.on_event, trains=lambda: self.trains, wrap=untraced)
         self._hooks = [
             parameters[t].register_post_accumulate_grad_hook(untraced(self._gradient_hook(t)))  # type: ignore[no-untyped-call]
-            for t in sorted(self._chunk_of)
-            if not plan.workload.tensors[t].frozen
+            for t in sorted(self.timetable.trainable)
         ]
         if scaling is not None:
             self._hooks += guard_boundary(model, lambda: scaling.scale, wrap=untraced)
@@ -178,16 +177,13 @@ class Session:
         self.holdings.stoppers = [queues.stopper()]
         self.contents = Contents(arena, self.refresh, None if self.ranks is None else self.ranks.wire)
         self.program = Program(plan)
-        self.cut = frozenset((r.place, r.chunk, r.list) for r in plan.initial)
+        self.timetable = Timetable(plan)
         self.logs: deque[IterationLog] = deque(maxlen=KEPT_ITERATIONS)
         self._most_changes = KEPT_CHANGES
         self.span_log: deque[StepLog] = deque(maxlen=KEPT_ITERATIONS * max(1, len(plan.steps)))
         self.first_s = self._now()
         self._steps: dict[tuple[int, int], StepLog] = {}
-        self._tensors_of = [[s.tensor for s in c.slots] for c in plan.layout.chunks]
-        self._chunk_of = plan.layout.chunk_of
-        self._trainable = {t for t in self._chunk_of if not plan.workload.tensors[t].frozen}
-        self._compile()
+        self._outstanding: set[int] = set()
         self.demand = Demand(self)
         self._touch = untraced(self.demand.touch)
         self.stashes = Stashes(self)
@@ -195,50 +191,6 @@ class Session:
             self.guard.bind()
         if self.first is not None:
             self.first.bind()
-
-    def _compile(self) -> None:
-        """Tables of the plan by moment."""
-        plan, program = self.plan, self.program
-        w = plan.workload
-        self.names = [m.name for m in w.moments]
-        self._peaks = [m.peak_bytes for m in w.moments]
-        self.cut_tide = min(self._peaks[-1], self._peaks[0])  # between two iterations
-        self._needed = needed(plan.layout, w)
-        self._compute: list[int] = []  # moment -> position of its compute step
-        self._before: list[list[int]] = []  # moment -> other compute-queue steps that come before it
-        waiting: list[int] = []
-        for i in program.order.get(Queue.COMPUTE, []):
-            step = plan.steps[i]
-            if step.kind is Kind.COMPUTE:
-                if step.moment != len(self._compute):
-                    raise PlanError(f"compute step {step.id} is of moment {step.moment}, not {len(self._compute)}")
-                self._compute.append(i)
-                self._before.append(waiting)
-                waiting = []
-            else:
-                waiting.append(i)
-        self._tail = waiting
-        self.on_demand_only = not self._compute
-        if self._compute and len(self._compute) != len(w.moments):
-            raise PlanError(f"the plan has compute steps for {len(self._compute)} of {len(w.moments)} moments")
-        self._goes_to = gradient_list(plan)
-        last = Kind.REDUCE_SCATTER if plan.layout.ranks > 1 else Kind.GATHER
-        self._sums = [i for i in program.order.get(Queue.NET, []) if plan.steps[i].kind is last]
-        self._final: dict[tuple[int, int], int] = {}  # (micro-batch, tensor) -> moment of its last gradient
-        for m, tensors in enumerate(w.gradients):
-            for t in tensors:
-                self._final[w.moments[m].micro_batch, t] = m
-        self._due: list[set[int]] = [set() for _ in w.moments]  # moment -> tensors whose gradient is final in it
-        self._early: list[set[int]] = [set() for _ in w.moments]
-        for m, tensors in enumerate(w.gradients):
-            for t in tensors:
-                final = self._final[w.moments[m].micro_batch, t] == m
-                (self._due if final else self._early)[m].add(t)
-        self._outstanding: set[int] = set()
-        complete: dict[int, int] = {}  # chunk -> moment of its last gradient
-        for (_, t), m in self._final.items():
-            complete[self._chunk_of[t]] = max(m, complete.get(self._chunk_of[t], -1))
-        self._first_complete = min(complete.values(), default=len(w.moments))
 
     # -- eager updates ------------------------------------------------------------------------------------------------
 
@@ -252,7 +204,7 @@ class Session:
         """Parameters may be changing: with eager updates, from the first chunk whose gradients are complete until
         `optimizer.step()`. Told by the plan's moments, so that the same loop is always answered alike, however fast the
         queues are."""
-        return self.eager and (self.cursor > self._first_complete or bool(self.updated_early))
+        return self.eager and (self.cursor > self.timetable.first_complete or bool(self.updated_early))
 
     def refuse_while_updating(self, what: str) -> None:
         """Raise ContractError where `what` would see some parameters updated and others not."""
@@ -268,7 +220,7 @@ class Session:
         """The chunk's working list became readable, or ceased to be: put its parameters into the class that says so."""
         contents = self.contents
         with self._classes:
-            for t in self._tensors_of[chunk]:
+            for t in self.timetable.tensors_of[chunk]:
                 readable = self._open and chunk not in self.queues.in_flight and contents.readable(t)
                 readable = readable and t not in self.updated_early
                 self.parameters[t].__class__ = ChunkParameter if readable else ParkedParameter
@@ -277,7 +229,7 @@ class Session:
         """Whether a module runs, so that parameters may be read as they stand."""
         if open_ != self._open:
             self._open = open_
-            for chunk in range(len(self._tensors_of)):
+            for chunk in range(len(self.timetable.tensors_of)):
                 self.refresh(chunk)
 
     @property
@@ -288,7 +240,7 @@ class Session:
 
     def start(self) -> None:
         """Begin the next iteration: the queues may fetch what its first moments need."""
-        self.arena.set_tide(self.cut_tide)
+        self.arena.set_tide(self.timetable.cut_tide)
         self.queues.pause()
         self.moved = Moved(self.backend.copied_bytes)  # without what it took to get here
         self.queues.start(self.program, self)
@@ -362,9 +314,9 @@ class Session:
     def _on_plan(self, event: Event) -> bool:
         """Go to the next moment if the event opens it. False if it does not."""
         following = self.cursor + 1
-        if self.on_demand_only:
+        if self.timetable.on_demand_only:
             return False
-        if self.names[following] != event.name:
+        if self.timetable.names[following] != event.name:
             later = self.absent.moment_of(event) if self.absent is not None else None
             if later is None:
                 return False
@@ -382,7 +334,7 @@ class Session:
             return False  # a gradient the plan counts on has not come
         self.advance(following)
         if (event.phase is Phase.FWD and event.kind == "end" and event.module == "") or event.kind == "backward-end":
-            self.set_open(bool(self._needed[following]) and not self.updating)
+            self.set_open(bool(self.timetable.reads[following]) and not self.updating)
         elif event.kind != "step":
             self.set_open(True)
         return True
@@ -404,31 +356,31 @@ class Session:
             self._end_moment(ready_s)
         else:
             self._begin_iteration()
-        for i in self._before[moment]:
+        for i in self.timetable.before[moment]:
             self._run_inline(i)
-        i = self._compute[moment]
+        i = self.timetable.compute[moment]
         waited_for = self.queues.wait(i, k)
-        for chunk in self._needed[moment]:
+        for chunk in self.timetable.reads[moment]:
             self.queues.land(chunk)
         self.arena.mark("in", moment)
-        self.arena.set_tide(self._peaks[moment])
+        self.arena.set_tide(self.timetable.peaks[moment])
         self.stashes.at(moment)
-        for chunk in self._needed[moment]:
+        for chunk in self.timetable.reads[moment]:
             if not self.contents.holds(chunk):
                 raise PlanError(
-                    f"moment {moment} ({self.names[moment]}) reads chunk {chunk}, which the gpu does not hold"
+                    f"moment {moment} ({self.timetable.names[moment]}) reads chunk {chunk}, which the gpu does not hold"
                 )
         self.cursor = moment
-        self._outstanding = set(self._due[moment])
+        self._outstanding = set(self.timetable.due[moment])
         self.begin(i, k, ready_s, waited_for, take=False)
 
     def _end_moment(self, now_s: float) -> None:
         moment = self.cursor
-        i = self._compute[moment]
+        i = self.timetable.compute[moment]
         self.queues.before_end(i, self.iteration)
-        following = self._peaks[(moment + 1) % len(self._peaks)]
+        following = self.timetable.following_peak(moment)
         self.arena.mark("after", moment)
-        if following < self._peaks[moment]:
+        if following < self.timetable.peaks[moment]:
             self.arena.set_tide(following)
         self._steps[i, self.iteration].end_s = now_s
         self._log(i, self.iteration)
@@ -514,11 +466,11 @@ class Session:
         """A gradient was accumulated into `parameter`."""
         moment = self.cursor
         if not self.demand.active:
-            if moment >= 0 and tensor in self._early[moment]:
+            if moment >= 0 and tensor in self.timetable.early[moment]:
                 return  # it fires again in this micro-batch
-            if self.in_parts and self._final.get((self.plan.workload.moments[moment].micro_batch, tensor), -1) > moment:
+            if self.in_parts and self.timetable.final_in(moment, tensor) > moment:
                 return  # the same: each part that uses it gives its share
-            if moment < 0 or tensor not in self._due[moment]:
+            if moment < 0 or tensor not in self.timetable.due[moment]:
                 if self.absent is not None and self.absent.waits(tensor):
                     return
                 self.demand.leave(
@@ -534,8 +486,7 @@ class Session:
                     torch.linalg.vector_norm(grad, dtype=torch.float32)
                 self.demand.accept(tensor, grad)
             else:
-                micro_batch = self.plan.workload.moments[moment].micro_batch
-                goes_to = self._goes_to[self._chunk_of[tensor], micro_batch]
+                goes_to = self.timetable.gradient_list(moment, tensor)
                 if self._weight == 0.0:  # of an empty batch: what a mean over nothing gives is no number
                     grad.zero_()
                 elif self._weight != 1.0:
@@ -591,8 +542,8 @@ class Session:
         self.ladder.check_whole()
         with self.at_work, unseen(), torch.no_grad():
             self.set_open(False)
-            if not self.demand.active and self.cursor != len(self.names) - 2:
-                self.demand.leave(f"optimizer.step() came in moment {self.cursor} of {len(self.names)}")
+            if not self.demand.active and self.cursor != len(self.timetable.names) - 2:
+                self.demand.leave(f"optimizer.step() came in moment {self.cursor} of {len(self.timetable.names)}")
             if self.demand.active:
                 self.demand.step()
                 self.clock.reset()
@@ -624,13 +575,13 @@ class Session:
             update.coefficient(lambda: self.update_norms(k))
         self.committed = k
         self.clock.step()  # the event "step": comes back through on_event
-        assert self.cursor == len(self.names) - 1 or self.demand.active
+        assert self.cursor == len(self.timetable.names) - 1 or self.demand.active
         if not self.demand.active:
             for watch in self.watches:
                 watch.closes(self.cursor)
             try:
                 self._end_moment(self._now())
-                for i in self._tail:
+                for i in self.timetable.tail:
                     self._run_inline(i)
             except OutOfMemory as error:
                 self.ladder.climb(error)
@@ -722,7 +673,7 @@ class Session:
                 )
             with self.at_work, unseen(), torch.no_grad():
                 self.demand.discard()
-        for t in self._chunk_of:
+        for t in self.timetable.chunk_of:
             set_raw_grad(self.parameters[t], None)
         self.consumed.clear()
         self.arrived.clear()
@@ -733,7 +684,7 @@ class Session:
         what this one holds of their sums."""
         update = self._updates[iteration]
         if self.ranks is not None:
-            self.queues.await_steps(self._sums, iteration)
+            self.queues.await_steps(self.timetable.sums, iteration)
             if self.plan.workload.micro_batches == 1:
                 norms = self.contents.summed_norms
                 return [norms[t] for t in sorted(norms)]
@@ -763,7 +714,7 @@ class Session:
         cause = ""
         if waited_for is not None:
             other = self.plan.steps[waited_for]
-            barrier = other.kind is Kind.COMPUTE and other.moment == len(self.names) - 1
+            barrier = other.kind is Kind.COMPUTE and other.moment == len(self.timetable.names) - 1
             cause = "barrier" if barrier else other.queue.value
         self._steps[i, iteration] = StepLog(step, iteration, ready_s or start_s, start_s, cause)
         if take and step.stash is None:
@@ -800,7 +751,7 @@ class Session:
     def forget_open_step(self) -> None:
         """The open moment's step will not end as the plan has it: the iteration left the plan."""
         if self.cursor >= 0:
-            self._steps.pop((self._compute[self.cursor], self.iteration), None)
+            self._steps.pop((self.timetable.compute[self.cursor], self.iteration), None)
         self._outstanding = set()
 
     def timeline(self) -> Timeline:
@@ -891,7 +842,7 @@ class Session:
 
     def _value_now(self, tensor: int) -> torch.Tensor:
         contents, arena = self.contents, self.arena
-        chunk = self._chunk_of[tensor]
+        chunk = self.timetable.chunk_of[tensor]
         row = self.plan.workload.tensors[tensor]
         with unseen(), torch.no_grad(), self.still():
             self._meet_reader(tensor, "param")
@@ -909,7 +860,7 @@ class Session:
     def state_value(self, tensor: int, list_name: str) -> torch.Tensor:
         """A copy of a tensor's part of an optimizer state list, in its shape, in host memory."""
         self.refuse_while_updating(f"the optimizer state of {self.name_of(tensor)!r} is read")
-        chunk = self._chunk_of[tensor]
+        chunk = self.timetable.chunk_of[tensor]
         with unseen(), torch.no_grad(), self.still():
             self._meet_reader(tensor, list_name)
             place = Place.HOST if self.arena.has(Place.HOST, chunk, list_name) else Place.GPU
@@ -940,12 +891,12 @@ class Session:
 
     def _write_state(self, tensor: int, list_name: str, value: torch.Tensor) -> None:
         for place in (Place.HOST, Place.GPU):
-            if self.arena.has(place, self._chunk_of[tensor], list_name):
+            if self.arena.has(place, self.timetable.chunk_of[tensor], list_name):
                 self.contents.put(place, tensor, list_name, value)
 
     def rewrite_from_master(self, tensor: int) -> None:
         """The master copy changed (a loaded state): every copy of the working list follows."""
-        chunk = self._chunk_of[tensor]
+        chunk = self.timetable.chunk_of[tensor]
         with unseen(), torch.no_grad(), self.still():
             for place in (Place.HOST, Place.GPU):
                 if place in self.contents.chunks[chunk].current:
@@ -1019,7 +970,7 @@ class Session:
     def trains(self) -> bool:
         """A forward that runs now is one of training: gradients are on, and not every trainable parameter is
         switched off for an evaluation."""
-        return torch.is_grad_enabled() and not (self._switched and self._switched >= self._trainable)
+        return torch.is_grad_enabled() and not (self._switched and self._switched >= self.timetable.trainable)
 
     def _refuse_switched(self, what: str) -> None:
         name = self.name_of(min(self._switched))
@@ -1105,7 +1056,7 @@ class Session:
             steps_taken = contents.steps_taken
             lists = plan.layout.state_lists
             masters = self.plan.layout.chunks
-            values = {t: self.current_value(t) for t in self._chunk_of}
+            values = {t: self.current_value(t) for t in self.timetable.chunk_of}
             states = {
                 (s.tensor, name): self.state_value(s.tensor, name)
                 for c in masters
@@ -1204,7 +1155,7 @@ class Session:
                     "the update of iteration %d, others do not have it",
                     self.iteration,
                 )
-            values = {t: self._value_now(t) for t in self._chunk_of}
+            values = {t: self._value_now(t) for t in self.timetable.chunk_of}
         elif restore:
             log.warning("the parameters are left without values: the run ended with %s", self.queues.failure)
         self.end_ranks(sys.exc_info()[1])

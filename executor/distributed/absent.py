@@ -64,9 +64,8 @@ class Absent:
             following = s.cursor + 1
             if not self._said:
                 self._said = True
-                s.note_deviation(
-                    f"{s.names[following]} does not come on this rank; gradients that are not there count as zero"
-                )
+                name = s.timetable.names[following]
+                s.note_deviation(f"{name} does not come on this rank; gradients that are not there count as zero")
             s.advance(following)
             self.settle()
 
@@ -77,12 +76,13 @@ class Absent:
             if raw_grad(s.parameters[tensor]) is not None:
                 s.on_gradient(tensor, s.parameters[tensor])
                 continue
-            chunk = s._chunk_of[tensor]
-            zero = torch.zeros((), dtype=s.arena.dtype(chunk, "param"), device=s.backend.device)
-            micro_batch = s.plan.workload.moments[s.cursor].micro_batch
+            dtype = s.arena.dtype(s.timetable.chunk_of[tensor], "param")
+            zero = torch.zeros((), dtype=dtype, device=s.backend.device)
             with torch.no_grad():
                 s.contents.accept(
-                    tensor, zero.expand(s.plan.workload.tensors[tensor].numel), s._goes_to[chunk, micro_batch]
+                    tensor,
+                    zero.expand(s.plan.workload.tensors[tensor].numel),
+                    s.timetable.gradient_list(s.cursor, tensor),
                 )
             s.backend.touch()
             self.missed.add(tensor)
@@ -91,10 +91,7 @@ class Absent:
     def waits(self, tensor: int) -> bool:
         """A gradient that came stays in `.grad`: its moment is a later one of the micro-batch."""
         s = self.session
-        if s.cursor < 0:
-            return False
-        micro_batch = s.plan.workload.moments[s.cursor].micro_batch
-        return s._final.get((micro_batch, tensor), -1) > s.cursor
+        return s.cursor >= 0 and s.timetable.final_in(s.cursor, tensor) > s.cursor
 
     def unused(self) -> frozenset[int]:
         """Tensors that no rank had a gradient of in this iteration; every rank asks, before its updates."""
@@ -103,6 +100,6 @@ class Absent:
         mine = self.missed - s.arrived
         if not s.ranks.any(bool(mine)):
             return frozenset()
-        order = sorted(s._chunk_of)
+        order = sorted(s.timetable.chunk_of)
         rows = s.ranks.meet([float(tensor in mine) for tensor in order])
         return frozenset(tensor for i, tensor in enumerate(order) if all(row[i] for row in rows))

@@ -175,7 +175,7 @@ class FirstIteration(Standing):  # type: ignore[no-untyped-call]
         s = self._keeper()
         if s is None or self._done or s.closed or s.cursor < 0 or s.demand.active or s.demand.visiting:
             return False
-        return s.names[s.cursor] not in ("backward-end", "step")
+        return s.timetable.names[s.cursor] not in ("backward-end", "step")
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -24,7 +24,6 @@ ends the run with `Interrupted`. See [Note: between two lines] in memory/content
 
 from __future__ import annotations
 
-import bisect
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -86,17 +85,8 @@ class Demand:
         self._shapes: dict[Any, tuple[Moment, ...] | None] = {}  # batch shapes -> moments if not the plan's
         self._batch_moments: tuple[Moment, ...] | None = None
         self._last_batch: tuple[Any, Any] | None = None
-        self._uses: list[list[int]] = [[] for _ in session.plan.layout.chunks]
-        self._by_name: dict[str, set[int]] = {}  # event -> chunks that the plan's moments of that name read
-        self._by_name_next: dict[str, set[int]] = {}  # and those after them
         self._owned: dict[str, set[int]] = {}  # module -> chunks of its own parameters
         self._prefix = False  # the current iteration began on plan
-        for m, chunks in enumerate(session._needed):
-            for chunk in chunks:
-                self._uses[chunk].append(m)
-            self._by_name.setdefault(session.names[m], set()).update(chunks)
-            if m:  # the event that closes a moment may not come: what follows it belongs to it then
-                self._by_name_next.setdefault(session.names[m - 1], set()).update(chunks)
         self._position = 0
         self.moment = -1  # the plan's moment that what runs off plan looks like; -1: none
         self._storages: dict[int, int] = {}  # storage of a working list -> chunk
@@ -108,7 +98,7 @@ class Demand:
     def see_batch(self, args: Any, kwargs: Any) -> None:
         """The root's forward is about to begin with this batch. Raises DoesNotFit before anything changes."""
         s = self.session
-        if not s.trains or s.on_demand_only:
+        if not s.trains or s.timetable.on_demand_only:
             self._batch_moments = None
             return
         # Its form only: keeping the batch would keep its memory.
@@ -139,10 +129,12 @@ class Demand:
 
     def _check_fits(self, shapes: Any, moments: tuple[Moment, ...]) -> None:
         s = self.session
-        held = self._permanent_bytes()
+        held = s.timetable.permanent_bytes
         worst, at = 0, 0
         for m, moment in enumerate(moments):
-            chunks = self._by_name.get(moment.name, set()) if len(moments) != len(s.names) else s._needed[m]
+            chunks = (
+                s.timetable.reads[m] if len(moments) == len(s.timetable.names) else s.timetable.read_in(moment.name)
+            )
             need = sum(s.plan.layout.payload_bytes(c, "param") for c in chunks if self._movable(c))
             if held + need + moment.peak_bytes > worst:
                 worst, at = held + need + moment.peak_bytes, m
@@ -216,20 +208,20 @@ class Demand:
         if known_tide_bytes is None:
             known_tide_bytes = tide.no_grad_bytes if self.visiting else tide.at(event.name, s.arena.tide_bytes)
         self._set_tide(known_tide_bytes + s.ladder.unforeseen_bytes)
-        at = self._next_moment(event.name)
+        at = s.timetable.next_of_name(event.name, self._position)
         if at is not None:
             self._position = at
         self.moment = -1 if at is None else at
         if self._prefix and event.phase in (Phase.BWD, Phase.RECOMPUTE):
-            self.ensure(self._by_name.get(event.name, set()) | self._own_chunks(event.module))
-            self.ensure(self._by_name_next.get(event.name, set()), required=False)
+            self.ensure(s.timetable.read_in(event.name) | self._own_chunks(event.module))
+            self.ensure(s.timetable.read_behind(event.name), required=False)
 
     def _reason(self, event: Event) -> str:
         s = self.session
         if s._outstanding:
             names = ", ".join(repr(s.name_of(t)) for t in sorted(s._outstanding)[:3])
             return f"{event.name} came before the gradient of {names}"
-        expected = s.names[s.cursor + 1] if s.cursor + 1 < len(s.names) else "nothing more"
+        expected = s.timetable.names[s.cursor + 1] if s.cursor + 1 < len(s.timetable.names) else "nothing more"
         return (
             f"{event.name} came where the plan has {expected}" if event.name != expected else "a batch of another shape"
         )
@@ -240,15 +232,10 @@ class Demand:
         if module not in self._owned:
             s = self.session
             own = s.clock.units[module].parameters(recurse=False) if module in s.clock.units else ()
-            self._owned[module] = {s._chunk_of[t] for p in own if (t := getattr(p, "_tensor", -1)) in s._chunk_of}
+            self._owned[module] = {
+                s.timetable.chunk_of[t] for p in own if (t := getattr(p, "_tensor", -1)) in s.timetable.chunk_of
+            }
         return self._owned[module]
-
-    def _next_moment(self, name: str) -> int | None:
-        names: list[str] = self.session.names
-        for m in (*range(self._position, len(names)), *range(self._position)):
-            if names[m] == name:
-                return int(m)
-        return None
 
     def _set_tide(self, size: int) -> None:
         """Make the gpu hold no more than leaves room for the tide, as far as it can be."""
@@ -264,7 +251,7 @@ class Demand:
         s = self.session
         if s.ranks is not None:
             raise s.ranks.cannot_leave(reason)
-        if not s.on_demand_only:
+        if not s.timetable.on_demand_only:
             s.note_deviation(reason)
         s.queues.settle(s.iteration - 1)
         s.queues.pause()
@@ -278,7 +265,7 @@ class Demand:
         self._off_the_gpu()
         s.set_open(False)
         # Whatever runs now was begun on plan: its chunks stay until the next event.
-        self._frames = [set(s._needed[s.cursor]) if s.cursor >= 0 else set()]
+        self._frames = [set(s.timetable.reads[s.cursor]) if s.cursor >= 0 else set()]
         s.cursor = max(s.cursor, 0)
 
     def _off_the_gpu(self) -> None:
@@ -336,12 +323,12 @@ class Demand:
         return self.session.arena.has(GPU, chunk, "param32")
 
     def _initially(self, place: Place, chunk: int, list_name: str) -> bool:
-        return (place, chunk, list_name) in self.session.cut
+        return (place, chunk, list_name) in self.session.timetable.cut
 
     def accept(self, tensor: int, gradient: torch.Tensor) -> None:
         """A gradient was accumulated: add it to what the tensor has."""
         s = self.session
-        chunk = s._chunk_of[tensor]
+        chunk = s.timetable.chunk_of[tensor]
         if tensor in s.updated_early:
             raise ContractError(
                 f"another gradient of {s.name_of(tensor)!r} after its eager update: with AdamW(eager=True) a "
@@ -362,7 +349,7 @@ class Demand:
         """Move (or add) a gradient to where it waits on the host for the step."""
         s = self.session
         arena, contents = s.arena, s.contents
-        chunk = s._chunk_of[tensor]
+        chunk = s.timetable.chunk_of[tensor]
         state = contents.chunks[chunk]
         copy = s.backend.copy
         if arena.has(HOST, chunk, "grad32"):
@@ -443,7 +430,7 @@ class Demand:
             s.ladder.replan()
             return
         self.in_a_row += 1
-        if s.on_demand_only or not s.replan_after or self.in_a_row < s.replan_after:
+        if s.timetable.on_demand_only or not s.replan_after or self.in_a_row < s.replan_after:
             return
         self.in_a_row = 0
         try:
@@ -469,7 +456,7 @@ class Demand:
     def _collect_left_over(self) -> None:
         """Gradients that autograd still holds: fewer firings than the plan counted."""
         s = self.session
-        for t in s._chunk_of:
+        for t in s.timetable.chunk_of:
             grad = raw_grad(s.parameters[t])
             if grad is not None and not s.plan.workload.tensors[t].frozen:
                 if s.scaling is not None:
@@ -481,7 +468,7 @@ class Demand:
         """Gradients of pinned chunks go back to the gpu, into the working list: nobody reads it any more."""
         s = self.session
         for t, gradient in list(self._stash.items()):
-            chunk = s._chunk_of[t]
+            chunk = s.timetable.chunk_of[t]
             if not s.arena.has(self._home(chunk), chunk, "param"):
                 self._take(chunk, "param", needed={chunk})
             place = self._home(chunk)
@@ -579,7 +566,7 @@ class Demand:
         for c in s.plan.layout.chunks:
             state = s.contents.chunks[c.index]
             if state.updating or (committed and state.adding):
-                names = ", ".join(repr(s.name_of(t)) for t in s._tensors_of[c.index][:2])
+                names = ", ".join(repr(s.name_of(t)) for t in s.timetable.tensors_of[c.index][:2])
                 raise s.end(
                     f"optimizer.step() of iteration {s.iteration} was interrupted in the middle of the update of chunk "
                     f"{c.index} ({names}, ...): its values are neither those before nor those after; go on from the "
@@ -591,13 +578,13 @@ class Demand:
         s = self.session
         self._frames = [set()]
         self._recompute = set()
-        s.arena.mark("after", len(s.names) - 1)
+        s.arena.mark("after", len(s.timetable.names) - 1)
         s.arena.set_tide(0)
         s.set_open(False)
         if not s.ladder.pending:
             try:
-                self._reach(s.cut)
-                s.arena.set_tide(s.cut_tide)
+                self._reach(s.timetable.cut)
+                s.arena.set_tide(s.timetable.cut_tide)
             except OutOfMemory as error:
                 s.ladder.note(error, "a new plan is made from where everything is")
         self.active = False
@@ -690,8 +677,8 @@ class Demand:
             # How far each rank's copies have run ahead is its own; from the same places on they ask for the same.
             s.arena.set_tide(0)
             with torch.no_grad():
-                self._reach(s.cut)
-            s.arena.set_tide(s.cut_tide)
+                self._reach(s.timetable.cut)
+            s.arena.set_tide(s.timetable.cut_tide)
         self._frames = [set()]
         s.set_open(False)
 
@@ -705,7 +692,7 @@ class Demand:
             try:
                 with torch.no_grad():
                     self._reach(self._before_visit)
-                s.arena.set_tide(s.cut_tide)
+                s.arena.set_tide(s.timetable.cut_tide)
             except OutOfMemory as error:
                 if s.ranks is not None:
                     raise s.ladder.ends_ranks(error) from error
@@ -726,25 +713,6 @@ class Demand:
         if s.arena.has(GPU, chunk, "param32"):
             return False
         return s.arena.has(HOST, chunk, "param") or s.arena.has(HOST, chunk, "param32")
-
-    def _permanent_bytes(self) -> int:
-        """Bytes on the gpu that cannot leave it, at the cut."""
-        s = self.session
-        total = sum(size for _, place, size in s.plan.buffers if place is GPU)
-        pinned = {chunk for place, chunk, name in s.cut if place is GPU and name == "param32"}
-        on_host = {chunk for place, chunk, name in s.cut if place is HOST and name in ("param", "param32")}
-        for place, chunk, name in s.cut:
-            if chunk >= 0 and place is GPU and (name != "param" or chunk in pinned or chunk not in on_host):
-                total += s.plan.layout.payload_bytes(chunk, name)
-        return total
-
-    def _next_use(self, chunk: int) -> int:
-        """Moments from now until the plan reads the chunk again, over the iteration's border; far if never."""
-        uses, count = self._uses[chunk], len(self.session.names)
-        if not uses:
-            return 2 * count
-        at = bisect.bisect_right(uses, self._position)
-        return uses[at] - self._position if at < len(uses) else uses[0] + count - self._position
 
     def _make_room(self, size: int, *, needed: set[int], strict: bool = True) -> None:
         """Drop working lists, the one used last first, until `size` bytes are free. Raises DoesNotFit if they cannot
@@ -786,7 +754,7 @@ class Demand:
             and (self._movable(c.index) or s.arena.has(GPU, c.index, "remote"))
             and not s.contents.chunks[c.index].where(GPU, "param")
         ]
-        return sorted(victims, key=lambda chunk: (-self._next_use(chunk), chunk))
+        return sorted(victims, key=lambda chunk: (-s.timetable.until_use(chunk, self._position), chunk))
 
     def _drop(self, chunk: int) -> None:
         """The working list of a chunk leaves the gpu, or of one that cannot the other ranks' slices."""
@@ -945,7 +913,7 @@ class Demand:
                     for chunk in chunks:
                         s.queues.land(chunk)
                     return
-                names = ", ".join(repr(s.name_of(t)) for t in s._tensors_of[missing[0]][:2])
+                names = ", ".join(repr(s.name_of(t)) for t in s.timetable.tensors_of[missing[0]][:2])
                 self.leave(
                     f"chunk {missing[0]} ({names}, ...) is read in moment {s.cursor}, where the plan does not have it"
                 )
@@ -954,7 +922,7 @@ class Demand:
     def _refuse_updated(self, chunks: Iterable[int]) -> None:
         """Raise ContractError where an eager update of this iteration has changed one of the chunks."""
         s = self.session
-        updated = s.updated_early.intersection(t for chunk in chunks for t in s._tensors_of[chunk])
+        updated = s.updated_early.intersection(t for chunk in chunks for t in s.timetable.tensors_of[chunk])
         if updated:
             s.refuse_while_updating(f"{s.name_of(min(updated))!r} is read")
 

@@ -145,7 +145,7 @@ class Ladder(Sequence[Rung]):
         """One more rung; the moment it was climbed in."""
         s = self.session
         moment = s.demand.moment if s.demand.active else s.cursor
-        name = s.names[moment] if moment >= 0 else ""
+        name = s.timetable.names[moment] if moment >= 0 else ""
         rung = Rung(
             s.iteration, moment, name, error.what, error.asked_bytes, error.payload_bytes, error.other_bytes,
             error.limit_bytes, done,
@@ -255,7 +255,7 @@ class Ladder(Sequence[Rung]):
         elif s.cursor < 0:
             where = f"before iteration {s.iteration}"
         else:
-            where = f"in iteration {s.iteration}, moment {s.cursor} ({s.names[s.cursor]})"
+            where = f"in iteration {s.iteration}, moment {s.cursor} ({s.timetable.names[s.cursor]})"
         planned, limit = s.plan.gpu_budget_bytes, error.limit_bytes
         less = max(0, planned - max(error.asked_bytes, planned // 8))
         budget = limit if limit is not None and limit < planned else less

@@ -72,7 +72,7 @@ def same(run: Any, kit: Any) -> None:
     """Parameters and moments are those of the twin."""
     tensors = run.session.plan.workload.tensors
     theirs = dict(run.reference.model.named_parameters(remove_duplicate=False))
-    for t in run.session._chunk_of:
+    for t in run.session.timetable.chunk_of:
         mine, other = run.session.current_value(t), theirs[tensors[t].name]
         assert kit.distance(mine, other.detach()) < 1e-6, tensors[t].name
         state = run.reference.optimizer.state[other]
@@ -190,7 +190,9 @@ def test_random_interleavings_compute_the_same(planned: Any, start: Any, kit: An
         options = {} if seed is None else {"queues": SerialQueues(choose)}
         run = start("llama", "optimal", plan=plan, clip=1.0, **options)
         results.append([kit.train_alone(run.model, run.optimizer, run.batches, 1) for _ in range(3)])
-        results[-1] += [float(run.session.current_value(t).double().sum()) for t in sorted(run.session._chunk_of)]
+        results[-1] += [
+            float(run.session.current_value(t).double().sum()) for t in sorted(run.session.timetable.chunk_of)
+        ]
         assert run.session.deviations == 0
     assert all(r == results[0] for r in results[1:])
 

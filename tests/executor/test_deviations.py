@@ -97,7 +97,7 @@ def test_other_module_order(
     assert run.session.deviations == 1, list(run.session.deviation_log)
     assert_same(kit, run)
     cut = {(r.place, r.chunk, r.list) for r in run.plan.initial}
-    assert run.session.cut == cut
+    assert run.session.timetable.cut == cut
 
 
 @pytest.mark.parametrize("policy", ["tide", "zero_offload"])

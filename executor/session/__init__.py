@@ -1,0 +1,1 @@
+"""A session's parts: what a plan says by moment, and what of it has happened."""

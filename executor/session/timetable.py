@@ -1,0 +1,153 @@
+"""Timetable: what a plan says, by moment.
+
+Compiled once per plan, before anything runs. It knows neither torch nor what has happened: who asks says where the
+iteration stands.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+
+from pstar_sim.core.effects import gradient_list, needed
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Kind, Place, Queue
+from pstar_sim.errors import PlanError
+
+__all__ = ["Timetable"]
+
+
+class Timetable:
+    """Tables of `plan`. A moment is an index into the workload's moments, a step its position in the plan.
+
+    Attributes:
+        names: moment -> event that opens it.
+        peaks: moment -> non-model bytes at its peak.
+        cut_tide: non-model bytes between two iterations.
+        cut: (place, chunk, list) of what is resident between two iterations.
+        micro_batch: moment -> micro-batch it belongs to.
+        reads: moment -> chunks that it reads.
+        uses: chunk -> moments that read it.
+        compute: moment -> its compute step.
+        on_demand_only: the plan has no steps; every chunk comes when it is read.
+        before: moment -> other steps of the compute queue that come before it.
+        tail: steps of the compute queue behind the last moment.
+        chunk_of: tensor -> chunk.
+        tensors_of: chunk -> tensors.
+        trainable: tensors that get an update.
+        due: moment -> tensors whose gradient is final in it.
+        early: moment -> tensors whose gradient arrives in it and again later in the micro-batch.
+        goes_to: (chunk, micro-batch) -> list that gradients of the chunk go to.
+        sums: steps of the net queue behind which sums of gradients over the ranks are whole.
+        first_complete: moment in which the first chunk has all its gradients.
+        permanent_bytes: on the gpu, of what cannot leave it between two iterations.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        w, layout = plan.workload, plan.layout
+        self.names = [m.name for m in w.moments]
+        self.peaks = [m.peak_bytes for m in w.moments]
+        self.cut_tide = min(self.peaks[-1], self.peaks[0])
+        self.cut = frozenset((r.place, r.chunk, r.list) for r in plan.initial)
+        self.micro_batch = [m.micro_batch for m in w.moments]
+        self.chunk_of = layout.chunk_of
+        self.tensors_of = [[s.tensor for s in c.slots] for c in layout.chunks]
+        self.trainable = {t for t in self.chunk_of if not w.tensors[t].frozen}
+        self.reads = needed(layout, w)
+        self.uses: list[list[int]] = [[] for _ in layout.chunks]
+        for m, chunks in enumerate(self.reads):
+            for chunk in chunks:
+                self.uses[chunk].append(m)
+        self.compute, self.before, self.tail = _compute_steps(plan)
+        self.on_demand_only = not self.compute
+        self.goes_to = gradient_list(plan)
+        last = Kind.REDUCE_SCATTER if layout.ranks > 1 else Kind.GATHER
+        self.sums = [i for i, step in enumerate(plan.steps) if step.queue is Queue.NET and step.kind is last]
+        self._final = {(self.micro_batch[m], t): m for m, tensors in enumerate(w.gradients) for t in tensors}
+        self.due = [{t for t in tensors if self.final_in(m, t) == m} for m, tensors in enumerate(w.gradients)]
+        self.early = [set(tensors) - self.due[m] for m, tensors in enumerate(w.gradients)]
+        self.first_complete = min(_complete(self._final, self.chunk_of).values(), default=len(w.moments))
+        self.permanent_bytes = _permanent_bytes(plan, self.cut)
+        self._by_name: dict[str, set[int]] = {}
+        self._by_name_next: dict[str, set[int]] = {}
+        for m, chunks in enumerate(self.reads):
+            self._by_name.setdefault(self.names[m], set()).update(chunks)
+            if m:
+                self._by_name_next.setdefault(self.names[m - 1], set()).update(chunks)
+
+    def final_in(self, moment: int, tensor: int) -> int:
+        """The moment in which the tensor's gradient is final in the micro-batch of `moment`; -1 if it has none."""
+        return self._final.get((self.micro_batch[moment], tensor), -1)
+
+    def gradient_list(self, moment: int, tensor: int) -> str:
+        """The list that a gradient of the tensor goes to in `moment`."""
+        return self.goes_to[self.chunk_of[tensor], self.micro_batch[moment]]
+
+    def following_peak(self, moment: int) -> int:
+        """Peak of the moment behind this one, over the border of the iteration."""
+        return self.peaks[(moment + 1) % len(self.peaks)]
+
+    def read_in(self, name: str) -> set[int]:
+        """Chunks that moments of this name read."""
+        return self._by_name.get(name, set())
+
+    def read_behind(self, name: str) -> set[int]:
+        """Chunks that the moments behind those of this name read. The event that closes a moment may not come: what
+        follows belongs to it then."""
+        return self._by_name_next.get(name, set())
+
+    def next_of_name(self, name: str, position: int) -> int | None:
+        """The next moment of this name from `position` on, over the border of the iteration; None if there is none."""
+        return next((m for m in self._from(position) if self.names[m] == name), None)
+
+    def _from(self, position: int) -> Iterator[int]:
+        yield from range(position, len(self.names))
+        yield from range(position)
+
+    def until_use(self, chunk: int, position: int) -> int:
+        """Moments from `position` until the chunk is read again, over the border of the iteration; far if never."""
+        uses, count = self.uses[chunk], len(self.names)
+        if not uses:
+            return 2 * count
+        at = bisect.bisect_right(uses, position)
+        return uses[at] - position if at < len(uses) else uses[0] + count - position
+
+
+def _compute_steps(plan: Plan) -> tuple[list[int], list[list[int]], list[int]]:
+    """`compute`, `before` and `tail` of a timetable."""
+    compute: list[int] = []
+    before: list[list[int]] = []
+    waiting: list[int] = []
+    for i, step in enumerate(plan.steps):
+        if step.queue is not Queue.COMPUTE:
+            continue
+        if step.kind is not Kind.COMPUTE:
+            waiting.append(i)
+            continue
+        if step.moment != len(compute):
+            raise PlanError(f"compute step {step.id} is of moment {step.moment}, not {len(compute)}")
+        compute.append(i)
+        before.append(waiting)
+        waiting = []
+    if compute and len(compute) != len(plan.workload.moments):
+        raise PlanError(f"the plan has compute steps for {len(compute)} of {len(plan.workload.moments)} moments")
+    return compute, before, waiting
+
+
+def _complete(final: dict[tuple[int, int], int], chunk_of: dict[int, int]) -> dict[int, int]:
+    """Chunk -> moment of its last gradient."""
+    complete: dict[int, int] = {}
+    for (_, tensor), moment in final.items():
+        chunk = chunk_of[tensor]
+        complete[chunk] = max(moment, complete.get(chunk, -1))
+    return complete
+
+
+def _permanent_bytes(plan: Plan, cut: frozenset[tuple[Place, int, str]]) -> int:
+    pinned = {chunk for place, chunk, name in cut if place is Place.GPU and name == "param32"}
+    on_host = {chunk for place, chunk, name in cut if place is Place.HOST and name in ("param", "param32")}
+    total = sum(size for _, place, size in plan.buffers if place is Place.GPU)
+    for place, chunk, name in cut:
+        if chunk >= 0 and place is Place.GPU and (name != "param" or chunk in pinned or chunk not in on_host):
+            total += plan.layout.payload_bytes(chunk, name)
+    return total
