@@ -53,6 +53,7 @@ from executor.off_plan.ladder import Ladder
 from executor.off_plan.warm_up import WarmUp
 from executor.queues.interface import Program, Queues
 from executor.scaling import LossScaling, guard_boundary
+from executor.session.iteration import Iteration
 from executor.session.timetable import Timetable
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import COPIES, Kind, Place, Queue
@@ -129,7 +130,6 @@ class Session:
         self.optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None  # prepare sets it
         self.in_parts = False  # a backward runs part by part (driving/drive.py)
         self._driver: Driver | None = None
-        self.backwards = 0  # backwards that ended in the current iteration
         self.holdings = Holdings(backend, ranks)
         self._dropped = weakref.finalize(self, self.holdings.let_go)
         self._dropped.atexit = False  # the interpreter's end is `prepare`'s matter
@@ -137,13 +137,10 @@ class Session:
         self._now = clock
         self._classes = threading.Lock()  # a queue's thread and the user's may change a parameter's class at once
         self._open = False  # parameters may be read as they stand, where they are readable
-        self._updates: dict[int, Update] = {}
-        self._norms: dict[int, torch.Tensor] = {}
+        self.now = Iteration(number=-1)  # the current one; between two, the one that ended last
         self.consumed: set[int] = set()  # tensors whose gradient left autograd and that no zero_grad has cleared yet
-        self.arrived: set[int] = set()  # the same, of the current iteration
         self._switched: set[int] = set()  # tensors whose requires_grad is not the plan's at present
         self.stepped = False  # optimizer.step() came after they arrived
-        self._early_of: dict[int, set[int]] = {}  # iteration -> tensors whose eager update has begun
         self.held = False  # nothing moves until there is a new plan
         self._standing = False  # inside `still`
         self.guard: Guard | None = None
@@ -183,7 +180,6 @@ class Session:
         self.span_log: deque[StepLog] = deque(maxlen=KEPT_ITERATIONS * max(1, len(plan.steps)))
         self.first_s = self._now()
         self._steps: dict[tuple[int, int], StepLog] = {}
-        self._outstanding: set[int] = set()
         self.demand = Demand(self)
         self._touch = untraced(self.demand.touch)
         self.stashes = Stashes(self)
@@ -197,7 +193,7 @@ class Session:
     @property
     def updated_early(self) -> set[int]:
         """Tensors whose eager update of this iteration has begun."""
-        return self._early_of.get(self.iteration, set())
+        return self.now.early if self.now.number == self.iteration else set()
 
     @property
     def updating(self) -> bool:
@@ -220,9 +216,10 @@ class Session:
         """The chunk's working list became readable, or ceased to be: put its parameters into the class that says so."""
         contents = self.contents
         with self._classes:
+            updated = self.updated_early
             for t in self.timetable.tensors_of[chunk]:
                 readable = self._open and chunk not in self.queues.in_flight and contents.readable(t)
-                readable = readable and t not in self.updated_early
+                readable = readable and t not in updated
                 self.parameters[t].__class__ = ChunkParameter if readable else ParkedParameter
 
     def set_open(self, open_: bool) -> None:
@@ -307,7 +304,7 @@ class Session:
                 self.demand.on_event(event)
         self.stashes.settle()
         if event.kind == "backward-end":
-            self.backwards += 1
+            self.now.backwards += 1
         for watch in self.watches:
             watch.opens()
 
@@ -330,7 +327,7 @@ class Session:
             self.check_backward(event)
         if self.absent is not None:
             self.absent.pass_to(following)
-        elif self._outstanding:
+        elif self.now.outstanding:
             return False  # a gradient the plan counts on has not come
         self.advance(following)
         if (event.phase is Phase.FWD and event.kind == "end" and event.module == "") or event.kind == "backward-end":
@@ -371,7 +368,7 @@ class Session:
                     f"moment {moment} ({self.timetable.names[moment]}) reads chunk {chunk}, which the gpu does not hold"
                 )
         self.cursor = moment
-        self._outstanding = set(self.timetable.due[moment])
+        self.now.outstanding = set(self.timetable.due[moment])
         self.begin(i, k, ready_s, waited_for, take=False)
 
     def _end_moment(self, now_s: float) -> None:
@@ -398,17 +395,11 @@ class Session:
         self.queues.ended(i, k)
 
     def _begin_iteration(self) -> None:
-        self.arrived = set()
-        self.backwards = 0
-        self._norms = {}
+        self.now = self.now.next(self.iteration, self.new_update() if self.eager else None)
         if self.first is not None:
             self.first.begins()
-        if self.absent is not None:
-            self.absent.begin_iteration()
         if self.scaling is not None:
             self.scaling.begin_iteration()
-        if self.eager:
-            self._updates[self.iteration] = self.new_update()
         self.queues.allow_net(self.iteration)
 
     def new_update(self) -> Update:
@@ -443,9 +434,9 @@ class Session:
                 "gone here; call optimizer.zero_grad() after each step"
             )
         planned = self.plan.workload.micro_batches
-        if self.backwards >= planned and self.arrived:
+        if self.now.backwards >= planned and self.now.arrived:
             raise ContractError(
-                f"backward number {self.backwards + 1} of an iteration that the plan made for {planned} "
+                f"backward number {self.now.backwards + 1} of an iteration that the plan made for {planned} "
                 "micro-batches: call "
                 "optimizer.step() and zero_grad() first, or make the plan for as many micro-batches as the loop "
                 "accumulates (--micro-batches)"
@@ -493,16 +484,16 @@ class Session:
                     grad.mul_(self._weight)
                 self.contents.accept(tensor, grad, goes_to)
                 if self.max_grad_norm is not None and self.plan.workload.micro_batches == 1 and self.ranks is None:
-                    self._norms[tensor] = torch.linalg.vector_norm(
+                    self.now.norms[tensor] = torch.linalg.vector_norm(
                         self.contents.slot(Place.GPU, tensor, goes_to), dtype=torch.float32
                     )
             if self.scaling is not None:
                 self.scaling.see(grad)
             if not self.demand.active:
-                self._outstanding.discard(tensor)
+                self.now.outstanding.discard(tensor)
             self.backend.touch()
             self.consumed.add(tensor)
-            self.arrived.add(tensor)
+            self.now.arrived.add(tensor)
             self.stepped = False
         set_raw_grad(parameter, None)
 
@@ -532,7 +523,7 @@ class Session:
         self.meet_interruption()
         if finishes:
             return
-        if not self.arrived and (self.absent is None or not self.absent.missed):
+        if not self.now.arrived and not self.now.missed:
             return  # plain torch: no parameter has a gradient
         if self.stepped:
             raise ContractError(
@@ -560,11 +551,12 @@ class Session:
         k = self.iteration
         self.demand.in_a_row = 0
         if self.eager:
-            self._same_hyper(self._updates[k])
+            assert self.now.update is not None
+            self._same_hyper(self.now.update)
         else:
-            self._updates[k] = self.new_update()
-        update = self._updates[k]
-        update.norms = self._norms
+            self.now.update = self.new_update()
+        update = self.now.update
+        update.norms = self.now.norms
         self.decide_scaling(update)
         if self.absent is not None:
             self.absent.settle()
@@ -640,16 +632,14 @@ class Session:
         if not on_plan:
             self.moved.others(self.iteration, self.backend.copied_bytes)
         self.moved.forget(self.logs[0].number)
-        self.last_update = self._updates.get(self.iteration, self.last_update)
-        self._updates.pop(self.iteration - 2, None)
-        self._early_of.pop(self.iteration - 2, None)
+        self.last_update = self.now.update_of(self.iteration) or self.last_update
         measured = self.arena.marks is not None  # somebody counts the changes of this iteration
         if len(self.logs) == KEPT_ITERATIONS and len(self.arena.log) > self._most_changes and not measured:
             self.arena.trim(self.logs[0].end_s)
             self._most_changes = max(KEPT_CHANGES, 2 * len(self.arena.log))
         self.iteration += 1
         self.cursor = -1
-        self._outstanding = set()
+        self.now.outstanding = set()
         self.queues.allow(self.iteration)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -662,7 +652,7 @@ class Session:
         self.at_work.outermost()
         if self.at_work.torn:
             self._mend()
-        elif self.arrived and not self.stepped:
+        elif self.now.arrived and not self.stepped:
             if self.updating:
                 if self.clock.unfinished:
                     raise self.demand.half_updated()
@@ -676,13 +666,14 @@ class Session:
         for t in self.timetable.chunk_of:
             set_raw_grad(self.parameters[t], None)
         self.consumed.clear()
-        self.arrived.clear()
+        self.now.arrived.clear()
         self.stepped = False
 
     def update_norms(self, iteration: int) -> Iterable[torch.Tensor]:
         """Norms of all gradients of an iteration, called by its first Adam step under clipping. On several ranks: of
         what this one holds of their sums."""
-        update = self._updates[iteration]
+        update = self.now.update_of(iteration)
+        assert update is not None
         if self.ranks is not None:
             self.queues.await_steps(self.timetable.sums, iteration)
             if self.plan.workload.micro_batches == 1:
@@ -728,12 +719,12 @@ class Session:
         with torch.no_grad():
             early = self.eager and step.kind in (Kind.CPU_ADAM, Kind.GPU_ADAM) and iteration == self.iteration
             if early and step.chunk is not None:
-                self._early_of.setdefault(iteration, set()).update(self.contents.chunks[step.chunk].with_gradient())
+                self.now.early.update(self.contents.chunks[step.chunk].with_gradient())
                 self.refresh(step.chunk)
             if step.stash is not None:
                 ahead_bytes = self.stashes.move(step)
             else:
-                self.contents.work(step, self._updates.get(iteration), lambda: self.update_norms(iteration))
+                self.contents.work(step, self.now.update_of(iteration), lambda: self.update_norms(iteration))
         if step.kind in COPIES:
             copied_bytes = self.stashes.copied_bytes(step.queue) - before
             self._steps[i, iteration].copied_bytes = copied_bytes + ahead_bytes
@@ -752,7 +743,7 @@ class Session:
         """The open moment's step will not end as the plan has it: the iteration left the plan."""
         if self.cursor >= 0:
             self._steps.pop((self.timetable.compute[self.cursor], self.iteration), None)
-        self._outstanding = set()
+        self.now.outstanding = set()
 
     def timeline(self) -> Timeline:
         """What the last iterations on plan did, in the simulator's schema; waits for their last copies and updates.
@@ -776,7 +767,7 @@ class Session:
             return
         self.require_running()
         begins = event is None or self.clock.outermost(event)
-        if not begins or (self.arrived and not self.stepped and self.committed != self.iteration):
+        if not begins or (self.now.arrived and not self.stepped and self.committed != self.iteration):
             raise ContractError(
                 f"iteration {self.iteration} was interrupted; call optimizer.zero_grad() to drop what it has left of "
                 "its gradients, and run its forward and backward again"

@@ -29,16 +29,10 @@ __all__ = ["Absent"]
 
 
 class Absent:
-    """missed: tensors whose gradient counted as zero in some micro-batch of the iteration."""
+    """What a rank without a module of the plan does in its place."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.missed: set[int] = set()
-        self._said = False
-
-    def begin_iteration(self) -> None:
-        self.missed = set()
-        self._said = False
 
     def moment_of(self, event: Event) -> int | None:
         """The moment that the event opens, if it is a later one of the micro-batch whose moment is open."""
@@ -62,8 +56,8 @@ class Absent:
         self.settle()
         while s.cursor + 1 < moment:
             following = s.cursor + 1
-            if not self._said:
-                self._said = True
+            if not s.now.passed_over:
+                s.now.passed_over = True
                 name = s.timetable.names[following]
                 s.note_deviation(f"{name} does not come on this rank; gradients that are not there count as zero")
             s.advance(following)
@@ -72,7 +66,7 @@ class Absent:
     def settle(self) -> None:
         """Gradients that are due in the open moment are there now, or zero."""
         s = self.session
-        for tensor in sorted(s._outstanding):
+        for tensor in sorted(s.now.outstanding):
             if raw_grad(s.parameters[tensor]) is not None:
                 s.on_gradient(tensor, s.parameters[tensor])
                 continue
@@ -85,8 +79,8 @@ class Absent:
                     s.timetable.gradient_list(s.cursor, tensor),
                 )
             s.backend.touch()
-            self.missed.add(tensor)
-        s._outstanding = set()
+            s.now.missed.add(tensor)
+        s.now.outstanding = set()
 
     def waits(self, tensor: int) -> bool:
         """A gradient that came stays in `.grad`: its moment is a later one of the micro-batch."""
@@ -97,7 +91,7 @@ class Absent:
         """Tensors that no rank had a gradient of in this iteration; every rank asks, before its updates."""
         s = self.session
         assert s.ranks is not None
-        mine = self.missed - s.arrived
+        mine = s.now.missed - s.now.arrived
         if not s.ranks.any(bool(mine)):
             return frozenset()
         order = sorted(s.timetable.chunk_of)

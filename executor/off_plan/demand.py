@@ -218,8 +218,8 @@ class Demand:
 
     def _reason(self, event: Event) -> str:
         s = self.session
-        if s._outstanding:
-            names = ", ".join(repr(s.name_of(t)) for t in sorted(s._outstanding)[:3])
+        if s.now.outstanding:
+            names = ", ".join(repr(s.name_of(t)) for t in sorted(s.now.outstanding)[:3])
             return f"{event.name} came before the gradient of {names}"
         expected = s.timetable.names[s.cursor + 1] if s.cursor + 1 < len(s.timetable.names) else "nothing more"
         return (
@@ -378,8 +378,8 @@ class Demand:
         """Every update of the iteration, then back to the cut."""
         s = self.session
         self._collect_left_over()
-        update = s._updates.get(s.iteration) or s.new_update()
-        s._updates[s.iteration] = update
+        update = s.now.update or s.new_update()
+        s.now.update = update
         s.decide_scaling(update)
         s.committed = s.iteration
         self._carry_out(update)
@@ -451,7 +451,7 @@ class Demand:
         args, kwargs = self._last_batch
         captured = s.capture_batch(args, kwargs)
         # The same parameters (and their groups, which a capture does not know).
-        return repeat_micro_batch(replace(captured, tensors=s.plan.workload.tensors), max(1, s.backwards))
+        return repeat_micro_batch(replace(captured, tensors=s.plan.workload.tensors), max(1, s.now.backwards))
 
     def _collect_left_over(self) -> None:
         """Gradients that autograd still holds: fewer firings than the plan counted."""
@@ -532,7 +532,8 @@ class Demand:
             if not self.active:
                 self.active = True
                 self._off_the_gpu()
-            self._carry_out(s._updates[s.iteration])
+            assert s.now.update is not None
+            self._carry_out(s.now.update)
             s.clock.reset()
             s.stepped = True
 

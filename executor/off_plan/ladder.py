@@ -128,7 +128,7 @@ class Ladder(Sequence[Rung]):
 
     def check_whole(self) -> None:
         """Raise ContractError if an iteration that did not fit has left some of its gradients."""
-        if self.given_up and self.session.arrived:
+        if self.given_up and self.session.now.arrived:
             raise ContractError(
                 "the iteration that ran out of memory has left some of its gradients; call optimizer.zero_grad() and "
                 "run its forward and backward again"
@@ -218,7 +218,7 @@ class Ladder(Sequence[Rung]):
                 self.replan()
         s.backend.give_back()
         s.consumed.clear()
-        s.arrived.clear()
+        s.now.arrived.clear()
 
     def give_back(self, error: OutOfMemory, *, needed: set[int], alive_bytes: int | None = None) -> None:
         """What an operator or a chunk off plan asked for was refused: make room for it. alive_bytes: as in `note`.

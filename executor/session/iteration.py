@@ -1,0 +1,60 @@
+"""Iteration: what belongs to one iteration of the loop, and goes with it.
+
+The session replaces the value when the next iteration begins: one assignment, so that an interruption finds the old one
+or the new one. Steps that run into the next forward still ask for the value of theirs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from executor.memory.contents import Update
+
+__all__ = ["Iteration"]
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Iteration:
+    """
+    Attributes:
+        number: from 0; -1 before the first.
+        before: the iteration before this one, while steps of it may run.
+        arrived: tensors whose gradient left autograd.
+        outstanding: tensors whose gradient is due in the open moment and has not come.
+        missed: tensors whose gradient counted as zero in some micro-batch.
+        passed_over: a moment was passed over in which this rank had nothing to compute.
+        early: tensors whose eager update has begun.
+        norms: tensor -> norm of its gradient, where it was taken as the gradient arrived.
+        backwards: number of backwards that have ended.
+        update: what the Adam steps need; None until `optimizer.step()` (with eager updates: from the beginning).
+    """
+
+    number: int
+    before: Iteration | None = None
+    arrived: set[int] = field(default_factory=set)
+    outstanding: set[int] = field(default_factory=set)
+    missed: set[int] = field(default_factory=set)
+    passed_over: bool = False
+    early: set[int] = field(default_factory=set)
+    norms: dict[int, torch.Tensor] = field(default_factory=dict)
+    backwards: int = 0
+    update: Update | None = None
+
+    def next(self, number: int, update: Update | None) -> Iteration:
+        """The value of iteration `number`, which begins. Iterations before the last two are let go."""
+        if self.before is not None:
+            self.before.before = None
+        return Iteration(number=number, before=self, update=update)
+
+    def of(self, number: int) -> Iteration | None:
+        """The value of iteration `number`: this one or one before it. None if it has not begun or has been let go."""
+        found: Iteration | None = self
+        while found is not None and found.number != number:
+            found = found.before
+        return found
+
+    def update_of(self, number: int) -> Update | None:
+        found = self.of(number)
+        return None if found is None else found.update
