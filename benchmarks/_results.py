@@ -50,6 +50,7 @@ DEPENDENCIES: Mapping[str, tuple[str, ...]] = {
     "patrickstar_node": PLANNED,
     "peers*": (*EXECUTED, "benchmarks/contenders/**"),
     "planning_speed": PLANNED,
+    "play_speed": PLANNED,
     "reliability": (*EXECUTED, "benchmarks/_*.py", "benchmarks/kills.py"),
     "semantics*": (*EXECUTED, "tests/executor/semantics_rows.py"),
     "simulate": PLANNED,

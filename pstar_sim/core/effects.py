@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Plan, Resident
-from pstar_sim.core.step import Kind, Place, Step
+from pstar_sim.core.step import EFFECTS, OTHERS, Kind, Place, Step, Touch
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.workload import Workload
 
@@ -41,9 +41,6 @@ __all__ = [
 NON_MODEL = "non-model"
 CATEGORIES = (NON_MODEL, "param", "grad", "states", "buffer")
 
-OTHERS = {"remote": "param", "grad_remote": "grad"}
-"""Lists of the other ranks' slices -> the list whose slices they are ([Note: several ranks] in core/step.py)."""
-
 _CATEGORY = {"param": "param", "grad": "grad", "grad32": "grad", "remote": "param", "grad_remote": "grad"}
 
 
@@ -55,52 +52,25 @@ def category_of(list_name: str) -> str:
 def takes(step: Step) -> tuple[Resident, bool] | None:
     """The resident a step takes at its start and whether it takes it only if absent; None if it takes none.
     The tide's rise of a compute step is in `tide_moves`."""
-    kind = step.kind
-    if kind is Kind.FETCH:
-        return _resident(step, Place.GPU), True
-    if kind is Kind.WRITEBACK:
-        return _resident(step, Place.HOST), True
-    if kind is Kind.ALLOC:
-        return _resident(step, step.place), False
-    if kind is Kind.CPU_ADD:
-        return Resident(_chunk(step), "grad32", Place.HOST), True
-    if kind is Kind.NVME_READ:
-        return _resident(step, Place.HOST), True
-    if kind is Kind.NVME_WRITE:
-        return _resident(step, Place.NVME), True
-    if kind is Kind.GATHER and step.list in OTHERS:
-        return _resident(step, Place.GPU), True
-    return None
+    return _touched(step, EFFECTS[step.kind].takes)
 
 
 def frees(step: Step) -> tuple[Resident, bool] | None:
     """The resident a step frees at its end and whether it frees it only if present; None if it frees none."""
-    kind = step.kind
-    if kind is Kind.DROP:
-        return _resident(step, Place.GPU), False
-    if kind is Kind.FREE:
-        return _resident(step, step.place), False
-    if kind is Kind.CPU_ADD:
-        if step.list == "param":  # the last gradient, in place in the working list, which stays
-            return None
-        return Resident(_chunk(step), "grad", Place.HOST), True
-    if kind is Kind.REDUCE_SCATTER and step.list in OTHERS:
-        return _resident(step, Place.GPU), False
-    return None
+    return _touched(step, EFFECTS[step.kind].frees)
 
 
-def _chunk(step: Step) -> int:
-    if step.chunk is None:
-        raise PlanError(f"step {step.id}: a {step.kind.value} step needs chunk=")
-    return step.chunk
-
-
-def _resident(step: Step, place: Place | None) -> Resident:
-    if step.list is None:
+def _touched(step: Step, touch: Touch | None) -> tuple[Resident, bool] | None:
+    if touch is None or not touch.concerns(step.list):
+        return None
+    list_name, place = touch.list or step.list, touch.place or step.place
+    if list_name is None:
         raise PlanError(f"step {step.id}: a {step.kind.value} step needs list=")
     if place is None:
         raise PlanError(f"step {step.id}: a {step.kind.value} step needs place=")
-    return Resident(_chunk(step), step.list, place)
+    if step.chunk is None:
+        raise PlanError(f"step {step.id}: a {step.kind.value} step needs chunk=")
+    return Resident(step.chunk, list_name, place), touch.lenient
 
 
 def tide_moves(workload: Workload) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -295,23 +265,13 @@ def reads(step: Step) -> tuple[Resident, ...]:
     """Lists that have to be there when a step starts and that it copies or reduces; none for moments and Adam."""
     if step.list is None or step.chunk is None:
         return ()
-    there = _SOURCE.get(step.kind)
-    if there is None:
+    there = EFFECTS[step.kind].reads
+    if there is None or step.kind in (Kind.CPU_ADAM, Kind.GPU_ADAM):
         return ()
     own = OTHERS.get(step.list, step.list)
     if step.kind is Kind.REDUCE_SCATTER and own != step.list:
         return Resident(step.chunk, own, there), Resident(step.chunk, step.list, there)
     return (Resident(step.chunk, own, there),)
-
-
-_SOURCE = {
-    Kind.FETCH: Place.HOST,
-    Kind.WRITEBACK: Place.GPU,
-    Kind.GATHER: Place.GPU,
-    Kind.REDUCE_SCATTER: Place.GPU,
-    Kind.NVME_READ: Place.NVME,
-    Kind.NVME_WRITE: Place.HOST,
-}
 
 
 def needed(layout: Layout, workload: Workload) -> list[tuple[int, ...]]:

@@ -12,28 +12,18 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 from pstar_sim.core.program import Program
 from pstar_sim.core.rules import Columns, Rates, is_steady, pace_s
 from pstar_sim.errors import PlanError
 
-__all__ = ["Factor", "Listener", "Record", "deadlock", "follow"]
+__all__ = ["Deadlock", "Factor", "Record", "deadlock", "follow"]
 
 _WAKE, _END, _SHARED_END = range(3)
 
 Factor = Callable[[int, int], float]
 """(step id, iteration) -> factor on the step's nominal seconds."""
-
-
-class Listener(Protocol):
-    """Hears of every step as it starts and ends (by its position), and of each iteration that the compute queue
-    ended."""
-
-    def start(self, step: int, now_s: float) -> None: ...
-    def end(self, step: int, now_s: float) -> None: ...
-    def iteration(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +37,9 @@ class Record:
     waited_for: the step that it waited for last, of those that waited.
     dram_lost: seconds that it lost because DRAM was short; no rows where it never can be.
     steady: whether the last two iterations agree ([Note: when an iteration is steady] in rules.py).
+    events, at_s: every start (2 * step) and end (2 * step + 1) in the order in which they happened, and when. Those of
+        iterations that were cut off are among them.
+    marks: number of events when the compute queue had ended each iteration.
     """
 
     program: Program
@@ -56,7 +49,10 @@ class Record:
     ended: list[list[float]]
     waited_for: list[dict[int, int]]
     dram_lost: list[list[float]]
-    steady: bool
+    steady: bool = False
+    events: list[int] = field(default_factory=list)
+    at_s: list[float] = field(default_factory=list)
+    marks: list[int] = field(default_factory=list)
 
     @classmethod
     def empty(cls, program: Program, iterations: int, *, shared: bool) -> Record:
@@ -67,7 +63,7 @@ class Record:
 
         begun = rows()
         waited: list[dict[int, int]] = [{} for _ in range(iterations)]
-        return cls(program, rows(), begun, begun, rows(), waited, rows() if shared else [], False)
+        return cls(program, rows(), begun, begun, rows(), waited, rows() if shared else [])
 
     def cut(self, last: int) -> None:
         """Forget what came after iteration `last`."""
@@ -88,11 +84,18 @@ def follow(
     *,
     factor: Factor | None = None,
     most: int = 8,
-    listen: Listener | None = None,
 ) -> Record:
-    """Play the program until it is steady, `most` (>= 2) iterations at most. Raises PlanError for one that deadlocks,
-    naming the step at which each queue stands, and whatever the listener raises."""
-    return _Follow(program, columns, rates, jitter=factor is not None, most=most).run(factor, most, listen)
+    """Play the program until it is steady, `most` (>= 2) iterations at most. Raises Deadlock for one that deadlocks,
+    naming the step at which each queue stands."""
+    return _Follow(program, columns, rates, jitter=factor is not None, most=most).run(factor, most)
+
+
+class Deadlock(PlanError):
+    """Every queue waits. record: what happened before."""
+
+    def __init__(self, message: str, record: Record) -> None:
+        super().__init__(message)
+        self.record = record
 
 
 class _Follow:
@@ -119,11 +122,12 @@ class _Follow:
         self.share = 1.0
         self.lost_before_s = [0.0] * queues
 
-    def run(self, factor: Factor | None, most: int, listen: Listener | None) -> Record:
+    def run(self, factor: Factor | None, most: int) -> Record:
         program, columns, record, heap, current = self.program, self.columns, self.record, self.heap, self.current
         order, waits, ids, compute = program.order, program.waits, program.ids, program.compute
         seconds, dram, shares = columns.seconds, columns.dram_bytes, self.rates.shares
         ready, begun, ended, waited_for = record.ready, record.begun, record.ended, record.waited_for
+        event, time = record.events.append, record.at_s.append
         queues = len(order)
         done = [0] * len(ids)  # iterations in which the step has ended
         waiters: list[list[int]] = [[] for _ in ids]  # queues
@@ -146,8 +150,8 @@ class _Follow:
                     ended[k][i] = now
                     if self.shared and begun[k][i] < now and shares(1.0, dram[i]):
                         record.dram_lost[k][i] = self._dram_lost_s() - self.lost_before_s[q]
-                    if listen is not None:
-                        listen.end(i, now)
+                    event(2 * i + 1)
+                    time(now)
                     done[i] += 1
                     if waiters[i]:
                         for other in waiters[i]:
@@ -158,8 +162,8 @@ class _Follow:
                     if position[q] == len(order[q]):
                         position[q] = 0
                         lap[q] = k + 1
-                        if q == compute and listen is not None:
-                            listen.iteration()
+                        if q == compute:
+                            record.marks.append(len(record.events))
                         finished[k] += 1
                         if finished[k] == queues:  # [Note: when an iteration is steady]
                             record.steady = k >= 1 and is_steady(ended[k], ended[k - 1])
@@ -187,8 +191,8 @@ class _Follow:
                 if factor is not None:
                     takes_s *= factor(ids[i], k)
                 begun[k][i] = now
-                if listen is not None:
-                    listen.start(i, now)
+                event(2 * i)
+                time(now)
                 if takes_s > 0:
                     if self.shared and shares(takes_s, dram[i]):
                         self._join(q, takes_s, dram[i] / takes_s)
@@ -198,7 +202,7 @@ class _Follow:
                     break
                 ending = True
         if not stopped:
-            raise deadlock(program, {q: (current[q], lap[q]) for q in range(queues) if lap[q] < most}, done)
+            raise deadlock(record, {q: (current[q], lap[q]) for q in range(queues) if lap[q] < most}, done)
         record.cut(last)
         return record
 
@@ -253,9 +257,9 @@ class _Follow:
                 self.set_off += 1
 
 
-def deadlock(program: Program, at: dict[int, tuple[int, int]], done: Sequence[int]) -> PlanError:
+def deadlock(record: Record, at: dict[int, tuple[int, int]], done: Sequence[int]) -> Deadlock:
     """Every queue waits: say for what. at: queue -> (step, iteration) at which it stands."""
-    lines = []
+    program, lines = record.program, []
     for q, (i, k) in sorted(at.items(), key=lambda item: program.queues[item[0]]):
         missing = [
             f"{program.ids[j]}@-{back}" if back else str(program.ids[j])
@@ -265,4 +269,4 @@ def deadlock(program: Program, at: dict[int, tuple[int, int]], done: Sequence[in
         lines.append(
             f"{program.queues[q]} at step {program.ids[i]} ({program.kinds[i]}) waits for {', '.join(missing)}"
         )
-    return PlanError(f"the plan deadlocks in iteration {min(k for _, k in at.values())}: {'; '.join(lines)}")
+    return Deadlock(f"the plan deadlocks in iteration {min(k for _, k in at.values())}: {'; '.join(lines)}", record)

@@ -1,26 +1,11 @@
 """Step: one action of a plan on one queue, and its one-line text form.
 
-[Note: what a step does to memory] is the table that simulator, checker, ledger and executor all follow:
-
-| kind      | queue   | at its start                              | at its end                                 |
-|-----------|---------|-------------------------------------------|--------------------------------------------|
-| compute   | compute | takes the tide's rise; its chunks are used | frees the tide's fall                      |
-| alloc     | any     | takes (chunk, list) at `place`; zeroed    |                                            |
-| free      | any     |                                           | frees (chunk, list) at `place`             |
-| fetch     | h2d     | takes (chunk, list) on the gpu if absent  | gpu content = host content                 |
-| writeback | d2h     | takes (chunk, list) on the host if absent | host content = gpu content                 |
-| drop      | any     |                                           | frees (chunk, list) on the gpu             |
-| cpu_add   | adam    | takes grad32 on the host if absent        | grad32 += grad (host); frees grad (host)   |
-| cpu_adam  | adam    | states, working list are on the host      | host param = updated parameters            |
-| gpu_adam  | compute | states, working list are on the gpu       | gpu param = updated parameters             |
-| gather    | net     | takes (chunk, list) on the gpu if absent  | the chunk is whole on this gpu             |
-| reduce_   | net     | (chunk, list) is on the gpu               | own slice = reduced gradient; frees        |
-| scatter   |         |                                           | (chunk, list) on the gpu                   |
-| nvme_read | nvme    | takes (chunk, list) on the host if absent | host content = disk content                |
-| nvme_     | nvme    | takes (chunk, list) on the disk if absent | disk content = host content                |
-| write     |         |                                           |                                            |
-| stash_out | d2h     |                                           | the stash is on the host                   |
-| stash_in  | h2d     |                                           | the stash is on the gpu                    |
+[Note: what a step does to memory] is the table EFFECTS, which simulator, ledger, slabs and executor all follow: what a
+step reads has to be there when it starts; what it takes it takes when it starts, what it frees it frees when it ends.
+Besides: a compute step takes the tide's rise when it starts and frees the tide's fall when it ends, and its chunks are
+on the gpu. alloc zeroes what it takes; a copy (fetch, writeback, nvme_read, nvme_write) leaves there what it read;
+cpu_add adds the gradient to grad32; cpu_adam and gpu_adam read the states as well and leave updated parameters in the
+working list; after gather the chunk is whole on this gpu, after reduce_scatter the own slice is the reduced gradient.
 
 (A cpu_add with list=param adds the last gradient, which lies in place in the host's working list, and frees nothing.)
 
@@ -59,7 +44,21 @@ from dataclasses import dataclass
 from pstar_sim.errors import PlanError
 from pstar_sim.python310 import StrEnum
 
-__all__ = ["COPIES", "PAGEABLE", "Kind", "Place", "Queue", "Ref", "Step", "from_text", "to_text"]
+__all__ = [
+    "COPIES",
+    "EFFECTS",
+    "OTHERS",
+    "PAGEABLE",
+    "Effect",
+    "Kind",
+    "Place",
+    "Queue",
+    "Ref",
+    "Step",
+    "Touch",
+    "from_text",
+    "to_text",
+]
 
 
 class Queue(StrEnum):
@@ -97,6 +96,62 @@ class Place(StrEnum):
 
 COPIES = frozenset({Kind.FETCH, Kind.WRITEBACK, Kind.STASH_OUT, Kind.STASH_IN})
 """What crosses the link between host and gpu."""
+
+
+OTHERS = {"remote": "param", "grad_remote": "grad"}
+"""Lists of the other ranks' slices -> the list whose slices they are ([Note: several ranks])."""
+
+
+@dataclass(frozen=True, slots=True)
+class Touch:
+    """A list of the step's chunk that a step takes or frees.
+
+    place, list: None for the step's own. lenient: only if absent (taken) or present (freed); else that is an error.
+    only, but: the lists of the step for which it does so; None for all, and for none left out.
+    """
+
+    place: Place | None
+    list: str | None = None
+    lenient: bool = False
+    only: frozenset[str] | None = None
+    but: str | None = None
+
+    def concerns(self, list_name: str | None) -> bool:
+        return (self.only is None or list_name in self.only) and (self.but is None or list_name != self.but)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effect:
+    """What a kind of step does to the payloads of its chunk. reads: where its list has to be; for Adam that of the
+    working list and the states."""
+
+    reads: Place | None = None
+    takes: Touch | None = None
+    frees: Touch | None = None
+
+
+_OF_OTHERS = frozenset(OTHERS)
+
+EFFECTS: dict[Kind, Effect] = {
+    Kind.COMPUTE: Effect(),
+    Kind.ALLOC: Effect(takes=Touch(None)),
+    Kind.FREE: Effect(frees=Touch(None)),
+    Kind.FETCH: Effect(reads=Place.HOST, takes=Touch(Place.GPU, lenient=True)),
+    Kind.WRITEBACK: Effect(reads=Place.GPU, takes=Touch(Place.HOST, lenient=True)),
+    Kind.DROP: Effect(frees=Touch(Place.GPU)),
+    Kind.CPU_ADD: Effect(
+        takes=Touch(Place.HOST, "grad32", lenient=True), frees=Touch(Place.HOST, "grad", lenient=True, but="param")
+    ),
+    Kind.CPU_ADAM: Effect(reads=Place.HOST),
+    Kind.GPU_ADAM: Effect(reads=Place.GPU),
+    Kind.GATHER: Effect(reads=Place.GPU, takes=Touch(Place.GPU, lenient=True, only=_OF_OTHERS)),
+    Kind.REDUCE_SCATTER: Effect(reads=Place.GPU, frees=Touch(Place.GPU, only=_OF_OTHERS)),
+    Kind.NVME_READ: Effect(reads=Place.NVME, takes=Touch(Place.HOST, lenient=True)),
+    Kind.NVME_WRITE: Effect(reads=Place.HOST, takes=Touch(Place.NVME, lenient=True)),
+    Kind.STASH_OUT: Effect(),
+    Kind.STASH_IN: Effect(),
+}
+"""[Note: what a step does to memory]"""
 
 
 @dataclass(frozen=True, slots=True)

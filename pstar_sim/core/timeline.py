@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pstar_sim.arguments import file_path
 from pstar_sim.core.decoding import Wrong, as_dataclass, from_columns, parse_json, to_columns
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.axes import Axes
 
-__all__ = ["ByteSample", "Span", "Timeline", "load_timeline", "read_values"]
+__all__ = ["ByteSample", "Rows", "Span", "Timeline", "load_timeline", "read_values"]
 
 FORMAT = "pstar-sim timeline"
 VERSION = 1
@@ -61,6 +62,53 @@ class ByteSample:
 
 _COLUMNS: dict[str, type] = {"spans": Span, "samples": ByteSample}
 
+_Row = TypeVar("_Row")
+
+
+class Rows(Generic[_Row]):
+    """Rows of a dataclass kept by column. The columns are made when they are asked for first, the rows likewise."""
+
+    def __init__(self, cls: type[_Row], columns: Callable[[], Mapping[str, list[Any]]]) -> None:
+        self._cls = cls
+        self._make: Callable[[], Mapping[str, list[Any]]] | None = columns
+        self._columns: Mapping[str, list[Any]] = {}
+        self._rows: tuple[_Row, ...] | None = None
+
+    def columns(self) -> Mapping[str, list[Any]]:
+        """Field of the dataclass -> its values."""
+        if self._make is not None:
+            self._columns, self._make = self._make(), None
+        return self._columns
+
+    def rows(self) -> tuple[_Row, ...]:
+        if self._rows is None:
+            columns = self.columns()
+            self._rows = tuple(map(self._cls, *(columns[f.name] for f in dataclasses.fields(self._cls))))  # type: ignore[arg-type]
+        return self._rows
+
+
+class _Kept(Generic[_Row]):
+    """A field that is given as rows, or as `Rows`, and read as a tuple of rows."""
+
+    def __init__(self, cls: type[_Row]) -> None:
+        self._cls = cls
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_{name}"
+
+    def __set__(self, holder: object, rows: Iterable[_Row] | Rows[_Row]) -> None:
+        if not isinstance(rows, Rows):
+            table = tuple(rows)
+            rows = Rows(self._cls, partial(to_columns, self._cls, table))
+            rows._rows = table
+        holder.__dict__[self._name] = rows
+
+    def __get__(self, holder: object | None, owner: type) -> tuple[_Row, ...]:
+        if holder is None:  # a field without a default
+            raise AttributeError(self._name)
+        kept: Rows[_Row] = holder.__dict__[self._name]
+        return kept.rows()
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Timeline:
@@ -73,8 +121,8 @@ class Timeline:
     source: str
     iterations: int
     iteration_s: float
-    spans: tuple[Span, ...]
-    samples: tuple[ByteSample, ...]
+    spans: _Kept[Span] = _Kept(Span)
+    samples: _Kept[ByteSample] = _Kept(ByteSample)
     peak_bytes: dict[str, int] = field(default_factory=dict)
     moved_bytes: dict[str, int] = field(default_factory=dict)
     stall_s: dict[str, float] = field(default_factory=dict)
@@ -85,16 +133,23 @@ class Timeline:
 
     def __repr__(self) -> str:
         return (
-            f"<Timeline {self.label or 'of a plan'}, {self.source}: {self.iteration_s:.6g} s, {len(self.spans)} spans>"
+            f"<Timeline {self.label or 'of a plan'}, {self.source}: {self.iteration_s:.6g} s, "
+            f"{len(self.columns('spans')['step'])} spans>"
         )
+
+    def columns(self, name: str) -> dict[str, list[Any]]:
+        """ "spans" or "samples" by column: field of `Span` or `ByteSample` -> its values. Makes no row."""
+        kept: Rows[Any] = self.__dict__[f"_{name}"]
+        return dict(kept.columns())
 
     def to_frame(self) -> pandas.DataFrame:
         """A row a span, in the order they are kept: the fields of `Span`; a missing chunk or moment is <NA>."""
         import pandas
 
-        frame = pandas.DataFrame(to_columns(Span, self.spans), columns=[f.name for f in dataclasses.fields(Span)])
-        frame["queue"] = [span.queue.value for span in self.spans]
-        frame["kind"] = [span.kind.value for span in self.spans]
+        columns = self.columns("spans")
+        frame = pandas.DataFrame(columns, columns=[f.name for f in dataclasses.fields(Span)])
+        frame["queue"] = [queue.value for queue in columns["queue"]]
+        frame["kind"] = [kind.value for kind in columns["kind"]]
         return frame.astype({"chunk": "Int64", "moment": "Int64"})
 
     def bytes_frame(self) -> pandas.DataFrame:
@@ -102,7 +157,7 @@ class Timeline:
         import pandas
 
         columns = [f.name for f in dataclasses.fields(ByteSample)]
-        return pandas.DataFrame(to_columns(ByteSample, self.samples), columns=columns)
+        return pandas.DataFrame(self.columns("samples"), columns=columns)
 
     def plot_tide(self, ax: Axes | None = None, x: str = "time") -> Axes:
         """The memory tide of the steady iteration, against x="time" or x="moment" (drawn by pstar_sim.report.tide).
@@ -120,9 +175,7 @@ class Timeline:
         """As plain values for JSON, spans and samples by columns; `Timeline.from_dict` is the reverse."""
         values: dict[str, Any] = {"format": FORMAT, "version": VERSION}
         for f in dataclasses.fields(self):
-            value = getattr(self, f.name)
-            if f.name in _COLUMNS:
-                value = to_columns(_COLUMNS[f.name], value)
+            value = self.columns(f.name) if f.name in _COLUMNS else getattr(self, f.name)
             values[f.name] = list(value) if isinstance(value, tuple) else value
         return values
 

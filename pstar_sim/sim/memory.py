@@ -1,236 +1,74 @@
-"""Bytes at each place while a plan is played: [Note: what a step does to memory] as numbers that go up and down.
+"""Bytes at each place while a plan is played: what the ledger books of a run, seen over the iteration that counts.
 
-Kept apart from the checker on purpose: this follows one interleaving as it happens and refuses the first thing that
-goes wrong; it proves nothing about the others.
-
-[Note: categories] A payload counts as "param", "grad" or "states" by its list, with one exception: once the last
-gradient of a chunk has overwritten its working list in place, that payload (and its copies) counts as "grad" until an
-update turns it into parameters again or its room is given up. The sum over categories is not touched by this.
+Kept apart from the checker on purpose: this follows one interleaving as it happened and refuses the first thing that
+went wrong; it proves nothing about the others.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from pstar_sim.core.effects import (
-    CATEGORIES,
-    NON_MODEL,
-    OTHERS,
-    category_of,
-    frees,
-    gradient_list,
-    name_of,
-    needed,
-    reads,
-    takes,
-    tide_at_cut,
-    tide_moves,
-)
-from pstar_sim.core.plan import Plan, Resident
-from pstar_sim.core.step import Kind, Place, Step
-from pstar_sim.errors import PlanError
-from pstar_sim.units import format_bytes
+import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["PLACES", "Memory"]
+from pstar_sim.core.effects import CATEGORIES
+from pstar_sim.core.follow import Record
+from pstar_sim.core.ledger import PLACES, WIDTH, Moves
 
-PLACES = (Place.GPU, Place.HOST, Place.NVME)
-_GPU = PLACES.index(Place.GPU)
-_TIDE, _PARAM, _GRAD, _BUFFER = (CATEGORIES.index(c) for c in (NON_MODEL, "param", "grad", "buffer"))
-_COPIES = (Kind.FETCH, Kind.WRITEBACK, Kind.NVME_READ, Kind.NVME_WRITE)
-_CELLS = len(CATEGORIES)  # a cell of the table is place * _CELLS + category
+__all__ = ["Window", "window"]
 
 
-@dataclass(slots=True)
-class _Effect:
-    """What one step does, precomputed. Payloads (a list of a chunk at a place) are indices.
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Bytes over one iteration.
 
-    take: payload taken at the start (-1: none); strict: it must be absent then, otherwise it is taken if absent.
-    give: payload freed at the end; lenient: it may be absent. rise, fall: the tide, in bytes. needs: payloads that
-    must be there at the start. becomes: (payload, category) after the step. copied: (from, to) payloads of a copy.
+    cells: of each cell (place * WIDTH + category) when it began. time_s (relative to that), cell, size: of each change,
+    in the order in which they happened. peaks: most bytes of each place, of those that ever held anything (gpu and
+    host always among them).
     """
 
-    take: int = -1
-    strict: bool = False
-    give: int = -1
-    lenient: bool = False
-    rise: int = 0
-    fall: int = 0
-    needs: tuple[int, ...] = ()
-    becomes: tuple[tuple[int, int], ...] = ()
-    copied: tuple[int, int] | None = None
+    cells: tuple[int, ...]
+    time_s: NDArray[np.float64]
+    cell: NDArray[np.int64]
+    size: NDArray[Any]
+    peaks: dict[str, int]
+
+    def samples(self) -> dict[str, list[Any]]:
+        """Columns of a timeline's samples: what each cell holds at the start, then at each change."""
+        cells, changed = list(self.cells), self.cell.tolist()
+        shown = [cell for cell in range(len(cells)) if PLACES[cell // WIDTH] in self.peaks]
+        held = [cells[cell] for cell in shown]
+        for cell, size in zip(changed, self.size.tolist()):
+            cells[cell] += size
+            held.append(cells[cell])
+        rows = shown + changed
+        return {
+            "time_s": [0.0] * len(shown) + self.time_s.tolist(),
+            "place": [PLACES[cell // WIDTH] for cell in rows],
+            "category": [CATEGORIES[cell % WIDTH] for cell in rows],
+            "bytes": held,
+        }
 
 
-class Memory:
-    """The bytes now, per place and category, a log of every change, and what each step of the plan changes.
-
-    log: (time_s, cell, change in bytes), where cell // len(CATEGORIES) is the place and the rest the category.
-    marks: (length of the log, the cells) whenever the compute queue ended an iteration.
-    Raises PlanError from `start` and `end` for a step that takes what is there, frees what is not, needs what is
-    absent, or brings a place over the plan's budget.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self._index: dict[tuple[int, str, Place], int] = {}
-        self._names: list[Resident] = []
-        self._size: list[int] = []
-        self._place: list[int] = []
-        self._home: list[int] = []  # category by list
-        self.log: list[tuple[float, int, int]] = []
-        self.marks: list[tuple[int, list[int]]] = []
-        self.cells = [0] * (len(PLACES) * _CELLS)
-        self._used = [0] * len(PLACES)
-        self._budget = [plan.gpu_budget_bytes, plan.host_budget_bytes, plan.nvme_budget_bytes]
-        self._working = ("param", "remote") if plan.layout.ranks > 1 else ("param",)
-        self._rise, self._fall = tide_moves(plan.workload)
-        self._reads = needed(plan.layout, plan.workload)
-        self._in_place = self._overwritten_in_place()
-        initial = [self._resident(r) for r in sorted(plan.initial) if r.chunk >= 0]
-        self._effects = [self._effect(step) for step in plan.steps]
-        self._present = [False] * len(self._names)
-        self._category = list(self._home)
-        for payload in initial:
-            self._present[payload] = True
-            self._change(0.0, self._place[payload], self._category[payload], self._size[payload])
-        for _, place, size in plan.buffers:
-            self._change(0.0, PLACES.index(place), _BUFFER, size)
-        self._change(0.0, _GPU, _TIDE, tide_at_cut(plan.workload))
-        for place_index in range(len(PLACES)):
-            if self._used[place_index] > self._budget[place_index]:
-                raise self._over("between two iterations the plan holds", place_index)
-
-    def start(self, step: int, now_s: float) -> None:
-        """Take what the step (its position in plan.steps) takes when it starts."""
-        effect = self._effects[step]
-        for payload in effect.needs:
-            if not self._present[payload]:
-                raise PlanError(f"{self._word(step)} needs {name_of(self._names[payload])}, which is not there")
-        if effect.rise:
-            self._change(now_s, _GPU, _TIDE, effect.rise)
-            if self._used[_GPU] > self._budget[_GPU]:
-                raise self._over(f"{self._word(step)} raises the tide by {effect.rise} bytes: the gpu holds", _GPU)
-        payload = effect.take
-        if payload >= 0:
-            if self._present[payload]:
-                if effect.strict:
-                    raise PlanError(f"{self._word(step)} takes {name_of(self._names[payload])}, which is there already")
-                return
-            self._present[payload] = True
-            self._category[payload] = self._home[payload]
-            place = self._place[payload]
-            self._change(now_s, place, self._category[payload], self._size[payload])
-            if self._used[place] > self._budget[place]:
-                raise self._over(f"{self._word(step)} takes {self._size[payload]} bytes: the place holds", place)
-
-    def end(self, step: int, now_s: float) -> None:
-        """Free what the step frees when it ends."""
-        effect = self._effects[step]
-        if effect.fall:
-            self._change(now_s, _GPU, _TIDE, -effect.fall)
-        if effect.copied is not None:
-            source, target = effect.copied
-            self._become(target, self._category[source], now_s)
-        for payload, category in effect.becomes:
-            self._become(payload, category, now_s)
-        payload = effect.give
-        if payload >= 0:
-            if self._present[payload]:
-                self._present[payload] = False
-                self._change(now_s, self._place[payload], self._category[payload], -self._size[payload])
-            elif not effect.lenient:
-                raise PlanError(f"{self._word(step)} frees {name_of(self._names[payload])}, which is not there")
-
-    def iteration(self) -> None:
-        """The compute queue has ended an iteration."""
-        self.marks.append((len(self.log), list(self.cells)))
-
-    def _become(self, payload: int, category: int, now_s: float) -> None:
-        old = self._category[payload]
-        if self._present[payload] and old != category:
-            self._change(now_s, self._place[payload], old, -self._size[payload])
-            self._change(now_s, self._place[payload], category, self._size[payload])
-            self._category[payload] = category
-
-    def _change(self, now_s: float, place: int, category: int, size: int) -> None:
-        if size:
-            cell = place * _CELLS + category
-            self.cells[cell] += size
-            self._used[place] += size
-            self.log.append((now_s, cell, size))
-
-    def _payload(self, chunk: int, list_name: str, place: Place) -> int:
-        key = (chunk, list_name, place)
-        index = self._index.get(key)
-        if index is None:
-            index = self._index[key] = len(self._names)
-            self._names.append(Resident(*key))
-            self._size.append(self.plan.layout.payload_bytes(chunk, list_name))
-            self._place.append(PLACES.index(place))
-            self._home.append(CATEGORIES.index(category_of(list_name)))
-        return index
-
-    def _resident(self, resident: Resident) -> int:
-        return self._payload(resident.chunk, resident.list, resident.place)
-
-    def _effect(self, step: Step) -> _Effect:
-        kind = step.kind
-        if kind is Kind.COMPUTE:
-            m = step.moment
-            if m is None or m >= len(self._rise):
-                raise PlanError(f"step {step.id}: a compute step needs moment=, below {len(self._rise)}")
-            working = self._working
-            needs = tuple(self._payload(c, name, Place.GPU) for c in self._reads[m] for name in working)
-            becomes = tuple(
-                (self._payload(c, name, Place.GPU), _GRAD) for c in self._in_place.get(m, ()) for name in working
-            )
-            return _Effect(rise=self._rise[m], fall=self._fall[m], needs=needs, becomes=becomes)
-        effect = _Effect()
-        if kind in (Kind.STASH_OUT, Kind.STASH_IN):  # its bytes are in the tide and in a buffer
-            return effect
-        taken, freed = takes(step), frees(step)
-        if taken is not None:
-            effect.take, effect.strict = self._resident(taken[0]), not taken[1]
-        if freed is not None:
-            effect.give, effect.lenient = self._resident(freed[0]), freed[1]
-        if step.chunk is None:
-            raise PlanError(f"step {step.id}: a {kind.value} step needs chunk=")
-        c = step.chunk
-        needs = tuple(self._resident(r) for r in reads(step))
-        if kind in _COPIES:
-            effect.needs, effect.copied = needs, (needs[0], effect.take)
-        elif kind in (Kind.GATHER, Kind.REDUCE_SCATTER):
-            effect.needs = needs
-            if kind is Kind.GATHER and step.list in OTHERS:
-                effect.becomes = ((effect.take, _PARAM),)
-        elif kind in (Kind.CPU_ADAM, Kind.GPU_ADAM):
-            place = Place.HOST if kind is Kind.CPU_ADAM else Place.GPU
-            lists = ("param", *self.plan.layout.state_lists)
-            effect.needs = tuple(self._payload(c, name, place) for name in lists)
-            effect.becomes = ((effect.needs[0], _PARAM),)
-        return effect
-
-    def _overwritten_in_place(self) -> dict[int, list[int]]:
-        """Moment -> chunks whose working list holds nothing but final gradients when it ends."""
-        w, chunk_of = self.plan.workload, self.plan.layout.chunk_of
-        last: dict[tuple[int, int], int] = {}
-        for m, tensors in enumerate(w.gradients):
-            for t in tensors:
-                last[chunk_of[t], w.moments[m].micro_batch] = m
-        rows: dict[int, list[int]] = {}
-        for where, list_name in gradient_list(self.plan).items():
-            if list_name == "param":
-                rows.setdefault(last[where], []).append(where[0])
-        return rows
-
-    def _word(self, index: int) -> str:
-        step = self.plan.steps[index]
-        about = "" if step.chunk is None else f" of chunk {step.chunk}"
-        at = "" if step.moment is None else f" at moment {step.moment}"
-        return f"step {step.id} ({step.kind.value}{about}{at})"
-
-    def _over(self, what: str, place: int) -> PlanError:
-        used, budget = self._used[place], self._budget[place]
-        return PlanError(
-            f"{what} {used} bytes on the {PLACES[place]}, {used - budget} more than its budget of "
-            f"{budget} ({format_bytes(budget)})"
-        )
+def window(moves: Moves, record: Record) -> Window:
+    """The bytes of the record's last iteration. Raises PlanError for the first thing that went wrong in any."""
+    changes = moves.book(record.events)
+    last = len(record.ended) - 1
+    low, high = np.searchsorted(changes.event, record.marks[last - 1 : last + 1])
+    cells = list(moves.cells)
+    for cell in range(len(cells)):
+        cells[cell] += int(np.sum(changes.size[:low][changes.cell[:low] == cell]))
+    peaks = {}
+    for p, place in enumerate(PLACES):
+        if p < 2 or moves.used[p] or np.any(changes.cell // WIDTH == p):
+            begins = sum(cells[p * WIDTH : (p + 1) * WIDTH])
+            peaks[place.value] = max(begins, int(changes.held[p][low:high].max(initial=0)))
+    at_s = np.array(record.at_s)
+    return Window(
+        cells=tuple(cells),
+        time_s=at_s[changes.event[low:high]] - at_s[record.marks[last - 1] - 1],
+        cell=changes.cell[low:high],
+        size=changes.size[low:high],
+        peaks=peaks,
+    )

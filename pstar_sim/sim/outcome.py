@@ -14,70 +14,81 @@ copy or an Adam by which short DRAM bandwidth stretched it is "dram". A span car
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
-from pstar_sim.core.effects import CATEGORIES
 from pstar_sim.core.follow import Record
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.timeline import ByteSample, Span, Timeline
-from pstar_sim.sim.memory import PLACES, Memory
+from pstar_sim.core.timeline import ByteSample, Rows, Span, Timeline
+from pstar_sim.sim.memory import Window
 
 __all__ = ["timeline"]
 
 
-def timeline(plan: Plan, record: Record, memory: Memory) -> Timeline:
-    """The timeline of a plan that was followed; the last iteration of the record is the one that counts."""
-    program, steps = record.program, plan.steps
+def timeline(plan: Plan, record: Record, window: Window, moved_bytes: Mapping[str, int] | None = None) -> Timeline:
+    """The timeline of a plan that was followed; the last iteration of the record is the one that counts. moved_bytes:
+    by default those of the plan."""
+    program = record.program
     k = len(record.ended) - 1
+    begun, ended = record.begun[k], record.ended[k]
     previous = program.previous()
     stall_s: dict[str, float] = defaultdict(float)
-    spans: list[Span] = []
-    for it in range(k + 1):
-        ready, begun, ended, waited_for = record.ready[it], record.begun[it], record.ended[it], record.waited_for[it]
-        for i, step in enumerate(steps):
-            cause = ""
-            if begun[i] > ready[i]:
-                if program.queue_of[i] == program.compute:
-                    blame = _blame(record, previous, i, it)
-                    cause = max(blame, key=lambda c: blame[c]) if blame else program.lanes[waited_for[i]]
-                    if it == k:
-                        for name, seconds in blame.items():
-                            stall_s[name] += seconds
-                else:  # a collective may also have waited for other ranks only
-                    cause = program.lanes[waited_for.get(i, i)]
-            spans.append(
-                Span(
-                    step=step.id,
-                    iteration=it,
-                    queue=step.queue,
-                    kind=step.kind,
-                    chunk=step.chunk,
-                    moment=step.moment,
-                    bytes=step.bytes,
-                    ready_s=ready[i],
-                    start_s=begun[i],
-                    end_s=ended[i],
-                    cause=cause,
-                )
-            )
-    busy_s = {
-        queue.value: sum(record.ended[k][i] - record.begun[k][i] for i in order)
-        for queue, order in zip(program.queues, program.order)
-    }
-    samples, peaks = _samples(record, memory)
+    for i in program.order[program.compute]:
+        if begun[i] > record.ready[k][i]:
+            for name, seconds in _blame(record, previous, i, k).items():
+                stall_s[name] += seconds
     return Timeline(
         source="simulated",
         iterations=k + 1,
         iteration_s=record.iteration_s,
-        spans=tuple(spans),
-        samples=samples,
-        peak_bytes=peaks,
-        moved_bytes=dict(plan.moved_bytes),
+        spans=Rows(Span, partial(_spans, plan, record)),
+        samples=Rows(ByteSample, window.samples),
+        peak_bytes=dict(window.peaks),
+        moved_bytes=dict(moved_bytes or plan.moved_bytes),
         stall_s=dict(stall_s),
-        busy_s=busy_s,
+        busy_s={
+            queue.value: sum(ended[i] - begun[i] for i in order) for queue, order in zip(program.queues, program.order)
+        },
         label=plan.policy,
         phases=tuple(m.phase.value for m in plan.workload.moments),
         budget_bytes={place.value: size for place, size in plan.budgets.items()},
     )
+
+
+def _spans(plan: Plan, record: Record) -> dict[str, list[Any]]:
+    """Columns of the spans: every step of every iteration, in the order of the plan."""
+    steps, count = plan.steps, len(record.ended)
+    return {
+        "step": [step.id for step in steps] * count,
+        "iteration": [k for k in range(count) for _ in steps],
+        "queue": [step.queue for step in steps] * count,
+        "kind": [step.kind for step in steps] * count,
+        "chunk": [step.chunk for step in steps] * count,
+        "moment": [step.moment for step in steps] * count,
+        "bytes": [step.bytes for step in steps] * count,
+        "ready_s": [time_s for row in record.ready for time_s in row],
+        "start_s": [time_s for row in record.begun for time_s in row],
+        "end_s": [time_s for row in record.ended for time_s in row],
+        "cause": _causes(record),
+    }
+
+
+def _causes(record: Record) -> list[str]:
+    """What each step waited for, "" where it did not wait."""
+    program, previous = record.program, record.program.previous()
+    causes: list[str] = []
+    for k, (ready, begun, waited_for) in enumerate(zip(record.ready, record.begun, record.waited_for)):
+        for i in range(len(ready)):
+            cause = ""
+            if begun[i] > ready[i]:
+                if program.queue_of[i] == program.compute:
+                    blame = _blame(record, previous, i, k)
+                    cause = max(blame, key=lambda c: blame[c]) if blame else program.lanes[waited_for[i]]
+                else:  # a collective may also have waited for other ranks only
+                    cause = program.lanes[waited_for.get(i, i)]
+            causes.append(cause)
+    return causes
 
 
 def _blame(record: Record, previous: list[int], i: int, k: int) -> dict[str, float]:
@@ -108,25 +119,3 @@ def _blame(record: Record, previous: list[int], i: int, k: int) -> dict[str, flo
         else:
             break
     return blame
-
-
-def _samples(record: Record, memory: Memory) -> tuple[tuple[ByteSample, ...], dict[str, int]]:
-    """Bytes over the window of the last iteration, and the peak of each place in it."""
-    program, k = record.program, len(record.ended) - 1
-    begin_s = record.ended[k - 1][program.order[program.compute][-1]]
-    low, held = memory.marks[k - 1]
-    high, _ = memory.marks[k]
-    cells = list(held)
-    width = len(CATEGORIES)
-    places = sorted({cell // width for _, cell, _ in memory.log} | {0, 1})
-    samples = [ByteSample(0.0, PLACES[p], CATEGORIES[c], cells[p * width + c]) for p in places for c in range(width)]
-    used = [sum(cells[p * width : (p + 1) * width]) for p in range(len(PLACES))]
-    peaks = list(used)
-    for time_s, cell, change in memory.log[low:high]:
-        cells[cell] += change
-        place = cell // width
-        used[place] += change
-        if used[place] > peaks[place]:
-            peaks[place] = used[place]
-        samples.append(ByteSample(time_s - begin_s, PLACES[place], CATEGORIES[cell % width], cells[cell]))
-    return tuple(samples), {PLACES[p]: peaks[p] for p in places}

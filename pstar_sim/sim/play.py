@@ -7,15 +7,16 @@ cost model's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from pstar_sim.core.follow import Factor, follow
+from pstar_sim.core.follow import Deadlock, Factor, follow
+from pstar_sim.core.ledger import Moves
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.program import Program
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import PlanError
-from pstar_sim.sim.memory import Memory
+from pstar_sim.sim.memory import window
 from pstar_sim.sim.outcome import timeline
 from pstar_sim.workload.workload import Workload
 
@@ -50,10 +51,21 @@ def play(
     return play_one(plan, cost or CostModel(plan.workload, plan.machine, plan.layout), max_iterations, jitter)
 
 
-def play_one(plan: Plan, cost: CostModel, max_iterations: int, jitter: Jitter | None) -> Timeline:
-    """One rank that has DRAM and link of the plan's machine to itself."""
-    memory = Memory(plan)
+def play_one(
+    plan: Plan,
+    cost: CostModel,
+    max_iterations: int,
+    jitter: Jitter | None,
+    *,
+    moved_bytes: Mapping[str, int] | None = None,
+) -> Timeline:
+    """One rank that has DRAM and link of the plan's machine to itself. moved_bytes: by default those of the plan."""
+    moves = Moves(plan)
     program = Program.of(plan)
     columns = cost.columns(plan.steps)
-    record = follow(program, columns, cost.rates(), factor=jitter, most=max_iterations, listen=memory)
-    return timeline(plan, record, memory)
+    try:
+        record = follow(program, columns, cost.rates(), factor=jitter, most=max_iterations)
+    except Deadlock as error:  # what went wrong before comes first
+        moves.book(error.record.events)
+        raise
+    return timeline(plan, record, window(moves, record), moved_bytes)

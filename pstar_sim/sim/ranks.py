@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from pstar_sim.catalog.machine import Machine, Rank
 from pstar_sim.core.follow import Record, deadlock
+from pstar_sim.core.ledger import Moves
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.program import Program
 from pstar_sim.core.rules import Rates, is_steady
@@ -30,7 +31,7 @@ from pstar_sim.core.step import COPIES, PAGEABLE, Kind, Queue, Step
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import CostModel, expected_link
 from pstar_sim.errors import PlanError, PstarError
-from pstar_sim.sim.memory import Memory
+from pstar_sim.sim.memory import window
 from pstar_sim.sim.outcome import timeline
 from pstar_sim.sim.play import Jitter, play_one
 from pstar_sim.workload.workload import Workload
@@ -62,8 +63,8 @@ def play_ranks(
     if len(set(classes)) == 1 and not every_rank:
         whole = plan if workloads is None else replace(plan, workload=workloads[0])
         seconds = cost or CostModel(whole.workload, machine, plan.layout)
-        timeline = play_one(replace(whole, machine=_one_rank(machine)), seconds, max_iterations, jitter)
-        return replace(timeline, moved_bytes=dict(plan.moved_bytes))
+        one = replace(whole, machine=_one_rank(machine))
+        return play_one(one, seconds, max_iterations, jitter, moved_bytes=plan.moved_bytes)
     if cost is not None:
         raise PlanError("ranks that differ, or every one of equal ranks, are timed by their own GPUs and links")
     members = range(count) if every_rank else [classes.index(c) for c in sorted(set(classes))]
@@ -80,6 +81,8 @@ def play_ranks(
     env.run()
     for run in everyone.runs:
         if not run.stopped:
+            for each in everyone.runs:  # what went wrong before comes first
+                each.moves.book(each.record.events)
             raise run.deadlock()
     timelines = [run.timeline() for run in everyone.runs]
     return max(timelines, key=lambda t: t.iteration_s)
@@ -229,7 +232,7 @@ class _RankRun:
         self.through = -1
         self.steady = self.stopped = False
         self.last = max_iterations - 1
-        self.memory = Memory(plan)
+        self.moves = Moves(plan)
         self.program = program = Program.of(plan)
         self.columns = cost.columns(plan.steps)
         self.record = record = Record.empty(program, max_iterations, shared=True)
@@ -245,7 +248,7 @@ class _RankRun:
             env.process(self._run_queue(q))
 
     def _run_queue(self, q: int) -> Generator[simpy.Event, float, None]:
-        env, memory, record, done, waiters = self.env, self.memory, self.record, self.done, self.waiters
+        env, record, done, waiters = self.env, self.record, self.done, self.waiters
         seconds, dram = self.columns.seconds, self.columns.dram_bytes
         for k in range(self.max_iterations):
             for i in self.program.order[q]:
@@ -268,7 +271,8 @@ class _RankRun:
                     self.everyone.meet(i, k, duration, met)
                     duration = yield met
                 record.begun[k][i] = env.now
-                memory.start(i, env.now)
+                record.events.append(2 * i)
+                record.at_s.append(env.now)
                 if duration > 0:
                     if dram[i]:
                         lost = self.node.dram_lost_s
@@ -278,13 +282,14 @@ class _RankRun:
                     else:
                         yield env.timeout(duration)
                 record.ended[k][i] = env.now
-                memory.end(i, env.now)
+                record.events.append(2 * i + 1)
+                record.at_s.append(env.now)
                 done[i] += 1
                 for event in waiters[i]:
                     event.succeed()
                 waiters[i].clear()
             if q == self.program.compute:
-                memory.iteration()
+                record.marks.append(len(record.events))
             self.queues_done[k] += 1
             if self.queues_done[k] == len(self.program.queues):
                 self.through = k
@@ -295,12 +300,12 @@ class _RankRun:
         return is_steady(self.record.ended[k], self.record.ended[k - 1])
 
     def deadlock(self) -> PlanError:
-        return deadlock(self.program, self.at, self.done)
+        return deadlock(self.record, self.at, self.done)
 
     def timeline(self) -> Timeline:
         self.record.steady = self.steady
         self.record.cut(self.last)
-        return timeline(self.plan, self.record, self.memory)
+        return timeline(self.plan, self.record, window(self.moves, self.record))
 
 
 def _wire_s(step: Step, cost: CostModel) -> float:

@@ -1,13 +1,18 @@
 """Timeline: frames, file, and that neither pandas nor matplotlib is needed until asked for."""
 
+import gc
 import json
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.core.timeline import ByteSample, Span, Timeline, load_timeline
 from pstar_sim.errors import TraceError
+from pstar_sim.sim import play
 
 
 @pytest.fixture
@@ -73,3 +78,20 @@ def test_a_damaged_file_is_named(timeline: Timeline, tmp_path: Path):
 
 def test_it_shows_itself(timeline: Timeline):
     assert "by hand" in timeline._repr_html_()
+
+
+def test_spans_and_samples_of_a_simulation_are_made_when_they_are_asked_for(hand_plan: Callable[..., Plan]):
+    def rows() -> int:
+        gc.collect()
+        return sum(isinstance(value, Span | ByteSample) for value in gc.get_objects())
+
+    plan = hand_plan()
+    before = rows()
+    timeline = play(plan)
+    assert (f"{len(plan.steps) * timeline.iterations} spans" in repr(timeline), rows()) == (True, before)
+    columns = timeline.to_dict()
+    assert (len(columns["spans"]["step"]), rows()) == (len(plan.steps) * timeline.iterations, before)
+    assert [span.step for span in timeline.spans] == columns["spans"]["step"] and rows() > before
+    assert timeline.spans is timeline.spans and isinstance(timeline.samples, tuple)
+    again = pickle.loads(pickle.dumps(play(plan)))
+    assert (again.spans, again.samples) == (timeline.spans, timeline.samples)
