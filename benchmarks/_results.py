@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 PLANNED = (
-    "pstar_sim/catalog/**", "pstar_sim/core/**", "pstar_sim/cost.py", "pstar_sim/planner/**", "pstar_sim/policy/**",
-    "pstar_sim/sim/**", "pstar_sim/workload/**",
+    "pstar_sim/bounds/**", "pstar_sim/catalog/**", "pstar_sim/core/**", "pstar_sim/cost.py", "pstar_sim/planner/**",
+    "pstar_sim/policy/**", "pstar_sim/sim/**", "pstar_sim/workload/**",
 )  # fmt: skip
 EXECUTED = (*PLANNED, "executor/**")
 

@@ -15,11 +15,11 @@ import time
 from _results import write_result
 
 import pstar_sim as ps
+from pstar_sim.bounds.bounds import lower_bound
+from pstar_sim.bounds.fluid import fluid_bound
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import DoesNotFit
-from pstar_sim.planner.bounds import lower_bound
-from pstar_sim.planner.fluid import fluid_bound
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.sim.play import play
 

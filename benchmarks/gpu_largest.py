@@ -43,8 +43,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--sequence", type=int, default=1024)
     add("--dtype", choices=("fp32", "bf16"), default="bf16")
     args = parser.parse_args(argv)
+    from pstar_sim.arguments import parse_bytes
     from pstar_sim.errors import PstarError
-    from pstar_sim.units import parse_bytes
 
     try:
         for name in ("gpu_memory", "host_memory"):

@@ -55,8 +55,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--snapshot", action="store_true", help="keep torch's memory snapshot of each tide, if it is small enough")
     add("--device", choices=("cuda", "virtual"), default="cuda", help="virtual: plans only, to try this script")
     args = parser.parse_args(argv)
+    from pstar_sim.arguments import parse_bytes
     from pstar_sim.errors import PstarError
-    from pstar_sim.units import parse_bytes
 
     for name, known in (("models", MODELS), ("stages", STAGES)):
         given = getattr(args, name).split(",")

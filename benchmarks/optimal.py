@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from _results import write_result
 
 import pstar_sim as ps
+from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import DoesNotFit, PstarError
-from pstar_sim.planner.bounds import lower_bound
 from pstar_sim.policy.registry import built_in
 from pstar_sim.policy.ties import AS_FAST
 from pstar_sim.sim.play import play
@@ -82,7 +82,7 @@ def configuration(job: tuple[str, str, int, bool, bool]) -> Row:
             row.cpu_s = took_s
             row.modes = str(plan.choices.get("modes", plan.choices.get("schedule", "")))
             if certify:
-                from pstar_sim.planner.fluid import fluid_bound
+                from pstar_sim.bounds.fluid import fluid_bound
 
                 bound = fluid_bound(workload, machine, settings, plan.layout)
             else:

@@ -91,8 +91,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if getattr(args, name, None) is None:
             setattr(args, name, value)
     try:
+        from pstar_sim.arguments import parse_bytes
         from pstar_sim.errors import PstarError
-        from pstar_sim.units import parse_bytes
 
         if isinstance(args.contenders, str):
             args.contenders = tuple(args.contenders.split(","))

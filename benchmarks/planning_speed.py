@@ -15,11 +15,11 @@ import time
 from _results import write_result
 
 import pstar_sim as ps
+from pstar_sim.bounds.bounds import bound_reason, lower_bound
 from pstar_sim.catalog.loader import with_nodes
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit
-from pstar_sim.planner.bounds import bound_reason, lower_bound
 from pstar_sim.policy.optimal import optimal
 from pstar_sim.sim.play import play
 from pstar_sim.workload.workload import Workload

@@ -20,11 +20,11 @@ from typing import Any
 import simpy
 from _results import write_result
 
+from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.catalog.loader import load_machine, resize
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.planner.bounds import lower_bound
 from pstar_sim.planner.compare import compare
 from pstar_sim.policy.registry import policies
 from pstar_sim.sim import play

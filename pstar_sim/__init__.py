@@ -12,8 +12,12 @@ Importing this package imports nothing heavy (no torch, matplotlib, pandas or si
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from pstar_sim.renderers import register
+from pstar_sim.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from pstar_sim.catalog.loader import load_machine as machine
@@ -78,8 +82,6 @@ __all__ = [
     "validate",
 ]
 
-__version__ = "0.1.0"
-
 _WHERE = {
     "Ablation": "planner.ablate:Ablation",
     "Adapter": "workload.lora:Adapter",
@@ -118,12 +120,37 @@ _WHERE = {
     "validate": "validation.results:validate",
 }
 
+# Class of an answer -> form in which it is shown -> what draws it.
+_RENDERERS = {
+    "Ablation": {"text": "report.ablation:ablation_text", "html": "report.ablation:ablation_html"},
+    "Cheapest": {"text": "report.capacity:cheapest_text"},
+    "Comparison": {"text": "report.tables:comparison_text", "html": "report.html:comparison_html"},
+    "Fits": {"text": "report.capacity:fits_text"},
+    "Limits": {"text": "report.capacity:limits_text"},
+    "Planned": {"html": "report.html:planned_html"},
+    "Sensitivity": {"text": "report.capacity:sensitivity_text"},
+    "Timeline": {"html": "report.html:timeline_html", "tide": "report.tide:plot_tide"},
+}
+
+
+def _look_up(where: str) -> Any:
+    module, _, attribute = where.partition(":")
+    return getattr(import_module(f"pstar_sim.{module}"), attribute)
+
+
+def _finder(where: str) -> Callable[[], Any]:
+    return lambda: _look_up(where)
+
+
+for _answer, _forms in _RENDERERS.items():
+    for _form, _where in _forms.items():
+        register(_answer, _form, _finder(_where))
+
 
 def __getattr__(name: str) -> object:
     if name not in _WHERE:
         raise AttributeError(f"module 'pstar_sim' has no attribute {name!r}")
-    module, _, attribute = _WHERE[name].partition(":")
-    value: object = getattr(import_module(f"pstar_sim.{module}"), attribute)
+    value: object = _look_up(_WHERE[name])
     globals()[name] = value
     return value
 

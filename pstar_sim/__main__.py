@@ -1,7 +1,20 @@
-"""`python -m pstar_sim ...` is `pstar ...`."""
+"""`python -m pstar_sim ...` is `pstar ...`; `python -m executor ...`, which torchrun starts, comes in here too."""
+
+from __future__ import annotations
 
 import sys
 
 from pstar_sim.cli import main
 
-sys.exit(main())
+__all__ = ["run_ranks"]
+
+
+def run_ranks() -> int:
+    """The command line of one of several ranks; the exit status."""
+    from pstar_sim.cli.torchrun import main
+
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,20 +1,22 @@
 """Arguments of the public functions: one clear error for a value of the wrong kind, where it is given.
 
 Each function returns the value it was given, numbers as Python's own, and raises PstarError naming the argument, the
-value and what would do. Knows no workload and no machine.
+value and what would do. Sizes and rates given as words ("8GB", "2GB/s") are read here too. Knows no workload and no
+machine.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TypeVar
 
 from pstar_sim.errors import PstarError
-from pstar_sim.units import parse_bytes
+from pstar_sim.units import BYTES_OF
 
 __all__ = [
     "choice",
@@ -24,6 +26,8 @@ __all__ = [
     "instance",
     "names",
     "number",
+    "parse_bytes",
+    "parse_bytes_per_s",
     "real",
     "size_bytes",
     "text",
@@ -32,6 +36,10 @@ __all__ = [
 
 T = TypeVar("T")
 _LARGEST = 1e18
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([kmgt]?i?b)?\s*", re.IGNORECASE)
+
+BARE = 10**4
+"""A number below it that has no unit is not meant as bytes."""
 
 
 def refused(name: str, value: object, want: str, error: type[PstarError] = PstarError) -> PstarError:
@@ -93,6 +101,33 @@ def choice(name: str, value: object, known: Collection[str], *, error: type[Psta
     if not isinstance(value, str) or value not in known:
         raise refused(name, value, f"one of {', '.join(known)}", error)
     return value
+
+
+def parse_bytes(text: str, *, bare: int = BARE) -> int:
+    """Bytes of "8GB", "512 MiB" or "1e9". Raises PstarError for anything else, zero and negative sizes, and for a
+    number below `bare` without a unit."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise PstarError(f"{text!r} is not a size; write a positive number and a unit, such as 8GB or 512MiB")
+    size = float(match[1]) * BYTES_OF[(match[2] or "").lower()]
+    if size > 10**18:
+        raise PstarError(f"{text!r} is more than a million TB; write a size such as 8GB or 512MiB")
+    if round(size) <= 0:
+        raise PstarError(f"a size must be positive, not {text!r}")
+    if not match[2] and size < bare:
+        raise PstarError(f"{text!r} has no unit; write {text.strip()}GB or {text.strip()}MiB")
+    return round(size)
+
+
+def parse_bytes_per_s(text: str) -> float:
+    """Bytes per second of "2GB/s" (the "/s" may be left out). Raises PstarError as `parse_bytes` does."""
+    size = re.sub(r"\s*/\s*s\s*$", "", text)
+    try:
+        return float(parse_bytes(size))
+    except PstarError as error:
+        if "has no unit" in str(error):
+            raise PstarError(f"{text!r} has no unit; write {size.strip()}GB/s or {size.strip()}MB/s") from None
+        raise PstarError(f"{text!r} is not a rate; write a positive number and a unit, such as 2GB/s") from None
 
 
 def size_bytes(name: str, value: object, *, error: type[PstarError] = PstarError) -> int:

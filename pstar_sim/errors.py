@@ -7,6 +7,8 @@ would do. `assert` is for what cannot happen.
 
 from __future__ import annotations
 
+from pstar_sim.units import format_bytes
+
 __all__ = [
     "CannotPlan",
     "CatalogError",
@@ -138,8 +140,6 @@ class DoesNotFit(PstarError):
     """
 
     def __init__(self, *, policy: str, place: str, needed_bytes: int, available_bytes: int, what: str) -> None:
-        from pstar_sim.units import format_bytes  # units raises PstarError, so it imports this module
-
         short = needed_bytes - available_bytes
         super().__init__(
             f"{policy} does not fit: {place} needs {format_bytes(needed_bytes)} ({what}) "

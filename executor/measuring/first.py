@@ -36,7 +36,8 @@ from executor.measuring.standing import Standing
 from executor.memory.arena import check_gpu_memory
 from executor.off_plan.ladder import with_gpu_budget
 from pstar_sim.errors import DoesNotFit, PlanError, UnknownName
-from pstar_sim.policy.registry import find_policy
+from pstar_sim.policy.points import Point
+from pstar_sim.policy.registry import find_policy, policy_at
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 
@@ -49,7 +50,7 @@ log = logging.getLogger("executor")
 
 TOLERANCE = 0.02  # [Note: tolerance]
 LEAST_BYTES = 4096
-OTHERWISE = "tide"  # where the plan's policy is no name
+OTHERWISE = policy_at(Point())  # where the plan's policy is no name
 MOST_ITERATIONS = 16  # off plan, or with other batches, before one is compared
 MOST_PLANS = 3  # made in a row; a tide that grows with each iteration is the loop's
 

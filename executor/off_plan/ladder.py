@@ -28,14 +28,16 @@ import torch
 from executor.hooks import Event
 from executor.measuring.measure import unseen
 from executor.memory.arena import check_gpu_memory
+from pstar_sim.arguments import parse_bytes
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 from pstar_sim.errors import ContractError, DoesNotFit, OutOfMemory, PlanError
 from pstar_sim.policy.options import options_of, show, split_spec
-from pstar_sim.policy.registry import find_policy
+from pstar_sim.policy.points import Point
+from pstar_sim.policy.registry import find_policy, policy_at
 from pstar_sim.python310 import add_note
-from pstar_sim.units import format_bytes, parse_bytes
+from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Phase, Workload
 
 if TYPE_CHECKING:
@@ -384,12 +386,12 @@ def spec_of_rung(spec: str, level: int) -> str:
     options = options_of(find_policy(name))
     turned = dict(part.split("=", 1) for part in text.split(",") if "=" in part) if "pins" in options else {}
     if "pins" not in options:
-        name = "tide"
+        name = policy_at(Point())
     turned = {key.strip(): value.strip() for key, value in turned.items()}
     turned["pins"] = show(0)
     if level >= 2:
         turned["prefetch"] = "none"
     if level >= 3:
-        name = "static_partition"
+        name = policy_at(Point(capacity="peak"))
         turned.pop("capacity", None)
     return f"{name}:" + ",".join(f"{key}={value}" for key, value in turned.items())

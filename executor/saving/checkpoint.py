@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-import pstar_sim
 from executor.distributed.ranks import SAVES
 from executor.measuring.measure import unseen
 from executor.saving import whole_folder
@@ -44,6 +43,7 @@ from executor.saving.weights import INDEX, persistent_buffers
 from pstar_sim.core.step import Place
 from pstar_sim.errors import CheckpointError, ContractError, PstarError
 from pstar_sim.units import format_bytes
+from pstar_sim.version import __version__
 from pstar_sim.workload.workload import Tensor
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def _plan_work(optimizer: OffloadedAdamW, folder: Path, extra: Any, shard_bytes:
         manifest={
             "format": FORMAT,
             "schema": SCHEMA,
-            "written_by": {"pstar-sim": pstar_sim.__version__, "torch": torch.__version__},
+            "written_by": {"pstar-sim": __version__, "torch": torch.__version__},
             "model": session.plan.workload.model,
             "iteration": session.iterations_before + session.iteration,
             "ranks": 1 if session.ranks is None else session.ranks.count,

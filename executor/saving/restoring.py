@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import pstar_sim
 from executor.measuring.measure import unseen
 from executor.saving.as_json import decode
 from executor.saving.checkpoint import (
@@ -34,6 +33,7 @@ from executor.saving.tensor_files import TensorFile, piece_buffer
 from executor.saving.weights import Weights, some
 from pstar_sim.core.step import Place
 from pstar_sim.errors import CheckpointError, WeightsError
+from pstar_sim.version import __version__
 
 if TYPE_CHECKING:
     from executor.engine import Session
@@ -158,7 +158,7 @@ def _open(folder: Path) -> _Opened:
     if schema > SCHEMA:
         raise CheckpointError(
             f"checkpoint {folder} is of schema {schema}, written by pstar-sim "
-            f"{(manifest.get('written_by') or {}).get('pstar-sim')}; this version ({pstar_sim.__version__}) reads up "
+            f"{(manifest.get('written_by') or {}).get('pstar-sim')}; this version ({__version__}) reads up "
             f"to {SCHEMA}: upgrade pstar-sim"
         )
     missing = _MANIFEST_FIELDS - manifest.keys()

@@ -19,7 +19,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-from pstar_sim.arguments import file_path, refused, spelled, whole
+from pstar_sim.arguments import file_path, parse_bytes, refused, spelled, whole
 from pstar_sim.catalog.curves import Curve, best_rate
 from pstar_sim.catalog.efficiency import Efficiency, fitted, fitted_gpu, fitted_host, fitted_link
 from pstar_sim.catalog.fields import (
@@ -41,7 +41,7 @@ from pstar_sim.catalog.fields import (
 from pstar_sim.catalog.machine import Fabric, Gpu, Host, Link, Machine, Nvme, Rank
 from pstar_sim.catalog.overrides import override, parse_settings
 from pstar_sim.errors import CatalogError, UnknownName
-from pstar_sim.units import GB, format_bytes, parse_bytes
+from pstar_sim.units import GB, format_bytes
 
 __all__ = ["Catalog", "load_catalog", "load_machine", "machine_names", "resize", "with_nodes"]
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
-from pstar_sim.arguments import real
+from pstar_sim.arguments import parse_bytes, parse_bytes_per_s, real
 from pstar_sim.catalog.machine import Fabric, Gpu, Host, Link, Machine, Nvme, Rank
 from pstar_sim.errors import CatalogError, PstarError
-from pstar_sim.units import format_bytes, parse_bytes, parse_bytes_per_s
+from pstar_sim.units import format_bytes
 
 __all__ = ["ADAM_BYTES_PER_PARAM", "override", "override_paths", "parse_settings"]
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 
+from pstar_sim.arguments import parse_bytes
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import ModelError, PstarError
 from pstar_sim.planner.ranks import share_out, shares_of_batch
 from pstar_sim.planner.variants import candidates
-from pstar_sim.units import MIB, parse_bytes
+from pstar_sim.units import MIB
 from pstar_sim.workload.lora import Adapter, adapter
 from pstar_sim.workload.optimizers import with_optimizer
 from pstar_sim.workload.presets import default_dtype, preset

@@ -21,7 +21,7 @@ def add(command: Commands) -> None:
 
 def run_flags(run: argparse.ArgumentParser, *, several: bool = False) -> None:
     """several: of one of several processes. Only some of them write files, so what is named is tried later, by the one
-    that will write it (`executor.__main__`)."""
+    that will write it (`cli/torchrun.py`)."""
     file = str if several else new_file
     of = " of the first rank; one file a rank where {rank} is in the name" if several else ""
     each = " of each rank" if several else ""

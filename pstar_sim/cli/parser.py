@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import textwrap
 
-from pstar_sim import __version__
 from pstar_sim.cli import parse_ablate, parse_calibrate, parse_capacity, parse_run, parse_validate
 from pstar_sim.cli.flags import (
     Commands,
@@ -23,6 +22,7 @@ from pstar_sim.cli.flags import (
     workload_flags,
 )
 from pstar_sim.cli.status import HELP
+from pstar_sim.version import __version__
 
 __all__ = ["make_parser"]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from pstar_sim.arguments import parse_bytes, parse_bytes_per_s
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.cli.planning import checked_plan, picture_kind, save_perfetto, save_picture, say, say_json, tell
 from pstar_sim.cli.progress import progress
@@ -20,7 +21,7 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import ModelError, PstarError
 from pstar_sim.report.run import Figure, figures, figures_text, losses_text
 from pstar_sim.terminal import terminal_width
-from pstar_sim.units import format_bytes, parse_bytes, parse_bytes_per_s
+from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ pictures are made on demand, so that importing this imports neither pandas nor m
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from pstar_sim.core.decoding import Wrong, as_dataclass, from_columns, parse_jso
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.errors import TraceError
 from pstar_sim.files import write_atomically
+from pstar_sim.renderers import render, render_html
 
 if TYPE_CHECKING:
     import pandas
@@ -160,16 +160,12 @@ class Timeline:
         return pandas.DataFrame(self.columns("samples"), columns=columns)
 
     def plot_tide(self, ax: Axes | None = None, x: str = "time") -> Axes:
-        """The memory tide of the steady iteration, against x="time" or x="moment" (drawn by pstar_sim.report.tide).
-        Returns the axes; shows nothing."""
-        report = importlib.import_module("pstar_sim.report.tide")
-        axes: Axes = report.plot_tide(self, ax=ax, x=x)
+        """The memory tide of the steady iteration, against x="time" or x="moment". Returns the axes; shows nothing."""
+        axes: Axes = render(self, "tide", ax=ax, x=x)
         return axes
 
     def _repr_html_(self) -> str:
-        report = importlib.import_module("pstar_sim.report.html")
-        text: str = report.timeline_html(self)
-        return text
+        return render_html(self)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values for JSON, spans and samples by columns; `Timeline.from_dict` is the reverse."""

@@ -12,7 +12,6 @@ costs the best policy is in `without`.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
@@ -26,7 +25,8 @@ from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Comparison, Row, compare
 from pstar_sim.planner.ranks import machine_of, share_out
 from pstar_sim.policy.options import options_of, show
-from pstar_sim.policy.registry import find_policy, policy_name
+from pstar_sim.policy.registry import find_policy, named, policy_name
+from pstar_sim.renderers import render_html, render_text
 from pstar_sim.workload.workload import Workload
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Ablation", "Line", "ablate", "ladder", "left_out"]
 
-BASE = "patrickstar"
+(BASE,) = named(lambda able: able.one_at_a_time)
+(BEST,) = named(lambda able: able.tries_others)
 
 # Coordinate -> its values from the plainest to the best, each with what it means.
 _VALUES: dict[str, dict[str, str]] = {
@@ -119,12 +120,10 @@ class Ablation(Collection):
         return pandas.DataFrame(rows + [{"part": "without", **line.to_json()} for line in self.without])
 
     def __repr__(self) -> str:
-        text: str = importlib.import_module("pstar_sim.report.ablation").ablation_text(self)
-        return text
+        return render_text(self)
 
     def _repr_html_(self) -> str:
-        html: str = importlib.import_module("pstar_sim.report.ablation").ablation_html(self)
-        return html
+        return render_html(self)
 
 
 def ablate(
@@ -132,7 +131,7 @@ def ablate(
     machine: Machine | str,
     settings: Settings | None = None,
     *,
-    policy: str = "optimal",
+    policy: str = BEST,
     certify: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Ablation:
@@ -248,7 +247,8 @@ def _place_of(policy: str, barrier: bool) -> dict[str, str]:
     found = find_policy(policy)
     options = options_of(find_policy(name))
     if not set(_VALUES) <= set(options):
-        raise PstarError(f"{policy} is no point of the asynchronous policies; ablate optimal, tide or static_partition")
+        *some, last = reversed(named(lambda able: able.point is not None))
+        raise PstarError(f"{policy} is no point of the asynchronous policies; ablate {', '.join(some)} or {last}")
     values = {key: show(option.default) for key, option in options.items() if key in _VALUES}
     values |= {key: show(value) for key, value in getattr(found, "values", {}).items()}
     return {key: value for key, value in values.items() if key != "barrier" or barrier}

@@ -11,7 +11,6 @@ storage cost extra and are left out.
 from __future__ import annotations
 
 import bisect
-import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
@@ -33,6 +32,8 @@ from pstar_sim.planner.compare import Row, compare
 from pstar_sim.planner.memory import memory_need
 from pstar_sim.planner.ranks import machine_of, shares_of_batch, tightest
 from pstar_sim.planner.trust import trust
+from pstar_sim.policy.registry import named
+from pstar_sim.renderers import render_text
 from pstar_sim.workload.lora import Adapter, adapter
 from pstar_sim.workload.optimizers import optimizer_spec
 from pstar_sim.workload.presets import default_dtype, preset
@@ -45,7 +46,7 @@ __all__ = ["Bill", "Cheapest", "Offer", "bill", "cheapest"]
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 MOST_NODES = 64
-POLICIES = ("optimal",)
+POLICIES = named(lambda able: able.tries_others)
 """Tried where none is named: it is as fast as any other to 0.01 % (policy/ties.py)."""
 
 
@@ -124,8 +125,7 @@ class Cheapest(Collection):
         return pandas.DataFrame(self.to_json())
 
     def __repr__(self) -> str:
-        text: str = importlib.import_module("pstar_sim.report.capacity").cheapest_text(self)
-        return text
+        return render_text(self)
 
 
 def cheapest(

@@ -1,19 +1,18 @@
 """Compare: several policies on one workload and one machine, each planned, simulated and held against the lower bound.
 
 `compare` asks; `Comparison` is the answer, a table with the plans behind it. Knows policies only as functions from a
-workload, a machine and settings to a plan; knows nothing of printing (its HTML comes from `report`, found when asked
-for).
+workload, a machine and settings to a plan; knows nothing of how the answer is shown (renderers.py).
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pstar_sim.arguments import flag, instance, refused, text
+from pstar_sim.bounds.certificate import Certificate, Certifier
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.figures import OWN_SHARES
 from pstar_sim.core.plan import Plan, Settings
@@ -21,7 +20,6 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import CannotPlan, DoesNotFit, NothingFits, PlanError, PstarError
 from pstar_sim.planner.asked import asked_policies, settings_of
 from pstar_sim.planner.binding import bound_by
-from pstar_sim.planner.certificate import Certificate, Certifier
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.collector import without_garbage_collection
 from pstar_sim.planner.confidence import confidence
@@ -31,6 +29,7 @@ from pstar_sim.planner.ranks import Share, machine_of, share_out, unmodelled_not
 from pstar_sim.planner.trust import trust
 from pstar_sim.policy.registry import Policy, find_policy, is_built_in, policy_name
 from pstar_sim.policy.ties import burden, least_of
+from pstar_sim.renderers import render_html, render_text
 from pstar_sim.sim.play import play
 from pstar_sim.workload.workload import Workload
 
@@ -110,8 +109,7 @@ class Planned:
         return f"<Planned {self.plan!r}, {self.row.iteration_s:.3f} s>"
 
     def _repr_html_(self) -> str:
-        html: str = importlib.import_module("pstar_sim.report.html").planned_html(self)
-        return html
+        return render_html(self)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -161,12 +159,10 @@ class Comparison(Collection):
         return pandas.DataFrame(self.to_json())
 
     def __repr__(self) -> str:
-        text: str = importlib.import_module("pstar_sim.report.tables").comparison_text(self)
-        return text
+        return render_text(self)
 
     def _repr_html_(self) -> str:
-        html: str = importlib.import_module("pstar_sim.report.html").comparison_html(self)
-        return html
+        return render_html(self)
 
 
 def compare(

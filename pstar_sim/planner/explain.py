@@ -17,7 +17,8 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.planner.binding import bound_by as binding
 from pstar_sim.planner.tried import tried_of, tried_text
-from pstar_sim.policy.registry import find_policy
+from pstar_sim.policy.points import Point
+from pstar_sim.policy.registry import find_policy, policy_at
 from pstar_sim.terminal import terminal_width, wrap
 from pstar_sim.units import GB, format_bytes, format_s
 from pstar_sim.workload.workload import Phase, activations_text
@@ -96,26 +97,27 @@ def tide_gain(plan: Plan) -> str:
     """
     w = plan.workload
     both: dict[str, Plan] = {}
-    for name in ("static_partition", "tide"):
+    constant, following = policy_at(Point(capacity="peak")), policy_at(Point(capacity="tide"))
+    for name in (constant, following):
         try:
             both[name] = plan if plan.policy == name else find_policy(name)(w, plan.machine, plan.settings)
         except CannotPlan as reason:
             return f"not known here: {reason}"
         except DoesNotFit as error:
             both.pop(name, None)
-            if name == "tide":
+            if name == following:
                 return f"neither capacity rule fits here: {error}"
             return f"the plan itself: with a constant capacity sized for the tide's peak nothing fits ({error})"
-    static, tide = both["static_partition"].moved_bytes["h2d"], both["tide"].moved_bytes["h2d"]
+    static, tide = both[constant].moved_bytes["h2d"], both[following].moved_bytes["h2d"]
     figures = f"{format_bytes(tide)} to the GPU an iteration, against {format_bytes(static)} with a constant capacity"
     if (
         plan.policy not in both
     ):  # the question is what the tide is worth in this job, and those two differ in nothing else
-        figures += f" (tide against static_partition; this plan of {plan.policy} is neither)"
+        figures += f" ({following} against {constant}; this plan of {plan.policy} is neither)"
     peak = max(range(len(w.moments)), key=lambda m: w.moments[m].peak_bytes)
-    gaps = chunk_gaps(both["tide"])
+    gaps = chunk_gaps(both[following])
     over = sum(g.start < peak < g.end for g in gaps)
-    pins = (both["static_partition"].modes.count("pin"), both["tide"].modes.count("pin"))
+    pins = (both[constant].modes.count("pin"), both[following].modes.count("pin"))
     if static == 0 and tide == 0:
         return "nothing: no chunk travels to the GPU under either rule, so there is no byte to save"
     if static > tide:

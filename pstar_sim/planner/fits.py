@@ -5,7 +5,6 @@ Asks memory.py for room (pinned rounding and start-up included), nearest.py for 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ from pstar_sim.planner.nearest import nearest
 from pstar_sim.planner.ranks import Share, machine_of, share_out
 from pstar_sim.planner.trust import trust
 from pstar_sim.policy.registry import find_policy
+from pstar_sim.renderers import render_text
 from pstar_sim.sim.play import play
 from pstar_sim.workload.workload import Workload
 
@@ -105,8 +105,7 @@ class Fits(Collection):
         return pandas.DataFrame(self.to_json())
 
     def __repr__(self) -> str:
-        text: str = importlib.import_module("pstar_sim.report.capacity").fits_text(self)
-        return text
+        return render_text(self)
 
 
 @without_garbage_collection()

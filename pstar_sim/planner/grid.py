@@ -24,7 +24,7 @@ from importlib.resources import files
 from itertools import product
 from pathlib import Path
 
-from pstar_sim.arguments import file_path
+from pstar_sim.arguments import file_path, parse_bytes
 from pstar_sim.catalog.fields import read_toml
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
@@ -34,7 +34,7 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.ranks import shares_of_batch
 from pstar_sim.policy.registry import find_policy
-from pstar_sim.units import parse_bytes
+from pstar_sim.version import __version__
 from pstar_sim.workload.lora import Adapter
 from pstar_sim.workload.optimizers import optimizer_spec, with_optimizer
 from pstar_sim.workload.presets import ATTENTION, default_dtype, preset
@@ -337,14 +337,14 @@ def _file_digest(path: str) -> str:
 @cache
 def _code_digest() -> str:
     """Version and source of this package: the same point under other code is another point."""
-    from pstar_sim import __version__
-
     digest = hashlib.sha256(__version__.encode())
     root = files("pstar_sim")
-    places = [root, *(root / name for name in ("catalog", "workload", "core", "policy", "sim", "planner"))]
-    places.append(root / "validation" / "data")
-    for place in places:
-        for entry in sorted(place.iterdir(), key=lambda e: e.name):
-            if entry.name.endswith((".py", ".toml", ".json")):
-                digest.update(entry.name.encode() + entry.read_bytes())
+    places = [root / name for name in ("catalog", "workload", "core", "policy", "sim", "bounds", "planner")]
+    entries = [entry for entry in root.iterdir() if entry.is_file()]
+    while places:
+        for entry in places.pop().iterdir():
+            (places if entry.is_dir() else entries).append(entry)
+    for entry in sorted(entries, key=str):
+        if entry.name.endswith((".py", ".toml", ".json")):
+            digest.update(entry.name.encode() + entry.read_bytes())
     return digest.hexdigest()

@@ -10,7 +10,6 @@ planned that way, and few larger ones than fit. Policies that keep nothing on di
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -28,7 +27,8 @@ from pstar_sim.planner.memory import LOADING, memory_need
 from pstar_sim.planner.nearest import nearest
 from pstar_sim.planner.ranks import least_batch, machine_of, share_out, shares_of_batch, tightest
 from pstar_sim.policy.options import split_spec
-from pstar_sim.policy.registry import Policy, built_in, find_policy, is_built_in, policy_name
+from pstar_sim.policy.registry import Policy, built_in, can, find_policy, is_built_in, policy_name
+from pstar_sim.renderers import render_text
 from pstar_sim.workload.lora import Adapter, adapter
 from pstar_sim.workload.optimizers import optimizer_spec
 from pstar_sim.workload.presets import default_dtype, workload_of
@@ -93,8 +93,7 @@ class Limits(Collection):
         return pandas.DataFrame(self.to_json())
 
     def __repr__(self) -> str:
-        words: str = importlib.import_module("pstar_sim.report.capacity").limits_text(self)
-        return words
+        return render_text(self)
 
 
 def deeper(like: str | ModelEntry, layers: int, *, hidden: int | None = None, heads: int | None = None) -> ModelEntry:
@@ -333,16 +332,16 @@ def _limits(
     near: Mapping[str, int] | None = None,
     on_policy: Callable[[str, int, int], None] | None = None,
 ) -> list[tuple[int, Refusal | None]]:
-    """`_largest` of each policy. optimal fits wherever another does (disks left out here), so it comes last, when the
-    limits of the others are known."""
+    """`_largest` of each policy. One that tries others fits wherever another does (disks left out here), so it comes
+    last, when the limits of the others are known."""
     found: dict[str, tuple[int, Refusal | None]] = {}
-    for number, policy in enumerate(sorted(policies, key=lambda policy: policy == "optimal")):
+    for number, policy in enumerate(sorted(policies, key=lambda policy: can(policy).tries_others)):
         if on_policy is not None:
             on_policy(policy_name(policy), number, len(policies))
         most = most_of(policy)
         guess = (near or {}).get(policy_name(policy))
         limit = _largest(lambda n, policy=policy: ask(policy, n), most, first=first, near=guess)  # type: ignore[misc]
-        if policy == "optimal":
+        if can(policy).tries_others:
             limit = _others_go_on(limit, found, lambda name: lambda n: ask(name, n), most)
         found[policy_name(policy)] = limit
     return [found[policy_name(policy)] for policy in policies]
@@ -354,11 +353,11 @@ def _others_go_on(
     ask_of: Callable[[str], Callable[[int], Refusal | None]],
     most: int,
 ) -> tuple[int, Refusal | None]:
-    """The limit of optimal from that of its own modes: further if another policy goes further. known: limits of others
-    that are known already; the rest are asked whether they fit one more."""
+    """The limit of a policy that tries others from that of its own modes: further if another policy goes further.
+    known: limits of others that are known already; the rest are asked whether they fit one more."""
     largest, error = max((found, *known.values()), key=lambda limit: limit[0])  # its own where they are equal
     for other in built_in():
-        if other == "optimal" or other in known or error is None:
+        if can(other).tries_others or other in known or error is None:
             continue
         ask = ask_of(other)
         if ask(largest + 1) is None:

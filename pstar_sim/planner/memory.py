@@ -23,7 +23,7 @@ for. Every other policy is asked for its plan: it has no cheaper way to say what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pstar_sim.catalog.machine import Machine
@@ -34,7 +34,7 @@ from pstar_sim.core.step import Place
 from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy.ground import Ground
 from pstar_sim.policy.points import Point
-from pstar_sim.policy.registry import Policy, built_in, find_policy
+from pstar_sim.policy.registry import Policy, built_in, can, find_policy, policy_name
 from pstar_sim.sim.play import play
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import DTYPE_BYTES, Workload
@@ -42,18 +42,6 @@ from pstar_sim.workload.workload import DTYPE_BYTES, Workload
 __all__ = ["LOADING", "Need", "least_gpu_bytes", "memory_need", "shortage", "startup_bytes"]
 
 LOADING = ("whole", "in-place")
-
-_POINTS: Mapping[str, Point] = {
-    "tide": Point(),
-    "static_partition": Point(capacity="peak"),
-    "optimal": Point(streams=True),
-}
-"""Policies whose own checks of room can be asked without planning."""
-_TRIES_OTHERS = frozenset({"optimal"})
-"""Of these, those that also try other chunk sizes and policies: their own no is not the last word."""
-
-_FROM_DISKS = ("zero_infinity:params=cpu,states=nvme", "zero_infinity:params=nvme,states=nvme")
-"""What these try last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,13 +75,13 @@ def startup_bytes(workload: Workload, machine: Machine, loading: str = "whole") 
 def shortage(policy: str | Policy, workload: Workload, machine: Machine, settings: Settings) -> DoesNotFit | None:
     """What the policy's planning would be refused for, None if it can plan. Its own words: rounding and start-up are
     left out."""
-    point = _POINTS.get(policy) if isinstance(policy, str) else None
+    able = can(policy)
     try:
-        if point is not None:
+        if able.point is not None:
             try:
-                _ground(str(policy), point, workload, machine, settings)
+                _ground(policy_name(policy), able.point, workload, machine, settings)
             except DoesNotFit:
-                if policy not in _TRIES_OTHERS:
+                if not able.tries_others:
                     raise
             else:
                 return None
@@ -120,14 +108,14 @@ def memory_need(
     for whether there is room at all, does not look for the fewest pins: the need is that of a number that fits.
     """
     startup = startup_bytes(workload, machine, loading)
-    point = _POINTS.get(policy) if isinstance(policy, str) else None
+    able = can(policy)
     refusal: DoesNotFit | None = None
-    if point is not None:
+    if able.point is not None:
         try:
-            ground = _ground(str(policy), point, workload, machine, settings)
+            ground = _ground(policy_name(policy), able.point, workload, machine, settings)
             return _asynchronous_need(ground, machine, startup, fewest=fewest)
         except DoesNotFit as short:
-            if policy not in _TRIES_OTHERS or not others:
+            if not able.tries_others or not others:
                 raise
             refusal = short
     name = policy if isinstance(policy, str) else getattr(policy, "__name__", "policy")
@@ -140,7 +128,8 @@ def memory_need(
             raise
     else:
         return need
-    for other in (*built_in(), *_FROM_DISKS):
+    from_disks = (f"{other}:{options}" for other in built_in() for options in can(other).from_disks)
+    for other in (*built_in(), *from_disks):
         if other == policy:
             continue
         try:

@@ -13,7 +13,6 @@ says which. One more GPU is another job for each of them: there the first alone 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
@@ -31,6 +30,8 @@ from pstar_sim.planner.collector import without_garbage_collection
 from pstar_sim.planner.compare import compare
 from pstar_sim.planner.limits import Written, max_model
 from pstar_sim.planner.ranks import machine_of, share_out
+from pstar_sim.policy.registry import named
+from pstar_sim.renderers import render_text
 from pstar_sim.sim.play import play
 from pstar_sim.workload.lora import adapter_of
 from pstar_sim.workload.workload import Workload
@@ -59,8 +60,9 @@ no tenth: it has its own link and as many sequences as the others, and shares th
 
 ROUNDING = 1e-9  # relative difference of simulated times that is none
 
-POLICIES = ("all_on_gpu", "zero_offload", "tide")
-"""Tried where none is named. `optimal` is left out for speed: every part is planned and its limit searched again."""
+POLICIES = named(lambda able: able.yardstick)
+"""Tried where none is named. What tries others is left out for speed: every part is planned and its limit searched
+again."""
 
 
 PLANNED, REPLAYED, AS_NOW = "planned", "replayed", "as now"
@@ -116,8 +118,7 @@ class Sensitivity(Collection):
         return pandas.DataFrame(self.to_json())
 
     def __repr__(self) -> str:
-        text: str = importlib.import_module("pstar_sim.report.capacity").sensitivity_text(self)
-        return text
+        return render_text(self)
 
 
 @without_garbage_collection()

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from pstar_sim.bounds.certificate import Certificate, agree, certificate_of
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core import plan as plans
 from pstar_sim.core.check import CheckReport, prove
@@ -18,7 +19,6 @@ from pstar_sim.core.figures import byte_figures, not_checked, own_shares
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import FalseFigures, PlanError
-from pstar_sim.planner.certificate import Certificate, agree, certificate_of
 from pstar_sim.planner.confidence import confidence
 from pstar_sim.planner.trust import trust
 from pstar_sim.policy.options import split_spec

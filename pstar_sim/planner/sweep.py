@@ -38,6 +38,7 @@ from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.collector import without_garbage_collection
 from pstar_sim.planner.compare import compare
 from pstar_sim.planner.grid import Grid, Group, job_of, load_grid, point_hash
+from pstar_sim.version import __version__
 
 if TYPE_CHECKING:
     import pandas
@@ -264,8 +265,6 @@ def _difference(axes: Mapping[str, object], grid: Grid) -> str:
 def _write(path: Path, answer: Sweep) -> None:
     import pyarrow
     import pyarrow.parquet as parquet
-
-    from pstar_sim import __version__
 
     table = pyarrow.Table.from_pandas(answer.to_frame(), preserve_index=False)
     axes = {name: list(values) for name, values in answer.grid.axes.items()}

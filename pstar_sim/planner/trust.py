@@ -1,19 +1,30 @@
-"""Trust: how far off predicted times were where they could be held against published ones.
+"""Trust: how far off predicted iteration times were, by class of machine, for whoever quotes one.
 
-Validation stands above the planner and is found when asked for, as the pictures of a comparison are. Knows no numbers
-of its own.
+[Note: classes] A class is a generation of GPUs (the first part of the GPU's catalog name: "v100", "a100", "h100") and
+how many of them: "one GPU", "node" (several in one node) or "nodes". Its errors are those of the tested rows of whole
+iterations, kept in catalog/expected_errors.json, which `pstar validate --write` makes. A policy that no published run
+stands for has the errors of its class; a class without rows has none.
 """
 
 from __future__ import annotations
 
-import importlib
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.policy.options import split_spec
 
-__all__ = ["NOT_VALIDATED", "Trust", "trust"]
+__all__ = [
+    "ANY", "FILE", "NOT_VALIDATED", "ExpectedError", "Trust", "class_name", "class_of", "expected_error", "trust",
+]  # fmt: skip
 
+FILE = files("pstar_sim.catalog") / "expected_errors.json"
 NOT_VALIDATED = "not validated on this class"
+ANY = "any policy"
+FEWEST_ROWS = 4  # fewer say nothing
 
 
 @dataclass(frozen=True)
@@ -24,7 +35,61 @@ class Trust:
     label: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExpectedError:
+    """Of predicted iteration times: median and 90th percentile of the absolute relative error over `rows` tested rows.
+
+    policy: whose rows they are, or "any policy" of the class where that policy has none. machine_class: "h100 node".
+    """
+
+    median: float
+    p90: float
+    rows: int
+    machine_class: str
+    policy: str
+
+    @property
+    def label(self) -> str:
+        """± 12 % (18 rows, class h100 node)"""
+        who = "" if self.policy != ANY else ", other policies"
+        return f"± {self.median:.0%} ({self.rows} rows, class {self.machine_class}{who})".replace("%", " %")
+
+
+def class_of(machine: Machine) -> str:
+    """See [Note: classes]; unequal GPUs are a class of their own ("a100 + v100 node")."""
+    generations = " + ".join(dict.fromkeys(r.gpu.name.split("-")[0] for r in machine.ranks))
+    return class_name(generations, ranks=len(machine.ranks), nodes=machine.nodes)
+
+
+def class_name(generation: str, *, ranks: int, nodes: int) -> str:
+    return f"{generation} {'nodes' if nodes > 1 else 'node' if ranks > 1 else 'one GPU'}"
+
+
+def expected_error(machine: Machine, policy: str) -> ExpectedError | None:
+    """What validation found for the machine's class and the policy (a name or a spec; options do not matter). Where the
+    policy has fewer than FEWEST_ROWS rows, those of the whole class; None where that has no more either."""
+    name = class_of(machine)
+    known = _shipped().get(name)
+    if known is None:
+        return None
+    base = split_spec(policy)[0]
+    key = base if base in known and known[base][2] >= FEWEST_ROWS else ANY
+    median, p90, rows = known[key]
+    if rows < FEWEST_ROWS:
+        return None
+    return ExpectedError(median=median, p90=p90, rows=int(rows), machine_class=name, policy=key)
+
+
 def trust(machine: Machine, policy: str) -> Trust:
     """What validation found for this class of machine and this policy, or for the class with other policies."""
-    found = importlib.import_module("pstar_sim.validation.errors").expected_error(machine, policy)
+    found = expected_error(machine, policy)
     return Trust(None, NOT_VALIDATED) if found is None else Trust(found.median, found.label)
+
+
+@cache
+def _shipped() -> Mapping[str, Mapping[str, tuple[float, float, float]]]:
+    table = json.loads(FILE.read_text(encoding="utf-8"))
+    return {
+        name: {policy: (e["median"], e["p90"], e["rows"]) for policy, e in policies.items()}
+        for name, policies in table.items()
+    }

@@ -28,21 +28,22 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from pstar_sim.bounds.bounds import bound_reason, lower_bound
+from pstar_sim.bounds.stashes import stash_bound_s
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import CannotPlan, DoesNotFit, TraceError
-from pstar_sim.planner.bounds import bound_reason, lower_bound
 from pstar_sim.planner.collector import without_garbage_collection
 from pstar_sim.planner.compare import plan_and_play
 from pstar_sim.planner.memory import shortage
 from pstar_sim.planner.nearest import nearest
-from pstar_sim.planner.stash_bound import stash_bound_s
 from pstar_sim.planner.tried import Cap, Outcome, Tried
 from pstar_sim.policy.optimal import STREAMING
-from pstar_sim.policy.registry import Policy, built_in, find_policy
+from pstar_sim.policy.points import Point
+from pstar_sim.policy.registry import Policy, built_in, can, find_policy, named, policy_at
 from pstar_sim.policy.ties import AS_FAST, burden, least_of
 from pstar_sim.workload.mixing import block_names, mix_blocks, offload_blocks
 from pstar_sim.workload.workload import Workload, activations_text, repeat_micro_batch
@@ -52,9 +53,9 @@ __all__ = ["MOST_MICRO_BATCHES", "Chosen", "candidates", "choose", "words"]
 MOST_MICRO_BATCHES = 256  # more make plans of hundreds of thousands of steps
 WORTH = 0.005  # relative gain for which a candidate is planned
 SEARCHED, ALIKE = 5, 2  # candidates that the policy that takes long plans, and of one number of micro-batches
-SEARCHING = "optimal"  # that policy
+(SEARCHING,) = named(lambda able: able.tries_others)  # that policy
 MOST_SPLITS_NAMED = 8  # numbers of micro-batches that were left out
-QUICK = "tide"  # whose own checks of room say where it is worth trying
+QUICK = policy_at(Point())  # whose own checks of room say where it is worth trying
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +170,7 @@ def choose(
     machine: Machine,
     settings: Settings,
     *,
-    policy: str = "optimal",
+    policy: str = SEARCHING,
     on_way: Callable[[str, int, int], None] | None = None,
 ) -> Chosen:
     """The fastest of `workloads` (each one rank's whole share of the same batch) by `policy`, as far as [Note: what is
@@ -221,7 +222,7 @@ class _Race:
         self.on_way = on_way
         self.workloads, self.machine, self.settings, self.policy = workloads, machine, settings, policy
         self.function: Policy = find_policy(policy)
-        self.searching = policy == SEARCHING and len(workloads) > SEARCHED
+        self.searching = can(policy).tries_others and len(workloads) > SEARCHED
         # One model's tensors: the chunk size that suits one candidate suits all.
         usual = build_layout(workloads[0], chunk_bytes=settings.chunk_bytes, ranks=len(machine.ranks)).chunk_bytes
         self.usual = replace(settings, chunk_bytes=usual)

@@ -14,11 +14,14 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place
+from pstar_sim.policy.capabilities import Capabilities
 from pstar_sim.policy.emit import Builder, check_room, describe_moment, worst_moment
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["all_on_gpu"]
+__all__ = ["CAPABILITIES", "all_on_gpu"]
+
+CAPABILITIES = Capabilities(yardstick=True)
 
 
 def all_on_gpu(workload: Workload, machine: Machine, settings: Settings) -> Plan:

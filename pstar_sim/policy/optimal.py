@@ -23,6 +23,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout, build_layout, size_near
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit, PstarError
+from pstar_sim.policy.capabilities import Capabilities
 from pstar_sim.policy.emission import emit
 from pstar_sim.policy.ground import Ground
 from pstar_sim.policy.pace import period_s
@@ -37,7 +38,7 @@ from pstar_sim.workload.workload import Workload
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["OPTIONS", "optimal", "searched"]
+__all__ = ["CAPABILITIES", "OPTIONS", "optimal", "searched"]
 
 FEWEST_CHUNKS, MOST_CHUNKS = 16, 400  # of other chunk sizes that are tried
 MOST_WASTE = 0.06  # of them
@@ -49,6 +50,7 @@ FAR_AHEAD = 0.97  # of the closed form for pins alone: no policy without streams
 STREAMING = ("deep_optimizer_states",)  # other policies that update chunks on the GPU whose states live elsewhere
 
 OPTIONS = point_options(Point(streams=True))
+CAPABILITIES = Capabilities(point=Point(streams=True), tries_others=True)
 
 
 def optimal(workload: Workload, machine: Machine, settings: Settings, **changes: Unpack[Coordinates]) -> Plan:

@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pstar_sim.arguments import parse_bytes
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit, PstarError
-from pstar_sim.units import parse_bytes
 from pstar_sim.workload.workload import Workload
 
 __all__ = [

@@ -41,13 +41,15 @@ from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place, Queue, Ref
 from pstar_sim.errors import CannotPlan, DoesNotFit
+from pstar_sim.policy.capabilities import Capabilities
 from pstar_sim.policy.emit import Builder, describe_moment
 from pstar_sim.policy.options import Option, switch
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Phase, Workload
 
-__all__ = ["MARGIN_RATIO", "OPTIONS", "patrickstar"]
+__all__ = ["CAPABILITIES", "MARGIN_RATIO", "OPTIONS", "patrickstar"]
 
+CAPABILITIES = Capabilities(one_at_a_time=True)
 MARGIN_RATIO = 0.8
 MOST_ITERATIONS = 8  # until the chunks on the GPU at the cut repeat
 

@@ -6,7 +6,7 @@ T >= compute(f_j .. b_j) + the sum of their Adam times + one copy each way; the 
 resource. Behind a barrier the window opens at the end of the iteration instead. Pinning the chunks that are used first
 is best (the r-th unpinned chunk then has the shortest possible span), so a number says it all. Written for chunks of
 unequal size and several micro-batches. It ranks numbers of pins, it proves nothing: the
-certificate is planner/bounds.py.
+certificate is bounds/bounds.py.
 """
 
 from __future__ import annotations

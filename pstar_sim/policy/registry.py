@@ -11,10 +11,12 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import PstarError, UnknownName
 from pstar_sim.policy.all_on_gpu import all_on_gpu
+from pstar_sim.policy.capabilities import Capabilities, capabilities_of
 from pstar_sim.policy.deep_optimizer_states import deep_optimizer_states
 from pstar_sim.policy.optimal import optimal
 from pstar_sim.policy.options import Specified, specified, split_spec
 from pstar_sim.policy.patrickstar import patrickstar
+from pstar_sim.policy.points import Point
 from pstar_sim.policy.static_partition import static_partition
 from pstar_sim.policy.tide import tide
 from pstar_sim.policy.zero3_offload import zero3_offload
@@ -23,7 +25,10 @@ from pstar_sim.policy.zero_infinity import zero_infinity
 from pstar_sim.policy.zero_offload import zero_offload
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["ENTRY_POINTS", "Policy", "built_in", "find_policy", "is_built_in", "policies", "policy_name"]
+__all__ = [
+    "ENTRY_POINTS", "Policy", "built_in", "can", "find_policy", "is_built_in", "named", "policies", "policy_at",
+    "policy_name",
+]  # fmt: skip
 
 Policy = Callable[[Workload, Machine, Settings], Plan]
 """A policy is a pure function; it raises DoesNotFit where it can place nothing."""
@@ -65,6 +70,22 @@ def policies() -> dict[str, Policy]:
 def is_built_in(policy: Policy) -> bool:
     """Whether the function is one of the policies shipped here, with or without options."""
     return (policy.policy if isinstance(policy, Specified) else policy) in _BUILT_IN.values()
+
+
+def can(policy: str | Policy) -> Capabilities:
+    """What a policy can do beside making a plan, by its spec or itself. Raises as `find_policy`."""
+    return capabilities_of(find_policy(policy) if isinstance(policy, str) else policy)
+
+
+def named(wanted: Callable[[Capabilities], bool]) -> tuple[str, ...]:
+    """Names of the policies shipped here that can do what is wanted, in their order."""
+    return tuple(name for name, policy in _BUILT_IN.items() if wanted(capabilities_of(policy)))
+
+
+def policy_at(point: Point) -> str:
+    """Name of the policy that is this point of the asynchronous family without options."""
+    (name,) = named(lambda able: able.point == point)
+    return name
 
 
 def find_policy(spec: str) -> Policy:

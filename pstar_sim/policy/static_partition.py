@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.policy.asynchronous import Asynchronous
+from pstar_sim.policy.capabilities import Capabilities
 from pstar_sim.policy.optimal import searched
 from pstar_sim.policy.points import Coordinates, Point, point_options
 from pstar_sim.workload.workload import Workload
@@ -19,10 +20,11 @@ from pstar_sim.workload.workload import Workload
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["OPTIONS", "static_partition"]
+__all__ = ["CAPABILITIES", "OPTIONS", "static_partition"]
 
 POINT = Point(capacity="peak")
 OPTIONS = point_options(POINT)
+CAPABILITIES = Capabilities(point=POINT)
 
 
 def static_partition(workload: Workload, machine: Machine, settings: Settings, **changes: Unpack[Coordinates]) -> Plan:

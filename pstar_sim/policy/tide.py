@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.policy.asynchronous import Asynchronous
+from pstar_sim.policy.capabilities import Capabilities
 from pstar_sim.policy.optimal import searched
 from pstar_sim.policy.points import Coordinates, Point, point_options
 from pstar_sim.workload.workload import Workload
@@ -20,9 +21,10 @@ from pstar_sim.workload.workload import Workload
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["OPTIONS", "tide"]
+__all__ = ["CAPABILITIES", "OPTIONS", "tide"]
 
 OPTIONS = point_options(Point())
+CAPABILITIES = Capabilities(point=Point(), yardstick=True)
 
 
 def tide(workload: Workload, machine: Machine, settings: Settings, **changes: Unpack[Coordinates]) -> Plan:

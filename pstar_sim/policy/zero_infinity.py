@@ -13,6 +13,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place, Queue
 from pstar_sim.errors import PlanError
+from pstar_sim.policy.capabilities import Capabilities
 from pstar_sim.policy.emit import Builder, check_room
 from pstar_sim.policy.options import Option, one_of, switch, whole_number
 from pstar_sim.policy.sharded import (
@@ -28,7 +29,9 @@ from pstar_sim.policy.zero3_offload import BUFFER_FACTOR, optimizer_bytes
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import DTYPE_BYTES, Workload
 
-__all__ = ["OPTIONS", "zero_infinity"]
+__all__ = ["CAPABILITIES", "OPTIONS", "zero_infinity"]
+
+CAPABILITIES = Capabilities(from_disks=("params=cpu,states=nvme", "params=nvme,states=nvme"))
 
 OPTIONS = {
     "params": Option(one_of("cpu", "nvme"), "where parameters live between uses", "cpu"),

@@ -15,11 +15,14 @@ from __future__ import annotations
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place, Queue, Ref
+from pstar_sim.policy.capabilities import Capabilities
 from pstar_sim.policy.emit import Builder, check_room, describe_moment, worst_moment
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["BUCKET_CHUNKS", "zero_offload"]
+__all__ = ["BUCKET_CHUNKS", "CAPABILITIES", "zero_offload"]
+
+CAPABILITIES = Capabilities(yardstick=True)
 
 BUCKET_CHUNKS = 2
 

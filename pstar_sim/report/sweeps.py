@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pstar_sim.arguments import parse_bytes
 from pstar_sim.errors import PstarError
 from pstar_sim.report.tables import BINDS_NAMES
-from pstar_sim.units import GB, parse_bytes
+from pstar_sim.units import GB
 
 if TYPE_CHECKING:
     import pandas

@@ -1,6 +1,6 @@
 """LoRA: a preset whose own parameters are frozen and whose matrices have low-rank adapters beside them.
 
-`AdaptedTape` writes the same families (families.py) down with y = W x + s B (A x) for each target matrix W: A is
+`AdaptedTape` writes the same families (presets/) down with y = W x + s B (A x) for each target matrix W: A is
 rank x in, B is out x rank. What changes against training all of it:
 
 - parameters: every base tensor is frozen (read, no gradient, no optimizer states); A and B are trained, in the working

@@ -1,6 +1,6 @@
 """Tape: a workload written down operator by operator, as a model without torch would run it.
 
-A family (families.py) calls `open` where a moment begins, `op` for each operator that allocates, and `gradient` where
+A family (presets/) calls `open` where a moment begins, `op` for each operator that allocates, and `gradient` where
 a parameter's gradient is final; the tape keeps the level of live bytes and cuts it into moments. Knows no model.
 """
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from executor.__main__ import main as of_ranks
 from pstar_sim.cli import main
 from pstar_sim.cli.progress import plain_line, progress
+from pstar_sim.cli.torchrun import main as of_ranks
 from pstar_sim.core.plan import load_plan
 from pstar_sim.core.run_file import load_run
 

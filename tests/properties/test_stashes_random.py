@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from pstar_sim.bounds.bounds import lower_bound
+from pstar_sim.bounds.fluid import fluid_bound
+from pstar_sim.bounds.stashes import stash_bound_s
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import CannotPlan, DoesNotFit, PlanError, TraceError
-from pstar_sim.planner.bounds import lower_bound
-from pstar_sim.planner.fluid import fluid_bound
-from pstar_sim.planner.stash_bound import stash_bound_s
 from pstar_sim.policy.registry import built_in
 from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload, random_jitter, random_machine

@@ -5,12 +5,12 @@ import random
 import numpy as np
 import pytest
 
+from pstar_sim.bounds import pinned
+from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import DoesNotFit
-from pstar_sim.planner import bounds
-from pstar_sim.planner.bounds import lower_bound
 from pstar_sim.policy.registry import policies
 from pstar_sim.sim import play
 from pstar_sim.testing import chain_workload, random_workload
@@ -147,12 +147,12 @@ def test_least_maximum_is_found_exactly() -> None:
     """Against a grid of 4001 points on random lines with random ends: never above any point, and reached."""
     rng = random.Random(5)
     for _ in range(200):
-        lines = [bounds._Line("compute", rng.uniform(0, 5), rng.uniform(0, 2))]
+        lines = [pinned._Line("compute", rng.uniform(0, 5), rng.uniform(0, 2))]
         lines += [
-            bounds._Line("adam", rng.uniform(0, 9), rng.uniform(-3, 0.5), until_x=rng.uniform(0, 5)) for _ in range(6)
+            pinned._Line("adam", rng.uniform(0, 9), rng.uniform(-3, 0.5), until_x=rng.uniform(0, 5)) for _ in range(6)
         ]
         x_max = rng.uniform(0, 4)
-        x, value = bounds._least_maximum(lines, x_max)
+        x, value = pinned._least_maximum(lines, x_max)
         xs = np.linspace(0, x_max, 4001)
         ys = np.array([[line.value + line.slope * at if at < line.until_x else -np.inf for at in xs] for line in lines])
         best = ys.max(axis=0).min()

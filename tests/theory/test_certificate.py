@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from pstar_sim.bounds import fluid
+from pstar_sim.bounds.bounds import lower_bound
+from pstar_sim.bounds.certificate import Certifier, agree
+from pstar_sim.bounds.fluid import fluid_bound
+from pstar_sim.bounds.linear import Program, Solution, Unsolved
 from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
 from pstar_sim.cli import main
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings, load_plan
 from pstar_sim.errors import CannotPlan, DoesNotFit, PlanError
-from pstar_sim.planner import fluid
-from pstar_sim.planner.bounds import lower_bound
-from pstar_sim.planner.certificate import Certifier, agree
 from pstar_sim.planner.compare import compare
-from pstar_sim.planner.fluid import fluid_bound
-from pstar_sim.planner.linear import Program, Solution, Unsolved
 from pstar_sim.planner.stated import examine
 from pstar_sim.policy.registry import policies
 from pstar_sim.sim import play

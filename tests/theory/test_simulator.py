@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import pytest
 
+from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
 from pstar_sim.core.layout import Chunk, Layout, Slot
 from pstar_sim.core.plan import Plan, Resident, Settings
 from pstar_sim.core.step import Kind, Place, Queue, Ref, Step
 from pstar_sim.errors import PlanError
-from pstar_sim.planner.bounds import lower_bound
 from pstar_sim.sim import play
 from pstar_sim.testing import chain_workload
 from pstar_sim.workload.workload import Workload

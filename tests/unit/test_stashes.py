@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import STASHES, Plan, Settings, load_plan
 from pstar_sim.core.slabs import host_room, stash_key
 from pstar_sim.core.step import Kind, Place, Ref, Step, from_text, to_text
 from pstar_sim.errors import DoesNotFit, PlanError, TraceError
-from pstar_sim.planner.bounds import lower_bound
 from pstar_sim.planner.explain import explain
 from pstar_sim.planner.memory import memory_need
 from pstar_sim.policy.registry import built_in, find_policy

@@ -1,7 +1,6 @@
 """Errors, orders and misses of results made by hand; and a small part of the real validation."""
 
 import json
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -9,9 +8,10 @@ import pytest
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.cli import main
 from pstar_sim.errors import PstarError
+from pstar_sim.planner.trust import FEWEST_ROWS, class_of, expected_error
 from pstar_sim.report.validation import validation_text
 from pstar_sim.validation import errors
-from pstar_sim.validation.errors import FEWEST_ROWS, class_of, errors_by_class, expected_error, write_errors
+from pstar_sim.validation.errors import errors_by_class, write_errors
 from pstar_sim.validation.results import Result, Validation, errors_of, validate
 
 
@@ -120,9 +120,9 @@ def test_few_rows_of_a_policy_say_nothing_of_it() -> None:
 
 
 def test_kept_errors_are_those_of_a_run_of_today(tmp_path: Path) -> None:
-    """The H100 node's rows replayed again give the figures of errors.json."""
+    """The H100 node's rows replayed again give the figures of expected_errors.json."""
     v = validate(machine="4xH100")
-    kept = json.loads((files("pstar_sim.validation") / "data" / "errors.json").read_text(encoding="utf-8"))
+    kept = json.loads(errors.ERRORS_FILE.read_text(encoding="utf-8"))
     for policy, values in errors_by_class(v.results)["h100 node"].items():
         assert kept["h100 node"][policy]["rows"] == values[2]
         assert (kept["h100 node"][policy]["median"], kept["h100 node"][policy]["p90"]) == pytest.approx(

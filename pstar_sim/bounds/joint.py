@@ -4,12 +4,12 @@
 y have them there for their update only ("streamed": Adam on the gpu, states up before it and down after it), the rest
 has CPU Adam. Nothing says that a chunk is all of one kind: one with some of its state lists resident counts as part of
 each. s = x + y. A list that is on the gpu throughout takes its bytes at every moment; one that is ever dropped crosses
-the link both ways each iteration. Notation as in [Note: the bound] of bounds.py (w: bytes of the working list a
+the link both ways each iteration. Notation as in [Note: the bound] of pinned.py (w: bytes of the working list a
 parameter, v: of the states). What any legal schedule keeps:
 
 - room: v x <= room_t - K_t at every moment t.
 - compute: all moments + s * traffic / HBM. adam: (E - s) / R, and accumulation on the host (below).
-- windows, eager and behind a barrier: those of bounds.py with s in place of x.
+- windows, eager and behind a barrier: those of pinned.py with s in place of x.
 - the border: during the last moments every gradient is final and no parameter is read any more. Of what is updated on
   the gpu, w bytes a parameter (the gradient, or the new values) are on the gpu then, `kept` in all, or have gone down
   before and come up after. Frozen chunks are kept (`frozen_kept`) or come up again. kept + frozen_kept + v x <= room.
@@ -29,9 +29,9 @@ parameter, v: of the states). What any legal schedule keeps:
   first may wait in a list of w bytes), held from one backward pass to the next or sent down and up in between, and then
   go down once (4 bytes) if Adam is the CPU's; or each goes down (w bytes) and all but two (of CPU Adam with clipping:
   all) are added on the host; Adam on the gpu then needs the sum up (4 bytes). How much of each is free.
-- stashes: as in bounds.py, on h2d, d2h, link and dram. Those whose way up begins behind a moment come up behind it too,
+- stashes: as in pinned.py, on h2d, d2h, link and dram. Those whose way up begins behind a moment come up behind it too,
   beside what is read from there on (the compute queue row).
-- link, dram: as in bounds.py, of these bytes. A copy's latency counts, by bytes, as in the largest list it could be of.
+- link, dram: as in pinned.py, of these bytes. A copy's latency counts, by bytes, as in the largest list it could be of.
 
 The least T over all of these is a linear program, but for one thing: a window whose chunks may all be updated on the
 gpu (params(J_j) <= s) bounds nothing. Without the windows the least T is convex in s; the windows' term only falls with
@@ -45,10 +45,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from pstar_sim.bounds.facts import NAMES, Bound, Facts
+from pstar_sim.bounds.linear import Program, Solution
 from pstar_sim.core.layout import Layout
 from pstar_sim.cost import CostModel
-from pstar_sim.planner.bounds import NAMES, Bound, Facts
-from pstar_sim.planner.linear import Program, Solution
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["joint_bound", "rate_with_latency"]

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pstar_sim.bounds.bounds import bound_reason, lower_bound, relative_to
+from pstar_sim.bounds.facts import Bound
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import PlanError
-from pstar_sim.planner.bounds import Bound, bound_reason, lower_bound, relative_to
 from pstar_sim.units import format_s
 from pstar_sim.workload.workload import Workload
 
@@ -76,7 +77,7 @@ class Certifier:
 
     def _bound(self, layout: Layout) -> Bound:
         if self.lp:
-            from pstar_sim.planner.fluid import fluid_bound
+            from pstar_sim.bounds.fluid import fluid_bound
 
             return fluid_bound(self.workload, self.machine, self.settings, layout)
         return lower_bound(self.workload, self.machine, self.settings, layout)

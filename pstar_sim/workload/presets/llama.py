@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pstar_sim.workload.families.shared import (
+from pstar_sim.workload.presets.shared import (
     ROOT,
     Shape,
     attend,

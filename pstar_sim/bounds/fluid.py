@@ -35,13 +35,14 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from pstar_sim.bounds.bounds import lower_bound
+from pstar_sim.bounds.facts import Bound
+from pstar_sim.bounds.joint import rate_with_latency
+from pstar_sim.bounds.linear import Program, Solution, Unsolved
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.cost import CostModel
-from pstar_sim.planner.bounds import Bound, lower_bound
-from pstar_sim.planner.joint import rate_with_latency
-from pstar_sim.planner.linear import Program, Solution, Unsolved
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["fluid_bound"]

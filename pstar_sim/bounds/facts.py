@@ -1,0 +1,189 @@
+"""What a bound is, and what bounds know of a job: arrays with an entry per chunk that gets gradients, or per moment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.layout import Layout
+from pstar_sim.cost import CostModel
+from pstar_sim.workload.workload import DTYPE_BYTES, Phase, Workload
+
+__all__ = ["NAMES", "Array", "Bound", "Facts"]
+
+Array = NDArray[np.float64]
+
+NAMES = ("compute", "adam", "barrier", "h2d", "d2h", "link", "dram")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """seconds: no schedule of this setting is faster. binding: its largest term ("compute", "adam", "barrier", "h2d",
+    "d2h", "link", "dram", "stashes"; a tie goes to the first of these). terms: every term at the best numbers of
+    parameters whose states stay on the gpu (`pinned_params`) or visit it (`streamed_params`). max_pinned_params: how
+    many would fit. method: "closed form" or "fluid LP". notes: what went wrong on the way, for people."""
+
+    seconds: float
+    binding: str
+    terms: Mapping[str, float]
+    pinned_params: int
+    max_pinned_params: int
+    streamed_params: int = 0
+    method: str = "closed form"
+    notes: tuple[str, ...] = ()
+
+
+class Facts:
+    """The quantities of the note as arrays: one entry a chunk that gets gradients, or one a moment."""
+
+    def __init__(self, workload: Workload, machine: Machine, layout: Layout, cost: CostModel) -> None:
+        self.machine, self.cost = machine, cost
+        w, chunk_of = workload, layout.chunk_of
+        count = len(layout.chunks)
+        self.moments = len(w.moments)
+        self.room: Array = machine.gpu_budget_bytes - np.array([m.peak_bytes for m in w.moments], dtype=float)
+        self.clock: Array = np.concatenate(([0.0], np.cumsum(cost.moments_s)))
+        self.phases = [m.phase for m in w.moments]
+        self.micro_batch = [m.micro_batch for m in w.moments]
+        reads: list[set[int]] = [set() for _ in range(count)]
+        gradient = [-1] * count
+        for m, tensors in enumerate(w.reads):
+            for t in tensors:
+                reads[chunk_of[t]].add(m)
+        for m, tensors in enumerate(w.gradients):
+            for t in tensors:
+                gradient[chunk_of[t]] = max(gradient[chunk_of[t]], m)
+        read_bytes = np.zeros(self.moments)
+        for c, moments in enumerate(reads):
+            for m in moments:
+                read_bytes[m] += layout.payload_bytes(c, "param")
+        self.read_bytes = read_bytes
+
+        mine = [c for c in range(count) if gradient[c] >= 0 and reads[c] and not layout.chunks[c].frozen]
+        width = [DTYPE_BYTES[layout.chunks[c].dtype] for c in range(count)]
+        self.params: Array = np.array([cost.params[c] for c in mine], dtype=float)
+        self.bytes: Array = np.array([cost.params[c] * width[c] for c in mine], dtype=float)
+        self.first = np.array([min(reads[c]) for c in mine], dtype=int)
+        self.final = np.array([gradient[c] for c in mine], dtype=int)
+        self.small = np.array([layout.chunks[c].small for c in mine], dtype=bool)
+        payload = [layout.payload_bytes(c, "param") for c in mine]
+        self.down_s: Array = np.array([cost.transfer_s(size, "d2h") for size in payload], dtype=float)
+        self.up_s: Array = np.array([cost.transfer_s(size, "h2d") for size in payload], dtype=float)
+        self.adam_s: Array = np.array([cost.cpu_adam_s(c) for c in mine], dtype=float)
+        self.least_w = min((width[c] for c in mine), default=0)
+        self.most_w = max((width[c] for c in mine), default=0)
+        self.states = w.optimizer.states_bytes_per_param + (4 if w.micro_batches > 1 else 0)
+        self.traffic = w.optimizer.dram_bytes_per_param
+        self._gradient_facts(workload, layout, mine)
+        # Of all stashes together; and of those that come up once a moment has begun, by moment.
+        self.stash_bytes = float(sum(s.bytes for s in workload.stashes))
+        self.stash_down_s = sum(cost.transfer_s(s.bytes, "d2h") for s in workload.stashes)
+        self.stash_up_s = sum(cost.transfer_s(s.bytes, "h2d") for s in workload.stashes)
+        behind = np.zeros(self.moments + 1)
+        for stash in workload.stashes:
+            behind[0] += cost.transfer_s(stash.bytes, "h2d")
+            behind[stash.back + 1] -= cost.transfer_s(stash.bytes, "h2d")
+        self.stash_up_from_s: Array = np.maximum(0.0, np.cumsum(behind)[:-1])
+        self.late = (
+            max([-1, *(max(moments) for moments in reads if moments), *gradient]) + 1
+        )  # nothing happens from here
+        others = [c for c in range(count) if reads[c] and c not in set(mine)]
+        self.frozen_bytes = float(sum(sum(s.numel for s in layout.chunks[c].slots) * width[c] for c in others))
+        # every chunk that is read, as the turns see it: bytes, moments, and the last moment at which a read counts
+        self.seen = [
+            (sum(s.numel for s in layout.chunks[c].slots) * width[c], sorted(reads[c]), gradient[c])
+            for c in range(count)
+            if reads[c]
+        ]
+
+    def _gradient_facts(self, workload: Workload, layout: Layout, mine: list[int]) -> None:
+        """every_batch: each chunk has a gradient in each micro-batch. spans: per micro-batch, first and last moment at
+        which any gradient arrives."""
+        arrivals: dict[int, set[int]] = {c: set() for c in mine}
+        self.spans: dict[int, tuple[int, int]] = {}
+        for m, tensors in enumerate(workload.gradients):
+            if not tensors:
+                continue
+            u = self.micro_batch[m]
+            self.spans[u] = (self.spans.get(u, (m, m))[0], m)
+            for t in tensors:
+                if layout.chunk_of[t] in arrivals:
+                    arrivals[layout.chunk_of[t]].add(u)
+        self.every_batch = all(len(batches) == workload.micro_batches for batches in arrivals.values())
+
+    def between(self, batch: int) -> tuple[int, int]:
+        """Moments [low, high) from the last gradient of the micro-batch before `batch` to the first of `batch`."""
+        return self.spans[batch - 1][1] + 1, self.spans[batch][0]
+
+    def most_pinned(self) -> float:
+        """x_max, at least 0 and at most E."""
+        total = float(self.params.sum())
+        if not total:
+            return 0.0
+        beside = (self.room - self.read_bytes) / self.states if self.states else np.full(self.moments, np.inf)
+        alone = self.room / (self.states + self.least_w)
+        return float(np.clip(min(beside.min(), alone.min()), 0.0, total))
+
+    def turns(self) -> list[tuple[float, float, int]]:
+        """(S_k, room, moment) for one cut per turn of the iteration. Any cuts give a valid bound; tried are the turns
+        themselves, and the moments near them, or anywhere about, where S_k + tide is largest."""
+        last = max(self.micro_batch)
+        begin = [*(self.micro_batch.index(u) for u in range(last + 1)), self.moments]
+        bwd = [
+            next((m for m in range(begin[u], begin[u + 1]) if self.phases[m] is not Phase.FWD), begin[u + 1])
+            for u in range(last + 1)
+        ]
+        # (turn, first and last moment about it), the last turn first
+        regions: list[tuple[int, int, int]] = []
+        for u in range(last, -1, -1):
+            regions.append((bwd[u] - 1, begin[u], begin[u + 1] - 1))
+            if u:
+                regions.append((begin[u] - 1, bwd[u - 1], bwd[u] - 1))
+        near = max(1, len(self.phases) // (20 * (last + 1)))
+        choices = [
+            self._cut(regions),
+            self._cut([(t, max(low, t - near), min(high, t + near)) for t, low, high in regions]),
+            self._cut([(t, t, t) for t, _, _ in regions]),
+        ]
+        return max(choices, key=lambda turns: sum(max(0.0, size - room) for size, room, _ in turns))
+
+    def _cut(self, regions: list[tuple[int, int, int]]) -> list[tuple[float, float, int]]:
+        """From the last turn back: what is read between a cut and the next one decides S_k; of equals the latest."""
+        turns: list[tuple[float, float, int]] = []
+        end = self.moments - 1
+        for _, low, high in regions:
+            high = min(high, end - 1)
+            if not 0 <= low <= high:
+                continue
+            size = self._read_again(end)
+            wanted = (size - self.room)[low : high + 1]
+            m = high - int(np.argmax(wanted[::-1]))
+            turns.append((float(size[m]), float(self.room[m]), m))
+            end = m
+        return turns
+
+    def read_from(self) -> Array:
+        """For each moment m: bytes of the chunks read at m or later (before they are final, where they are)."""
+        steps = np.zeros(self.moments + 1)
+        for size, moments, final in self.seen:
+            before = [m for m in moments if final < 0 or m <= final]
+            if before:
+                steps[0] += size
+                steps[before[-1] + 1] -= size
+        return np.cumsum(steps)[:-1]
+
+    def _read_again(self, end: int) -> Array:
+        """For each moment m: bytes of the chunks read first at or before m and again in (m, end] (before they are
+        final, where they have a gradient)."""
+        steps = np.zeros(self.moments + 1)
+        for size, moments, final in self.seen:
+            until = end if final < 0 else min(end, final)
+            again = [m for m in moments if m <= until]
+            if again and again[-1] > moments[0]:
+                steps[moments[0]] += size
+                steps[again[-1]] -= size
+        return np.cumsum(steps)[:-1]

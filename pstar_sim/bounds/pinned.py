@@ -1,0 +1,206 @@
+"""The closed form: the bound where no chunk is streamed, exact over all numbers of pinned parameters.
+
+[Note: the bound] Let x be the trainable parameters whose optimizer states stay on the gpu ("pinned"; their Adam runs
+there and their working list stays too), relaxed to a real number 0 <= x <= x_max. Every other trainable parameter that
+gets a gradient has, each iteration, one copy down, one CPU Adam and one copy up. With E such parameters in all, w bytes
+each in the working list, v bytes of states (plus 4 for the accumulated gradient when there are several micro-batches),
+C the gpu budget, n_t the tide and K_t the payload bytes that moment t reads:
+
+- x_max: at every moment v x + max(w x, K_t) <= C - n_t.
+- compute: all moments, plus the gpu's Adam: sum c_t + x * traffic / HBM.
+- adam: (E - x) / R. And the update windows: chunk j is first read in moment f_j, its gradient is final after b_j. The
+  chunks J_j = {i: f_i <= f_j, b_i >= b_j} have all of copy down, Adam and copy up between the end of b_j and the next
+  start of f_j, which is T - span_j long (span_j = compute from f_j to the end of b_j). If not all of J_j is pinned:
+  T >= span_j + (params(J_j) - x) / R + the shortest copy down + the shortest copy up. (Before the first Adam of the
+  window something has come down, after the last one something goes up.)
+- d2h, h2d windows: the same with the copies as the serial resource: span_j + (bytes(J_j) - w x) / rate + the shortest
+  Adam + the shortest copy the other way.
+- barrier (when no Adam may start before the optimizer step): T >= span from f_j to the end of the iteration +
+  (params(f_i <= f_j) - x) / R + the shortest copy up; and likewise with the copies up as the serial resource.
+- d2h bytes: (E - x) w over the link's rate: each gradient comes down at least once.
+- h2d bytes: each updated parameter comes up once: (E - x) w. And for moments m_1 < m_2 < ... (the turns of the
+  iteration: FWD to BWD of every micro-batch, BWD to FWD between two): what is read in (m_k, m_k+1] and has been read by
+  m_k is S_k bytes, of which at most C - n - (v + w) x unpinned ones are resident during m_k; the rest,
+  S_k + v x - (C - n), has to be copied in after m_k. These are not copies of the first kind: those begin after the
+  chunk's gradient is final and before its first read.
+- stashes: whatever the plan, each goes down once and comes up once an iteration, on the same two queues, beside all of
+  the above: none of it is a copy of a chunk, and the tide does not count a stash while it is away. So its seconds each
+  way are added to d2h bytes, h2d bytes and link, its bytes twice to dram; not to windows, which it may lie outside of.
+- link (half duplex): both kinds of bytes one after the other.
+- dram: the copies' bytes and the CPU Adam's traffic over the host's DRAM bandwidth.
+
+The bound is the least over x of the largest term; all terms are linear in x between the points where a window is
+pinned entirely or a turn begins to overflow, so it is found exactly. What it leaves out (latencies except in "shortest
+copy", padding, whole chunks, accumulation on the host, loss of overlap) only makes real schedules slower.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pstar_sim.bounds.facts import NAMES, Array, Bound, Facts
+
+__all__ = ["pinned_bound"]
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A term value + slope * x that holds for x in [from_x, until_x)."""
+
+    name: str
+    value: float
+    slope: float
+    from_x: float = -np.inf
+    until_x: float = np.inf
+
+
+def pinned_bound(facts: Facts, barrier: bool, limit: float) -> Bound:
+    x_max = min(facts.most_pinned(), limit)
+    lines = _lines(facts, barrier, x_max)
+    x, seconds = _least_maximum(lines, x_max)
+    terms = {name: 0.0 for name in NAMES if any(line.name == name for line in lines)}
+    for line in lines:
+        if line.from_x <= x < line.until_x:
+            terms[line.name] = max(terms[line.name], line.value + line.slope * x)
+    binding = next(name for name in terms if terms[name] >= max(terms.values()) * (1 - 1e-9))
+    return Bound(seconds=seconds, binding=binding, terms=terms, pinned_params=int(x), max_pinned_params=int(x_max))
+
+
+def _lines(facts: Facts, barrier: bool, x_max: float) -> list[_Line]:
+    """Every term of the note."""
+    link, host = facts.machine.link, facts.machine.host
+    lines = [_Line("compute", float(facts.clock[-1]), facts.traffic / facts.machine.gpu.hbm_bytes_per_s)]
+    total, total_bytes = float(facts.params.sum()), float(facts.bytes.sum())
+    if total:
+        per_param_s = facts.traffic / facts.cost.adam_bytes_per_s
+        lines.append(_Line("adam", total * per_param_s, -per_param_s))
+        everything = np.ones(len(facts.params), dtype=bool)
+        for members in (everything, ~facts.small):
+            if members.any() and (members is everything or facts.small.any()):
+                lines += _windows(facts, members, per_param_s)
+                if barrier:
+                    lines += _barrier_windows(facts, members, per_param_s)
+    # bytes: sums of hinges max(0, S + v x - room), linear between the points where a hinge opens
+    turns = [(size, room) for size, room, _ in facts.turns()]
+    grows = facts.states + facts.least_w - facts.most_w
+    opens = [(room - size) / grows if grows > 0 else np.inf if size <= room else -np.inf for size, room in turns]
+    cuts = sorted({0.0, *(x for x in opens if 0 < x < x_max)})
+    rate_h2d, rate_d2h, dram = link.h2d_bytes_per_s, link.d2h_bytes_per_s, host.dram_bytes_per_s
+    pinned_w = float(facts.most_w)
+    lines.append(_Line("d2h", total_bytes / rate_d2h + facts.stash_down_s, -pinned_w / rate_d2h))
+    for k, begin in enumerate(cuts):
+        end = cuts[k + 1] if k + 1 < len(cuts) else np.inf
+        begin = -np.inf if k == 0 else begin
+        value, slope = total_bytes, -pinned_w
+        for (size, room), x in zip(turns, opens):
+            if x <= begin or x <= 0:
+                value += size - room
+                slope += max(0, grows)
+        lines.append(_Line("h2d", value / rate_h2d + facts.stash_up_s, slope / rate_h2d, begin, end))
+        if not link.duplex:
+            both = value / rate_h2d + total_bytes / rate_d2h + facts.stash_up_s + facts.stash_down_s
+            lines.append(_Line("link", both, slope / rate_h2d - pinned_w / rate_d2h, begin, end))
+        traffic = value + total_bytes + total * facts.traffic + 2 * facts.stash_bytes
+        lines.append(_Line("dram", traffic / dram, (slope - pinned_w - facts.traffic) / dram, begin, end))
+    return lines
+
+
+def _windows(facts: Facts, members: NDArray[np.bool_], per_param_s: float) -> list[_Line]:
+    """The nested update windows of the chunks `members`: Adam, copies down and copies up as the serial resource."""
+    first, final = facts.first[members], facts.final[members]
+    inside = (first[None, :] <= first[:, None]) & (final[None, :] >= final[:, None])  # [j, i]: i is in J_j
+    span = np.maximum(0.0, facts.clock[final + 1] - facts.clock[first])
+    return _serial(facts, members, inside, span, per_param_s, copies_down=True)
+
+
+def _barrier_windows(facts: Facts, members: NDArray[np.bool_], per_param_s: float) -> list[_Line]:
+    first = facts.first[members]
+    inside = first[None, :] <= first[:, None]
+    span = facts.clock[-1] - facts.clock[first]
+    return _serial(facts, members, inside, span, per_param_s, copies_down=False)
+
+
+def _serial(
+    facts: Facts,
+    members: NDArray[np.bool_],
+    inside: NDArray[np.bool_],
+    span: Array,
+    per_param_s: float,
+    *,
+    copies_down: bool,
+) -> list[_Line]:
+    """Lines for windows j with the chunks inside[j]. copies_down: the gradients come down inside the window too."""
+    link = facts.machine.link
+    params = inside @ facts.params[members]
+    size = inside @ facts.bytes[members]
+    shortest = {
+        name: np.where(inside, row[members][None, :], np.inf).min(axis=1)
+        for name, row in (("down", facts.down_s), ("up", facts.up_s), ("adam", facts.adam_s))
+    }
+    down_s = shortest["down"] if copies_down else np.zeros(len(span))
+    name = "adam" if copies_down else "barrier"
+    # all of a family have the same slope, and one ends where its window is pinned entirely: the largest among
+    # those that end later stands for all, so one line for each different end
+    families = [(name, span + params * per_param_s + down_s + shortest["up"], -per_param_s)]
+    w = float(facts.most_w)
+    up = span + size / link.h2d_bytes_per_s + down_s + shortest["adam"]
+    families.append(("h2d" if copies_down else "barrier", up, -w / link.h2d_bytes_per_s))
+    if copies_down:
+        down = span + size / link.d2h_bytes_per_s + shortest["adam"] + shortest["up"]
+        families.append(("d2h", down, -w / link.d2h_bytes_per_s))
+    order = np.argsort(params, kind="stable")
+    lines: list[_Line] = []
+    for label, value, slope in families:
+        best = np.maximum.accumulate(value[order][::-1])[::-1]
+        ends = params[order]
+        keep = np.append(best[1:] < best[:-1], True)  # a line under a later-ending one says nothing
+        lines += [_Line(label, float(v), slope, until_x=float(e)) for v, e in zip(best[keep], ends[keep])]
+    return lines
+
+
+def _least_maximum(lines: list[_Line], x_max: float) -> tuple[float, float]:
+    """(x, value) with the least maximum of the lines over [0, x_max]; exact. Where lines end, the infimum counts."""
+    edges = sorted({0.0, x_max, *(e for line in lines for e in (line.from_x, line.until_x) if 0 < e < x_max)})
+    pieces = list(pairwise(edges)) if len(edges) > 1 else [(0.0, 0.0)]
+    value = np.array([line.value for line in lines])
+    slope = np.array([line.slope for line in lines])
+    begin = np.array([line.from_x for line in lines])
+    end = np.array([line.until_x for line in lines])
+    best = (0.0, np.inf)
+    if len(edges) > 1:  # at x_max itself the windows that end there are pinned
+        at_end = (begin <= x_max) & (x_max < end)
+        best = (x_max, float((value + slope * x_max)[at_end].max()))
+    for low, high in pieces:
+        live = (begin <= low) & (low < end)
+        v, s = value[live], slope[live]
+        at_low, at_high = v + s * low, v + s * high
+        if np.minimum(at_low, at_high).max() < best[1]:
+            x, found = _least_of_piece(v, s, low, high)
+            if found < best[1]:
+                best = (x, found)
+    return best
+
+
+def _least_of_piece(value: Array, slope: Array, low: float, high: float) -> tuple[float, float]:
+    """Least maximum of lines that all hold on [low, high]: descend from one end along the highest line."""
+    x = low
+    while True:
+        y = value + slope * x
+        top = y.max()
+        at_top = y >= top - 1e-12 * max(1.0, abs(top))
+        steepest = slope[at_top].max()
+        if steepest >= 0 or x >= high:
+            return x, float(top)
+        # go down the line that is highest just right of x until another one crosses it
+        own = int(np.flatnonzero(at_top)[np.argmax(slope[at_top])])
+        rising = slope > slope[own]
+        if not rising.any():
+            x = high
+            continue
+        cross = (value[own] - value[rising]) / (slope[rising] - slope[own])
+        nearest = cross[cross > x + 1e-12 * max(1.0, abs(x))]
+        x = min(high, float(nearest.min())) if nearest.size else high

@@ -1,0 +1,198 @@
+"""`torchrun --nproc-per-node N -m executor PLAN --model MODEL`: train a model by name on several ranks.
+
+What `pstar run` does in one process, with its flags. The first rank prints and writes; where a file's name has {rank}
+in it, each rank writes its own. Every process of torchrun runs `main`; torch is imported with this module.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from executor.checks import check_processes
+from executor.distributed.processes import Processes, processes_of
+from executor.run import Job, Keeping, RunResult, check_hardware
+from pstar_sim.arguments import parse_bytes, parse_bytes_per_s
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.cli.flags import Parser, new_file
+from pstar_sim.cli.parse_run import run_flags
+from pstar_sim.cli.planning import say, tell
+from pstar_sim.cli.progress import progress
+from pstar_sim.cli.running import (
+    check_outputs,
+    machine_here,
+    others_words,
+    predicted_from,
+    predictor,
+    retimed_s,
+    save_recording,
+    write_timelines,
+)
+from pstar_sim.cli.status import status_of
+from pstar_sim.core.plan import Plan, load_plan
+from pstar_sim.core.timeline import Timeline
+from pstar_sim.errors import PstarError
+from pstar_sim.terminal import table_text, terminal_width
+from pstar_sim.units import format_bytes, format_s
+
+__all__ = ["main"]
+
+RANK = "{rank}"  # in a file's name
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, or after an error, which is one line on stderr, 2 or 3 (`pstar_sim.cli.status`)."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    try:
+        args = _parser().parse_args(arguments)
+        check_outputs(args)
+        plan = load_plan(args.plan)
+        check_hardware(plan, args.device)
+        with processes_of(args.device) as processes:
+            _run(args, plan, processes)
+    except PstarError as error:
+        sys.stderr.write(f"pstar: {' '.join(str(error).split())}\n")
+        return status_of(error)
+    return 0
+
+
+def _run(args: argparse.Namespace, plan: Plan, processes: Processes) -> None:
+    rank, device, virtual = processes.rank, processes.device, args.device == "virtual"
+    check_processes(plan, processes.count, file=args.plan, model=args.model)
+    mine = processes.on_all(lambda: _files_of(args, rank))
+    keeping = Keeping(save=args.save, every=args.save_every, resume=args.resume)
+    keeping.check(args.steps)
+    job = Job.of_plan(plan, args.model, data=args.data, lr=args.lr, seed=args.seed, weights=args.weights)
+    rate = parse_bytes_per_s(args.bandwidth) if args.bandwidth is not None else None
+    memory = parse_bytes(args.gpu_memory) if args.gpu_memory is not None else None
+    link = plan.machine.link
+    bandwidth = (rate or link.h2d_bytes_per_s, rate or link.d2h_bytes_per_s)
+    # All at the same time, as they will run; and one of them for all: see `predicted`.
+    here = processes.of_first(machine_here(plan, bandwidth, virtual=virtual))
+    if args.record is not None:
+        alone = processes.group_of_first()
+
+        def record() -> None:
+            if rank == 0:
+                one = _first_rank_of(plan.machine)
+                save_recording(job.record(one, device=device, gpu_memory=memory, group=alone), here, args)
+
+        processes.on_all(record)
+    # The order of the measured iteration, which has to be the same on every rank: they wait for each other in it.
+    predict = predictor(here)
+    predict(plan)
+    with progress(args.steps, plan, quiet=args.json or args.quiet or rank > 0) as on_step:
+        result = job.run(
+            plan,
+            steps=args.steps,
+            device=device,
+            bandwidth=bandwidth if virtual else None,
+            gpu_memory=memory,
+            order=predict,
+            keeping=keeping,
+            on_step=on_step,
+        )
+    plan, predicted = result.plan, predict(result.plan)
+    write_timelines(mine, plan, predicted, result)
+    if rank == 0:
+        _say(plan, here, predicted, result, as_json=args.json)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="torchrun --nproc-per-node N -m executor",
+        description="Train a real model by a plan of N ranks: `pstar run` in N processes, of which the first prints.",
+        epilog="example: torchrun --nproc-per-node 2 -m executor plan.json --model hf:gpt2 --timeline run.{rank}.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    run_flags(parser, several=True)
+    return parser
+
+
+def _files_of(args: argparse.Namespace, rank: int) -> argparse.Namespace:
+    """The arguments with the names of the files that this rank writes, None for those of others. Raises PstarError for
+    one that cannot be written."""
+    names: dict[str, str | None] = {}
+    for flag in ("record", "timeline", "perfetto", "plot"):
+        name = getattr(args, flag)
+        if name is None:
+            continue
+        if flag == "record" and RANK in name:
+            raise PstarError(f"--record {name}: one rank records, for all; leave {RANK} out")
+        if RANK not in name and rank > 0:
+            names[flag] = None
+            continue
+        try:
+            names[flag] = new_file(name.replace(RANK, str(rank)))
+        except argparse.ArgumentTypeError as error:
+            raise PstarError(f"argument --{flag}: {error}") from None
+    return argparse.Namespace(**{**vars(args), **names})
+
+
+def _first_rank_of(machine: Machine) -> Machine:
+    return replace(machine, ranks=(replace(machine.ranks[0], batch_share=1.0),), nodes=1)
+
+
+def _say(plan: Plan, machine: Machine, predicted: Timeline, result: RunResult, *, as_json: bool) -> None:
+    """What the run did, beside what was predicted of it for `machine`."""
+    w, shares = plan.workload, [rank.batch_share for rank in plan.machine.ranks]
+    times = [report.time_s for report in result.reports]
+    step_s = statistics.median(times[1:] or times)
+    tokens = w.tokens * sum(shares) / max(shares)
+    shared = result.shared
+    losses = [report.loss for report in result.reports] if shared is None else shared.losses
+    here = result.measured
+    predicted_s = predicted.iteration_s
+    again_s = None if result.timeline is None else retimed_s(plan, result.timeline)
+    at_most = plan.check().peak_bytes["gpu"]
+    wanted = plan.moved_bytes
+    moved = {**(here.moved_bytes if here is not None else {}), **({"net": shared.sent_bytes} if shared else {})}
+    peaks = list(shared.peak_gpu_bytes) if shared is not None else [here.peak_gpu_bytes] if here is not None else []
+    transient = 0 if shared is None else shared.transient_bytes
+    first = result.reports[0].step
+    if as_json:
+        figures = {
+            "policy": plan.policy, "model": w.model, "ranks": len(shares), "first_step": first, "losses": list(losses),
+            "step_s": times, "tokens_per_s": tokens / step_s, "peak_gpu_bytes": peaks,
+            "peak_gpu_bytes_at_most": at_most, "transient_bytes": transient, "moved_bytes": moved,
+            "predicted_moved_bytes": {lane: wanted.get(lane, 0) for lane in moved},
+            "predicted_iteration_s": predicted_s, "retimed_iteration_s": again_s,
+            "predicted_from": predicted_from(plan, machine), "taken_by_others": result.taken_by_others,
+            "notes": list(result.notes), "deviations": list(result.deviations),
+            "tide": str(result.tide) if result.tide is not None else None,
+        }  # fmt: skip
+        sys.stdout.write(json.dumps(figures) + "\n")
+        return
+    from_ = len(losses) - 5 if len(losses) > 6 else 0
+    several = f"{len(shares)} ranks" if len(shares) > 1 else "one rank"
+    tell(f"{plan.policy}: {w.model} on {several}, {len(losses)} steps of {int(tokens)} tokens\n")
+    steps = [
+        (str(first + i), f"{loss:.4f}", f"{times[i]:.3f}", f"{tokens / times[i]:,.0f}")
+        for i, loss in enumerate(losses)
+        if i == 0 or i >= from_
+    ]
+    rows = [("iteration", format_s(predicted_s), format_s(step_s))]
+    if again_s is not None:
+        rows.append(("re-timed", format_s(again_s), format_s(step_s)))
+    if peaks:
+        rows.append(("GPU peak of a rank", f"<= {format_bytes(at_most)}", format_bytes(max(peaks))))
+    for lane, name in (("h2d", "to the GPU"), ("d2h", "to the host"), ("net", "to other ranks")):
+        if lane in moved:
+            rows.append((name, format_bytes(wanted.get(lane, 0)), format_bytes(moved[lane])))
+    width = terminal_width()
+    say(table_text(("step", "loss", "seconds", "tokens/s"), steps, width=width) + "\n")
+    say(table_text(("", "predicted", "measured"), rows, width=width) + "\n")
+    notes = [
+        *result.notes,
+        "iteration: median of the steps after the first, on this rank",
+        f"predicted from: {predicted_from(plan, machine)}{', on all ranks at once' if len(shares) > 1 else ''}",
+        "re-timed: the same plan simulated with the seconds that this rank's steps took in this run",
+        others_words(result.taken_by_others),
+        f"a slice that changes place holds {format_bytes(transient)} more for the time of a copy",
+    ]
+    tell("\n".join(notes))

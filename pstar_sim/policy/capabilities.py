@@ -1,0 +1,40 @@
+"""Capabilities: what a policy can do beside making a plan, for whoever chooses among policies without knowing one.
+
+A policy's module says its own as `CAPABILITIES`, as it says its options as `OPTIONS`; a policy of the user's own may do
+the same, and has none where it does not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pstar_sim.core.plan import Plan
+from pstar_sim.policy.points import Point
+
+__all__ = ["Capabilities", "capabilities_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """point: the point of the asynchronous family that the policy is; its checks of room can be asked without a plan.
+    tries_others: it also tries other chunk sizes and policies, so that its own checks are not the last word and it is
+        at least as fast as the others, for seconds of planning.
+    one_at_a_time: copies, updates and computing wait for each other, which is where an ablation begins.
+    yardstick: one of the few policies that a question over many machines is asked of where none is named.
+    from_disks: options under which lists live on disks, tried where the host has no room.
+    """
+
+    point: Point | None = None
+    tries_others: bool = False
+    one_at_a_time: bool = False
+    yardstick: bool = False
+    from_disks: tuple[str, ...] = ()
+
+
+def capabilities_of(policy: Callable[..., Plan]) -> Capabilities:
+    """What the policy's module says; of a policy with options, which is another one, nothing is known."""
+    found: Any = getattr(sys.modules.get(getattr(policy, "__module__", "")), "CAPABILITIES", None)
+    return found if isinstance(found, Capabilities) else Capabilities()

@@ -1,0 +1,39 @@
+"""Renderers: an answer is shown as text, HTML or a picture by whoever registered for it, found when it is shown.
+
+An answer knows the name of a form and nothing of who draws it. Who draws registers at the package's front door
+(`pstar_sim/__init__.py`), which every import of a module of the package passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["register", "render", "render_html", "render_text"]
+
+Renderer = Callable[..., Any]
+"""Takes the answer, then what the form has as options."""
+
+_FINDERS: dict[tuple[str, str], Callable[[], Renderer]] = {}
+
+
+def register(answer: str, form: str, find: Callable[[], Renderer]) -> None:
+    """answer: name of the class of answers. find: gives the renderer, called when an answer is shown."""
+    _FINDERS[answer, form] = find
+
+
+def render(answer: object, form: str, **options: Any) -> Any:
+    """The answer in that form."""
+    find = _FINDERS.get((type(answer).__name__, form))
+    assert find is not None, f"nobody registered for {form} of {type(answer).__name__}"
+    return find()(answer, **options)
+
+
+def render_text(answer: object) -> str:
+    text: str = render(answer, "text")
+    return text
+
+
+def render_html(answer: object) -> str:
+    html: str = render(answer, "html")
+    return html

@@ -1,0 +1,229 @@
+"""Who may know whom: every import is read from the source, also deferred ones, those for types alone, and strings."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePath
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+Edges = Mapping[str, frozenset[str]]
+
+# Floors of pstar_sim, lowest first: files and folders of one floor do not know each other.
+FLOORS = (
+    ("units", "python310", "terminal", "renderers", "version"),
+    ("errors",),
+    ("arguments",),
+    ("files",),
+    ("catalog",),
+    ("workload",),
+    ("core",),
+    ("cost",),
+    ("policy", "sim"),
+    ("bounds",),
+    ("planner",),
+    ("validation",),
+    ("report",),
+    ("cli", "testing"),
+    ("__main__",),
+)
+EXECUTOR_MAY_KNOW = 9  # floors: policy and below
+DOOR = "pstar_sim"  # the front door names what is public and who shows an answer; nobody inside goes through it
+
+# Of the executor, lowest first. What is not named here lies on the floor of the session.
+EXECUTOR_FLOORS = (
+    ("devices", "adam"),
+    ("memory",),
+    ("queues",),
+    ("moments",),
+    (),  # session
+    ("saving", "distributed", "driving", "hf", "run", "calibration", "calibrate", "examples", "training"),
+    ("__main__",),
+)
+SESSION = EXECUTOR_FLOORS.index(())
+
+# Inside a folder one file may close a circle, for a reason.
+CIRCLES = {
+    ("pstar_sim.core.plan", "pstar_sim.core.check"): "a plan can check itself: plan.check()",
+    ("pstar_sim.policy.optimal", "pstar_sim.policy.registry"): "the best of all policies is one of them",
+    ("pstar_sim.sim.play", "pstar_sim.sim.ranks"): "several ranks of which each is played like one",
+    ("pstar_sim.core.plan", "pstar_sim.core.plan_file"): "a plan can save itself: plan.save()",
+    ("pstar_sim.catalog.loader", "pstar_sim.catalog.here"): "this machine is loaded by name like any other",
+}
+
+# Of the executor: imports that run upwards today, from a file or folder to another. They may only become fewer.
+UPWARDS_TODAY = {
+    ("engine", "distributed.absent"),
+    ("engine", "distributed.ranks"),
+    ("engine", "driving.drive"),
+    ("holdings", "distributed.ranks"),
+    ("memory.contents", "distributed.collectives"),
+    ("models", "saving.weights"),
+    ("moments", "hooks"),
+    ("moments", "measuring.live_bytes"),
+    ("optimizer", "saving.checkpoint"),
+    ("optimizer", "saving.restoring"),
+    ("prepare", "distributed.ranks"),
+    ("prepare", "saving.weights"),
+    ("queues.device_time", "measuring.measured"),
+    ("queues.interface", "measuring.measured"),
+    ("queues.streams", "measuring.measured"),
+    ("scaling", "driving.nests"),
+}
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def named_in(tree: ast.AST, package: str) -> Iterable[str]:
+    """Every dotted name that an import or a string outside docstrings could mean."""
+    prose = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        and isinstance(node.body[0] if node.body else None, ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            yield source
+            yield from (f"{source}.{name.name}" for name in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            yield node.value.partition(":")[0].rstrip(".")
+
+
+def read() -> Edges:
+    sources = {module_of(p): p for name in ("pstar_sim", "executor") for p in sorted((ROOT / name).rglob("*.py"))}
+    edges: dict[str, frozenset[str]] = {}
+    for module, path in sources.items():
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found = {name for name in named_in(tree, package) if name in sources and name != module}
+        # Its own package is loaded before it; `from a.b import c` names a.b too: not meant where a module of it is.
+        found -= {name for name in found if package.startswith(f"{name}.") or name == package}
+        found -= {name for name in found if sources[name].name == "__init__.py" and f"{name}." in " ".join(found)}
+        edges[module] = frozenset(found)
+    return edges
+
+
+@pytest.fixture(scope="module")
+def edges() -> Edges:
+    return read()
+
+
+def room_of(module: str) -> str:
+    """The folder of a module; a file directly in a package is a room of its own."""
+    path = PurePath(*module.split("."))
+    folder = path if (ROOT / path).is_dir() else path.parent
+    return str(folder if folder.parent.name or len(folder.parts) > 1 else path)
+
+
+def floor_of(module: str, floors: tuple[tuple[str, ...], ...], otherwise: int | None = None) -> int:
+    name = module.split(".")[1]
+    found = next((i for i, names in enumerate(floors) if name in names), otherwise)
+    assert found is not None, f"{module} has no floor; put {name} on one"
+    return found
+
+
+def circles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """Nodes that are left when those without a successor, and then those without a predecessor, are taken away."""
+    left = {node: {n for n in nexts if n in graph and n != node} for node, nexts in graph.items()}
+    for _ in range(2):
+        while ends := {node for node, nexts in left.items() if not nexts}:
+            left = {node: nexts - ends for node, nexts in left.items() if node not in ends}
+        turned: dict[str, set[str]] = {node: set() for node in left}
+        for node, nexts in left.items():
+            for n in nexts:
+                turned[n].add(node)
+        left = turned
+    return [sorted(left)] if left else []
+
+
+def rooms(edges: Edges, package: str) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for module, nexts in edges.items():
+        if module.split(".")[0] == package and module != DOOR:
+            found.setdefault(room_of(module), set()).update(room_of(n) for n in nexts)
+    return found
+
+
+def test_no_import_of_pstar_sim_runs_upwards(edges: Edges) -> None:
+    upwards = [
+        f"{a} -> {b}"
+        for a, nexts in edges.items()
+        for b in nexts
+        if a.startswith("pstar_sim.")
+        and (
+            b == DOOR
+            or (b.startswith("executor") and a.split(".")[1] not in ("cli", "__main__"))
+            or (b.startswith("pstar_sim.") and room_of(a) != room_of(b) and _above(a, b))
+        )
+    ]
+    assert upwards == []
+
+
+def _above(a: str, b: str) -> bool:
+    """Whether b lies above a, or beside it."""
+    if a.split(".")[1] == b.split(".")[1]:
+        return False
+    return floor_of(b, FLOORS) >= floor_of(a, FLOORS)
+
+
+def test_the_executor_knows_policy_and_below(edges: Edges) -> None:
+    upwards = [
+        f"{a} -> {b}"
+        for a, nexts in edges.items()
+        for b in nexts
+        if a.startswith("executor") and a != "executor.__main__" and b.startswith("pstar_sim")
+        if b == DOOR or floor_of(b, FLOORS) >= EXECUTOR_MAY_KNOW
+    ]
+    assert upwards == []
+    assert edges["executor.__main__"] == {"pstar_sim.__main__"}, "a program's door, which nobody imports"
+
+
+def test_no_circle_between_folders(edges: Edges) -> None:
+    assert circles(rooms(edges, "pstar_sim")) == []
+
+
+def test_circles_inside_a_folder_are_those_listed(edges: Edges) -> None:
+    """At most five, and none that is not one any more."""
+    assert len(CIRCLES) <= 5 and all(CIRCLES.values())
+    own = {a: set(nexts) for a, nexts in edges.items() if a.startswith("pstar_sim.")}
+    for a, b in CIRCLES:
+        assert a.rpartition(".")[0] == b.rpartition(".")[0]
+        own[a].remove(b)
+    assert circles(own) == []
+    for a, b in CIRCLES:
+        assert circles({**own, a: own[a] | {b}}) != [], f"{a} -> {b} closes no circle: take it off the list"
+
+
+def test_imports_of_the_executor_that_run_upwards_only_become_fewer(edges: Edges) -> None:
+    upwards = set()
+    for a, nexts in edges.items():
+        for b in nexts:
+            if a.startswith("executor.") and b.startswith("executor.") and room_of(a) != room_of(b):
+                if floor_of(b, EXECUTOR_FLOORS, SESSION) > floor_of(a, EXECUTOR_FLOORS, SESSION):
+                    upwards.add((a.partition(".")[2], b.partition(".")[2]))
+    assert sorted(upwards - UPWARDS_TODAY) == []
+
+
+@pytest.mark.parametrize(
+    "code, meant",
+    [
+        ("def f():\n    from pstar_sim.report import tide", "pstar_sim.report.tide"),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import pstar_sim.cli", "pstar_sim.cli"),
+        ("import importlib\nimportlib.import_module('pstar_sim.report.html')", "pstar_sim.report.html"),
+        ("from ..report import html", "pstar_sim.report.html"),
+        ("_WHERE = {'a': 'pstar_sim.cli.planning:plan'}", "pstar_sim.cli.planning"),
+        ("name = f'pstar_sim.report.{1}'", "pstar_sim.report"),
+    ],
+)
+def test_every_way_to_import_is_read(code: str, meant: str) -> None:
+    assert meant in set(named_in(ast.parse(code), "pstar_sim.core"))
