@@ -103,7 +103,7 @@ class _Follow:
 
     def __init__(self, program: Program, columns: Columns, rates: Rates, *, jitter: bool, most: int) -> None:
         self.program, self.columns, self.rates = program, columns, rates
-        self.shared = rates.may_be_short(program, columns, jitter=jitter)
+        self.shared = rates.may_be_short(program.queue_of, columns, jitter=jitter)
         self.record = Record.empty(program, most, shared=self.shared)
         queues = len(program.queues)
         self.names = [queue.value for queue in program.queues]

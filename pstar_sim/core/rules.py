@@ -16,6 +16,8 @@ ended. So iteration k is steady when every step ended the same time after its na
 compute steps of the iterations would not do: a CPU Adam that falls behind a little each iteration would hide in it. A
 plan that is still not steady after the last iteration (such a backlog, or jitter) is given the pace of its slowest
 queue over the later half of the run: that is the pace the others fall into once the slack is used up.
+While a schedule is being chosen, the steps of a window may still change places; there two successive windows have to
+hold every step once and to take equally long (`agree`).
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import numpy as np
 
 from pstar_sim.core.program import Program
 
-__all__ = ["TOLERANCE", "Columns", "Rates", "is_steady", "pace_s"]
+__all__ = ["TOLERANCE", "Columns", "Rates", "agree", "is_steady", "pace_s"]
 
 TOLERANCE = 1e-9
 
@@ -50,14 +52,15 @@ class Rates:
     duplex: bool = True
     slowdowns: Mapping[str, float] = field(default_factory=dict)
 
-    def may_be_short(self, program: Program, columns: Columns, *, jitter: bool = False) -> bool:
-        """Whether anything could ever be short, so that shared rates have to be followed at all."""
+    def may_be_short(self, queue_of: Sequence[int], columns: Columns, *, jitter: bool = False) -> bool:
+        """Whether anything could ever be short, so that shared rates have to be followed at all. queue_of: of each
+        step. jitter: whether steps may take other seconds than those."""
         if not self.duplex or self.slowdowns:
             return True
-        most = [0.0] * len(program.queues)
-        for q, size, seconds in zip(program.queue_of, columns.dram_bytes, columns.seconds):
-            if size:
-                if seconds <= 0 or jitter:
+        most = [0.0] * (1 + max(queue_of, default=0))
+        for q, size, seconds in zip(queue_of, columns.dram_bytes, columns.seconds):
+            if size and seconds > 0:
+                if jitter:
                     return True
                 most[q] = max(most[q], size / seconds)
         return sum(most) > self.dram_bytes_per_s
@@ -75,6 +78,9 @@ class Rates:
     ) -> tuple[list[float], float]:
         """Speed of each of the steps that share something now, and the share of DRAM that each gets. Of each: the name
         of its queue, bytes per second it wants of DRAM, whether it crosses the link, its duty."""
+        if self.duplex and not self.slowdowns:  # all alike
+            share = self.share_of_dram(sum(demands))
+            return [share] * len(demands), share
         halved = 0.5 if sum(copies) > 1 and not self.duplex else 1.0
         on_link = [halved if copy else 1.0 for copy in copies]
         share = self.share_of_dram(sum(demand * speed for demand, speed in zip(demands, on_link)))
@@ -96,6 +102,11 @@ def is_steady(ended: Sequence[float], before: Sequence[float]) -> bool:
     """Whether all steps ended equally long after their namesakes of the iteration before."""
     shift = np.subtract(ended, before)
     return bool(shift.max() - shift.min() <= TOLERANCE * shift.max())
+
+
+def agree(period_s: float, before_s: float, tolerance: float) -> bool:
+    """Whether two successive windows of a schedule that is still being chosen take equally long."""
+    return abs(period_s - before_s) <= tolerance * period_s
 
 
 def pace_s(program: Program, ended: Sequence[Sequence[float]], *, steady: bool) -> float:

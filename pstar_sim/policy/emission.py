@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from pstar_sim.core.choose import Op
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind, Place, Ref
 from pstar_sim.policy.emit import Builder, memory_edges
-from pstar_sim.policy.event_loop import Op
 from pstar_sim.policy.ground import Ground
 from pstar_sim.policy.program import Attempt, What
 
@@ -33,7 +33,7 @@ def emit(g: Ground, chosen: Attempt, choices: Mapping[str, object] | None = None
         if c in course.stays:
             b.resident(c, Place.GPU, "param")
     # The order of one iteration: what the window shows of it early, in it, and late.
-    started = [(i, k) for i, k, done in chosen.outcome.window if not done]
+    started = [(i, k) for i, k, done in chosen.outcome.events if not done]
     order = [i for early in (1, 0, -1) for i, k in started if k == early]
     ops, what = chosen.program.ops, chosen.what
     ends: list[tuple[int, int]] = [(0, 0)] * len(ops)

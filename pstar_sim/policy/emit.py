@@ -2,23 +2,25 @@
 
 A policy calls `Builder.compute`, `fetch`, `writeback` ... in an order in which the steps could run one after the
 other; each returns its id for the `after` of later ones. `Builder.plan` leaves out the edges that others imply and
-freezes the result. `Builder.plan(predict=True)` also plays the steps once (event_loop.py) and adds the memory edges, so
+freezes the result. `Builder.plan(predict=True)` also plays the steps once (`choose`) and adds the memory edges, so
 that a policy of one's own only has to name its data edges.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.choose import Op, Ops, Window, choose
 from pstar_sim.core.effects import OTHERS, frees, takes
 from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.plan import STASHES, Plan, Resident, Settings
+from pstar_sim.core.rules import Rates
 from pstar_sim.core.step import Kind, Place, Queue, Ref, Step
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import DoesNotFit
-from pstar_sim.policy.event_loop import Op, Outcome, Program, run
 from pstar_sim.policy.memory_edges import Event, Slot, fifo_edges
 from pstar_sim.policy.residency import uses_of
 from pstar_sim.policy.stashes import StashMoves
@@ -365,7 +367,8 @@ class Builder:
                 what="what is resident between iterations",
             )
         self._check_one_by_one(ops, free_gpu, free_host)
-        result = run(Program(ops=tuple(ops), gpu_free_bytes=free_gpu, host_free_bytes=free_host))
+        alone = Rates(dram_bytes_per_s=math.inf)
+        result = choose(Ops(ops=tuple(ops), gpu_free_bytes=free_gpu, host_free_bytes=free_host, rates=alone))
         if result.stuck is not None:
             stuck = self._steps[result.stuck[0]]
             raise ValueError(f"{self.policy}: step {stuck.id} ({stuck.kind}) can never start, in the order given")
@@ -419,7 +422,7 @@ def memory_edges(
     steps: Sequence[Step],
     ops: Sequence[Op],
     ends: Sequence[tuple[int, int]],
-    outcome: Outcome,
+    outcome: Window,
 ) -> dict[int, list[Ref]]:
     """Memory edges of both places from a predicted schedule. ends: op -> the first and the last step it stands for."""
     slots, lengths, _ = slots_of(steps)
@@ -432,7 +435,7 @@ def memory_edges(
         frees = [getattr(op, free) for op in ops]
         window = [
             Event(ends[i][1], k, -frees[i]) if done else Event(ends[i][0], k, takes[i])
-            for i, k, done in outcome.window
+            for i, k, done in outcome.events
             if (frees[i] if done else takes[i])
         ]
         for step, refs in fifo_edges(window, room, slots, lengths).items():

@@ -10,10 +10,11 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 
+from pstar_sim.core.choose import Op, Ops, Window, choose
+from pstar_sim.core.rules import Rates
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.policy.course import Course, Knobs, Modes
 from pstar_sim.policy.emit import cut_tide
-from pstar_sim.policy.event_loop import Op, Outcome, Program, run
 from pstar_sim.policy.ground import Ground
 from pstar_sim.policy.residency import Gap, gaps_of
 from pstar_sim.policy.rules import adam_key, adam_waits_for_backward, fetch_floors
@@ -39,9 +40,9 @@ class Attempt:
     """A program for one course, and what the event loop made of it."""
 
     course: Course
-    program: Program
+    program: Ops
     what: list[What]
-    outcome: Outcome
+    outcome: Window
     fetched_bytes: int
 
     @property
@@ -72,11 +73,11 @@ def attempt(ground: Ground, modes: Modes, knobs: Knobs | None = None) -> Attempt
 
 
 def play(course: Course, *, limit_s: float = math.inf, tolerance: float = 1e-6) -> Attempt:
-    """As `attempt`, of a course that is laid out already. limit_s, tolerance: see `event_loop.run`."""
+    """As `attempt`, of a course that is laid out already. limit_s, tolerance: see `choose`."""
     weaver = _Weaver(course)
     program = weaver.weave()
     fetched = sum(op.gpu_take for op in program.ops if op.queue is Queue.H2D)
-    return Attempt(course, program, weaver.what, run(program, limit_s=limit_s, tolerance=tolerance), fetched)
+    return Attempt(course, program, weaver.what, choose(program, limit_s=limit_s, tolerance=tolerance), fetched)
 
 
 _After = tuple[tuple[int, int], ...]
@@ -209,7 +210,7 @@ class _Weaver:
             for c in self.on_gpu:
                 self.pins[at[g.update_block[c]]].append(c)
 
-    def weave(self) -> Program:
+    def weave(self) -> Ops:
         course, g = self.course, self.g
         count = len(course.positions)
         served = sorted(
@@ -245,14 +246,15 @@ class _Weaver:
         free = g.machine.gpu_budget_bytes - course.resident_bytes - sum(g.sizes[c] for c in course.stays)
         free += sum(g.remote[c] for c in g.small_visits)  # reckoned with throughout, absent at the cut
         held, _ = g.host_bytes(course.modes.pinned)
-        return Program(
+        return Ops(
             ops=tuple(self.ops),
             gpu_free_bytes=free - cut_tide(blocks),
             host_free_bytes=g.machine.host_budget_bytes - held,
             room=course.room,
             lead_bytes=course.knobs.lead_chunks * g.builder.layout.chunk_bytes,
-            dram_bytes_per_s=g.machine.host.dram_bytes_per_s / g.machine.local_ranks,
-            duplex=g.machine.link.duplex,
+            rates=Rates(
+                dram_bytes_per_s=g.machine.host.dram_bytes_per_s / g.machine.local_ranks, duplex=g.machine.link.duplex
+            ),
         )
 
     def _fetch(self, c: int, n: int, list_name: str = "param", after: _After = ()) -> int:

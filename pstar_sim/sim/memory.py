@@ -16,11 +16,11 @@ from pstar_sim.core.effects import CATEGORIES
 from pstar_sim.core.follow import Record
 from pstar_sim.core.ledger import PLACES, WIDTH, Moves
 
-__all__ = ["Window", "window"]
+__all__ = ["Held", "held"]
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class Held:
     """Bytes over one iteration.
 
     cells: of each cell (place * WIDTH + category) when it began. time_s (relative to that), cell, size: of each change,
@@ -38,20 +38,20 @@ class Window:
         """Columns of a timeline's samples: what each cell holds at the start, then at each change."""
         cells, changed = list(self.cells), self.cell.tolist()
         shown = [cell for cell in range(len(cells)) if PLACES[cell // WIDTH] in self.peaks]
-        held = [cells[cell] for cell in shown]
+        values = [cells[cell] for cell in shown]
         for cell, size in zip(changed, self.size.tolist()):
             cells[cell] += size
-            held.append(cells[cell])
+            values.append(cells[cell])
         rows = shown + changed
         return {
             "time_s": [0.0] * len(shown) + self.time_s.tolist(),
             "place": [PLACES[cell // WIDTH] for cell in rows],
             "category": [CATEGORIES[cell % WIDTH] for cell in rows],
-            "bytes": held,
+            "bytes": values,
         }
 
 
-def window(moves: Moves, record: Record) -> Window:
+def held(moves: Moves, record: Record) -> Held:
     """The bytes of the record's last iteration. Raises PlanError for the first thing that went wrong in any."""
     changes = moves.book(record.events)
     last = len(record.ended) - 1
@@ -65,7 +65,7 @@ def window(moves: Moves, record: Record) -> Window:
             begins = sum(cells[p * WIDTH : (p + 1) * WIDTH])
             peaks[place.value] = max(begins, int(changes.held[p][low:high].max(initial=0)))
     at_s = np.array(record.at_s)
-    return Window(
+    return Held(
         cells=tuple(cells),
         time_s=at_s[changes.event[low:high]] - at_s[record.marks[last - 1] - 1],
         cell=changes.cell[low:high],

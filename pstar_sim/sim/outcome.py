@@ -21,12 +21,12 @@ from typing import Any
 from pstar_sim.core.follow import Record
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import ByteSample, Rows, Span, Timeline
-from pstar_sim.sim.memory import Window
+from pstar_sim.sim.memory import Held
 
 __all__ = ["timeline"]
 
 
-def timeline(plan: Plan, record: Record, window: Window, moved_bytes: Mapping[str, int] | None = None) -> Timeline:
+def timeline(plan: Plan, record: Record, held: Held, moved_bytes: Mapping[str, int] | None = None) -> Timeline:
     """The timeline of a plan that was followed; the last iteration of the record is the one that counts. moved_bytes:
     by default those of the plan."""
     program = record.program
@@ -43,8 +43,8 @@ def timeline(plan: Plan, record: Record, window: Window, moved_bytes: Mapping[st
         iterations=k + 1,
         iteration_s=record.iteration_s,
         spans=Rows(Span, partial(_spans, plan, record)),
-        samples=Rows(ByteSample, window.samples),
-        peak_bytes=dict(window.peaks),
+        samples=Rows(ByteSample, held.samples),
+        peak_bytes=dict(held.peaks),
         moved_bytes=dict(moved_bytes or plan.moved_bytes),
         stall_s=dict(stall_s),
         busy_s={

@@ -16,7 +16,7 @@ from pstar_sim.core.program import Program
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import PlanError
-from pstar_sim.sim.memory import window
+from pstar_sim.sim.memory import held
 from pstar_sim.sim.outcome import timeline
 from pstar_sim.workload.workload import Workload
 
@@ -68,4 +68,4 @@ def play_one(
     except Deadlock as error:  # what went wrong before comes first
         moves.book(error.record.events)
         raise
-    return timeline(plan, record, window(moves, record), moved_bytes)
+    return timeline(plan, record, held(moves, record), moved_bytes)

@@ -31,7 +31,7 @@ from pstar_sim.core.step import COPIES, PAGEABLE, Kind, Queue, Step
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import CostModel, expected_link
 from pstar_sim.errors import PlanError, PstarError
-from pstar_sim.sim.memory import window
+from pstar_sim.sim.memory import held
 from pstar_sim.sim.outcome import timeline
 from pstar_sim.sim.play import Jitter, play_one
 from pstar_sim.workload.workload import Workload
@@ -305,7 +305,7 @@ class _RankRun:
     def timeline(self) -> Timeline:
         self.record.steady = self.steady
         self.record.cut(self.last)
-        return timeline(self.plan, self.record, window(self.moves, self.record))
+        return timeline(self.plan, self.record, held(self.moves, self.record))
 
 
 def _wire_s(step: Step, cost: CostModel) -> float:

@@ -1,7 +1,7 @@
-"""A light event loop: queues, dependencies, bytes and nominal seconds, played until the iteration repeats.
+"""choose: a light event loop that finds the order of steps on each queue, until the iteration repeats.
 
-Policies use it to find the order of steps on each queue and the schedule their memory edges are made from. It decides
-only what a policy may decide; the simulator then times the plan.
+Policies use it to find the order of steps and the window their memory edges are made from. It decides only what a
+policy may decide; `follow` then times the plan, by the same rules (rules.py).
 The compute queue always runs in program order; the others take, among the steps that are ready, the one with the
 smallest key.
 
@@ -11,10 +11,6 @@ a lead unless it is the earliest of its queue not yet started: memory is reserve
 ready, and the last slots stay for urgent ones. Without `room` (a program of somebody's own), a step may take bytes
 before earlier ones of the program only if these could still run one after the other in what is left (the banker's
 rule).
-
-[Note: what copies and CPU Adam share] Running together they slow each other down where host DRAM or a half-duplex link
-is short, by the rule of the simulator: all that touch DRAM (the disks, too) get the same share of what they would take
-alone. Collectives go over other wires.
 """
 
 from __future__ import annotations
@@ -28,9 +24,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from pstar_sim.core.rules import Columns, Rates, agree
 from pstar_sim.core.step import Queue
 
-__all__ = ["Op", "Outcome", "Program", "run"]
+__all__ = ["Op", "Ops", "Window", "choose"]
 
 ROUNDING = 1e-9  # relative, far more than the seconds of a window can be off by adding them up
 COMPUTE, H2D, D2H, ADAM, NET, NVME = range(6)
@@ -69,29 +66,28 @@ class Op:
 
 
 @dataclass(slots=True)
-class Program:
+class Ops:
     """Ops of one iteration. free bytes: of each place when nothing of the iteration has begun (at the cut). room: per
     compute position, bytes that fetches ahead of their use may take; lead_bytes: see [Note: fetching ahead].
-    dram_bytes_per_s, duplex: see [Note: what copies and CPU Adam share]."""
+    rates: what copies and CPU Adam share, without measured slow-downs; collectives go over other wires."""
 
     ops: tuple[Op, ...]
     gpu_free_bytes: int
     host_free_bytes: int
+    rates: Rates
     room: Sequence[int] | None = None
     lead_bytes: int = 0
-    dram_bytes_per_s: float = math.inf
-    duplex: bool = True
 
 
 @dataclass(slots=True)
-class Outcome:
-    """iteration_s: predicted period. window: (op, iteration relative to the window, ended?) in the order it happened
+class Window:
+    """iteration_s: predicted period. events: (op, iteration relative to the window, ended?) in the order it happened
     ([Note: windows] in memory_edges.py); gpu_free, host_free: bytes free when it opens. closed: the window repeats.
     stuck: None, or (op, place, bytes wanted, bytes free) of the step that can never start.
     """
 
     iteration_s: float
-    window: list[tuple[int, int, bool]]
+    events: list[tuple[int, int, bool]]
     gpu_free_bytes: int
     host_free_bytes: int
     closed: bool
@@ -99,9 +95,9 @@ class Outcome:
     periods_s: list[float] = field(default_factory=list)
 
 
-def run(program: Program, *, most: int = 6, tolerance: float = 1e-6, limit_s: float = math.inf) -> Outcome:
+def choose(program: Ops, *, most: int = 6, tolerance: float = 1e-6, limit_s: float = math.inf) -> Window:
     """Play the program from the cut until its window repeats and its period does, within the relative tolerance; `most`
-    windows at most. A program is given up, its outcome without a window, as soon as a window is sure to take more than
+    windows at most. A program is given up, without events, as soon as a window is sure to take more than
     limit_s and no less than the one before (what is left of the compute queue says so): the first one, which waits for
     nothing of an iteration before it, is the shortest as a rule. Its last period is then what it takes at least."""
     return _Loop(program).run(most, tolerance, limit_s)
@@ -112,7 +108,8 @@ class _Loop:
     it runs, k * count + rank (place of its key among all) where it is ready, and in the log twice the former, plus 1
     where it ends."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Ops) -> None:
+        assert not program.rates.slowdowns
         self.program = program
         ops = program.ops
         self.ops = ops
@@ -156,7 +153,9 @@ class _Loop:
             need = op.gpu_take + (0 if op.position is not None else need)
             rest_s += op.seconds
             self.upcoming[n], self.rest_s[n] = need, rest_s
-        self.shared = self._rates_may_be_short()
+        columns = Columns([op.seconds for op in ops], [op.dram_bytes for op in ops], ())
+        self.shared = program.rates.may_be_short(self.queue_of, columns)
+        self.demand = [op.dram_bytes / op.seconds if op.seconds > 0.0 else 0.0 for op in ops]  # of DRAM, bytes/s
         # Queues whose ops take bytes ahead of their use, and these in the order of use.
         served = [i for i in free if ops[i].use is not None]
         self.reserving = (H2D, NET) if any(self.queue_of[i] == NET for i in served) else (H2D,)
@@ -164,16 +163,7 @@ class _Loop:
         served.sort(key=lambda i: (ops[i].use, self.rank[i]))
         self.fetch_order = [[i for i in served if self.queue_of[i] == q] for q in range(self.queues)]
 
-    def _rates_may_be_short(self) -> bool:
-        if not self.program.duplex:
-            return True
-        most = [0.0] * self.queues
-        for q, op in zip(self.queue_of, self.ops):
-            if op.dram_bytes and op.seconds > 0.0:
-                most[q] = max(most[q], op.dram_bytes / op.seconds)
-        return sum(most) > self.program.dram_bytes_per_s
-
-    def run(self, most: int, tolerance: float, limit_s: float) -> Outcome:
+    def run(self, most: int, tolerance: float, limit_s: float) -> Window:
         program, ops, count = self.program, self.ops, len(self.ops)
         followers, successors, rank, by_rank = self.followers, self.successors, self.rank, self.by_rank
         queue_of, queues, others, on_dram = self.queue_of, self.queues, self.others, self.on_dram
@@ -188,7 +178,7 @@ class _Loop:
         current = [0] * queues  # that iteration
         running = [-1] * queues
         until = [math.inf] * queues
-        shared, duplex, dram = self.shared, program.duplex, program.dram_bytes_per_s
+        shared, rates = self.shared, program.rates
         left = [0.0] * queues  # where rates are shared: nominal seconds still to do, since `settled_s`
         speed = [1.0] * queues
         settled_s = 0.0
@@ -289,19 +279,14 @@ class _Loop:
             """New ends for the steps that run now, after one of them has joined or left."""
             nonlocal settled_s
             elapsed, settled_s = now - settled_s, now
-            link = 0.5 if not duplex and running[H2D] >= 0 and running[D2H] >= 0 else 1.0
-            wanted = 0.0
-            for q in on_dram:
-                if running[q] >= 0:
-                    left[q] -= elapsed * speed[q]
-                    speed[q] = link if q in (H2D, D2H) else 1.0
-                    op = ops[running[q] % count]
-                    wanted += op.dram_bytes / op.seconds * speed[q]
-            share = min(1.0, dram / wanted) if wanted > 0 else 1.0
-            for q in on_dram:
-                if running[q] >= 0:
-                    speed[q] *= share
-                    until[q] = now + max(0.0, left[q]) / speed[q]
+            sharing = [q for q in on_dram if running[q] >= 0]
+            for q in sharing:
+                left[q] -= elapsed * speed[q]
+            demands = [self.demand[running[q] % count] for q in sharing]
+            copies = [q in (H2D, D2H) for q in sharing]
+            for q, rate in zip(sharing, rates.speeds((), demands, copies, ())[0]):
+                speed[q] = rate
+                until[q] = now + max(0.0, left[q]) / rate
 
         open_iteration()
         open_iteration()
@@ -419,13 +404,13 @@ class _Loop:
         log: list[int],
         tolerance: float,
         give_up: bool,
-    ) -> Outcome | None:
+    ) -> Window | None:
         """The outcome if the window that just ended is as long as the one before and contains every step once."""
         lap = len(marks) - 2
         (begin_s, low, gpu_free, host_free), (end_s, high, _, _) = marks[-2], marks[-1]
         period = end_s - begin_s
         periods = [b[0] - a[0] for a, b in pairwise(marks)]
-        if not give_up and (len(periods) < 2 or abs(period - periods[-2]) > tolerance * period):
+        if not give_up and (len(periods) < 2 or not agree(period, periods[-2], tolerance)):
             return None
         whole = 2 * len(self.ops)
         closed = high - low == whole == len({entry % whole for entry in log[low:high]})
@@ -441,9 +426,9 @@ class _Loop:
             gpu_free, host_free = self.program.gpu_free_bytes, self.program.host_free_bytes
         else:
             shown = log[low:high]
-        return Outcome(
+        return Window(
             iteration_s=period,
-            window=[(entry % whole // 2, entry // whole - lap, entry % 2 == 1) for entry in shown],
+            events=[(entry % whole // 2, entry // whole - lap, entry % 2 == 1) for entry in shown],
             gpu_free_bytes=gpu_free,
             host_free_bytes=host_free,
             closed=closed,
@@ -458,20 +443,20 @@ class _Loop:
         gpu_free: int,
         host_free: int,
         ready: Sequence[Sequence[int]],
-    ) -> Outcome:
+    ) -> Window:
         """Nothing runs and nothing can start: name the step that wants more bytes than there are."""
         candidates = [at] if not waits[lap][at] else []
         candidates += [self.by_rank[queue[0] % len(self.ops)] for queue in ready if queue]
         for i in candidates:
             op = self.ops[i]
             if op.host_take > host_free:
-                return Outcome(0.0, [], gpu_free, host_free, False, (i, "host", op.host_take, host_free))
+                return Window(0.0, [], gpu_free, host_free, False, (i, "host", op.host_take, host_free))
         for i in candidates:
-            return Outcome(0.0, [], gpu_free, host_free, False, (i, "gpu", self.ops[i].gpu_take, gpu_free))
+            return Window(0.0, [], gpu_free, host_free, False, (i, "gpu", self.ops[i].gpu_take, gpu_free))
         raise ValueError("the program's steps wait for each other in a circle")
 
 
-def _too_long(marks: Sequence[tuple[float, int, int, int]], limit_s: float) -> Outcome | None:
+def _too_long(marks: Sequence[tuple[float, int, int, int]], limit_s: float) -> Window | None:
     """An outcome without a window if the last window took more than limit_s and no less than the one before."""
     periods = [b[0] - a[0] for a, b in pairwise(marks)]
     if periods[-1] <= limit_s or (len(periods) > 1 and periods[-1] < periods[-2]):
@@ -479,7 +464,7 @@ def _too_long(marks: Sequence[tuple[float, int, int, int]], limit_s: float) -> O
     return _given_up(marks)
 
 
-def _given_up(marks: Sequence[tuple[float, int, int, int]]) -> Outcome:
+def _given_up(marks: Sequence[tuple[float, int, int, int]]) -> Window:
     """An outcome without a window, after the last mark."""
     periods = [b[0] - a[0] for a, b in pairwise(marks)]
-    return Outcome(periods[-1], [], marks[-1][2], marks[-1][3], False, periods_s=periods)
+    return Window(periods[-1], [], marks[-1][2], marks[-1][3], False, periods_s=periods)
