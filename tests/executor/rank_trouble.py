@@ -1,8 +1,8 @@
 """Processes of a run on several ranks of which one gets into trouble. Started by test_lost_ranks.py:
 `python rank_trouble.py FOLDER LIMIT_S`, cases in FOLDER/cases.json ({"name", "ranks", "streams", "cuda"}).
 
-Everything is imported once; each case forks its processes, whose output goes to FOLDER/NAME.RANK.txt and whose end
-(exit code, seconds after the trouble) to FOLDER/NAME.json.
+Everything is imported once. A few cases run at a time, since most of their time is waiting. Each forks its processes,
+whose output goes to FOLDER/NAME.RANK.txt and whose end (exit code, seconds after the trouble) to FOLDER/NAME.json.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from executor.training import train_step
 from pstar_sim.core.plan import Plan
 
 ITERATION = 2  # in which it happens
+AT_ONCE = 3  # cases
 ODD_COUNTS = {"negative count": -2, "nan count": float("nan"), "infinite count": float("inf"), "no count": "two"}
 
 
@@ -150,9 +151,24 @@ class _Script(BaseException):
 
 def main() -> None:
     folder, limit_s = Path(sys.argv[1]), int(sys.argv[2])
+    running = 0
     for case in json.loads((folder / "cases.json").read_text()):
-        result = run(case, folder, limit_s)
-        (folder / f"{case['name']}.json").write_text(json.dumps(result))
+        if running == AT_ONCE:
+            _await_one()
+            running -= 1
+        if os.fork() == 0:
+            result = run(case, folder, limit_s)
+            (folder / f"{case['name']}.json").write_text(json.dumps(result))
+            os._exit(0)
+        running += 1
+    for _ in range(running):
+        _await_one()
+
+
+def _await_one() -> None:
+    _, status = os.wait()
+    if status:
+        raise RuntimeError(f"a case ended with exit code {os.waitstatus_to_exitcode(status)}; its traceback is above")
 
 
 if __name__ == "__main__":

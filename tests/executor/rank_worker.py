@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import apart
 import conftest as kit
 import torch
+import torch._dynamo  # torch's optimizers import it when the first is made: here once, before the fork
 import torch.distributed as dist
 
 import executor
