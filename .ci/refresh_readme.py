@@ -318,6 +318,20 @@ def activations() -> str:
     )
 
 
+def tide_bytes() -> str:
+    r = result("tide_bytes")
+    of = {
+        job: " against ".join(f"{size / 1e9:.1f} GB under `{policy}`" for policy, size in row.items())
+        for job, row in r["to_gpu_bytes_per_iteration"].items()
+    }
+    many = f"batch {r['batch']} x {r['micro_batches']} micro-batches"
+    return (
+        f"{r['model']} on `{r['simulated_machine']}`, sequence {r['sequence']}, default setting, bytes to the GPU per "
+        f"iteration ({link('tide_bytes')}): {many} {of['four micro-batches']}, with no optimizer state pinned "
+        f"{of['four micro-batches, nothing pinned']}; one micro-batch {of['one micro-batch']}."
+    )
+
+
 def calibrated() -> str:
     r = result("calibrated")
     return (
@@ -332,7 +346,7 @@ PHRASES: Mapping[str, Callable[[], str]] = {
     f.__name__.replace("_", "-"): f
     for f in (
         accuracy, overhead, capture, peers, peers_offloading, semantics, interleavings, leaks, mutations, faults, kills,
-        interrupts, load_weights, planning, activations, calibrated,
+        interrupts, load_weights, planning, activations, calibrated, tide_bytes,
     )
 } | {
     "demo-taken": lambda: link("demo"),

@@ -56,6 +56,7 @@ DEPENDENCIES: Mapping[str, tuple[str, ...]] = {
     "simulate": PLANNED,
     "sweep": PLANNED,
     "table_policies": PLANNED,
+    "tide_bytes": PLANNED,
     "validation": (*PLANNED, "pstar_sim/validation/**"),
 }  # fmt: skip
 """Pattern of a result's name -> globs of the files that its figures depend on, beside its own script."""
