@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pstar_sim.bounds.facts import Bound, Facts
+from pstar_sim.bounds.facts import Bound, BoundFacts
 from pstar_sim.bounds.joint import joint_bound
 from pstar_sim.bounds.linear import Unsolved
 from pstar_sim.bounds.pinned import pinned_bound
@@ -69,7 +69,7 @@ def _without_stashes(
     stream: bool,
 ) -> Bound:
     """The bound of everything but the waits for stashes ([Note: the bound of stashes] in stashes.py)."""
-    facts = Facts(workload, machine, layout, cost)
+    facts = BoundFacts(workload, machine, layout, cost)
     barrier = settings.barrier(workload.dtype) is not None
     limit = np.inf if max_pinned is None else max_pinned + float(facts.params[facts.small].sum())
     if not stream:

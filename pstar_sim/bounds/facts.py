@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout
 from pstar_sim.cost import CostModel
+from pstar_sim.policy.facts import facts_of
 from pstar_sim.workload.workload import DTYPE_BYTES, Phase, Workload
 
-__all__ = ["NAMES", "Array", "Bound", "Facts"]
+__all__ = ["NAMES", "Array", "Bound", "BoundFacts"]
 
 Array = NDArray[np.float64]
 
@@ -37,37 +38,30 @@ class Bound:
     notes: tuple[str, ...] = ()
 
 
-class Facts:
+class BoundFacts:
     """The quantities of the note as arrays: one entry a chunk that gets gradients, or one a moment."""
 
     def __init__(self, workload: Workload, machine: Machine, layout: Layout, cost: CostModel) -> None:
         self.machine, self.cost = machine, cost
-        w, chunk_of = workload, layout.chunk_of
-        count = len(layout.chunks)
+        w, job = workload, facts_of(workload, layout)
+        reads = job.reads
+        gradient = [job.last_gradient(c) for c in range(len(reads))]
         self.moments = len(w.moments)
         self.room: Array = machine.gpu_budget_bytes - np.array([m.peak_bytes for m in w.moments], dtype=float)
         self.clock: Array = np.concatenate(([0.0], np.cumsum(cost.moments_s)))
         self.phases = [m.phase for m in w.moments]
         self.micro_batch = [m.micro_batch for m in w.moments]
-        reads: list[set[int]] = [set() for _ in range(count)]
-        gradient = [-1] * count
-        for m, tensors in enumerate(w.reads):
-            for t in tensors:
-                reads[chunk_of[t]].add(m)
-        for m, tensors in enumerate(w.gradients):
-            for t in tensors:
-                gradient[chunk_of[t]] = max(gradient[chunk_of[t]], m)
         read_bytes = np.zeros(self.moments)
         for c, moments in enumerate(reads):
             for m in moments:
                 read_bytes[m] += layout.payload_bytes(c, "param")
         self.read_bytes = read_bytes
 
-        mine = [c for c in range(count) if gradient[c] >= 0 and reads[c] and not layout.chunks[c].frozen]
-        width = [DTYPE_BYTES[layout.chunks[c].dtype] for c in range(count)]
+        mine = [c for c in range(len(reads)) if gradient[c] >= 0 and reads[c] and not layout.chunks[c].frozen]
+        width = [DTYPE_BYTES[layout.chunks[c].dtype] for c in range(len(reads))]
         self.params: Array = np.array([cost.params[c] for c in mine], dtype=float)
         self.bytes: Array = np.array([cost.params[c] * width[c] for c in mine], dtype=float)
-        self.first = np.array([min(reads[c]) for c in mine], dtype=int)
+        self.first = np.array([reads[c][0] for c in mine], dtype=int)
         self.final = np.array([gradient[c] for c in mine], dtype=int)
         self.small = np.array([layout.chunks[c].small for c in mine], dtype=bool)
         payload = [layout.payload_bytes(c, "param") for c in mine]
@@ -78,7 +72,8 @@ class Facts:
         self.most_w = max((width[c] for c in mine), default=0)
         self.states = w.optimizer.states_bytes_per_param + (4 if w.micro_batches > 1 else 0)
         self.traffic = w.optimizer.dram_bytes_per_param
-        self._gradient_facts(workload, layout, mine)
+        self.every_batch = all(len(job.spans[c]) == w.micro_batches for c in mine)
+        self.spans = _gradient_spans(w)
         # Of all stashes together; and of those that come up once a moment has begun, by moment.
         self.stash_bytes = float(sum(s.bytes for s in workload.stashes))
         self.stash_down_s = sum(cost.transfer_s(s.bytes, "d2h") for s in workload.stashes)
@@ -89,31 +84,16 @@ class Facts:
             behind[stash.back + 1] -= cost.transfer_s(stash.bytes, "h2d")
         self.stash_up_from_s: Array = np.maximum(0.0, np.cumsum(behind)[:-1])
         self.late = (
-            max([-1, *(max(moments) for moments in reads if moments), *gradient]) + 1
+            max([-1, *(moments[-1] for moments in reads if moments), *gradient]) + 1
         )  # nothing happens from here
-        others = [c for c in range(count) if reads[c] and c not in set(mine)]
+        others = [c for c in range(len(reads)) if reads[c] and c not in set(mine)]
         self.frozen_bytes = float(sum(sum(s.numel for s in layout.chunks[c].slots) * width[c] for c in others))
         # every chunk that is read, as the turns see it: bytes, moments, and the last moment at which a read counts
         self.seen = [
-            (sum(s.numel for s in layout.chunks[c].slots) * width[c], sorted(reads[c]), gradient[c])
-            for c in range(count)
+            (sum(s.numel for s in layout.chunks[c].slots) * width[c], reads[c], gradient[c])
+            for c in range(len(reads))
             if reads[c]
         ]
-
-    def _gradient_facts(self, workload: Workload, layout: Layout, mine: list[int]) -> None:
-        """every_batch: each chunk has a gradient in each micro-batch. spans: per micro-batch, first and last moment at
-        which any gradient arrives."""
-        arrivals: dict[int, set[int]] = {c: set() for c in mine}
-        self.spans: dict[int, tuple[int, int]] = {}
-        for m, tensors in enumerate(workload.gradients):
-            if not tensors:
-                continue
-            u = self.micro_batch[m]
-            self.spans[u] = (self.spans.get(u, (m, m))[0], m)
-            for t in tensors:
-                if layout.chunk_of[t] in arrivals:
-                    arrivals[layout.chunk_of[t]].add(u)
-        self.every_batch = all(len(batches) == workload.micro_batches for batches in arrivals.values())
 
     def between(self, batch: int) -> tuple[int, int]:
         """Moments [low, high) from the last gradient of the micro-batch before `batch` to the first of `batch`."""
@@ -187,3 +167,13 @@ class Facts:
                 steps[moments[0]] += size
                 steps[again[-1]] -= size
         return np.cumsum(steps)[:-1]
+
+
+def _gradient_spans(w: Workload) -> dict[int, tuple[int, int]]:
+    """Micro-batch -> first and last moment in which any gradient arrives."""
+    spans: dict[int, tuple[int, int]] = {}
+    for m, tensors in enumerate(w.gradients):
+        if tensors:
+            u = w.moments[m].micro_batch
+            spans[u] = (spans.get(u, (m, m))[0], m)
+    return spans

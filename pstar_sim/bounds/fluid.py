@@ -43,6 +43,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.cost import CostModel
+from pstar_sim.policy.facts import facts_of
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["fluid_bound"]
@@ -127,17 +128,11 @@ class _Fluid:
 
     def _facts(self, machine: Machine) -> None:
         w, layout, cost = self.workload, self.layout, self.cost
-        count = len(layout.chunks)
-        reads: list[set[int]] = [set() for _ in range(count)]
-        arrivals: list[dict[int, int]] = [{} for _ in range(count)]  # micro-batch -> last moment of a gradient
-        for m, tensors in enumerate(w.reads):
-            for t in tensors:
-                reads[layout.chunk_of[t]].add(m)
-        for m, tensors in enumerate(w.gradients):
-            for t in tensors:
-                arrivals[layout.chunk_of[t]][w.moments[m].micro_batch] = m
+        job = facts_of(w, layout)
+        count, reads = len(layout.chunks), job.reads
+        arrivals = [{batch: last for batch, _, last in spans} for spans in job.spans]
         self.mine = [c for c in range(count) if arrivals[c] and reads[c] and not layout.chunks[c].frozen]
-        self.mine.sort(key=lambda c: (min(reads[c]), c))
+        self.mine.sort(key=lambda c: (reads[c][0], c))
         mine = set(self.mine)
         self.others = [c for c in range(count) if reads[c] and c not in mine]
         self.arrivals = arrivals
@@ -146,10 +141,10 @@ class _Fluid:
             self.batches = 1  # gradients of earlier micro-batches are then left out
         self.final = {c: max(arrivals[c].values()) for c in self.mine}
         self.read_at = {
-            c: sorted(m for m in reads[c] if c not in self.final or m <= self.final[c]) or [min(reads[c])]
+            c: [m for m in reads[c] if c not in self.final or m <= self.final[c]] or [reads[c][0]]
             for c in (*self.mine, *self.others)
         }
-        self.first = {c: min(reads[c]) for c in self.mine}
+        self.first = {c: reads[c][0] for c in self.mine}
         payload = {c: float(layout.payload_bytes(c, "param")) for c in (*self.mine, *self.others)}
         self.unit = max(1.0, max(payload.values(), default=1.0))
         self.payload = {c: b / self.unit for c, b in payload.items()}
@@ -157,7 +152,7 @@ class _Fluid:
         each = w.optimizer.states_bytes_per_param / self.unit
         self.states = {c: cost.params[c] * each for c in self.mine}  # without padding, as `size`
         self.states_room = {c: layout.states_bytes(c) / self.unit for c in self.mine}
-        self.read_chunks = reads
+        self.read_chunks = [frozenset(moments) for moments in reads]
         self.room: Array = (machine.gpu_budget_bytes - np.array([m.peak_bytes for m in w.moments], float)) / self.unit
         at_end = min(w.moments[-1].peak_bytes, w.moments[0].peak_bytes)
         self.end_room = (machine.gpu_budget_bytes - at_end) / self.unit
@@ -182,8 +177,7 @@ class _Fluid:
     def _points(self, most: int) -> None:
         """points: moments at whose start time is cut, one for each run of moments that read the same chunks: that with
         the highest tide. Of too many every n-th is kept, and that with the highest tide of all."""
-        w, chunk_of = self.workload, self.layout.chunk_of
-        sets = [frozenset(chunk_of[t] for t in tensors) for tensors in w.reads]
+        w, sets = self.workload, facts_of(self.workload, self.layout).read_in
         points, begin = [0], 0
         for m in range(1, len(sets) + 1):
             if m == len(sets) or sets[m] != sets[begin]:

@@ -45,7 +45,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from pstar_sim.bounds.facts import NAMES, Bound, Facts
+from pstar_sim.bounds.facts import NAMES, Bound, BoundFacts
 from pstar_sim.bounds.linear import Program, Solution
 from pstar_sim.core.layout import Layout
 from pstar_sim.cost import CostModel
@@ -84,7 +84,7 @@ class _Family:
 
 
 def joint_bound(
-    workload: Workload, layout: Layout, facts: Facts, cost: CostModel, *, barrier: bool, clip: bool, x_limit: float
+    workload: Workload, layout: Layout, facts: BoundFacts, cost: CostModel, *, barrier: bool, clip: bool, x_limit: float
 ) -> Bound:
     """[Note: the joint bound]. x_limit: at most so many pinned parameters. Raises linear.Unsolved if HiGHS fails."""
     return _Joint(workload, layout, facts, cost, barrier, clip, x_limit).bound()
@@ -95,7 +95,7 @@ class _Joint:
         self,
         workload: Workload,
         layout: Layout,
-        facts: Facts,
+        facts: BoundFacts,
         cost: CostModel,
         barrier: bool,
         clip: bool,

@@ -42,7 +42,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from pstar_sim.bounds.facts import NAMES, Array, Bound, Facts
+from pstar_sim.bounds.facts import NAMES, Array, Bound, BoundFacts
 
 __all__ = ["pinned_bound"]
 
@@ -58,7 +58,7 @@ class _Line:
     until_x: float = np.inf
 
 
-def pinned_bound(facts: Facts, barrier: bool, limit: float) -> Bound:
+def pinned_bound(facts: BoundFacts, barrier: bool, limit: float) -> Bound:
     x_max = min(facts.most_pinned(), limit)
     lines = _lines(facts, barrier, x_max)
     x, seconds = _least_maximum(lines, x_max)
@@ -70,7 +70,7 @@ def pinned_bound(facts: Facts, barrier: bool, limit: float) -> Bound:
     return Bound(seconds=seconds, binding=binding, terms=terms, pinned_params=int(x), max_pinned_params=int(x_max))
 
 
-def _lines(facts: Facts, barrier: bool, x_max: float) -> list[_Line]:
+def _lines(facts: BoundFacts, barrier: bool, x_max: float) -> list[_Line]:
     """Every term of the note."""
     link, host = facts.machine.link, facts.machine.host
     lines = [_Line("compute", float(facts.clock[-1]), facts.traffic / facts.machine.gpu.hbm_bytes_per_s)]
@@ -109,7 +109,7 @@ def _lines(facts: Facts, barrier: bool, x_max: float) -> list[_Line]:
     return lines
 
 
-def _windows(facts: Facts, members: NDArray[np.bool_], per_param_s: float) -> list[_Line]:
+def _windows(facts: BoundFacts, members: NDArray[np.bool_], per_param_s: float) -> list[_Line]:
     """The nested update windows of the chunks `members`: Adam, copies down and copies up as the serial resource."""
     first, final = facts.first[members], facts.final[members]
     inside = (first[None, :] <= first[:, None]) & (final[None, :] >= final[:, None])  # [j, i]: i is in J_j
@@ -117,7 +117,7 @@ def _windows(facts: Facts, members: NDArray[np.bool_], per_param_s: float) -> li
     return _serial(facts, members, inside, span, per_param_s, copies_down=True)
 
 
-def _barrier_windows(facts: Facts, members: NDArray[np.bool_], per_param_s: float) -> list[_Line]:
+def _barrier_windows(facts: BoundFacts, members: NDArray[np.bool_], per_param_s: float) -> list[_Line]:
     first = facts.first[members]
     inside = first[None, :] <= first[:, None]
     span = facts.clock[-1] - facts.clock[first]
@@ -125,7 +125,7 @@ def _barrier_windows(facts: Facts, members: NDArray[np.bool_], per_param_s: floa
 
 
 def _serial(
-    facts: Facts,
+    facts: BoundFacts,
     members: NDArray[np.bool_],
     inside: NDArray[np.bool_],
     span: Array,

@@ -21,8 +21,8 @@ from pstar_sim.core.rules import Rates
 from pstar_sim.core.step import Kind, Place, Queue, Ref, Step
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import DoesNotFit
+from pstar_sim.policy.facts import facts_of
 from pstar_sim.policy.memory_edges import Event, Slot, fifo_edges
-from pstar_sim.policy.residency import uses_of
 from pstar_sim.policy.stashes import StashMoves
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
@@ -40,7 +40,7 @@ class Builder:
     layout: another one than the settings and the machine's ranks lead to. stashes: `compute` also writes the copies of
     the workload's stashes; False for a policy that places them itself (`stash_out`, `stash_in`); their room on the host
     is among the buffers either way. Offers the facts policies decide by: `ranks`,
-    `layout`, `uses` (ChunkUses), `cost` (CostModel). Everything is one rank's; all ranks run these steps.
+    `layout`, `uses` (Facts), `cost` (CostModel). Everything is one rank's; all ranks run these steps.
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class Builder:
         self.settings = settings
         self.ranks = len(machine.ranks)
         self.layout = layout or build_layout(workload, chunk_bytes=settings.chunk_bytes, ranks=self.ranks)
-        self.uses = uses_of(workload, self.layout)
+        self.uses = facts_of(workload, self.layout)
+        self.uses.check()
         self.cost = CostModel(workload, machine, self.layout)
         self.modes = ["frozen" if not self.uses.updated(c.index) else "cpu" for c in self.layout.chunks]
         self.initial: set[Resident] = set()
@@ -315,8 +316,6 @@ class Builder:
         return any(s.queue is Queue.NVME for s in self._steps) or any(r.place is Place.NVME for r in self.initial)
 
     def _predicted_memory_edges(self) -> dict[int, list[Ref]]:
-        tide = self.uses.tide
-        count = len(tide)
         present = set(self.initial)
         ops: list[Op] = []
         last_on: dict[Queue, int] = {}  # queues run in the order of the program
@@ -324,8 +323,7 @@ class Builder:
             gpu_take = gpu_free = host_take = host_free = 0
             if step.kind is Kind.COMPUTE:
                 assert step.moment is not None
-                gpu_take = max(0, tide[step.moment] - tide[step.moment - 1])
-                gpu_free = max(0, tide[step.moment] - tide[(step.moment + 1) % count])
+                gpu_take, gpu_free = self.uses.rises[step.moment], self.uses.falls[step.moment]
             else:
                 taken, freed = takes(step), frees(step)
                 if taken is not None and taken[0] not in present:
@@ -354,7 +352,7 @@ class Builder:
         if present != self.initial:
             left = sorted(present ^ self.initial)[0]
             raise ValueError(f"{self.policy}: {left} is not at the end of the iteration as it was at its beginning")
-        free_gpu = self.machine.gpu_budget_bytes - self.held_bytes(Place.GPU) - cut_tide(tide)
+        free_gpu = self.machine.gpu_budget_bytes - self.held_bytes(Place.GPU) - cut_tide(self.uses.tide)
         free_host = self.machine.host_budget_bytes - self.held_bytes(Place.HOST)
         if free_gpu < 0 or free_host < 0:
             place, short = ("gpu", free_gpu) if free_gpu < 0 else ("host", free_host)

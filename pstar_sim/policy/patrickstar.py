@@ -158,10 +158,6 @@ class _Run:
         self.grad_lists = ("grad", "grad_remote") if self.sliced else ("grad",)
         self.tensors = [[s.tensor for s in c.slots] for c in chunks]
         self.state = dict.fromkeys((t for row in self.tensors for t in row), "H")
-        self.final: dict[tuple[int, int], int] = {}  # (micro-batch, tensor) -> moment of its last gradient
-        for m, gradients in enumerate(workload.gradients):
-            for t in gradients:
-                self.final[workload.moments[m].micro_batch, t] = m
 
     # One thing after the other: every step waits for the one before.
 
@@ -216,11 +212,11 @@ class _Run:
             touched.add(chunk_of[t])
             if moment.phase is not Phase.BWD:
                 self.state[t] = "F"
-            elif self.final.get((moment.micro_batch, t), m) <= m:
+            elif self.uses.final.get((moment.micro_batch, t), m) <= m:
                 self.state[t] = "B"
         for t in w.gradients[m]:
             touched.add(chunk_of[t])
-            if self.final[moment.micro_batch, t] == m:
+            if self.uses.final[moment.micro_batch, t] == m:
                 self.state[t] = "B"
         for c in sorted(touched):
             uses = self.uses

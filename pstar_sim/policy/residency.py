@@ -1,6 +1,6 @@
 """Who has to be on the GPU when, and which chunks stay there between two uses.
 
-Uses of chunks (not tensors), gaps between them, blocks of moments that need the same chunks, and the keep set: Belady's
+Gaps between uses of chunks (not tensors), blocks of moments that need the same chunks, and the keep set: Belady's
 rule with a capacity that changes with time, in bytes. Knows no clock and no queue; costs are not its matter.
 """
 
@@ -9,98 +9,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from pstar_sim.core.layout import Layout
-from pstar_sim.errors import CannotPlan
-from pstar_sim.workload.workload import Workload
+from pstar_sim.policy.facts import Facts
 
-__all__ = ["Block", "ChunkUses", "Gap", "belady", "blocks_of", "gaps_of", "uses_of"]
-
-
-def uses_of(workload: Workload, layout: Layout) -> ChunkUses:
-    """The uses of `layout`'s chunks. The same two objects asked again give the same one."""
-    key = ("uses of chunks",)
-    known = workload.derived.get(key)
-    if not isinstance(known, ChunkUses) or known.layout is not layout:
-        workload.derived[key] = known = ChunkUses(workload, layout)
-    return known
-
-
-class ChunkUses:
-    """Uses of every chunk of `layout` in one iteration of `workload`.
-
-    touched: chunk -> ascending moments in which its working list has to be on the GPU: every read, and in the last
-    micro-batch that gives it a gradient also every moment from that in which the first becomes final, because it
-    overwrites the working list in place, to that of the last (and to a read after it). (In earlier micro-batches a
-    gradient has a list of its own.) spans: chunk -> (micro-batch, first, last moment in which a gradient of its becomes
-    final), one a micro-batch.
-    """
-
-    def __init__(self, workload: Workload, layout: Layout) -> None:
-        self.workload = workload
-        self.layout = layout
-        chunk_of = layout.chunk_of
-        moments = workload.moments
-        count = len(layout.chunks)
-        final: dict[tuple[int, int], int] = {}  # (micro-batch, tensor) -> the last time its gradient arrives
-        for m, gradients in enumerate(workload.gradients):
-            for t in gradients:
-                final[moments[m].micro_batch, t] = m
-        last_batch = max((batch for batch, _ in final), default=0)
-        for m, reads in enumerate(workload.reads):
-            for t in reads:
-                if m > final.get((last_batch, t), m):
-                    raise CannotPlan(
-                        f"parameter {workload.tensors[t].name!r} is read in moment {m} ({moments[m].name}), after its "
-                        f"last gradient in moment {final[last_batch, t]}: a gradient takes its parameter's place, so "
-                        "no policy can plan that"
-                    )
-        spans: list[dict[int, tuple[int, int]]] = [{} for _ in range(count)]
-        for (batch, t), m in final.items():
-            mine = spans[chunk_of[t]]
-            first, last = mine.get(batch, (m, m))
-            mine[batch] = (min(first, m), max(last, m))
-        needs: list[set[int]] = [{chunk_of[t] for t in reads} for reads in workload.reads]
-        # Once a gradient of its last micro-batch has overwritten a part of it, a working list holds something that is
-        # nowhere else: it stays until the last one has come and it can be written back.
-        last_read = {c: m for m, need in enumerate(needs) for c in need}
-        for c, mine in enumerate(spans):
-            if mine:
-                first, last = mine[max(mine)]
-                for m in range(first, max(last, last_read.get(c, -1)) + 1):
-                    needs[m].add(c)
-        touched: list[list[int]] = [[] for _ in range(count)]
-        for m, need in enumerate(needs):
-            for c in need:
-                touched[c].append(m)
-        self.touched = tuple(map(tuple, touched))
-        self.spans = tuple(tuple((batch, *mine[batch]) for batch in sorted(mine)) for mine in spans)
-        self.by_moment = tuple(tuple(sorted(need)) for need in needs)
-
-    def updated(self, chunk: int) -> bool:
-        """Some parameter of it gets a gradient, so that the chunk has an Adam step."""
-        return bool(self.spans[chunk])
-
-    def first_use(self, chunk: int) -> int:
-        """Moment that first needs it; len(moments) if none does."""
-        return self.touched[chunk][0] if self.touched[chunk] else len(self.workload.moments)
-
-    def last_gradient(self, chunk: int) -> int:
-        """Moment after which all its gradients are final; -1 if it has none."""
-        return self.spans[chunk][-1][2] if self.spans[chunk] else -1
-
-    @cached_property
-    def tide(self) -> tuple[int, ...]:
-        """Non-model bytes to reckon with in each moment. The cut counts the last moment's peak ([Note: the cut]); where
-        the first moment's is lower, that difference is reckoned as held throughout."""
-        peaks = [m.peak_bytes for m in self.workload.moments]
-        extra = max(0, peaks[-1] - peaks[0])
-        return tuple(peak + extra for peak in peaks)
+__all__ = ["Block", "Gap", "belady", "blocks_of", "gaps_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +31,7 @@ class Block:
 
 
 def blocks_of(
-    uses: ChunkUses, seconds: Sequence[float], tide: Sequence[int], permanent: frozenset[int], cuts: frozenset[int]
+    uses: Facts, seconds: Sequence[float], tide: Sequence[int], permanent: frozenset[int], cuts: frozenset[int]
 ) -> list[Block]:
     """Merge neighbouring moments so that nothing is lost by looking at them as one.
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pstar_sim.policy.eviction import fifo, lru
-from pstar_sim.policy.residency import ChunkUses, Gap, belady
+from pstar_sim.policy.facts import Facts
+from pstar_sim.policy.residency import Gap, belady
 
 __all__ = ["adam_key", "adam_waits_for_backward", "fetch_floors", "keep_set"]
 
@@ -42,7 +43,7 @@ def fetch_floors(prefetch: str | int, served: Sequence[int], count: int) -> list
     return floors
 
 
-def adam_key(adam: str, uses: ChunkUses, chunk: int) -> tuple[float, ...]:
+def adam_key(adam: str, uses: Facts, chunk: int) -> tuple[float, ...]:
     """Order among the updates that are ready, smallest first."""
     if adam == "fifo":
         return (1.0, float(uses.last_gradient(chunk)), float(uses.first_use(chunk)))

@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 
 from pstar_sim.core.step import PAGEABLE, Kind, Place, Queue, Ref
 from pstar_sim.policy.emit import Builder, check_room, describe_moment, worst_moment
-from pstar_sim.policy.residency import ChunkUses
+from pstar_sim.policy.facts import Facts
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Phase, Workload
 
@@ -53,7 +53,7 @@ class Visit:
     chunk: int
 
 
-def block_visits(uses: ChunkUses) -> list[Visit]:
+def block_visits(uses: Facts) -> list[Visit]:
     """FSDP's rule: the chunks of a block (layer) come before its first moment and go after its last, in forward and
     again in backward, where recomputation and gradients of a block are one visit. Sorted."""
     runs = _blocks(uses.workload)
@@ -89,7 +89,7 @@ def _blocks(workload: Workload) -> list[tuple[int, int]]:
     return runs
 
 
-def traced_visits(uses: ChunkUses, reuse_params: int) -> list[Visit]:
+def traced_visits(uses: Facts, reuse_params: int) -> list[Visit]:
     """DeepSpeed's rule: a chunk goes after a use unless it is used again within `reuse_params` parameters' worth of
     other reads in the traced order (stage3_max_reuse_distance). Sorted."""
     w = uses.workload
@@ -114,7 +114,7 @@ def operators_before(visits: Sequence[Visit], ahead: int) -> dict[int, int]:
     return {m: opening[max(0, n - ahead)] if ahead <= n else 0 for n, m in enumerate(opening)}
 
 
-def params_before(visits: Sequence[Visit], uses: ChunkUses, ahead_params: int) -> dict[int, int]:
+def params_before(visits: Sequence[Visit], uses: Facts, ahead_params: int) -> dict[int, int]:
     """As `operators_before`, for a prefetcher that asks for the next operators until it has `ahead_params` parameters
     on their way (stage3_prefetch_bucket_size); with any at all, it is one operator ahead at least."""
     size: dict[int, int] = {}

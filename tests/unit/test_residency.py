@@ -5,15 +5,21 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import cast
 
+from pstar_sim.bounds.facts import BoundFacts
+from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.layout import build_layout
-from pstar_sim.policy.residency import Block, ChunkUses, Gap, belady, blocks_of, gaps_of
+from pstar_sim.core.plan import Settings
+from pstar_sim.cost import CostModel
+from pstar_sim.policy import Builder
+from pstar_sim.policy.facts import Facts, facts_of
+from pstar_sim.policy.residency import Block, Gap, belady, blocks_of, gaps_of
 from pstar_sim.testing import chain_workload
 from pstar_sim.units import MIB
 
 
-def uses_of(layers: int, layers_a_chunk: int = 1, **more: object) -> ChunkUses:
+def uses_of(layers: int, layers_a_chunk: int = 1, **more: object) -> Facts:
     w = chain_workload(layers, MIB, **more)  # type: ignore[arg-type]
-    return ChunkUses(w, build_layout(w, chunk_bytes=layers_a_chunk * 2 * MIB))
+    return Facts(w, build_layout(w, chunk_bytes=layers_a_chunk * 2 * MIB))
 
 
 def test_uses_of_a_chain() -> None:
@@ -65,7 +71,7 @@ def test_a_cut_keeps_moments_apart_and_residents_do_not_count() -> None:
 
 def test_a_moment_that_needs_nothing_joins_only_where_nothing_is_lost() -> None:
     def blocks(needs: list[tuple[int, ...]], seconds: list[float], tide: list[int]) -> list[tuple[int, int]]:
-        uses = cast(ChunkUses, SimpleNamespace(by_moment=needs))
+        uses = cast(Facts, SimpleNamespace(by_moment=needs))
         return [(b.first, b.last) for b in blocks_of(uses, seconds, tide, frozenset(), frozenset())]
 
     assert blocks([(0,), (), (1,), ()], [1, 0, 1, 0], [5, 5, 5, 0]) == [(0, 1), (2, 2), (3, 3)]  # it takes no time
@@ -110,3 +116,15 @@ def test_a_gap_over_the_border_needs_room_at_both_ends() -> None:
     assert belady([over], [1], [1, 0, 0, 0, 0, 1]) == {over}
     assert belady([over], [1], [0, 1, 1, 1, 1, 1]) == set()
     assert belady([over], [1], [1, 1, 1, 1, 1, 0]) == set()
+
+
+def test_facts_of_a_job_are_worked_out_once_for_policies_and_bounds() -> None:
+    """The same value, which says of each moment what it reads and how the tide turns."""
+    w, machine = chain_workload(2, MIB, micro_batches=2), load_machine("t4")
+    layout = build_layout(w, chunk_bytes=2 * MIB)
+    facts = facts_of(w, layout)
+    assert facts_of(w, layout) is facts is Builder("any", w, machine, Settings(), layout=layout).uses
+    assert BoundFacts(w, machine, layout, CostModel(w, machine, layout)).seen[0][1] is facts.reads[0]
+    for m, read in enumerate(facts.read_in):
+        assert all(m in facts.reads[c] for c in read)
+    assert sum(facts.rises) == sum(facts.falls)

@@ -1,0 +1,136 @@
+"""Facts of a job: where its chunks are read, where their gradients arrive, and what the tide is.
+
+Worked out once per workload and layout, for policies and bounds alike. Bytes of a chunk's lists are the layout's
+(`Layout.payload_bytes`), seconds the cost model's. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from pstar_sim.core.layout import Layout
+from pstar_sim.errors import CannotPlan
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["Facts", "facts_of"]
+
+
+def facts_of(workload: Workload, layout: Layout) -> Facts:
+    """The facts of the workload in the layout's chunks. The same two objects asked again give the same ones."""
+    key = ("facts",)
+    known = workload.derived.get(key)
+    if not isinstance(known, Facts) or known.layout is not layout:
+        workload.derived[key] = known = Facts(workload, layout)
+    return known
+
+
+class Facts:
+    """reads: chunk -> ascending moments that read any of its parameters.
+    final: (micro-batch, tensor) -> the last moment in which its gradient arrives.
+    spans: chunk -> (micro-batch, first, last moment in which a gradient of its becomes final), one per micro-batch.
+    """
+
+    def __init__(self, workload: Workload, layout: Layout) -> None:
+        self.workload = workload
+        self.layout = layout
+        chunk_of = layout.chunk_of
+        moments = workload.moments
+        count = len(layout.chunks)
+        reads: list[list[int]] = [[] for _ in range(count)]
+        for m, chunks in enumerate(self.read_in):
+            for c in chunks:
+                reads[c].append(m)
+        self.final: dict[tuple[int, int], int] = {}
+        for m, gradients in enumerate(workload.gradients):
+            for t in gradients:
+                self.final[moments[m].micro_batch, t] = m
+        spans: list[dict[int, tuple[int, int]]] = [{} for _ in range(count)]
+        for (batch, t), m in self.final.items():
+            mine = spans[chunk_of[t]]
+            first, last = mine.get(batch, (m, m))
+            mine[batch] = (min(first, m), max(last, m))
+        self.reads = tuple(map(tuple, reads))
+        self.spans = tuple(tuple((batch, *mine[batch]) for batch in sorted(mine)) for mine in spans)
+
+    def check(self) -> None:
+        """Raise CannotPlan for a parameter that is read after its last gradient, which has taken its place."""
+        if self._read_too_late is not None:
+            tensor, moment, gradient = self._read_too_late
+            raise CannotPlan(
+                f"parameter {self.workload.tensors[tensor].name!r} is read in moment {moment} "
+                f"({self.workload.moments[moment].name}), after its last gradient in moment {gradient}: a gradient "
+                "takes its parameter's place, so no policy can plan that"
+            )
+
+    @cached_property
+    def _read_too_late(self) -> tuple[int, int, int] | None:
+        """(tensor, moment, moment of its last gradient) of the first such read."""
+        last_batch = max((batch for batch, _ in self.final), default=0)
+        for m, reads in enumerate(self.workload.reads):
+            for t in reads:
+                if m > self.final.get((last_batch, t), m):
+                    return t, m, self.final[last_batch, t]
+        return None
+
+    @cached_property
+    def read_in(self) -> tuple[frozenset[int], ...]:
+        """Moment -> chunks that it reads."""
+        chunk_of = self.layout.chunk_of
+        return tuple(frozenset(chunk_of[t] for t in tensors) for tensors in self.workload.reads)
+
+    @cached_property
+    def touched(self) -> tuple[tuple[int, ...], ...]:
+        """Chunk -> ascending moments in which its working list has to be on the GPU: every read, and in the last
+        micro-batch that gives it a gradient also every moment from that in which the first becomes final, because it
+        overwrites the working list in place, to that of the last (and to a read after it). (In earlier micro-batches a
+        gradient has a list of its own.)"""
+        # Once a gradient of its last micro-batch has overwritten a part of it, a working list holds something that is
+        # nowhere else: it stays until the last one has come and it can be written back.
+        rows: list[tuple[int, ...]] = []
+        for reads, spans in zip(self.reads, self.spans):
+            if not spans:
+                rows.append(reads)
+                continue
+            _, first, last = spans[-1]
+            until = max(last, reads[-1] if reads else -1)
+            rows.append((*(m for m in reads if m < first), *range(first, until + 1)))
+        return tuple(rows)
+
+    @cached_property
+    def by_moment(self) -> tuple[tuple[int, ...], ...]:
+        """Moment -> ascending chunks whose working list has to be on the GPU in it."""
+        needs: list[list[int]] = [[] for _ in self.workload.moments]
+        for c, moments in enumerate(self.touched):
+            for m in moments:
+                needs[m].append(c)
+        return tuple(map(tuple, needs))
+
+    def updated(self, chunk: int) -> bool:
+        """Some parameter of it gets a gradient, so that the chunk has an Adam step."""
+        return bool(self.spans[chunk])
+
+    def first_use(self, chunk: int) -> int:
+        """Moment that first needs it; len(moments) if none does."""
+        return self.touched[chunk][0] if self.touched[chunk] else len(self.workload.moments)
+
+    def last_gradient(self, chunk: int) -> int:
+        """Moment after which all its gradients are final; -1 if it has none."""
+        return self.spans[chunk][-1][2] if self.spans[chunk] else -1
+
+    @cached_property
+    def tide(self) -> tuple[int, ...]:
+        """Non-model bytes to reckon with in each moment. The cut counts the last moment's peak ([Note: the cut]); where
+        the first moment's is lower, that difference is reckoned as held throughout."""
+        peaks = [m.peak_bytes for m in self.workload.moments]
+        extra = max(0, peaks[-1] - peaks[0])
+        return tuple(peak + extra for peak in peaks)
+
+    @cached_property
+    def rises(self) -> tuple[int, ...]:
+        """Bytes that the tide takes when each moment begins; before the first one is the last one."""
+        return tuple(max(0, tide - self.tide[m - 1]) for m, tide in enumerate(self.tide))
+
+    @cached_property
+    def falls(self) -> tuple[int, ...]:
+        """Bytes that the tide gives back when each moment ends."""
+        return tuple(max(0, tide - self.tide[(m + 1) % len(self.tide)]) for m, tide in enumerate(self.tide))
