@@ -6,9 +6,8 @@ before the next one, waits for that moment's `after` edges and begins it. The ot
 (`queues/`). What reality does that the plan does not know is `off_plan/demand.py`'s matter; what a loop may do at all
 is `contract.py`'s.
 
-[Note: positions] `cursor` is the moment that is open, -1 between two iterations (from the end of `optimizer.step()` to
-the next first event). An iteration is on plan until an event, a gradient or a batch says otherwise; then `demand`
-carries it to its end, and the next begins on plan again.
+An iteration is on plan until an event, a gradient or a batch says otherwise; then `demand` carries it to its end, and
+the next begins on plan again. What comes of each act of the loop is in one table, `session/cursor.py`.
 """
 
 from __future__ import annotations
@@ -53,12 +52,14 @@ from executor.off_plan.ladder import Ladder
 from executor.off_plan.warm_up import WarmUp
 from executor.queues.interface import Program, Queues
 from executor.scaling import LossScaling, guard_boundary
+from executor.session.cursor import Act, Answer, Cursor, Refusal, State, act_of, answer, refused
+from executor.session.facts import ActFacts
 from executor.session.iteration import Iteration
 from executor.session.timetable import Timetable
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import COPIES, Kind, Place, Queue
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.errors import ContractError, DoesNotFit, Interrupted, ModelError, OutOfMemory, PlanError
+from pstar_sim.errors import DoesNotFit, Interrupted, ModelError, OutOfMemory, PlanError
 from pstar_sim.workload.workload import Moment, Phase, Workload
 
 __all__ = ["Session"]
@@ -73,7 +74,6 @@ class Session:
     """One model being trained under one plan. Made by `executor.prepare`; ended by `close()`.
 
     deviations: iterations or events that left the plan, counted. iteration: number of the current or next one, from 0.
-    committed: the last iteration whose updates `optimizer.step()` has begun, -1 before the first.
     """
 
     def __init__(
@@ -108,9 +108,8 @@ class Session:
         self.home = torch.device("cpu")  # where the model was, and will be after `close`
         self.iteration = 0
         self.iterations_before = 0  # done by runs that this one goes on from
-        self.cursor = -1
+        self.cursor = Cursor()
         self.at_work = AtWork()
-        self.committed = -1
         self.renewing = False  # values are on their way into the chunks of a new plan
         self.deviations = 0
         self.deviation_log: deque[str] = deque(maxlen=100)
@@ -139,8 +138,7 @@ class Session:
         self._open = False  # parameters may be read as they stand, where they are readable
         self.now = Iteration(number=-1)  # the current one; between two, the one that ended last
         self.consumed: set[int] = set()  # tensors whose gradient left autograd and that no zero_grad has cleared yet
-        self._switched: set[int] = set()  # tensors whose requires_grad is not the plan's at present
-        self.stepped = False  # optimizer.step() came after they arrived
+        self.switched: set[int] = set()  # tensors whose requires_grad is not the plan's at present
         self.held = False  # nothing moves until there is a new plan
         self._standing = False  # inside `still`
         self.guard: Guard | None = None
@@ -200,15 +198,12 @@ class Session:
         """Parameters may be changing: with eager updates, from the first chunk whose gradients are complete until
         `optimizer.step()`. Told by the plan's moments, so that the same loop is always answered alike, however fast the
         queues are."""
-        return self.eager and (self.cursor > self.timetable.first_complete or bool(self.updated_early))
+        return self.eager and (self.cursor.moment > self.timetable.first_complete or bool(self.updated_early))
 
     def refuse_while_updating(self, what: str) -> None:
         """Raise ContractError where `what` would see some parameters updated and others not."""
         if self.updating:
-            raise ContractError(
-                f"{what} between the last backward and optimizer.step() with eager updates: some parameters are "
-                "updated already; do it after step(), or use AdamW(eager=False)"
-            )
+            raise refused(Refusal.UPDATING, ActFacts(self, what=what))
 
     # -- reading parameters -------------------------------------------------------------------------------------------
 
@@ -260,96 +255,118 @@ class Session:
         self.first.begin()
         self.holdings.at_end.append(self.first.end)
 
+    def ask(
+        self, act: Act, event: Event | None = None, *, tensor: int = -1, what: str = "", keeps: bool = False
+    ) -> Answer:
+        """What comes of an act of the loop: see `session/cursor.py`. Raises ContractError where it is refused."""
+        if self.closed:
+            state = State.CLOSED
+        elif self.at_work.torn:
+            state = State.INTERRUPTED
+        else:
+            state = self.cursor.state
+        return answer(state, act, ActFacts(self, event, tensor=tensor, what=what, keeps=keeps))
+
     def on_event(self, event: Event) -> None:
         """The clock's only caller. Between events the user's thread computes."""
         if self.closed:
             return
-        if event.kind != "step":
+        act = act_of(event.kind, event.phase)
+        if act is not Act.STEP:
             self.at_work.outermost()
-            self.meet_interruption(event)
-        if self._switched and event.kind == "begin" and event.phase is Phase.FWD and self.trains:
-            self._refuse_switched(f"a forward of {event.name.removeprefix('begin:')} with gradients")
-        if self.scaling is not None and self.clock.outside_root(event) and self.trains:
-            raise ContractError(
-                f"{event.module!r} is called with gradients outside a forward of the prepared model: loss scaling acts "
-                "at that model's inputs and outputs; call the prepared model itself, or train in bf16 or fp32"
-            )
+            if self.at_work.torn:
+                self.require_running()
+        found = self.ask(act, event)
+        if found is Answer.MEND:
+            self._mend()
+            found = self.ask(act, event)
         with self.at_work:
-            self._on_event(event)
+            self._on_event(event, act, found)
 
-    def _on_event(self, event: Event) -> None:
-        if self.cursor >= 0:
+    def _on_event(self, event: Event, act: Act, found: Answer) -> None:
+        if self.cursor.moment >= 0:
             for watch in self.watches:
-                watch.closes(self.cursor)
+                watch.closes(self.cursor.moment)
         if self._warm is not None:
-            self._warm.on_event(event)
+            self._warm.on_event(event, found)
             return
         with unseen():
             if self.queues.failure is not None:
                 raise self.queues.failure
-            self.ladder.on_event(event)
-            if self.demand.visiting:
-                if not self.trains and event.kind in ("begin", "end"):
-                    self.demand.on_event(event)
-                    return
+            if self.ladder.on_event(event):
+                found = self.ask(act, event)
+            if found is Answer.END_VISIT:
                 self.demand.end_visit()
+                found = self.ask(act, event)
+            if found is Answer.STAY:
+                self.demand.on_event(event, found)
+                return
+            self._weigh(event, found)
             try:
-                off_plan = self.demand.active or not self._on_plan(event)
+                if found is Answer.FOLLOW:
+                    self._follow(event)
             except OutOfMemory as error:
                 self.ladder.climb(error)
-                off_plan = self.demand.active or not self._on_plan(event)
-            if off_plan:
-                if event.kind == "begin" and event.phase is Phase.FWD:
-                    self.refuse_while_updating(f"a forward of {event.name.removeprefix('begin:')}")
-                self.demand.on_event(event)
+                found = self.ask(act, event)
+                if found is Answer.FOLLOW:
+                    self._follow(event)
+            if found is not Answer.FOLLOW:
+                self.demand.on_event(event, found)
         self.stashes.settle()
-        if event.kind == "backward-end":
+        if act is Act.BACKWARD_END:
             self.now.backwards += 1
         for watch in self.watches:
             watch.opens()
 
-    def _on_plan(self, event: Event) -> bool:
-        """Go to the next moment if the event opens it. False if it does not."""
-        following = self.cursor + 1
+    def moment_of(self, event: Event) -> int | None:
+        """The moment that the event opens on plan: the next one, or a later one where this rank has nothing to compute
+        before it."""
+        following = self.cursor.moment + 1
         if self.timetable.on_demand_only:
-            return False
-        if self.timetable.names[following] != event.name:
-            later = self.absent.moment_of(event) if self.absent is not None else None
-            if later is None:
-                return False
-            following = later
-        if event.kind == "begin":
-            if self.cursor < 0 and not self.trains:
-                return False  # an evaluation
-            if event.module == "" and not self._begin_micro_batch():
-                return False
-        elif event.kind == "grad":
-            self.check_backward(event)
+            return None
+        if self.timetable.names[following] == event.name:
+            return following
+        return None if self.absent is None else self.absent.moment_of(event)
+
+    def _follow(self, event: Event) -> None:
+        """Go to the moment that the event opens."""
+        following = self.moment_of(event)
+        assert following is not None
+        if event.kind == "begin" and event.module == "" and not self.demand.planned_batch:
+            self.note_deviation("a batch of another shape than planned (it fits the plan's tide and runs on plan)")
         if self.absent is not None:
             self.absent.pass_to(following)
-        elif self.now.outstanding:
-            return False  # a gradient the plan counts on has not come
         self.advance(following)
         if (event.phase is Phase.FWD and event.kind == "end" and event.module == "") or event.kind == "backward-end":
             self.set_open(bool(self.timetable.reads[following]) and not self.updating)
         elif event.kind != "step":
             self.set_open(True)
-        return True
 
-    def _begin_micro_batch(self) -> bool:
-        """Whether the batch of the forward that begins may run on plan."""
-        fits = self.demand.batch_fits()
-        if self.ranks is not None:
+    def _weigh(self, event: Event, found: Answer) -> None:
+        """[Note: the weight of a rank] in distributed/ranks.py, for the micro-batch that begins where the plan has it,
+        whether its batch may run on plan or not."""
+        if self.ranks is None or event.kind != "begin" or event.module != "":
+            return
+        if found in (Answer.FOLLOW, Answer.LEAVE) and self.moment_of(event) is not None:
             begun_s = self._now()
             self._weight = self.ranks.weight(self._samples)
             self.queues.waited(self._now() - begun_s)
-        return fits
+
+    @property
+    def batch_fits(self) -> bool:
+        """The batch of the forward that begins may run on plan."""
+        return self.demand.batch_fits
+
+    @property
+    def given_up(self) -> bool:
+        """The iteration did not fit into memory and is to be run again."""
+        return self.ladder.given_up
 
     def advance(self, moment: int) -> None:
         """End the open moment, run the compute queue up to `moment`, begin it."""
         k = self.iteration
         ready_s = self._now()
-        if self.cursor >= 0:
+        if self.cursor.moment >= 0:
             self._end_moment(ready_s)
         else:
             self._begin_iteration()
@@ -367,12 +384,12 @@ class Session:
                 raise PlanError(
                     f"moment {moment} ({self.timetable.names[moment]}) reads chunk {chunk}, which the gpu does not hold"
                 )
-        self.cursor = moment
+        self.cursor.moment = moment
         self.now.outstanding = set(self.timetable.due[moment])
         self.begin(i, k, ready_s, waited_for, take=False)
 
     def _end_moment(self, now_s: float) -> None:
-        moment = self.cursor
+        moment = self.cursor.moment
         i = self.timetable.compute[moment]
         self.queues.before_end(i, self.iteration)
         following = self.timetable.following_peak(moment)
@@ -419,29 +436,6 @@ class Session:
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    def check_backward(self, event: Event) -> None:
-        """Raise ContractError where this backward cannot mean what it means in plain torch."""
-        if self._switched:
-            self._refuse_switched("a backward")
-        if event.micro_batch < 0:
-            raise ContractError(
-                f"a backward from an output of {event.module or 'the model'!r} that was computed while requires_grad "
-                "of every trainable parameter was off: that was an evaluation; compute the loss again"
-            )
-        if self.stepped and self.consumed:
-            raise ContractError(
-                "a backward after optimizer.step() without zero_grad(): plain torch would add to gradients that are "
-                "gone here; call optimizer.zero_grad() after each step"
-            )
-        planned = self.plan.workload.micro_batches
-        if self.now.backwards >= planned and self.now.arrived:
-            raise ContractError(
-                f"backward number {self.now.backwards + 1} of an iteration that the plan made for {planned} "
-                "micro-batches: call "
-                "optimizer.step() and zero_grad() first, or make the plan for as many micro-batches as the loop "
-                "accumulates (--micro-batches)"
-            )
-
     def _gradient_hook(self, tensor: int) -> Callable[[torch.Tensor], None]:
         keeper = weakref.ref(self)  # what a parameter's hooks hold is not collected
 
@@ -455,8 +449,8 @@ class Session:
 
     def on_gradient(self, tensor: int, parameter: torch.Tensor) -> None:
         """A gradient was accumulated into `parameter`."""
-        moment = self.cursor
-        if not self.demand.active:
+        moment = self.cursor.moment
+        if not self.cursor.off_plan:
             if moment >= 0 and tensor in self.timetable.early[moment]:
                 return  # it fires again in this micro-batch
             if self.in_parts and self.timetable.final_in(moment, tensor) > moment:
@@ -472,7 +466,7 @@ class Session:
         grad = raw_grad(parameter)
         assert grad is not None
         with unseen(), torch.no_grad():
-            if self.demand.active:
+            if self.cursor.off_plan:
                 if self.takes_norms:
                     torch.linalg.vector_norm(grad, dtype=torch.float32)
                 self.demand.accept(tensor, grad)
@@ -489,12 +483,12 @@ class Session:
                     )
             if self.scaling is not None:
                 self.scaling.see(grad)
-            if not self.demand.active:
+            if not self.cursor.off_plan:
                 self.now.outstanding.discard(tensor)
             self.backend.touch()
             self.consumed.add(tensor)
             self.now.arrived.add(tensor)
-            self.stepped = False
+            self.cursor.stepped = False
         set_raw_grad(parameter, None)
 
     # -- the engine's own loop ----------------------------------------------------------------------------------------
@@ -519,30 +513,27 @@ class Session:
         """What `optimizer.step()` does. Returns without waiting for what the plan lets run into the next forward."""
         self.require_running()
         self.at_work.outermost()
-        finishes = self.at_work.torn and self.committed == self.iteration
-        self.meet_interruption()
-        if finishes:
+        found = self.ask(Act.UPDATE)
+        if found in (Answer.MEND, Answer.FINISH):
+            self._mend()
+            if found is Answer.FINISH:
+                return
+            found = self.ask(Act.UPDATE)
+        if found is Answer.NOTHING:
             return
-        if not self.now.arrived and not self.now.missed:
-            return  # plain torch: no parameter has a gradient
-        if self.stepped:
-            raise ContractError(
-                "optimizer.step() twice for one backward: the gradients are gone after the first; run a backward in "
-                "between"
-            )
-        self.ladder.check_whole()
         with self.at_work, unseen(), torch.no_grad():
             self.set_open(False)
-            if not self.demand.active and self.cursor != len(self.timetable.names) - 2:
-                self.demand.leave(f"optimizer.step() came in moment {self.cursor} of {len(self.timetable.names)}")
-            if self.demand.active:
+            if found is Answer.LEAVE:
+                count = len(self.timetable.names)
+                self.demand.leave(f"optimizer.step() came in moment {self.cursor.moment} of {count}")
+            if self.cursor.off_plan:
                 self.demand.step()
                 self.clock.reset()
-                self.stepped = True
+                self.cursor.stepped = True
                 self.demand.replan()
             else:
                 self._step_on_plan()
-            self.stepped = True
+            self.cursor.stepped = True
         if self.first is not None and self.logs and self.logs[-1].on_plan:
             with self.at_work:
                 self.first.ended()
@@ -550,12 +541,9 @@ class Session:
     def _step_on_plan(self) -> None:
         k = self.iteration
         self.demand.in_a_row = 0
-        if self.eager:
-            assert self.now.update is not None
-            self._same_hyper(self.now.update)
-        else:
-            self.now.update = self.new_update()
-        update = self.now.update
+        update = self.now.update if self.eager else self.new_update()
+        assert update is not None
+        self.now.update = update
         update.norms = self.now.norms
         self.decide_scaling(update)
         if self.absent is not None:
@@ -565,12 +553,12 @@ class Session:
             self.queues.waited(self._now() - begun_s)
         if self.plan.workload.micro_batches == 1 and self.ranks is None and not update.skip:
             update.coefficient(lambda: self.update_norms(k))
-        self.committed = k
+        self.cursor.committed = k
         self.clock.step()  # the event "step": comes back through on_event
-        assert self.cursor == len(self.timetable.names) - 1 or self.demand.active
-        if not self.demand.active:
+        assert self.cursor.moment == len(self.timetable.names) - 1 or self.cursor.off_plan
+        if not self.cursor.off_plan:
             for watch in self.watches:
-                watch.closes(self.cursor)
+                watch.closes(self.cursor.moment)
             try:
                 self._end_moment(self._now())
                 for i in self.timetable.tail:
@@ -581,7 +569,7 @@ class Session:
                 self.next_iteration()
                 return
         self.demand.step()
-        self.stepped = True
+        self.cursor.stepped = True
         self.demand.replan()
 
     def decide_scaling(self, update: Update) -> None:
@@ -618,12 +606,9 @@ class Session:
             self.queues.settle(self.iteration - 1)
         return None if update.norm is None else float(update.norm)
 
-    def _same_hyper(self, update: Update) -> None:
-        if update.hyper != self._hyper():
-            raise ContractError(
-                "param_groups changed between the forward and optimizer.step() with eager updates: chunks were "
-                "updated with the old values; change them after step() and before the next forward"
-            )
+    def settings_changed(self) -> bool:
+        """Settings of the optimizer are not those that the eager updates of this iteration were made with."""
+        return self.eager and self.now.update is not None and self.now.update.hyper != self._hyper()
 
     def next_iteration(self, *, on_plan: bool = True) -> None:
         """The iteration's compute is over; the side queues go on with its steps and begin the next one's."""
@@ -638,36 +623,27 @@ class Session:
             self.arena.trim(self.logs[0].end_s)
             self._most_changes = max(KEPT_CHANGES, 2 * len(self.arena.log))
         self.iteration += 1
-        self.cursor = -1
+        self.cursor.moment = -1
         self.now.outstanding = set()
         self.queues.allow(self.iteration)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """What `optimizer.zero_grad()` does."""
         self.require_running()
-        if not set_to_none:
-            raise ContractError(
-                "zero_grad(set_to_none=False) keeps gradient tensors, which live in chunks here; call zero_grad()"
-            )
         self.at_work.outermost()
-        if self.at_work.torn:
+        found = self.ask(Act.CLEAR, keeps=not set_to_none)
+        if found is Answer.MEND:
             self._mend()
-        elif self.now.arrived and not self.stepped:
-            if self.updating:
-                if self.clock.unfinished:
-                    raise self.demand.half_updated()
-                raise ContractError(
-                    "zero_grad() before step() with eager updates, in the last backward or after it: parameters are "
-                    "updated in that backward and their gradients cannot be dropped any more; call step(), or use "
-                    "AdamW(eager=False)"
-                )
+        elif found is Answer.HALF:
+            raise self.demand.half_updated()
+        elif found is Answer.DROP:
             with self.at_work, unseen(), torch.no_grad():
                 self.demand.discard()
         for t in self.timetable.chunk_of:
             set_raw_grad(self.parameters[t], None)
         self.consumed.clear()
         self.now.arrived.clear()
-        self.stepped = False
+        self.cursor.stepped = False
 
     def update_norms(self, iteration: int) -> Iterable[torch.Tensor]:
         """Norms of all gradients of an iteration, called by its first Adam step under clipping. On several ranks: of
@@ -741,8 +717,8 @@ class Session:
 
     def forget_open_step(self) -> None:
         """The open moment's step will not end as the plan has it: the iteration left the plan."""
-        if self.cursor >= 0:
-            self._steps.pop((self.timetable.compute[self.cursor], self.iteration), None)
+        if self.cursor.moment >= 0:
+            self._steps.pop((self.timetable.compute[self.cursor.moment], self.iteration), None)
         self.now.outstanding = set()
 
     def timeline(self) -> Timeline:
@@ -759,20 +735,13 @@ class Session:
 
     # -- state and end ------------------------------------------------------------------------------------------------
 
-    def meet_interruption(self, event: Event | None = None) -> None:
-        """Before the engine's own work begins again after an interruption inside it (at this event, or because the
-        loop asks for something): see [Note: interrupted] in off_plan/demand.py. Raises ContractError where only the
-        loop can say that the iteration's gradients are to be dropped."""
-        if not self.at_work.torn:
-            return
-        self.require_running()
-        begins = event is None or self.clock.outermost(event)
-        if not begins or (self.now.arrived and not self.stepped and self.committed != self.iteration):
-            raise ContractError(
-                f"iteration {self.iteration} was interrupted; call optimizer.zero_grad() to drop what it has left of "
-                "its gradients, and run its forward and backward again"
-            )
-        self._mend()
+    def meet_interruption(self) -> None:
+        """Before values are looked at after an interruption: see [Note: interrupted] in off_plan/demand.py. Raises
+        ContractError where only the loop can say that the iteration's gradients are to be dropped."""
+        if self.at_work.torn:
+            self.require_running()
+            if self.ask(Act.LOOK) is Answer.MEND:
+                self._mend()
 
     def _mend(self) -> None:
         with self.at_work, unseen(), torch.no_grad():
@@ -790,7 +759,7 @@ class Session:
 
     def require_running(self) -> None:
         if self.closed:
-            raise ContractError("the session is closed; call executor.prepare again")
+            raise refused(Refusal.CLOSED, self)
         if self.queues.failure is not None:
             raise self.queues.failure
 
@@ -805,7 +774,7 @@ class Session:
         """Updates of finished iterations are done and nothing moves inside; the queues go on afterwards."""
         if not self.at_work.depth:
             self.meet_interruption()
-        held = self.held or self._standing or self.demand.active or self.demand.visiting  # they stand still already
+        held = self.held or self._standing or self.cursor.off_plan or self.cursor.visiting  # they stand still already
         with self.at_work:
             if not held:
                 self.drain()
@@ -817,18 +786,9 @@ class Session:
                     self._standing = False
                     self.queues.resume()
 
-    def _require_border(self, tensor: int) -> None:
-        if self.ranks is not None and self.cursor >= 0:
-            raise ContractError(
-                f"{self.name_of(tensor)!r} is read inside an iteration, outside every module: on several ranks each "
-                "holds a part of it; read it between optimizer.step() and the next forward, on all ranks"
-            )
-
     def current_value(self, tensor: int) -> torch.Tensor:
         """A copy of a parameter's current value, in its shape and working dtype, in host memory."""
-        self._require_border(tensor)
-        if not self.plan.workload.tensors[tensor].frozen:
-            self.refuse_while_updating(f"{self.name_of(tensor)!r} is read")
+        self.ask(Act.READ_VALUE, tensor=tensor, what=f"{self.name_of(tensor)!r} is read")
         return self._value_now(tensor)
 
     def _value_now(self, tensor: int) -> torch.Tensor:
@@ -850,7 +810,7 @@ class Session:
 
     def state_value(self, tensor: int, list_name: str) -> torch.Tensor:
         """A copy of a tensor's part of an optimizer state list, in its shape, in host memory."""
-        self.refuse_while_updating(f"the optimizer state of {self.name_of(tensor)!r} is read")
+        self.ask(Act.READ_STATE, tensor=tensor, what=f"the optimizer state of {self.name_of(tensor)!r} is read")
         chunk = self.timetable.chunk_of[tensor]
         with unseen(), torch.no_grad(), self.still():
             self._meet_reader(tensor, list_name)
@@ -927,49 +887,26 @@ class Session:
         return self.plan.workload.tensors[tensor].name
 
     def grad_of(self, tensor: int) -> torch.Tensor | None:
-        if tensor in self.consumed:
-            raise ContractError(
-                f"the gradient of {self.name_of(tensor)!r} is not in .grad: it left for its chunk as soon as it was "
-                "final. To clip, give AdamW(max_grad_norm=...) instead of clip_grad_norm_ (executor.hf.connect for a "
-                "transformers Trainer); its norm is optimizer.session.grad_norm. Loss scaling is "
-                "AdamW(loss_scale=...), on by itself in fp16, instead of GradScaler"
-            )
+        self.ask(Act.READ_GRAD, tensor=tensor)
         return raw_grad(self.parameters[tensor])
 
     def set_grad_of(self, tensor: int, value: torch.Tensor | None) -> None:
-        if value is not None:
-            raise ContractError(
-                f"the gradient of {self.name_of(tensor)!r} cannot be set: gradients live in chunks; change the loss "
-                "instead"
-            )
-        if tensor in self.consumed and not self.stepped:
-            raise ContractError(
-                f"the gradient of {self.name_of(tensor)!r} has left for its chunk; call optimizer.zero_grad() to drop "
-                "the gradients of all parameters"
-            )
+        self.ask(Act.DROP_GRAD if value is None else Act.SET_GRAD, tensor=tensor)
         self.consumed.discard(tensor)
         set_raw_grad(self.parameters[tensor], None)
 
     def see_requires_grad(self, tensor: int, value: bool) -> None:
         """requires_grad of a parameter is about to be `value`. Around an evaluation that is nobody's business."""
         if value == (not self.plan.workload.tensors[tensor].frozen):
-            self._switched.discard(tensor)
+            self.switched.discard(tensor)
         else:
-            self._switched.add(tensor)
+            self.switched.add(tensor)
 
     @property
     def trains(self) -> bool:
         """A forward that runs now is one of training: gradients are on, and not every trainable parameter is
         switched off for an evaluation."""
-        return torch.is_grad_enabled() and not (self._switched and self._switched >= self.timetable.trainable)
-
-    def _refuse_switched(self, what: str) -> None:
-        name = self.name_of(min(self._switched))
-        raise ContractError(
-            f"{what} while requires_grad of {name!r} ({len(self._switched)} parameters) is not what it was at prepare: "
-            "the plan was made for what was trainable then; put it back after the evaluation it was changed for, or "
-            "freeze before planning and prepare again"
-        )
+        return torch.is_grad_enabled() and not (self.switched and self.switched >= self.timetable.trainable)
 
     def touch(self, func: Any, parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
         return self._touch(func, parameters, args, kwargs)
@@ -1022,7 +959,7 @@ class Session:
         """
         from executor.prepare import load_parameters  # it imports this module
 
-        assert self.cursor < 0 and not self.demand.active
+        assert not self.cursor.inside
         arena = Arena(plan, self.backend)
         layout = self.plan.layout
         moving = sum(layout.payload_bytes(c.index, "param") + layout.states_bytes(c.index) for c in layout.chunks)

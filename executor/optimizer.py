@@ -209,7 +209,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """As torch's, from this class or torch.optim.AdamW, fused or not; updates stay the fused ones. Raises
         ContractError between backward and step, and for other groups or shapes, before any change."""
         session = self.session
-        if session.cursor >= 0:
+        if session.cursor.moment >= 0:
             raise ContractError(
                 "optimizer.load_state_dict inside an iteration; call it before the forward or after step()"
             )

@@ -176,7 +176,7 @@ def _offloaded(session: Session, block: str) -> Callable[[_Call, nn.Module, Any,
     def call(plain: _Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
         _refuse_its_own(session, block, "offloads")
         trains = session.trains and not session.closed
-        if not trains or session.demand.visiting or (session.cursor < 0 and not session.demand.active):
+        if not trains or session.cursor.visiting or (session.cursor.moment < 0 and not session.cursor.off_plan):
             return plain(*args, **kwargs)
         found = session.stashes.collect((args, kwargs))
         with torch.autograd.graph.saved_tensors_hooks(found.pack, found.unpack):

@@ -145,7 +145,7 @@ class Collection:
         demand = session.demand
         with unseen(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             if demand.chunk_of_storage(tensor) is not None:
-                return demand._pack(tensor) if demand.active else tensor.detach()
+                return demand._pack(tensor) if session.cursor.off_plan else tensor.detach()
             if not session.stashes.takes(tensor):
                 return tensor.detach()
             key = tensor.untyped_storage()._cdata
@@ -236,7 +236,7 @@ class Stashes:
             )
         self._chosen[n] = [weakref.ref(e) for e in chosen]
         self._report(stash, saved_bytes=sum(e.size_bytes for e in (*inner, *outer)))
-        if s.demand.active:
+        if s.cursor.off_plan:
             with unseen(), torch.no_grad():
                 self._send(n)  # in the user's thread: it has happened
                 self._let_go(n)

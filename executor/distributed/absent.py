@@ -38,11 +38,11 @@ class Absent:
         """The moment that the event opens, if it is a later one of the micro-batch whose moment is open."""
         s = self.session
         moments = s.plan.workload.moments
-        if s.cursor < 0:
+        if s.cursor.moment < 0:
             return None
-        for m in range(s.cursor + 1, len(moments)):
+        for m in range(s.cursor.moment + 1, len(moments)):
             moment = moments[m]
-            if moment.micro_batch != moments[s.cursor].micro_batch or moment.phase is Phase.ADAM:
+            if moment.micro_batch != moments[s.cursor.moment].micro_batch or moment.phase is Phase.ADAM:
                 return None
             if moment.name == event.name:
                 return m if moment.phase is event.phase else None
@@ -54,8 +54,8 @@ class Absent:
         """Go through the moments before this one, from the open one on: nothing is computed in them any more."""
         s = self.session
         self.settle()
-        while s.cursor + 1 < moment:
-            following = s.cursor + 1
+        while s.cursor.moment + 1 < moment:
+            following = s.cursor.moment + 1
             if not s.now.passed_over:
                 s.now.passed_over = True
                 name = s.timetable.names[following]
@@ -76,7 +76,7 @@ class Absent:
                 s.contents.accept(
                     tensor,
                     zero.expand(s.plan.workload.tensors[tensor].numel),
-                    s.timetable.gradient_list(s.cursor, tensor),
+                    s.timetable.gradient_list(s.cursor.moment, tensor),
                 )
             s.backend.touch()
             s.now.missed.add(tensor)
@@ -85,7 +85,7 @@ class Absent:
     def waits(self, tensor: int) -> bool:
         """A gradient that came stays in `.grad`: its moment is a later one of the micro-batch."""
         s = self.session
-        return s.cursor >= 0 and s.timetable.final_in(s.cursor, tensor) > s.cursor
+        return s.cursor.moment >= 0 and s.timetable.final_in(s.cursor.moment, tensor) > s.cursor.moment
 
     def unused(self) -> frozenset[int]:
         """Tensors that no rank had a gradient of in this iteration; every rank asks, before its updates."""

@@ -135,7 +135,7 @@ class Driver:
                 f"session.step got {len(micro_batches)} micro-batches, the plan was made for {planned}; make the plan "
                 "for as many (--micro-batches)"
             )
-        if s.cursor >= 0 and s.now.arrived:
+        if s.cursor.moment >= 0 and s.now.arrived:
             raise ContractError(
                 "session.step inside an iteration: gradients of a backward wait for optimizer.step(); call it and "
                 "zero_grad() first"

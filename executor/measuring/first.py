@@ -174,9 +174,9 @@ class FirstIteration(Standing):  # type: ignore[no-untyped-call]
         """From the first forward to the end of the last backward. What a loop does between a backward and the next
         forward or the step is not the model's, as for a guard (`off_plan/guard.py`)."""
         s = self._keeper()
-        if s is None or self._done or s.closed or s.cursor < 0 or s.demand.active or s.demand.visiting:
+        if s is None or self._done or s.closed or s.cursor.moment < 0 or s.cursor.off_plan or s.cursor.visiting:
             return False
-        return s.timetable.names[s.cursor] not in ("backward-end", "step")
+        return s.timetable.names[s.cursor.moment] not in ("backward-end", "step")
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

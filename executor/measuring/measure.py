@@ -55,7 +55,7 @@ def measure_iteration(session: Session, step_fn: Callable[[], Any], order: Timel
 
     Raises PlanError inside an iteration, or for a timeline of another plan.
     """
-    if session.cursor >= 0:
+    if session.cursor.moment >= 0:
         raise PlanError("measure_iteration inside an iteration; call it after optimizer.step()")
     chooser = follow(order, session.plan) if order is not None else _as_early_as_possible
     threads = session.queues

@@ -17,7 +17,7 @@ what the plan says its moment reads. Chunks used since the enclosing module bega
 [Note: interrupted] Ctrl-C may come between any two lines. Inside the engine's own work it leaves `AtWork.torn`, and
 `zero_grad()` (or whatever comes first, where no gradient is lost by it) mends that. Before `optimizer.step()` has begun
 to update, the iteration is dropped: its gradients go, values that they overwrote come back from the master copy, the
-places go back to the cut. From then on (`Session.committed`) the step is carried to its end instead: a chunk that has a
+places go back to the cut. From then on (`Cursor.committed`) the step is carried to its end instead: a chunk that has a
 gradient is not updated yet. What cannot be told (a chunk in the middle of its update, eager updates of half a backward)
 ends the run with `Interrupted`. See [Note: between two lines] in memory/contents.py.
 """
@@ -47,6 +47,7 @@ from executor.devices.torch26 import saved_tensor_hooks
 from executor.hooks import Event, tensors_of
 from executor.measuring.measure import unseen
 from executor.models import map_tensors
+from executor.session.cursor import Answer, Refusal, refused
 from pstar_sim.core.effects import OTHERS
 from pstar_sim.core.step import Place, Queue
 from pstar_sim.errors import ContractError, DoesNotFit, Interrupted, OutOfMemory, PlanError, PstarError
@@ -67,13 +68,10 @@ _SHOWN = frozenset({torch.Tensor.__repr__, torch.Tensor.__format__})
 
 
 class Demand:
-    """The on-demand half of a session. active: the current iteration left the plan. visiting: an evaluation runs
-    between two iterations."""
+    """The on-demand half of a session."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.active = False
-        self.visiting = False
         self.in_a_row = 0
         self._stash: dict[int, torch.Tensor] = {}  # gradients of pinned chunks, kept on the host until the step
         self._frames: list[set[int]] = [set()]  # chunks used by each open module call
@@ -156,34 +154,28 @@ class Demand:
         """The last forward's batch has the shape that the plan was made for."""
         return self._batch_moments is None
 
+    @property
     def batch_fits(self) -> bool:
         """The batch of the forward that begins may run on plan: its tide is nowhere higher than the plan's."""
         moments = self._batch_moments
         if moments is None:
             return True
-        s = self.session
-        planned = s.plan.workload.moments
+        planned = self.session.plan.workload.moments
         body = [m for m in planned if m.micro_batch == 0 and m.phase is not Phase.ADAM]
-        lower = len(moments) - 1 == len(body) and all(
+        return len(moments) - 1 == len(body) and all(
             a.name == b.name and a.peak_bytes <= b.peak_bytes for a, b in zip(moments, body)
         )
-        if lower:
-            s.note_deviation("a batch of another shape than planned (it fits the plan's tide and runs on plan)")
-        return lower
 
     # -- leaving the plan and coming back -----------------------------------------------------------------------------
 
-    def on_event(self, event: Event, known_tide_bytes: int | None = None) -> None:
-        """known_tide_bytes: non-model bytes of the moment that begins, where they are measured; else the plan's for an
-        event of that name."""
+    def on_event(self, event: Event, found: Answer, known_tide_bytes: int | None = None) -> None:
+        """found: what comes of the event. known_tide_bytes: non-model bytes of the moment that begins, where they are
+        measured; else the plan's for an event of that name."""
         s = self.session
-        if event.kind == "grad":
-            s.check_backward(event)
-        if not self.active and not self.visiting:
-            if s.cursor < 0 and event.kind == "begin" and not s.trains:
-                self.visit()
-            elif event.kind != "step" or s.cursor >= 0:
-                self.leave(self._reason(event))
+        if found is Answer.VISIT:
+            self.visit()
+        elif found is Answer.LEAVE:
+            self.leave(self._reason(event))
         if event.kind == "step":
             return
         s.set_open(False)
@@ -206,7 +198,7 @@ class Demand:
             if event.kind == "backward-end":
                 self._recompute = set()
         if known_tide_bytes is None:
-            known_tide_bytes = tide.no_grad_bytes if self.visiting else tide.at(event.name, s.arena.tide_bytes)
+            known_tide_bytes = tide.no_grad_bytes if s.cursor.visiting else tide.at(event.name, s.arena.tide_bytes)
         self._set_tide(known_tide_bytes + s.ladder.unforeseen_bytes)
         at = s.timetable.next_of_name(event.name, self._position)
         if at is not None:
@@ -221,7 +213,9 @@ class Demand:
         if s.now.outstanding:
             names = ", ".join(repr(s.name_of(t)) for t in sorted(s.now.outstanding)[:3])
             return f"{event.name} came before the gradient of {names}"
-        expected = s.timetable.names[s.cursor + 1] if s.cursor + 1 < len(s.timetable.names) else "nothing more"
+        expected = (
+            s.timetable.names[s.cursor.moment + 1] if s.cursor.moment + 1 < len(s.timetable.names) else "nothing more"
+        )
         return (
             f"{event.name} came where the plan has {expected}" if event.name != expected else "a batch of another shape"
         )
@@ -255,18 +249,18 @@ class Demand:
             s.note_deviation(reason)
         s.queues.settle(s.iteration - 1)
         s.queues.pause()
-        if s.cursor < 0:
+        if s.cursor.moment < 0:
             s._begin_iteration()
-        self.active = True
-        self._prefix = s.cursor >= 0
-        self._position = max(s.cursor, 0)
-        self.moment = s.cursor
+        s.cursor.off_plan = True
+        self._prefix = s.cursor.moment >= 0
+        self._position = max(s.cursor.moment, 0)
+        self.moment = s.cursor.moment
         s.forget_open_step()
         self._off_the_gpu()
         s.set_open(False)
         # Whatever runs now was begun on plan: its chunks stay until the next event.
-        self._frames = [set(s.timetable.reads[s.cursor]) if s.cursor >= 0 else set()]
-        s.cursor = max(s.cursor, 0)
+        self._frames = [set(s.timetable.reads[s.cursor.moment]) if s.cursor.moment >= 0 else set()]
+        s.cursor.moment = max(s.cursor.moment, 0)
 
     def _off_the_gpu(self) -> None:
         with torch.no_grad():
@@ -381,7 +375,7 @@ class Demand:
         update = s.now.update or s.new_update()
         s.now.update = update
         s.decide_scaling(update)
-        s.committed = s.iteration
+        s.cursor.committed = s.iteration
         self._carry_out(update)
 
     def _carry_out(self, update: Update) -> None:
@@ -484,16 +478,11 @@ class Demand:
     def discard(self) -> None:
         """`zero_grad()` before `step()`: the gradients are dropped, the iteration begins anew."""
         s = self.session
-        if s.ranks is not None:
-            raise ContractError(
-                "zero_grad() before step() on several ranks: the gradients are summed already, and the other ranks "
-                "count on the update; call step()"
-            )
-        if not self.active:
+        if not s.cursor.off_plan:
             s.queues.settle(s.iteration - 1)
             s.queues.pause()
             s.forget_open_step()
-            self.active = True
+            s.cursor.off_plan = True
         self._start_over()
 
     def _start_over(self) -> None:
@@ -523,19 +512,19 @@ class Demand:
                     s.arena.free(place, c.index, name)
                 state.hollow.discard((place, name))
             s.refresh(c.index)
-        self.visiting = False
+        s.cursor.visiting = False
         self._before_visit = None
-        if s.committed != s.iteration:
-            self.active = True
+        if s.cursor.committed != s.iteration:
+            s.cursor.off_plan = True
             self._start_over()
         else:
-            if not self.active:
-                self.active = True
+            if not s.cursor.off_plan:
+                s.cursor.off_plan = True
                 self._off_the_gpu()
             assert s.now.update is not None
             self._carry_out(s.now.update)
             s.clock.reset()
-            s.stepped = True
+            s.cursor.stepped = True
 
     def _refuse_to_mend(self) -> None:
         s = self.session
@@ -561,7 +550,7 @@ class Demand:
 
     def _refuse_half_an_update(self) -> None:
         s = self.session
-        committed = s.committed == s.iteration
+        committed = s.cursor.committed == s.iteration
         if s.updated_early and not committed:
             raise self.half_updated()
         for c in s.plan.layout.chunks:
@@ -588,7 +577,7 @@ class Demand:
                 s.arena.set_tide(s.timetable.cut_tide)
             except OutOfMemory as error:
                 s.ladder.note(error, "a new plan is made from where everything is")
-        self.active = False
+        s.cursor.off_plan = False
         s.queues.jump(s.iteration)
         s.next_iteration(on_plan=False)
         s.held = s.ladder.pending  # then everything stays where it is until there is a new plan
@@ -669,11 +658,11 @@ class Demand:
     def visit(self) -> None:
         """An evaluation begins between two iterations: let the updates end, hold the queues."""
         s = self.session
-        if self.visiting:
+        if s.cursor.visiting:
             return
         s.drain()
         self._before_visit = frozenset((r.place, r.chunk, r.list) for r in s.arena.present)
-        self.visiting = True
+        s.cursor.visiting = True
         if s.ranks is not None:
             # How far each rank's copies have run ahead is its own; from the same places on they ask for the same.
             s.arena.set_tide(0)
@@ -699,7 +688,7 @@ class Demand:
                     raise s.ladder.ends_ranks(error) from error
                 s.ladder.note(error, "a new plan is made from where everything is")
         s.moved.others(s.iteration, s.backend.copied_bytes)
-        self.visiting = False
+        s.cursor.visiting = False
         self._before_visit = None
         if s.ladder.pending:
             s.ladder.replan()
@@ -881,14 +870,14 @@ class Demand:
         """A torch function takes parked parameters: see [Note: reads off plan]."""
         s = self.session
         if s.closed:
-            raise ContractError("the session is closed; call executor.prepare again")
+            raise refused(Refusal.CLOSED, s)
         if writes(func, kwargs) and args and isinstance(args[0], ChunkParameter):
             raise write_refused(s.name_of(args[0]._tensor))
         if func in _SHOWN:
             return self._shown(func, *args, **kwargs)
         if not s.clock.inside:
             return self._outside(func, args, kwargs)
-        if not self.active and not self.visiting and s.cursor < 0 and not s.trains:
+        if not s.cursor.off_plan and not s.cursor.visiting and s.cursor.moment < 0 and not s.trains:
             s.meet_interruption()
             with s.at_work, unseen():
                 self.visit()
@@ -906,18 +895,17 @@ class Demand:
         """An operator is about to read the working lists of `chunks`."""
         s = self.session
         with s.at_work, unseen():
-            if s.eager and s.cursor >= 0:
+            if s.eager and s.cursor.moment >= 0:
                 self._refuse_updated(chunks)
-            if not self.active and not self.visiting:
+            if not s.cursor.off_plan and not s.cursor.visiting:
                 missing = [c for c in sorted(chunks) if not self._held(c)]
                 if not missing:
                     for chunk in chunks:
                         s.queues.land(chunk)
                     return
                 names = ", ".join(repr(s.name_of(t)) for t in s.timetable.tensors_of[missing[0]][:2])
-                self.leave(
-                    f"chunk {missing[0]} ({names}, ...) is read in moment {s.cursor}, where the plan does not have it"
-                )
+                where = f"moment {s.cursor.moment}, where the plan does not have it"
+                self.leave(f"chunk {missing[0]} ({names}, ...) is read in {where}")
             self.ensure(chunks)
 
     def _refuse_updated(self, chunks: Iterable[int]) -> None:

@@ -51,7 +51,7 @@ class Guard(Standing):  # type: ignore[no-untyped-call]
         s = self._keeper()
         if s is None or not self._entered or s.closed or s.ladder.given_up or not s.clock.inside:
             return False
-        return s.cursor >= 0 or s.demand.active or s.demand.visiting
+        return s.cursor.moment >= 0 or s.cursor.off_plan or s.cursor.visiting
 
     def closes_moment(self) -> int:
         """Most bytes alive since the last call."""

@@ -32,7 +32,7 @@ from pstar_sim.arguments import parse_bytes
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
-from pstar_sim.errors import ContractError, DoesNotFit, OutOfMemory, PlanError
+from pstar_sim.errors import DoesNotFit, OutOfMemory, PlanError
 from pstar_sim.policy.options import options_of, show, split_spec
 from pstar_sim.policy.points import Point
 from pstar_sim.policy.registry import find_policy, policy_at
@@ -109,32 +109,28 @@ class Ladder(Sequence[Rung]):
 
     # -- inside an iteration ------------------------------------------------------------------------------------------
 
-    def on_event(self, event: Event) -> None:
-        """Before each event: what was seen since the last one, and what a queue is short of."""
+    def on_event(self, event: Event) -> bool:
+        """Before each event: what was seen since the last one, and what a queue is short of. Whether where the loop
+        stands has changed by it."""
         s = self.session
-        if self.given_up and event.kind == "begin" and event.phase is Phase.FWD:
-            self.check_whole()
+        dropped = self.given_up and event.kind == "begin" and event.phase is Phase.FWD
+        if dropped:
             with torch.no_grad():
                 s.demand.discard()
         if s.guard is not None:
             peak = s.guard.closes_moment()
-            moment = s.demand.moment if s.demand.active else s.cursor
-            if moment >= 0 and not s.demand.visiting:
+            moment = s.demand.moment if s.cursor.off_plan else s.cursor.moment
+            if moment >= 0 and not s.cursor.visiting:
                 self.measured[moment] = max(self.measured.get(moment, 0), peak)
-        if s.demand.visiting:
-            return
-        if s.queues.short is not None and not s.demand.active:
+        if s.cursor.visiting:
+            return dropped
+        if s.queues.short is not None and not s.cursor.off_plan:
             self.climb(s.queues.short)
-        elif self.pending and s.cursor < 0 and not s.demand.active:
+        elif self.pending and not s.cursor.inside:
             self.replan()
-
-    def check_whole(self) -> None:
-        """Raise ContractError if an iteration that did not fit has left some of its gradients."""
-        if self.given_up and self.session.now.arrived:
-            raise ContractError(
-                "the iteration that ran out of memory has left some of its gradients; call optimizer.zero_grad() and "
-                "run its forward and backward again"
-            )
+        else:
+            return dropped
+        return True
 
     def note(self, error: OutOfMemory, done: str, alive_bytes: int | None = None) -> None:
         """Memory ran out; a new plan is due. alive_bytes: non-model bytes there have to be, if they are known."""
@@ -146,7 +142,7 @@ class Ladder(Sequence[Rung]):
     def _log(self, error: OutOfMemory, done: str) -> int:
         """One more rung; the moment it was climbed in."""
         s = self.session
-        moment = s.demand.moment if s.demand.active else s.cursor
+        moment = s.demand.moment if s.cursor.off_plan else s.cursor.moment
         name = s.timetable.names[moment] if moment >= 0 else ""
         rung = Rung(
             s.iteration, moment, name, error.what, error.asked_bytes, error.payload_bytes, error.other_bytes,
@@ -160,7 +156,7 @@ class Ladder(Sequence[Rung]):
         """What the arena may hold for the rest of the iteration. The queues stand still by then: a step that the plan
         lets begin now counts on the plan's budget."""
         s = self.session
-        if not s.demand.active:
+        if not s.cursor.off_plan:
             s.drain()
         arena = s.arena
         foreseen = s.plan.workload.moments[moment].peak_bytes if moment >= 0 else arena.tide_bytes
@@ -176,13 +172,13 @@ class Ladder(Sequence[Rung]):
         s = self.session
         if s.ranks is not None:
             raise self.ends_ranks(error) from error
-        if s.cursor < 0 and not s.demand.active:
+        if s.cursor.moment < 0 and not s.cursor.off_plan:
             self.note(error, "a new plan is made at once")
             self.replan()
             return
         self.note(error, "the iteration goes on without the plan, each chunk fetched when it is read")
-        if not s.demand.active:
-            s.demand.leave(f"out of memory: {error.what} in moment {s.cursor}")
+        if not s.cursor.off_plan:
+            s.demand.leave(f"out of memory: {error.what} in moment {s.cursor.moment}")
 
     def recover(self, error: OutOfMemory | torch.OutOfMemoryError) -> None:
         """An operator of the loop's own forward or backward was refused memory and the error came out of it (a CUDA
@@ -214,7 +210,7 @@ class Ladder(Sequence[Rung]):
         else:
             self.note(error, "the iteration is given up, to be run again")
         with s.at_work, unseen(), torch.no_grad():
-            if s.cursor >= 0 or s.demand.active:
+            if s.cursor.moment >= 0 or s.cursor.off_plan:
                 s.demand.discard()
             elif self.pending:
                 self.replan()
@@ -231,8 +227,8 @@ class Ladder(Sequence[Rung]):
         short = error.asked_bytes
         if error.limit_bytes is not None:
             short = error.payload_bytes + error.other_bytes + error.asked_bytes - error.limit_bytes
-        if s.cursor >= 0 and not s.demand.active:
-            s.demand.leave(f"out of memory: {error.what} in moment {s.cursor}")
+        if s.cursor.moment >= 0 and not s.cursor.off_plan:
+            s.demand.leave(f"out of memory: {error.what} in moment {s.cursor.moment}")
         dropped, freed = s.demand.give_back(short, needed=needed)
         words = [f"gave back {format_bytes(freed)} ({len(dropped)} chunks) "] if dropped else []
         if freed < short:
@@ -252,12 +248,12 @@ class Ladder(Sequence[Rung]):
         the plan says comes next, so this rank can neither leave it nor begin the iteration again."""
         s = self.session
         assert s.ranks is not None
-        if s.demand.visiting:
+        if s.cursor.visiting:
             where = f"in an evaluation after step {s.iteration - 1}"
-        elif s.cursor < 0:
+        elif s.cursor.moment < 0:
             where = f"before iteration {s.iteration}"
         else:
-            where = f"in iteration {s.iteration}, moment {s.cursor} ({s.timetable.names[s.cursor]})"
+            where = f"in iteration {s.iteration}, moment {s.cursor.moment} ({s.timetable.names[s.cursor.moment]})"
         planned, limit = s.plan.gpu_budget_bytes, error.limit_bytes
         less = max(0, planned - max(error.asked_bytes, planned // 8))
         budget = limit if limit is not None and limit < planned else less
@@ -290,7 +286,7 @@ class Ladder(Sequence[Rung]):
         """The next plan, from the first rung that fits. Raises DoesNotFit if none does; the session then stands between
         two iterations with the values of the last whole step, and tries again at the next."""
         s = self.session
-        assert s.cursor < 0 and not s.demand.active and not s.demand.visiting
+        assert s.cursor.moment < 0 and not s.cursor.off_plan and not s.cursor.visiting
         self.given_up = False
         if not s.held:
             s.drain()

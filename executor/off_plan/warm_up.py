@@ -11,6 +11,7 @@ from executor.hooks import Event
 from executor.measuring.live_bytes import LiveStorages
 from executor.measuring.measure import unseen
 from executor.moments import MomentRecorder
+from executor.session.cursor import Answer
 
 if TYPE_CHECKING:
     from executor.engine import Session
@@ -47,7 +48,7 @@ class WarmUp:
         self._micro_batch = 0
         self._begun_s: float | None = None
 
-    def on_event(self, event: Event) -> None:
+    def on_event(self, event: Event, found: Answer) -> None:
         self.close()
         self._micro_batch = event.micro_batch
         session, at = self._session, len(self.durations)
@@ -56,10 +57,10 @@ class WarmUp:
         with unseen():
             if self._script is None:
                 assert self._live is not None
-                session.demand.on_event(event, self._live.current)
+                session.demand.on_event(event, found, self._live.current)
             elif at < len(self._script):
                 chunks, peak_bytes = self._script[at]
-                session.demand.on_event(event, peak_bytes)
+                session.demand.on_event(event, found, peak_bytes)
                 session.demand.ensure(chunks)
                 session.set_open(True)
         self._begun_s = self._clock()

@@ -1,0 +1,455 @@
+"""Cursor: where the loop stands, and the loop contract as one table.
+
+`TABLE[state, act]` says what comes of it when the loop does something (`Act`) where it stands (`State`): rows are
+looked through from the first on, and the first whose conditions all hold counts. Conditions are names of `Facts`, "!"
+before one that must not hold; a row without any always counts. What comes of it is an `Answer`, or a `Refusal` with the
+text of its ContractError.
+
+Nothing is done here, and nothing is known of torch: whoever asks carries out what is answered. The contract in words is
+in `contract.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+from typing import Protocol
+
+from pstar_sim.errors import ContractError
+from pstar_sim.workload.workload import Phase
+
+__all__ = ["TABLE", "TEXTS", "Act", "Answer", "Cursor", "Facts", "Refusal", "State", "act_of", "answer"]
+
+
+class State(Enum):
+    """Where the loop stands.
+
+    BETWEEN: no iteration is open: from the end of `optimizer.step()` to the next first event.
+    VISITING: an evaluation runs between two iterations.
+    ON_PLAN: the open moment is the plan's.
+    OFF_PLAN: the iteration has left the plan and goes on on demand.
+    INTERRUPTED: an interruption came inside the engine's own work and has not been mended.
+    CLOSED: the session has ended.
+    """
+
+    BETWEEN = "between"
+    VISITING = "visiting"
+    ON_PLAN = "on plan"
+    OFF_PLAN = "off plan"
+    INTERRUPTED = "interrupted"
+    CLOSED = "closed"
+
+
+class Act(Enum):
+    """What the loop does: the clock's events, then what is called."""
+
+    FORWARD = "a module's forward begins"
+    RECOMPUTE = "a module's forward begins inside backward"
+    END = "a module's forward ends"
+    GRADIENT = "the gradient of a module's output"
+    BACKWARD_END = "a backward ends"
+    STEP = "the optimizer's own moment begins"
+    UPDATE = "optimizer.step()"
+    CLEAR = "zero_grad()"
+    READ_GRAD = "p.grad is read"
+    SET_GRAD = "p.grad = tensor"
+    DROP_GRAD = "p.grad = None"
+    READ_VALUE = "a parameter's value is read outside every module"
+    READ_STATE = "an optimizer state is read"
+    LOOK = "values are looked at while nothing moves"
+
+
+class Answer(Enum):
+    """What comes of it.
+
+    FOLLOW: go to the moment of the plan that the event opens.
+    LEAVE: leave the plan, then go on on demand.
+    CARRY: go on on demand.
+    VISIT: an evaluation begins.
+    STAY: the evaluation goes on.
+    END_VISIT: end the evaluation, then ask again.
+    MEND: mend what the interruption left, then ask again.
+    FINISH: mend, which ends the step that was interrupted.
+    NOTHING: as if it had not been done.
+    STEP: update, as the plan has it or on demand.
+    DROP: drop the iteration's gradients, then allow.
+    HALF: end the run: a backward ended in the middle of its eager updates.
+    ALLOW: do it.
+    """
+
+    FOLLOW = "follow"
+    LEAVE = "leave"
+    CARRY = "carry"
+    VISIT = "visit"
+    STAY = "stay"
+    END_VISIT = "end visit"
+    MEND = "mend"
+    FINISH = "finish"
+    NOTHING = "nothing"
+    STEP = "step"
+    DROP = "drop"
+    HALF = "half"
+    ALLOW = "allow"
+
+
+class Refusal(Enum):
+    """What raises ContractError; `TEXTS` has the words."""
+
+    CLOSED = "closed"
+    INTERRUPTED = "interrupted"
+    SWITCHED_FORWARD = "switched forward"
+    SWITCHED_BACKWARD = "switched backward"
+    OUTSIDE = "outside"
+    OUT_OF_MEMORY = "out of memory"
+    UPDATING = "updating"
+    OF_EVALUATION = "of evaluation"
+    NOT_CLEARED = "not cleared"
+    SURPLUS = "surplus"
+    TWICE = "twice"
+    CHANGED = "changed"
+    KEEPS = "keeps"
+    UPDATED = "updated"
+    SUMMED = "summed"
+    GRAD = "grad"
+    GRAD_SET = "grad set"
+    GRAD_LEFT = "grad left"
+    BORDER = "border"
+
+
+class Facts(Protocol):
+    """What the table asks, beside the state. Each is asked only where a row needs it.
+
+    Conditions:
+        trains: a forward that runs now is one of training.
+        begins: it begins a module's forward that no other module's called, or is no event at all.
+        switched: requires_grad of a parameter is not what it was at `prepare`.
+        outside: under loss scaling, it begins outside a forward of the prepared model.
+        expected: the plan has its event next, or further on where this rank has nothing to compute before.
+        fits: it begins no micro-batch, or one whose batch may run on plan.
+        outstanding: a gradient that the plan counts on has not come.
+        of_evaluation: the gradient is of an output that an evaluation computed.
+        pending: gradients have arrived and `optimizer.step()` has not come.
+        given: gradients have arrived, or count as zero.
+        arrived: gradients have arrived.
+        consumed: a gradient (of the parameter, where the act is about one) has left and is not cleared.
+        stepped: `optimizer.step()` came after they arrived.
+        surplus: as many backwards as planned have ended.
+        updating: parameters may be changing (eager updates).
+        unfinished: the backward has not ended, and never will.
+        committed: the updates of the iteration have begun.
+        given_up: the iteration did not fit into memory.
+        last: the open moment is the last before the optimizer's.
+        changed: settings of the update are not those it began with.
+        keeps: gradient tensors are to be kept.
+        several: there are several ranks.
+        inside: an iteration is open.
+        frozen: the parameter is not trained.
+
+    Words of `TEXTS` are attributes too.
+    """
+
+    @property
+    def trains(self) -> bool: ...
+    @property
+    def begins(self) -> bool: ...
+    @property
+    def switched(self) -> bool: ...
+    @property
+    def outside(self) -> bool: ...
+    @property
+    def expected(self) -> bool: ...
+    @property
+    def fits(self) -> bool: ...
+    @property
+    def outstanding(self) -> bool: ...
+    @property
+    def of_evaluation(self) -> bool: ...
+    @property
+    def pending(self) -> bool: ...
+    @property
+    def given(self) -> bool: ...
+    @property
+    def arrived(self) -> bool: ...
+    @property
+    def consumed(self) -> bool: ...
+    @property
+    def stepped(self) -> bool: ...
+    @property
+    def surplus(self) -> bool: ...
+    @property
+    def updating(self) -> bool: ...
+    @property
+    def unfinished(self) -> bool: ...
+    @property
+    def committed(self) -> bool: ...
+    @property
+    def given_up(self) -> bool: ...
+    @property
+    def last(self) -> bool: ...
+    @property
+    def changed(self) -> bool: ...
+    @property
+    def keeps(self) -> bool: ...
+    @property
+    def several(self) -> bool: ...
+    @property
+    def inside(self) -> bool: ...
+    @property
+    def frozen(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """when: (fact, whether it must hold). then: what comes of it."""
+
+    when: tuple[tuple[str, bool], ...]
+    then: Answer | Refusal
+
+
+def _row(when: str, then: Answer | Refusal) -> Row:
+    return Row(tuple((word.removeprefix("!"), not word.startswith("!")) for word in when.split()), then)
+
+
+_FORWARD = (
+    _row("trains switched", Refusal.SWITCHED_FORWARD),
+    _row("trains outside", Refusal.OUTSIDE),
+    _row("given_up arrived", Refusal.OUT_OF_MEMORY),
+)
+_GRADIENT = (
+    _row("switched", Refusal.SWITCHED_BACKWARD),
+    _row("of_evaluation", Refusal.OF_EVALUATION),
+    _row("stepped consumed", Refusal.NOT_CLEARED),
+    _row("surplus arrived", Refusal.SURPLUS),
+)
+_FOLLOW = _row("expected !outstanding", Answer.FOLLOW)
+_FIRST = _row("trains expected fits !outstanding", Answer.FOLLOW)
+_UPDATING = _row("updating", Refusal.UPDATING)
+_EVALUATION = _row("!trains", Answer.VISIT)
+_STAY = (_row("!trains", Answer.STAY), _row("", Answer.END_VISIT))
+_LEAVE = _row("", Answer.LEAVE)
+_CARRY = _row("", Answer.CARRY)
+_NOTHING = _row("", Answer.NOTHING)
+_ALLOW = _row("", Answer.ALLOW)
+_CLOSED = _row("", Refusal.CLOSED)
+_INTERRUPTED = (
+    _row("!begins", Refusal.INTERRUPTED),
+    _row("pending !committed", Refusal.INTERRUPTED),
+    _row("", Answer.MEND),
+)
+_UPDATE = (
+    _row("!given", Answer.NOTHING),
+    _row("stepped", Refusal.TWICE),
+    _row("given_up arrived", Refusal.OUT_OF_MEMORY),
+)
+_CLEAR = (
+    _row("keeps", Refusal.KEEPS),
+    _row("pending updating unfinished", Answer.HALF),
+    _row("pending updating", Refusal.UPDATED),
+    _row("pending several", Refusal.SUMMED),
+    _row("pending", Answer.DROP),
+    _ALLOW,
+)
+_CALLS: dict[Act, tuple[Row, ...]] = {
+    Act.CLEAR: _CLEAR,
+    Act.READ_GRAD: (_row("consumed", Refusal.GRAD), _ALLOW),
+    Act.SET_GRAD: (_row("", Refusal.GRAD_SET),),
+    Act.DROP_GRAD: (_row("consumed !stepped", Refusal.GRAD_LEFT), _ALLOW),
+    Act.READ_VALUE: (_row("several inside", Refusal.BORDER), _row("!frozen updating", Refusal.UPDATING), _ALLOW),
+    Act.READ_STATE: (_UPDATING, _ALLOW),
+    Act.LOOK: (_ALLOW,),
+}
+_EVENTS = (Act.FORWARD, Act.RECOMPUTE, Act.END, Act.GRADIENT, Act.BACKWARD_END, Act.STEP)
+
+_ROWS: dict[State, dict[Act, tuple[Row, ...]]] = {
+    State.BETWEEN: {
+        Act.FORWARD: (*_FORWARD, _FIRST, _UPDATING, _EVALUATION, _LEAVE),
+        Act.RECOMPUTE: (_FIRST, _EVALUATION, _LEAVE),
+        Act.END: (_FOLLOW, _LEAVE),
+        Act.GRADIENT: (*_GRADIENT, _FOLLOW, _LEAVE),
+        Act.BACKWARD_END: (_FOLLOW, _LEAVE),
+        Act.STEP: (_FOLLOW, _NOTHING),
+        Act.UPDATE: (*_UPDATE, _LEAVE),
+    },
+    State.VISITING: {
+        Act.FORWARD: (*_FORWARD, *_STAY),
+        Act.RECOMPUTE: _STAY,
+        Act.END: _STAY,
+        Act.GRADIENT: (_row("", Answer.END_VISIT),),
+        Act.BACKWARD_END: (_row("", Answer.END_VISIT),),
+        Act.STEP: (_row("", Answer.END_VISIT),),
+        Act.UPDATE: (*_UPDATE, _LEAVE),
+    },
+    State.ON_PLAN: {
+        Act.FORWARD: (*_FORWARD, _row("expected fits !outstanding", Answer.FOLLOW), _UPDATING, _LEAVE),
+        Act.RECOMPUTE: (_row("expected fits !outstanding", Answer.FOLLOW), _LEAVE),
+        Act.END: (_FOLLOW, _LEAVE),
+        Act.GRADIENT: (*_GRADIENT, _FOLLOW, _LEAVE),
+        Act.BACKWARD_END: (_FOLLOW, _LEAVE),
+        Act.STEP: (_FOLLOW, _LEAVE),
+        Act.UPDATE: (*_UPDATE, _row("last changed", Refusal.CHANGED), _row("last", Answer.STEP), _LEAVE),
+    },
+    State.OFF_PLAN: {
+        Act.FORWARD: (*_FORWARD, _UPDATING, _CARRY),
+        Act.RECOMPUTE: (_CARRY,),
+        Act.END: (_CARRY,),
+        Act.GRADIENT: (*_GRADIENT, _CARRY),
+        Act.BACKWARD_END: (_CARRY,),
+        Act.STEP: (_CARRY,),
+        Act.UPDATE: (*_UPDATE, _row("", Answer.STEP)),
+    },
+    State.INTERRUPTED: {
+        **dict.fromkeys(_EVENTS, _INTERRUPTED),
+        Act.UPDATE: (_row("committed", Answer.FINISH), *_INTERRUPTED),
+        Act.CLEAR: (_row("keeps", Refusal.KEEPS), _row("", Answer.MEND)),
+        Act.LOOK: _INTERRUPTED,
+    },
+    State.CLOSED: {**dict.fromkeys(_EVENTS, (_NOTHING,)), Act.UPDATE: (_CLOSED,), Act.CLEAR: (_CLOSED,)},
+}
+
+TABLE: Mapping[tuple[State, Act], tuple[Row, ...]] = MappingProxyType(
+    {(state, act): rows for state, mine in _ROWS.items() for act, rows in {**_CALLS, **mine}.items()}
+)
+"""(where the loop stands, what it does) -> rows, the first that holds counts."""
+
+_EAGER_GRADIENTS = (
+    "zero_grad() before step() with eager updates, in the last backward or after it: parameters are updated in that "
+    "backward and their gradients cannot be dropped any more; call step(), or use AdamW(eager=False)"
+)
+_SWITCHED = (
+    " while requires_grad of {f.switched_name!r} ({f.switched_count} parameters) is not what it was at prepare: the "
+    "plan was made for what was trainable then; put it back after the evaluation it was changed for, or freeze before "
+    "planning and prepare again"
+)
+
+TEXTS: Mapping[Refusal, str] = MappingProxyType(
+    {
+        Refusal.CLOSED: "the session is closed; call executor.prepare again",
+        Refusal.INTERRUPTED: (
+            "iteration {f.iteration} was interrupted; call optimizer.zero_grad() to drop what it has left of its "
+            "gradients, and run its forward and backward again"
+        ),
+        Refusal.SWITCHED_FORWARD: "a forward of {f.forward} with gradients" + _SWITCHED,
+        Refusal.SWITCHED_BACKWARD: "a backward" + _SWITCHED,
+        Refusal.OUTSIDE: (
+            "{f.module!r} is called with gradients outside a forward of the prepared model: loss scaling acts at that "
+            "model's inputs and outputs; call the prepared model itself, or train in bf16 or fp32"
+        ),
+        Refusal.OUT_OF_MEMORY: (
+            "the iteration that ran out of memory has left some of its gradients; call optimizer.zero_grad() and run "
+            "its forward and backward again"
+        ),
+        Refusal.UPDATING: (
+            "{f.what} between the last backward and optimizer.step() with eager updates: some parameters are updated "
+            "already; do it after step(), or use AdamW(eager=False)"
+        ),
+        Refusal.OF_EVALUATION: (
+            "a backward from an output of {f.source} that was computed while requires_grad of every trainable "
+            "parameter was off: that was an evaluation; compute the loss again"
+        ),
+        Refusal.NOT_CLEARED: (
+            "a backward after optimizer.step() without zero_grad(): plain torch would add to gradients that are gone "
+            "here; call optimizer.zero_grad() after each step"
+        ),
+        Refusal.SURPLUS: (
+            "backward number {f.backward} of an iteration that the plan made for {f.planned} micro-batches: call "
+            "optimizer.step() and zero_grad() first, or make the plan for as many micro-batches as the loop "
+            "accumulates (--micro-batches)"
+        ),
+        Refusal.TWICE: (
+            "optimizer.step() twice for one backward: the gradients are gone after the first; run a backward in between"
+        ),
+        Refusal.CHANGED: (
+            "param_groups changed between the forward and optimizer.step() with eager updates: chunks were updated "
+            "with the old values; change them after step() and before the next forward"
+        ),
+        Refusal.KEEPS: (
+            "zero_grad(set_to_none=False) keeps gradient tensors, which live in chunks here; call zero_grad()"
+        ),
+        Refusal.UPDATED: _EAGER_GRADIENTS,
+        Refusal.SUMMED: (
+            "zero_grad() before step() on several ranks: the gradients are summed already, and the other ranks count "
+            "on the update; call step()"
+        ),
+        Refusal.GRAD: (
+            "the gradient of {f.name!r} is not in .grad: it left for its chunk as soon as it was final. To clip, give "
+            "AdamW(max_grad_norm=...) instead of clip_grad_norm_ (executor.hf.connect for a transformers Trainer); its "
+            "norm is optimizer.session.grad_norm. Loss scaling is AdamW(loss_scale=...), on by itself in fp16, instead "
+            "of GradScaler"
+        ),
+        Refusal.GRAD_SET: (
+            "the gradient of {f.name!r} cannot be set: gradients live in chunks; change the loss instead"
+        ),
+        Refusal.GRAD_LEFT: (
+            "the gradient of {f.name!r} has left for its chunk; call optimizer.zero_grad() to drop the gradients of "
+            "all parameters"
+        ),
+        Refusal.BORDER: (
+            "{f.name!r} is read inside an iteration, outside every module: on several ranks each holds a part of it; "
+            "read it between optimizer.step() and the next forward, on all ranks"
+        ),
+    }
+)
+
+
+def act_of(kind: str, phase: Phase) -> Act:
+    """What an event of the clock is, by its kind and the phase of the moment it opens."""
+    if kind == "begin":
+        return Act.FORWARD if phase is Phase.FWD else Act.RECOMPUTE
+    return _KINDS[kind]
+
+
+_KINDS = {"end": Act.END, "grad": Act.GRADIENT, "backward-end": Act.BACKWARD_END, "step": Act.STEP}
+
+
+def answer(state: State, act: Act, facts: Facts) -> Answer:
+    """What comes of it. Raises ContractError where the table refuses."""
+    for row in TABLE[state, act]:
+        for fact, holds in row.when:
+            if getattr(facts, fact) is not holds:
+                break
+        else:
+            if isinstance(row.then, Refusal):
+                raise refused(row.then, facts)
+            return row.then
+    raise AssertionError(f"no row of {state}, {act} holds")
+
+
+def refused(refusal: Refusal, facts: object) -> ContractError:
+    """The error of a refusal. facts: has the words of its text."""
+    return ContractError(TEXTS[refusal].format(f=facts))
+
+
+class Cursor:
+    """Where the loop stands.
+
+    Attributes:
+        moment: index of the open moment; -1 between two iterations.
+        visiting: an evaluation runs between two iterations.
+        off_plan: the current iteration has left the plan.
+        stepped: `optimizer.step()` came after gradients arrived.
+        committed: the last iteration whose updates `optimizer.step()` has begun, -1 before the first.
+    """
+
+    __slots__ = ("committed", "moment", "off_plan", "stepped", "visiting")
+
+    def __init__(self) -> None:
+        self.moment = -1
+        self.visiting = False
+        self.off_plan = False
+        self.stepped = False
+        self.committed = -1
+
+    @property
+    def inside(self) -> bool:
+        """An iteration is open, on plan or off."""
+        return self.moment >= 0 or self.off_plan
+
+    @property
+    def state(self) -> State:
+        if self.visiting:
+            return State.VISITING
+        if self.off_plan:
+            return State.OFF_PLAN
+        return State.BETWEEN if self.moment < 0 else State.ON_PLAN

@@ -1,0 +1,184 @@
+"""The loop contract's table, row by row, against the same contract written out as branches. No model takes part."""
+
+from __future__ import annotations
+
+import itertools
+import string
+from collections.abc import Iterator
+
+import pytest
+
+from executor.session.cursor import TABLE, TEXTS, Act, Answer, Cursor, Facts, Refusal, State, act_of, answer, refused
+from executor.session.facts import ActFacts
+from pstar_sim.errors import ContractError
+from pstar_sim.workload.workload import Phase
+
+PAIRS = list(itertools.product(State, Act))
+EVENTS = (Act.FORWARD, Act.RECOMPUTE, Act.END, Act.GRADIENT, Act.BACKWARD_END, Act.STEP)
+CONDITIONS = {name for name, value in vars(Facts).items() if isinstance(value, property)}
+
+
+class Said:
+    """Facts that were said; asking for another one is an error."""
+
+    def __init__(self, **facts: bool) -> None:
+        self.__dict__.update(facts)
+
+
+class Words:
+    """Any word of a text, as itself."""
+
+    def __getattr__(self, name: str) -> str:
+        return f"<{name}>"
+
+
+def asked(state: State, act: Act) -> list[str]:
+    """Conditions that the rows of the pair look at."""
+    return sorted({name for row in TABLE[state, act] for name, _ in row.when})
+
+
+def worlds(state: State, act: Act) -> Iterator[dict[str, bool]]:
+    names = asked(state, act)
+    for values in itertools.product((False, True), repeat=len(names)):
+        yield dict(zip(names, values))
+
+
+def contract(state: State, act: Act, f: dict[str, bool]) -> Answer | Refusal:
+    """What comes of it, in branches."""
+    if act in (Act.UPDATE, Act.CLEAR) and state is State.CLOSED:
+        return Refusal.CLOSED
+    if act is Act.CLEAR:
+        if f["keeps"]:
+            return Refusal.KEEPS
+        if state is State.INTERRUPTED:
+            return Answer.MEND
+        if not f["pending"]:
+            return Answer.ALLOW
+        if f["updating"]:
+            return Answer.HALF if f["unfinished"] else Refusal.UPDATED
+        return Refusal.SUMMED if f["several"] else Answer.DROP
+    if act is Act.READ_GRAD:
+        return Refusal.GRAD if f["consumed"] else Answer.ALLOW
+    if act is Act.SET_GRAD:
+        return Refusal.GRAD_SET
+    if act is Act.DROP_GRAD:
+        return Refusal.GRAD_LEFT if f["consumed"] and not f["stepped"] else Answer.ALLOW
+    if act is Act.READ_VALUE:
+        if f["several"] and f["inside"]:
+            return Refusal.BORDER
+        return Refusal.UPDATING if f["updating"] and not f["frozen"] else Answer.ALLOW
+    if act is Act.READ_STATE:
+        return Refusal.UPDATING if f["updating"] else Answer.ALLOW
+    if state is State.CLOSED:
+        return Answer.ALLOW if act is Act.LOOK else Answer.NOTHING
+    if state is State.INTERRUPTED:
+        if act is Act.UPDATE and f["committed"]:
+            return Answer.FINISH
+        lost = f["pending"] and not f["committed"]
+        return Answer.MEND if f["begins"] and not lost else Refusal.INTERRUPTED
+    if act is Act.LOOK:
+        return Answer.ALLOW
+    if act is Act.UPDATE:
+        return update(state, f)
+    return event(state, act, f)
+
+
+def update(state: State, f: dict[str, bool]) -> Answer | Refusal:
+    if not f["given"]:
+        return Answer.NOTHING
+    if f["stepped"]:
+        return Refusal.TWICE
+    if f["given_up"] and f["arrived"]:
+        return Refusal.OUT_OF_MEMORY
+    if state is State.ON_PLAN and f["last"]:
+        return Refusal.CHANGED if f["changed"] else Answer.STEP
+    return Answer.STEP if state is State.OFF_PLAN else Answer.LEAVE
+
+
+def event(state: State, act: Act, f: dict[str, bool]) -> Answer | Refusal:
+    if act is Act.FORWARD:
+        if f["trains"] and f["switched"]:
+            return Refusal.SWITCHED_FORWARD
+        if f["trains"] and f["outside"]:
+            return Refusal.OUTSIDE
+        if f["given_up"] and f["arrived"]:
+            return Refusal.OUT_OF_MEMORY
+    if state is State.VISITING:
+        evaluates = act in (Act.FORWARD, Act.RECOMPUTE, Act.END) and not f["trains"]
+        return Answer.STAY if evaluates else Answer.END_VISIT
+    if act is Act.GRADIENT:
+        if f["switched"]:
+            return Refusal.SWITCHED_BACKWARD
+        if f["of_evaluation"]:
+            return Refusal.OF_EVALUATION
+        if f["stepped"] and f["consumed"]:
+            return Refusal.NOT_CLEARED
+        if f["surplus"] and f["arrived"]:
+            return Refusal.SURPLUS
+    begins = act in (Act.FORWARD, Act.RECOMPUTE)
+    evaluates = state is State.BETWEEN and begins and not f["trains"]
+    if state is not State.OFF_PLAN and f["expected"] and not f["outstanding"]:
+        if not evaluates and (f["fits"] if begins else True):
+            return Answer.FOLLOW
+    if act is Act.FORWARD and f["updating"]:
+        return Refusal.UPDATING
+    if evaluates:
+        return Answer.VISIT
+    if state is State.OFF_PLAN:
+        return Answer.CARRY
+    return Answer.NOTHING if state is State.BETWEEN and act is Act.STEP else Answer.LEAVE
+
+
+@pytest.mark.parametrize(("state", "act"), PAIRS, ids=lambda each: each.name)
+def test_every_pair_in_every_world(state: State, act: Act) -> None:
+    for facts in worlds(state, act):
+        expected = contract(state, act, facts)
+        if isinstance(expected, Answer):
+            assert answer(state, act, Said(**facts)) is expected, facts  # type: ignore[arg-type]
+            continue
+        said = Words()
+        said.__dict__.update(facts)
+        with pytest.raises(ContractError) as error:
+            answer(state, act, said)  # type: ignore[arg-type]
+        assert str(error.value) == str(refused(expected, Words())), facts
+
+
+def test_the_table_is_whole() -> None:
+    """Every pair has rows, every answer and refusal comes of one, every condition is asked for and every row counts
+    somewhere."""
+    assert set(TABLE) == set(PAIRS)
+    ends = {row.then for rows in TABLE.values() for row in rows}
+    assert ends == {*Answer, *Refusal}
+    assert {name for pair in PAIRS for name in asked(*pair)} == CONDITIONS
+    for state, act in PAIRS:
+        rows = TABLE[state, act]
+        found = set()
+        for facts in worlds(state, act):
+            found.add(next(i for i, row in enumerate(rows) if all(facts[name] is holds for name, holds in row.when)))
+        assert found == set(range(len(rows))), (state, act)
+
+
+def test_every_text_says_what_its_act_knows() -> None:
+    assert set(TEXTS) == set(Refusal)
+    words = {field for text in TEXTS.values() for _, field, _, _ in string.Formatter().parse(text) if field}
+    assert {word.removeprefix("f.") for word in words} <= set(dir(ActFacts))
+    assert set(dir(ActFacts)) >= CONDITIONS
+    for refusal in Refusal:
+        assert "{" not in str(refused(refusal, Words()))
+
+
+def test_where_a_cursor_stands() -> None:
+    cursor = Cursor()
+    assert cursor.state is State.BETWEEN and not cursor.inside
+    cursor.visiting = True
+    assert cursor.state is State.VISITING and not cursor.inside
+    cursor.visiting, cursor.moment = False, 0
+    assert cursor.state is State.ON_PLAN and cursor.inside
+    cursor.off_plan = True
+    assert cursor.state is State.OFF_PLAN and cursor.inside
+
+
+def test_events_are_acts() -> None:
+    assert act_of("begin", Phase.FWD) is Act.FORWARD and act_of("begin", Phase.RECOMPUTE) is Act.RECOMPUTE
+    assert act_of("end", Phase.FWD) is act_of("end", Phase.RECOMPUTE) is Act.END
+    assert [act_of(kind, Phase.BWD) for kind in ("grad", "backward-end", "step")] == [*EVENTS[3:]]
