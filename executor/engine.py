@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-import threading
 import time
 import weakref
 from collections import deque
@@ -30,10 +29,10 @@ from executor.activations.stashes import Stashes
 from executor.adam import Hyper
 from executor.at_work import AtWork
 from executor.compiled import untraced
-from executor.contract import ChunkParameter, ParkedParameter, disown, raw_grad, set_raw_grad
+from executor.contract import raw_grad, set_raw_grad
 from executor.devices.backend import Backend, StreamBackend, VirtualBackend, available_host_bytes
 from executor.distributed.absent import Absent
-from executor.distributed.ranks import READS, CountOf, Ranks, count_of
+from executor.distributed.ranks import CountOf, Ranks, count_of
 from executor.driving.drive import Driver, Loss, StepResult
 from executor.holdings import Holdings
 from executor.hooks import Event, MomentClock, tensors_of
@@ -55,6 +54,7 @@ from executor.scaling import LossScaling, guard_boundary
 from executor.session.cursor import Act, Answer, Cursor, Refusal, State, act_of, answer, refused
 from executor.session.facts import ActFacts
 from executor.session.iteration import Iteration
+from executor.session.reader import Reader
 from executor.session.timetable import Timetable
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import COPIES, Kind, Place, Queue
@@ -99,7 +99,6 @@ class Session:
         self.ranks = ranks
         if ranks is not None:
             ranks.on_loss = self._hear_of_loss(weakref.ref(self))
-            ranks.giver = weakref.ref(self)
         self._count = count
         self.absent = None if ranks is None or eager else Absent(self)
         self._weight = 1.0  # of this rank's gradients in the micro-batch that runs
@@ -134,17 +133,16 @@ class Session:
         self._dropped.atexit = False  # the interpreter's end is `prepare`'s matter
         self._hyper = hyper
         self._now = clock
-        self._classes = threading.Lock()  # a queue's thread and the user's may change a parameter's class at once
-        self._open = False  # parameters may be read as they stand, where they are readable
+        self.reader = Reader(self, parameters)
+        if ranks is not None:
+            ranks.giver = weakref.ref(self.reader)
         self.now = Iteration(number=-1)  # the current one; between two, the one that ended last
-        self.consumed: set[int] = set()  # tensors whose gradient left autograd and that no zero_grad has cleared yet
-        self.switched: set[int] = set()  # tensors whose requires_grad is not the plan's at present
         self.held = False  # nothing moves until there is a new plan
         self._standing = False  # inside `still`
         self.guard: Guard | None = None
         self.ladder = Ladder(self)
         self._install(plan, arena, queues)
-        self.clock = MomentClock(model, self.on_event, trains=lambda: self.trains, wrap=untraced)
+        self.clock = MomentClock(model, self.on_event, trains=lambda: self.reader.trains, wrap=untraced)
         self._hooks = [
             parameters[t].register_post_accumulate_grad_hook(untraced(self._gradient_hook(t)))  # type: ignore[no-untyped-call]
             for t in sorted(self.timetable.trainable)
@@ -170,16 +168,17 @@ class Session:
         self.queues = queues
         self.holdings.arena = arena
         self.holdings.stoppers = [queues.stopper()]
-        self.contents = Contents(arena, self.refresh, None if self.ranks is None else self.ranks.wire)
+        self.contents = Contents(arena, self.reader.refresh, None if self.ranks is None else self.ranks.wire)
         self.program = Program(plan)
-        self.timetable = Timetable(plan)
+        self.timetable: Timetable = Timetable(plan)
         self.logs: deque[IterationLog] = deque(maxlen=KEPT_ITERATIONS)
         self._most_changes = KEPT_CHANGES
         self.span_log: deque[StepLog] = deque(maxlen=KEPT_ITERATIONS * max(1, len(plan.steps)))
         self.first_s = self._now()
         self._steps: dict[tuple[int, int], StepLog] = {}
         self.demand = Demand(self)
-        self._touch = untraced(self.demand.touch)
+        self.touch = untraced(self.demand.touch)
+        self.join = self.demand.join
         self.stashes = Stashes(self)
         if self.guard is not None:
             self.guard.bind()
@@ -204,29 +203,6 @@ class Session:
         """Raise ContractError where `what` would see some parameters updated and others not."""
         if self.updating:
             raise refused(Refusal.UPDATING, ActFacts(self, what=what))
-
-    # -- reading parameters -------------------------------------------------------------------------------------------
-
-    def refresh(self, chunk: int) -> None:
-        """The chunk's working list became readable, or ceased to be: put its parameters into the class that says so."""
-        contents = self.contents
-        with self._classes:
-            updated = self.updated_early
-            for t in self.timetable.tensors_of[chunk]:
-                readable = self._open and chunk not in self.queues.in_flight and contents.readable(t)
-                readable = readable and t not in updated
-                self.parameters[t].__class__ = ChunkParameter if readable else ParkedParameter
-
-    def set_open(self, open_: bool) -> None:
-        """Whether a module runs, so that parameters may be read as they stand."""
-        if open_ != self._open:
-            self._open = open_
-            for chunk in range(len(self.timetable.tensors_of)):
-                self.refresh(chunk)
-
-    @property
-    def is_open(self) -> bool:
-        return self._open
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -338,9 +314,9 @@ class Session:
             self.absent.pass_to(following)
         self.advance(following)
         if (event.phase is Phase.FWD and event.kind == "end" and event.module == "") or event.kind == "backward-end":
-            self.set_open(bool(self.timetable.reads[following]) and not self.updating)
+            self.reader.set_open(bool(self.timetable.reads[following]) and not self.updating)
         elif event.kind != "step":
-            self.set_open(True)
+            self.reader.set_open(True)
 
     def _weigh(self, event: Event, found: Answer) -> None:
         """[Note: the weight of a rank] in distributed/ranks.py, for the micro-batch that begins where the plan has it,
@@ -459,7 +435,7 @@ class Session:
                 if self.absent is not None and self.absent.waits(tensor):
                     return
                 self.demand.leave(
-                    f"gradient of {self.name_of(tensor)!r} arrives in moment {moment}, the plan has it elsewhere"
+                    f"gradient of {self.reader.name_of(tensor)!r} arrives in moment {moment}, the plan has it elsewhere"
                 )
         if self._warm is not None and not self._warm.gradient_is_final(tensor):
             return
@@ -486,7 +462,7 @@ class Session:
             if not self.cursor.off_plan:
                 self.now.outstanding.discard(tensor)
             self.backend.touch()
-            self.consumed.add(tensor)
+            self.reader.consumed.add(tensor)
             self.now.arrived.add(tensor)
             self.cursor.stepped = False
         set_raw_grad(parameter, None)
@@ -522,7 +498,7 @@ class Session:
         if found is Answer.NOTHING:
             return
         with self.at_work, unseen(), torch.no_grad():
-            self.set_open(False)
+            self.reader.set_open(False)
             if found is Answer.LEAVE:
                 count = len(self.timetable.names)
                 self.demand.leave(f"optimizer.step() came in moment {self.cursor.moment} of {count}")
@@ -639,9 +615,7 @@ class Session:
         elif found is Answer.DROP:
             with self.at_work, unseen(), torch.no_grad():
                 self.demand.discard()
-        for t in self.timetable.chunk_of:
-            set_raw_grad(self.parameters[t], None)
-        self.consumed.clear()
+        self.reader.forget_gradients()
         self.now.arrived.clear()
         self.cursor.stepped = False
 
@@ -673,7 +647,7 @@ class Session:
         self.backend.enter_thread(queue)
 
     def landed(self, chunk: int) -> None:
-        self.refresh(chunk)
+        self.reader.refresh(chunk)
 
     def begin(self, i: int, iteration: int, ready_s: float, waited_for: int | None, *, take: bool = True) -> None:
         step = self.plan.steps[i]
@@ -696,7 +670,7 @@ class Session:
             early = self.eager and step.kind in (Kind.CPU_ADAM, Kind.GPU_ADAM) and iteration == self.iteration
             if early and step.chunk is not None:
                 self.now.early.update(self.contents.chunks[step.chunk].with_gradient())
-                self.refresh(step.chunk)
+                self.reader.refresh(step.chunk)
             if step.stash is not None:
                 ahead_bytes = self.stashes.move(step)
             else:
@@ -786,75 +760,6 @@ class Session:
                     self._standing = False
                     self.queues.resume()
 
-    def current_value(self, tensor: int) -> torch.Tensor:
-        """A copy of a parameter's current value, in its shape and working dtype, in host memory."""
-        self.ask(Act.READ_VALUE, tensor=tensor, what=f"{self.name_of(tensor)!r} is read")
-        return self._value_now(tensor)
-
-    def _value_now(self, tensor: int) -> torch.Tensor:
-        contents, arena = self.contents, self.arena
-        chunk = self.timetable.chunk_of[tensor]
-        row = self.plan.workload.tensors[tensor]
-        with unseen(), torch.no_grad(), self.still():
-            self._meet_reader(tensor, "param")
-            state = contents.chunks[chunk]
-            for place in (Place.HOST, Place.GPU):
-                if place in state.current and tensor not in state.where(place, "param"):
-                    return contents.joined(tensor, contents.slot(place, tensor, "param")).reshape(row.shape)
-            for place in (Place.HOST, Place.GPU):
-                if arena.has(place, chunk, "param32"):
-                    dtype = arena.dtype(chunk, "param")
-                    value = contents.slot(place, tensor, "param32").to(dtype, copy=True)
-                    return contents.joined(tensor, value).reshape(row.shape)
-        raise PlanError(f"no place holds the current value of {self.name_of(tensor)!r}")
-
-    def state_value(self, tensor: int, list_name: str) -> torch.Tensor:
-        """A copy of a tensor's part of an optimizer state list, in its shape, in host memory."""
-        self.ask(Act.READ_STATE, tensor=tensor, what=f"the optimizer state of {self.name_of(tensor)!r} is read")
-        chunk = self.timetable.chunk_of[tensor]
-        with unseen(), torch.no_grad(), self.still():
-            self._meet_reader(tensor, list_name)
-            place = Place.HOST if self.arena.has(Place.HOST, chunk, list_name) else Place.GPU
-            value = self.contents.joined(tensor, self.contents.slot(place, tensor, list_name))
-        return value.reshape(self.plan.workload.tensors[tensor].shape)
-
-    def _meet_reader(self, tensor: int, list_name: str) -> None:
-        """Where each rank holds a part: all of them are about to read this."""
-        if self.ranks is not None and self.contents.sliced:
-            lists = ("param", *self.plan.layout.state_lists)
-            self.ranks.come_to(READS, float(tensor * len(lists) + lists.index(list_name)))
-
-    def own_slice(self, chunk: int) -> torch.Tensor:
-        """This rank's slice of a chunk's parameters as they are now, flat, a copy in host memory. While nothing
-        moves."""
-        state, arena = self.contents.chunks[chunk], self.arena
-        for place in (Place.HOST, Place.GPU):
-            if place in state.current and arena.has(place, chunk, "param") and not state.where(place, "param"):
-                return arena.at(place, chunk, "param").to("cpu", copy=True)
-        for place in (Place.HOST, Place.GPU):
-            if arena.has(place, chunk, "param32"):
-                return arena.at(place, chunk, "param32").to(arena.dtype(chunk, "param"), copy=True).cpu()
-        raise PlanError(f"no place holds the current values of chunk {chunk}")
-
-    def set_state_value(self, tensor: int, list_name: str, value: torch.Tensor) -> None:
-        with unseen(), torch.no_grad(), self.still():
-            self._write_state(tensor, list_name, value)
-
-    def _write_state(self, tensor: int, list_name: str, value: torch.Tensor) -> None:
-        for place in (Place.HOST, Place.GPU):
-            if self.arena.has(place, self.timetable.chunk_of[tensor], list_name):
-                self.contents.put(place, tensor, list_name, value)
-
-    def rewrite_from_master(self, tensor: int) -> None:
-        """The master copy changed (a loaded state): every copy of the working list follows."""
-        chunk = self.timetable.chunk_of[tensor]
-        with unseen(), torch.no_grad(), self.still():
-            for place in (Place.HOST, Place.GPU):
-                if place in self.contents.chunks[chunk].current:
-                    self.contents.restore(place, tensor)
-            if self.contents.chunks[chunk].whole:  # the other ranks' slices, which have changed too
-                self.demand.join(chunk)
-
     def see_batch(self, args: Any, kwargs: Any) -> None:
         if self.first is not None and torch.is_grad_enabled():
             self.first.require_plan()
@@ -880,36 +785,6 @@ class Session:
     def add_hook(self, handle: Any) -> None:
         """A hook that goes when the session ends."""
         self._hooks.append(handle)
-
-    # -- what parameters ask (contract.Reader) ------------------------------------------------------------------------
-
-    def name_of(self, tensor: int) -> str:
-        return self.plan.workload.tensors[tensor].name
-
-    def grad_of(self, tensor: int) -> torch.Tensor | None:
-        self.ask(Act.READ_GRAD, tensor=tensor)
-        return raw_grad(self.parameters[tensor])
-
-    def set_grad_of(self, tensor: int, value: torch.Tensor | None) -> None:
-        self.ask(Act.DROP_GRAD if value is None else Act.SET_GRAD, tensor=tensor)
-        self.consumed.discard(tensor)
-        set_raw_grad(self.parameters[tensor], None)
-
-    def see_requires_grad(self, tensor: int, value: bool) -> None:
-        """requires_grad of a parameter is about to be `value`. Around an evaluation that is nobody's business."""
-        if value == (not self.plan.workload.tensors[tensor].frozen):
-            self.switched.discard(tensor)
-        else:
-            self.switched.add(tensor)
-
-    @property
-    def trains(self) -> bool:
-        """A forward that runs now is one of training: gradients are on, and not every trainable parameter is
-        switched off for an evaluation."""
-        return torch.is_grad_enabled() and not (self.switched and self.switched >= self.timetable.trainable)
-
-    def touch(self, func: Any, parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
-        return self._touch(func, parameters, args, kwargs)
 
     # -- warm-up (measuring/record.py) --------------------------------------------------------------------------------
 
@@ -984,9 +859,9 @@ class Session:
             steps_taken = contents.steps_taken
             lists = plan.layout.state_lists
             masters = self.plan.layout.chunks
-            values = {t: self.current_value(t) for t in self.timetable.chunk_of}
+            values = {t: self.reader.current_value(t) for t in self.timetable.chunk_of}
             states = {
-                (s.tensor, name): self.state_value(s.tensor, name)
+                (s.tensor, name): self.reader.state_value(s.tensor, name)
                 for c in masters
                 for s in c.slots
                 for name in lists
@@ -994,7 +869,7 @@ class Session:
             }
             self.renewing = True
             self.queues.stop()
-            self.set_open(False)
+            self.reader.set_open(False)
             for t, value in values.items():
                 self.parameters[t].__class__ = nn.Parameter
                 self.parameters[t].data = value
@@ -1002,7 +877,7 @@ class Session:
             self._install(plan, arena, queues.renew())
             load_parameters(self)
             for (t, name), value in states.items():
-                self._write_state(t, name, value)
+                self.reader.put_state(t, name, value)
             self.contents.steps_taken.update(steps_taken)
         del old, contents, queues, values, states
         self.backend.give_host_back()  # the former plan's slabs
@@ -1083,7 +958,7 @@ class Session:
                     "the update of iteration %d, others do not have it",
                     self.iteration,
                 )
-            values = {t: self._value_now(t) for t in self.timetable.chunk_of}
+            values = {t: self.reader.value_now(t) for t in self.timetable.chunk_of}
         elif restore:
             log.warning("the parameters are left without values: the run ended with %s", self.queues.failure)
         self.end_ranks(sys.exc_info()[1])
@@ -1103,11 +978,7 @@ class Session:
             handle.remove()
         for action in self.on_close:
             action()
-        for t, parameter in enumerate(self.parameters):
-            if isinstance(parameter, ChunkParameter):
-                disown(parameter)
-                if t in values:
-                    parameter.data = values[t].to(self.home)
+        self.reader.make_plain(lambda t: values[t].to(self.home) if t in values else None)
         self.holdings.end()
 
 

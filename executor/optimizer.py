@@ -192,11 +192,11 @@ class OffloadedAdamW(torch.optim.Optimizer):
                     continue
                 row = {
                     "step": torch.tensor(float(session.contents.steps_taken[tensor]), dtype=torch.float32),
-                    "exp_avg": session.state_value(tensor, "momentum"),
-                    "exp_avg_sq": session.state_value(tensor, "variance"),
+                    "exp_avg": session.reader.state_value(tensor, "momentum"),
+                    "exp_avg_sq": session.reader.state_value(tensor, "variance"),
                 }
                 if session.plan.workload.tensors[tensor].dtype != "fp32":
-                    row["param32"] = session.state_value(tensor, "param32")
+                    row["param32"] = session.reader.state_value(tensor, "param32")
                 rows[parameter] = row
         self.state.update(rows)
         try:
@@ -226,11 +226,12 @@ class OffloadedAdamW(torch.optim.Optimizer):
             session.contents.steps_taken[tensor] = 0 if row is None else int(row["step"])
             for key, list_name in names:
                 if row is not None and key in row:
-                    session.set_state_value(tensor, list_name, row[key])
+                    session.reader.set_state_value(tensor, list_name, row[key])
                 elif row is None and key != "param32":
-                    session.set_state_value(tensor, list_name, torch.zeros(session.plan.workload.tensors[tensor].shape))
+                    zeros = torch.zeros(session.plan.workload.tensors[tensor].shape)
+                    session.reader.set_state_value(tensor, list_name, zeros)
             if row is not None and "param32" in row:
-                session.rewrite_from_master(tensor)
+                session.reader.rewrite_from_master(tensor)
         if session.scaling is not None and "loss_scaling" in state_dict:
             session.scaling.load_state_dict(state_dict["loss_scaling"])
         for mine, theirs in zip(self.param_groups, groups):

@@ -89,9 +89,9 @@ def prepare(
     """
     options = DeviceOptions(bandwidth=bandwidth, adam_threads=adam_threads, gpu_memory_bytes=gpu_memory)
     if (prepared := next((p for p in model.parameters() if hasattr(p, "_reader")), None)) is not None:
-        session = prepared._reader()
-        if session is not None and session.queues.program is None:
-            session.require_running()  # a prepare that was interrupted: there is no optimizer to close
+        reader = prepared._reader()
+        if reader is not None and reader.host.queues.program is None:
+            reader.host.require_running()  # a prepare that was interrupted: there is no optimizer to close
         raise ContractError("the model is prepared already; call optimizer.session.close() before preparing it again")
     groups = optimizer.groups(model)
     by_id = group_of(groups)
@@ -275,7 +275,7 @@ def load_parameters(session: Session, source: Weights | None = None) -> None:
                         if arena.has(place, chunk.index, list_name):
                             contents.put(place, slot.tensor, list_name, value)
             parameter.data = view
-            adopt(parameter, session, slot.tensor)
+            adopt(parameter, session.reader, slot.tensor)
     if source is not None:
         source.fill(arena, contents)
     for chunk in plan.layout.chunks:
@@ -363,7 +363,7 @@ def _current_values(keeper: Callable[[], Session | None]) -> Callable[..., None]
         for name, parameter in module._parameters.items():
             key = prefix + name
             if parameter is not None and key in state_dict and hasattr(parameter, "_tensor"):
-                state_dict[key] = session.current_value(parameter._tensor)
+                state_dict[key] = session.reader.current_value(parameter._tensor)
 
     return hook
 

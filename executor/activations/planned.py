@@ -175,7 +175,7 @@ def _kept(session: Session, block: str) -> Callable[[_Call, nn.Module, Any, Any]
 def _offloaded(session: Session, block: str) -> Callable[[_Call, nn.Module, Any, Any], Any]:
     def call(plain: _Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
         _refuse_its_own(session, block, "offloads")
-        trains = session.trains and not session.closed
+        trains = session.reader.trains and not session.closed
         if not trains or session.cursor.visiting or (session.cursor.moment < 0 and not session.cursor.off_plan):
             return plain(*args, **kwargs)
         found = session.stashes.collect((args, kwargs))

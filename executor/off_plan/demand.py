@@ -96,7 +96,7 @@ class Demand:
     def see_batch(self, args: Any, kwargs: Any) -> None:
         """The root's forward is about to begin with this batch. Raises DoesNotFit before anything changes."""
         s = self.session
-        if not s.trains or s.timetable.on_demand_only:
+        if not s.reader.trains or s.timetable.on_demand_only:
             self._batch_moments = None
             return
         # Its form only: keeping the batch would keep its memory.
@@ -178,7 +178,7 @@ class Demand:
             self.leave(self._reason(event))
         if event.kind == "step":
             return
-        s.set_open(False)
+        s.reader.set_open(False)
         tide = _Tide(self._batch_moments) if self._batch_moments is not None else self._tide
         if event.kind == "begin":
             if event.phase is Phase.RECOMPUTE and self._backward_moment:
@@ -211,7 +211,7 @@ class Demand:
     def _reason(self, event: Event) -> str:
         s = self.session
         if s.now.outstanding:
-            names = ", ".join(repr(s.name_of(t)) for t in sorted(s.now.outstanding)[:3])
+            names = ", ".join(repr(s.reader.name_of(t)) for t in sorted(s.now.outstanding)[:3])
             return f"{event.name} came before the gradient of {names}"
         expected = (
             s.timetable.names[s.cursor.moment + 1] if s.cursor.moment + 1 < len(s.timetable.names) else "nothing more"
@@ -257,7 +257,7 @@ class Demand:
         self.moment = s.cursor.moment
         s.forget_open_step()
         self._off_the_gpu()
-        s.set_open(False)
+        s.reader.set_open(False)
         # Whatever runs now was begun on plan: its chunks stay until the next event.
         self._frames = [set(s.timetable.reads[s.cursor.moment]) if s.cursor.moment >= 0 else set()]
         s.cursor.moment = max(s.cursor.moment, 0)
@@ -286,7 +286,7 @@ class Demand:
                     mine.discard(t)
                     state.adding = False
                 if list_name == "param" and had:
-                    s.refresh(c.index)
+                    s.reader.refresh(c.index)
                 if (
                     list_name == "grad"
                     and arena.has(GPU, c.index, "grad")
@@ -325,13 +325,13 @@ class Demand:
         chunk = s.timetable.chunk_of[tensor]
         if tensor in s.updated_early:
             raise ContractError(
-                f"another gradient of {s.name_of(tensor)!r} after its eager update: with AdamW(eager=True) a "
+                f"another gradient of {s.reader.name_of(tensor)!r} after its eager update: with AdamW(eager=True) a "
                 "parameter has one backward an iteration; use eager=False"
             )
         if not s.plan.workload.tensors[tensor].frozen and s.plan.modes[chunk] == "frozen":
             raise PlanError(
-                f"{s.name_of(tensor)!r} gets a gradient, but the plan was made from a trace in which it never does, "
-                "and has no optimizer states for it; trace the model again with batches that use it"
+                f"{s.reader.name_of(tensor)!r} gets a gradient, but the plan was made from a trace in which it never "
+                "does, and has no optimizer states for it; trace the model again with batches that use it"
             )
         if s.arena.has(GPU, chunk, "grad32"):
             mine = s.contents.chunks[chunk].where(GPU, "grad32")
@@ -511,7 +511,7 @@ class Demand:
                 if s.arena.has(place, c.index, name):
                     s.arena.free(place, c.index, name)
                 state.hollow.discard((place, name))
-            s.refresh(c.index)
+            s.reader.refresh(c.index)
         s.cursor.visiting = False
         self._before_visit = None
         if s.cursor.committed != s.iteration:
@@ -556,7 +556,7 @@ class Demand:
         for c in s.plan.layout.chunks:
             state = s.contents.chunks[c.index]
             if state.updating or (committed and state.adding):
-                names = ", ".join(repr(s.name_of(t)) for t in s.timetable.tensors_of[c.index][:2])
+                names = ", ".join(repr(s.reader.name_of(t)) for t in s.timetable.tensors_of[c.index][:2])
                 raise s.end(
                     f"optimizer.step() of iteration {s.iteration} was interrupted in the middle of the update of chunk "
                     f"{c.index} ({names}, ...): its values are neither those before nor those after; go on from the "
@@ -570,7 +570,7 @@ class Demand:
         self._recompute = set()
         s.arena.mark("after", len(s.timetable.names) - 1)
         s.arena.set_tide(0)
-        s.set_open(False)
+        s.reader.set_open(False)
         if not s.ladder.pending:
             try:
                 self._reach(s.timetable.cut)
@@ -651,7 +651,7 @@ class Demand:
         else:
             raise PlanError(f"the parameters of chunk {chunk} are lost: neither place holds them")
         state.current.add(place)
-        s.refresh(chunk)
+        s.reader.refresh(chunk)
 
     # -- evaluation between iterations --------------------------------------------------------------------------------
 
@@ -670,7 +670,7 @@ class Demand:
                 self._reach(s.timetable.cut)
             s.arena.set_tide(s.timetable.cut_tide)
         self._frames = [set()]
-        s.set_open(False)
+        s.reader.set_open(False)
 
     def end_visit(self) -> None:
         """Training goes on: put the places back as they were."""
@@ -824,7 +824,7 @@ class Demand:
                 state.adding = True
                 self._to_host(t, self._stash.pop(t))
                 state.adding = False
-        s.refresh(chunk)
+        s.reader.refresh(chunk)
         return freed
 
     def ensure(self, chunks: Iterable[int], *, required: bool = True) -> None:
@@ -872,12 +872,12 @@ class Demand:
         if s.closed:
             raise refused(Refusal.CLOSED, s)
         if writes(func, kwargs) and args and isinstance(args[0], ChunkParameter):
-            raise write_refused(s.name_of(args[0]._tensor))
+            raise write_refused(s.reader.name_of(args[0]._tensor))
         if func in _SHOWN:
             return self._shown(func, *args, **kwargs)
         if not s.clock.inside:
             return self._outside(func, args, kwargs)
-        if not s.cursor.off_plan and not s.cursor.visiting and s.cursor.moment < 0 and not s.trains:
+        if not s.cursor.off_plan and not s.cursor.visiting and s.cursor.moment < 0 and not s.reader.trains:
             s.meet_interruption()
             with s.at_work, unseen():
                 self.visit()
@@ -903,7 +903,7 @@ class Demand:
                     for chunk in chunks:
                         s.queues.land(chunk)
                     return
-                names = ", ".join(repr(s.name_of(t)) for t in s.timetable.tensors_of[missing[0]][:2])
+                names = ", ".join(repr(s.reader.name_of(t)) for t in s.timetable.tensors_of[missing[0]][:2])
                 where = f"moment {s.cursor.moment}, where the plan does not have it"
                 self.leave(f"chunk {missing[0]} ({names}, ...) is read in {where}")
             self.ensure(chunks)
@@ -913,7 +913,7 @@ class Demand:
         s = self.session
         updated = s.updated_early.intersection(t for chunk in chunks for t in s.timetable.tensors_of[chunk])
         if updated:
-            s.refuse_while_updating(f"{s.name_of(min(updated))!r} is read")
+            s.refuse_while_updating(f"{s.reader.name_of(min(updated))!r} is read")
 
     def _held(self, chunk: int) -> bool:
         s = self.session
@@ -940,7 +940,7 @@ class Demand:
         """Debuggers and logs ask at any time, and have to get a text."""
         s = self.session
         try:
-            value = s.current_value(parameter._tensor).to(s.backend.device)
+            value = s.reader.current_value(parameter._tensor).to(s.backend.device)
         except ContractError as error:
             return f"tensor(..., size={tuple(parameter.shape)}, dtype={parameter.dtype})  # values not shown: {error}"
         return func(value.requires_grad_(parameter.requires_grad), *args, **kwargs)
@@ -950,10 +950,10 @@ class Demand:
         s = self.session
 
         def copy(parameter: ChunkParameter) -> torch.Tensor:
-            value = s.current_value(parameter._tensor).to(s.backend.device)
+            value = s.reader.current_value(parameter._tensor).to(s.backend.device)
             if torch.is_grad_enabled() and parameter.requires_grad:
                 value.requires_grad_()
-                value.register_hook(_refuse_gradient(s.name_of(parameter._tensor)))  # type: ignore[no-untyped-call]
+                value.register_hook(_refuse_gradient(s.reader.name_of(parameter._tensor)))  # type: ignore[no-untyped-call]
             return value.as_subclass(Snapshot)
 
         return func(*map_parameters(args, copy), **map_parameters(kwargs, copy))

@@ -215,7 +215,7 @@ class Ladder(Sequence[Rung]):
             elif self.pending:
                 self.replan()
         s.backend.give_back()
-        s.consumed.clear()
+        s.reader.consumed.clear()
         s.now.arrived.clear()
 
     def give_back(self, error: OutOfMemory, *, needed: set[int], alive_bytes: int | None = None) -> None:

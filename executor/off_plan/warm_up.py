@@ -62,7 +62,7 @@ class WarmUp:
                 chunks, peak_bytes = self._script[at]
                 session.demand.on_event(event, found, peak_bytes)
                 session.demand.ensure(chunks)
-                session.set_open(True)
+                session.reader.set_open(True)
         self._begun_s = self._clock()
 
     def close(self) -> None:

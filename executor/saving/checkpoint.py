@@ -179,7 +179,7 @@ def _plan_work(optimizer: OffloadedAdamW, folder: Path, extra: Any, shard_bytes:
             "tensors": model_table(session.plan.workload.tensors),
             "states": list(session.plan.layout.state_lists),
             "updates": {
-                session.name_of(t): n for t, n in session.contents.steps_taken.items() if not _frozen(session, t)
+                session.reader.name_of(t): n for t, n in session.contents.steps_taken.items() if not _frozen(session, t)
             },
             "groups": _groups(optimizer, tensors),
             "loss_scaling": None if session.scaling is None else session.scaling.state_dict(),
@@ -309,7 +309,7 @@ def _value_of(session: Session, tensor: int) -> Callable[[], Iterable[torch.Tens
         for place in (Place.HOST, Place.GPU):
             if arena.has(place, chunk, "param32"):
                 return [_whole(session, tensor, contents.slot(place, tensor, "param32"))]
-        raise AssertionError(f"no place holds the value of {session.name_of(tensor)!r}")
+        raise AssertionError(f"no place holds the value of {session.reader.name_of(tensor)!r}")
 
     return pieces
 
@@ -417,7 +417,7 @@ def _groups(optimizer: OffloadedAdamW, tensors: dict[str, torch.Tensor]) -> list
     session = optimizer.session
     return [
         {
-            "params": [session.name_of(p._tensor) for p in group["params"] if hasattr(p, "_tensor")],
+            "params": [session.reader.name_of(p._tensor) for p in group["params"] if hasattr(p, "_tensor")],
             "numbers": encode({k: v for k, v in group.items() if k != "params"}, tensors, f"group {i}"),
         }
         for i, group in enumerate(optimizer.param_groups)

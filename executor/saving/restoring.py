@@ -99,7 +99,7 @@ def load(optimizer: OffloadedAdamW, folder: str | Path, *, generators: bool = Tr
         weights.fill(session.arena, session.contents)
         _fill_states(opened, session)
         for tensor in session.contents.steps_taken:
-            session.contents.steps_taken[tensor] = int(manifest["updates"].get(session.name_of(tensor), 0))
+            session.contents.steps_taken[tensor] = int(manifest["updates"].get(session.reader.name_of(tensor), 0))
     for mine, theirs in zip(optimizer.param_groups, numbers):
         mine.update(theirs)
     if session.scaling is not None and manifest["loss_scaling"] is not None:
@@ -224,7 +224,8 @@ def _check_model(opened: _Opened, session: Session, optimizer: OffloadedAdamW) -
                     "the model as it was when it was saved"
                 )
     groups = [set(group["params"]) for group in opened.manifest["groups"]]
-    here = [{session.name_of(p._tensor) for p in g["params"] if hasattr(p, "_tensor")} for g in optimizer.param_groups]
+    name_of = session.reader.name_of
+    here = [{name_of(p._tensor) for p in g["params"] if hasattr(p, "_tensor")} for g in optimizer.param_groups]
     if groups != here:
         raise CheckpointError(
             f"checkpoint {opened.folder} has optimizer groups of {[len(g) for g in groups]} parameters, this optimizer "
@@ -261,7 +262,7 @@ def _fill_states(opened: _Opened, session: Session) -> None:
     buffer = piece_buffer()
     by_file: dict[Path, list[tuple[int, str, _Piece]]] = {}
     for tensor, list_name in _wanted_states(session):
-        for piece in opened.pieces.get((list_name, session.name_of(tensor)), []):
+        for piece in opened.pieces.get((list_name, session.reader.name_of(tensor)), []):
             by_file.setdefault(piece.file.path, []).append((tensor, list_name, piece))
     for rows in by_file.values():
         rows.sort(key=lambda row: row[2].file.entries[row[2].name].start)

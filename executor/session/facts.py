@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
 from typing import Protocol
 
 from executor.hooks import Event, MomentClock
 from executor.session.cursor import Cursor
 from executor.session.iteration import Iteration
+from executor.session.reader import Reader
 from executor.session.timetable import Timetable
 from pstar_sim.core.plan import Plan
 
@@ -38,11 +38,7 @@ class Host(Protocol):
     @property
     def eager(self) -> bool: ...
     @property
-    def consumed(self) -> Set[int]: ...
-    @property
-    def switched(self) -> Set[int]: ...
-    @property
-    def trains(self) -> bool: ...
+    def reader(self) -> Reader: ...
     @property
     def updating(self) -> bool: ...
     @property
@@ -57,8 +53,6 @@ class Host(Protocol):
     def settings_changed(self) -> bool:
         """Settings of the optimizer are not those that its eager updates were made with."""
         ...
-
-    def name_of(self, tensor: int) -> str: ...
 
 
 class ActFacts:
@@ -80,7 +74,7 @@ class ActFacts:
 
     @property
     def trains(self) -> bool:
-        return self.host.trains
+        return self.host.reader.trains
 
     @property
     def begins(self) -> bool:
@@ -88,7 +82,7 @@ class ActFacts:
 
     @property
     def switched(self) -> bool:
-        return bool(self.host.switched)
+        return bool(self.host.reader.switched)
 
     @property
     def outside(self) -> bool:
@@ -125,7 +119,7 @@ class ActFacts:
 
     @property
     def consumed(self) -> bool:
-        return bool(self.host.consumed) if self.tensor < 0 else self.tensor in self.host.consumed
+        return bool(self.host.reader.consumed) if self.tensor < 0 else self.tensor in self.host.reader.consumed
 
     @property
     def stepped(self) -> bool:
@@ -193,7 +187,7 @@ class ActFacts:
 
     @property
     def name(self) -> str:
-        return self.host.name_of(self.tensor)
+        return self.host.reader.name_of(self.tensor)
 
     @property
     def iteration(self) -> int:
@@ -209,8 +203,8 @@ class ActFacts:
 
     @property
     def switched_name(self) -> str:
-        return self.host.name_of(min(self.host.switched))
+        return self.host.reader.name_of(min(self.host.reader.switched))
 
     @property
     def switched_count(self) -> int:
-        return len(self.host.switched)
+        return len(self.host.reader.switched)

@@ -73,11 +73,11 @@ def same(run: Any, kit: Any) -> None:
     tensors = run.session.plan.workload.tensors
     theirs = dict(run.reference.model.named_parameters(remove_duplicate=False))
     for t in run.session.timetable.chunk_of:
-        mine, other = run.session.current_value(t), theirs[tensors[t].name]
+        mine, other = run.session.reader.current_value(t), theirs[tensors[t].name]
         assert kit.distance(mine, other.detach()) < 1e-6, tensors[t].name
         state = run.reference.optimizer.state[other]
         for key, name in (("exp_avg", "momentum"), ("exp_avg_sq", "variance")):
-            assert kit.distance(run.session.state_value(t, name), state[key]) < 1e-5, (tensors[t].name, name)
+            assert kit.distance(run.session.reader.state_value(t, name), state[key]) < 1e-5, (tensors[t].name, name)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_random_interleavings_compute_the_same(planned: Any, start: Any, kit: An
         run = start("llama", "optimal", plan=plan, clip=1.0, **options)
         results.append([kit.train_alone(run.model, run.optimizer, run.batches, 1) for _ in range(3)])
         results[-1] += [
-            float(run.session.current_value(t).double().sum()) for t in sorted(run.session.timetable.chunk_of)
+            float(run.session.reader.current_value(t).double().sum()) for t in sorted(run.session.timetable.chunk_of)
         ]
         assert run.session.deviations == 0
     assert all(r == results[0] for r in results[1:])

@@ -67,7 +67,9 @@ def test_states_are_readable_by_name(start: Callable[..., Any], kit: Any, tmp_pa
     for index, tensor in enumerate(run.plan.workload.tensors):
         if tensor.tied_to is None:
             for list_name in ("param32", "momentum", "variance"):
-                assert torch.equal(states[f"{list_name}/{tensor.name}"], run.session.state_value(index, list_name))
+                assert torch.equal(
+                    states[f"{list_name}/{tensor.name}"], run.session.reader.state_value(index, list_name)
+                )
     manifest = json.loads((tmp_path / "c" / MANIFEST).read_text())
     assert manifest["iteration"] == 2 and set(manifest["updates"].values()) == {2}
     assert manifest["groups"][0]["numbers"]["lr"] == 1e-2

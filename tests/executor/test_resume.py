@@ -27,7 +27,7 @@ def everything(run: Any) -> dict[str, torch.Tensor]:
     for index, tensor in enumerate(run.plan.workload.tensors):
         if tensor.tied_to is None and not tensor.frozen:
             for name in ("param32", "momentum", "variance"):
-                found[f"{name}/{tensor.name}"] = session.state_value(index, name)
+                found[f"{name}/{tensor.name}"] = session.reader.state_value(index, name)
     return found
 
 

@@ -122,7 +122,7 @@ def test_an_fp32_file_under_a_bf16_plan_gives_masters_of_the_files_values(kit: A
     twin, optimizer = executor.prepare(empty_twin(kit, "llama", torch.bfloat16), plan, executor.AdamW(), weights=folder)
     session = optimizer.session
     for index, (name, value) in enumerate(model.named_parameters()):
-        assert torch.equal(session.state_value(index, "param32"), value), name
+        assert torch.equal(session.reader.state_value(index, "param32"), value), name
         assert torch.equal(twin.state_dict()[name], value.bfloat16()), name
     assert "float32: fp32 masters from the file's values, working copies in bf16" in optimizer.session.weights_note
     session.close()
@@ -145,7 +145,7 @@ def test_states_of_pinned_chunks_take_no_host_room_and_get_their_values(kit: Any
     _, optimizer = executor.prepare(empty_twin(kit, "gpt2"), plan, executor.AdamW(), weights=folder)
     arena = optimizer.session.arena
     assert arena.room.total_bytes == 0 and arena.payload_bytes(Place.HOST) == 0
-    assert torch.equal(optimizer.session.state_value(0, "param32"), model.transformer.wte.weight)
+    assert torch.equal(optimizer.session.reader.state_value(0, "param32"), model.transformer.wte.weight)
     optimizer.session.close()
 
 

@@ -1,0 +1,229 @@
+"""Reader: parameters, gradients and optimizer states as the user's code sees them.
+
+A parameter is readable as it stands while a module runs and the gpu holds its current value; at any other time it is
+parked, and what asks for it gets a copy. Gradients have left for their chunks. Copies are taken while nothing moves.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from executor.contract import ChunkParameter, ParkedParameter, disown, raw_grad, set_raw_grad
+from executor.distributed.ranks import READS, Ranks
+from executor.measuring.measure import unseen
+from executor.memory.arena import Arena
+from executor.memory.contents import Contents
+from executor.queues.interface import Queues
+from executor.session.cursor import Act, Answer
+from executor.session.timetable import Timetable
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Place
+from pstar_sim.errors import PlanError
+
+__all__ = ["Host", "Reader"]
+
+
+class Host(Protocol):
+    """What is asked of the session."""
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def timetable(self) -> Timetable: ...
+    @property
+    def arena(self) -> Arena: ...
+    @property
+    def contents(self) -> Contents: ...
+    @property
+    def queues(self) -> Queues: ...
+    @property
+    def ranks(self) -> Ranks | None: ...
+    @property
+    def updated_early(self) -> set[int]:
+        """Tensors whose eager update of this iteration has begun."""
+        ...
+
+    def ask(self, act: Act, *, tensor: int = -1, what: str = "") -> Answer: ...
+
+    def still(self) -> AbstractContextManager[None]: ...
+
+    def require_running(self) -> None: ...
+
+    def join(self, chunk: int) -> None:
+        """The other ranks' slices come, where there is room already."""
+        ...
+
+    def touch(self, func: Any, parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any: ...
+
+
+class Reader:
+    """
+    Attributes:
+        parameters: the model's own objects, by tensor.
+        consumed: tensors whose gradient left autograd and that no `zero_grad` has cleared yet.
+        switched: tensors whose requires_grad is not the plan's at present.
+        is_open: a module runs, so that parameters may be read as they stand, where they are readable.
+    """
+
+    def __init__(self, host: Host, parameters: Sequence[nn.Parameter]) -> None:
+        self.host = host
+        self.parameters = parameters
+        self.consumed: set[int] = set()
+        self.switched: set[int] = set()
+        self.is_open = False
+        self._classes = threading.Lock()  # a queue's thread and the user's may change a parameter's class at once
+
+    # -- which parameters may be read as they stand -------------------------------------------------------------------
+
+    def refresh(self, chunk: int) -> None:
+        """The chunk's working list became readable, or ceased to be: put its parameters into the class that says so."""
+        host = self.host
+        with self._classes:
+            updated = host.updated_early
+            for t in host.timetable.tensors_of[chunk]:
+                readable = self.is_open and chunk not in host.queues.in_flight and host.contents.readable(t)
+                readable = readable and t not in updated
+                self.parameters[t].__class__ = ChunkParameter if readable else ParkedParameter
+
+    def set_open(self, open_: bool) -> None:
+        """Whether a module runs."""
+        if open_ != self.is_open:
+            self.is_open = open_
+            for chunk in range(len(self.host.timetable.tensors_of)):
+                self.refresh(chunk)
+
+    @property
+    def trains(self) -> bool:
+        """A forward that runs now is one of training: gradients are on, and not every trainable parameter is
+        switched off for an evaluation."""
+        return torch.is_grad_enabled() and not (self.switched and self.switched >= self.host.timetable.trainable)
+
+    # -- what parameters ask (contract.Reader) ------------------------------------------------------------------------
+
+    def name_of(self, tensor: int) -> str:
+        return self.host.plan.workload.tensors[tensor].name
+
+    def grad_of(self, tensor: int) -> torch.Tensor | None:
+        self.host.ask(Act.READ_GRAD, tensor=tensor)
+        return raw_grad(self.parameters[tensor])
+
+    def set_grad_of(self, tensor: int, value: torch.Tensor | None) -> None:
+        self.host.ask(Act.DROP_GRAD if value is None else Act.SET_GRAD, tensor=tensor)
+        self.consumed.discard(tensor)
+        set_raw_grad(self.parameters[tensor], None)
+
+    def see_requires_grad(self, tensor: int, value: bool) -> None:
+        """requires_grad of a parameter is about to be `value`. Around an evaluation that is nobody's business."""
+        if value == (not self.host.plan.workload.tensors[tensor].frozen):
+            self.switched.discard(tensor)
+        else:
+            self.switched.add(tensor)
+
+    def touch(self, func: Any, parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
+        return self.host.touch(func, parameters, args, kwargs)
+
+    def current_value(self, tensor: int) -> torch.Tensor:
+        """A copy of a parameter's current value, in its shape and working dtype, in host memory."""
+        self.host.ask(Act.READ_VALUE, tensor=tensor, what=f"{self.name_of(tensor)!r} is read")
+        return self.value_now(tensor)
+
+    # -- copies of values and states ----------------------------------------------------------------------------------
+
+    def value_now(self, tensor: int) -> torch.Tensor:
+        """As `current_value`, whatever the loop may read."""
+        host = self.host
+        chunk = host.timetable.chunk_of[tensor]
+        row = host.plan.workload.tensors[tensor]
+        with unseen(), torch.no_grad(), host.still():
+            contents, arena = host.contents, host.arena
+            self._meet_others(tensor, "param")
+            state = contents.chunks[chunk]
+            for place in (Place.HOST, Place.GPU):
+                if place in state.current and tensor not in state.where(place, "param"):
+                    return contents.joined(tensor, contents.slot(place, tensor, "param")).reshape(row.shape)
+            for place in (Place.HOST, Place.GPU):
+                if arena.has(place, chunk, "param32"):
+                    dtype = arena.dtype(chunk, "param")
+                    value = contents.slot(place, tensor, "param32").to(dtype, copy=True)
+                    return contents.joined(tensor, value).reshape(row.shape)
+        raise PlanError(f"no place holds the current value of {self.name_of(tensor)!r}")
+
+    def state_value(self, tensor: int, list_name: str) -> torch.Tensor:
+        """A copy of a tensor's part of an optimizer state list, in its shape, in host memory."""
+        host = self.host
+        host.ask(Act.READ_STATE, tensor=tensor, what=f"the optimizer state of {self.name_of(tensor)!r} is read")
+        chunk = host.timetable.chunk_of[tensor]
+        with unseen(), torch.no_grad(), host.still():
+            self._meet_others(tensor, list_name)
+            place = Place.HOST if host.arena.has(Place.HOST, chunk, list_name) else Place.GPU
+            value = host.contents.joined(tensor, host.contents.slot(place, tensor, list_name))
+        return value.reshape(host.plan.workload.tensors[tensor].shape)
+
+    def _meet_others(self, tensor: int, list_name: str) -> None:
+        """Where each rank holds a part: all of them are about to read this."""
+        if self.host.ranks is not None and self.host.contents.sliced:
+            lists = ("param", *self.host.plan.layout.state_lists)
+            self.host.ranks.come_to(READS, float(tensor * len(lists) + lists.index(list_name)))
+
+    def still(self) -> AbstractContextManager[None]:
+        """Updates of finished iterations are done and nothing moves inside."""
+        return self.host.still()
+
+    def own_slice(self, chunk: int) -> torch.Tensor:
+        """This rank's slice of a chunk's parameters as they are now, flat, a copy in host memory. While nothing
+        moves."""
+        state, arena = self.host.contents.chunks[chunk], self.host.arena
+        for place in (Place.HOST, Place.GPU):
+            if place in state.current and arena.has(place, chunk, "param") and not state.where(place, "param"):
+                return arena.at(place, chunk, "param").to("cpu", copy=True)
+        for place in (Place.HOST, Place.GPU):
+            if arena.has(place, chunk, "param32"):
+                return arena.at(place, chunk, "param32").to(arena.dtype(chunk, "param"), copy=True).cpu()
+        raise PlanError(f"no place holds the current values of chunk {chunk}")
+
+    # -- what is written from outside ---------------------------------------------------------------------------------
+
+    def set_state_value(self, tensor: int, list_name: str, value: torch.Tensor) -> None:
+        with unseen(), torch.no_grad(), self.host.still():
+            self.put_state(tensor, list_name, value)
+
+    def put_state(self, tensor: int, list_name: str, value: torch.Tensor) -> None:
+        """As `set_state_value`, while nothing moves."""
+        host = self.host
+        for place in (Place.HOST, Place.GPU):
+            if host.arena.has(place, host.timetable.chunk_of[tensor], list_name):
+                host.contents.put(place, tensor, list_name, value)
+
+    def rewrite_from_master(self, tensor: int) -> None:
+        """The master copy changed (a loaded state): every copy of the working list follows."""
+        host = self.host
+        chunk = host.timetable.chunk_of[tensor]
+        with unseen(), torch.no_grad(), host.still():
+            for place in (Place.HOST, Place.GPU):
+                if place in host.contents.chunks[chunk].current:
+                    host.contents.restore(place, tensor)
+            if host.contents.chunks[chunk].whole:  # the other ranks' slices, which have changed too
+                host.join(chunk)
+
+    # -- gradients that autograd holds, and the end -------------------------------------------------------------------
+
+    def forget_gradients(self) -> None:
+        """No parameter has a gradient any more, as far as the loop sees."""
+        for t in self.host.timetable.chunk_of:
+            set_raw_grad(self.parameters[t], None)
+        self.consumed.clear()
+
+    def make_plain(self, value: Callable[[int], torch.Tensor | None]) -> None:
+        """Parameters are the model's own again, with these values (None: without one)."""
+        for t, parameter in enumerate(self.parameters):
+            if isinstance(parameter, ChunkParameter):
+                disown(parameter)
+                found = value(t)
+                if found is not None:
+                    parameter.data = found
