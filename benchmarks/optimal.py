@@ -23,8 +23,8 @@ import pstar_sim as ps
 from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import DoesNotFit, PstarError
+from pstar_sim.policy.kit.ties import AS_FAST
 from pstar_sim.policy.registry import built_in
-from pstar_sim.policy.ties import AS_FAST
 from pstar_sim.sim.play import play
 
 MACHINES = ("v100-32", "a100-80", "rtx4090", "h100-80")

@@ -36,7 +36,7 @@ from executor.measuring.standing import Standing
 from executor.memory.arena import check_gpu_memory
 from executor.off_plan.ladder import with_gpu_budget
 from pstar_sim.errors import DoesNotFit, PlanError, UnknownName
-from pstar_sim.policy.points import Point
+from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.registry import find_policy, policy_at
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload

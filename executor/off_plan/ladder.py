@@ -33,8 +33,8 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 from pstar_sim.errors import DoesNotFit, OutOfMemory, PlanError
-from pstar_sim.policy.options import options_of, show, split_spec
-from pstar_sim.policy.points import Point
+from pstar_sim.policy.kit.options import options_of, show, split_spec
+from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.registry import find_policy, policy_at
 from pstar_sim.python310 import add_note
 from pstar_sim.units import format_bytes

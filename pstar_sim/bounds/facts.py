@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout
 from pstar_sim.cost import CostModel
-from pstar_sim.policy.facts import facts_of
+from pstar_sim.policy.kit.facts import facts_of
 from pstar_sim.workload.workload import DTYPE_BYTES, Phase, Workload
 
 __all__ = ["NAMES", "Array", "Bound", "BoundFacts"]

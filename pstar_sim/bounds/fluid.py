@@ -43,7 +43,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.cost import CostModel
-from pstar_sim.policy.facts import facts_of
+from pstar_sim.policy.kit.facts import facts_of
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["fluid_bound"]

@@ -1,7 +1,7 @@
 """Ablate: what each idea is worth, from PatrickStar's schedule to a near-optimal one, one change at a time.
 
 [Note: the ladder] It begins at `patrickstar` (copies, updates and computing wait for each other). The next line is the
-plainest point of the asynchronous policies (policy/points.py): every queue goes its own way, and nothing is clever.
+plainest point of the asynchronous policies (policy/kit/points.py): every queue goes its own way, and nothing is clever.
 Then one coordinate after the other takes its better values, down to the policy asked about. What a line gains depends
 on those above it; `without` asks the other way round: the policy asked about with one idea taken out.
 
@@ -24,7 +24,7 @@ from pstar_sim.planner.asked import settings_of
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Comparison, Row, compare
 from pstar_sim.planner.ranks import machine_of, share_out
-from pstar_sim.policy.options import options_of, show
+from pstar_sim.policy.kit.options import options_of, show
 from pstar_sim.policy.registry import find_policy, named, policy_name
 from pstar_sim.renderers import render_html, render_text
 from pstar_sim.workload.workload import Workload

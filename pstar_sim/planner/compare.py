@@ -27,8 +27,8 @@ from pstar_sim.planner.explain import explain
 from pstar_sim.planner.nearest import nearest
 from pstar_sim.planner.ranks import Share, machine_of, share_out, unmodelled_notes
 from pstar_sim.planner.trust import trust
+from pstar_sim.policy.kit.ties import burden, least_of
 from pstar_sim.policy.registry import Policy, find_policy, is_built_in, policy_name
-from pstar_sim.policy.ties import burden, least_of
 from pstar_sim.renderers import render_html, render_text
 from pstar_sim.sim.play import play
 from pstar_sim.workload.workload import Workload
@@ -127,7 +127,7 @@ class Comparison(Collection):
     notes: tuple[str, ...] = ()
 
     def best(self) -> Planned:
-        """The fastest that fits, of those as fast the one that moves and pins least (policy/ties.py; the last of
+        """The fastest that fits, of those as fast the one that moves and pins least (policy/kit/ties.py; the last of
         equals: simpler policies are listed first). Raises NothingFits with every reason if none does.
         """
         if not self.planned:

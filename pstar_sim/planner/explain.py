@@ -17,7 +17,7 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.planner.binding import bound_by as binding
 from pstar_sim.planner.tried import tried_of, tried_text
-from pstar_sim.policy.points import Point
+from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.registry import find_policy, policy_at
 from pstar_sim.terminal import terminal_width, wrap
 from pstar_sim.units import GB, format_bytes, format_s
@@ -97,7 +97,7 @@ def tide_gain(plan: Plan) -> str:
     """
     w = plan.workload
     both: dict[str, Plan] = {}
-    constant, following = policy_at(Point(capacity="peak")), policy_at(Point(capacity="tide"))
+    constant, following = policy_at(Point(capacity="peak")), policy_at(Point())
     for name in (constant, following):
         try:
             both[name] = plan if plan.policy == name else find_policy(name)(w, plan.machine, plan.settings)

@@ -17,8 +17,8 @@ the host, less the permanent payloads and the policy's own host buffers), rounde
 a place for each is less, for that. Every other plan is asked for a place for each payload, as the executor gives it.
 
 The asynchronous policies (tide, static_partition) decide what they need before they plan: their own checks are asked
-(policy/ground.py). How many chunks they pin is up to them; where the host is short, as few are pinned as it has no room
-for. Every other policy is asked for its plan: it has no cheaper way to say what it needs.
+(policy/family/ground.py). How many chunks they pin is up to them; where the host is short, as few are pinned as it has
+no room for. Every other policy is asked for its plan: it has no cheaper way to say what it needs.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from pstar_sim.core.plan import STASHES, Plan, Settings
 from pstar_sim.core.slabs import host_payloads, pack_slabs, stash_key
 from pstar_sim.core.step import Place
 from pstar_sim.errors import DoesNotFit, PstarError
-from pstar_sim.policy.ground import Ground
-from pstar_sim.policy.points import Point
+from pstar_sim.policy.family.ground import Ground
+from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.registry import Policy, built_in, can, find_policy, policy_name
 from pstar_sim.sim.play import play
 from pstar_sim.units import format_bytes

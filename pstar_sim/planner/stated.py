@@ -21,7 +21,7 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import FalseFigures, PlanError
 from pstar_sim.planner.confidence import confidence
 from pstar_sim.planner.trust import trust
-from pstar_sim.policy.options import split_spec
+from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.registry import policies
 from pstar_sim.sim.play import play
 from pstar_sim.workload.workload import Workload

@@ -15,7 +15,7 @@ from functools import cache
 from importlib.resources import files
 
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.policy.options import split_spec
+from pstar_sim.policy.kit.options import split_spec
 
 __all__ = [
     "ANY", "FILE", "NOT_VALIDATED", "ExpectedError", "Trust", "class_name", "class_of", "expected_error", "trust",

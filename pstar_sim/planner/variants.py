@@ -17,7 +17,7 @@ is less than WORTH under the best so far. `optimal` searches long, so at first i
 with one number of micro-batches, and leaves out what tide would have no room for. Then the other policies, which are
 quick, are asked about all that it has not planned, where their bound (for most: that of plans which stream nothing) is
 under the best so far; wherever one of them is faster, `optimal` plans that candidate too. So it is as fast as
-what another policy would have chosen (policy/ties.py).
+what another policy would have chosen (policy/kit/ties.py).
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ from pstar_sim.planner.compare import plan_and_play
 from pstar_sim.planner.memory import shortage
 from pstar_sim.planner.nearest import nearest
 from pstar_sim.planner.tried import Cap, Outcome, Tried
-from pstar_sim.policy.optimal import STREAMING
-from pstar_sim.policy.points import Point
+from pstar_sim.policy.kit.points import Point
+from pstar_sim.policy.kit.ties import AS_FAST, burden, least_of
 from pstar_sim.policy.registry import Policy, built_in, can, find_policy, named, policy_at
-from pstar_sim.policy.ties import AS_FAST, burden, least_of
 from pstar_sim.workload.mixing import block_names, mix_blocks, offload_blocks
 from pstar_sim.workload.workload import Workload, activations_text, repeat_micro_batch
 
@@ -272,13 +271,13 @@ class _Race:
 
     def ask_others(self) -> None:
         """Whether another policy is faster on a candidate that was not planned; it then is."""
-        others = {name: policy for name, policy in built_in().items() if name != self.policy}
+        others = [policy for name, policy in built_in().items() if name != self.policy]
         for number, w in enumerate(sorted(self.workloads, key=lambda w: self.promise_s[id(w)])):
             self._tell("asking other policies", number)
-            for name, policy in others.items():
+            for policy in others:
                 if id(w) in self.planned or not self._could_win(self.least_s[id(w)]):
                     break
-                if not self._could_win(self._bound_s(w, stream=name in STREAMING)):
+                if not self._could_win(self._bound_s(w, stream=can(policy).streams_states)):
                     continue
                 try:
                     _, timeline = plan_and_play(policy, w, self.machine, self.settings)

@@ -10,19 +10,19 @@ from importlib.metadata import EntryPoint, entry_points
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import PstarError, UnknownName
-from pstar_sim.policy.all_on_gpu import all_on_gpu
-from pstar_sim.policy.capabilities import Capabilities, capabilities_of
-from pstar_sim.policy.deep_optimizer_states import deep_optimizer_states
+from pstar_sim.policy.family.static_partition import static_partition
+from pstar_sim.policy.family.tide import tide
+from pstar_sim.policy.kit.capabilities import Capabilities, capabilities_of
+from pstar_sim.policy.kit.options import Specified, specified, split_spec
+from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.optimal import optimal
-from pstar_sim.policy.options import Specified, specified, split_spec
-from pstar_sim.policy.patrickstar import patrickstar
-from pstar_sim.policy.points import Point
-from pstar_sim.policy.static_partition import static_partition
-from pstar_sim.policy.tide import tide
-from pstar_sim.policy.zero3_offload import zero3_offload
-from pstar_sim.policy.zero3_resident import zero3_resident
-from pstar_sim.policy.zero_infinity import zero_infinity
-from pstar_sim.policy.zero_offload import zero_offload
+from pstar_sim.policy.systems.all_on_gpu import all_on_gpu
+from pstar_sim.policy.systems.deep_optimizer_states import deep_optimizer_states
+from pstar_sim.policy.systems.patrickstar import patrickstar
+from pstar_sim.policy.systems.zero3_offload import zero3_offload
+from pstar_sim.policy.systems.zero3_resident import zero3_resident
+from pstar_sim.policy.systems.zero_infinity import zero_infinity
+from pstar_sim.policy.systems.zero_offload import zero_offload
 from pstar_sim.workload.workload import Workload
 
 __all__ = [

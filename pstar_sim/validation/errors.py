@@ -9,7 +9,7 @@ from pathlib import Path
 from pstar_sim.errors import PstarError
 from pstar_sim.files import write_atomically
 from pstar_sim.planner.trust import ANY, FILE, class_name
-from pstar_sim.policy.options import split_spec
+from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.validation.results import Result, Validation, errors_of
 from pstar_sim.validation.rows import published_rows
 

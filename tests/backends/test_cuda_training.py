@@ -114,7 +114,7 @@ def test_states_that_visit(kit: Any, on_cuda: Callable[..., Any], monkeypatch: p
     def every_second(order: Any, *_: object) -> tuple[list[int], list[int]]:
         return [], list(order[::2])
 
-    monkeypatch.setattr(importlib.import_module("pstar_sim.policy.search"), "interleave", every_second)
+    monkeypatch.setattr(importlib.import_module("pstar_sim.policy.family.search"), "interleave", every_second)
     monkeypatch.setattr(importlib.import_module("pstar_sim.policy.optimal"), "_others", lambda *_: [])
     run = on_cuda("gpt2", "optimal", micro_batches=2, clip=0.5)
     assert run.plan.modes.count("stream") > 2

@@ -419,5 +419,5 @@ def streaming(monkeypatch: pytest.MonkeyPatch) -> None:
     def every_second(order: Sequence[int], *_: object) -> tuple[list[int], list[int]]:
         return [], list(order[::2])
 
-    monkeypatch.setattr(importlib.import_module("pstar_sim.policy.search"), "interleave", every_second)
+    monkeypatch.setattr(importlib.import_module("pstar_sim.policy.family.search"), "interleave", every_second)
     monkeypatch.setattr(importlib.import_module("pstar_sim.policy.optimal"), "_others", lambda *_: [])

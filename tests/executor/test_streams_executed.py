@@ -30,7 +30,7 @@ def test_equals_plain_adamw_while_states_come_and_go(
     def every_second(order: Sequence[int], *_: object) -> tuple[list[int], list[int]]:
         return [], list(order[::2])
 
-    monkeypatch.setattr(importlib.import_module("pstar_sim.policy.search"), "interleave", every_second)
+    monkeypatch.setattr(importlib.import_module("pstar_sim.policy.family.search"), "interleave", every_second)
     monkeypatch.setattr(importlib.import_module("pstar_sim.policy.optimal"), "_others", lambda *_: [])
     run = start("gpt2", "optimal", update=update, micro_batches=micro_batches, clip=clip)
     assert run.plan.modes.count("stream") > 2

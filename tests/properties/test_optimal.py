@@ -13,15 +13,15 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy import find_policy
-from pstar_sim.policy.course import Course, Knobs, Modes
-from pstar_sim.policy.emission import emit
-from pstar_sim.policy.ground import Ground
-from pstar_sim.policy.pace import period_s
-from pstar_sim.policy.points import Point
-from pstar_sim.policy.program import play as play_course
+from pstar_sim.policy.family.course import Course, Knobs, Modes
+from pstar_sim.policy.family.emission import emit
+from pstar_sim.policy.family.ground import Ground
+from pstar_sim.policy.family.pace import period_s
+from pstar_sim.policy.family.program import play as play_course
+from pstar_sim.policy.family.search import Search
+from pstar_sim.policy.kit.points import Point
+from pstar_sim.policy.kit.ties import AS_FAST
 from pstar_sim.policy.registry import built_in
-from pstar_sim.policy.search import Search
-from pstar_sim.policy.ties import AS_FAST
 from pstar_sim.sim.play import play
 from pstar_sim.testing import check_policy, random_machine, random_ranks, random_settings, random_workload
 

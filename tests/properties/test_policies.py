@@ -14,8 +14,8 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Kind, Queue, Ref
 from pstar_sim.errors import DoesNotFit, PlanError, PstarError
 from pstar_sim.policy import Builder, find_policy, policies
-from pstar_sim.policy.all_on_gpu import all_on_gpu
-from pstar_sim.policy.residency import belady, gaps_of
+from pstar_sim.policy.family.residency import belady, gaps_of
+from pstar_sim.policy.systems.all_on_gpu import all_on_gpu
 from pstar_sim.sim.play import play
 from pstar_sim.testing import (
     chain_workload,

@@ -14,13 +14,13 @@ from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Kind
 from pstar_sim.policy import find_policy
-from pstar_sim.policy.course import Knobs, Modes
-from pstar_sim.policy.emission import emit
-from pstar_sim.policy.ground import Ground
-from pstar_sim.policy.modes import interleave
-from pstar_sim.policy.pace import period_s
-from pstar_sim.policy.points import Point
-from pstar_sim.policy.program import attempt
+from pstar_sim.policy.family.course import Knobs, Modes
+from pstar_sim.policy.family.emission import emit
+from pstar_sim.policy.family.ground import Ground
+from pstar_sim.policy.family.modes import interleave
+from pstar_sim.policy.family.pace import period_s
+from pstar_sim.policy.family.program import attempt
+from pstar_sim.policy.kit.points import Point
 from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload
 from pstar_sim.units import MIB

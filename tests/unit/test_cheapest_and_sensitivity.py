@@ -18,7 +18,7 @@ from pstar_sim.cli.parse_capacity import count, duration_s, share
 from pstar_sim.errors import CatalogError, PstarError
 from pstar_sim.planner.cheapest import bill, cheapest
 from pstar_sim.planner.sensitivity import AS_NOW, PARTS, PLANNED, REPLAYED, sensitivity
-from pstar_sim.policy.ties import AS_FAST
+from pstar_sim.policy.kit.ties import AS_FAST
 from pstar_sim.sim.play import play
 
 

@@ -19,7 +19,7 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import DoesNotFit, PlanError, PstarError, UnknownName
 from pstar_sim.planner.binding import bound_by
 from pstar_sim.planner.compare import Row, compare, without_barrier
-from pstar_sim.policy.all_on_gpu import all_on_gpu
+from pstar_sim.policy.systems.all_on_gpu import all_on_gpu
 from pstar_sim.testing import chain_workload
 from pstar_sim.workload.workload import Workload
 
@@ -214,7 +214,7 @@ def test_settings_may_be_given_as_a_value_or_piecewise() -> None:
 def test_a_policy_of_ones_own_is_not_believed() -> None:
     """Its plan must be for the job that was asked about, and pass the checker; whatever it raises names it."""
     from pstar_sim.catalog.loader import load_machine
-    from pstar_sim.policy.tide import tide
+    from pstar_sim.policy.family.tide import tide
     from pstar_sim.workload.presets import preset
 
     w, machine = preset("gpt2", batch=2, seq=128), load_machine("t4", gpu_memory="2GB")

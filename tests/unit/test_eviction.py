@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from pstar_sim.policy.eviction import fifo, lru
-from pstar_sim.policy.residency import Gap, belady
-from pstar_sim.policy.rules import fetch_floors, keep_set
+from pstar_sim.policy.family.eviction import fifo, lru
+from pstar_sim.policy.family.residency import Gap, belady
+from pstar_sim.policy.family.rules import fetch_floors, keep_set
 
 ONE = [1, 1, 1, 1]
 

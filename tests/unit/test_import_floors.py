@@ -8,6 +8,10 @@ from pathlib import Path, PurePath
 
 import pytest
 
+from pstar_sim.policy.kit.capabilities import Capabilities
+from pstar_sim.policy.kit.points import Point
+from pstar_sim.policy.registry import built_in, can, find_policy, named, policy_at
+
 ROOT = Path(__file__).parents[2]
 Edges = Mapping[str, frozenset[str]]
 
@@ -38,11 +42,11 @@ EXECUTOR_FLOORS = (
     ("memory",),
     ("queues",),
     ("moments",),
-    (),  # session
+    ("session",),
     ("saving", "distributed", "driving", "hf", "run", "calibration", "calibrate", "examples", "training"),
     ("__main__",),
 )
-SESSION = EXECUTOR_FLOORS.index(())
+SESSION = EXECUTOR_FLOORS.index(("session",))
 
 # Inside a folder one file may close a circle, for a reason.
 CIRCLES = {
@@ -53,24 +57,19 @@ CIRCLES = {
     ("pstar_sim.catalog.loader", "pstar_sim.catalog.here"): "this machine is loaded by name like any other",
 }
 
-# Of the executor: imports that run upwards today, from a file or folder to another. They may only become fewer.
+# Of the executor: imports that run upwards today, from a floor to a module. They may only become fewer.
 UPWARDS_TODAY = {
-    ("engine", "distributed.absent"),
-    ("engine", "distributed.ranks"),
-    ("engine", "driving.drive"),
-    ("holdings", "distributed.ranks"),
-    ("memory.contents", "distributed.collectives"),
-    ("models", "saving.weights"),
+    ("memory", "distributed.collectives"),
+    ("queues", "measuring.measured"),
     ("moments", "hooks"),
     ("moments", "measuring.live_bytes"),
-    ("optimizer", "saving.checkpoint"),
-    ("optimizer", "saving.restoring"),
-    ("prepare", "distributed.ranks"),
-    ("prepare", "saving.weights"),
-    ("queues.device_time", "measuring.measured"),
-    ("queues.interface", "measuring.measured"),
-    ("queues.streams", "measuring.measured"),
-    ("scaling", "driving.nests"),
+    ("session", "distributed.absent"),
+    ("session", "distributed.ranks"),
+    ("session", "driving.drive"),
+    ("session", "driving.nests"),
+    ("session", "saving.checkpoint"),
+    ("session", "saving.restoring"),
+    ("session", "saving.weights"),
 }
 
 
@@ -209,9 +208,33 @@ def test_imports_of_the_executor_that_run_upwards_only_become_fewer(edges: Edges
     for a, nexts in edges.items():
         for b in nexts:
             if a.startswith("executor.") and b.startswith("executor.") and room_of(a) != room_of(b):
-                if floor_of(b, EXECUTOR_FLOORS, SESSION) > floor_of(a, EXECUTOR_FLOORS, SESSION):
-                    upwards.add((a.partition(".")[2], b.partition(".")[2]))
+                floor = floor_of(a, EXECUTOR_FLOORS, SESSION)
+                if floor_of(b, EXECUTOR_FLOORS, SESSION) > floor:
+                    upwards.add((EXECUTOR_FLOORS[floor][0], b.partition(".")[2]))
     assert sorted(upwards - UPWARDS_TODAY) == []
+
+
+def test_planner_and_ladder_know_no_policy_by_name() -> None:
+    """They ask what a policy can do (`CAPABILITIES`). Words of options, the keys of tables, are no names."""
+    found = []
+    for path in [*sorted((ROOT / "pstar_sim" / "planner").glob("*.py")), ROOT / "executor" / "off_plan" / "ladder.py"]:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        keys = {id(key) for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in keys:
+                if node.value.partition(":")[0] in built_in():
+                    found.append(f"{path.name}:{node.lineno} {node.value!r}")
+    assert found == []
+
+
+def test_what_a_policy_can_do_is_its_modules_word() -> None:
+    assert named(lambda able: able.tries_others) == ("optimal",)
+    assert policy_at(Point(capacity="peak")) == "static_partition"
+    assert can("tide").point == Point() and can("tide:pins=0") == Capabilities()
+    assert can(lambda workload, machine, settings: None) == Capabilities()  # type: ignore[arg-type, return-value]
+    for name in built_in():
+        for options in can(name).from_disks:
+            assert find_policy(f"{name}:{options}")
 
 
 @pytest.mark.parametrize(

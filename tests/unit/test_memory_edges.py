@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pstar_sim.core.step import Ref
-from pstar_sim.policy.memory_edges import Event, Slot, fifo_edges
+from pstar_sim.policy.passes.memory_edges import Event, Slot, fifo_edges
 
 TAKE, FREE = 0, 1
 SLOTS = {TAKE: Slot("h2d", 0), FREE: Slot("compute", 0)}

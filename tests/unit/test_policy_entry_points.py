@@ -10,7 +10,7 @@ import pytest
 import pstar_sim as ps
 from pstar_sim.errors import PstarError, UnknownName
 from pstar_sim.policy import registry
-from pstar_sim.policy.all_on_gpu import all_on_gpu
+from pstar_sim.policy.systems.all_on_gpu import all_on_gpu
 from pstar_sim.testing import chain_workload
 
 
@@ -31,7 +31,7 @@ def offer(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_one_that_is_offered_is_known_by_its_name(offer) -> None:
-    offer(theirs="pstar_sim.policy.all_on_gpu:all_on_gpu")
+    offer(theirs="pstar_sim.policy.systems.all_on_gpu:all_on_gpu")
     assert list(registry.policies()) == [
         "all_on_gpu",
         "zero_offload",
@@ -52,7 +52,7 @@ def test_one_that_is_offered_is_known_by_its_name(offer) -> None:
 
 
 def test_a_built_in_name_stays_built_in(offer) -> None:
-    offer(tide="pstar_sim.policy.all_on_gpu:all_on_gpu")
+    offer(tide="pstar_sim.policy.systems.all_on_gpu:all_on_gpu")
     assert registry.find_policy("tide") is not all_on_gpu
     assert registry.policies()["tide"] is not all_on_gpu
 
@@ -75,6 +75,6 @@ def test_a_broken_one_is_named(offer, value: str, reason: str) -> None:
 
 
 def test_an_unknown_name_has_neighbours(offer) -> None:
-    offer(tidal="pstar_sim.policy.all_on_gpu:all_on_gpu")
+    offer(tidal="pstar_sim.policy.systems.all_on_gpu:all_on_gpu")
     with pytest.raises(UnknownName, match="unknown policy 'tida'; did you mean tid"):
         registry.find_policy("tida")

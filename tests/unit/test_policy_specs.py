@@ -15,10 +15,20 @@ from pstar_sim.core.plan import Plan, Settings, load_plan
 from pstar_sim.errors import DoesNotFit, PstarError, UnknownName
 from pstar_sim.planner.compare import compare
 from pstar_sim.policy import find_policy
-from pstar_sim.policy.options import Option, either, one_of, options_of, share, size, specified, switch, whole_number
+from pstar_sim.policy.family.static_partition import static_partition
+from pstar_sim.policy.family.tide import tide
+from pstar_sim.policy.kit.options import (
+    Option,
+    either,
+    one_of,
+    options_of,
+    share,
+    size,
+    specified,
+    switch,
+    whole_number,
+)
 from pstar_sim.policy.registry import is_built_in, policies, policy_name
-from pstar_sim.policy.static_partition import static_partition
-from pstar_sim.policy.tide import tide
 from pstar_sim.testing import chain_workload
 from pstar_sim.workload.workload import Workload
 

@@ -17,8 +17,15 @@ from pstar_sim.core.step import PAGEABLE, Kind, Place, Queue, Step
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import DoesNotFit, PlanError, PstarError
 from pstar_sim.policy import find_policy
-from pstar_sim.policy.emit import Builder
-from pstar_sim.policy.sharded import Visit, block_visits, operators_before, params_before, sub_groups, traced_visits
+from pstar_sim.policy.kit.emit import Builder
+from pstar_sim.policy.systems.sharded import (
+    Visit,
+    block_visits,
+    operators_before,
+    params_before,
+    sub_groups,
+    traced_visits,
+)
 from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload
 from pstar_sim.units import GB, MIB

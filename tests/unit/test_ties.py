@@ -6,7 +6,7 @@ import pytest
 
 import pstar_sim as ps
 from pstar_sim.planner.variants import choose
-from pstar_sim.policy.ties import AS_FAST, burden, least_of
+from pstar_sim.policy.kit.ties import AS_FAST, burden, least_of
 
 
 def test_the_rule_by_hand() -> None:

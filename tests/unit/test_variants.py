@@ -17,8 +17,8 @@ from pstar_sim.core.plan import Settings, load_plan
 from pstar_sim.errors import CannotPlan, DoesNotFit, TraceError
 from pstar_sim.planner.tried import Cap, Outcome, Tried, tried_of, tried_text
 from pstar_sim.planner.variants import candidates, choose, words
+from pstar_sim.policy.kit.ties import AS_FAST
 from pstar_sim.policy.registry import built_in
-from pstar_sim.policy.ties import AS_FAST
 from pstar_sim.testing import chain_workload
 from pstar_sim.units import MIB
 from pstar_sim.workload.mixing import block_names, mix_blocks

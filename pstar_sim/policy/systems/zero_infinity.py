@@ -13,10 +13,10 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place, Queue
 from pstar_sim.errors import PlanError
-from pstar_sim.policy.capabilities import Capabilities
-from pstar_sim.policy.emit import Builder, check_room
-from pstar_sim.policy.options import Option, one_of, switch, whole_number
-from pstar_sim.policy.sharded import (
+from pstar_sim.policy.kit.capabilities import Capabilities
+from pstar_sim.policy.kit.emit import Builder, check_room
+from pstar_sim.policy.kit.options import Option, one_of, switch, whole_number
+from pstar_sim.policy.systems.sharded import (
     MAX_REUSE_PARAMS,
     REDUCE_BUCKET_PARAMS,
     SUB_GROUP_PARAMS,
@@ -25,7 +25,7 @@ from pstar_sim.policy.sharded import (
     sub_groups,
     traced_visits,
 )
-from pstar_sim.policy.zero3_offload import BUFFER_FACTOR, optimizer_bytes
+from pstar_sim.policy.systems.zero3_offload import BUFFER_FACTOR, optimizer_bytes
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import DTYPE_BYTES, Workload
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pstar_sim.core.plan import Plan
-from pstar_sim.policy.points import Point
+from pstar_sim.policy.kit.points import Point
 
 __all__ = ["Capabilities", "capabilities_of"]
 
@@ -24,6 +24,7 @@ class Capabilities:
         at least as fast as the others, for seconds of planning.
     one_at_a_time: copies, updates and computing wait for each other, which is where an ablation begins.
     yardstick: one of the few policies that a question over many machines is asked of where none is named.
+    streams_states: it updates chunks on the GPU whose states live elsewhere.
     from_disks: options under which lists live on disks, tried where the host has no room.
     """
 
@@ -31,6 +32,7 @@ class Capabilities:
     tries_others: bool = False
     one_at_a_time: bool = False
     yardstick: bool = False
+    streams_states: bool = False
     from_disks: tuple[str, ...] = ()
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TypedDict
 
-from pstar_sim.policy.options import Option, either, one_of, switch, whole_number
+from pstar_sim.policy.kit.options import Option, either, one_of, switch, whole_number
 
 __all__ = ["Coordinates", "Point", "point_options"]
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place, Queue, Ref
-from pstar_sim.policy.capabilities import Capabilities
-from pstar_sim.policy.emit import Builder, check_room, describe_moment, worst_moment
+from pstar_sim.policy.kit.capabilities import Capabilities
+from pstar_sim.policy.kit.emit import Builder, check_room, describe_moment, worst_moment
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pstar_sim.policy.eviction import fifo, lru
-from pstar_sim.policy.facts import Facts
-from pstar_sim.policy.residency import Gap, belady
+from pstar_sim.policy.family.eviction import fifo, lru
+from pstar_sim.policy.family.residency import Gap, belady
+from pstar_sim.policy.kit.facts import Facts
 
 __all__ = ["adam_key", "adam_waits_for_backward", "fetch_floors", "keep_set"]
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place
-from pstar_sim.policy.emit import Builder
-from pstar_sim.policy.options import Option, switch
-from pstar_sim.policy.sharded import Sharded, block_visits, operators_before, traced_visits
+from pstar_sim.policy.kit.emit import Builder
+from pstar_sim.policy.kit.options import Option, switch
+from pstar_sim.policy.systems.sharded import Sharded, block_visits, operators_before, traced_visits
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from pstar_sim.policy.ground import SUMS_TAKE, Ground
-from pstar_sim.policy.residency import Gap, gaps_of
-from pstar_sim.policy.rules import keep_set
+from pstar_sim.policy.family.ground import SUMS_TAKE, Ground
+from pstar_sim.policy.family.residency import Gap, gaps_of
+from pstar_sim.policy.family.rules import keep_set
 
 __all__ = ["Course", "Knobs", "Modes", "Position"]
 

@@ -10,12 +10,12 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import DoesNotFit
-from pstar_sim.policy.emit import Builder, describe_moment
-from pstar_sim.policy.modes import ModeFacts
-from pstar_sim.policy.pins import PinFacts, most_pins
-from pstar_sim.policy.points import Point
-from pstar_sim.policy.residency import blocks_of
-from pstar_sim.policy.stashes import stash_cuts
+from pstar_sim.policy.family.modes import ModeFacts
+from pstar_sim.policy.family.pins import PinFacts, most_pins
+from pstar_sim.policy.family.residency import blocks_of
+from pstar_sim.policy.kit.emit import Builder, describe_moment
+from pstar_sim.policy.kit.points import Point
+from pstar_sim.policy.passes.stashes import stash_cuts
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Phase, Workload
 

@@ -21,9 +21,9 @@ from pstar_sim.core.rules import Rates
 from pstar_sim.core.step import Kind, Place, Queue, Ref, Step
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import DoesNotFit
-from pstar_sim.policy.facts import facts_of
-from pstar_sim.policy.memory_edges import Event, Slot, fifo_edges
-from pstar_sim.policy.stashes import StashMoves
+from pstar_sim.policy.kit.facts import facts_of
+from pstar_sim.policy.passes.memory_edges import Event, Slot, fifo_edges
+from pstar_sim.policy.passes.stashes import StashMoves
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 

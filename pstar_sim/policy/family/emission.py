@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pstar_sim.core.choose import Op
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind, Place, Ref
-from pstar_sim.policy.emit import Builder, memory_edges
-from pstar_sim.policy.ground import Ground
-from pstar_sim.policy.program import Attempt, What
+from pstar_sim.policy.family.ground import Ground
+from pstar_sim.policy.family.program import Attempt, What
+from pstar_sim.policy.kit.emit import Builder, memory_edges
 
 __all__ = ["emit"]
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from pstar_sim.core.step import PAGEABLE, Kind, Place, Queue, Ref
-from pstar_sim.policy.emit import Builder, check_room, describe_moment, worst_moment
-from pstar_sim.policy.facts import Facts
+from pstar_sim.policy.kit.emit import Builder, check_room, describe_moment, worst_moment
+from pstar_sim.policy.kit.facts import Facts
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Phase, Workload
 

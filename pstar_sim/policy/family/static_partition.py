@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
-from pstar_sim.policy.asynchronous import Asynchronous
-from pstar_sim.policy.capabilities import Capabilities
-from pstar_sim.policy.optimal import searched
-from pstar_sim.policy.points import Coordinates, Point, point_options
+from pstar_sim.policy.family.asynchronous import Asynchronous
+from pstar_sim.policy.family.searched import searched
+from pstar_sim.policy.kit.capabilities import Capabilities
+from pstar_sim.policy.kit.points import Coordinates, Point, point_options
 from pstar_sim.workload.workload import Workload
 
 if TYPE_CHECKING:

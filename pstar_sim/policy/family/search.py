@@ -16,12 +16,12 @@ from itertools import product
 import numpy as np
 
 from pstar_sim.errors import DoesNotFit
-from pstar_sim.policy.course import Course, Knobs, Modes
-from pstar_sim.policy.ground import Ground
-from pstar_sim.policy.modes import interleave, roofline
-from pstar_sim.policy.pins import iteration_bounds
-from pstar_sim.policy.program import Attempt, burden_of, play
-from pstar_sim.policy.ties import least_of
+from pstar_sim.policy.family.course import Course, Knobs, Modes
+from pstar_sim.policy.family.ground import Ground
+from pstar_sim.policy.family.modes import interleave, roofline
+from pstar_sim.policy.family.pins import iteration_bounds
+from pstar_sim.policy.family.program import Attempt, burden_of, play
+from pstar_sim.policy.kit.ties import least_of
 
 __all__ = ["Choice", "Search"]
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pstar_sim.policy.pins import PinFacts
+from pstar_sim.policy.family.pins import PinFacts
 
 __all__ = ["ModeFacts", "Roofline", "interleave", "roofline"]
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pstar_sim.policy.facts import Facts
+from pstar_sim.policy.kit.facts import Facts
 
 __all__ = ["Block", "Gap", "belady", "blocks_of", "gaps_of"]
 

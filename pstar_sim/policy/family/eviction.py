@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from pstar_sim.policy.residency import Gap
+from pstar_sim.policy.family.residency import Gap
 
 __all__ = ["fifo", "lru"]
 

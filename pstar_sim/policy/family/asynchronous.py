@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit
-from pstar_sim.policy.course import Knobs, Modes
-from pstar_sim.policy.emission import emit
-from pstar_sim.policy.ground import Ground
-from pstar_sim.policy.pins import iteration_bounds
-from pstar_sim.policy.points import Point
-from pstar_sim.policy.program import Attempt, attempt, burden_of
-from pstar_sim.policy.residency import gaps_of
-from pstar_sim.policy.ties import least_of
+from pstar_sim.policy.family.course import Knobs, Modes
+from pstar_sim.policy.family.emission import emit
+from pstar_sim.policy.family.ground import Ground
+from pstar_sim.policy.family.pins import iteration_bounds
+from pstar_sim.policy.family.program import Attempt, attempt, burden_of
+from pstar_sim.policy.family.residency import gaps_of
+from pstar_sim.policy.kit.points import Point
+from pstar_sim.policy.kit.ties import least_of
 from pstar_sim.units import format_bytes, format_s
 from pstar_sim.workload.workload import Workload
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place
-from pstar_sim.policy.options import Option, share, whole_number
-from pstar_sim.policy.sharded import MAX_REUSE_PARAMS, PREFETCH_PARAMS, REDUCE_BUCKET_PARAMS
-from pstar_sim.policy.zero3_offload import BUFFER_FACTOR, TRACED_OPTIONS, Offloaded, optimizer_bytes
+from pstar_sim.policy.kit.capabilities import Capabilities
+from pstar_sim.policy.kit.options import Option, share, whole_number
+from pstar_sim.policy.systems.sharded import MAX_REUSE_PARAMS, PREFETCH_PARAMS, REDUCE_BUCKET_PARAMS
+from pstar_sim.policy.systems.zero3_offload import BUFFER_FACTOR, TRACED_OPTIONS, Offloaded, optimizer_bytes
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["OPTIONS", "PREFETCH_BYTES_PER_PARAM", "SUB_GROUP_PARAMS", "deep_optimizer_states"]
+__all__ = ["CAPABILITIES", "OPTIONS", "PREFETCH_BYTES_PER_PARAM", "SUB_GROUP_PARAMS", "deep_optimizer_states"]
 
 SUB_GROUP_PARAMS = 100_000_000
 """Of the published runs."""
@@ -25,6 +26,7 @@ PREFETCH_BYTES_PER_PARAM = 3
 """Host buffers beyond zero3_offload's 24 bytes a parameter: nodes show 27 to 45 with them. The least of it, so that no
 run is refused that was made."""
 
+CAPABILITIES = Capabilities(streams_states=True)
 OPTIONS = {
     "every": Option(whole_number(least=1), "every so many-th sub-group is updated on the GPU", 2),
     "subgroup": Option(whole_number(least=1), "parameters (of one rank) that are updated at a time", SUB_GROUP_PARAMS),

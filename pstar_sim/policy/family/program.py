@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pstar_sim.core.choose import Op, Ops, Window, choose
 from pstar_sim.core.rules import Rates
 from pstar_sim.core.step import Kind, Queue
-from pstar_sim.policy.course import Course, Knobs, Modes
-from pstar_sim.policy.emit import cut_tide
-from pstar_sim.policy.ground import Ground
-from pstar_sim.policy.residency import Gap, gaps_of
-from pstar_sim.policy.rules import adam_key, adam_waits_for_backward, fetch_floors
-from pstar_sim.policy.stashes import StashMoves
+from pstar_sim.policy.family.course import Course, Knobs, Modes
+from pstar_sim.policy.family.ground import Ground
+from pstar_sim.policy.family.residency import Gap, gaps_of
+from pstar_sim.policy.family.rules import adam_key, adam_waits_for_backward, fetch_floors
+from pstar_sim.policy.kit.emit import cut_tide
+from pstar_sim.policy.passes.stashes import StashMoves
 
 __all__ = ["Attempt", "What", "attempt", "play"]
 
