@@ -7,7 +7,7 @@ complete, between iterations, so that nobody waits for them; `apply` then moves 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +78,7 @@ class DeviceTimes:
         """The logs in the device's time. A step of a device queue is ready when its stream is done with the one before;
         a moment that begins later than that names what it waited for."""
         assert self._program is not None
-        position = {step.id: i for i, step in enumerate(self._program.steps)}
+        position = self._program.compiled.position
         moved: dict[tuple[int, int], StepLog] = {}
         for row in steps:
             key = position[row.step.id], row.iteration
@@ -118,7 +118,7 @@ class DeviceTimes:
         self,
         steps: Sequence[StepLog],
         moved: dict[tuple[int, int], StepLog],
-        position: dict[int, int],
+        position: Mapping[int, int],
         changes: Sequence[ByteChange],
     ) -> list[ByteChange]:
         """A take happens when its step begins, a free when it ends, the tide moves with its moment."""

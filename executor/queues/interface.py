@@ -12,10 +12,10 @@ before the first, so `id@-1` is satisfied at the start.
 from __future__ import annotations
 
 import traceback
-from collections import defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from pstar_sim.core import program
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import OutOfMemory, PlanError
@@ -39,39 +39,32 @@ def without_locals(error: BaseException) -> None:
 
 
 class Program:
-    """A plan's steps by position, ready to be run. done: see [Note: iterations]."""
+    """A plan's steps by position (core/program.py), and how far they have come. done: see [Note: iterations]."""
 
     def __init__(self, plan: Plan) -> None:
         self.steps = plan.steps
-        index = {step.id: i for i, step in enumerate(plan.steps)}
-        if len(index) < len(plan.steps):
-            raise PlanError(f"plan of {plan.policy!r} gives one id to several steps")
-        self.after: list[tuple[tuple[int, int], ...]] = []
-        self.order: dict[Queue, list[int]] = defaultdict(list)
+        self.compiled = compiled = program.Program.of(plan)
+        self.after = compiled.waits
+        self.order = dict(zip(compiled.queues, compiled.order))
         self.wakes: list[set[Queue]] = [set() for _ in plan.steps]  # queues that have a step after this one
-        for i, step in enumerate(plan.steps):
-            for ref in step.after:
-                if ref.id not in index:
-                    raise PlanError(f"step {step.id} waits for step {ref}, which the plan does not have")
-                self.wakes[index[ref.id]].add(step.queue)
-            self.after.append(tuple((index[ref.id], ref.back) for ref in step.after))
-            self.order[step.queue].append(i)
+        for step, waits in zip(plan.steps, compiled.waits):
+            for j, _ in waits:
+                self.wakes[j].add(step.queue)
         unknown = set(self.order) - {Queue.COMPUTE, *SIDE_QUEUES}
         if unknown:
             raise PlanError(f"this executor has no queue {', '.join(sorted(unknown))}")
         self.done = [-1] * len(plan.steps)
 
     def ready(self, i: int, iteration: int) -> bool:
-        done = self.done
-        return all(done[j] >= iteration - back for j, back in self.after[i])
+        return not self.compiled.missing(i, iteration, self.done)
 
     def missing(self, i: int, iteration: int) -> list[int]:
         """Positions of the steps that step i still waits for."""
-        return [j for j, back in self.after[i] if self.done[j] < iteration - back]
+        return [j for j, _ in self.compiled.missing(i, iteration, self.done)]
 
     def waiting(self, i: int, iteration: int) -> str:
         """For the watchdog: the step, and the steps it waits for."""
-        missing = [self.word(j, iteration - back) for j, back in self.after[i] if self.done[j] < iteration - back]
+        missing = [self.word(j, iteration - back) for j, back in self.compiled.missing(i, iteration, self.done)]
         return self.word(i, iteration) + (f", which waits for {', '.join(missing[:4])}" if missing else "")
 
     def word(self, i: int, iteration: int) -> str:

@@ -129,7 +129,7 @@ class _Follow:
         ready, begun, ended, waited_for = record.ready, record.begun, record.ended, record.waited_for
         event, time = record.events.append, record.at_s.append
         queues = len(order)
-        done = [0] * len(ids)  # iterations in which the step has ended
+        done = [-1] * len(ids)  # last iteration in which the step ended
         waiters: list[list[int]] = [[] for _ in ids]  # queues
         position, lap, wait = [0] * queues, [0] * queues, [0] * queues
         finished = [0] * most  # queues that have ended the iteration
@@ -179,7 +179,7 @@ class _Follow:
                 row = waits[i]
                 for n in range(wait[q], len(row)):
                     j, back = row[n]
-                    if done[j] + back <= k:
+                    if done[j] < k - back:  # [Note: readiness] in program.py, one wait at a time
                         waiters[j].append(q)
                         waited_for[k][i] = j
                         wait[q] = n
@@ -262,9 +262,7 @@ def deadlock(record: Record, at: dict[int, tuple[int, int]], done: Sequence[int]
     program, lines = record.program, []
     for q, (i, k) in sorted(at.items(), key=lambda item: program.queues[item[0]]):
         missing = [
-            f"{program.ids[j]}@-{back}" if back else str(program.ids[j])
-            for j, back in program.waits[i]
-            if done[j] < k + 1 - back
+            f"{program.ids[j]}@-{back}" if back else str(program.ids[j]) for j, back in program.missing(i, k, done)
         ]
         lines.append(
             f"{program.queues[q]} at step {program.ids[i]} ({program.kinds[i]}) waits for {', '.join(missing)}"

@@ -5,6 +5,7 @@ A step is its position in `plan.steps`; a queue is its position in `queues`. Kno
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,7 +18,8 @@ __all__ = ["Program"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """queues: in the order in which the plan first names them.
+    """position: of each step id.
+    queues: in the order in which the plan first names them.
     queue_of: queue of each step.
     order: steps of each queue, in the order in which the queue runs them.
     waits: of each step, (step, back) that have to end first, in this iteration (back 0) or the one before (back 1).
@@ -27,6 +29,7 @@ class Program:
     """
 
     ids: tuple[int, ...]
+    position: Mapping[int, int]
     kinds: tuple[Kind, ...]
     queues: tuple[Queue, ...]
     queue_of: tuple[int, ...]
@@ -61,7 +64,8 @@ class Program:
         if Queue.COMPUTE not in number:
             raise PlanError(f"plan of {plan.policy!r} has no compute steps")
         return cls(
-            ids=tuple(step.id for step in steps),
+            ids=tuple(index),
+            position=index,
             kinds=tuple(step.kind for step in steps),
             queues=tuple(number),
             queue_of=tuple(queue_of),
@@ -79,6 +83,12 @@ class Program:
             for a, b in pairwise(row):
                 before[b] = a
         return before
+
+    def missing(self, i: int, iteration: int, done: Sequence[int]) -> list[tuple[int, int]]:
+        """[Note: readiness] Step i may start in an iteration when each (step, back) that it waits for has ended in the
+        iteration `back` before it; those that have not. done: of each step, the last iteration in which it ended, -1
+        before the first."""
+        return [(j, back) for j, back in self.waits[i] if done[j] < iteration - back]
 
     def backs(self, i: int, j: int) -> int:
         """How many iterations before its own the step i waits for step j."""

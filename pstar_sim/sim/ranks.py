@@ -240,7 +240,7 @@ class _RankRun:
         collectives = (Kind.GATHER, Kind.REDUCE_SCATTER)
         self.meets = frozenset(i for i, kind in enumerate(program.kinds) if kind in collectives)
         self.wire_s = [_wire_s(step, cost) for step in plan.steps]
-        self.done = [0] * len(program.ids)  # iterations in which the step has ended
+        self.done = [-1] * len(program.ids)  # last iteration in which the step ended
         self.waiters: list[list[simpy.Event]] = [[] for _ in program.ids]
         self.at: dict[int, tuple[int, int]] = {}  # where a queue stands: (step, iteration)
         self.queues_done = [0] * max_iterations
@@ -257,7 +257,7 @@ class _RankRun:
                 record.ready[k][i] = env.now
                 self.at[q] = (i, k)
                 for j, back in self.program.waits[i]:
-                    while done[j] < k + 1 - back:
+                    while done[j] < k - back:
                         wake = env.event()
                         waiters[j].append(wake)
                         yield wake

@@ -20,6 +20,7 @@ def ends(
     copies = [queue in (Queue.H2D, Queue.D2H) for queue in names]
     program = Program(
         ids=tuple(range(2 * count)),
+        position={i: i for i in range(2 * count)},
         kinds=(Kind.COMPUTE,) * (2 * count),
         queues=tuple(names),
         queue_of=(*range(count), *range(count)),
