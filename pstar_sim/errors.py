@@ -16,7 +16,6 @@ __all__ = [
     "ContractError",
     "DoesNotFit",
     "FalseFigures",
-    "IllegalTransition",
     "Interrupted",
     "ModelError",
     "NothingFits",
@@ -109,10 +108,6 @@ class OutOfMemory(PstarError):
 
 class RankLost(PstarError):
     """Another process of a run on several ranks is gone, or cannot follow; the text names it and what it said."""
-
-
-class IllegalTransition(PstarError):
-    """A tensor or chunk was asked to change to a state its present state does not lead to; nothing changed."""
 
 
 class UnknownName(PstarError):

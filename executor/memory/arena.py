@@ -20,10 +20,11 @@ from executor.adam import scratch_bytes
 from executor.devices.backend import Backend
 from executor.memory.slices import OTHERS_OF, GpuPayload, Steady
 from pstar_sim.core.effects import OTHERS, category_of
+from pstar_sim.core.ledger import Ledger
 from pstar_sim.core.plan import Plan, Resident
 from pstar_sim.core.slabs import HostRoom, host_room, pack_slabs
 from pstar_sim.core.step import Place
-from pstar_sim.errors import DoesNotFit, OutOfMemory, PlanError
+from pstar_sim.errors import DoesNotFit, OutOfMemory
 from pstar_sim.units import format_bytes
 
 __all__ = ["DTYPES", "Arena", "ByteChange", "HostRoom", "check_gpu_memory", "check_host_memory", "pack_slabs"]
@@ -66,10 +67,8 @@ class Arena:
         self.room = host_room(plan)
         self._state_dtypes = {name: STATE_DTYPES[width] for name, width in plan.layout.state_bytes}
         self.log: list[ByteChange] = []
-        self.gpu_budget_bytes = plan.gpu_budget_bytes  # less than the plan's once memory ran out
-        self.peak_gpu_payload_bytes = 0
         self.marks: list[tuple[int, str, int]] | None = None  # (length of the log, word, moment), while measured
-        self.tide_bytes = 0
+        self._ledger = Ledger(plan)
         self._clock = clock
         self._mark = ("", -1)
         self._lock = threading.Lock()
@@ -81,12 +80,7 @@ class Arena:
         self.peak_transient_bytes = 0
         self._host: dict[tuple[int, str], torch.Tensor] = {}
         self._slabs: list[torch.Tensor] = []
-        self._present: set[tuple[Place, int, str]] = set()
-        self._changing: set[tuple[Place, int, str]] = set()  # taken or freed at this instant, or interrupted in it
-        self._bytes = {Place.GPU: 0, Place.HOST: 0}
-        for _, place, size in plan.buffers:
-            self._bytes[place] += size
-        self._buffer_bytes = self._bytes[Place.GPU]  # of modules: no payloads, there for good
+        self._buffer_bytes = self._ledger.used_bytes(Place.GPU)  # of modules: no payloads, there for good
 
     def allocate_slabs(self) -> None:
         """Take all host memory at once. `check_host_memory` comes before. Raises DoesNotFit where the system refuses
@@ -182,44 +176,46 @@ class Arena:
 
     # -- bytes --------------------------------------------------------------------------------------------------------
 
+    @property
+    def gpu_budget_bytes(self) -> int:
+        """The plan's; less once memory ran out."""
+        return self._ledger.budget_bytes[0]
+
+    @gpu_budget_bytes.setter
+    def gpu_budget_bytes(self, size_bytes: int) -> None:
+        self._ledger.budget_bytes[0] = size_bytes
+
+    @property
+    def peak_gpu_payload_bytes(self) -> int:
+        return self._ledger.peak_bytes[0]
+
+    @property
+    def tide_bytes(self) -> int:
+        return self._ledger.tide_bytes
+
     def has(self, place: Place, chunk: int, list_name: str) -> bool:
-        return (place, chunk, list_name) in self._present
+        return self._ledger.holds(chunk, list_name, place)
 
     @property
     def present(self) -> frozenset[Resident]:
         """Who has memory now."""
         with self._lock:
-            return frozenset(Resident(chunk, name, place) for place, chunk, name in self._present)
+            return self._ledger.residents
 
     def payload_bytes(self, place: Place) -> int:
         """Bytes of payloads and buffers at the place now."""
-        return self._bytes[place]
+        return self._ledger.used_bytes(place)
 
     def room_on_gpu(self) -> int:
         """Bytes the gpu could still take now."""
-        return self.gpu_budget_bytes - self._bytes[Place.GPU] - self.tide_bytes
+        return self._ledger.room_bytes(Place.GPU)
 
     def take(self, place: Place, chunk: int, list_name: str) -> None:
         """Give a payload its memory. Raises PlanError if it has it, or if the place would go over its budget;
         OutOfMemory if the accelerator refuses it (nothing has changed then)."""
-        size = self.layout.payload_bytes(chunk, list_name)
+        ledger = self._ledger
         with self._lock:
-            key = (place, chunk, list_name)
-            if key in self._present:
-                raise PlanError(f"{list_name} of chunk {chunk} already has memory on the {place.value}")
-            held = self._bytes[place] + size + (self.tide_bytes if place is Place.GPU else 0)
-            budget = self.gpu_budget_bytes if place is Place.GPU else self.plan.host_budget_bytes
-            if held > budget:
-                raise PlanError(
-                    f"{place.value} over budget: {list_name} of chunk {chunk} ({format_bytes(size)}) would make it "
-                    f"{held} bytes, {held - budget} more than the plan's {budget}"
-                )
-            self._changing.add(key)
-            self._present.add(key)
-            self._bytes[place] += size
-            if place is Place.GPU and self._bytes[place] > self.peak_gpu_payload_bytes:
-                self.peak_gpu_payload_bytes = self._bytes[place]
-            self._note(place, category_of(list_name), size, chunk, list_name)
+            size = ledger.claim(chunk, list_name, place)
         if place is Place.GPU:
             try:
                 try:
@@ -229,12 +225,11 @@ class Arena:
                     self._take_on_gpu(chunk, list_name)
             except (OutOfMemory, torch.OutOfMemoryError) as error:
                 with self._lock:
-                    self._present.remove(key)
-                    self._bytes[place] -= size
-                    self._note(place, category_of(list_name), -size, chunk, list_name)
-                    self._changing.discard(key)
+                    ledger.withdraw(chunk, list_name, place)
                 raise self._refused(error, f"{list_name} of chunk {chunk}", size) from error
-        self._changing.discard(key)
+        with self._lock:
+            self._note(place, category_of(list_name), size, chunk, list_name)
+            ledger.hold(chunk, list_name, place)
 
     def flush(self) -> None:
         """Return when everything given back on the gpu is free: where work is issued ahead, it waits for its last
@@ -255,24 +250,21 @@ class Arena:
         if isinstance(error, OutOfMemory):
             payload, other, limit = error.payload_bytes, error.other_bytes, error.limit_bytes
         else:
-            payload, other, limit = self._bytes[Place.GPU], self.tide_bytes, None  # what is fragmented is not known
+            payload, other, limit = (
+                self.payload_bytes(Place.GPU),
+                self.tide_bytes,
+                None,
+            )  # what is fragmented is not known
         return OutOfMemory(what=what, asked_bytes=size, payload_bytes=payload, other_bytes=other, limit_bytes=limit)
 
     def free(self, place: Place, chunk: int, list_name: str) -> None:
         """Take a payload's memory away. Raises PlanError if it has none."""
         with self._lock:
-            key = (place, chunk, list_name)
-            if key not in self._present:
-                raise PlanError(f"{list_name} of chunk {chunk} has no memory on the {place.value} to free")
-            self._changing.add(key)
+            self._ledger.leave(chunk, list_name, place)
         if place is Place.GPU:
             self._give(chunk, list_name)
         with self._lock:
-            self._present.remove(key)
-            size = self.layout.payload_bytes(chunk, list_name)
-            self._bytes[place] -= size
-            self._note(place, category_of(list_name), -size, chunk, list_name)
-            self._changing.discard(key)
+            self._note(place, category_of(list_name), -self._ledger.left(chunk, list_name, place), chunk, list_name)
 
     def _give(self, chunk: int, list_name: str) -> None:
         if not self.sliced or (list_name not in OTHERS_OF and list_name not in OTHERS):
@@ -285,17 +277,11 @@ class Arena:
     def mend(self) -> None:
         """While nothing moves, after an interruption inside `take` or `free`: the payload it was about has no memory,
         and the bytes are counted anew."""
-        for place, chunk, list_name in list(self._changing):
-            if place is Place.GPU:
-                self._give(chunk, list_name)
-            self._present.discard((place, chunk, list_name))
-            self._changing.discard((place, chunk, list_name))
+        for resident in self._ledger.unfinished:
+            if resident.place is Place.GPU:
+                self._give(resident.chunk, resident.list)
         with self._lock:
-            for place in self._bytes:
-                held = sum(size for _, where, size in self.plan.buffers if where is place)
-                self._bytes[place] = held + sum(
-                    self.layout.payload_bytes(chunk, name) for where, chunk, name in self._present if where is place
-                )
+            self._ledger.mend()
         recount = getattr(self.backend, "recount", None)
         if recount is not None:
             recount(self._gpu.values())
@@ -303,14 +289,7 @@ class Arena:
     def set_tide(self, size_bytes: int) -> None:
         """Non-model bytes the gpu has to leave room for from now on. Raises PlanError if it cannot."""
         with self._lock:
-            held = self._bytes[Place.GPU] + size_bytes
-            if size_bytes > self.tide_bytes and held > self.gpu_budget_bytes:
-                raise PlanError(
-                    f"gpu over budget: {self._bytes[Place.GPU]} bytes of payloads and {size_bytes} of non-model data "
-                    f"are {held - self.gpu_budget_bytes} more than the plan's {self.gpu_budget_bytes}"
-                )
-            change = size_bytes - self.tide_bytes
-            self.tide_bytes = size_bytes
+            change = self._ledger.set_tide(size_bytes)
             if change:
                 self._note(Place.GPU, "non-model", change, -1, "")
         if change:
@@ -320,7 +299,7 @@ class Arena:
         """Most bytes of payloads, buffers and non-model data on the gpu at once in [start_s, end_s]."""
         with self._lock:
             log, count = self.log, len(self.log)
-            held = self._bytes[Place.GPU] + self.tide_bytes
+            held = self.payload_bytes(Place.GPU) + self.tide_bytes
         peak = 0
         for i in range(count - 1, -1, -1):  # back from now: what was held before each change
             change = log[i]
@@ -336,7 +315,7 @@ class Arena:
         """What the compute queue does from now on is kept in `marks`, too; (length of the log, bytes on the gpu)."""
         with self._lock:
             self.marks = marks
-            return len(self.log), self._bytes[Place.GPU]
+            return len(self.log), self.payload_bytes(Place.GPU)
 
     def mark(self, word: str, moment: int) -> None:
         """What the compute queue does from now on: ("in", m) during moment m, ("after", m) between m and the next."""
@@ -371,7 +350,7 @@ class Arena:
         for pair in list(self._pairs.values()):
             pair.give()
         with self._lock:
-            self._present.clear()
+            self._ledger.clear()
             self._host.clear()
             self._slabs.clear()
 

@@ -1,15 +1,9 @@
-"""What a step does to memory, as pure functions: the table of [Note: what a step does to memory] in core/step.py.
-
-`takes` and `frees` name the resident a single step touches; whether a fetch, write-back or cpu_add takes anything
-depends on who is resident already, so `resolve` walks a whole plan once and says what each step takes and frees.
-Used by ledger, simulator and the policies' memory edges; the checker has code of its own.
+"""What a step does to memory, as pure functions: the table of [Note: what a step does to memory] in core/step.py, and
+what moments do. Whether a fetch, write-back or cpu_add takes anything depends on who is resident already (ledger.py).
+Used by ledger, slabs and policies; the checker has code of its own.
 """
 
 from __future__ import annotations
-
-import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Plan, Resident
@@ -21,21 +15,15 @@ __all__ = [
     "CATEGORIES",
     "NON_MODEL",
     "OTHERS",
-    "Effect",
-    "Move",
     "category_of",
-    "final_gradients",
     "frees",
     "gradient_list",
-    "held_at_cut",
     "name_of",
     "needed",
     "reads",
-    "resolve",
     "takes",
     "tide_at_cut",
     "tide_moves",
-    "topological",
 ]
 
 NON_MODEL = "non-model"
@@ -87,132 +75,9 @@ def tide_at_cut(workload: Workload) -> int:
     return min(workload.moments[-1].peak_bytes, workload.moments[0].peak_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Bytes of a category at a place that a step takes or frees."""
-
-    place: Place
-    category: str
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Effect:
-    """What a step takes when it starts and frees when it ends; None for nothing (also where it would be 0 bytes)."""
-
-    take: Move | None = None
-    free: Move | None = None
-
-
-def held_at_cut(plan: Plan) -> dict[tuple[Place, str], int]:
-    """Bytes by place and category at the cut: initial residents, buffers, and the tide there."""
-    held: dict[tuple[Place, str], int] = {}
-
-    def add(place: Place, category: str, size: int) -> None:
-        held[place, category] = held.get((place, category), 0) + size
-
-    add(Place.GPU, NON_MODEL, tide_at_cut(plan.workload))
-    for resident in plan.initial:
-        if resident.chunk >= 0:
-            add(resident.place, category_of(resident.list), plan.layout.payload_bytes(resident.chunk, resident.list))
-    for _, place, size in plan.buffers:
-        add(place, "buffer", size)
-    return held
-
-
-def resolve(plan: Plan) -> dict[int, Effect]:
-    """Step id -> what it takes and frees, for any iteration of the plan.
-
-    Walks each resident's own steps in an order of the plan's dependencies, from `initial`. (In a plan the checker
-    accepts all legal orders give the same result, and `initial` is reached again.) Raises PlanError for a cycle, for
-    taking what is there, and for freeing what is not.
-    """
-    rise, fall = tide_moves(plan.workload)
-    present = set(plan.initial)
-    payload = plan.layout.payload_bytes
-    effects: dict[int, Effect] = {}
-    for step in topological(plan.steps):
-        take = free = None
-        if step.kind is Kind.COMPUTE:
-            if step.moment is None or not step.moment < len(rise):
-                raise PlanError(f"step {step.id}: a compute step needs moment=, below {len(rise)}")
-            if rise[step.moment]:
-                take = Move(Place.GPU, NON_MODEL, rise[step.moment])
-            if fall[step.moment]:
-                free = Move(Place.GPU, NON_MODEL, fall[step.moment])
-        else:
-            taken, freed = takes(step), frees(step)
-            if taken is not None:
-                resident, if_absent = taken
-                if resident not in present:
-                    present.add(resident)
-                    take = _move(resident, payload(resident.chunk, resident.list))
-                elif not if_absent:
-                    raise PlanError(f"step {step.id} ({step.kind.value}) takes {name_of(resident)}, which is there")
-            if freed is not None:
-                resident, if_present = freed
-                if resident in present:
-                    present.remove(resident)
-                    free = _move(resident, payload(resident.chunk, resident.list))
-                elif not if_present:
-                    raise PlanError(f"step {step.id} ({step.kind.value}) frees {name_of(resident)}, which is not there")
-        effects[step.id] = _NOTHING if take is None and free is None else Effect(take, free)
-    return effects
-
-
-_NOTHING = Effect()
-
-
-def _move(resident: Resident, size: int) -> Move | None:
-    return Move(resident.place, category_of(resident.list), size) if size else None
-
-
 def name_of(resident: Resident) -> str:
     """For messages: "the param list of chunk 3 on the gpu"."""
     return f"the {resident.list} list of chunk {resident.chunk} on the {resident.place.value}"
-
-
-def topological(steps: Sequence[Step]) -> list[Step]:
-    """Steps of one iteration in an order that keeps queue order and `after` (of this iteration); earliest in the plan
-    first. Raises PlanError for an unknown or doubled id, and for a cycle, naming steps on it."""
-    position = {step.id: i for i, step in enumerate(steps)}
-    if len(position) != len(steps):
-        seen: set[int] = set()
-        for step in steps:
-            if step.id in seen:
-                raise PlanError(f"step id {step.id} is used twice")
-            seen.add(step.id)
-    waiting = [0] * len(steps)
-    followers: list[list[int]] = [[] for _ in steps]
-    last_on: dict[str, int] = {}
-    for i, step in enumerate(steps):
-        before = last_on.get(step.queue)
-        if before is not None:
-            followers[before].append(i)
-            waiting[i] += 1
-        last_on[step.queue] = i
-        for ref in step.after:
-            if ref.back:
-                continue
-            j = position.get(ref.id)
-            if j is None:
-                raise PlanError(f"step {step.id} is after step {ref.id}, which the plan does not have")
-            followers[j].append(i)
-            waiting[i] += 1
-    ready = [i for i, count in enumerate(waiting) if count == 0]
-    heapq.heapify(ready)
-    order: list[Step] = []
-    while ready:
-        i = heapq.heappop(ready)
-        order.append(steps[i])
-        for j in followers[i]:
-            waiting[j] -= 1
-            if waiting[j] == 0:
-                heapq.heappush(ready, j)
-    if len(order) < len(steps):
-        stuck = [str(step.id) for step, count in zip(steps, waiting) if count > 0]
-        raise PlanError(f"{len(stuck)} steps wait for each other in a circle, among them {', '.join(stuck[:8])}")
-    return order
 
 
 def gradient_list(plan: Plan) -> dict[tuple[int, int], str]:
@@ -246,19 +111,6 @@ def gradient_list(plan: Plan) -> dict[tuple[int, int], str]:
         for i, batch in enumerate(mine):
             target[chunk, batch] = where if i < count else "param"
     return target
-
-
-def final_gradients(workload: Workload) -> list[tuple[int, ...]]:
-    """Tensors whose gradient becomes final for its micro-batch in each moment: at its last firing there. Before that
-    a gradient that fires several times is non-model data."""
-    last: dict[tuple[int, int], int] = {}
-    for m, tensors in enumerate(workload.gradients):
-        for t in tensors:
-            last[workload.moments[m].micro_batch, t] = m
-    finals: list[list[int]] = [[] for _ in workload.moments]
-    for (_, t), m in last.items():
-        finals[m].append(t)
-    return [tuple(sorted(row)) for row in finals]
 
 
 def reads(step: Step) -> tuple[Resident, ...]:

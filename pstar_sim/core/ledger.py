@@ -1,7 +1,8 @@
 """The ledger: who holds what in which place, in bytes.
 
-A payload is a list of a chunk at a place; it has a number, a size and a category. `Moves` are the steps of a plan as
-entries about payloads, compiled once from the table EFFECTS in core/step.py. Numbers only: no memory, no clock.
+A payload is a list of a chunk at a place; it has a number, a size and a category. `Moves` books a whole run of a plan,
+whose steps are compiled once, by the table EFFECTS in core/step.py, to entries about payloads: the simulator's book.
+`Ledger` books one move at a time: the executor's. Numbers only: no memory, no clock.
 
 [Note: categories] A payload counts as "param", "grad" or "states" by its list, with one exception: once the last
 gradient of a chunk has overwritten its working list in place, that payload (and its copies) counts as "grad" until an
@@ -14,7 +15,8 @@ says whether it was there, the last entry that gave it a category says which.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +27,6 @@ from pstar_sim.core.effects import (
     CATEGORIES,
     NON_MODEL,
     category_of,
-    final_gradients,
     frees,
     gradient_list,
     name_of,
@@ -37,7 +38,7 @@ from pstar_sim.core.effects import (
 )
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Plan, Resident
-from pstar_sim.core.step import OTHERS, Kind, Place, Step
+from pstar_sim.core.step import Kind, Place, Step
 from pstar_sim.errors import PlanError
 from pstar_sim.units import format_bytes
 
@@ -69,6 +70,7 @@ class Payloads:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
+        self._lock = threading.Lock()
         self._number: dict[tuple[int, str, int], int] = {}
         self.names: list[tuple[int, str, int]] = []
         self.sizes: list[int] = []
@@ -78,18 +80,26 @@ class Payloads:
     def number(self, chunk: int, list_name: str, place: int) -> int:
         key = (chunk, list_name, place)
         number = self._number.get(key)
-        if number is None:
-            number = self._number[key] = len(self.names)
-            self.names.append(key)
-            self.sizes.append(self._layout.payload_bytes(chunk, list_name))
-            self.places.append(place)
-            self.categories.append(CATEGORIES.index(category_of(list_name)))
-        return number
+        return self._new(key) if number is None else number
 
-    def word(self, number: int) -> str:
-        """For messages: "the param list of chunk 3 on the gpu"."""
+    def find(self, chunk: int, list_name: str, place: int) -> int:
+        """Its number; -1 for what was never met."""
+        return self._number.get((chunk, list_name, place), -1)
+
+    def _new(self, key: tuple[int, str, int]) -> int:
+        chunk, list_name, place = key
+        with self._lock:  # one that is met by two threads at once has one number
+            if key not in self._number:
+                self.names.append(key)
+                self.sizes.append(self._layout.payload_bytes(chunk, list_name))
+                self.places.append(place)
+                self.categories.append(CATEGORIES.index(category_of(list_name)))
+                self._number[key] = len(self.names) - 1
+            return self._number[key]
+
+    def resident(self, number: int) -> Resident:
         chunk, list_name, place = self.names[number]
-        return name_of(Resident(chunk, list_name, PLACES[place]))
+        return Resident(chunk, list_name, PLACES[place])
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +306,7 @@ class Moves:
     # -- words --------------------------------------------------------------------------------------------------------
 
     def _contradiction(self, step: int, entry: int) -> PlanError:
-        word, payload = self._word(step), self.payloads.word(int(self._who[entry]))
+        word, payload = self._word(step), name_of(self.payloads.resident(int(self._who[entry])))
         if self._what[entry] == NEED:
             return PlanError(f"{word} needs {payload}, which is not there")
         if self._what[entry] == TAKE:
@@ -324,204 +334,122 @@ class Moves:
 
 
 class Ledger:
-    """capacities: bytes each place may hold, the tide included; a place that is missing may hold nothing.
-    buffers: (name, place, bytes) held throughout. initial: residents at the start. tide_bytes: the tide at the start.
+    """Who holds what now, one move at a time; a move that is refused changes nothing.
 
-    peak_bytes: the most each place has held since the start or `reset_peaks`.
+    budget_bytes: of each place (in the order of PLACES); may be lowered. tide_bytes: non-model bytes on the gpu.
+    peak_bytes: the most that payloads and buffers held of each place.
+
+    [Note: claims] A payload is claimed, then its memory is asked for, then it is held. A claim counts against the
+    budget, so that two threads are never promised the same room, and is withdrawn where memory is refused. A payload
+    that leaves is held until its memory is given back. What an interruption left in between is `unfinished`.
     """
 
-    def __init__(
-        self,
-        capacities: Mapping[Place, int],
-        layout: Layout,
-        *,
-        initial: Iterable[Resident] = (),
-        buffers: Iterable[tuple[str, Place, int]] = (),
-        tide_bytes: int = 0,
-    ) -> None:
-        self.layout = layout
-        self.capacities = dict(capacities)
-        self._held = dict.fromkeys(capacities, 0)
-        self._by_category = {(place, category): 0 for place in capacities for category in CATEGORIES}
-        self._residents: dict[tuple[Hashable, Place], tuple[int, str]] = {}
-        self._in_use: dict[tuple[Hashable, Place], int] = {}
-        self.peak_bytes: dict[Place, int] = dict.fromkeys(capacities, 0)
-        self._uses: Sequence[tuple[tuple[int, str], ...]] = ()
-        self._peaks: Sequence[int] = ()
-        self._falls: Sequence[int] = ()
-        for name, place, size in buffers:
-            self.take_bytes(name, place, size, "buffer")
-        for resident in initial:
-            if resident.chunk >= 0:
-                self.take(resident)
-        self.set_tide(tide_bytes)
-
-    @staticmethod
-    def for_plan(plan: Plan) -> Ledger:
-        """A ledger at the plan's cut, ready for `apply_start` and `apply_end` of its steps. Raises PlanError where
-        what the plan holds at the cut is over a budget already."""
-        w = plan.workload
-        ledger = Ledger(
-            plan.budgets,
-            plan.layout,
-            initial=plan.initial,
-            buffers=plan.buffers,
-            tide_bytes=tide_at_cut(w),
-        )
-        chunk_of = plan.layout.chunk_of
-        target = gradient_list(plan)
-        uses: list[tuple[tuple[int, str], ...]] = []
-        for moment, read, gradients in zip(w.moments, w.reads, final_gradients(w)):
-            used = {(chunk_of[t], "param") for t in read}
-            used |= {(chunk_of[t], target[chunk_of[t], moment.micro_batch]) for t in gradients}
-            if plan.layout.ranks > 1:  # read and written whole
-                used |= {(c, others) for c, name in used for others, own in OTHERS.items() if own == name}
-            uses.append(tuple(sorted(used)))
-        ledger._uses = uses
-        ledger._peaks = [m.peak_bytes for m in w.moments]
-        ledger._falls = tide_moves(w)[1]
-        return ledger
-
-    def bytes(self, place: Place, category: str | None = None) -> int:
-        """Bytes `place` holds, all or of one category ("non-model", "param", "grad", "states", "buffer")."""
-        if category is None:
-            return self._held.get(place, 0)
-        return self._by_category.get((place, category), 0)
-
-    def room(self, place: Place) -> int:
-        """Bytes that could still be taken."""
-        return self.capacities.get(place, 0) - self._held.get(place, 0)
+    def __init__(self, plan: Plan) -> None:
+        self.budget_bytes = [plan.gpu_budget_bytes, plan.host_budget_bytes, plan.nvme_budget_bytes]
+        self.tide_bytes = 0
+        self._payloads = Payloads(plan.layout)
+        self._buffers = [0] * len(PLACES)
+        for _, place, size in plan.buffers:
+            self._buffers[PLACES.index(place)] += size
+        self._used = list(self._buffers)  # claims are in it
+        self._claimed = [0] * len(PLACES)
+        self.peak_bytes = list(self._buffers)
+        self._held: set[int] = set()
+        self._unfinished: set[int] = set()
 
     def holds(self, chunk: int, list_name: str, place: Place) -> bool:
-        return (Resident(chunk, list_name, place), place) in self._residents
+        return self._payloads.find(chunk, list_name, PLACES.index(place)) in self._held
 
-    def residents(self) -> Iterator[Resident]:
-        """Every list of a chunk that is somewhere."""
-        return (key for key, _ in self._residents if isinstance(key, Resident))
+    @property
+    def residents(self) -> frozenset[Resident]:
+        """Who is somewhere."""
+        return frozenset(self._payloads.resident(number) for number in self._held)
 
-    def in_use(self, resident: Resident) -> bool:
-        return (resident, resident.place) in self._in_use
+    @property
+    def unfinished(self) -> list[Resident]:
+        """What was claimed and not held yet, or is leaving."""
+        return [self._payloads.resident(number) for number in self._unfinished]
 
-    def take(self, resident: Resident) -> None:
-        """Raises PlanError if it is there already or has no room."""
-        size = self.layout.payload_bytes(resident.chunk, resident.list)
-        self.take_bytes(resident, resident.place, size, category_of(resident.list))
+    def used_bytes(self, place: Place) -> int:
+        """Bytes of payloads, claims and buffers."""
+        return self._used[PLACES.index(place)]
 
-    def release(self, resident: Resident) -> None:
-        """Raises PlanError if it is absent or in use."""
-        self.release_bytes(resident, resident.place)
+    def room_bytes(self, place: Place) -> int:
+        """Bytes that could still be claimed."""
+        p = PLACES.index(place)
+        return self.budget_bytes[p] - self._used[p] - (self.tide_bytes if p == _GPU else 0)
 
-    def take_bytes(self, key: Hashable, place: Place, size: int, category: str = "buffer") -> None:
-        """Any other resident, under any key of its own. Raises PlanError as `take` does."""
-        if (key, place) in self._residents:
-            raise PlanError(f"{_name(key, place)} is there already")
-        if category not in CATEGORIES:
-            raise PlanError(f"{category!r} is not a category of bytes ({', '.join(CATEGORIES)})")
-        self._room_for(size, place, _name(key, place))
-        self._residents[key, place] = (size, category)
-        self._add(place, category, size)
-
-    def release_bytes(self, key: Hashable, place: Place) -> None:
-        """Raises PlanError as `release` does."""
-        if (key, place) not in self._residents:
-            raise PlanError(f"{_name(key, place)} is not there")
-        if (key, place) in self._in_use:
-            raise PlanError(f"{_name(key, place)} is in use and cannot be freed")
-        size, category = self._residents.pop((key, place))
-        self._add(place, category, -size)
-
-    def set_tide(self, tide_bytes: int) -> None:
-        """Non-model bytes on the gpu from now on. Raises PlanError if they do not fit."""
-        now = self.bytes(Place.GPU, NON_MODEL)
-        if tide_bytes > now:
-            self._room_for(tide_bytes - now, Place.GPU, f"a tide of {format_bytes(tide_bytes)}")
-        if tide_bytes != now:
-            self._add(Place.GPU, NON_MODEL, tide_bytes - now)
-
-    def use(self, resident: Resident) -> None:
-        """It cannot be freed until `unuse`. Raises PlanError if it is absent."""
-        key = (resident, resident.place)
-        if key not in self._residents:
-            raise PlanError(f"{_name(*key)} is needed and is not there")
-        self._in_use[key] = self._in_use.get(key, 0) + 1
-
-    def unuse(self, resident: Resident) -> None:
-        key = (resident, resident.place)
-        if key not in self._in_use:
-            raise PlanError(f"{_name(*key)} is not in use")
-        self._in_use[key] -= 1
-        if not self._in_use[key]:
-            del self._in_use[key]
-
-    def apply_start(self, step: Step) -> None:
-        """What the step does when it starts. Raises PlanError naming the step, and changes nothing, if it may not."""
-        try:
-            if step.kind is Kind.COMPUTE:
-                self._begin_moment(step)
-                return
-            for resident in reads(step):
-                if (resident, resident.place) not in self._residents:
-                    raise PlanError(f"{_name(resident, resident.place)} is needed and is not there")
-            taken = takes(step)
-            if taken is not None:
-                resident, if_absent = taken
-                if not (if_absent and (resident, resident.place) in self._residents):
-                    self.take(resident)
-        except PlanError as error:
-            raise PlanError(f"step {step.id} ({step.kind.value}): {error}") from None
-
-    def apply_end(self, step: Step) -> None:
-        """What the step does when it ends. Raises PlanError naming the step, and changes nothing, if it may not."""
-        try:
-            if step.kind is Kind.COMPUTE:
-                moment = self._moment(step)
-                for chunk, list_name in self._uses[moment]:
-                    self.unuse(Resident(chunk, list_name, Place.GPU))
-                if self._falls[moment]:
-                    self.set_tide(self._peaks[moment] - self._falls[moment])
-                return
-            freed = frees(step)
-            if freed is not None:
-                resident, if_present = freed
-                if not (if_present and (resident, resident.place) not in self._residents):
-                    self.release(resident)
-        except PlanError as error:
-            raise PlanError(f"step {step.id} ({step.kind.value}): {error}") from None
-
-    def reset_peaks(self) -> None:
-        self.peak_bytes = dict(self._held)
-
-    def _moment(self, step: Step) -> int:
-        if step.moment is None or step.moment >= len(self._uses):
-            raise PlanError(f"moment {step.moment} is not one of the plan's {len(self._uses)}")
-        return step.moment
-
-    def _begin_moment(self, step: Step) -> None:
-        moment = self._moment(step)
-        used = [Resident(chunk, list_name, Place.GPU) for chunk, list_name in self._uses[moment]]
-        for resident in used:
-            if (resident, Place.GPU) not in self._residents:
-                raise PlanError(f"moment {moment} needs {_name(resident, Place.GPU)}, which is not there")
-        self.set_tide(self._peaks[moment])
-        for resident in used:
-            self.use(resident)
-
-    def _room_for(self, size: int, place: Place, what: str) -> None:
-        room = self.room(place)
-        if size > room:
+    def claim(self, chunk: int, list_name: str, place: Place) -> int:
+        """Its bytes. Raises PlanError where it is held or claimed already, or the place would go over its budget."""
+        number = self._number(chunk, list_name, place)
+        if number in self._held or number in self._unfinished:
+            raise PlanError(f"{list_name} of chunk {chunk} already has memory on the {place.value}")
+        size, p = self._payloads.sizes[number], PLACES.index(place)
+        if size > (room := self.room_bytes(place)):
             raise PlanError(
-                f"{what} takes {size} bytes and {place.value} has {room} left of {self.capacities.get(place, 0)} "
-                f"(short by {format_bytes(size - room)})"
+                f"{place.value} over budget: {list_name} of chunk {chunk} ({format_bytes(size)}) would make it "
+                f"{self.budget_bytes[p] - room + size} bytes, {size - room} more than the plan's {self.budget_bytes[p]}"
             )
+        self._unfinished.add(number)
+        self._used[p] += size
+        self._claimed[p] += size
+        return size
 
-    def _add(self, place: Place, category: str, size: int) -> None:
-        held = self._held[place] = self._held.get(place, 0) + size
-        self._by_category[place, category] = self._by_category.get((place, category), 0) + size
-        if held > self.peak_bytes.get(place, 0):
-            self.peak_bytes[place] = held
+    def hold(self, chunk: int, list_name: str, place: Place) -> None:
+        """What was claimed has its memory."""
+        number, p = self._number(chunk, list_name, place), PLACES.index(place)
+        self._claimed[p] -= self._payloads.sizes[number]
+        self._held.add(number)
+        self._unfinished.discard(number)
+        self.peak_bytes[p] = max(self.peak_bytes[p], self._used[p] - self._claimed[p])
 
+    def withdraw(self, chunk: int, list_name: str, place: Place) -> None:
+        """What was claimed gets no memory."""
+        number, p = self._number(chunk, list_name, place), PLACES.index(place)
+        size = self._payloads.sizes[number]
+        self._used[p] -= size
+        self._claimed[p] -= size
+        self._unfinished.discard(number)
 
-def _name(key: Hashable, place: Place) -> str:
-    if isinstance(key, Resident):
-        return f"the {key.list} list of chunk {key.chunk} on the {place.value}"
-    return f"{key!r} on the {place.value}"
+    def leave(self, chunk: int, list_name: str, place: Place) -> None:
+        """Its memory is about to be given back. Raises PlanError where it is not held."""
+        number = self._number(chunk, list_name, place)
+        if number not in self._held:
+            raise PlanError(f"{list_name} of chunk {chunk} has no memory on the {place.value} to free")
+        self._unfinished.add(number)
+
+    def left(self, chunk: int, list_name: str, place: Place) -> int:
+        """Its memory is given back; its bytes."""
+        number = self._number(chunk, list_name, place)
+        size = self._payloads.sizes[number]
+        self._held.remove(number)
+        self._used[PLACES.index(place)] -= size
+        self._unfinished.discard(number)
+        return size
+
+    def set_tide(self, tide_bytes: int) -> int:
+        """By how much the tide changes. Raises PlanError where a rise does not fit."""
+        held = self._used[_GPU] + tide_bytes
+        if tide_bytes > self.tide_bytes and held > self.budget_bytes[_GPU]:
+            raise PlanError(
+                f"gpu over budget: {self._used[_GPU]} bytes of payloads and {tide_bytes} of non-model data "
+                f"are {held - self.budget_bytes[_GPU]} more than the plan's {self.budget_bytes[_GPU]}"
+            )
+        change, self.tide_bytes = tide_bytes - self.tide_bytes, tide_bytes
+        return change
+
+    def mend(self) -> None:
+        """After an interruption: nobody holds what is unfinished, and the bytes are counted anew."""
+        self._held -= self._unfinished
+        self._unfinished.clear()
+        self._used, self._claimed = list(self._buffers), [0] * len(PLACES)
+        for number in self._held:
+            self._used[self._payloads.places[number]] += self._payloads.sizes[number]
+
+    def clear(self) -> None:
+        """Nobody holds anything."""
+        self._held.clear()
+        self.mend()
+
+    def _number(self, chunk: int, list_name: str, place: Place) -> int:
+        return self._payloads.number(chunk, list_name, PLACES.index(place))

@@ -13,8 +13,8 @@ import pytest
 
 from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
 from pstar_sim.core.check import check_plan
-from pstar_sim.core.effects import NON_MODEL, gradient_list, held_at_cut, resolve
-from pstar_sim.core.ledger import Ledger
+from pstar_sim.core.effects import gradient_list, tide_at_cut
+from pstar_sim.core.ledger import PLACES, WIDTH, Moves
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Kind, Place, Step
 from pstar_sim.core.worst_case import closure
@@ -211,32 +211,52 @@ class Values:
 def play(plan: Plan, rng: random.Random) -> dict[Place, int]:
     """Three iterations in a random legal interleaving; the peak of each place. AssertionError, KeyError or PlanError
     where anything is wrong."""
-    playing, values, ledger = Playing(plan, 3), Values(plan), Ledger.for_plan(plan)
+    playing, values, events = Playing(plan, 3), Values(plan), list[int]()
+    position = {step.id: i for i, step in enumerate(plan.steps)}
     bias = {queue: rng.random() ** 2 for queue in playing.queues}  # some queues are slow
     while choices := playing.choices():
         queue, ending = rng.choices(choices, [bias[q] + 1e-3 for q, _ in choices])[0]
         step, k = playing.go(queue, ending)
+        events.append(2 * position[step.id] + ending)
         if ending:
             values.end(step, k)
-            ledger.apply_end(step)
         else:
             values.start(step, k)
-            ledger.apply_start(step)
     assert len(playing.done) == 3 * len(plan.steps), "a deadlock"
-    assert set(ledger.residents()) == {r for r in plan.initial if r.chunk >= 0}
-    return ledger.peak_bytes
+    assert values.held.keys() == {(r.chunk, r.list, r.place) for r in plan.initial if r.chunk >= 0}
+    held = Moves(plan).book(events).held
+    return {place: int(max(row)) for place, row in zip(PLACES, held) if len(row)}
+
+
+def one_by_one(plan: Plan) -> tuple[Moves, dict[tuple[int, int], tuple[int, int]]]:
+    """What each step changes on gpu and host at its start (0) and at its end (1), in the order of the plan."""
+    playing, events = Playing(plan, 1), list[int]()
+    position = {step.id: i for i, step in enumerate(plan.steps)}
+    while choices := playing.choices():
+        queue = min((q for q, _ in choices), key=lambda q: position[playing.queues[q][playing.ended[q]].id])
+        step, _ = playing.go(queue, ending=False)
+        playing.go(queue, ending=True)
+        events += [2 * position[step.id], 2 * position[step.id] + 1]
+    moves = Moves(plan)
+    changes = moves.book(events)
+    took = {(step.id, half): (0, 0) for step in plan.steps for half in (0, 1)}
+    for n, cell, size in zip(changes.event.tolist(), changes.cell.tolist(), changes.size.tolist()):
+        key = plan.steps[events[n] // 2].id, events[n] % 2
+        gpu, host = took[key]
+        took[key] = (gpu + size, host) if PLACES[cell // WIDTH] is GPU else (gpu, host + size)
+    return moves, took
 
 
 def enumerate_peaks(plan: Plan, most_states: int) -> dict[Place, int] | None:
     """The most each place can hold, over all states that two iterations can reach; None if there are too many."""
-    effects = resolve(plan)
+    moves, took = one_by_one(plan)
     queues: dict[str, list[Step]] = {}
     for step in plan.steps:
         queues.setdefault(step.queue, []).append(step)
     names = list(queues)
     where = {s.id: (names.index(q), i) for q, steps in queues.items() for i, s in enumerate(steps)}
     lengths = [len(queues[q]) for q in names]
-    held = {place: sum(n for (p, _), n in held_at_cut(plan).items() if p is place) for place in (GPU, HOST)}
+    held = dict(zip(PLACES, moves.used))
     start = (0,) * len(names)  # per queue: events so far; even: idle, odd: a step runs
     seen: dict[tuple[int, ...], tuple[int, int]] = {start: (held[GPU], held[HOST])}
     heap = [start]
@@ -247,16 +267,11 @@ def enumerate_peaks(plan: Plan, most_states: int) -> dict[Place, int] | None:
             if k == 2:
                 continue
             step = queues[name][i]
-            gpu, host = seen[state]
+            gpu, host = (a + b for a, b in zip(seen[state], took[step.id, state[q] % 2]))
             if state[q] % 2 == 0:
                 need = [(where[r.id], k - r.back) for r in step.after if r.back <= k]
                 if any(state[p] < 2 * (back * lengths[p] + j + 1) for (p, j), back in need):
                     continue
-                move, sign = effects[step.id].take, 1
-            else:
-                move, sign = effects[step.id].free, -1
-            if move is not None:
-                gpu, host = (gpu + sign * move.bytes, host) if move.place is GPU else (gpu, host + sign * move.bytes)
             then = (*state[:q], state[q] + 1, *state[q + 1 :])
             if then not in seen:
                 seen[then] = (gpu, host)
@@ -376,7 +391,7 @@ def test_the_closure_equals_the_best_of_all_subsets(seed: int):
 def test_the_tide_is_never_counted_twice():
     w = chain_workload(1, 1024, tide_bytes=[500, 700, 300])
     (plan, *_) = plans(w, Settings(chunk_bytes=2048), 20.0)
-    assert held_at_cut(plan)[GPU, NON_MODEL] == 300
+    assert tide_at_cut(w) == Moves(plan).cells[0] == 300
     assert check_plan(plan).peak_bytes["gpu"] == 700 + sum(
         plan.layout.payload_bytes(r.chunk, r.list) for r in plan.initial if r.place is GPU
     )

@@ -12,7 +12,7 @@ import pytest
 
 from pstar_sim.catalog.machine import Fabric, Machine, Nvme
 from pstar_sim.core.layout import build_layout
-from pstar_sim.core.ledger import Ledger
+from pstar_sim.core.ledger import Moves
 from pstar_sim.core.plan import Plan, Resident, Settings, load_plan, steps_from_text
 from pstar_sim.core.step import Place
 from pstar_sim.errors import PlanError
@@ -193,16 +193,11 @@ def test_an_update_with_this_ranks_own_gradient(two: Machine) -> None:
 
 
 def test_the_ledger_follows_the_steps(two: Machine) -> None:
-    plan = make(two)
-    ledger = Ledger.for_plan(plan)
-    by_id = plan.step_by_id
-    for i in (0, 1):
-        ledger.apply_start(by_id[i])
-        ledger.apply_end(by_id[i])
-    assert ledger.holds(0, "remote", Place.GPU)
-    ledger.apply_start(by_id[2])
-    with pytest.raises(PlanError, match="is in use and cannot be freed"):
-        ledger.apply_end(by_id[3])  # the drop of the other rank's slice, while the moment runs
+    moves = Moves(make(two))
+    brought = int(moves.book([0, 1, 2, 3]).size.sum())
+    assert brought == moves.payloads.sizes[moves.payloads.number(0, "param", 0)] * 2, "own slice and the other's"
+    with pytest.raises(PlanError, match=r"step 3 .* frees the remote list of chunk 0 on the gpu, which is not there"):
+        moves.book([0, 1, 6, 7])  # the drop of the other rank's slice, which is not gathered yet
 
 
 def disks(memory_bytes: int) -> Nvme:

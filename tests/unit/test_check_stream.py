@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from pstar_sim.core.check import check_plan
-from pstar_sim.core.effects import resolve
+from pstar_sim.core.effects import CATEGORIES
 from pstar_sim.core.layout import build_layout
-from pstar_sim.core.ledger import Ledger
+from pstar_sim.core.ledger import WIDTH, Moves
 from pstar_sim.core.plan import Plan, Resident, Settings
 from pstar_sim.core.step import Place
 from pstar_sim.errors import PlanError
@@ -86,15 +86,15 @@ def test_the_simulator_and_the_ledger_follow_it(streamed: MakePlan) -> None:
     timeline = play(plan)
     assert timeline.peak_bytes == {"gpu": 16_424, "host": 28_672}
     assert timeline.moved_bytes == {"h2d": 3 * 2048 + 12_288, "d2h": 2 * 2048 + 12_288}
-    effects = resolve(plan)
-    assert [effects[i].take.bytes for i in (5, 6, 7)] == [4096] * 3  # type: ignore[union-attr]
-    assert effects[15].take is None  # the host has its copy all the time
-    assert {effects[i].free.category for i in (16, 18, 20)} == {"states"}  # type: ignore[union-attr]
-    ledger = Ledger.for_plan(plan)
-    for step in plan.steps:
-        ledger.apply_start(step)
-        ledger.apply_end(step)
-    assert {r for r in ledger.residents() if r.place is Place.GPU} == set()
+    changes = Moves(plan).book(range(2 * len(plan.steps)))  # one step after the other
+    by_step: dict[tuple[int, int], list[tuple[str, int]]] = {}  # (id, ends?) -> (category, bytes)
+    for event, cell, size in zip(changes.event.tolist(), changes.cell.tolist(), changes.size.tolist()):
+        key = plan.steps[event // 2].id, event % 2
+        by_step.setdefault(key, []).append((CATEGORIES[cell % WIDTH], size))
+    assert [by_step[i, 0] for i in (5, 6, 7)] == [[("states", 4096)]] * 3
+    assert (15, 0) not in by_step  # the host has its copy all the time
+    assert [by_step[i, 1] for i in (16, 18, 20)] == [[("states", -4096)]] * 3
+    assert changes.held[0][-1] == Moves(plan).used[0] == 10
 
 
 @pytest.mark.parametrize(

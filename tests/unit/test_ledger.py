@@ -1,173 +1,178 @@
-"""Ledger and effects: who takes and frees what, and that a refused move changes nothing."""
+"""The ledger: who holds what where, one move at a time and a whole run at once; what is refused changes nothing."""
 
+import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
+from itertools import accumulate
 
 import pytest
 
-from pstar_sim.core.effects import (
-    Effect,
-    Move,
-    frees,
-    gradient_list,
-    held_at_cut,
-    resolve,
-    takes,
-    tide_moves,
-    topological,
-)
-from pstar_sim.core.layout import build_layout
-from pstar_sim.core.ledger import Ledger
+from pstar_sim.core.effects import CATEGORIES, frees, gradient_list, takes, tide_at_cut, tide_moves
+from pstar_sim.core.follow import follow
+from pstar_sim.core.ledger import PLACES, WIDTH, Changes, Ledger, Moves
 from pstar_sim.core.plan import Plan, Resident, steps_from_text
-from pstar_sim.core.step import Place, from_text
-from pstar_sim.errors import PlanError
-from pstar_sim.testing import chain_workload
+from pstar_sim.core.program import Program
+from pstar_sim.core.step import EFFECTS, Kind, Place, from_text
+from pstar_sim.cost import CostModel
+from pstar_sim.errors import CannotPlan, DoesNotFit, PlanError
+from pstar_sim.policy.registry import built_in
+from pstar_sim.testing import chain_workload, random_jitter, random_machine, random_settings, random_workload
 
 GPU, HOST = Place.GPU, Place.HOST
 MakePlan = Callable[..., Plan]
 
 
 @pytest.fixture
-def ledger() -> Ledger:
+def ledger(hand_plan: MakePlan) -> Ledger:
     """Two chunks of 2,048 bytes; room for one and a half on the gpu, 100 bytes of which are a buffer."""
-    layout = build_layout(chain_workload(2, 1024), chunk_bytes=2048)
-    return Ledger({GPU: 3072, HOST: 100_000}, layout, buffers=[("staging", GPU, 100)])
+    return Ledger(hand_plan(gpu_budget_bytes=3072, host_budget_bytes=100_000, buffers=(("staging", GPU, 100),)))
 
 
-def test_bytes_by_place_and_category(ledger: Ledger):
-    ledger.take(Resident(0, "param", GPU))
-    ledger.take(Resident(0, "momentum", HOST))
-    ledger.take(Resident(0, "grad32", HOST))
-    ledger.set_tide(500)
-    assert ledger.bytes(GPU) == 100 + 2048 + 500
-    assert {c: ledger.bytes(GPU, c) for c in ("non-model", "param", "grad", "states", "buffer")} == {
-        "non-model": 500,
-        "param": 2048,
-        "grad": 0,
-        "states": 0,
-        "buffer": 100,
-    }
-    assert (ledger.bytes(HOST, "states"), ledger.bytes(HOST, "grad")) == (4096, 4096)
-    assert ledger.room(GPU) == 3072 - 2648
-    ledger.release(Resident(0, "param", GPU))
-    assert (ledger.bytes(GPU), ledger.peak_bytes[GPU]) == (600, 2648)
-    ledger.reset_peaks()
-    assert ledger.peak_bytes[GPU] == 600
+def test_a_claim_counts_before_memory_is_there_and_is_withdrawn_where_it_is_refused(ledger: Ledger):
+    assert ledger.claim(0, "param", GPU) == 2048
+    assert (ledger.used_bytes(GPU), ledger.room_bytes(GPU), ledger.holds(0, "param", GPU)) == (2148, 924, False)
+    with pytest.raises(PlanError, match="param of chunk 0 already has memory on the gpu"):
+        ledger.claim(0, "param", GPU)
+    ledger.withdraw(0, "param", GPU)
+    assert (ledger.used_bytes(GPU), ledger.peak_bytes[0], ledger.residents) == (100, 100, frozenset())
+    ledger.claim(0, "param", GPU)
+    ledger.hold(0, "param", GPU)
+    assert (ledger.peak_bytes[0], ledger.residents) == (2148, {Resident(0, "param", GPU)})
+    ledger.leave(0, "param", GPU)
+    assert ledger.used_bytes(GPU) == 2148, "until its memory is given back"
+    assert ledger.left(0, "param", GPU) == 2048
+    assert (ledger.used_bytes(GPU), ledger.residents) == (100, frozenset())
 
 
 def test_what_is_refused_changes_nothing(ledger: Ledger):
-    here = Resident(0, "param", GPU)
-    ledger.take(here)
-    before = ledger.bytes(GPU)
+    ledger.claim(0, "param", GPU)
+    ledger.hold(0, "param", GPU)
     for move, said in [
-        (lambda: ledger.take(here), "the param list of chunk 0 on the gpu is there already"),
-        (lambda: ledger.take(Resident(1, "param", GPU)), "takes 2048 bytes and gpu has 924 left of 3072"),
-        (lambda: ledger.release(Resident(1, "param", GPU)), "is not there"),
-        (lambda: ledger.set_tide(925), "takes 925 bytes and gpu has 924 left"),
-        (lambda: ledger.use(Resident(1, "param", GPU)), "is needed and is not there"),
-        (lambda: ledger.unuse(here), "is not in use"),
-        (lambda: ledger.take_bytes("x", Place.NVME, 1), "takes 1 bytes and nvme has 0 left of 0"),
-        (lambda: ledger.take_bytes("x", GPU, 1, "odds"), "'odds' is not a category"),
+        (lambda: ledger.claim(0, "param", GPU), "param of chunk 0 already has memory on the gpu"),
+        (lambda: ledger.claim(1, "param", GPU), r"would make it 4196 bytes, 1124 more than the plan's 3072"),
+        (lambda: ledger.leave(1, "param", GPU), "param of chunk 1 has no memory on the gpu to free"),
+        (lambda: ledger.set_tide(925), "2148 bytes of payloads and 925 of non-model data are 1 more than the plan's"),
+        (lambda: ledger.claim(0, "param", Place.NVME), "nvme over budget"),
     ]:
         with pytest.raises(PlanError, match=said):
             move()
-        assert ledger.bytes(GPU) == before
-    assert set(ledger.residents()) == {here}
+        assert (ledger.used_bytes(GPU), ledger.tide_bytes, ledger.unfinished) == (2148, 0, [])
+    assert ledger.residents == {Resident(0, "param", GPU)}
+    assert (ledger.set_tide(924), ledger.room_bytes(GPU), ledger.set_tide(24)) == (924, 0, -900)
 
 
-def test_what_is_in_use_cannot_be_freed(ledger: Ledger):
-    here = Resident(0, "param", GPU)
-    ledger.take(here)
-    ledger.use(here)
-    ledger.use(here)
-    ledger.unuse(here)
-    with pytest.raises(PlanError, match="is in use and cannot be freed"):
-        ledger.release(here)
-    ledger.unuse(here)
-    ledger.release(here)
-    assert not ledger.holds(0, "param", GPU)
+def test_what_an_interruption_left_unfinished_is_nobodys(ledger: Ledger):
+    ledger.claim(0, "param", GPU)
+    ledger.hold(0, "param", GPU)
+    ledger.leave(0, "param", GPU)
+    ledger.claim(1, "momentum", HOST)
+    assert {r.chunk for r in ledger.unfinished} == {0, 1}
+    ledger.mend()
+    assert (ledger.unfinished, ledger.residents, ledger.used_bytes(GPU), ledger.used_bytes(HOST)) == (
+        [], frozenset(), 100, 0
+    )  # fmt: skip
 
 
-def test_any_other_resident_has_a_key_of_its_own(ledger: Ledger):
-    ledger.take_bytes(("stash", 3), GPU, 64, "non-model")
-    assert ledger.bytes(GPU, "non-model") == 64
-    ledger.release_bytes(("stash", 3), GPU)
-    assert ledger.bytes(GPU) == 100
+def bytes_after(changes: Changes, place: Place, start: int, events: int) -> list[int]:
+    """Bytes of the place after each event."""
+    at = PLACES.index(place)
+    rows = [0] * events
+    for event, cell, size in zip(changes.event.tolist(), changes.cell.tolist(), changes.size.tolist()):
+        rows[event] += size * (cell // WIDTH == at)
+    return [start + held for held in accumulate(rows)]
 
 
-def test_it_follows_a_plan_step_by_step_and_returns_to_the_cut(hand_plan: MakePlan):
-    plan = hand_plan()
-    ledger = Ledger.for_plan(plan)
-    at_cut = (ledger.bytes(GPU), ledger.bytes(HOST))
-    assert at_cut == (10, 28_672)
-    log = []
-    for step in topological(plan.steps):  # one after the other, in order of the plan
-        ledger.apply_start(step)
-        log.append(ledger.bytes(GPU))
-        ledger.apply_end(step)
+def test_a_run_is_booked_at_once_and_returns_to_the_cut(hand_plan: MakePlan):
+    moves = Moves(hand_plan())
+    assert moves.used == [10, 28_672, 0]
+    assert moves.cells[:WIDTH] == [10, 0, 0, 0, 0]
+    assert moves.cells[WIDTH : 2 * WIDTH] == [0, 4096, 0, 24_576, 0]
+    changes = moves.book(range(30))  # one step after the other, in order of the plan
+    gpu = bytes_after(changes, GPU, 10, 30)
     # fetch 0, fetch 1, m0, drop 0, m1 (tide 30), m2 (tide 40), fetch 0, wb 1, drop 1, m3 (20), wb 0, drop 0, step (10)
-    assert log[:7] == [2058, 4106, 4106, 4106, 2078, 2088, 4116]
-    assert log[-4:] == [2058, 10, 10, 10]
-    assert (ledger.bytes(GPU), ledger.bytes(HOST)) == at_cut
+    assert gpu[::2][:7] == [2058, 4106, 4106, 4106, 2078, 2088, 4116]
+    assert (gpu[::2][-4:], gpu[-1]) == ([2058, 10, 10, 10], 10)
+    assert set(bytes_after(changes, HOST, 28_672, 30)) == {28_672}
+    grad = WIDTH + CATEGORIES.index("grad")  # on the host: from the end of a write-back (7, 10) to Adam's (13, 14)
+    rows = zip(changes.event.tolist(), changes.cell.tolist(), changes.size.tolist())
+    assert [(event, size) for event, cell, size in rows if cell == grad] == [
+        (15, 2048), (21, 2048), (27, -2048), (29, -2048)
+    ]  # fmt: skip
+    assert not any(changes.size[changes.cell == cell].sum() for cell in range(3 * WIDTH))
 
 
-def test_a_step_out_of_turn_is_refused_by_name(hand_plan: MakePlan):
-    plan = hand_plan()
-    by_id = plan.step_by_id
-    ledger = Ledger.for_plan(plan)
-    with pytest.raises(PlanError, match=r"step 2 \(compute\): moment 0 needs the param list of chunk 0 on the gpu"):
-        ledger.apply_start(by_id[2])
-    ledger.apply_start(by_id[0])
-    ledger.apply_end(by_id[0])
-    ledger.apply_start(by_id[2])
-    with pytest.raises(PlanError, match=r"step 3 \(drop\): .* is in use and cannot be freed"):
-        ledger.apply_end(by_id[3])
-    ledger.apply_end(by_id[2])
-    ledger.apply_end(by_id[3])
-    with pytest.raises(PlanError, match=r"step 7 \(writeback\): the param list of chunk 1 on the gpu is needed"):
-        ledger.apply_start(by_id[7])
+def test_a_run_that_goes_wrong_is_refused_by_the_first_step_that_does(hand_plan: MakePlan, hand_text: str):
+    book = Moves(hand_plan()).book
+    for events, said in [
+        ([4], r"step 2 \(compute at moment 0\) needs the param list of chunk 0 on the gpu, which is not there"),
+        ([6, 7], r"step 3 \(drop of chunk 0\) frees the param list of chunk 0 on the gpu, which is not there"),
+        ([14, 4, 7], r"step 7 \(writeback of chunk 1 at moment 2\) needs the param list of chunk 1 on the gpu"),
+    ]:
+        with pytest.raises(PlanError, match=said):
+            book(events)
+    twice = Moves(hand_plan(hand_text + "15 adam alloc chunk=0 list=param place=host bytes=2048\n"))
+    with pytest.raises(PlanError, match=r"step 15 .* takes the param list of chunk 0 on the host, which is there alre"):
+        twice.book(range(32))
+    short = Moves(hand_plan(gpu_budget_bytes=4000))
+    with pytest.raises(PlanError, match=r"step 1 .* takes 2048 bytes: the place holds 4106 bytes on the gpu, 106 more"):
+        short.book([0, 2])
+    with pytest.raises(PlanError, match=r"step 4 .* raises the tide by 20 bytes: the gpu holds 4126 .* 20 more than"):
+        Moves(hand_plan(gpu_budget_bytes=4106)).book([0, 1, 2, 3, 8])
+    with pytest.raises(PlanError, match="between two iterations the plan holds 28672 bytes on the host, 5 more"):
+        Moves(hand_plan(host_budget_bytes=28_667))
 
 
-def test_over_budget_is_refused_by_name(hand_plan: MakePlan):
-    plan = hand_plan(gpu_budget_bytes=4000)
-    ledger = Ledger.for_plan(plan)
-    ledger.apply_start(plan.step_by_id[0])
-    with pytest.raises(PlanError, match=r"step 1 \(fetch\): the param list of chunk 1 on the gpu takes 2048 bytes"):
-        ledger.apply_start(plan.step_by_id[1])
-    with pytest.raises(PlanError, match="short by 5 B"):
-        Ledger.for_plan(hand_plan(host_budget_bytes=28_667))
+def test_sums_beyond_64_bits_are_exact(hand_plan: MakePlan):
+    buffers = tuple((f"b{n}", GPU, 2**62) for n in range(5))
+    moves = Moves(hand_plan(buffers=buffers, gpu_budget_bytes=5 * 2**62 + 4136))
+    assert int(moves.book(range(30)).held[0].max()) == 5 * 2**62 + 4116
 
 
-def test_resolve_says_what_each_step_takes_and_frees(hand_plan: MakePlan):
-    plan = hand_plan()
-    effects = resolve(plan)
-    chunk = Move(GPU, "param", 2048)
-    assert effects[0] == Effect(take=chunk)
-    assert effects[2] == Effect()  # 10 after 10
-    assert effects[3] == Effect(free=chunk)
-    assert effects[4] == Effect(take=Move(GPU, "non-model", 20))  # 10 -> 30
-    assert effects[5] == Effect(take=Move(GPU, "non-model", 10), free=Move(GPU, "non-model", 20))  # 40, then 20
-    assert effects[7] == Effect()  # the host has a copy already
-    assert held_at_cut(plan) == {(GPU, "non-model"): 10, (HOST, "param"): 4096, (HOST, "states"): 24_576}
+def test_both_books_say_the_same_of_random_runs():
+    """The one that takes a move at a time, driven by the table, and the one that takes all at once."""
+    for seed in range(6):
+        rng = random.Random(f"books {seed}")
+        workload = random_workload(rng)
+        for policy in built_in().values():
+            try:
+                plan = policy(workload, random_machine(rng, workload), random_settings(rng))
+            except (CannotPlan, DoesNotFit):
+                continue
+            jitter = random_jitter(rng, plan)
+            cost = CostModel(plan.workload, plan.machine, plan.layout)
+            record = follow(Program.of(plan), cost.columns(plan.steps), cost.rates(), factor=jitter, most=3)
+            ledger = Ledger(plan)
+            ledger.set_tide(tide_at_cut(workload))
+            for r in plan.initial:
+                if r.chunk >= 0:
+                    ledger.claim(r.chunk, r.list, r.place)
+                    ledger.hold(r.chunk, r.list, r.place)
+            moves = Moves(plan)
+            rise, fall = tide_moves(workload)
+            booked = [bytes_after(moves.book(record.events), place, used, len(record.events))
+                      for place, used in zip(PLACES, moves.used)]  # fmt: skip
+            for n, event in enumerate(record.events):
+                step, ends = plan.steps[event // 2], event % 2
+                if step.kind is Kind.COMPUTE:
+                    ledger.set_tide(ledger.tide_bytes + (-fall[step.moment] if ends else rise[step.moment]))
+                elif ends and (freed := frees(step)) and (not freed[1] or ledger.holds(*astuple(freed[0]))):
+                    ledger.leave(*astuple(freed[0]))
+                    ledger.left(*astuple(freed[0]))
+                elif not ends and (taken := takes(step)) and (not taken[1] or not ledger.holds(*astuple(taken[0]))):
+                    ledger.claim(*astuple(taken[0]))
+                    ledger.hold(*astuple(taken[0]))
+                now = [ledger.used_bytes(GPU) + ledger.tide_bytes, *map(ledger.used_bytes, PLACES[1:])]
+                assert now == [row[n] for row in booked], (seed, plan.policy, n, step)
 
 
 def test_the_tide_at_the_cut_is_the_lower_of_last_and_first_moment(hand_plan: MakePlan):
     high_end = chain_workload(2, 1024, tide_bytes=[10, 30, 40, 20, 25])
     assert tide_moves(high_end) == ((0, 20, 10, 0, 5), (0, 0, 20, 0, 15))
-    assert held_at_cut(hand_plan(workload=high_end))[GPU, "non-model"] == 10
+    assert Moves(hand_plan(workload=high_end)).cells[0] == 10
 
 
-def test_resolve_refuses_doubled_takes_missing_frees_and_cycles(hand_plan: MakePlan, hand_text: str):
-    with pytest.raises(
-        PlanError, match=r"step 15 \(alloc\) takes the param list of chunk 0 on the host, which is there"
-    ):
-        resolve(hand_plan(hand_text + "15 adam alloc chunk=0 list=param place=host bytes=2048\n"))
-    with pytest.raises(PlanError, match=r"step 15 \(drop\) frees the param list of chunk 0 on the gpu, which is not"):
-        resolve(hand_plan(hand_text + "15 d2h drop chunk=0 list=param bytes=2048\n"))
-    with pytest.raises(PlanError, match="in a circle, among them"):
-        resolve(hand_plan(hand_text.replace("moment=0 after=0", "moment=0 after=12")))
-    with pytest.raises(PlanError, match="step 2 is after step 99, which the plan does not have"):
-        resolve(hand_plan(hand_text.replace("moment=0 after=0", "moment=0 after=99")))
+def test_every_kind_of_step_is_in_the_table():
+    assert set(EFFECTS) == set(Kind)
 
 
 def test_what_single_steps_take_and_free():
