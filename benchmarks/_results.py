@@ -46,6 +46,7 @@ DEPENDENCIES: Mapping[str, tuple[str, ...]] = {
     "kills": EXECUTED,
     "load_weights": EXECUTED,
     "optimal*": PLANNED,
+    "oracle": (*PLANNED, "tests/oracle/**"),
     "overhead": EXECUTED,
     "patrickstar_node": PLANNED,
     "peers*": (*EXECUTED, "benchmarks/contenders/**"),
