@@ -165,10 +165,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
             raise ContractError(
                 "optimizer.step(closure) evaluates the loss again; run forward and backward first and call step()"
             )
-        self.session.optimizer_step()
+        self.session.loop.optimizer_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self.session.zero_grad(set_to_none)
+        self.session.loop.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._sealed:

@@ -20,11 +20,11 @@ from torch import nn
 from executor.activations.planned import carry_out, check_activations
 from executor.checks import check_model, check_settings
 from executor.compiled import untraced
-from executor.contract import adopt, changes_nothing
+from executor.contract import changes_nothing
 from executor.devices.backend import Backend, available_host_bytes, keep_freed_pages
 from executor.devices.device import DeviceOptions, check_placement, move_buffers, open_backend
 from executor.distributed.ranks import CountOf, Ranks, count_of, join, share_values
-from executor.engine import Session
+from executor.engine import Session, SessionOptions
 from executor.holdings import ask_torch_threads
 from executor.measuring.measure import unseen
 from executor.memory.arena import Arena, check_gpu_memory, check_host_memory
@@ -33,13 +33,12 @@ from executor.optimizer import AdamW, OffloadedAdamW, group_of
 from executor.queues.interface import Queues
 from executor.queues.streams import StreamQueues, queues_for
 from executor.queues.threads import ThreadQueues
-from executor.saving.weights import Weights, check_values, give_memory, views_of
+from executor.saving.weights import check_values, give_memory
 from executor.scaling import LossScaling, loss_scale_for
+from executor.session.loading import load_parameters
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.check import check_plan
-from pstar_sim.core.effects import OTHERS
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.step import Place
 from pstar_sim.errors import ContractError, DoesNotFit, PlanError, WeightsError
 
 __all__ = ["prepare"]
@@ -91,7 +90,7 @@ def prepare(
     if (prepared := next((p for p in model.parameters() if hasattr(p, "_reader")), None)) is not None:
         reader = prepared._reader()
         if reader is not None and reader.host.queues.program is None:
-            reader.host.require_running()  # a prepare that was interrupted: there is no optimizer to close
+            reader.host.loop.require_running()  # a prepare that was interrupted: there is no optimizer to close
         raise ContractError("the model is prepared already; call optimizer.session.close() before preparing it again")
     groups = optimizer.groups(model)
     by_id = group_of(groups)
@@ -172,14 +171,16 @@ def prepare(
             arena=arena,
             backend=made,
             queues=queues,
-            hyper=torch_optimizer.hyper,
-            max_grad_norm=norm,
-            eager=optimizer.eager and plan.settings.barrier(plan.workload.dtype) is None,
-            scaling=None if scale is None else LossScaling(scale),
-            skeleton=skeleton,
-            replan_after=replan_after,
             ranks=ranks,
-            count=count,
+            options=SessionOptions(
+                hyper=torch_optimizer.hyper,
+                max_grad_norm=norm,
+                eager=optimizer.eager and plan.settings.barrier(plan.workload.dtype) is None,
+                scaling=None if scale is None else LossScaling(scale),
+                skeleton=skeleton,
+                replan_after=replan_after,
+                count=count,
+            ),
         )
         sessions.append(session)
         torch_optimizer.session = session
@@ -253,38 +254,6 @@ def _host_bytes(parameters: Sequence[nn.Parameter]) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def load_parameters(session: Session, source: Weights | None = None) -> None:
-    """Move the parameters' values into their chunks, one chunk at a time, and make the parameters views of them.
-    source: where the values come from instead."""
-    plan, arena, contents = session.plan, session.arena, session.contents
-    present = sorted(plan.initial)
-    for resident in present:
-        if resident.chunk >= 0:
-            arena.take(resident.place, resident.chunk, resident.list)
-            if resident.list in OTHERS:
-                arena.whole(resident.chunk, OTHERS[resident.list]).zero_()
-            else:
-                arena.at(resident.place, resident.chunk, resident.list).zero_()
-    for chunk in plan.layout.chunks:
-        for slot, view in views_of(arena, chunk, session.parameters):
-            parameter = session.parameters[slot.tensor]
-            if source is None or not source.holds(slot.tensor):
-                value = parameter.detach().reshape(-1)
-                for place in (Place.GPU, Place.HOST):
-                    for list_name in ("param", "param32"):
-                        if arena.has(place, chunk.index, list_name):
-                            contents.put(place, slot.tensor, list_name, value)
-            parameter.data = view
-            adopt(parameter, session.reader, slot.tensor)
-    if source is not None:
-        source.fill(arena, contents)
-    for chunk in plan.layout.chunks:
-        for place in (Place.GPU, Place.HOST):
-            if arena.has(place, chunk.index, "param"):
-                contents.chunks[chunk.index].current.add(place)
-        contents.chunks[chunk.index].whole = arena.sliced and arena.has(Place.GPU, chunk.index, "remote")
-
-
 def _guard_model(model: nn.Module, session: Session) -> Callable[[], None]:
     """Put the module-level half of the contract (contract.py) in place; returns what takes it away."""
     keeper = weakref.ref(session)
@@ -315,7 +284,7 @@ def _guard_model(model: nn.Module, session: Session) -> Callable[[], None]:
     def zeroed(self: nn.Module, set_to_none: bool = True) -> None:
         held = keeper()
         if held is not None:
-            held.zero_grad(set_to_none)
+            held.loop.zero_grad(set_to_none)
 
     for module in model.modules():
         for name, function in (("_apply", moved), ("load_state_dict", loaded), ("__deepcopy__", copied)):
@@ -374,7 +343,7 @@ def _watch_batches(model: nn.Module, session: Session) -> None:
     def see(module: nn.Module, args: Any, kwargs: Any) -> None:
         held = keeper()
         if held is not None and not held.closed:
-            held.see_batch(args, kwargs)
+            held.loop.see_batch(args, kwargs)
 
     handle = model.register_forward_pre_hook(untraced(see), prepend=True, with_kwargs=True)
-    session.add_hook(handle)
+    session.hooks.append(handle)

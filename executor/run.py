@@ -265,7 +265,7 @@ class Job:
             session.drain()
             others = taken_by_others(before, ProcessorTime.now())
             sent_bytes = 0 if session.ranks is None else session.ranks.wire.sent_bytes
-            timeline = session.timeline() if any(log.on_plan for log in list(session.logs)[-1:]) else None
+            timeline = session.timeline() if any(log.on_plan for log in list(session.steps.logs)[-1:]) else None
             measured = None
             if timeline is not None and (order is not None or session.ranks is not None):
                 # Drawn before: the corpus lies in host memory and is no part of what the accelerator holds.

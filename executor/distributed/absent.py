@@ -60,7 +60,7 @@ class Absent:
                 s.now.passed_over = True
                 name = s.timetable.names[following]
                 s.note_deviation(f"{name} does not come on this rank; gradients that are not there count as zero")
-            s.advance(following)
+            s.following.advance(following)
             self.settle()
 
     def settle(self) -> None:
@@ -68,7 +68,7 @@ class Absent:
         s = self.session
         for tensor in sorted(s.now.outstanding):
             if raw_grad(s.parameters[tensor]) is not None:
-                s.on_gradient(tensor, s.parameters[tensor])
+                s.following.on_gradient(tensor, s.parameters[tensor])
                 continue
             dtype = s.arena.dtype(s.timetable.chunk_of[tensor], "param")
             zero = torch.zeros((), dtype=dtype, device=s.backend.device)

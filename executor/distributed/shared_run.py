@@ -36,7 +36,7 @@ def own_batches(batches: Iterator[Any], session: Session) -> Iterator[Any]:
     if ranks is None:
         return batches
     own = islice(batches, ranks.rank, None, ranks.count)
-    sequences = session.planned_batch
+    sequences = session.batches.planned_size
     return own if sequences == whole else (_first(batch, sequences, whole) for batch in own)
 
 
@@ -58,7 +58,7 @@ def share_results(
     if ranks is None:
         return None
     peak = 0 if measured is None else measured.peak_gpu_bytes
-    rows = ranks.meet([float(session.planned_batch), float(peak), *(report.loss for report in reports)])
+    rows = ranks.meet([float(session.batches.planned_size), float(peak), *(report.loss for report in reports)])
     total = sum(row[0] for row in rows)
     return SharedRun(
         losses=[sum(row[0] * row[2 + i] for row in rows) / total for i in range(len(reports))],

@@ -107,7 +107,7 @@ class Driver:
         number = s.iteration
         optimizer.step()
         optimizer.zero_grad()
-        update = s.last_update
+        update = s.updates.last
         clips = update is not None and update.max_grad_norm is not None
         known = update.norm if update is not None and clips else None
         return StepResult(
@@ -122,7 +122,7 @@ class Driver:
 
     def _check(self, micro_batches: Sequence[Any], order: str) -> None:
         s = self.session
-        s.require_running()
+        s.loop.require_running()
         if order not in ORDERS:
             raise ContractError(f"session.step: order={order!r} is not known; it is one of {', '.join(ORDERS)}")
         if isinstance(micro_batches, (dict, torch.Tensor)) or not len(micro_batches):
@@ -146,11 +146,11 @@ class Driver:
     def _look(self, batch: Any, loss: Loss) -> None:
         """Find out on the copy without memory whether the model can be cut; `whole` says why not."""
         s = self.session
-        skeleton = s.skeleton
+        skeleton = s.shapes.skeleton
         if skeleton is None:
             self.whole = f"{type(s.model).__name__} cannot be copied to look at its structure"
             return
-        s.follow()
+        s.shapes.follow()
         borders = Borders(skeleton, find_blocks(skeleton))
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         guard = s.model.register_forward_pre_hook(_not_this_one, prepend=True)
@@ -207,13 +207,13 @@ class Driver:
     def backward(self, tape: Tape) -> None:
         """The whole backward of one micro-batch, part by part in reverse."""
         s = self.session
-        s.in_parts = True
+        s.following.in_parts = True
         try:
             with s.clock.one_backward():
                 while tape.parts:
                     tape.parts.pop().backward()
         finally:
-            s.in_parts = False
+            s.following.in_parts = False
 
 
 def _depth_first(driver: Driver, micro_batches: Sequence[Any], loss: Loss) -> tuple[list[torch.Tensor], int]:

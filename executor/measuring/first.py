@@ -215,7 +215,7 @@ class FirstIteration(Standing):  # type: ignore[no-untyped-call]
             self._log_at, self._payload_bytes = s.arena.keep_marks(self._marks)
 
     def closes(self, moment: int) -> None:
-        self._other_batch |= not self._session.demand.planned_batch
+        self._other_batch |= not self._session.batches.planned
         self.peaks[moment] = max(self.peaks[moment], self.peak)
 
     def opens(self) -> None:

@@ -60,7 +60,7 @@ def measure_iteration(session: Session, step_fn: Callable[[], Any], order: Timel
     chooser = follow(order, session.plan) if order is not None else _as_early_as_possible
     threads = session.queues
     serial = SerialQueues(chooser)
-    session.drain()
+    session.loop.drain()
     session.use_queues(serial)
     watch: Watch | None = None
     try:
@@ -85,7 +85,7 @@ def measure_iteration(session: Session, step_fn: Callable[[], Any], order: Timel
         session.watches.remove(watch)
         session.queues.settle(first)  # its last steps run on into the next forward
         moved = {"h2d": 0, "d2h": 0}
-        for step in session.span_log:  # before threads, which go on, add to it
+        for step in session.steps.span_log:  # before threads, which go on, add to it
             if step.iteration == first and step.step.kind in COPIES:
                 moved[step.step.queue.value] += step.copied_bytes
     finally:

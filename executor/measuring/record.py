@@ -28,6 +28,7 @@ from executor.measuring.live_bytes import LiveStorages
 from executor.measuring.measure import unseen
 from executor.models import forward_loss, map_tensors
 from executor.moments import MomentRecorder, describe_parameters, working_dtype
+from executor.off_plan.warm_up import listen, time_moments
 from executor.optimizer import AdamW, group_of
 from executor.prepare import prepare
 from pstar_sim.catalog.machine import Machine
@@ -82,7 +83,7 @@ def record(
     devices = [where] if where.type == "cuda" else []
     if devices:
         batches = [map_tensors(one, lambda tensor: tensor.to(where)) for one in batches]
-    session.takes_norms = optimizer is not None and optimizer.max_grad_norm is not None
+    session.following.takes_norms = optimizer is not None and optimizer.max_grad_norm is not None
 
     def fresh(one: Any) -> Any:
         made: dict[int, torch.Tensor] = {}  # ids and labels are often one tensor
@@ -154,14 +155,14 @@ def _count_once(session: Session, iteration: Callable[[], None], firings: dict[i
         device=session.backend.device,
     )
     recorder = MomentRecorder(session.plan.workload.tensors, live, inside=lambda: session.clock.inside)
-    session.warm_up(recorder, live, firings)
+    listen(session, recorder, live, firings)
     try:
         with live:
             iteration()
             recorder.finish()
     finally:
-        session.warm_up(None, None, {})
-    session.zero_grad()
+        listen(session, None, None, {})
+    session.loop.zero_grad()
     return recorder
 
 
@@ -180,7 +181,7 @@ def _timed(
             firings[t] = max(firings.get(t, 1), final[key])
     columns: list[list[float]] = [[] for _ in w.moments]
     for _ in range(repeats):
-        durations = session.time_moments(script, firings, iteration, clock)
+        durations = time_moments(session, script, firings, iteration, clock)
         if len(durations) != len(w.moments):
             raise PlanError(
                 f"record: a repeated iteration had {len(durations)} moments, the first {len(w.moments)}; a model that "
@@ -188,7 +189,7 @@ def _timed(
             )
         for column, duration_s in zip(columns, durations):
             column.append(duration_s)
-        session.zero_grad()
+        session.loop.zero_grad()
     return tuple(replace(m, duration_s=statistics.median(column)) for m, column in zip(w.moments, columns))
 
 

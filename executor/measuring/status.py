@@ -75,7 +75,7 @@ class Status:
 
 def status_of(session: Session) -> Status:
     plan, arena = session.plan, session.arena
-    steps, logs, _ = session.queues.measured(list(session.span_log), list(session.logs), (), wait=False)
+    steps, logs, _ = session.queues.measured(list(session.steps.span_log), list(session.steps.logs), (), wait=False)
     last: IterationLog | None = logs[-1] if logs else None
     start_s, end_s = _window(session, logs)
     length_s = end_s - start_s
@@ -95,8 +95,8 @@ def status_of(session: Session) -> Status:
         if isinstance(backend, VirtualBackend):
             rates = backend.link_bytes_per_s
         at = _copied(session, logs)
-        moved = session.moved.of(logs[at].number)
-        took_s = logs[at].end_s - (logs[at - 1].end_s if at else session.first_s)
+        moved = session.steps.moved.of(logs[at].number)
+        took_s = logs[at].end_s - (logs[at - 1].end_s if at else session.steps.first_s)
         for direction in ("h2d", "d2h"):
             links[direction] = LinkUse(
                 iteration=logs[at].number,
@@ -132,7 +132,7 @@ def _copied(session: Session, logs: Sequence[IterationLog]) -> int:
     """Index of the newest log whose iteration has copied all it will; 0 if there is none yet."""
     planned = sum(step.kind in COPIES for step in session.plan.steps)
     for at in reversed(range(len(logs))):
-        if not logs[at].on_plan or session.moved.ended(logs[at].number) >= planned:
+        if not logs[at].on_plan or session.steps.moved.ended(logs[at].number) >= planned:
             return at
     return 0
 
@@ -140,5 +140,5 @@ def _copied(session: Session, logs: Sequence[IterationLog]) -> int:
 def _window(session: Session, logs: Sequence[IterationLog]) -> tuple[float, float]:
     """From when to when the last finished iteration ran; empty before the first."""
     if not logs:
-        return session.first_s, session.first_s
-    return (logs[-2].end_s if len(logs) > 1 else session.first_s), logs[-1].end_s
+        return session.steps.first_s, session.steps.first_s
+    return (logs[-2].end_s if len(logs) > 1 else session.steps.first_s), logs[-1].end_s

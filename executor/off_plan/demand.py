@@ -27,7 +27,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,14 +45,13 @@ from executor.contract import (
 from executor.devices.torch26 import saved_tensor_hooks
 from executor.hooks import Event, tensors_of
 from executor.measuring.measure import unseen
-from executor.models import map_tensors
+from executor.session.batches import movable
 from executor.session.cursor import Answer, Refusal, refused
 from pstar_sim.core.effects import OTHERS
 from pstar_sim.core.step import Place, Queue
 from pstar_sim.errors import ContractError, DoesNotFit, Interrupted, OutOfMemory, PlanError, PstarError
 from pstar_sim.policy.registry import find_policy
-from pstar_sim.units import format_bytes
-from pstar_sim.workload.workload import Moment, Phase, Workload, repeat_micro_batch
+from pstar_sim.workload.workload import Moment, Phase
 
 if TYPE_CHECKING:
     from executor.engine import Session
@@ -80,9 +78,6 @@ class Demand:
         self._before_visit: frozenset[tuple[Place, int, str]] | None = None
         self._hooks = _held_weakly(self)
         self._tide = _Tide(session.plan.workload.moments)
-        self._shapes: dict[Any, tuple[Moment, ...] | None] = {}  # batch shapes -> moments if not the plan's
-        self._batch_moments: tuple[Moment, ...] | None = None
-        self._last_batch: tuple[Any, Any] | None = None
         self._owned: dict[str, set[int]] = {}  # module -> chunks of its own parameters
         self._prefix = False  # the current iteration began on plan
         self._position = 0
@@ -90,81 +85,6 @@ class Demand:
         self._storages: dict[int, int] = {}  # storage of a working list -> chunk
         for c in session.plan.layout.chunks:
             self._storages[session.arena.whole(c.index, "param").untyped_storage()._cdata] = c.index
-
-    # -- batches ------------------------------------------------------------------------------------------------------
-
-    def see_batch(self, args: Any, kwargs: Any) -> None:
-        """The root's forward is about to begin with this batch. Raises DoesNotFit before anything changes."""
-        s = self.session
-        if not s.reader.trains or s.timetable.on_demand_only:
-            self._batch_moments = None
-            return
-        # Its form only: keeping the batch would keep its memory.
-        if s.ranks is not None and not s._samples:  # of an empty batch there is nothing to look at
-            self._batch_moments = None
-            return
-        self._last_batch = map_tensors((args, kwargs), lambda t: torch.empty_like(t, device="meta"))
-        shapes = tuple((tuple(t.shape), t.dtype) for t in tensors_of((args, kwargs)))
-        if shapes not in self._shapes:
-            if self._is_planned(shapes):
-                self._shapes[shapes] = None
-            else:
-                moments = s.moments_of_batch(args, kwargs)
-                self._check_fits(shapes, moments)
-                self._shapes[shapes] = moments
-        self._batch_moments = self._shapes[shapes]
-
-    def _is_planned(self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> bool:
-        """The first batch of the planned size sets the shapes; any other is looked at."""
-        w = self.session.plan.workload
-        if None in self._shapes.values():
-            return False
-        for shape, dtype in shapes:
-            if shape:
-                tokens = len(shape) == 2 and not dtype.is_floating_point
-                return shape[0] == self.session.planned_batch and (not tokens or shape[1] == w.sequence)
-        return True
-
-    def _check_fits(self, shapes: Any, moments: tuple[Moment, ...]) -> None:
-        s = self.session
-        held = s.timetable.permanent_bytes
-        worst, at = 0, 0
-        for m, moment in enumerate(moments):
-            chunks = (
-                s.timetable.reads[m] if len(moments) == len(s.timetable.names) else s.timetable.read_in(moment.name)
-            )
-            need = sum(s.plan.layout.payload_bytes(c, "param") for c in chunks if self._movable(c))
-            if held + need + moment.peak_bytes > worst:
-                worst, at = held + need + moment.peak_bytes, m
-        if worst > s.plan.gpu_budget_bytes:
-            first = next((shape for shape, _ in shapes if shape), ())
-            w = s.plan.workload
-            raise DoesNotFit(
-                policy=s.plan.policy,
-                place="gpu",
-                needed_bytes=worst,
-                available_bytes=s.plan.gpu_budget_bytes,
-                what=f"a batch of shape {list(first)} where the plan has batch {w.batch}, sequence {w.sequence}: "
-                f"{format_bytes(moments[at].peak_bytes)} of non-model data at moment {at}, {moments[at].name}; "
-                "make a plan for this shape",
-            )
-
-    @property
-    def planned_batch(self) -> bool:
-        """The last forward's batch has the shape that the plan was made for."""
-        return self._batch_moments is None
-
-    @property
-    def batch_fits(self) -> bool:
-        """The batch of the forward that begins may run on plan: its tide is nowhere higher than the plan's."""
-        moments = self._batch_moments
-        if moments is None:
-            return True
-        planned = self.session.plan.workload.moments
-        body = [m for m in planned if m.micro_batch == 0 and m.phase is not Phase.ADAM]
-        return len(moments) - 1 == len(body) and all(
-            a.name == b.name and a.peak_bytes <= b.peak_bytes for a, b in zip(moments, body)
-        )
 
     # -- leaving the plan and coming back -----------------------------------------------------------------------------
 
@@ -179,7 +99,7 @@ class Demand:
         if event.kind == "step":
             return
         s.reader.set_open(False)
-        tide = _Tide(self._batch_moments) if self._batch_moments is not None else self._tide
+        tide = self._tide if s.batches.moments is None else _Tide(s.batches.moments)
         if event.kind == "begin":
             if event.phase is Phase.RECOMPUTE and self._backward_moment:
                 self._recompute = set()
@@ -250,12 +170,12 @@ class Demand:
         s.queues.settle(s.iteration - 1)
         s.queues.pause()
         if s.cursor.moment < 0:
-            s._begin_iteration()
+            s.following.begin_iteration()
         s.cursor.off_plan = True
         self._prefix = s.cursor.moment >= 0
         self._position = max(s.cursor.moment, 0)
         self.moment = s.cursor.moment
-        s.forget_open_step()
+        s.following.forget_open_step()
         self._off_the_gpu()
         s.reader.set_open(False)
         # Whatever runs now was begun on plan: its chunks stay until the next event.
@@ -323,7 +243,7 @@ class Demand:
         """A gradient was accumulated: add it to what the tensor has."""
         s = self.session
         chunk = s.timetable.chunk_of[tensor]
-        if tensor in s.updated_early:
+        if tensor in s.updates.begun:
             raise ContractError(
                 f"another gradient of {s.reader.name_of(tensor)!r} after its eager update: with AdamW(eager=True) a "
                 "parameter has one backward an iteration; use eager=False"
@@ -372,9 +292,9 @@ class Demand:
         """Every update of the iteration, then back to the cut."""
         s = self.session
         self._collect_left_over()
-        update = s.now.update or s.new_update()
+        update = s.now.update or s.updates.new()
         s.now.update = update
-        s.decide_scaling(update)
+        s.updates.decide_scaling(update)
         s.cursor.committed = s.iteration
         self._carry_out(update)
 
@@ -390,7 +310,7 @@ class Demand:
 
         for c in chunks if not update.skip else ():
             contents.gather_gradients(c, self._home(c.index))
-        if s.max_grad_norm is not None and update.norm is None:
+        if s.updates.max_grad_norm is not None and update.norm is None:
             update.coefficient(norms)
         for c in chunks:
             if not s.arena.has(self._home(c.index), c.index, "param"):
@@ -429,23 +349,13 @@ class Demand:
         self.in_a_row = 0
         try:
             policy = find_policy(s.plan.policy)
-            s.renew(policy(self._lasting_workload(), s.plan.machine, s.plan.settings))
+            s.renew(policy(s.batches.lasting(s.now.backwards), s.plan.machine, s.plan.settings))
         except PstarError as error:
             # Training goes on, on demand: slower, not wrong.
             log.warning("no new plan after %d iterations off plan: %s", s.replan_after, error)
             return
         log.info("new plan after %d iterations off plan", s.replan_after)
         s.deviation_log.append(f"iteration {s.iteration}: new plan, by policy {s.plan.policy}")
-
-    def _lasting_workload(self) -> Workload:
-        """What the last iteration did, captured anew."""
-        s = self.session
-        if self._last_batch is None:
-            raise PlanError("no forward of the whole model with gradients was seen")
-        args, kwargs = self._last_batch
-        captured = s.capture_batch(args, kwargs)
-        # The same parameters (and their groups, which a capture does not know).
-        return repeat_micro_batch(replace(captured, tensors=s.plan.workload.tensors), max(1, s.now.backwards))
 
     def _collect_left_over(self) -> None:
         """Gradients that autograd still holds: fewer firings than the plan counted."""
@@ -481,7 +391,7 @@ class Demand:
         if not s.cursor.off_plan:
             s.queues.settle(s.iteration - 1)
             s.queues.pause()
-            s.forget_open_step()
+            s.following.forget_open_step()
             s.cursor.off_plan = True
         self._start_over()
 
@@ -501,7 +411,7 @@ class Demand:
         s.queues.settle(s.iteration - 1)
         s.queues.pause()
         self._refuse_half_an_update()
-        s.forget_open_step()
+        s.following.forget_open_step()
         s.arena.mend()
         for c in s.plan.layout.chunks:
             state = s.contents.chunks[c.index]
@@ -543,7 +453,7 @@ class Demand:
         """What to raise where a backward ended in the middle of its eager updates."""
         s = self.session
         return s.end(
-            f"iteration {s.iteration} was interrupted when {len(s.updated_early)} parameters had had their eager "
+            f"iteration {s.iteration} was interrupted when {len(s.updates.begun)} parameters had had their eager "
             "update and others had not; go on from the last checkpoint (AdamW(eager=False) updates nothing before "
             "optimizer.step())"
         )
@@ -551,7 +461,7 @@ class Demand:
     def _refuse_half_an_update(self) -> None:
         s = self.session
         committed = s.cursor.committed == s.iteration
-        if s.updated_early and not committed:
+        if s.updates.begun and not committed:
             raise self.half_updated()
         for c in s.plan.layout.chunks:
             state = s.contents.chunks[c.index]
@@ -579,7 +489,7 @@ class Demand:
                 s.ladder.note(error, "a new plan is made from where everything is")
         s.cursor.off_plan = False
         s.queues.jump(s.iteration)
-        s.next_iteration(on_plan=False)
+        s.following.next_iteration(on_plan=False)
         s.held = s.ladder.pending  # then everything stays where it is until there is a new plan
         if not s.held:
             s.queues.resume()
@@ -660,7 +570,7 @@ class Demand:
         s = self.session
         if s.cursor.visiting:
             return
-        s.drain()
+        s.loop.drain()
         self._before_visit = frozenset((r.place, r.chunk, r.list) for r in s.arena.present)
         s.cursor.visiting = True
         if s.ranks is not None:
@@ -687,7 +597,7 @@ class Demand:
                 if s.ranks is not None:
                     raise s.ladder.ends_ranks(error) from error
                 s.ladder.note(error, "a new plan is made from where everything is")
-        s.moved.others(s.iteration, s.backend.copied_bytes)
+        s.steps.moved.others(s.iteration, s.backend.copied_bytes)
         s.cursor.visiting = False
         self._before_visit = None
         if s.ladder.pending:
@@ -696,13 +606,6 @@ class Demand:
             s.queues.resume()
 
     # -- room ---------------------------------------------------------------------------------------------------------
-
-    def _movable(self, chunk: int) -> bool:
-        """Its working list may leave the gpu: it can be had again."""
-        s = self.session
-        if s.arena.has(GPU, chunk, "param32"):
-            return False
-        return s.arena.has(HOST, chunk, "param") or s.arena.has(HOST, chunk, "param32")
 
     def _make_room(self, size: int, *, needed: set[int], strict: bool = True) -> None:
         """Drop working lists, the one used last first, until `size` bytes are free. Raises DoesNotFit if they cannot
@@ -721,7 +624,7 @@ class Demand:
             short -= self.states_to_host(short, needed=needed)[1]
             if short <= 0:
                 return
-        if short <= arena.tide_bytes and not self._batch_moments:
+        if short <= arena.tide_bytes and not s.batches.moments:
             arena.set_tide(arena.tide_bytes - short)
         elif strict:
             raise DoesNotFit(
@@ -741,7 +644,7 @@ class Demand:
             for c in s.plan.layout.chunks
             if s.arena.has(GPU, c.index, "param")
             and c.index not in protected
-            and (self._movable(c.index) or s.arena.has(GPU, c.index, "remote"))
+            and (movable(s.arena, c.index) or s.arena.has(GPU, c.index, "remote"))
             and not s.contents.chunks[c.index].where(GPU, "param")
         ]
         return sorted(victims, key=lambda chunk: (-s.timetable.until_use(chunk, self._position), chunk))
@@ -751,7 +654,7 @@ class Demand:
         contents = self.session.contents
         if self.session.arena.has(GPU, chunk, "remote"):
             contents.release(GPU, chunk, "remote")
-        if self._movable(chunk):
+        if movable(self.session.arena, chunk):
             contents.release(GPU, chunk, "param")
 
     def give_back(self, size: int, *, needed: set[int]) -> tuple[list[int], int]:
@@ -878,7 +781,7 @@ class Demand:
         if not s.clock.inside:
             return self._outside(func, args, kwargs)
         if not s.cursor.off_plan and not s.cursor.visiting and s.cursor.moment < 0 and not s.reader.trains:
-            s.meet_interruption()
+            s.loop.meet_interruption()
             with s.at_work, unseen():
                 self.visit()
         pack, unpack = self._hooks
@@ -895,7 +798,7 @@ class Demand:
         """An operator is about to read the working lists of `chunks`."""
         s = self.session
         with s.at_work, unseen():
-            if s.eager and s.cursor.moment >= 0:
+            if s.updates.eager and s.cursor.moment >= 0:
                 self._refuse_updated(chunks)
             if not s.cursor.off_plan and not s.cursor.visiting:
                 missing = [c for c in sorted(chunks) if not self._held(c)]
@@ -911,9 +814,9 @@ class Demand:
     def _refuse_updated(self, chunks: Iterable[int]) -> None:
         """Raise ContractError where an eager update of this iteration has changed one of the chunks."""
         s = self.session
-        updated = s.updated_early.intersection(t for chunk in chunks for t in s.timetable.tensors_of[chunk])
+        updated = s.updates.begun.intersection(t for chunk in chunks for t in s.timetable.tensors_of[chunk])
         if updated:
-            s.refuse_while_updating(f"{s.reader.name_of(min(updated))!r} is read")
+            s.loop.refuse_while_updating(f"{s.reader.name_of(min(updated))!r} is read")
 
     def _held(self, chunk: int) -> bool:
         s = self.session

@@ -157,7 +157,7 @@ class Ladder(Sequence[Rung]):
         lets begin now counts on the plan's budget."""
         s = self.session
         if not s.cursor.off_plan:
-            s.drain()
+            s.loop.drain()
         arena = s.arena
         foreseen = s.plan.workload.moments[moment].peak_bytes if moment >= 0 else arena.tide_bytes
         budget = error.payload_bytes + foreseen
@@ -188,7 +188,7 @@ class Ladder(Sequence[Rung]):
         from then on. Raises the error itself where eager updates of this iteration have been made, and PlanError on
         several ranks, which wait for each other."""
         s = self.session
-        if s.updated_early and s.ranks is None:
+        if s.updates.begun and s.ranks is None:
             add_note(error, "it cannot be run again: AdamW(eager=True) has updated parameters inside its backward")
             raise error
         refused, idle_bytes = error, 0
@@ -269,7 +269,7 @@ class Ladder(Sequence[Rung]):
         limit = error.limit_bytes
         if limit is None:
             limit = error.payload_bytes + error.other_bytes
-        eager = "; eager updates of this step that were made already stay" if s.updated_early else ""
+        eager = "; eager updates of this step that were made already stay" if s.updates.begun else ""
         return DoesNotFit(
             policy=f"{s.plan.policy} in iteration {s.iteration}",
             place="gpu",
@@ -289,7 +289,7 @@ class Ladder(Sequence[Rung]):
         assert s.cursor.moment < 0 and not s.cursor.off_plan and not s.cursor.visiting
         self.given_up = False
         if not s.held:
-            s.drain()
+            s.loop.drain()
             s.held = True
         if s.plan is not self._made:  # somebody else made a plan since
             self.level, self._known = -1, None

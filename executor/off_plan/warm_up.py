@@ -16,7 +16,7 @@ from executor.session.cursor import Answer
 if TYPE_CHECKING:
     from executor.engine import Session
 
-__all__ = ["WarmUp"]
+__all__ = ["WarmUp", "listen", "time_moments"]
 
 
 class WarmUp:
@@ -78,3 +78,30 @@ class WarmUp:
         key = (self._micro_batch, tensor)
         self._fired[key] += 1
         return self._fired[key] >= self._firings.get(tensor, 1)
+
+
+def listen(
+    session: Session, recorder: MomentRecorder | None, live: LiveStorages | None, firings: Mapping[int, int]
+) -> None:
+    """Tell `recorder` of every event and gradient from now on; None: no more."""
+    if recorder is None or live is None:
+        session.warming = None
+    else:
+        session.warming = WarmUp(session, firings, recorder=recorder, live=live)
+
+
+def time_moments(
+    session: Session,
+    script: Sequence[tuple[set[int], int]],
+    firings: Mapping[int, int],
+    iteration: Callable[[], None],
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Seconds of each moment of one iteration, waits left out. script: (chunks read, non-model peak) of each moment."""
+    session.warming = warm = WarmUp(session, firings, script=script, clock=clock)
+    try:
+        iteration()
+        warm.close()
+    finally:
+        session.warming = None
+    return warm.durations

@@ -83,7 +83,7 @@ def save(optimizer: OffloadedAdamW, folder: str | Path, *, extra: Any = None, sh
     else, the disk has no room, or writing fails (on any rank); what was there before is then still there.
     """
     session = optimizer.session
-    session.require_running()
+    session.loop.require_running()
     folder = Path(folder).expanduser().absolute()
     ranks = session.ranks
     first = ranks is None or ranks.rank == 0

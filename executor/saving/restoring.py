@@ -88,7 +88,7 @@ def load(optimizer: OffloadedAdamW, folder: str | Path, *, generators: bool = Tr
     between a forward and `step()`.
     """
     session = optimizer.session
-    session.require_running()
+    session.loop.require_running()
     ranks = session.ranks
     folder = Path(folder).expanduser()
     opened, weights = together(ranks, f"be loaded from {folder}", functools.partial(_checked, optimizer, folder))

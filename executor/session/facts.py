@@ -5,13 +5,23 @@ from __future__ import annotations
 from typing import Protocol
 
 from executor.hooks import Event, MomentClock
+from executor.session.batches import Batches
 from executor.session.cursor import Cursor
+from executor.session.following import Following
 from executor.session.iteration import Iteration
 from executor.session.reader import Reader
 from executor.session.timetable import Timetable
+from executor.session.updates import Updates
 from pstar_sim.core.plan import Plan
 
 __all__ = ["ActFacts", "Host"]
+
+
+class Climbing(Protocol):
+    """What is asked of `off_plan.ladder.Ladder`."""
+
+    @property
+    def given_up(self) -> bool: ...
 
 
 class Host(Protocol):
@@ -30,29 +40,21 @@ class Host(Protocol):
     @property
     def clock(self) -> MomentClock: ...
     @property
+    def reader(self) -> Reader: ...
+    @property
+    def updates(self) -> Updates: ...
+    @property
+    def following(self) -> Following: ...
+    @property
+    def batches(self) -> Batches: ...
+    @property
+    def ladder(self) -> Climbing: ...
+    @property
     def scaling(self) -> object | None: ...
     @property
     def ranks(self) -> object | None: ...
     @property
     def absent(self) -> object | None: ...
-    @property
-    def eager(self) -> bool: ...
-    @property
-    def reader(self) -> Reader: ...
-    @property
-    def updating(self) -> bool: ...
-    @property
-    def given_up(self) -> bool: ...
-    @property
-    def batch_fits(self) -> bool: ...
-
-    def moment_of(self, event: Event) -> int | None:
-        """The moment of the plan that the event opens, None if it opens none."""
-        ...
-
-    def settings_changed(self) -> bool:
-        """Settings of the optimizer are not those that its eager updates were made with."""
-        ...
 
 
 class ActFacts:
@@ -91,11 +93,11 @@ class ActFacts:
 
     @property
     def expected(self) -> bool:
-        return self.event is not None and self.host.moment_of(self.event) is not None
+        return self.event is not None and self.host.following.moment_of(self.event) is not None
 
     @property
     def fits(self) -> bool:
-        return self.event is None or self.event.module != "" or self.host.batch_fits
+        return self.event is None or self.event.module != "" or self.host.batches.fits
 
     @property
     def outstanding(self) -> bool:
@@ -131,7 +133,7 @@ class ActFacts:
 
     @property
     def updating(self) -> bool:
-        return self.host.updating
+        return self.host.updates.running
 
     @property
     def unfinished(self) -> bool:
@@ -143,7 +145,7 @@ class ActFacts:
 
     @property
     def given_up(self) -> bool:
-        return self.host.given_up
+        return self.host.ladder.given_up
 
     @property
     def last(self) -> bool:
@@ -151,7 +153,7 @@ class ActFacts:
 
     @property
     def changed(self) -> bool:
-        return self.host.settings_changed()
+        return self.host.updates.settings_changed()
 
     @property
     def several(self) -> bool:

@@ -22,11 +22,28 @@ from executor.memory.contents import Contents
 from executor.queues.interface import Queues
 from executor.session.cursor import Act, Answer
 from executor.session.timetable import Timetable
+from executor.session.updates import Updates
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 from pstar_sim.errors import PlanError
 
 __all__ = ["Host", "Reader"]
+
+
+class Asked(Protocol):
+    """What is asked of the loop."""
+
+    def ask(self, act: Act, *, tensor: int = -1, what: str = "") -> Answer: ...
+
+    def still(self) -> AbstractContextManager[None]: ...
+
+    def require_running(self) -> None: ...
+
+
+class Joining(Protocol):
+    """What is asked of `off_plan.demand.Demand`."""
+
+    def join(self, chunk: int) -> None: ...
 
 
 class Host(Protocol):
@@ -45,21 +62,11 @@ class Host(Protocol):
     @property
     def ranks(self) -> Ranks | None: ...
     @property
-    def updated_early(self) -> set[int]:
-        """Tensors whose eager update of this iteration has begun."""
-        ...
-
-    def ask(self, act: Act, *, tensor: int = -1, what: str = "") -> Answer: ...
-
-    def still(self) -> AbstractContextManager[None]: ...
-
-    def require_running(self) -> None: ...
-
-    def join(self, chunk: int) -> None:
-        """The other ranks' slices come, where there is room already."""
-        ...
-
-    def touch(self, func: Any, parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any: ...
+    def updates(self) -> Updates: ...
+    @property
+    def loop(self) -> Asked: ...
+    @property
+    def demand(self) -> Joining: ...
 
 
 class Reader:
@@ -69,6 +76,7 @@ class Reader:
         consumed: tensors whose gradient left autograd and that no `zero_grad` has cleared yet.
         switched: tensors whose requires_grad is not the plan's at present.
         is_open: a module runs, so that parameters may be read as they stand, where they are readable.
+        on_demand: what a torch function that takes parked parameters is given to.
     """
 
     def __init__(self, host: Host, parameters: Sequence[nn.Parameter]) -> None:
@@ -77,6 +85,7 @@ class Reader:
         self.consumed: set[int] = set()
         self.switched: set[int] = set()
         self.is_open = False
+        self.on_demand: Callable[[Any, Sequence[nn.Parameter], Any, Any], Any] = _nobody
         self._classes = threading.Lock()  # a queue's thread and the user's may change a parameter's class at once
 
     # -- which parameters may be read as they stand -------------------------------------------------------------------
@@ -85,7 +94,7 @@ class Reader:
         """The chunk's working list became readable, or ceased to be: put its parameters into the class that says so."""
         host = self.host
         with self._classes:
-            updated = host.updated_early
+            updated = host.updates.begun
             for t in host.timetable.tensors_of[chunk]:
                 readable = self.is_open and chunk not in host.queues.in_flight and host.contents.readable(t)
                 readable = readable and t not in updated
@@ -110,11 +119,11 @@ class Reader:
         return self.host.plan.workload.tensors[tensor].name
 
     def grad_of(self, tensor: int) -> torch.Tensor | None:
-        self.host.ask(Act.READ_GRAD, tensor=tensor)
+        self.host.loop.ask(Act.READ_GRAD, tensor=tensor)
         return raw_grad(self.parameters[tensor])
 
     def set_grad_of(self, tensor: int, value: torch.Tensor | None) -> None:
-        self.host.ask(Act.DROP_GRAD if value is None else Act.SET_GRAD, tensor=tensor)
+        self.host.loop.ask(Act.DROP_GRAD if value is None else Act.SET_GRAD, tensor=tensor)
         self.consumed.discard(tensor)
         set_raw_grad(self.parameters[tensor], None)
 
@@ -126,11 +135,11 @@ class Reader:
             self.switched.add(tensor)
 
     def touch(self, func: Any, parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
-        return self.host.touch(func, parameters, args, kwargs)
+        return self.on_demand(func, parameters, args, kwargs)
 
     def current_value(self, tensor: int) -> torch.Tensor:
         """A copy of a parameter's current value, in its shape and working dtype, in host memory."""
-        self.host.ask(Act.READ_VALUE, tensor=tensor, what=f"{self.name_of(tensor)!r} is read")
+        self.host.loop.ask(Act.READ_VALUE, tensor=tensor, what=f"{self.name_of(tensor)!r} is read")
         return self.value_now(tensor)
 
     # -- copies of values and states ----------------------------------------------------------------------------------
@@ -140,7 +149,7 @@ class Reader:
         host = self.host
         chunk = host.timetable.chunk_of[tensor]
         row = host.plan.workload.tensors[tensor]
-        with unseen(), torch.no_grad(), host.still():
+        with unseen(), torch.no_grad(), host.loop.still():
             contents, arena = host.contents, host.arena
             self._meet_others(tensor, "param")
             state = contents.chunks[chunk]
@@ -157,9 +166,9 @@ class Reader:
     def state_value(self, tensor: int, list_name: str) -> torch.Tensor:
         """A copy of a tensor's part of an optimizer state list, in its shape, in host memory."""
         host = self.host
-        host.ask(Act.READ_STATE, tensor=tensor, what=f"the optimizer state of {self.name_of(tensor)!r} is read")
+        host.loop.ask(Act.READ_STATE, tensor=tensor, what=f"the optimizer state of {self.name_of(tensor)!r} is read")
         chunk = host.timetable.chunk_of[tensor]
-        with unseen(), torch.no_grad(), host.still():
+        with unseen(), torch.no_grad(), host.loop.still():
             self._meet_others(tensor, list_name)
             place = Place.HOST if host.arena.has(Place.HOST, chunk, list_name) else Place.GPU
             value = host.contents.joined(tensor, host.contents.slot(place, tensor, list_name))
@@ -173,7 +182,7 @@ class Reader:
 
     def still(self) -> AbstractContextManager[None]:
         """Updates of finished iterations are done and nothing moves inside."""
-        return self.host.still()
+        return self.host.loop.still()
 
     def own_slice(self, chunk: int) -> torch.Tensor:
         """This rank's slice of a chunk's parameters as they are now, flat, a copy in host memory. While nothing
@@ -190,7 +199,7 @@ class Reader:
     # -- what is written from outside ---------------------------------------------------------------------------------
 
     def set_state_value(self, tensor: int, list_name: str, value: torch.Tensor) -> None:
-        with unseen(), torch.no_grad(), self.host.still():
+        with unseen(), torch.no_grad(), self.host.loop.still():
             self.put_state(tensor, list_name, value)
 
     def put_state(self, tensor: int, list_name: str, value: torch.Tensor) -> None:
@@ -204,12 +213,12 @@ class Reader:
         """The master copy changed (a loaded state): every copy of the working list follows."""
         host = self.host
         chunk = host.timetable.chunk_of[tensor]
-        with unseen(), torch.no_grad(), host.still():
+        with unseen(), torch.no_grad(), host.loop.still():
             for place in (Place.HOST, Place.GPU):
                 if place in host.contents.chunks[chunk].current:
                     host.contents.restore(place, tensor)
             if host.contents.chunks[chunk].whole:  # the other ranks' slices, which have changed too
-                host.join(chunk)
+                host.demand.join(chunk)
 
     # -- gradients that autograd holds, and the end -------------------------------------------------------------------
 
@@ -227,3 +236,7 @@ class Reader:
                 found = value(t)
                 if found is not None:
                     parameter.data = found
+
+
+def _nobody(func: Any, parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
+    raise PlanError("a parameter is read before its session has a plan")

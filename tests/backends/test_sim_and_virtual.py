@@ -34,9 +34,9 @@ def test_order_edges_and_bytes(
     session.drain()
     assert session.deviations == 0
 
-    ended = {(row.step.id, row.iteration): row.end_s for row in session.span_log}
+    ended = {(row.step.id, row.iteration): row.end_s for row in session.steps.span_log}
     executed: dict[tuple[Queue, int], list[int]] = defaultdict(list)
-    for row in session.span_log:  # appended as steps end, one queue's in its own order
+    for row in session.steps.span_log:  # appended as steps end, one queue's in its own order
         executed[row.step.queue, row.iteration].append(row.step.id)
         for ref in row.step.after:
             before = row.iteration - ref.back
@@ -50,11 +50,11 @@ def test_order_edges_and_bytes(
     for k in range(iterations):
         for direction in ("h2d", "d2h"):
             copied = sum(
-                row.copied_bytes for row in session.span_log if row.iteration == k and row.step.queue == direction
+                row.copied_bytes for row in session.steps.span_log if row.iteration == k and row.step.queue == direction
             )
             assert copied == predicted.moved_bytes[direction] == plan.moved_bytes[direction]
     # The copy primitive counted nothing that no step asked for, either.
-    total = sum(row.copied_bytes for row in session.span_log)
+    total = sum(row.copied_bytes for row in session.steps.span_log)
     assert total == sum(session.backend.copied_bytes.values())
 
 

@@ -551,13 +551,15 @@ def frozen_chunks_only_come_up(session: Any) -> None:
     session.drain()
     last = session.iteration - 1
     for queue in ("h2d", "d2h"):
-        copied = sum(r.copied_bytes for r in session.span_log if r.iteration == last and r.step.queue.value == queue)
+        copied = sum(
+            r.copied_bytes for r in session.steps.span_log if r.iteration == last and r.step.queue.value == queue
+        )
         assert copied == plan.moved_bytes[queue], queue
     wide = [s for s in plan.steps if s.kind is Kind.FETCH and s.bytes > plan.layout.payload_bytes(s.chunk, s.list)]
     assert not frozen & {s.chunk for s in wide}
     if plan.policy != "patrickstar":
         assert not wide
-        assert not [r for r in session.span_log if r.step.chunk in frozen and r.step.kind.value in _UPDATES]
+        assert not [r for r in session.steps.span_log if r.step.chunk in frozen and r.step.kind.value in _UPDATES]
 
 
 def evaluated(model: nn.Module, step: int) -> torch.Tensor:

@@ -169,7 +169,9 @@ def test_what_a_block_does_behind_its_last_unit_wants_its_bytes_before_their_ste
     session.drain()
     assert session.deviations == 0
     assert max(ahead) > 0
-    copied = {(log.iteration, log.step.id): log.copied_bytes for log in session.span_log if log.step.kind in COPIES}
+    copied = {
+        (log.iteration, log.step.id): log.copied_bytes for log in session.steps.span_log if log.step.kind in COPIES
+    }
     planned = {step.id: step.bytes for step in plan.steps if step.kind in COPIES}
     for iteration in range(3):
         assert {step: size for (k, step), size in copied.items() if k == iteration} == planned

@@ -90,15 +90,15 @@ def test_less_memory_than_the_plan_counted_on(kit: Any, start: Callable[..., Any
         phase = "FWD" if at == "forward" else "BWD"
         middle = [i for i, m in enumerate(moments) if m.phase == phase]
         target = middle[len(middle) // 2]
-        advance = run.session.advance
+        advance = run.session.following.advance
 
         def shrink(moment: int) -> None:
             advance(moment)
             if moment == target:
                 backend.gpu_bytes = less
-                run.session.advance = advance
+                run.session.following.advance = advance
 
-        run.session.advance = shrink
+        run.session.following.advance = shrink
     train(run, kit, losses, 3)
     assert run.session.ladder
     assert run.session.plan.gpu_budget_bytes <= less
@@ -121,15 +121,15 @@ def test_where_work_is_issued_ahead(kit: Any, start: Callable[..., Any], at: str
     losses: list[list[float]] = [[], []]
     train(run, kit, losses, 2)
     target = next(i for i, m in enumerate(plan.workload.moments) if m.phase == at) + 3
-    real = run.session.advance
+    real = run.session.following.advance
 
     def shrink(moment: int) -> None:
         real(moment)
         if moment == target:
             backend.gpu_bytes = plan.gpu_budget_bytes // 2
-            run.session.advance = real
+            run.session.following.advance = real
 
-    run.session.advance = shrink
+    run.session.following.advance = shrink
     train(run, kit, losses, 4)
     assert run.session.ladder and run.session.plan is not plan
     assert_same(run, kit, losses)
@@ -174,15 +174,15 @@ def test_a_step_is_not_lost_whatever_it_was_doing(
         backend.gpu_bytes = plan.gpu_budget_bytes
         session.renew(plan)
         target = n * (len(w.moments) - 1) // 9
-        real, climbed = session.advance, len(session.ladder)
+        real, climbed = session.following.advance, len(session.ladder)
 
         def advance(moment: int, target: int = target, real: Any = real) -> None:
             real(moment)
             if moment == target:
                 backend.gpu_bytes = w.peak_non_model_bytes + params
-                session.advance = real
+                session.following.advance = real
 
-        session.advance = advance
+        session.following.advance = advance
         train(run, kit, losses, 2, micro_batches)
         assert len(session.ladder) > climbed, target
     assert_same(run, kit, losses, within=5e-6)  # twenty steps, sums in another order

@@ -87,7 +87,9 @@ def test_zero_offload_sends_every_gradient_to_the_host(
     assert "pin" not in run.plan.modes
     assert run.plan.moved_bytes["d2h"] == everything * micro_batches
     last = run.session.iteration - 1
-    copied = sum(r.copied_bytes for r in run.session.span_log if r.iteration == last and r.step.queue is Queue.D2H)
+    copied = sum(
+        r.copied_bytes for r in run.session.steps.span_log if r.iteration == last and r.step.queue is Queue.D2H
+    )
     assert copied == everything * micro_batches
 
 

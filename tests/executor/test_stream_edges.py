@@ -218,7 +218,7 @@ def test_an_overflow_check_is_time_the_training_thread_waits(
     run = start("mlp", "tide", backend=VirtualStreams())
     session, now = run.session, [0.0]
     session.scaling = LossScaling(LossScale())
-    monkeypatch.setattr(session, "_now", lambda: now[0])
+    monkeypatch.setattr(session.updates, "_clock", lambda: now[0])
 
     def slow(scaling: LossScaling) -> bool:
         now[0] += 3.0
@@ -226,7 +226,7 @@ def test_an_overflow_check_is_time_the_training_thread_waits(
 
     monkeypatch.setattr(LossScaling, "overflowed", slow)
     before_s, before = session.queues.host_wait_s, session.queues.host_waits
-    session.decide_scaling(Update(hyper=[]))
+    session.updates.decide_scaling(Update(hyper=[]))
     assert session.queues.host_wait_s - before_s == pytest.approx(3.0)
     assert session.queues.host_waits == before + 1
 

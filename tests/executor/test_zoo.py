@@ -201,7 +201,7 @@ def test_bytes_are_counted_before_the_queues_go_on(kit: Any, start: Callable[...
     def go_on(queues: Any) -> None:
         use(queues)
         if queues is threads:
-            run.session.span_log.clear()
+            run.session.steps.span_log.clear()
 
     run.session.use_queues = go_on
     measured = run.session.measure_iteration(lambda: kit.train_alone(run.model, run.optimizer, run.batches, 1))

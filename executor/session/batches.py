@@ -1,0 +1,220 @@
+"""Batches: what the next forward's batch is beside the one the plan was made for.
+
+A batch of another shape is looked at under fake tensors, on a copy of the model without memory: if its tide is nowhere
+higher than the plan's it runs on plan, if it fits the budget it runs on demand, and else it is refused before anything
+changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from executor.activations.planned import as_planned, recomputing
+from executor.distributed.ranks import CountOf, Ranks
+from executor.hooks import tensors_of
+from executor.memory.arena import Arena
+from executor.models import map_tensors
+from executor.session.reader import Reader
+from executor.session.timetable import Timetable
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Place
+from pstar_sim.errors import DoesNotFit, ModelError, PlanError
+from pstar_sim.units import format_bytes
+from pstar_sim.workload.workload import Moment, Phase, Workload, repeat_micro_batch
+
+__all__ = ["Batches", "Host", "Shapes", "movable"]
+
+
+class Host(Protocol):
+    """What is asked of the session."""
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def timetable(self) -> Timetable: ...
+    @property
+    def arena(self) -> Arena: ...
+    @property
+    def reader(self) -> Reader: ...
+    @property
+    def ranks(self) -> Ranks | None: ...
+    @property
+    def shapes(self) -> Shapes: ...
+
+
+def movable(arena: Arena, chunk: int) -> bool:
+    """The chunk's working list may leave the gpu: it can be had again."""
+    if arena.has(Place.GPU, chunk, "param32"):
+        return False
+    return arena.has(Place.HOST, chunk, "param") or arena.has(Place.HOST, chunk, "param32")
+
+
+class Shapes:
+    """The model under fake tensors, for batches of any shape.
+
+    Attributes:
+        skeleton: a copy of the model whose parameters have no memory; None where it cannot be copied.
+    """
+
+    def __init__(self, model: nn.Module, skeleton: nn.Module | None) -> None:
+        self.model = model
+        self.skeleton = skeleton
+
+    def capture(self, planned: Workload, args: Any, kwargs: Any) -> Workload:
+        """The model's workload for a batch of this shape, its activations kept as the plan's workload has them. Raises
+        ModelError where the model cannot be captured."""
+        from executor.capture import capture_module
+
+        if self.skeleton is None:
+            raise ModelError(
+                f"a batch of another shape than planned, and {type(self.model).__name__} cannot be copied to look at "
+                "it under fake tensors; make a plan for this shape"
+            )
+        self.follow()
+        with recomputing(self.skeleton, planned):
+            captured = capture_module(self.skeleton, (args, kwargs), name=planned.model, loss=_some_loss)
+        return as_planned(captured, planned)
+
+    def follow(self) -> None:
+        """Give the skeleton the plain attributes the model has by now (`training`, switches of its own)."""
+        assert self.skeleton is not None
+        copies = dict(self.skeleton.named_modules())
+        for name, module in self.model.named_modules():
+            twin = copies.get(name)
+            if twin is None:
+                continue
+            for key, value in module.__dict__.items():
+                if not key.startswith("_") and key in twin.__dict__ and not callable(value):
+                    twin.__dict__[key] = value
+
+
+class Batches:
+    """The batches of one plan. count: over how many the loss of a batch is a mean.
+
+    Attributes:
+        samples: that number for the last batch; 1 on one rank.
+        moments: of the last batch, under fake tensors; None where it has the plan's shape.
+        last: the form of the last batch of a training forward.
+    """
+
+    def __init__(self, host: Host, count: CountOf) -> None:
+        self.host = host
+        self.samples = 1.0
+        self.moments: tuple[Moment, ...] | None = None
+        self.last: tuple[Any, Any] | None = None
+        self._count = count
+        self._known: dict[Any, tuple[Moment, ...] | None] = {}  # shapes -> moments if not the plan's
+
+    def see(self, args: Any, kwargs: Any) -> None:
+        """The root's forward is about to begin with this batch. Raises DoesNotFit before anything changes."""
+        host = self.host
+        self.samples = self._counted(args, kwargs) if host.ranks is not None else 1.0
+        if not host.reader.trains or host.timetable.on_demand_only:
+            self.moments = None
+            return
+        if not self.samples:  # of an empty batch there is nothing to look at
+            self.moments = None
+            return
+        # Its form only: keeping the batch would keep its memory.
+        self.last = map_tensors((args, kwargs), lambda t: torch.empty_like(t, device="meta"))
+        shapes = tuple((tuple(t.shape), t.dtype) for t in tensors_of((args, kwargs)))
+        if shapes not in self._known:
+            if self._is_planned(shapes):
+                self._known[shapes] = None
+            else:
+                moments = host.shapes.capture(host.plan.workload, args, kwargs).moments
+                self._check_fits(shapes, moments)
+                self._known[shapes] = moments
+        self.moments = self._known[shapes]
+
+    def _counted(self, args: Any, kwargs: Any) -> float:
+        found: Any = self._count(args, kwargs)
+        try:
+            return float(found)
+        except (TypeError, ValueError, RuntimeError):
+            raise ModelError(
+                f"prepare(count=...) gives {found!r:.60} for a micro-batch; let it give a number: over how many "
+                "(sequences, tokens) the rank's loss is a mean"
+            ) from None
+
+    @property
+    def planned_size(self) -> int:
+        """Sequences of this rank's micro-batch; a plan for ranks with unequal shares is made for the largest."""
+        batch = self.host.plan.workload.batch
+        if self.host.ranks is None:
+            return batch
+        shares = [rank.batch_share for rank in self.host.plan.machine.ranks]
+        return round(batch * shares[self.host.ranks.rank] / max(shares))
+
+    @property
+    def planned(self) -> bool:
+        """The last batch has the shape that the plan was made for."""
+        return self.moments is None
+
+    @property
+    def fits(self) -> bool:
+        """The last batch may run on plan: its tide is nowhere higher than the plan's."""
+        moments = self.moments
+        if moments is None:
+            return True
+        body = [m for m in self.host.plan.workload.moments if m.micro_batch == 0 and m.phase is not Phase.ADAM]
+        return len(moments) - 1 == len(body) and all(
+            a.name == b.name and a.peak_bytes <= b.peak_bytes for a, b in zip(moments, body)
+        )
+
+    def lasting(self, micro_batches: int) -> Workload:
+        """The workload of an iteration of so many micro-batches like the last one, captured anew."""
+        if self.last is None:
+            raise PlanError("no forward of the whole model with gradients was seen")
+        planned = self.host.plan.workload
+        captured = self.host.shapes.capture(planned, *self.last)
+        # The same parameters (and their groups, which a capture does not know).
+        return repeat_micro_batch(replace(captured, tensors=planned.tensors), max(1, micro_batches))
+
+    def _is_planned(self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> bool:
+        """The first batch of the planned size sets the shapes; any other is looked at."""
+        w = self.host.plan.workload
+        if None in self._known.values():
+            return False
+        for shape, dtype in shapes:
+            if shape:
+                tokens = len(shape) == 2 and not dtype.is_floating_point
+                return shape[0] == self.planned_size and (not tokens or shape[1] == w.sequence)
+        return True
+
+    def _check_fits(self, shapes: Any, moments: tuple[Moment, ...]) -> None:
+        plan, table = self.host.plan, self.host.timetable
+        worst, at = 0, 0
+        for m, moment in enumerate(moments):
+            chunks = table.reads[m] if len(moments) == len(table.names) else table.read_in(moment.name)
+            need = sum(plan.layout.payload_bytes(c, "param") for c in chunks if movable(self.host.arena, c))
+            if table.permanent_bytes + need + moment.peak_bytes > worst:
+                worst, at = table.permanent_bytes + need + moment.peak_bytes, m
+        if worst > plan.gpu_budget_bytes:
+            first = next((shape for shape, _ in shapes if shape), ())
+            w = plan.workload
+            raise DoesNotFit(
+                policy=plan.policy,
+                place="gpu",
+                needed_bytes=worst,
+                available_bytes=plan.gpu_budget_bytes,
+                what=f"a batch of shape {list(first)} where the plan has batch {w.batch}, sequence {w.sequence}: "
+                f"{format_bytes(moments[at].peak_bytes)} of non-model data at moment {at}, {moments[at].name}; "
+                "make a plan for this shape",
+            )
+
+
+def _some_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """A scalar to run backward from: the model's loss, or (where the loop computes the loss itself) the sum of its
+    outputs."""
+    args, kwargs = batch
+    outputs = [t for t in tensors_of(model(*args, **kwargs)) if t.requires_grad]
+    if not outputs:
+        raise ModelError(f"no output of {type(model).__name__} depends on a trainable parameter")
+    scalar = next((t for t in outputs if t.numel() == 1), None)
+    return outputs[0].sum() if scalar is None else scalar.reshape(())

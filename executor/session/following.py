@@ -1,0 +1,326 @@
+"""Following: an iteration on plan. Events become moments, gradients go into their chunks, the side queues go on.
+
+The user's thread is the compute queue: an event ends the open moment, runs what the plan has for the compute queue
+before the next one, waits for that moment's `after` edges and begins it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from executor.at_work import AtWork
+from executor.contract import raw_grad, set_raw_grad
+from executor.devices.backend import Backend
+from executor.distributed.ranks import Ranks
+from executor.hooks import Event
+from executor.measuring.measure import unseen
+from executor.memory.arena import Arena
+from executor.memory.contents import Contents
+from executor.queues.interface import Queues
+from executor.scaling import LossScaling
+from executor.session.batches import Batches
+from executor.session.cursor import Answer, Cursor
+from executor.session.iteration import Iteration
+from executor.session.reader import Reader
+from executor.session.steps import Steps
+from executor.session.timetable import Timetable
+from executor.session.updates import Updates
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Place
+from pstar_sim.errors import PlanError
+from pstar_sim.workload.workload import Phase
+
+__all__ = ["Following", "Host"]
+
+
+class Absence(Protocol):
+    """What is asked of `distributed.absent.Absent`."""
+
+    def moment_of(self, event: Event) -> int | None: ...
+
+    def pass_to(self, moment: int) -> None: ...
+
+    def settle(self) -> None: ...
+
+    def waits(self, tensor: int) -> bool: ...
+
+
+class OffPlan(Protocol):
+    """What is asked of `off_plan.demand.Demand`."""
+
+    def leave(self, reason: str) -> None: ...
+
+    def accept(self, tensor: int, gradient: torch.Tensor) -> None: ...
+
+
+class Stashing(Protocol):
+    """What is asked of the stashes of activations."""
+
+    def at(self, moment: int) -> None: ...
+
+
+class First(Protocol):
+    """What is asked of the comparison of the first tide."""
+
+    def begins(self) -> None: ...
+
+
+class WarmUp(Protocol):
+    """What is asked of a warm-up."""
+
+    def gradient_is_final(self, tensor: int) -> bool: ...
+
+
+class Host(Protocol):
+    """What is asked of the session."""
+
+    now: Iteration
+    iteration: int
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def timetable(self) -> Timetable: ...
+    @property
+    def arena(self) -> Arena: ...
+    @property
+    def contents(self) -> Contents: ...
+    @property
+    def backend(self) -> Backend: ...
+    @property
+    def queues(self) -> Queues: ...
+    @property
+    def cursor(self) -> Cursor: ...
+    @property
+    def reader(self) -> Reader: ...
+    @property
+    def steps(self) -> Steps: ...
+    @property
+    def updates(self) -> Updates: ...
+    @property
+    def ranks(self) -> Ranks | None: ...
+    @property
+    def scaling(self) -> LossScaling | None: ...
+    @property
+    def stashes(self) -> Stashing: ...
+    @property
+    def absent(self) -> Absence | None: ...
+    @property
+    def demand(self) -> OffPlan: ...
+    @property
+    def first(self) -> First | None: ...
+    @property
+    def warming(self) -> WarmUp | None: ...
+    @property
+    def at_work(self) -> AtWork: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def batches(self) -> Batches: ...
+
+    def note_deviation(self, reason: str) -> None: ...
+
+
+class Following:
+    """clock: seconds.
+
+    Attributes:
+        in_parts: a backward runs part by part (driving/drive.py).
+        takes_norms: a warm-up of a run that will clip does the same work.
+    """
+
+    def __init__(self, host: Host, clock: Callable[[], float]) -> None:
+        self.host = host
+        self.in_parts = False
+        self.takes_norms = False
+        self._clock = clock
+        self._weight = 1.0  # of this rank's gradients in the micro-batch that runs
+
+    # -- moments ------------------------------------------------------------------------------------------------------
+
+    def moment_of(self, event: Event) -> int | None:
+        """The moment that the event opens on plan: the next one, or a later one where this rank has nothing to compute
+        before it."""
+        host = self.host
+        following = host.cursor.moment + 1
+        if host.timetable.on_demand_only:
+            return None
+        if host.timetable.names[following] == event.name:
+            return following
+        return None if host.absent is None else host.absent.moment_of(event)
+
+    def weigh(self, event: Event, found: Answer) -> None:
+        """[Note: the weight of a rank] in distributed/ranks.py, for the micro-batch that begins where the plan has it,
+        whether its batch may run on plan or not."""
+        host = self.host
+        if host.ranks is None or event.kind != "begin" or event.module != "":
+            return
+        if found in (Answer.FOLLOW, Answer.LEAVE) and self.moment_of(event) is not None:
+            begun_s = self._clock()
+            self._weight = host.ranks.weight(host.batches.samples)
+            host.queues.waited(self._clock() - begun_s)
+
+    def follow(self, event: Event) -> None:
+        """Go to the moment that the event opens."""
+        host = self.host
+        following = self.moment_of(event)
+        assert following is not None
+        if event.kind == "begin" and event.module == "" and not host.batches.planned:
+            host.note_deviation("a batch of another shape than planned (it fits the plan's tide and runs on plan)")
+        if host.absent is not None:
+            host.absent.pass_to(following)
+        self.advance(following)
+        if (event.phase is Phase.FWD and event.kind == "end" and event.module == "") or event.kind == "backward-end":
+            host.reader.set_open(bool(host.timetable.reads[following]) and not host.updates.running)
+        elif event.kind != "step":
+            host.reader.set_open(True)
+
+    def advance(self, moment: int) -> None:
+        """End the open moment, run the compute queue up to `moment`, begin it."""
+        host = self.host
+        k, table = host.iteration, host.timetable
+        ready_s = self._clock()
+        if host.cursor.moment >= 0:
+            self._end_moment(ready_s)
+        else:
+            self.begin_iteration()
+        for i in table.before[moment]:
+            host.steps.run_inline(i, k)
+        i = table.compute[moment]
+        waited_for = host.queues.wait(i, k)
+        for chunk in table.reads[moment]:
+            host.queues.land(chunk)
+        host.arena.mark("in", moment)
+        host.arena.set_tide(table.peaks[moment])
+        host.stashes.at(moment)
+        for chunk in table.reads[moment]:
+            if not host.contents.holds(chunk):
+                raise PlanError(
+                    f"moment {moment} ({table.names[moment]}) reads chunk {chunk}, which the gpu does not hold"
+                )
+        host.cursor.moment = moment
+        host.now.outstanding = set(table.due[moment])
+        host.steps.begin(i, k, ready_s, waited_for, take=False)
+
+    def _end_moment(self, now_s: float) -> None:
+        host = self.host
+        k, table, moment = host.iteration, host.timetable, host.cursor.moment
+        i = table.compute[moment]
+        host.queues.before_end(i, k)
+        following = table.following_peak(moment)
+        host.arena.mark("after", moment)
+        if following < table.peaks[moment]:
+            host.arena.set_tide(following)
+        host.steps.ended(i, k, now_s)
+        host.queues.ended(i, k)
+
+    def end_last_moment(self) -> None:
+        """The optimizer's moment ends, and with it the iteration's compute."""
+        self._end_moment(self._clock())
+        for i in self.host.timetable.tail:
+            self.host.steps.run_inline(i, self.host.iteration)
+
+    def forget_open_step(self) -> None:
+        """The open moment's step will not end as the plan has it: the iteration left the plan."""
+        host = self.host
+        if host.cursor.moment >= 0 and not host.timetable.on_demand_only:
+            host.steps.forget(host.timetable.compute[host.cursor.moment], host.iteration)
+        host.now.outstanding = set()
+
+    # -- iterations ---------------------------------------------------------------------------------------------------
+
+    def begin_iteration(self) -> None:
+        host = self.host
+        host.now = host.now.next(host.iteration, host.updates.new() if host.updates.eager else None)
+        if host.first is not None:
+            host.first.begins()
+        if host.scaling is not None:
+            host.scaling.begin_iteration()
+        host.queues.allow_net(host.iteration)
+
+    def next_iteration(self, *, on_plan: bool = True) -> None:
+        """The iteration's compute is over; the side queues go on with its steps and begin the next one's."""
+        host = self.host
+        host.steps.close_iteration(host.iteration, on_plan=on_plan)
+        host.updates.last = host.now.update_of(host.iteration) or host.updates.last
+        host.iteration += 1
+        host.cursor.moment = -1
+        host.now.outstanding = set()
+        host.queues.allow(host.iteration)
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def hook_gradients(
+        self, parameters: Sequence[nn.Parameter], wrap: Callable[[Callable[..., None]], Callable[..., None]]
+    ) -> list[torch.utils.hooks.RemovableHandle]:
+        """Hear of every gradient that autograd accumulates in a trainable parameter."""
+        return [
+            parameters[t].register_post_accumulate_grad_hook(wrap(self._gradient_hook(t)))  # type: ignore[no-untyped-call]
+            for t in sorted(self.host.timetable.trainable)
+        ]
+
+    def _gradient_hook(self, tensor: int) -> Callable[[torch.Tensor], None]:
+        keeper = weakref.ref(self)  # what a parameter's hooks hold is not collected
+
+        def hook(parameter: torch.Tensor) -> None:
+            held = keeper()
+            if held is not None and not held.host.closed:
+                with held.host.at_work:
+                    held.on_gradient(tensor, parameter)
+
+        return hook
+
+    def on_gradient(self, tensor: int, parameter: torch.Tensor) -> None:
+        """A gradient was accumulated into `parameter`."""
+        host = self.host
+        moment = host.cursor.moment
+        if not host.cursor.off_plan:
+            if moment >= 0 and tensor in host.timetable.early[moment]:
+                return  # it fires again in this micro-batch
+            if self.in_parts and host.timetable.final_in(moment, tensor) > moment:
+                return  # the same: each part that uses it gives its share
+            if moment < 0 or tensor not in host.timetable.due[moment]:
+                if host.absent is not None and host.absent.waits(tensor):
+                    return
+                host.demand.leave(
+                    f"gradient of {host.reader.name_of(tensor)!r} arrives in moment {moment}, the plan has it elsewhere"
+                )
+        if host.warming is not None and not host.warming.gradient_is_final(tensor):
+            return
+        grad = raw_grad(parameter)
+        assert grad is not None
+        with unseen(), torch.no_grad():
+            if host.cursor.off_plan:
+                if self.takes_norms:
+                    torch.linalg.vector_norm(grad, dtype=torch.float32)
+                host.demand.accept(tensor, grad)
+            else:
+                self._accept(tensor, grad)
+            if host.scaling is not None:
+                host.scaling.see(grad)
+            if not host.cursor.off_plan:
+                host.now.outstanding.discard(tensor)
+            host.backend.touch()
+            host.reader.consumed.add(tensor)
+            host.now.arrived.add(tensor)
+            host.cursor.stepped = False
+        set_raw_grad(parameter, None)
+
+    def _accept(self, tensor: int, grad: torch.Tensor) -> None:
+        """The gradient goes where the plan has it."""
+        host = self.host
+        goes_to = host.timetable.gradient_list(host.cursor.moment, tensor)
+        if self._weight == 0.0:  # of an empty batch: what a mean over nothing gives is no number
+            grad.zero_()
+        elif self._weight != 1.0:
+            grad.mul_(self._weight)
+        host.contents.accept(tensor, grad, goes_to)
+        clips = host.updates.max_grad_norm is not None
+        if clips and host.plan.workload.micro_batches == 1 and host.ranks is None:
+            slot = host.contents.slot(Place.GPU, tensor, goes_to)
+            host.now.norms[tensor] = torch.linalg.vector_norm(slot, dtype=torch.float32)

@@ -1,0 +1,61 @@
+"""Loading: the parameters' values move into their chunks, and the parameters become views of them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from executor.contract import adopt
+from executor.memory.arena import Arena
+from executor.memory.contents import Contents
+from executor.saving.weights import Weights, views_of
+from executor.session.reader import Reader
+from pstar_sim.core.effects import OTHERS
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Place
+
+__all__ = ["Host", "load_parameters"]
+
+
+class Host(Protocol):
+    """What is asked of the session."""
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def arena(self) -> Arena: ...
+    @property
+    def contents(self) -> Contents: ...
+    @property
+    def reader(self) -> Reader: ...
+
+
+def load_parameters(host: Host, source: Weights | None = None) -> None:
+    """Move the parameters' values into their chunks, one chunk at a time, and make the parameters views of them.
+    source: where the values come from instead."""
+    plan, arena, contents = host.plan, host.arena, host.contents
+    present = sorted(plan.initial)
+    for resident in present:
+        if resident.chunk >= 0:
+            arena.take(resident.place, resident.chunk, resident.list)
+            if resident.list in OTHERS:
+                arena.whole(resident.chunk, OTHERS[resident.list]).zero_()
+            else:
+                arena.at(resident.place, resident.chunk, resident.list).zero_()
+    for chunk in plan.layout.chunks:
+        for slot, view in views_of(arena, chunk, host.reader.parameters):
+            parameter = host.reader.parameters[slot.tensor]
+            if source is None or not source.holds(slot.tensor):
+                value = parameter.detach().reshape(-1)
+                for place in (Place.GPU, Place.HOST):
+                    for list_name in ("param", "param32"):
+                        if arena.has(place, chunk.index, list_name):
+                            contents.put(place, slot.tensor, list_name, value)
+            parameter.data = view
+            adopt(parameter, host.reader, slot.tensor)
+    if source is not None:
+        source.fill(arena, contents)
+    for chunk in plan.layout.chunks:
+        for place in (Place.GPU, Place.HOST):
+            if arena.has(place, chunk.index, "param"):
+                contents.chunks[chunk.index].current.add(place)
+        contents.chunks[chunk.index].whole = arena.sliced and arena.has(Place.GPU, chunk.index, "remote")

@@ -1,0 +1,373 @@
+"""Loop: what the training loop does, asked of the contract's table and carried out.
+
+An iteration is on plan until an event, a gradient or a batch says otherwise; then the on-demand mode carries it to its
+end, and the next begins on plan again. What comes of each act is in `cursor.py`; here it is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from executor.at_work import AtWork
+from executor.distributed.ranks import Ranks
+from executor.hooks import Event, MomentClock
+from executor.measuring.measure import Watching, unseen
+from executor.queues.interface import Queues
+from executor.session.batches import Batches
+from executor.session.cursor import Act, Answer, Cursor, Refusal, State, act_of, answer, refused
+from executor.session.facts import ActFacts
+from executor.session.following import Following
+from executor.session.iteration import Iteration
+from executor.session.reader import Reader
+from executor.session.steps import Steps
+from executor.session.timetable import Timetable
+from executor.session.updates import Updates
+from pstar_sim.core.plan import Plan
+from pstar_sim.errors import Interrupted, OutOfMemory
+
+__all__ = ["Host", "Loop"]
+
+
+class Absence(Protocol):
+    """What is asked of `distributed.absent.Absent`."""
+
+    def settle(self) -> None: ...
+
+    def unused(self) -> frozenset[int]: ...
+
+
+class OffPlan(Protocol):
+    """What is asked of `off_plan.demand.Demand`."""
+
+    in_a_row: int
+
+    def on_event(self, event: Event, found: Answer) -> None: ...
+
+    def leave(self, reason: str) -> None: ...
+
+    def end_visit(self) -> None: ...
+
+    def step(self) -> None: ...
+
+    def replan(self) -> None: ...
+
+    def discard(self) -> None: ...
+
+    def mend(self) -> None: ...
+
+    def half_updated(self) -> Interrupted: ...
+
+
+class Climbing(Protocol):
+    """What is asked of `off_plan.ladder.Ladder`."""
+
+    @property
+    def given_up(self) -> bool: ...
+
+    def on_event(self, event: Event) -> bool: ...
+
+    def climb(self, error: OutOfMemory) -> None: ...
+
+
+class Stashing(Protocol):
+    """What is asked of the stashes of activations."""
+
+    def settle(self) -> None: ...
+
+
+class First(Protocol):
+    """What is asked of the comparison of the first tide."""
+
+    def require_plan(self) -> None: ...
+
+    def ended(self) -> None: ...
+
+
+class WarmUp(Protocol):
+    """What is asked of a warm-up."""
+
+    def on_event(self, event: Event, found: Answer) -> None: ...
+
+
+class Host(Protocol):
+    """What is asked of the session."""
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def timetable(self) -> Timetable: ...
+    @property
+    def queues(self) -> Queues: ...
+    @property
+    def cursor(self) -> Cursor: ...
+    @property
+    def now(self) -> Iteration: ...
+    @property
+    def iteration(self) -> int: ...
+    @property
+    def at_work(self) -> AtWork: ...
+    @property
+    def clock(self) -> MomentClock: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def held(self) -> bool: ...
+    @property
+    def reader(self) -> Reader: ...
+    @property
+    def steps(self) -> Steps: ...
+    @property
+    def updates(self) -> Updates: ...
+    @property
+    def following(self) -> Following: ...
+    @property
+    def batches(self) -> Batches: ...
+    @property
+    def ranks(self) -> Ranks | None: ...
+    @property
+    def scaling(self) -> object | None: ...
+    @property
+    def watches(self) -> Sequence[Watching]: ...
+    @property
+    def absent(self) -> Absence | None: ...
+    @property
+    def demand(self) -> OffPlan: ...
+    @property
+    def ladder(self) -> Climbing: ...
+    @property
+    def stashes(self) -> Stashing: ...
+    @property
+    def first(self) -> First | None: ...
+    @property
+    def warming(self) -> WarmUp | None: ...
+
+
+class Loop:
+    """clock: seconds."""
+
+    def __init__(self, host: Host, clock: Callable[[], float]) -> None:
+        self.host = host
+        self._now = clock
+        self._standing = False  # inside `still`
+
+    def ask(
+        self, act: Act, event: Event | None = None, *, tensor: int = -1, what: str = "", keeps: bool = False
+    ) -> Answer:
+        """What comes of an act of the loop: see `cursor.py`. Raises ContractError where it is refused."""
+        host = self.host
+        if host.closed:
+            state = State.CLOSED
+        elif host.at_work.torn:
+            state = State.INTERRUPTED
+        else:
+            state = host.cursor.state
+        return answer(state, act, ActFacts(host, event, tensor=tensor, what=what, keeps=keeps))
+
+    def refuse_while_updating(self, what: str) -> None:
+        """Raise ContractError where `what` would see some parameters updated and others not."""
+        if self.host.updates.running:
+            raise refused(Refusal.UPDATING, ActFacts(self.host, what=what))
+
+    def require_running(self) -> None:
+        if self.host.closed:
+            raise refused(Refusal.CLOSED, self)
+        if self.host.queues.failure is not None:
+            raise self.host.queues.failure
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def on_event(self, event: Event) -> None:
+        """The clock's only caller. Between events the user's thread computes."""
+        host = self.host
+        if host.closed:
+            return
+        act = act_of(event.kind, event.phase)
+        if act is not Act.STEP:
+            host.at_work.outermost()
+            if host.at_work.torn:
+                self.require_running()
+        found = self.ask(act, event)
+        if found is Answer.MEND:
+            self.mend()
+            found = self.ask(act, event)
+        with host.at_work:
+            self._on_event(event, act, found)
+
+    def _on_event(self, event: Event, act: Act, found: Answer) -> None:
+        host = self.host
+        if host.cursor.moment >= 0:
+            for watch in host.watches:
+                watch.closes(host.cursor.moment)
+        if host.warming is not None:
+            host.warming.on_event(event, found)
+            return
+        with unseen():
+            if host.queues.failure is not None:
+                raise host.queues.failure
+            if host.ladder.on_event(event):
+                found = self.ask(act, event)
+            if found is Answer.END_VISIT:
+                host.demand.end_visit()
+                found = self.ask(act, event)
+            if found is Answer.STAY:
+                host.demand.on_event(event, found)
+                return
+            host.following.weigh(event, found)
+            try:
+                if found is Answer.FOLLOW:
+                    host.following.follow(event)
+            except OutOfMemory as error:
+                host.ladder.climb(error)
+                found = self.ask(act, event)
+                if found is Answer.FOLLOW:
+                    host.following.follow(event)
+            if found is not Answer.FOLLOW:
+                host.demand.on_event(event, found)
+        host.stashes.settle()
+        if act is Act.BACKWARD_END:
+            host.now.backwards += 1
+        for watch in host.watches:
+            watch.opens()
+
+    def see_batch(self, args: Any, kwargs: Any) -> None:
+        """The root's forward is about to begin with this batch."""
+        host = self.host
+        if host.first is not None and torch.is_grad_enabled():
+            host.first.require_plan()
+        with unseen():
+            try:
+                host.batches.see(args, kwargs)
+            except Exception as error:
+                if host.ranks is not None:  # the others are about to wait for this one
+                    host.ranks.life.fail(f"{type(error).__name__}: {error}")
+                raise
+
+    # -- the optimizer ------------------------------------------------------------------------------------------------
+
+    def optimizer_step(self) -> None:
+        """What `optimizer.step()` does. Returns without waiting for what the plan lets run into the next forward."""
+        host = self.host
+        self.require_running()
+        host.at_work.outermost()
+        found = self.ask(Act.UPDATE)
+        if found in (Answer.MEND, Answer.FINISH):
+            self.mend()
+            if found is Answer.FINISH:
+                return
+            found = self.ask(Act.UPDATE)
+        if found is Answer.NOTHING:
+            return
+        with host.at_work, unseen(), torch.no_grad():
+            host.reader.set_open(False)
+            if found is Answer.LEAVE:
+                count = len(host.timetable.names)
+                host.demand.leave(f"optimizer.step() came in moment {host.cursor.moment} of {count}")
+            if host.cursor.off_plan:
+                host.demand.step()
+                host.clock.reset()
+                host.cursor.stepped = True
+                host.demand.replan()
+            else:
+                self._step_on_plan()
+            host.cursor.stepped = True
+        if host.first is not None and host.steps.logs and host.steps.logs[-1].on_plan:
+            with host.at_work:
+                host.first.ended()
+
+    def _step_on_plan(self) -> None:
+        host = self.host
+        k = host.iteration
+        host.demand.in_a_row = 0
+        update = host.now.update if host.updates.eager else host.updates.new()
+        assert update is not None
+        host.now.update = update
+        update.norms = host.now.norms
+        host.updates.decide_scaling(update)
+        if host.absent is not None:
+            host.absent.settle()
+            begun_s = self._now()
+            update.unused = host.absent.unused()
+            host.queues.waited(self._now() - begun_s)
+        if host.plan.workload.micro_batches == 1 and host.ranks is None and not update.skip:
+            update.coefficient(lambda: host.updates.norms(k))
+        host.cursor.committed = k
+        host.clock.step()  # the event "step": comes back through on_event
+        assert host.cursor.moment == len(host.timetable.names) - 1 or host.cursor.off_plan
+        if not host.cursor.off_plan:
+            for watch in host.watches:
+                watch.closes(host.cursor.moment)
+            try:
+                host.following.end_last_moment()
+            except OutOfMemory as error:
+                host.ladder.climb(error)
+            else:
+                host.following.next_iteration()
+                return
+        host.demand.step()
+        host.cursor.stepped = True
+        host.demand.replan()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """What `optimizer.zero_grad()` does."""
+        host = self.host
+        self.require_running()
+        host.at_work.outermost()
+        found = self.ask(Act.CLEAR, keeps=not set_to_none)
+        if found is Answer.MEND:
+            self.mend()
+        elif found is Answer.HALF:
+            raise host.demand.half_updated()
+        elif found is Answer.DROP:
+            with host.at_work, unseen(), torch.no_grad():
+                host.demand.discard()
+        host.reader.forget_gradients()
+        host.now.arrived.clear()
+        host.cursor.stepped = False
+
+    # -- interruptions, and standing still ----------------------------------------------------------------------------
+
+    def meet_interruption(self) -> None:
+        """Before values are looked at after an interruption: see [Note: interrupted] in off_plan/demand.py. Raises
+        ContractError where only the loop can say that the iteration's gradients are to be dropped."""
+        if self.host.at_work.torn:
+            self.require_running()
+            if self.ask(Act.LOOK) is Answer.MEND:
+                self.mend()
+
+    def mend(self) -> None:
+        """What an interruption left is dropped, or the step it came in is ended. Raises what ends the run where neither
+        can be."""
+        host = self.host
+        with host.at_work, unseen(), torch.no_grad():
+            host.following.in_parts = self._standing = False
+            host.demand.mend()
+        host.at_work.torn = False
+
+    def drain(self) -> None:
+        """Return when every update of the finished iterations is in the parameters, and nothing moves."""
+        self.require_running()
+        self.host.queues.settle(self.host.iteration - 1)
+        self.host.queues.pause()
+
+    @contextlib.contextmanager
+    def still(self) -> Iterator[None]:
+        """Updates of finished iterations are done and nothing moves inside; the queues go on afterwards."""
+        host = self.host
+        if not host.at_work.depth:
+            self.meet_interruption()
+        # They may stand still already.
+        held = host.held or self._standing or host.cursor.off_plan or host.cursor.visiting
+        with host.at_work:
+            if not held:
+                self.drain()
+                self._standing = True
+            try:
+                yield
+            finally:
+                if not held:
+                    self._standing = False
+                    host.queues.resume()

@@ -1,0 +1,108 @@
+"""Renewal: a session goes on under another plan of the same model."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from executor.devices.backend import Backend, available_host_bytes
+from executor.memory.arena import Arena, check_host_memory
+from executor.memory.contents import Contents
+from executor.queues.interface import Queues
+from executor.session.cursor import Cursor
+from executor.session.loading import load_parameters
+from executor.session.loop import Loop
+from executor.session.reader import Reader
+from executor.session.timetable import Timetable
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Place
+from pstar_sim.errors import DoesNotFit
+
+__all__ = ["Host", "renew"]
+
+
+class Host(Protocol):
+    """What is asked of the session."""
+
+    held: bool
+    renewing: bool
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def timetable(self) -> Timetable: ...
+    @property
+    def arena(self) -> Arena: ...
+    @property
+    def contents(self) -> Contents: ...
+    @property
+    def backend(self) -> Backend: ...
+    @property
+    def queues(self) -> Queues: ...
+    @property
+    def cursor(self) -> Cursor: ...
+    @property
+    def reader(self) -> Reader: ...
+    @property
+    def loop(self) -> Loop: ...
+
+    def install(self, plan: Plan, arena: Arena, queues: Queues) -> None: ...
+
+    def start(self) -> None: ...
+
+
+def renew(host: Host, plan: Plan) -> None:
+    """Go on under another plan of the same model, between two iterations; values and states move into its chunks.
+
+    Raises DoesNotFit, before anything changes, if the host cannot hold both while they move.
+    """
+    assert not host.cursor.inside
+    arena = Arena(plan, host.backend)
+    layout = host.plan.layout
+    moving = sum(layout.payload_bytes(c.index, "param") + layout.states_bytes(c.index) for c in layout.chunks)
+    check_host_memory(
+        plan,
+        arena.room,
+        available_bytes=available_host_bytes(),
+        gpu_is_host=host.backend.device.type == "cpu",
+        model_bytes=-moving,  # between two sets of chunks every value has a third place
+    )
+    with torch.no_grad():
+        host.loop.drain()
+        try:
+            arena.allocate_slabs()
+        except DoesNotFit:
+            host.backend.begin(host.plan)
+            if not host.held:
+                host.queues.resume()
+            raise
+        host.held = True
+        reader, old, contents, queues = host.reader, host.arena, host.contents, host.queues
+        steps_taken = contents.steps_taken
+        values = {t: reader.current_value(t) for t in host.timetable.chunk_of}
+        states = {
+            (s.tensor, name): reader.state_value(s.tensor, name)
+            for c in layout.chunks
+            for s in c.slots
+            for name in plan.layout.state_lists
+            if any(old.has(place, c.index, name) for place in (Place.GPU, Place.HOST))
+        }
+        host.renewing = True
+        queues.stop()
+        reader.set_open(False)
+        for t, value in values.items():
+            reader.parameters[t].__class__ = nn.Parameter
+            reader.parameters[t].data = value
+        old.empty()  # the accelerator may not hold both
+        host.install(plan, arena, queues.renew())
+        load_parameters(host)
+        for (t, name), value in states.items():
+            reader.put_state(t, name, value)
+        host.contents.steps_taken.update(steps_taken)
+    del old, contents, queues, values, states
+    host.backend.give_host_back()  # the former plan's slabs
+    host.held = False
+    host.start()
+    host.renewing = False

@@ -1,0 +1,187 @@
+"""Steps: what the queues call for each step of one plan, and the logs of it.
+
+The compute queue's steps run in the user's thread, every other queue's in its own; what a step does to payloads is
+`memory/contents.py`'s matter, to activations `activations/stashes.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from executor.devices.backend import Backend
+from executor.measuring.measured import IterationLog, Moved, StepLog, build_timeline
+from executor.memory.arena import Arena
+from executor.memory.contents import Contents
+from executor.queues.interface import Queues
+from executor.session.cursor import Cursor
+from executor.session.iteration import Iteration
+from executor.session.reader import Reader
+from executor.session.timetable import Timetable
+from executor.session.updates import Updates
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import COPIES, Kind, Queue, Step
+from pstar_sim.core.timeline import Timeline
+
+__all__ = ["Host", "Steps"]
+
+KEPT_ITERATIONS = 16
+KEPT_CHANGES = 2_000  # of bytes, at least; older ones are summed up once there are twice as many as those kept
+
+
+class Stashing(Protocol):
+    """What is asked of the stashes of activations."""
+
+    def copied_bytes(self, queue: Queue) -> int: ...
+
+    def move(self, step: Step) -> int: ...
+
+
+class Host(Protocol):
+    """What is asked of the session."""
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def timetable(self) -> Timetable: ...
+    @property
+    def arena(self) -> Arena: ...
+    @property
+    def contents(self) -> Contents: ...
+    @property
+    def backend(self) -> Backend: ...
+    @property
+    def queues(self) -> Queues: ...
+    @property
+    def cursor(self) -> Cursor: ...
+    @property
+    def now(self) -> Iteration: ...
+    @property
+    def iteration(self) -> int: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def reader(self) -> Reader: ...
+    @property
+    def updates(self) -> Updates: ...
+    @property
+    def stashes(self) -> Stashing: ...
+
+
+class Steps:
+    """`queues.interface.Work` of one plan. clock: seconds.
+
+    Attributes:
+        logs: the last iterations.
+        span_log: their steps, in the order in which they ended.
+        moved: bytes copied by each iteration.
+        first_s: when the plan's first iteration may begin.
+    """
+
+    def __init__(self, host: Host, clock: Callable[[], float]) -> None:
+        self.host = host
+        self._clock = clock
+        self.logs: deque[IterationLog] = deque(maxlen=KEPT_ITERATIONS)
+        self.span_log: deque[StepLog] = deque(maxlen=KEPT_ITERATIONS * max(1, len(host.plan.steps)))
+        self.moved = Moved(host.backend.copied_bytes)
+        self.first_s = clock()
+        self._begun: dict[tuple[int, int], StepLog] = {}
+        self._most_changes = KEPT_CHANGES
+
+    def start(self) -> None:
+        """The first iteration may begin: what was copied to get here is not counted."""
+        self.moved = Moved(self.host.backend.copied_bytes)
+
+    # -- Work: what queues call ---------------------------------------------------------------------------------------
+
+    def enter_thread(self, queue: Queue) -> None:
+        self.host.backend.enter_thread(queue)
+
+    def landed(self, chunk: int) -> None:
+        self.host.reader.refresh(chunk)
+
+    def begin(self, i: int, iteration: int, ready_s: float, waited_for: int | None, *, take: bool = True) -> None:
+        host = self.host
+        step = host.plan.steps[i]
+        start_s = self._clock()
+        cause = ""
+        if waited_for is not None:
+            other = host.plan.steps[waited_for]
+            barrier = other.kind is Kind.COMPUTE and other.moment == len(host.timetable.names) - 1
+            cause = "barrier" if barrier else other.queue.value
+        self._begun[i, iteration] = StepLog(step, iteration, ready_s or start_s, start_s, cause)
+        if take and step.stash is None:
+            host.contents.begin(step)
+
+    def work(self, i: int, iteration: int) -> None:
+        host = self.host
+        step = host.plan.steps[i]
+        ahead_bytes = 0
+        if step.kind in COPIES:
+            before = host.stashes.copied_bytes(step.queue)
+        with torch.no_grad():
+            updates = step.kind in (Kind.CPU_ADAM, Kind.GPU_ADAM)
+            if updates and host.updates.eager and iteration == host.iteration and step.chunk is not None:
+                host.now.early.update(host.contents.chunks[step.chunk].with_gradient())
+                host.reader.refresh(step.chunk)
+            if step.stash is not None:
+                ahead_bytes = host.stashes.move(step)
+            else:
+                host.contents.work(step, host.now.update_of(iteration), lambda: host.updates.norms(iteration))
+        if step.kind in COPIES:
+            copied_bytes = host.stashes.copied_bytes(step.queue) - before
+            self._begun[i, iteration].copied_bytes = copied_bytes + ahead_bytes
+            self.moved.step(iteration, step.queue.value, copied_bytes + ahead_bytes)
+
+    def finish(self, i: int, iteration: int) -> None:
+        step = self.host.plan.steps[i]
+        if step.stash is None:
+            self.host.contents.finish(step)
+        self.ended(i, iteration, self._clock())
+
+    # -- the user's thread --------------------------------------------------------------------------------------------
+
+    def ended(self, i: int, iteration: int, end_s: float) -> None:
+        self._begun[i, iteration].end_s = end_s
+        self.span_log.append(self._begun.pop((i, iteration)))
+
+    def run_inline(self, i: int, iteration: int) -> None:
+        """A step of the compute queue that is not a moment."""
+        queues = self.host.queues
+        ready_s = self._clock()
+        waited_for = queues.wait(i, iteration)
+        self.begin(i, iteration, ready_s, waited_for)
+        self.work(i, iteration)
+        queues.before_end(i, iteration)
+        self.finish(i, iteration)
+        queues.ended(i, iteration)
+
+    def forget(self, i: int, iteration: int) -> None:
+        """The step has begun and will not end as the plan has it."""
+        self._begun.pop((i, iteration), None)
+
+    def close_iteration(self, iteration: int, *, on_plan: bool) -> None:
+        """The iteration's compute is over."""
+        host = self.host
+        arena = host.arena
+        exchanges = getattr(host.backend, "exchanges", 0)
+        self.logs.append(IterationLog(iteration, self._clock(), on_plan, exchanges))
+        if not on_plan:
+            self.moved.others(iteration, host.backend.copied_bytes)
+        self.moved.forget(self.logs[0].number)
+        measured = arena.marks is not None  # somebody counts the changes of this iteration
+        if len(self.logs) == KEPT_ITERATIONS and len(arena.log) > self._most_changes and not measured:
+            arena.trim(self.logs[0].end_s)
+            self._most_changes = max(KEPT_CHANGES, 2 * len(arena.log))
+
+    def timeline(self) -> Timeline:
+        """What the last iterations on plan did; waits for their last copies and updates. Raises PlanError before the
+        first has run."""
+        host = self.host
+        if not host.closed:
+            host.queues.settle(host.iteration - 1)
+        steps, iterations, changes = host.queues.measured(list(self.span_log), list(self.logs), list(host.arena.log))
+        return build_timeline(host.plan, steps, iterations, changes, self.first_s)

@@ -1,0 +1,159 @@
+"""Updates: what the Adam steps of an iteration need, and whether they have begun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol, cast
+
+import torch
+
+from executor.adam import Hyper
+from executor.devices.backend import Backend, StreamBackend
+from executor.distributed.ranks import Ranks
+from executor.memory.contents import Contents, Update
+from executor.queues.interface import Program, Queues
+from executor.scaling import LossScaling
+from executor.session.cursor import Cursor
+from executor.session.iteration import Iteration
+from executor.session.timetable import Timetable
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Kind, Queue
+from pstar_sim.errors import PlanError
+
+__all__ = ["Host", "Updates"]
+
+
+class Host(Protocol):
+    """What is asked of the session."""
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def program(self) -> Program: ...
+    @property
+    def timetable(self) -> Timetable: ...
+    @property
+    def contents(self) -> Contents: ...
+    @property
+    def backend(self) -> Backend: ...
+    @property
+    def queues(self) -> Queues: ...
+    @property
+    def ranks(self) -> Ranks | None: ...
+    @property
+    def scaling(self) -> LossScaling | None: ...
+    @property
+    def cursor(self) -> Cursor: ...
+    @property
+    def now(self) -> Iteration: ...
+    @property
+    def iteration(self) -> int: ...
+
+
+class Updates:
+    """hyper: settings of the optimizer's groups as they are now. eager: updates run inside backward. clock: seconds.
+
+    Attributes:
+        last: the update of the last iteration that had one.
+        max_grad_norm: None without clipping.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        hyper: Callable[[], list[Hyper]],
+        *,
+        eager: bool,
+        max_grad_norm: float | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.host = host
+        self.eager = eager
+        self.max_grad_norm = max_grad_norm
+        self.last: Update | None = None
+        self._hyper = hyper
+        self._clock = clock
+
+    def new(self) -> Update:
+        host = self.host
+        sliced = host.ranks is not None and host.contents.sliced
+        agree = self._agreed if sliced else None
+        streams = cast(StreamBackend, host.backend) if hasattr(host.backend, "record") else None
+        return Update(hyper=self._hyper(), max_grad_norm=self.max_grad_norm, agree=agree, streams=streams)
+
+    def _agreed(self, norm: torch.Tensor) -> torch.Tensor:
+        """`Ranks.agree`, whose wait is the training thread's where an update on the accelerator asks first."""
+        host = self.host
+        assert host.ranks is not None
+        begun_s = self._clock()
+        found = host.ranks.agree(norm)
+        if getattr(host.backend, "queue", None) is Queue.COMPUTE:
+            host.queues.waited(self._clock() - begun_s)
+        return found
+
+    def settings_changed(self) -> bool:
+        """Settings of the optimizer are not those that the eager updates of this iteration were made with."""
+        update = self.host.now.update
+        return self.eager and update is not None and update.hyper != self._hyper()
+
+    @property
+    def begun(self) -> set[int]:
+        """Tensors whose eager update of this iteration has begun."""
+        now = self.host.now
+        return now.early if now.number == self.host.iteration else set()
+
+    @property
+    def running(self) -> bool:
+        """Parameters may be changing: with eager updates, from the first chunk whose gradients are complete until
+        `optimizer.step()`. Told by the plan's moments, so that the same loop is always answered alike, however fast the
+        queues are."""
+        return self.eager and (self.host.cursor.moment > self.host.timetable.first_complete or bool(self.begun))
+
+    def decide_scaling(self, update: Update) -> None:
+        """All gradients of the iteration are there: whether it updates, and what undoes the scale."""
+        host = self.host
+        if host.scaling is None:
+            return
+        update.unscale = 1.0 / host.scaling.scale
+        begun_s = self._clock()
+        overflowed = host.scaling.overflowed()
+        if host.ranks is not None:
+            overflowed = host.ranks.any(overflowed)
+        host.queues.waited(self._clock() - begun_s)
+        if overflowed:
+            update.skip_all()
+        host.scaling.close_iteration(overflowed)
+
+    def norms(self, iteration: int) -> Iterable[torch.Tensor]:
+        """Norms of all gradients of an iteration, called by its first Adam step under clipping. On several ranks: of
+        what this one holds of their sums."""
+        host = self.host
+        contents, program = host.contents, host.program
+        update = host.now.update_of(iteration)
+        assert update is not None
+        if host.ranks is not None:
+            host.queues.await_steps(host.timetable.sums, iteration)
+            if host.plan.workload.micro_batches == 1:
+                norms = contents.summed_norms
+                return [norms[t] for t in sorted(norms)]
+            contents.fold_on_gpu()
+        if host.plan.workload.micro_batches == 1:
+            return [update.norms[t] for t in sorted(update.norms)]  # as clip_grad_norm_ has them
+        for i in program.order.get(Queue.ADAM, []):
+            if host.plan.steps[i].kind is Kind.CPU_ADD and program.done[i] < iteration:
+                raise PlanError(
+                    f"an Adam step of iteration {iteration} runs before {program.word(i, iteration)}: the plan's "
+                    "barrier does not hold"
+                )
+        arrived = sorted(t for state in contents.chunks for t in state.with_gradient())
+        return [contents.gradient_norm(t) for t in arrived]
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global norm of the last step's gradients before clipping; None without clipping or before the first step."""
+        update = self.last
+        if update is None or update.max_grad_norm is None:
+            return None
+        if update.norm is None:
+            self.host.queues.settle(self.host.iteration - 1)
+        return None if update.norm is None else float(update.norm)
