@@ -6,16 +6,17 @@ model under fake tensors, `record` a real warm-up iteration. `hf.connect` joins 
 """
 
 from executor import hf
+from executor.adamw import AdamW
 from executor.capture import capture, capture_module
 from executor.devices.backend import Backend, VirtualBackend
 from executor.devices.virtual_streams import VirtualStreams
 from executor.driving.drive import StepResult
 from executor.engine import Session
-from executor.measuring.measure import Measured
+from executor.measuring.measured import Measured
 from executor.measuring.record import record
 from executor.measuring.status import LinkUse, Status
 from executor.off_plan.ladder import Ladder, Rung
-from executor.optimizer import AdamW, OffloadedAdamW
+from executor.optimizer import OffloadedAdamW
 from executor.prepare import prepare
 from executor.queues.serial import SerialQueues, follow
 from executor.queues.streams import StreamQueues

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from executor.measuring.measure import unseen
+from executor.measuring.unseen import unseen
 from pstar_sim.units import format_bytes
 
 __all__ = ["MOST_BYTES", "SEEN_SMALLER", "Blind"]

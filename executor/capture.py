@@ -29,12 +29,13 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from executor.adamw import AdamW, check_groups, group_of
 from executor.blind import Blind
 from executor.compiled import eagerly
 from executor.contract import changes_nothing
 from executor.hooks import MomentClock, tensors_of
 from executor.measuring.live_bytes import LiveStorages
-from executor.measuring.measure import unseen
+from executor.measuring.unseen import unseen
 from executor.models import (
     TORCH_DTYPES,
     BuiltModel,
@@ -48,7 +49,6 @@ from executor.models import (
     unread_padding,
 )
 from executor.moments import MomentRecorder, attention_seen, describe_parameters
-from executor.optimizer import AdamW, check_groups, group_of
 from executor.scaling import guard_boundary, needs_loss_scaling
 from pstar_sim.errors import ModelError, PstarError
 from pstar_sim.workload.workload import Workload, repeat_micro_batch

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from executor.adamw import AdamW, check_groups
 from executor.memory.arena import STATE_DTYPES
 from executor.moments import working_dtype
-from executor.optimizer import AdamW, check_groups
 from executor.scaling import loss_scale_for
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import PlanError

@@ -27,13 +27,15 @@ from executor.at_work import AtWork
 from executor.compiled import untraced
 from executor.devices.backend import Backend, VirtualBackend
 from executor.distributed.absent import Absent
-from executor.distributed.ranks import CountOf, Ranks, count_of
+from executor.distributed.ranks import Ranks, count_of
 from executor.driving.drive import Driver, Loss, StepResult
 from executor.holdings import Holdings
 from executor.hooks import MomentClock
 from executor.measuring.first import FirstIteration
-from executor.measuring.measure import Measured, Watching, measure_iteration
+from executor.measuring.measure import measure_iteration
+from executor.measuring.measured import Measured
 from executor.measuring.status import Status, status_of
+from executor.measuring.unseen import Watching
 from executor.memory.arena import Arena
 from executor.memory.contents import Contents
 from executor.models import forward_loss
@@ -43,11 +45,12 @@ from executor.off_plan.ladder import Ladder
 from executor.off_plan.warm_up import WarmUp
 from executor.queues.interface import Program, Queues
 from executor.scaling import LossScaling, guard_boundary
-from executor.session.batches import Batches, Shapes
+from executor.session.batches import Batches, Capture, Shapes
 from executor.session.cursor import Cursor
 from executor.session.following import Following
 from executor.session.iteration import Iteration
 from executor.session.loop import Loop
+from executor.session.others import CountOf
 from executor.session.reader import Reader
 from executor.session.renewal import renew
 from executor.session.steps import Steps
@@ -64,12 +67,13 @@ log = logging.getLogger("executor")
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOptions:
-    """hyper: settings of the optimizer's groups as they are now. skeleton: see `session.batches.Shapes`. replan_after:
-    see `executor.prepare`. clock: seconds."""
+    """hyper: settings of the optimizer's groups as they are now. capture, skeleton: see `session.batches.Shapes`.
+    replan_after: see `executor.prepare`. clock: seconds."""
 
     hyper: Callable[[], list[Hyper]]
     max_grad_norm: float | None
     eager: bool
+    capture: Capture
     scaling: LossScaling | None = None
     skeleton: nn.Module | None = None
     replan_after: int = 3
@@ -125,7 +129,7 @@ class Session:
         self._dropped = weakref.finalize(self, self.holdings.let_go)
         self._dropped.atexit = False  # the interpreter's end is `prepare`'s matter
         self.absent = None if ranks is None or options.eager else Absent(self)
-        self.shapes = Shapes(model, options.skeleton)
+        self.shapes = Shapes(model, options.skeleton, options.capture)
         self.reader = Reader(self, parameters)
         self.loop = Loop(self, options.clock)
         self.following = Following(self, options.clock)

@@ -1,135 +1,32 @@
-"""AdamW as the user writes it, and the torch optimizer that `prepare` makes of it.
+"""The torch optimizer that `prepare` makes of an `AdamW`.
 
-`AdamW` is a description (what torch.optim.AdamW takes, clipping and eager updates besides); `OffloadedAdamW` is a
-torch.optim.Optimizer over the model's parameters, so that schedulers and checkpoints work, whose `step` is the
-session's.
+`OffloadedAdamW` is a torch.optim.Optimizer over the model's parameters, so that schedulers and checkpoints work, whose
+`step` is the session's.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from executor.adam import Hyper
-from executor.memory.arena import STATE_DTYPES
-from executor.scaling import LossScale, loss_scale_for
-from pstar_sim.errors import ContractError, PlanError
-from pstar_sim.workload.workload import Tensor
+from executor.adamw import NUMBERS, AdamW, refused_in
+from pstar_sim.errors import ContractError
 
 if TYPE_CHECKING:
     from executor.engine import Session
     from executor.saving.restoring import Restored
 
-__all__ = ["AdamW", "OffloadedAdamW"]
+__all__ = ["OffloadedAdamW"]
 
-AS_PLANNED = "plan"
-"""AdamW(max_grad_norm=AS_PLANNED): whether gradients are clipped is the plan's setting."""
-DEFAULT_NORM = 1.0
-"""Where a plan that clips meets an AdamW that names no norm, as in most training scripts."""
-
-_NUMBERS = ("lr", "betas", "eps", "weight_decay")
 _STATES = {"exp_avg": "momentum", "exp_avg_sq": "variance", "param32": "param32"}
 """Keys of a parameter's state in a state dict, and the chunks' lists that hold them."""
-_REFUSED = ("amsgrad", "maximize", "differentiable")
 _KERNEL = {"fused": True, "foreach": None, "decoupled_weight_decay": True}
 """What torch.optim.AdamW calls the arithmetic of every update here; it takes its kernel from the groups it loads."""
-
-
-@dataclass(frozen=True)
-class AdamW:
-    """What to optimize and how; the defaults are torch.optim.AdamW's.
-
-    params_or_groups: None (every trainable parameter, one group), parameters, or groups as torch takes them (dicts with
-    "params" and numbers of their own); the plan has to be made for the same groups. max_grad_norm: clip the global
-    norm; by default as the plan says, at DEFAULT_NORM if it was made with clipping; None for no clipping. eager: update
-    each chunk as soon as its gradient is final, inside backward (the plan has to be made with update "eager").
-    state_dtype: of both moments; torch.bfloat16 where the plan's optimizer is "adamw-bf16-states" (the update is done
-    in fp32 and rounded, so small changes of a moment are lost). loss_scale: None for what the model needs (dynamic if
-    it has fp16 parameters, else none), "dynamic", a number for a fixed scale, or a LossScale; the loop stays as it is,
-    see scaling.py. Raises PlanError for numbers out of range.
-    """
-
-    params_or_groups: Any = None
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 1e-2
-    max_grad_norm: float | str | None = AS_PLANNED
-    eager: bool = False
-    state_dtype: torch.dtype = torch.float32
-    loss_scale: str | float | LossScale | None = None
-
-    def __post_init__(self) -> None:
-        norm = self.max_grad_norm
-        number = isinstance(norm, (int, float)) and not isinstance(norm, bool)
-        if norm is not None and norm != AS_PLANNED and not (number and float(norm) > 0):
-            raise PlanError(
-                f"AdamW: max_grad_norm={norm!r} must be a number > 0, None for no clipping, or {AS_PLANNED!r}"
-            )
-        if self.state_dtype not in STATE_DTYPES.values():
-            raise PlanError(f"AdamW: state_dtype={self.state_dtype} is not known; use torch.float32 or torch.bfloat16")
-        loss_scale_for(self.loss_scale, ())
-        if self.params_or_groups is not None:  # `model.parameters()` can be read once only
-            object.__setattr__(self, "params_or_groups", _read(self.params_or_groups))
-        _check_numbers({name: getattr(self, name) for name in _NUMBERS})
-
-    def norm_for(self, *, clip: bool) -> float | None:
-        """The norm at which gradients are clipped under a plan made with or without clipping."""
-        if isinstance(self.max_grad_norm, str):
-            return DEFAULT_NORM if clip else None
-        return self.max_grad_norm
-
-    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Parameter groups of `model`, as torch takes them."""
-        given = self.params_or_groups
-        if given is None:
-            return [{"params": [p for p in model.parameters() if p.requires_grad]}]
-        rows: list[Any] = list(given)
-        if rows and isinstance(rows[0], Mapping):
-            groups = [dict(row) for row in rows]
-            for group in groups:
-                held = group["params"]
-                group["params"] = [held] if isinstance(held, torch.Tensor) else list(held)
-                _check_numbers({name: group.get(name, getattr(self, name)) for name in _NUMBERS})
-                refused = _refused(group)
-                if refused:
-                    raise PlanError(f"AdamW: {refused} is not supported; leave it out")
-            return groups
-        return [{"params": rows}]
-
-
-def _read(params_or_groups: Iterable[Any]) -> tuple[Any, ...]:
-    """The same as tuples."""
-
-    def group(row: Any) -> Any:
-        if not isinstance(row, Mapping) or isinstance(row.get("params"), torch.Tensor) or "params" not in row:
-            return row
-        return {**row, "params": tuple(row["params"])}
-
-    return tuple(group(row) for row in params_or_groups)
-
-
-def _check_numbers(numbers: Mapping[str, Any]) -> None:
-    beta1, beta2 = numbers["betas"]
-    for name, value, fits in (
-        ("lr", numbers["lr"], float(numbers["lr"]) >= 0),
-        ("betas", numbers["betas"], 0 <= beta1 < 1 and 0 <= beta2 < 1),
-        ("eps", numbers["eps"], numbers["eps"] >= 0),
-        ("weight_decay", numbers["weight_decay"], numbers["weight_decay"] >= 0),
-    ):
-        if not fits:
-            raise PlanError(f"AdamW: {name}={value} is out of range")
-
-
-def _refused(group: Mapping[str, Any]) -> str:
-    """What the group asks of torch's AdamW that is not done here, in words; "" for nothing."""
-    return ", ".join(f"{name}={group[name]}" for name in _REFUSED if group.get(name))
 
 
 class OffloadedAdamW(torch.optim.Optimizer):
@@ -139,7 +36,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def __init__(self, groups: Sequence[dict[str, Any]], spec: AdamW) -> None:
         self._sealed = False
-        numbers: dict[str, Any] = {name: getattr(spec, name) for name in _NUMBERS}
+        numbers: dict[str, Any] = {name: getattr(spec, name) for name in NUMBERS}
         # Of this torch's own AdamW, so that groups carry whatever its groups do.
         defaults = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], **numbers, fused=True).defaults
         super().__init__([dict(group) for group in groups], defaults)
@@ -153,7 +50,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def hyper(self) -> list[Hyper]:
         """Numbers of every group now. Raises ContractError for a switch turned on that updates here do not have."""
         for number, group in enumerate(self.param_groups):
-            if refused := _refused(group):
+            if refused := refused_in(group):
                 raise ContractError(f"param_groups[{number}] has {refused}, which is not supported; set it to False")
         return [
             Hyper(float(g["lr"]), float(g["betas"][0]), float(g["betas"][1]), float(g["eps"]), float(g["weight_decay"]))
@@ -249,7 +146,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 f"this optimizer {[len(g['params']) for g in self.param_groups]}"
             )
         for number, group in enumerate(groups):
-            if refused := _refused(group):
+            if refused := refused_in(group):
                 raise ContractError(f"{what}: group {number} has {refused}, which is not supported")
         position = {key: at for at, key in enumerate(key for group in groups for key in group["params"])}
         tensors = self._tensors()
@@ -287,25 +184,3 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def _tensors(self) -> list[int | None]:
         """Tensor index of every parameter, in the order of the groups."""
         return [getattr(p, "_tensor", None) for group in self.param_groups for p in group["params"]]
-
-
-def group_of(groups: Iterable[dict[str, Any]]) -> dict[int, int]:
-    """id(parameter) -> index of its group. Raises PlanError for a parameter in two groups."""
-    found: dict[int, int] = {}
-    for index, group in enumerate(groups):
-        for parameter in group["params"]:
-            if found.setdefault(id(parameter), index) != index:
-                raise PlanError(
-                    f"AdamW: one parameter (shape {tuple(parameter.shape)}) is in groups {found[id(parameter)]} and "
-                    f"{index}"
-                )
-    return found
-
-
-def check_groups(tensors: Sequence[Tensor], parameters: Sequence[nn.Parameter], groups: Mapping[int, int]) -> None:
-    """Raises PlanError for a trainable parameter that is in no group. groups: id(parameter) -> index of its group."""
-    for t, parameter in zip(tensors, parameters):
-        if not t.frozen and t.tied_to is None and id(parameter) not in groups:
-            raise PlanError(
-                f"parameter {t.name!r} is trainable but in no group of AdamW; freeze it or add it to a group"
-            )

@@ -12,19 +12,18 @@ from typing import Any
 
 import torch
 
+from executor.adamw import AdamW
 from executor.checks import check_processes, state_dtype_of
 from executor.data import ByteText, batches_like, open_data
 from executor.devices.cuda import CudaBackend, cuda_device
 from executor.devices.device import is_cuda
 from executor.distributed.shared_run import SharedRun, own_batches, share_results
 from executor.measuring.first import TideReport
-from executor.measuring.measure import Measured
-from executor.measuring.measured import with_tide
+from executor.measuring.measured import Measured, with_tide
 from executor.measuring.processor import ProcessorTime, taken_by_others
 from executor.measuring.record import record
 from executor.measuring.status import Status
 from executor.models import BuiltModel, build, map_tensors, named_failures
-from executor.optimizer import AdamW
 from executor.prepare import prepare
 from executor.saving.keeping import Keeping
 from executor.training import StepReport, train, train_step

@@ -19,19 +19,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from executor.activations.stashes import Stashes
+from executor.devices.backend import Backend
 from executor.devices.torch26 import saved_tensor_hooks
+from executor.session.cursor import Cursor
+from pstar_sim.core.plan import Plan
 from pstar_sim.errors import ModelError, PlanError, TraceError
 from pstar_sim.workload.mixing import offload_blocks
 from pstar_sim.workload.workload import Workload, activations_text
-
-if TYPE_CHECKING:
-    from executor.engine import Session
 
 __all__ = ["as_planned", "carry_out", "check_activations", "recomputing"]
 
@@ -72,7 +73,33 @@ def _compiled(modules: Mapping[str, nn.Module], block: str) -> str | None:
     return next((name for name in around if getattr(modules.get(name), "_compiled_call_impl", None) is not None), None)
 
 
-def carry_out(session: Session) -> Callable[[], None]:
+class Training(Protocol):
+    """What is asked of the reader."""
+
+    @property
+    def trains(self) -> bool: ...
+
+
+class Host(Protocol):
+    """What is asked of the session."""
+
+    @property
+    def backend(self) -> Backend: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def cursor(self) -> Cursor: ...
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def reader(self) -> Training: ...
+    @property
+    def stashes(self) -> Stashes: ...
+
+
+def carry_out(session: Host) -> Callable[[], None]:
     """Call each block as the plan says from now on; returns what undoes it."""
     w = session.plan.workload
     modules = dict(session.model.named_modules(remove_duplicate=False))
@@ -164,7 +191,7 @@ def _recomputed_on(device: torch.device) -> Callable[[_Call, nn.Module, Any, Any
     return call
 
 
-def _kept(session: Session, block: str) -> Callable[[_Call, nn.Module, Any, Any], Any]:
+def _kept(session: Host, block: str) -> Callable[[_Call, nn.Module, Any, Any], Any]:
     def call(plain: _Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
         _refuse_its_own(session, block, "keeps")
         return plain(*args, **kwargs)
@@ -172,7 +199,7 @@ def _kept(session: Session, block: str) -> Callable[[_Call, nn.Module, Any, Any]
     return call
 
 
-def _offloaded(session: Session, block: str) -> Callable[[_Call, nn.Module, Any, Any], Any]:
+def _offloaded(session: Host, block: str) -> Callable[[_Call, nn.Module, Any, Any], Any]:
     def call(plain: _Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
         _refuse_its_own(session, block, "offloads")
         trains = session.reader.trains and not session.closed
@@ -187,7 +214,7 @@ def _offloaded(session: Session, block: str) -> Callable[[_Call, nn.Module, Any,
     return call
 
 
-def _refuse_its_own(session: Session, block: str, does: str) -> None:
+def _refuse_its_own(session: Host, block: str, does: str) -> None:
     """Raise PlanError where the model recomputes or offloads the block itself."""
     if session.closed:
         return

@@ -24,12 +24,17 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
+from torch import nn
 
-from executor.hooks import tensors_of
-from executor.measuring.measure import unseen
+from executor.devices.backend import Backend
+from executor.hooks import MomentClock, tensors_of
+from executor.measuring.unseen import unseen
+from executor.memory.arena import Arena
+from executor.session.cursor import Cursor
+from pstar_sim.core.plan import Plan
 from pstar_sim.core.slabs import stash_key
 from pstar_sim.core.step import Kind, Queue, Step
 from pstar_sim.errors import ContractError
@@ -38,7 +43,6 @@ from pstar_sim.workload.workload import Stash
 
 if TYPE_CHECKING:
     from executor.devices.backend import StreamBackend
-    from executor.engine import Session
 
 __all__ = ["Collection", "StashReport", "Stashes"]
 
@@ -125,6 +129,39 @@ class _Saved:
         self.source = None
 
 
+class OnDemand(Protocol):
+    """What is asked of `off_plan.demand.Demand`."""
+
+    def chunk_of_storage(self, tensor: torch.Tensor) -> int | None: ...
+
+    def pack(self, tensor: torch.Tensor) -> Any: ...
+
+    def unpack(self, packed: Any) -> torch.Tensor: ...
+
+
+class Host(Protocol):
+    """What is asked of the session."""
+
+    @property
+    def arena(self) -> Arena: ...
+    @property
+    def backend(self) -> Backend: ...
+    @property
+    def clock(self) -> MomentClock: ...
+    @property
+    def cursor(self) -> Cursor: ...
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def demand(self) -> OnDemand: ...
+    @property
+    def stashes(self) -> Stashes: ...
+
+    def note_deviation(self, reason: str) -> None: ...
+
+
 class Collection:
     """What one call of a block saves. pack, unpack: for `torch.autograd.graph.saved_tensors_hooks`."""
 
@@ -134,7 +171,7 @@ class Collection:
         self.saved: dict[int, weakref.ref[_Saved]] = {}
 
     @property
-    def _session(self) -> Session:
+    def _session(self) -> Host:
         session = self._keeper()
         if session is None:
             raise ContractError("a graph of a prepared model that nobody holds any more; keep the model")
@@ -145,7 +182,7 @@ class Collection:
         demand = session.demand
         with unseen(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             if demand.chunk_of_storage(tensor) is not None:
-                return demand._pack(tensor) if session.cursor.off_plan else tensor.detach()
+                return demand.pack(tensor) if session.cursor.off_plan else tensor.detach()
             if not session.stashes.takes(tensor):
                 return tensor.detach()
             key = tensor.untyped_storage()._cdata
@@ -162,13 +199,13 @@ class Collection:
         first, second = packed
         if isinstance(first, _Saved):
             return self._session.stashes.tensor(first, second)
-        return self._session.demand._unpack(packed)
+        return self._session.demand.unpack(packed)
 
 
 class Stashes:
     """The stashes of one session's plan. reports: of the last iteration, in the order they were made."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Host) -> None:
         self.session = session
         self.reports: list[StashReport] = []
         self._lock = threading.Lock()

@@ -23,10 +23,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from executor.adamw import AdamW
 from executor.calibration.bench import Bench
 from executor.calibration.device import Device
 from executor.measuring.record import record
-from executor.optimizer import AdamW
 from executor.prepare import prepare
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Settings

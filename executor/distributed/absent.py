@@ -14,24 +14,59 @@ updates run before anybody can know, so with them such an iteration still ends t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
+from torch import nn
 
 from executor.contract import raw_grad
+from executor.devices.backend import Backend
+from executor.distributed.ranks import Ranks
 from executor.hooks import Event
+from executor.memory.arena import Arena
+from executor.memory.contents import Contents
+from executor.session.cursor import Cursor
+from executor.session.following import Following
+from executor.session.iteration import Iteration
+from executor.session.timetable import Timetable
+from pstar_sim.core.plan import Plan
 from pstar_sim.workload.workload import Phase
 
-if TYPE_CHECKING:
-    from executor.engine import Session
-
 __all__ = ["Absent"]
+
+
+class Host(Protocol):
+    """What is asked of the session."""
+
+    @property
+    def arena(self) -> Arena: ...
+    @property
+    def backend(self) -> Backend: ...
+    @property
+    def contents(self) -> Contents: ...
+    @property
+    def cursor(self) -> Cursor: ...
+    @property
+    def now(self) -> Iteration: ...
+    @property
+    def timetable(self) -> Timetable: ...
+    @property
+    def following(self) -> Following: ...
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def ranks(self) -> Ranks | None: ...
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]: ...
+
+    def note_deviation(self, reason: str) -> None: ...
 
 
 class Absent:
     """What a rank without a module of the plan does in its place."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Host) -> None:
         self.session = session
 
     def moment_of(self, event: Event) -> int | None:

@@ -213,6 +213,10 @@ class Ranks:
         wanted = {row[0] for row in rows}
         return None if len(wanted) == 1 else self._serve([each for each in wanted if each >= 0], chunk)
 
+    def come_to_read(self, number: float) -> list[float]:
+        """Every rank is about to read the same value; number: which."""
+        return self.come_to(READS, number)
+
     def come_to(self, what: float, number: float = 0.0) -> list[float]:
         """Every rank comes to this point, one of NEXT, with a number, and those are returned; what is still wanted off
         plan until then is given. Raises PlanError, on all of them, where the points are not the same."""
@@ -301,7 +305,3 @@ def share_values(ranks: Ranks, model: nn.Module) -> None:
             ranks.wire.broadcast(whole)
             if whole is not flat:
                 flat.copy_(whole)
-
-
-CountOf = Callable[[Any, Any], float]
-"""(args, kwargs) of the model's forward -> over how many the loss of this rank is a mean."""

@@ -13,7 +13,7 @@ from executor.training import StepReport
 
 if TYPE_CHECKING:
     from executor.engine import Session
-    from executor.measuring.measure import Measured
+    from executor.measuring.measured import Measured
 
 __all__ = ["SharedRun", "own_batches", "share_results"]
 

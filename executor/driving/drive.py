@@ -27,7 +27,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -36,13 +36,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from executor.capture import fake_module
 from executor.driving.again import Before
 from executor.driving.blocks import Borders, Tape, find_blocks, shared_part
-from executor.hooks import tensors_of
+from executor.hooks import MomentClock, tensors_of
 from executor.memory.contents import Update
 from executor.models import forward_loss, quiet, unpacked_sequences, unread_padding
+from executor.queues.interface import Queues
+from executor.session.batches import Shapes
+from executor.session.cursor import Cursor
+from executor.session.following import Following
+from executor.session.iteration import Iteration
+from executor.session.loop import Loop
+from executor.session.updates import Updates
+from pstar_sim.core.plan import Plan
 from pstar_sim.errors import ContractError, OutOfMemory
-
-if TYPE_CHECKING:
-    from executor.engine import Session
 
 __all__ = ["ORDERS", "Driver", "Loss", "StepResult"]
 
@@ -72,10 +77,49 @@ class StepResult:
         return self._norm if self._ask is None else self._ask()
 
 
+class Recovering(Protocol):
+    """What is asked of `off_plan.ladder.Ladder`."""
+
+    def recover(self, error: OutOfMemory | torch.OutOfMemoryError) -> None: ...
+
+
+class Host(Protocol):
+    """What is asked of the session."""
+
+    @property
+    def clock(self) -> MomentClock: ...
+    @property
+    def cursor(self) -> Cursor: ...
+    @property
+    def following(self) -> Following: ...
+    @property
+    def iteration(self) -> int: ...
+    @property
+    def ladder(self) -> Recovering: ...
+    @property
+    def loop(self) -> Loop: ...
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def now(self) -> Iteration: ...
+    @property
+    def on_close(self) -> list[Callable[[], object]]: ...
+    @property
+    def optimizer(self) -> Callable[[], torch.optim.Optimizer | None]: ...
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def queues(self) -> Queues: ...
+    @property
+    def shapes(self) -> Shapes: ...
+    @property
+    def updates(self) -> Updates: ...
+
+
 class Driver:
     """Runs iterations of one session. Keeps what it found out about the model's structure."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Host) -> None:
         self.session = session
         blocks = find_blocks(session.model)
         self.whole: str | None = None if blocks else "the model has no list of blocks"
@@ -242,7 +286,7 @@ def _obstacle(tape: Tape) -> str | None:
     return f"a tensor that a block takes is also used past it: {shared[0]} and {shared[1]} share a part of the graph"
 
 
-def _asking(session: Session, update: Update, iteration: int) -> Callable[[], float | None]:
+def _asking(session: Host, update: Update, iteration: int) -> Callable[[], float | None]:
     """The norm of an iteration whose updates have not begun."""
 
     def ask() -> float | None:

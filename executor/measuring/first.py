@@ -29,20 +29,24 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from executor.measuring.measure import Walk, unseen
+from executor.measuring.measure import Walk
+from executor.measuring.standing import Host as StandingHost
 from executor.measuring.standing import Standing
+from executor.measuring.unseen import Watching, unseen
 from executor.memory.arena import check_gpu_memory
 from executor.off_plan.ladder import with_gpu_budget
+from executor.session.batches import Batches
+from executor.session.cursor import Cursor
+from executor.session.others import Others
+from executor.session.timetable import Timetable
+from pstar_sim.core.plan import Plan
 from pstar_sim.errors import DoesNotFit, PlanError, UnknownName
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.registry import find_policy, policy_at
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
-
-if TYPE_CHECKING:
-    from executor.engine import Session
 
 __all__ = ["FirstIteration", "TideReport", "compare", "tolerance_bytes"]
 
@@ -131,11 +135,32 @@ def compare(
     )
 
 
-class FirstIteration(Standing):  # type: ignore[no-untyped-call]
+class Host(StandingHost, Protocol):
+    """What is asked of the session."""
+
+    @property
+    def batches(self) -> Batches: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def cursor(self) -> Cursor: ...
+    @property
+    def iteration(self) -> int: ...
+    @property
+    def timetable(self) -> Timetable: ...
+    @property
+    def ranks(self) -> Others | None: ...
+    @property
+    def watches(self) -> list[Watching]: ...
+
+    def renew(self, plan: Plan) -> None: ...
+
+
+class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
     """Counts from `begin` on, until an iteration has run on plan. report: the last comparison, None before it. refused:
     makes what the next forward raises."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Host) -> None:
         self.peaks: list[int] = []
         super().__init__(session)
         self.report: TideReport | None = None

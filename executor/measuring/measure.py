@@ -7,50 +7,64 @@ timed. The total follows [Note: what a step does to memory]: a moment holds its 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch.utils._python_dispatch import _disable_current_modes
+from torch import nn
 
+from executor.devices.backend import Backend
 from executor.measuring.live_bytes import LiveStorages
+from executor.measuring.measured import Measured
+from executor.measuring.unseen import Watching
+from executor.memory.arena import Arena
+from executor.queues.interface import Queues
 from executor.queues.serial import QueueEvent, SerialQueues, follow
+from executor.session.cursor import Cursor
+from executor.session.loop import Loop
+from executor.session.steps import Steps
+from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import COPIES, Place
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PlanError
 
 if TYPE_CHECKING:
-    from executor.engine import Session
     from executor.memory.arena import ByteChange
 
-__all__ = ["Measured", "Walk", "Watch", "Watching", "measure_iteration", "unseen"]
+__all__ = ["Host", "Walk", "Watch", "measure_iteration"]
 
 
-def unseen() -> contextlib.AbstractContextManager[object]:
-    """The engine's own operators must not be counted: no dispatch mode sees what runs inside."""
-    if torch._C._len_torch_dispatch_stack() == 0:
-        return contextlib.nullcontext()
-    return _disable_current_modes()
+class Host(Protocol):
+    """What is asked of the session."""
+
+    @property
+    def arena(self) -> Arena: ...
+    @property
+    def backend(self) -> Backend: ...
+    @property
+    def cursor(self) -> Cursor: ...
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def queues(self) -> Queues: ...
+    @property
+    def steps(self) -> Steps: ...
+    @property
+    def loop(self) -> Loop: ...
+    @property
+    def iteration(self) -> int: ...
+    @property
+    def deviations(self) -> int: ...
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]: ...
+    @property
+    def watches(self) -> list[Watching]: ...
+
+    def use_queues(self, queues: Queues) -> None: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """One iteration's bytes. non_model_bytes: peak of each moment, from live storages. peak_gpu_bytes: most of payloads
-    and non-model data together. payload_peak_bytes, peak_host_bytes: most the arena held. moved_bytes: per direction,
-    counted where bytes are copied. on_plan: the measured iteration followed the plan; otherwise the rest is of no
-    use."""
-
-    non_model_bytes: tuple[int, ...]
-    peak_gpu_bytes: int
-    payload_peak_bytes: int
-    peak_host_bytes: int
-    moved_bytes: dict[str, int]
-    on_plan: bool
-
-
-def measure_iteration(session: Session, step_fn: Callable[[], Any], order: Timeline | None = None) -> Measured:
+def measure_iteration(session: Host, step_fn: Callable[[], Any], order: Timeline | None = None) -> Measured:
     """Run `step_fn` (one whole iteration: every micro-batch, step and zero_grad) twice and measure the second.
 
     Raises PlanError inside an iteration, or for a timeline of another plan.
@@ -115,18 +129,10 @@ def _as_early_as_possible(possible: Sequence[QueueEvent], compute: QueueEvent, m
     return 0
 
 
-class Watching(Protocol):
-    """Told by a session of its moments."""
-
-    def closes(self, moment: int) -> None: ...
-
-    def opens(self) -> None: ...
-
-
 class Watch:
     """Peak of live bytes in each moment, told by the session's events."""
 
-    def __init__(self, session: Session, live: LiveStorages) -> None:
+    def __init__(self, session: Host, live: LiveStorages) -> None:
         self.peaks = [0] * len(session.plan.workload.moments)
         self._live = live
         self._arena = session.arena

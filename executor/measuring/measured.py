@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from executor.memory.arena import ByteChange
 from pstar_sim.core.effects import CATEGORIES
@@ -18,10 +17,7 @@ from pstar_sim.core.step import COPIES, Kind, Place, Queue, Step
 from pstar_sim.core.timeline import ByteSample, Span, Timeline
 from pstar_sim.errors import PlanError
 
-if TYPE_CHECKING:
-    from executor.measuring.measure import Measured
-
-__all__ = ["IterationLog", "Moved", "StepLog", "build_timeline", "with_tide"]
+__all__ = ["IterationLog", "Measured", "Moved", "StepLog", "build_timeline", "with_tide"]
 
 
 @dataclass(slots=True)
@@ -162,6 +158,21 @@ def build_timeline(
         phases=tuple(m.phase.value for m in plan.workload.moments),
         budget_bytes={"gpu": plan.gpu_budget_bytes, "host": plan.host_budget_bytes},
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One iteration's bytes. non_model_bytes: peak of each moment, from live storages. peak_gpu_bytes: most of payloads
+    and non-model data together. payload_peak_bytes, peak_host_bytes: most the arena held. moved_bytes: per direction,
+    counted where bytes are copied. on_plan: the measured iteration followed the plan; otherwise the rest is of no
+    use."""
+
+    non_model_bytes: tuple[int, ...]
+    peak_gpu_bytes: int
+    payload_peak_bytes: int
+    peak_host_bytes: int
+    moved_bytes: dict[str, int]
+    on_plan: bool
 
 
 def with_tide(timeline: Timeline, measured: Measured) -> Timeline:

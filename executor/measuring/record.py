@@ -20,16 +20,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from executor.adamw import AdamW, group_of
 from executor.compiled import eagerly
 from executor.devices.device import synchronized
 from executor.engine import Session
 from executor.hooks import tensors_of
 from executor.measuring.live_bytes import LiveStorages
-from executor.measuring.measure import unseen
+from executor.measuring.unseen import unseen
 from executor.models import forward_loss, map_tensors
 from executor.moments import MomentRecorder, describe_parameters, working_dtype
 from executor.off_plan.warm_up import listen, time_moments
-from executor.optimizer import AdamW, group_of
 from executor.prepare import prepare
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import build_layout

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
+from executor.devices.backend import Backend
 from executor.measuring.live_bytes import LiveStorages
+from executor.memory.arena import Arena
+from pstar_sim.core.plan import Plan
 
-if TYPE_CHECKING:
-    from executor.engine import Session
-
-__all__ = ["Standing"]
+__all__ = ["Host", "Standing"]
 
 _FLAGS = (
     "old_dispatch_mode_flags",
@@ -26,10 +27,26 @@ _FLAGS = (
 )
 
 
-class Standing(LiveStorages):  # type: ignore[no-untyped-call]
+class Host(Protocol):
+    """What is asked of the session."""
+
+    @property
+    def arena(self) -> Arena: ...
+    @property
+    def backend(self) -> Backend: ...
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def plan(self) -> Plan: ...
+
+
+HostType = TypeVar("HostType", bound=Host)
+
+
+class Standing(LiveStorages, Generic[HostType]):  # type: ignore[no-untyped-call]
     """From `begin` to `end`, in the thread that called `begin`. Working lists of chunks do not count."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: HostType) -> None:
         super().__init__([], session.model.buffers(), costs=False, device=session.backend.device)
         self._keeper = weakref.ref(session)
         self._entered = False
@@ -45,7 +62,7 @@ class Standing(LiveStorages):  # type: ignore[no-untyped-call]
             self.ignore(s.arena.whole(chunk.index, "param").untyped_storage())
 
     @property
-    def _session(self) -> Session:
+    def _session(self) -> HostType:
         session = self._keeper()
         assert session is not None  # `watches` has asked
         return session
@@ -68,7 +85,7 @@ class Standing(LiveStorages):  # type: ignore[no-untyped-call]
         self._entered = False
 
 
-_LEFT: weakref.WeakSet[Standing] = weakref.WeakSet()  # ended, and on a stack still
+_LEFT: weakref.WeakSet[Standing[Any]] = weakref.WeakSet()  # ended, and on a stack still
 
 
 def take_off(mode: TorchDispatchMode) -> bool:

@@ -12,15 +12,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from executor.devices.backend import VirtualBackend
-from executor.measuring.first import TideReport
+from executor.devices.backend import Backend, VirtualBackend
+from executor.measuring.first import FirstIteration, TideReport
 from executor.measuring.measured import IterationLog
+from executor.memory.arena import Arena
+from executor.queues.interface import Queues
+from executor.session.steps import Steps
+from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import COPIES, Place, Queue
-
-if TYPE_CHECKING:
-    from executor.engine import Session
 
 __all__ = ["LinkUse", "Status"]
 
@@ -73,7 +74,30 @@ class Status:
     exchanges: int = 0
 
 
-def status_of(session: Session) -> Status:
+class Host(Protocol):
+    """What is asked of the session."""
+
+    @property
+    def arena(self) -> Arena: ...
+    @property
+    def backend(self) -> Backend: ...
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def queues(self) -> Queues: ...
+    @property
+    def steps(self) -> Steps: ...
+    @property
+    def iteration(self) -> int: ...
+    @property
+    def deviations(self) -> int: ...
+    @property
+    def deviation_log(self) -> Sequence[str]: ...
+    @property
+    def first(self) -> FirstIteration | None: ...
+
+
+def status_of(session: Host) -> Status:
     plan, arena = session.plan, session.arena
     steps, logs, _ = session.queues.measured(list(session.steps.span_log), list(session.steps.logs), (), wait=False)
     last: IterationLog | None = logs[-1] if logs else None
@@ -128,7 +152,7 @@ def status_of(session: Session) -> Status:
     )
 
 
-def _copied(session: Session, logs: Sequence[IterationLog]) -> int:
+def _copied(session: Host, logs: Sequence[IterationLog]) -> int:
     """Index of the newest log whose iteration has copied all it will; 0 if there is none yet."""
     planned = sum(step.kind in COPIES for step in session.plan.steps)
     for at in reversed(range(len(logs))):
@@ -137,7 +161,7 @@ def _copied(session: Session, logs: Sequence[IterationLog]) -> int:
     return 0
 
 
-def _window(session: Session, logs: Sequence[IterationLog]) -> tuple[float, float]:
+def _window(session: Host, logs: Sequence[IterationLog]) -> tuple[float, float]:
     """From when to when the last finished iteration ran; empty before the first."""
     if not logs:
         return session.steps.first_s, session.steps.first_s

@@ -26,13 +26,15 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from executor.at_work import AtWork
 from executor.contract import (
     ChunkParameter,
     Snapshot,
@@ -42,19 +44,33 @@ from executor.contract import (
     write_refused,
     writes,
 )
+from executor.devices.backend import Backend
 from executor.devices.torch26 import saved_tensor_hooks
-from executor.hooks import Event, tensors_of
-from executor.measuring.measure import unseen
-from executor.session.batches import movable
-from executor.session.cursor import Answer, Refusal, refused
+from executor.hooks import Event, MomentClock, tensors_of
+from executor.measuring.unseen import unseen
+from executor.memory.arena import Arena
+from executor.memory.contents import Contents
+from executor.off_plan.ladder import Ladder
+from executor.queues.interface import Queues
+from executor.scaling import LossScaling
+from executor.session.batches import Batches, movable
+from executor.session.cursor import Answer, Cursor, Refusal, refused
+from executor.session.following import Following
+from executor.session.iteration import Iteration
+from executor.session.loop import Loop
+from executor.session.others import Others
+from executor.session.reader import Reader
+from executor.session.steps import Steps
+from executor.session.timetable import Timetable
+from executor.session.updates import Updates
 from pstar_sim.core.effects import OTHERS
+from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place, Queue
 from pstar_sim.errors import ContractError, DoesNotFit, Interrupted, OutOfMemory, PlanError, PstarError
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.workload.workload import Moment, Phase
 
 if TYPE_CHECKING:
-    from executor.engine import Session
     from executor.memory.contents import Update
 
 __all__ = ["Demand"]
@@ -65,10 +81,73 @@ GPU, HOST = Place.GPU, Place.HOST
 _SHOWN = frozenset({torch.Tensor.__repr__, torch.Tensor.__format__})
 
 
+class Host(Protocol):
+    """What is asked of the session."""
+
+    held: bool
+
+    @property
+    def arena(self) -> Arena: ...
+    @property
+    def at_work(self) -> AtWork: ...
+    @property
+    def backend(self) -> Backend: ...
+    @property
+    def batches(self) -> Batches: ...
+    @property
+    def clock(self) -> MomentClock: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def contents(self) -> Contents: ...
+    @property
+    def cursor(self) -> Cursor: ...
+    @property
+    def deviation_log(self) -> deque[str]: ...
+    @property
+    def following(self) -> Following: ...
+    @property
+    def iteration(self) -> int: ...
+    @property
+    def ladder(self) -> Ladder: ...
+    @property
+    def loop(self) -> Loop: ...
+    @property
+    def now(self) -> Iteration: ...
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]: ...
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def queues(self) -> Queues: ...
+    @property
+    def ranks(self) -> Others | None: ...
+    @property
+    def reader(self) -> Reader: ...
+    @property
+    def renewing(self) -> bool: ...
+    @property
+    def replan_after(self) -> int: ...
+    @property
+    def scaling(self) -> LossScaling | None: ...
+    @property
+    def steps(self) -> Steps: ...
+    @property
+    def timetable(self) -> Timetable: ...
+    @property
+    def updates(self) -> Updates: ...
+
+    def end(self, why: str) -> Interrupted: ...
+
+    def note_deviation(self, reason: str) -> None: ...
+
+    def renew(self, plan: Plan) -> None: ...
+
+
 class Demand:
     """The on-demand half of a session."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Host) -> None:
         self.session = session
         self.in_a_row = 0
         self._stash: dict[int, torch.Tensor] = {}  # gradients of pinned chunks, kept on the host until the step
@@ -826,11 +905,11 @@ class Demand:
     def chunk_of_storage(self, tensor: torch.Tensor) -> int | None:
         return self._storages.get(tensor.untyped_storage()._cdata)
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def pack(self, tensor: torch.Tensor) -> Any:
         chunk = self.chunk_of_storage(tensor)
         return tensor.detach() if chunk is None else (chunk, tensor.detach())
 
-    def _unpack(self, packed: Any) -> torch.Tensor:
+    def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
         chunk, view = packed
@@ -892,7 +971,7 @@ def _held_weakly(demand: Demand) -> tuple[Any, Any]:
             raise ContractError("a graph of a prepared model that nobody holds any more, or of a plan before this one")
         return found
 
-    return lambda tensor: held()._pack(tensor), lambda packed: held()._unpack(packed)
+    return lambda tensor: held().pack(tensor), lambda packed: held().unpack(packed)
 
 
 def _beside(own: tuple[Any, Any], mine: tuple[Any, Any], chunk_of: Callable[[torch.Tensor], int | None]) -> Any:

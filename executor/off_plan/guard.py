@@ -12,29 +12,54 @@ where memory ran out before.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
+from executor.at_work import AtWork
 from executor.devices.backend import VirtualBackend
-from executor.measuring.measure import unseen
+from executor.hooks import MomentClock
+from executor.measuring.standing import Host as StandingHost
 from executor.measuring.standing import Standing
+from executor.measuring.unseen import unseen
+from executor.session.cursor import Cursor
 from pstar_sim.core.step import Place
 from pstar_sim.errors import OutOfMemory
-
-if TYPE_CHECKING:
-    from executor.engine import Session
 
 __all__ = ["Guard"]
 
 TRIES = 8
 
 
-class Guard(Standing):  # type: ignore[no-untyped-call]
+class Climbing(Protocol):
+    """What is asked of `ladder.Ladder`."""
+
+    @property
+    def given_up(self) -> bool: ...
+
+    def give_back(self, error: OutOfMemory, *, needed: set[int], alive_bytes: int | None = None) -> None: ...
+
+
+class Host(StandingHost, Protocol):
+    """What is asked of the session."""
+
+    @property
+    def at_work(self) -> AtWork: ...
+    @property
+    def clock(self) -> MomentClock: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def cursor(self) -> Cursor: ...
+    @property
+    def ladder(self) -> Climbing: ...
+
+
+class Guard(Standing[Host]):  # type: ignore[no-untyped-call]
     """Watches what runs inside the model's modules and in backward, from `begin` to `end`. What else a loop does (a
     loss of its own, an evaluation's figures) counts where the model's operators or backward meet it."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Host) -> None:
         super().__init__(session)
         backend = session.backend
         self._counts = backend if isinstance(backend, VirtualBackend) else None

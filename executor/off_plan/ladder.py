@@ -19,15 +19,27 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, overload
+from typing import Protocol, overload
 
 import torch
 
-from executor.hooks import Event
-from executor.measuring.measure import unseen
-from executor.memory.arena import check_gpu_memory
+from executor.at_work import AtWork
+from executor.devices.backend import Backend
+from executor.hooks import Event, MomentClock
+from executor.measuring.unseen import unseen
+from executor.memory.arena import Arena, check_gpu_memory
+from executor.off_plan.guard import Guard
+from executor.queues.interface import Queues
+from executor.session.cursor import Cursor
+from executor.session.iteration import Iteration
+from executor.session.loop import Loop
+from executor.session.others import Others
+from executor.session.reader import Reader
+from executor.session.timetable import Timetable
+from executor.session.updates import Updates
 from pstar_sim.arguments import parse_bytes
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan
@@ -39,9 +51,6 @@ from pstar_sim.policy.registry import find_policy, policy_at
 from pstar_sim.python310 import add_note
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Phase, Workload
-
-if TYPE_CHECKING:
-    from executor.engine import Session
 
 __all__ = ["RUNGS", "Ladder", "Rung", "spec_of_rung"]
 
@@ -76,12 +85,72 @@ class Rung:
         )
 
 
+class OnDemand(Protocol):
+    """What is asked of `demand.Demand`."""
+
+    @property
+    def moment(self) -> int: ...
+
+    def discard(self) -> None: ...
+
+    def leave(self, reason: str) -> None: ...
+
+    def give_back(self, size: int, *, needed: set[int]) -> tuple[list[int], int]: ...
+
+    def states_to_host(self, size: int, *, needed: set[int]) -> tuple[list[int], int]: ...
+
+
+class Host(Protocol):
+    """What is asked of the session."""
+
+    held: bool
+
+    @property
+    def arena(self) -> Arena: ...
+    @property
+    def at_work(self) -> AtWork: ...
+    @property
+    def backend(self) -> Backend: ...
+    @property
+    def clock(self) -> MomentClock: ...
+    @property
+    def cursor(self) -> Cursor: ...
+    @property
+    def now(self) -> Iteration: ...
+    @property
+    def iteration(self) -> int: ...
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def queues(self) -> Queues: ...
+    @property
+    def ranks(self) -> Others | None: ...
+    @property
+    def timetable(self) -> Timetable: ...
+    @property
+    def reader(self) -> Reader: ...
+    @property
+    def updates(self) -> Updates: ...
+    @property
+    def loop(self) -> Loop: ...
+    @property
+    def demand(self) -> OnDemand: ...
+    @property
+    def guard(self) -> Guard | None: ...
+    @property
+    def deviation_log(self) -> deque[str]: ...
+
+    def guard_memory(self, *, always: bool = False) -> None: ...
+
+    def renew(self, plan: Plan) -> None: ...
+
+
 class Ladder(Sequence[Rung]):
     """The rungs climbed so far, oldest first. pending: memory ran out and there is no new plan yet. level: index into
     RUNGS of the rung that made the plan, -1 for the plan that was given. measured: moment -> non-model bytes seen in
     it, where they are counted. unforeseen_bytes: by how much they were above the plan's where memory ran out."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Host) -> None:
         self.session = session
         self.pending = False
         self.given_up = False  # the iteration in progress does not fit, whatever is done

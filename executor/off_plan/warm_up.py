@@ -5,18 +5,35 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from executor.hooks import Event
 from executor.measuring.live_bytes import LiveStorages
-from executor.measuring.measure import unseen
+from executor.measuring.unseen import unseen
 from executor.moments import MomentRecorder
 from executor.session.cursor import Answer
-
-if TYPE_CHECKING:
-    from executor.engine import Session
+from executor.session.reader import Reader
 
 __all__ = ["WarmUp", "listen", "time_moments"]
+
+
+class OnDemand(Protocol):
+    """What is asked of `demand.Demand`."""
+
+    def on_event(self, event: Event, found: Answer, known_tide_bytes: int) -> None: ...
+
+    def ensure(self, chunks: set[int]) -> None: ...
+
+
+class Host(Protocol):
+    """What is asked of the session."""
+
+    warming: WarmUp | None
+
+    @property
+    def reader(self) -> Reader: ...
+    @property
+    def demand(self) -> OnDemand: ...
 
 
 class WarmUp:
@@ -29,7 +46,7 @@ class WarmUp:
 
     def __init__(
         self,
-        session: Session,
+        session: Host,
         firings: Mapping[int, int],
         *,
         recorder: MomentRecorder | None = None,
@@ -81,7 +98,7 @@ class WarmUp:
 
 
 def listen(
-    session: Session, recorder: MomentRecorder | None, live: LiveStorages | None, firings: Mapping[int, int]
+    session: Host, recorder: MomentRecorder | None, live: LiveStorages | None, firings: Mapping[int, int]
 ) -> None:
     """Tell `recorder` of every event and gradient from now on; None: no more."""
     if recorder is None or live is None:
@@ -91,7 +108,7 @@ def listen(
 
 
 def time_moments(
-    session: Session,
+    session: Host,
     script: Sequence[tuple[set[int], int]],
     firings: Mapping[int, int],
     iteration: Callable[[], None],

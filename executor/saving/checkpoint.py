@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from executor.distributed.ranks import SAVES
-from executor.measuring.measure import unseen
+from executor.measuring.unseen import unseen
 from executor.saving import whole_folder
 from executor.saving.as_json import encode
 from executor.saving.generators import generator_states

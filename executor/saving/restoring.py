@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from executor.measuring.measure import unseen
+from executor.measuring.unseen import unseen
 from executor.saving.as_json import decode
 from executor.saving.checkpoint import (
     EXTRA,

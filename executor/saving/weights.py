@@ -36,12 +36,12 @@ from torch import nn
 from executor.memory.arena import Arena
 from executor.memory.contents import Contents
 from executor.saving.tensor_files import Entry, TensorFile, piece_buffer
-from pstar_sim.core.layout import Chunk, Slot
+from executor.session.loading import views_of
 from pstar_sim.core.step import Place
 from pstar_sim.errors import WeightsError
 from pstar_sim.workload.workload import Tensor
 
-__all__ = ["Weights", "check_values", "give_memory", "parameters_on_meta", "persistent_buffers", "some", "views_of"]
+__all__ = ["Weights", "check_values", "give_memory", "parameters_on_meta", "persistent_buffers", "some"]
 
 log = logging.getLogger("executor")
 
@@ -140,19 +140,6 @@ def give_memory(parameters: Sequence[nn.Parameter], arena: Arena) -> None:
                     f"parameter number {slot.tensor} (shape {list(parameter.shape)}) is on meta and something holds a "
                     f"weak reference to it, so that it cannot get memory ({error}); call prepare before whatever does"
                 ) from error
-
-
-def views_of(arena: Arena, chunk: Chunk, parameters: Sequence[nn.Parameter]) -> list[tuple[Slot, torch.Tensor]]:
-    """Each tensor's part of its chunk's working list on the gpu, in its shape, whether the chunk has memory there or
-    not (torch makes a view only of a storage that has it, so it gets it for that moment)."""
-    payload = arena.whole(chunk.index, "param")
-    absent = not arena.has(Place.GPU, chunk.index, "remote" if arena.sliced else "param")
-    if absent:
-        arena.backend.take(payload)
-    views = [(s, payload[s.offset : s.offset + s.numel].view(parameters[s.tensor].shape)) for s in chunk.slots]
-    if absent:
-        arena.backend.give(payload)
-    return views
 
 
 # -- a folder ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ changes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from executor.activations.planned import as_planned, recomputing
-from executor.distributed.ranks import CountOf, Ranks
 from executor.hooks import tensors_of
 from executor.memory.arena import Arena
 from executor.models import map_tensors
+from executor.session.others import CountOf, Others
 from executor.session.reader import Reader
 from executor.session.timetable import Timetable
 from pstar_sim.core.plan import Plan
@@ -27,7 +27,7 @@ from pstar_sim.errors import DoesNotFit, ModelError, PlanError
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Moment, Phase, Workload, repeat_micro_batch
 
-__all__ = ["Batches", "Host", "Shapes", "movable"]
+__all__ = ["Batches", "Capture", "Host", "Shapes", "movable"]
 
 
 class Host(Protocol):
@@ -42,7 +42,7 @@ class Host(Protocol):
     @property
     def reader(self) -> Reader: ...
     @property
-    def ranks(self) -> Ranks | None: ...
+    def ranks(self) -> Others | None: ...
     @property
     def shapes(self) -> Shapes: ...
 
@@ -54,22 +54,29 @@ def movable(arena: Arena, chunk: int) -> bool:
     return arena.has(Place.HOST, chunk, "param") or arena.has(Place.HOST, chunk, "param32")
 
 
+class Capture(Protocol):
+    """`executor.capture.capture_module`, which knows what is above a session."""
+
+    def __call__(
+        self, model: nn.Module, batch: Any, /, *, name: str, loss: Callable[[nn.Module, Any], torch.Tensor]
+    ) -> Workload: ...
+
+
 class Shapes:
-    """The model under fake tensors, for batches of any shape.
+    """The model under fake tensors, for batches of any shape. capture: makes a workload of a model and a batch.
 
     Attributes:
         skeleton: a copy of the model whose parameters have no memory; None where it cannot be copied.
     """
 
-    def __init__(self, model: nn.Module, skeleton: nn.Module | None) -> None:
+    def __init__(self, model: nn.Module, skeleton: nn.Module | None, capture: Capture) -> None:
         self.model = model
         self.skeleton = skeleton
+        self._capture = capture
 
     def capture(self, planned: Workload, args: Any, kwargs: Any) -> Workload:
         """The model's workload for a batch of this shape, its activations kept as the plan's workload has them. Raises
         ModelError where the model cannot be captured."""
-        from executor.capture import capture_module
-
         if self.skeleton is None:
             raise ModelError(
                 f"a batch of another shape than planned, and {type(self.model).__name__} cannot be copied to look at "
@@ -77,7 +84,7 @@ class Shapes:
             )
         self.follow()
         with recomputing(self.skeleton, planned):
-            captured = capture_module(self.skeleton, (args, kwargs), name=planned.model, loss=_some_loss)
+            captured = self._capture(self.skeleton, (args, kwargs), name=planned.model, loss=_some_loss)
         return as_planned(captured, planned)
 
     def follow(self) -> None:

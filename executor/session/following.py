@@ -16,9 +16,8 @@ from torch import nn
 from executor.at_work import AtWork
 from executor.contract import raw_grad, set_raw_grad
 from executor.devices.backend import Backend
-from executor.distributed.ranks import Ranks
 from executor.hooks import Event
-from executor.measuring.measure import unseen
+from executor.measuring.unseen import unseen
 from executor.memory.arena import Arena
 from executor.memory.contents import Contents
 from executor.queues.interface import Queues
@@ -26,6 +25,7 @@ from executor.scaling import LossScaling
 from executor.session.batches import Batches
 from executor.session.cursor import Answer, Cursor
 from executor.session.iteration import Iteration
+from executor.session.others import Others
 from executor.session.reader import Reader
 from executor.session.steps import Steps
 from executor.session.timetable import Timetable
@@ -103,7 +103,7 @@ class Host(Protocol):
     @property
     def updates(self) -> Updates: ...
     @property
-    def ranks(self) -> Ranks | None: ...
+    def ranks(self) -> Others | None: ...
     @property
     def scaling(self) -> LossScaling | None: ...
     @property

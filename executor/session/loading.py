@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
+
+import torch
+from torch import nn
 
 from executor.contract import adopt
 from executor.memory.arena import Arena
 from executor.memory.contents import Contents
-from executor.saving.weights import Weights, views_of
 from executor.session.reader import Reader
 from pstar_sim.core.effects import OTHERS
+from pstar_sim.core.layout import Chunk, Slot
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 
-__all__ = ["Host", "load_parameters"]
+__all__ = ["Host", "Source", "load_parameters", "views_of"]
+
+
+class Source(Protocol):
+    """Where values come from instead of the model: `saving.weights.Weights`."""
+
+    def holds(self, tensor: int) -> bool: ...
+
+    def fill(self, arena: Arena, contents: Contents) -> None: ...
 
 
 class Host(Protocol):
@@ -29,7 +41,7 @@ class Host(Protocol):
     def reader(self) -> Reader: ...
 
 
-def load_parameters(host: Host, source: Weights | None = None) -> None:
+def load_parameters(host: Host, source: Source | None = None) -> None:
     """Move the parameters' values into their chunks, one chunk at a time, and make the parameters views of them.
     source: where the values come from instead."""
     plan, arena, contents = host.plan, host.arena, host.contents
@@ -59,3 +71,16 @@ def load_parameters(host: Host, source: Weights | None = None) -> None:
             if arena.has(place, chunk.index, "param"):
                 contents.chunks[chunk.index].current.add(place)
         contents.chunks[chunk.index].whole = arena.sliced and arena.has(Place.GPU, chunk.index, "remote")
+
+
+def views_of(arena: Arena, chunk: Chunk, parameters: Sequence[nn.Parameter]) -> list[tuple[Slot, torch.Tensor]]:
+    """Each tensor's part of its chunk's working list on the gpu, in its shape, whether the chunk has memory there or
+    not (torch makes a view only of a storage that has it, so it gets it for that moment)."""
+    payload = arena.whole(chunk.index, "param")
+    absent = not arena.has(Place.GPU, chunk.index, "remote" if arena.sliced else "param")
+    if absent:
+        arena.backend.take(payload)
+    views = [(s, payload[s.offset : s.offset + s.numel].view(parameters[s.tensor].shape)) for s in chunk.slots]
+    if absent:
+        arena.backend.give(payload)
+    return views

@@ -13,15 +13,15 @@ from typing import Any, Protocol
 import torch
 
 from executor.at_work import AtWork
-from executor.distributed.ranks import Ranks
 from executor.hooks import Event, MomentClock
-from executor.measuring.measure import Watching, unseen
+from executor.measuring.unseen import Watching, unseen
 from executor.queues.interface import Queues
 from executor.session.batches import Batches
 from executor.session.cursor import Act, Answer, Cursor, Refusal, State, act_of, answer, refused
 from executor.session.facts import ActFacts
 from executor.session.following import Following
 from executor.session.iteration import Iteration
+from executor.session.others import Others
 from executor.session.reader import Reader
 from executor.session.steps import Steps
 from executor.session.timetable import Timetable
@@ -127,7 +127,7 @@ class Host(Protocol):
     @property
     def batches(self) -> Batches: ...
     @property
-    def ranks(self) -> Ranks | None: ...
+    def ranks(self) -> Others | None: ...
     @property
     def scaling(self) -> object | None: ...
     @property

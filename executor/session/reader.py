@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from executor.contract import ChunkParameter, ParkedParameter, disown, raw_grad, set_raw_grad
-from executor.distributed.ranks import READS, Ranks
-from executor.measuring.measure import unseen
+from executor.measuring.unseen import unseen
 from executor.memory.arena import Arena
 from executor.memory.contents import Contents
 from executor.queues.interface import Queues
 from executor.session.cursor import Act, Answer
+from executor.session.others import Others
 from executor.session.timetable import Timetable
 from executor.session.updates import Updates
 from pstar_sim.core.plan import Plan
@@ -60,7 +60,7 @@ class Host(Protocol):
     @property
     def queues(self) -> Queues: ...
     @property
-    def ranks(self) -> Ranks | None: ...
+    def ranks(self) -> Others | None: ...
     @property
     def updates(self) -> Updates: ...
     @property
@@ -178,7 +178,7 @@ class Reader:
         """Where each rank holds a part: all of them are about to read this."""
         if self.host.ranks is not None and self.host.contents.sliced:
             lists = ("param", *self.host.plan.layout.state_lists)
-            self.host.ranks.come_to(READS, float(tensor * len(lists) + lists.index(list_name)))
+            self.host.ranks.come_to_read(float(tensor * len(lists) + lists.index(list_name)))
 
     def still(self) -> AbstractContextManager[None]:
         """Updates of finished iterations are done and nothing moves inside."""

@@ -9,12 +9,12 @@ import torch
 
 from executor.adam import Hyper
 from executor.devices.backend import Backend, StreamBackend
-from executor.distributed.ranks import Ranks
 from executor.memory.contents import Contents, Update
 from executor.queues.interface import Program, Queues
 from executor.scaling import LossScaling
 from executor.session.cursor import Cursor
 from executor.session.iteration import Iteration
+from executor.session.others import Others
 from executor.session.timetable import Timetable
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind, Queue
@@ -39,7 +39,7 @@ class Host(Protocol):
     @property
     def queues(self) -> Queues: ...
     @property
-    def ranks(self) -> Ranks | None: ...
+    def ranks(self) -> Others | None: ...
     @property
     def scaling(self) -> LossScaling | None: ...
     @property
@@ -82,7 +82,7 @@ class Updates:
         return Update(hyper=self._hyper(), max_grad_norm=self.max_grad_norm, agree=agree, streams=streams)
 
     def _agreed(self, norm: torch.Tensor) -> torch.Tensor:
-        """`Ranks.agree`, whose wait is the training thread's where an update on the accelerator asks first."""
+        """`Others.agree`, whose wait is the training thread's where an update on the accelerator asks first."""
         host = self.host
         assert host.ranks is not None
         begun_s = self._clock()

@@ -1,0 +1,46 @@
+"""Others: what a session asks of the other ranks. `distributed.ranks.Ranks` does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from pstar_sim.errors import PlanError
+
+__all__ = ["CountOf", "Others"]
+
+CountOf = Callable[[Any, Any], float]
+"""(args, kwargs) of the model's forward -> over how many (sequences, tokens) the loss of this rank is a mean."""
+
+
+class Life(Protocol):
+    """The line over which ranks hear of each other's end."""
+
+    def fail(self, what: str) -> None: ...
+
+
+class Others(Protocol):
+    """What the methods do is said in `distributed/ranks.py`."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def life(self) -> Life: ...
+
+    def any(self, here: bool) -> bool: ...
+
+    def meet(self, row: Sequence[float]) -> list[list[float]]: ...
+
+    def agree(self, norm: torch.Tensor) -> torch.Tensor: ...
+
+    def weight(self, count: float) -> float: ...
+
+    def come_to_read(self, number: float) -> object: ...
+
+    def slices_of(self, chunk: int) -> torch.Tensor | None: ...
+
+    def cannot_leave(self, reason: str) -> PlanError: ...
+
+    def ends(self, text: str) -> PlanError: ...
