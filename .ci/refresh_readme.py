@@ -299,7 +299,7 @@ def planning() -> str:
     fluid = sorted(row["fluid_cpu_s"] for row in certified)
     sweep = result("sweep")
     return (
-        f"Planning with the closed-form certificate takes at most {one:.1f} s of CPU time for 18B on one GPU and "
+        f"Planning with its certificate takes at most {one:.1f} s of CPU time for 18B on one GPU and "
         f"{many:.1f} s for 175B on {most_gpus} ({link('planning_speed')}), `--certify` {fluid[0]:.1f} to "
         f"{fluid[-1]:.1f} s more ({link('certify')}), a cold sweep of {sweep['points']:,} points "
         f"{sweep['cold_s']:.0f} s on {sweep['machine']['cores']} cores ({link('sweep')})."

@@ -281,7 +281,7 @@ def _figure(values: Any, rng: random.Random) -> tuple[str, str]:
 
 def _word(values: Any, rng: random.Random) -> tuple[str, str]:
     name = rng.choice(list(values["choices"]))
-    values["choices"][name] = rng.choice(("all of them", 7, ["x"], {"bound": "closed form"}))
+    values["choices"][name] = rng.choice(("all of them", 7, ["x"], {"bound": "joint LP"}))
     return f"choices.{name} -> {values['choices'][name]!r}", REFUSED if name in ("confidence", "certificate") else name
 
 

@@ -1,4 +1,4 @@
-"""What a certificate costs and how far the two bounds are apart: CPU seconds of the closed form and of the fluid linear
+"""What a certificate costs and how far the two bounds are apart: CPU seconds of the joint and of the fluid linear
 program (`--certify`) for GPT 18B on one GPU of four kinds, eager, behind the barrier, and with four micro-batches.
 
 Batch 8, sequence 1024, checkpointing, bf16. Prints a row a case with the gap of `optimal` (or of --policy) to each
@@ -40,7 +40,7 @@ def main() -> int:
 
     rows: list[dict[str, object]] = []
     wrong = 0
-    print("| machine | case | iteration | closed form | CPU | gap | fluid LP | CPU | gap | binds |")
+    print("| machine | case | iteration | joint LP | CPU | gap | fluid LP | CPU | gap | binds |")
     print("|---|---|---:|---:|---:|---:|---:|---:|---:|---|")
     for name in args.machine or MACHINES:
         machine = ps.machine(name)

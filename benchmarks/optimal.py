@@ -3,7 +3,7 @@
 Sequence 1024, checkpointing, bf16 (also where the card would have to emulate it), eager updates, no clipping; one GPU.
 Prints a row a configuration, median and largest gap, and every case in which another policy is faster than `optimal`
 (there must be none: exit 1). --barrier: update=step with clipping. --shapes: models with large vocabularies instead.
---certify: gaps to the fluid bound (seconds a configuration) instead of the closed form. Writes results/optimal.json.
+--certify: gaps to the fluid bound (seconds a configuration) instead of the joint one. Writes results/optimal.json.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--barrier", action="store_true", help="update=step with clipping")
     parser.add_argument("--shapes", action="store_true", help=f"{', '.join(SHAPES)} instead of the GPT models")
-    parser.add_argument("--certify", action="store_true", help="the fluid bound instead of the closed form")
+    parser.add_argument("--certify", action="store_true", help="the fluid bound instead of the joint one")
     parser.add_argument("--machines", nargs="+", default=MACHINES)
     parser.add_argument("--models", nargs="+")
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name.replace('_', ' ')}: {value}")
     setting = "barrier" if options.barrier else "eager"
     which = "shapes" if options.shapes else "gpt"
-    bound = "fluid" if options.certify else "closed form"
+    bound = "fluid" if options.certify else "joint LP"
     name = "optimal" + "".join(
         f"_{word}"
         for word, on in (("barrier", options.barrier), ("shapes", options.shapes), ("certified", options.certify))

@@ -1,4 +1,4 @@
-"""CPU seconds of `optimal` with its closed-form certificate: GPT 18B on one GPU of four kinds, eager and behind the
+"""CPU seconds of `optimal` with its certificate: GPT 18B on one GPU of four kinds, eager and behind the
 barrier (limit 3 s), and GPT 175B on 64 GPUs, eight nodes of eight (limit 10 s).
 
 Sequence 1024, checkpointing, bf16; batch 4, 8 and 16 a GPU (175B: 4). Imports are not counted. On several ranks there
@@ -31,7 +31,7 @@ SETTINGS = {"eager": Settings(update="eager", clip=False), "barrier": Settings(u
 
 
 def certified(workload: Workload, machine: Machine, settings: Settings) -> tuple[float, Plan, float | None]:
-    """CPU seconds, the plan and its closed-form bound (None on several ranks). Raises DoesNotFit."""
+    """CPU seconds, the plan and its bound (None on several ranks). Raises DoesNotFit."""
     begin_s = time.process_time()
     plan = optimal(workload, machine, settings)
     none = bound_reason(machine) is not None

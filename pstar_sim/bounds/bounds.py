@@ -78,7 +78,7 @@ def _without_stashes(
         return joint_bound(workload, layout, facts, cost, barrier=barrier, clip=settings.clip, x_limit=limit)
     except Unsolved as error:
         seconds = float(facts.clock[-1])
-        note = f"the closed form's linear program did not solve ({error}); the bound is that of compute alone"
+        note = f"the joint linear program did not solve ({error}); the bound is that of compute alone"
         return Bound(
             seconds=seconds, binding="compute", terms={"compute": seconds}, pinned_params=0, max_pinned_params=0,
             notes=(note,),

@@ -19,15 +19,17 @@ from pstar_sim.workload.workload import Workload
 
 __all__ = ["Certificate", "Certifier", "agree", "certificate_of"]
 
-AGREE = {"closed form": 1e-6, "fluid LP": 1e-4}
+AGREE = {"closed form": 1e-6, "joint LP": 1e-6, "fluid LP": 1e-4}
 """Relative difference to which two computations of a bound agree: a linear program's proof depends on the solver."""
+COARSE = frozenset({"closed form", "joint LP"})
+"""One bound to `agree`: plans of the first edition call the joint LP a closed form."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
     """seconds: no schedule is faster; None where no bound exists. text: what a plan carries among its choices, and a
-    line of a comparison: bound ("closed form", "fluid LP" or None), and with it binding, relative_to and, where
-    something went wrong on the way, note; without it reason."""
+    line of a comparison: bound ("joint LP", "fluid LP", "closed form" or None), and with it binding, relative_to and,
+    where something went wrong on the way, note; without it reason."""
 
     seconds: float | None
     text: Mapping[str, object]
@@ -108,26 +110,26 @@ def agree(plan: Plan, *, lp: bool = False, found: Certificate | None = None) -> 
         own += f"; {found.note}"
     if stored is None:
         return f"lower bound, which the plan does not carry, by {own}"
-    tolerance = max(AGREE[kind], AGREE.get(str(method), AGREE["closed form"]))
-    if method == kind or method not in AGREE:
+    tolerance = max(AGREE[kind], AGREE.get(str(method), AGREE["joint LP"]))
+    if method == kind or method not in AGREE or {method, kind} <= COARSE:
         if abs(stored - found.seconds) > tolerance * found.seconds:
             raise PlanError(
                 f"lower_bound_s is {stored:.9g} s in the plan, but the {kind} of its workload, machine, settings and "
                 f"layout is {found.seconds:.9g} s"
             )
         verdict = "as stored"
-    elif method == "fluid LP":  # the program never proves less than the closed form
+    elif method == "fluid LP":  # the program never proves less than the joint LP
         if found.seconds > stored * (1 + tolerance):
             raise PlanError(
-                f"lower_bound_s is {stored:.9g} s in the plan, said to be of the fluid LP, but already the closed form "
+                f"lower_bound_s is {stored:.9g} s in the plan, said to be of the fluid LP, but already the {kind} "
                 f"is {found.seconds:.9g} s"
             )
         verdict = f"below the stored {format_s(stored)} of the fluid LP, which --certify solves again"
     else:
         if found.seconds < stored * (1 - tolerance):
             raise PlanError(
-                f"lower_bound_s is {stored:.9g} s in the plan, said to be of the closed form, but the fluid LP, which "
+                f"lower_bound_s is {stored:.9g} s in the plan, said to be of the {method}, but the fluid LP, which "
                 f"is never lower, is {found.seconds:.9g} s"
             )
-        verdict = f"above the stored {format_s(stored)} of the closed form"
+        verdict = f"above the stored {format_s(stored)} of the {method}"
     return f"lower bound by {own}; {verdict}"

@@ -1,4 +1,4 @@
-"""The fluid bound: a linear program over time that every legal schedule satisfies, finer than the closed form.
+"""The fluid bound: a linear program over time that every legal schedule satisfies, finer than the joint one.
 
 [Note: the fluid program] Time is cut at the starts of some moments (`points`; the last point is the end of the last
 moment, and the interval after it runs to the first moment of the next iteration). An interval lasts its moments' own
@@ -23,7 +23,7 @@ it, a chunk first read in it need only be there at its end. So every cut is vali
 - barrier: updates only after the end of the last moment.
 
 A gradient of several micro-batches goes down each time, or adds up on the gpu (as in [Note: the joint bound]). What
-counts is what the dual solution proves (linear.py), or the closed form where that is larger.
+counts is what the dual solution proves (linear.py), or the joint bound (joint.py) where that is larger.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Terms = list[tuple[int, float]]
 
 MOST_POINTS = 600
 TIME_LIMIT_S = 60.0
-FAR = 20.0  # a schedule that many times longer than the closed form is not looked at: it does not beat the bound
+FAR = 20.0  # a schedule that many times longer than the joint bound is not looked at: it does not beat the bound
 
 
 def fluid_bound(
@@ -66,23 +66,23 @@ def fluid_bound(
     most_points: int = MOST_POINTS,
     time_limit_s: float = TIME_LIMIT_S,
 ) -> Bound:
-    """The larger of closed form and [Note: the fluid program]; `method` says which program was solved. If HiGHS does
-    not solve it, the closed form, and `notes` say so. Raises PlanError for a machine of several gpus."""
+    """The larger of joint bound and [Note: the fluid program]; `method` says which program was solved. If HiGHS does
+    not solve it, the joint bound, and `notes` say so. Raises PlanError for a machine of several gpus."""
     cost = cost or CostModel(workload, machine, layout)
-    closed = lower_bound(workload, machine, settings, layout, cost=cost)
+    joint = lower_bound(workload, machine, settings, layout, cost=cost)
     try:
-        fluid = _Fluid(workload, machine, settings, layout, cost, most_points, closed.seconds)
+        fluid = _Fluid(workload, machine, settings, layout, cost, most_points, joint.seconds)
         found = fluid.program.solve(method="highs-ipm", time_limit_s=time_limit_s)
     except Unsolved as error:
-        note = f"the fluid linear program did not solve ({error}); the bound is the closed form"
-        return replace(closed, notes=(*closed.notes, note))
-    seconds = min(fluid.own_s + found.proved, FAR * closed.seconds)
-    if seconds <= closed.seconds:
-        return replace(closed, method="fluid LP")
-    terms = {**closed.terms, **fluid.busy(found)}
-    binding = closed.binding if fluid.barrier and closed.binding == "barrier" else fluid.binding(found, terms)
+        note = f"the fluid linear program did not solve ({error}); the bound is the joint LP"
+        return replace(joint, notes=(*joint.notes, note))
+    seconds = min(fluid.own_s + found.proved, FAR * joint.seconds)
+    if seconds <= joint.seconds:
+        return replace(joint, method="fluid LP")
+    terms = {**joint.terms, **fluid.busy(found)}
+    binding = joint.binding if fluid.barrier and joint.binding == "barrier" else fluid.binding(found, terms)
     return replace(
-        closed,
+        joint,
         seconds=seconds,
         binding=binding,
         terms=terms,
@@ -103,7 +103,7 @@ class _Fluid:
         layout: Layout,
         cost: CostModel,
         most_points: int,
-        closed_s: float,
+        joint_s: float,
     ) -> None:
         self.workload, self.layout, self.cost = workload, layout, cost
         self.barrier = settings.barrier(workload.dtype) is not None
@@ -111,7 +111,7 @@ class _Fluid:
         self.program = Program()
         self._facts(machine)
         self._points(most_points)
-        self.far_s = FAR * closed_s
+        self.far_s = FAR * joint_s
         self.own_s = float(self.clock[-1])  # without any stall; the program finds the stalls
         self._flows()
         self._updated_on_cpu()

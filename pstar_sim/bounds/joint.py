@@ -1,4 +1,4 @@
-"""The closed form for all three modes at once: pinned and streamed parameters as two relaxed reals.
+"""The bound for all three modes at once: a small linear program with pinned and streamed parameters as two reals.
 
 [Note: the joint bound] Of E trainable parameters with a gradient, x have their states on the gpu for ever ("pinned"),
 y have them there for their update only ("streamed": Adam on the gpu, states up before it and down after it), the rest
@@ -347,6 +347,7 @@ class _Joint:
         top = max(ordered.values())
         binding = next(name for name, value in ordered.items() if value >= top * (1 - 1e-6))
         return Bound(
+            method="joint LP",
             seconds=max(seconds, float(self.facts.clock[-1])),
             binding=binding,
             terms=ordered,

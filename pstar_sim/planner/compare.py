@@ -187,7 +187,7 @@ def compare(
     (`tide:capacity=peak`), or functions (workload, machine, settings) -> Plan. settings, or any of update / clip /
     chunk_bytes over the defaults. barrier_cost: also simulate every fitting policy without its barrier. near: for what
     does not fit, look for the nearest machine or setting that would. certify: the tighter bound of the fluid linear
-    program, which takes seconds, instead of the closed form. only_best: for a caller that looks at `best()` alone:
+    program, which takes seconds, instead of the joint one. only_best: for a caller that looks at `best()` alone:
     barrier costs of the others, and what would fit where something does, are left out. made: plans and timelines of
     policies for this very job that are known already. Raises UnknownName for a policy nobody knows and PstarError for
     settings that make no sense.

@@ -138,7 +138,7 @@ class _Notes:
         if stated is not None and stated > seconds * (1 + SECONDS_AGREE):
             self.false.append(f"lower_bound_s is {stated:.9g} s in the plan, but its iteration lasts {seconds:.9g} s")
         elif stated is not None and self._method() == "fluid LP" and not lp:
-            self.why["lower_bound_s"] = "of the fluid LP, which --certify solves again; not below the closed form"
+            self.why["lower_bound_s"] = "of the fluid LP, which --certify solves again; not below the joint LP"
         elif stated is not None:
             self.checked.append("lower_bound_s")
         gap = plan.predictions.get("gap")

@@ -93,7 +93,7 @@ def loaded_choice(rng: random.Random) -> tuple[Workload, Machine]:
 @pytest.mark.slow
 def test_stashes_raise_the_bound_and_no_policy_beats_it() -> None:
     """Beside the chunks' copies on the link: never lower than the bound of the same moments without stashes, or than
-    that of computing and stashes alone; often higher than both; and no plan of any policy is faster, by the closed form
+    that of computing and stashes alone; often higher than both; and no plan of any policy is faster, by the joint LP
     or the fluid program."""
     higher = finer = plans = 0
     for seed in range(30):

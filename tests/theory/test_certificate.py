@@ -94,7 +94,7 @@ def random_tiny(rng: random.Random, layers: int = 2) -> "exact.Tiny":
 
 
 def held_against(t: "exact.Tiny", *, simulate: bool) -> tuple[float, float] | None:
-    """(closed form, fluid bound) over the exact optimum; None where nothing fits. Asserts the order of all of them."""
+    """(joint LP, fluid bound) over the exact optimum; None where nothing fits. Asserts the order of all of them."""
     w, m, settings = as_job(t)
     best = exact.exact_optimum(t)
     layout = build_layout(w)
@@ -122,7 +122,7 @@ def held_against(t: "exact.Tiny", *, simulate: bool) -> tuple[float, float] | No
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(6))
 def test_bounds_are_below_the_exact_optimum_of_tiny_instances(part: int) -> None:
-    """6 x 50 random instances of two layers: closed form <= fluid bound <= exact optimum; every fifth also <= every
+    """6 x 50 random instances of two layers: joint LP <= fluid bound <= exact optimum; every fifth also <= every
     policy's simulation."""
     rng = random.Random(part)
     ratios = [held_against(random_tiny(rng), simulate=i % 5 == 0) for i in range(50)]
@@ -220,12 +220,12 @@ def test_a_program_that_does_not_solve_falls_back(
         Program, "solve", lambda self, **k: give_up(self) if k.get("method") == "highs-ipm" else solve(self, **k)
     )
     found = fluid_bound(w, m, EAGER, layout)
-    assert (found.seconds, found.method) == (closed.seconds, "closed form")
+    assert (found.seconds, found.method) == (closed.seconds, "joint LP")
     (note,) = found.notes
-    assert "did not solve (time limit reached); the bound is the closed form" in note
+    assert "did not solve (time limit reached); the bound is the joint LP" in note
     result = compare(w, m, policies=["tide"], settings=EAGER, certify=True, barrier_cost=False)
     certificate = result.rows[0].certificate
-    assert certificate is not None and (certificate["bound"], certificate["note"]) == ("closed form", note)
+    assert certificate is not None and (certificate["bound"], certificate["note"]) == ("joint LP", note)
 
 
 def test_the_proof_holds_for_any_multipliers() -> None:
@@ -247,12 +247,12 @@ def test_a_plan_carries_its_certificate_and_check_recomputes_it() -> None:
     result = compare(w, machine(), policies=["tide"], settings=EAGER, barrier_cost=False)
     plan = result["tide"].with_predictions()
     said = plan.choices["certificate"]
-    assert isinstance(said, dict) and said["bound"] == "closed form"
+    assert isinstance(said, dict) and said["bound"] == "joint LP"
     assert "modes cpu, pin and stream" in said["relative_to"]
     assert agree(plan).endswith("as stored")
     assert "which --certify" not in agree(plan, lp=True)
     wrong = replace(plan, predictions={**plan.predictions, "lower_bound_s": 7.0})
-    with pytest.raises(PlanError, match=r"lower_bound_s is 7 s in the plan, but the closed form .* is 9\.0"):
+    with pytest.raises(PlanError, match=r"lower_bound_s is 7 s in the plan, but the joint LP .* is 9\.0"):
         agree(wrong)
     odd = replace(plan, predictions={**plan.predictions, "gap": 0.5})
     with pytest.raises(PlanError, match=r"^gap is 0\.5 in the plan, but"):
@@ -281,7 +281,7 @@ def test_fewer_points_are_a_weaker_bound_but_a_bound() -> None:
 
 
 def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """plan --certify, check (closed form against the stored program, and both), a forged figure, a program that does
+    """plan --certify, check (joint LP against the stored program, and both), a forged figure, a program that does
     not solve."""
     job = ["--model", "1B", "--batch", "1", "--seq", "512", "--machine", "v100-32", "--update", "eager", "--no-clip"]
     path = tmp_path / "plan.json"
@@ -306,5 +306,18 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     monkeypatch.setattr(fluid, "_Fluid", give_up)
     assert main(["compare", *job, "--policy", "tide", "--certify"]) == 0
     said = capsys.readouterr()
-    assert said.err == "pstar: the fluid linear program did not solve (out of time); the bound is the closed form\n"
-    assert "closed form" in said.out
+    assert said.err == "pstar: the fluid linear program did not solve (out of time); the bound is the joint LP\n"
+    assert "joint LP" in said.out
+
+
+def test_a_plan_of_the_first_edition_calls_the_joint_program_a_closed_form() -> None:
+    """Its figure is that of the joint program: it agrees, and a forged one does not. What no solver found is closed."""
+    w = chain_workload(3, MPARAM, forward_s=1.0)
+    plan = compare(w, machine(), policies=["tide"], settings=EAGER, barrier_cost=False)["tide"].with_predictions()
+    said = plan.choices["certificate"]
+    assert isinstance(said, dict) and said["bound"] == "joint LP"
+    old = replace(plan, choices={**plan.choices, "certificate": {**said, "bound": "closed form"}})
+    assert agree(old).endswith("as stored")
+    with pytest.raises(PlanError, match="but the joint LP"):
+        agree(replace(old, predictions={**old.predictions, "lower_bound_s": 7.0}))
+    assert lower_bound(w, machine(), EAGER, plan.layout, stream=False).method == "closed form"

@@ -130,7 +130,7 @@ def put(*where: str, value: object) -> Callable[[Values], None]:
         (multiplied("predictions", "peak_gpu_bytes", by=9), "peak_gpu_bytes is .* but its steps hold"),
         (multiplied("predictions", "h2d_bytes", by=1.5), "h2d_bytes is .* but its steps move"),
         (multiplied("predictions", "d2h_bytes", by=0), "d2h_bytes is 0 in the plan, but its steps move"),
-        (multiplied("predictions", "lower_bound_s", by=0.9), "lower_bound_s is .* but the closed form"),
+        (multiplied("predictions", "lower_bound_s", by=0.9), "lower_bound_s is .* but the joint LP"),
         (put("predictions", "gap", value=0.0), "gap is 0 in the plan, but"),
         (put("predictions", "barrier_cost_s", value=-1.0), "barrier_cost_s is -1 in the plan"),
         (put("predictions", "expected_error", value=0.001), "expected_error is 0.001 in the plan, but validation"),
