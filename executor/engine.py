@@ -9,11 +9,10 @@ carried out by `session/following.py`, one that left it by `off_plan/demand.py`.
 from __future__ import annotations
 
 import logging
-import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +46,7 @@ from executor.queues.interface import Program, Queues
 from executor.scaling import LossScaling, guard_boundary
 from executor.session.batches import Batches, Capture, Shapes
 from executor.session.cursor import Cursor
+from executor.session.ending import Ending
 from executor.session.following import Following
 from executor.session.iteration import Iteration
 from executor.session.loop import Loop
@@ -58,7 +58,6 @@ from executor.session.timetable import Timetable
 from executor.session.updates import Updates
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.errors import Interrupted
 
 __all__ = ["Session", "SessionOptions"]
 
@@ -126,8 +125,9 @@ class Session:
         self.optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None  # prepare sets it
         self._driver: Driver | None = None
         self.holdings = Holdings(backend, ranks)
-        self._dropped = weakref.finalize(self, self.holdings.let_go)
-        self._dropped.atexit = False  # the interpreter's end is `prepare`'s matter
+        dropped = weakref.finalize(self, self.holdings.let_go)
+        dropped.atexit = False  # the interpreter's end is `prepare`'s matter
+        self.ending = Ending(self, dropped)
         self.absent = None if ranks is None or options.eager else Absent(self)
         self.shapes = Shapes(model, options.skeleton, options.capture)
         self.reader = Reader(self, parameters)
@@ -269,64 +269,12 @@ class Session:
         self.deviation_log.append(f"iteration {self.iteration}: {reason}")
         log.info("iteration %d left the plan: %s", self.iteration, reason)
 
-    # -- the end ------------------------------------------------------------------------------------------------------
-
-    def end(self, why: str) -> Interrupted:
-        """What to raise, now and whatever is asked of the session from now on."""
-        error = Interrupted(why)
-        self.queues.fail(error)
-        if self.ranks is not None:
-            self.ranks.announce(error, self.iteration)
-        return error
-
-    def end_ranks(self, error: BaseException | None) -> None:
-        """The other ranks hear that this one's run is over. error: what it ends with, as far as is known."""
-        if self.ranks is not None and not self.closed:
-            self.ranks.announce(self.queues.failure or error, self.iteration)
-
     def close(self, *, restore: bool = True) -> None:
         """End the session: queues stop, hooks go, and (restore) parameters become plain ones with their current
         values.
 
         Raises, once all of that is done, what a queue died of if nobody has been told yet."""
-        if self.closed:
-            return
-        values: dict[int, torch.Tensor] = {}
-        self.at_work.outermost()
-        if restore and self.at_work.torn and self.queues.failure is None:
-            try:
-                self.loop.mend()
-            except Exception as error:  # the device's own, say: the session ends all the same
-                self.queues.fail(error)
-        if restore and self.queues.failure is None:
-            if self.updates.running:
-                log.warning(
-                    "closed between the last backward and optimizer.step() with eager updates: some parameters keep "
-                    "the update of iteration %d, others do not have it",
-                    self.iteration,
-                )
-            values = {t: self.reader.value_now(t) for t in self.timetable.chunk_of}
-        elif restore:
-            log.warning("the parameters are left without values: the run ended with %s", self.queues.failure)
-        self.end_ranks(sys.exc_info()[1])
-        self.closed = True
-        self._dropped.detach()
-        try:
-            self.queues.stop()
-        finally:
-            self._let_go(values)
-
-    def _let_go(self, values: Mapping[int, torch.Tensor]) -> None:
-        """values: tensor -> what its parameter holds from now on."""
-        if self.ranks is not None:
-            self.ranks.close()
-        self.clock.close()
-        for handle in self.hooks:
-            handle.remove()
-        for action in self.on_close:
-            action()
-        self.reader.make_plain(lambda t: values[t].to(self.home) if t in values else None)
-        self.holdings.end()
+        self.ending.close(restore=restore)
 
 
 def _hear_of_loss(keeper: weakref.ref[Session]) -> Callable[[BaseException], None]:

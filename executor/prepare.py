@@ -218,7 +218,7 @@ def _closed(backend: Backend | None, sessions: Sequence[Session]) -> Iterator[No
         yield
     except BaseException as error:
         if sessions and not isinstance(error, Exception):
-            sessions[0].end(
+            sessions[0].ending.interrupt(
                 "executor.prepare was interrupted while values moved into the chunks; build or load the model again"
             )
         if backend is not None and not sessions:
@@ -313,7 +313,7 @@ def _stop_at_exit(session: Session) -> Callable[[], None]:
     def stop() -> None:
         held = keeper()
         if held is not None:
-            held.end_ranks(getattr(sys, "last_value", None))
+            held.ending.tell_ranks(getattr(sys, "last_value", None))
             held.queues.stop()
 
     return stop

@@ -55,6 +55,7 @@ from executor.queues.interface import Queues
 from executor.scaling import LossScaling
 from executor.session.batches import Batches, movable
 from executor.session.cursor import Answer, Cursor, Refusal, refused
+from executor.session.ending import Ending
 from executor.session.following import Following
 from executor.session.iteration import Iteration
 from executor.session.loop import Loop
@@ -105,6 +106,8 @@ class Host(Protocol):
     @property
     def deviation_log(self) -> deque[str]: ...
     @property
+    def ending(self) -> Ending: ...
+    @property
     def following(self) -> Following: ...
     @property
     def iteration(self) -> int: ...
@@ -136,8 +139,6 @@ class Host(Protocol):
     def timetable(self) -> Timetable: ...
     @property
     def updates(self) -> Updates: ...
-
-    def end(self, why: str) -> Interrupted: ...
 
     def note_deviation(self, reason: str) -> None: ...
 
@@ -518,12 +519,12 @@ class Demand:
     def _refuse_to_mend(self) -> None:
         s = self.session
         if s.ranks is not None:
-            raise s.end(
+            raise s.ending.interrupt(
                 f"rank {s.ranks.rank} was interrupted in iteration {s.iteration} and the other ranks have gone on; go "
                 "on from the last checkpoint (--save-every, --resume)"
             )
         if s.renewing:
-            raise s.end(
+            raise s.ending.interrupt(
                 f"iteration {s.iteration} was interrupted while values moved into the chunks of a new plan; go on from "
                 "the last checkpoint"
             )
@@ -531,7 +532,7 @@ class Demand:
     def half_updated(self) -> Interrupted:
         """What to raise where a backward ended in the middle of its eager updates."""
         s = self.session
-        return s.end(
+        return s.ending.interrupt(
             f"iteration {s.iteration} was interrupted when {len(s.updates.begun)} parameters had had their eager "
             "update and others had not; go on from the last checkpoint (AdamW(eager=False) updates nothing before "
             "optimizer.step())"
@@ -546,7 +547,7 @@ class Demand:
             state = s.contents.chunks[c.index]
             if state.updating or (committed and state.adding):
                 names = ", ".join(repr(s.reader.name_of(t)) for t in s.timetable.tensors_of[c.index][:2])
-                raise s.end(
+                raise s.ending.interrupt(
                     f"optimizer.step() of iteration {s.iteration} was interrupted in the middle of the update of chunk "
                     f"{c.index} ({names}, ...): its values are neither those before nor those after; go on from the "
                     "last checkpoint"

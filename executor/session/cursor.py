@@ -1,7 +1,7 @@
 """Cursor: where the loop stands, and the loop contract as one table.
 
 `TABLE[state, act]` says what comes of it when the loop does something (`Act`) where it stands (`State`): rows are
-looked through from the first on, and the first whose conditions all hold counts. Conditions are names of `Facts`, "!"
+looked through from the first on, and the first whose conditions all hold counts. Conditions are names of `Fact`, "!"
 before one that must not hold; a row without any always counts. What comes of it is an `Answer`, or a `Refusal` with the
 text of its ContractError.
 
@@ -20,7 +20,7 @@ from typing import Protocol
 from pstar_sim.errors import ContractError
 from pstar_sim.workload.workload import Phase
 
-__all__ = ["TABLE", "TEXTS", "Act", "Answer", "Cursor", "Facts", "Refusal", "State", "act_of", "answer"]
+__all__ = ["TABLE", "TEXTS", "Act", "Answer", "Cursor", "Fact", "Facts", "Refusal", "State", "act_of", "answer"]
 
 
 class State(Enum):
@@ -118,98 +118,75 @@ class Refusal(Enum):
     BORDER = "border"
 
 
+class Fact(Enum):
+    """What the table asks, beside the state."""
+
+    TRAINS = "trains"
+    """A forward that runs now is one of training."""
+    BEGINS = "begins"
+    """It begins a module's forward that no other module's called, or is no event at all."""
+    SWITCHED = "switched"
+    """Requires_grad of a parameter is not what it was at `prepare`."""
+    OUTSIDE = "outside"
+    """Under loss scaling, it begins outside a forward of the prepared model."""
+    EXPECTED = "expected"
+    """The plan has its event next, or further on where this rank has nothing to compute before."""
+    FITS = "fits"
+    """It begins no micro-batch, or one whose batch may run on plan."""
+    OUTSTANDING = "outstanding"
+    """A gradient that the plan counts on has not come."""
+    OF_EVALUATION = "of_evaluation"
+    """The gradient is of an output that an evaluation computed."""
+    PENDING = "pending"
+    """Gradients have arrived and `optimizer.step()` has not come."""
+    GIVEN = "given"
+    """Gradients have arrived, or count as zero."""
+    ARRIVED = "arrived"
+    """Gradients have arrived."""
+    CONSUMED = "consumed"
+    """A gradient (of the parameter, where the act is about one) has left and is not cleared."""
+    STEPPED = "stepped"
+    """`optimizer.step()` came after they arrived."""
+    SURPLUS = "surplus"
+    """As many backwards as planned have ended."""
+    UPDATING = "updating"
+    """Parameters may be changing (eager updates)."""
+    UNFINISHED = "unfinished"
+    """The backward has not ended, and never will."""
+    COMMITTED = "committed"
+    """The updates of the iteration have begun."""
+    GIVEN_UP = "given_up"
+    """The iteration did not fit into memory."""
+    LAST = "last"
+    """The open moment is the last before the optimizer's."""
+    CHANGED = "changed"
+    """Settings of the update are not those it began with."""
+    KEEPS = "keeps"
+    """Gradient tensors are to be kept."""
+    SEVERAL = "several"
+    """There are several ranks."""
+    INSIDE = "inside"
+    """An iteration is open."""
+    FROZEN = "frozen"
+    """The parameter is not trained."""
+
+
 class Facts(Protocol):
-    """What the table asks, beside the state. Each is asked only where a row needs it.
+    """Answers what the table asks, each only where a row needs it. The words of `TEXTS` are attributes besides."""
 
-    Conditions:
-        trains: a forward that runs now is one of training.
-        begins: it begins a module's forward that no other module's called, or is no event at all.
-        switched: requires_grad of a parameter is not what it was at `prepare`.
-        outside: under loss scaling, it begins outside a forward of the prepared model.
-        expected: the plan has its event next, or further on where this rank has nothing to compute before.
-        fits: it begins no micro-batch, or one whose batch may run on plan.
-        outstanding: a gradient that the plan counts on has not come.
-        of_evaluation: the gradient is of an output that an evaluation computed.
-        pending: gradients have arrived and `optimizer.step()` has not come.
-        given: gradients have arrived, or count as zero.
-        arrived: gradients have arrived.
-        consumed: a gradient (of the parameter, where the act is about one) has left and is not cleared.
-        stepped: `optimizer.step()` came after they arrived.
-        surplus: as many backwards as planned have ended.
-        updating: parameters may be changing (eager updates).
-        unfinished: the backward has not ended, and never will.
-        committed: the updates of the iteration have begun.
-        given_up: the iteration did not fit into memory.
-        last: the open moment is the last before the optimizer's.
-        changed: settings of the update are not those it began with.
-        keeps: gradient tensors are to be kept.
-        several: there are several ranks.
-        inside: an iteration is open.
-        frozen: the parameter is not trained.
-
-    Words of `TEXTS` are attributes too.
-    """
-
-    @property
-    def trains(self) -> bool: ...
-    @property
-    def begins(self) -> bool: ...
-    @property
-    def switched(self) -> bool: ...
-    @property
-    def outside(self) -> bool: ...
-    @property
-    def expected(self) -> bool: ...
-    @property
-    def fits(self) -> bool: ...
-    @property
-    def outstanding(self) -> bool: ...
-    @property
-    def of_evaluation(self) -> bool: ...
-    @property
-    def pending(self) -> bool: ...
-    @property
-    def given(self) -> bool: ...
-    @property
-    def arrived(self) -> bool: ...
-    @property
-    def consumed(self) -> bool: ...
-    @property
-    def stepped(self) -> bool: ...
-    @property
-    def surplus(self) -> bool: ...
-    @property
-    def updating(self) -> bool: ...
-    @property
-    def unfinished(self) -> bool: ...
-    @property
-    def committed(self) -> bool: ...
-    @property
-    def given_up(self) -> bool: ...
-    @property
-    def last(self) -> bool: ...
-    @property
-    def changed(self) -> bool: ...
-    @property
-    def keeps(self) -> bool: ...
-    @property
-    def several(self) -> bool: ...
-    @property
-    def inside(self) -> bool: ...
-    @property
-    def frozen(self) -> bool: ...
+    def holds(self, fact: Fact) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """when: (fact, whether it must hold). then: what comes of it."""
 
-    when: tuple[tuple[str, bool], ...]
+    when: tuple[tuple[Fact, bool], ...]
     then: Answer | Refusal
 
 
 def _row(when: str, then: Answer | Refusal) -> Row:
-    return Row(tuple((word.removeprefix("!"), not word.startswith("!")) for word in when.split()), then)
+    return Row(tuple((Fact(word.removeprefix("!")), not word.startswith("!")) for word in when.split()), then)
 
 
 _FORWARD = (
@@ -407,7 +384,7 @@ def answer(state: State, act: Act, facts: Facts) -> Answer:
     """What comes of it. Raises ContractError where the table refuses."""
     for row in TABLE[state, act]:
         for fact, holds in row.when:
-            if getattr(facts, fact) is not holds:
+            if facts.holds(fact) is not holds:
                 break
         else:
             if isinstance(row.then, Refusal):

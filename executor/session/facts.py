@@ -1,12 +1,13 @@
-"""What one act of the loop is, for the cursor's table: conditions and words of `cursor.Facts`, asked of the session."""
+"""What one act of the loop is, for the cursor's table: its facts and its words, asked of the session."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from executor.hooks import Event, MomentClock
 from executor.session.batches import Batches
-from executor.session.cursor import Cursor
+from executor.session.cursor import Cursor, Fact
 from executor.session.following import Following
 from executor.session.iteration import Iteration
 from executor.session.reader import Reader
@@ -72,100 +73,8 @@ class ActFacts:
         self.keeps = keeps
         self._what = what
 
-    # -- conditions ---------------------------------------------------------------------------------------------------
-
-    @property
-    def trains(self) -> bool:
-        return self.host.reader.trains
-
-    @property
-    def begins(self) -> bool:
-        return self.event is None or self.host.clock.outermost(self.event)
-
-    @property
-    def switched(self) -> bool:
-        return bool(self.host.reader.switched)
-
-    @property
-    def outside(self) -> bool:
-        event = self.event
-        return event is not None and self.host.scaling is not None and self.host.clock.outside_root(event)
-
-    @property
-    def expected(self) -> bool:
-        return self.event is not None and self.host.following.moment_of(self.event) is not None
-
-    @property
-    def fits(self) -> bool:
-        return self.event is None or self.event.module != "" or self.host.batches.fits
-
-    @property
-    def outstanding(self) -> bool:
-        return bool(self.host.now.outstanding) and self.host.absent is None
-
-    @property
-    def of_evaluation(self) -> bool:
-        return self.event is not None and self.event.micro_batch < 0
-
-    @property
-    def pending(self) -> bool:
-        return self.arrived and not self.stepped
-
-    @property
-    def given(self) -> bool:
-        return self.arrived or bool(self.host.now.missed)
-
-    @property
-    def arrived(self) -> bool:
-        return bool(self.host.now.arrived)
-
-    @property
-    def consumed(self) -> bool:
-        return bool(self.host.reader.consumed) if self.tensor < 0 else self.tensor in self.host.reader.consumed
-
-    @property
-    def stepped(self) -> bool:
-        return self.host.cursor.stepped
-
-    @property
-    def surplus(self) -> bool:
-        return self.host.now.backwards >= self.planned
-
-    @property
-    def updating(self) -> bool:
-        return self.host.updates.running
-
-    @property
-    def unfinished(self) -> bool:
-        return self.host.clock.unfinished
-
-    @property
-    def committed(self) -> bool:
-        return self.host.cursor.committed == self.iteration
-
-    @property
-    def given_up(self) -> bool:
-        return self.host.ladder.given_up
-
-    @property
-    def last(self) -> bool:
-        return self.host.cursor.moment == len(self.host.timetable.names) - 2
-
-    @property
-    def changed(self) -> bool:
-        return self.host.updates.settings_changed()
-
-    @property
-    def several(self) -> bool:
-        return self.host.ranks is not None
-
-    @property
-    def inside(self) -> bool:
-        return self.host.cursor.moment >= 0
-
-    @property
-    def frozen(self) -> bool:
-        return self.host.plan.workload.tensors[self.tensor].frozen
+    def holds(self, fact: Fact) -> bool:
+        return _FACTS[fact](self)
 
     # -- words --------------------------------------------------------------------------------------------------------
 
@@ -210,3 +119,45 @@ class ActFacts:
     @property
     def switched_count(self) -> int:
         return len(self.host.reader.switched)
+
+
+def _outside(act: ActFacts) -> bool:
+    event = act.event
+    return event is not None and act.host.scaling is not None and act.host.clock.outside_root(event)
+
+
+def _expected(act: ActFacts) -> bool:
+    return act.event is not None and act.host.following.moment_of(act.event) is not None
+
+
+def _consumed(act: ActFacts) -> bool:
+    consumed = act.host.reader.consumed
+    return bool(consumed) if act.tensor < 0 else act.tensor in consumed
+
+
+_FACTS: Mapping[Fact, Callable[[ActFacts], bool]] = {
+    Fact.TRAINS: lambda act: act.host.reader.trains,
+    Fact.BEGINS: lambda act: act.event is None or act.host.clock.outermost(act.event),
+    Fact.SWITCHED: lambda act: bool(act.host.reader.switched),
+    Fact.OUTSIDE: _outside,
+    Fact.EXPECTED: _expected,
+    Fact.FITS: lambda act: act.event is None or act.event.module != "" or act.host.batches.fits,
+    Fact.OUTSTANDING: lambda act: bool(act.host.now.outstanding) and act.host.absent is None,
+    Fact.OF_EVALUATION: lambda act: act.event is not None and act.event.micro_batch < 0,
+    Fact.PENDING: lambda act: bool(act.host.now.arrived) and not act.host.cursor.stepped,
+    Fact.GIVEN: lambda act: bool(act.host.now.arrived or act.host.now.missed),
+    Fact.ARRIVED: lambda act: bool(act.host.now.arrived),
+    Fact.CONSUMED: _consumed,
+    Fact.STEPPED: lambda act: act.host.cursor.stepped,
+    Fact.SURPLUS: lambda act: act.host.now.backwards >= act.planned,
+    Fact.UPDATING: lambda act: act.host.updates.running,
+    Fact.UNFINISHED: lambda act: act.host.clock.unfinished,
+    Fact.COMMITTED: lambda act: act.host.cursor.committed == act.host.iteration,
+    Fact.GIVEN_UP: lambda act: act.host.ladder.given_up,
+    Fact.LAST: lambda act: act.host.cursor.moment == len(act.host.timetable.names) - 2,
+    Fact.CHANGED: lambda act: act.host.updates.settings_changed(),
+    Fact.KEEPS: lambda act: act.keeps,
+    Fact.SEVERAL: lambda act: act.host.ranks is not None,
+    Fact.INSIDE: lambda act: act.host.cursor.moment >= 0,
+    Fact.FROZEN: lambda act: act.host.plan.workload.tensors[act.tensor].frozen,
+}

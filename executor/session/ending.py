@@ -1,0 +1,131 @@
+"""Ending: the run is over: by `close()`, by an interruption that cannot be mended, or with the process."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from executor.at_work import AtWork
+from executor.hooks import MomentClock
+from executor.queues.interface import Queues
+from executor.session.loop import Loop
+from executor.session.others import Others
+from executor.session.reader import Reader
+from executor.session.timetable import Timetable
+from executor.session.updates import Updates
+from pstar_sim.errors import Interrupted
+
+__all__ = ["Ending", "Host"]
+
+log = logging.getLogger("executor")
+
+
+class Holding(Protocol):
+    """What is asked of `holdings.Holdings`."""
+
+    def end(self) -> None: ...
+
+
+class Host(Protocol):
+    """What is asked of the session."""
+
+    closed: bool
+
+    @property
+    def timetable(self) -> Timetable: ...
+    @property
+    def queues(self) -> Queues: ...
+    @property
+    def iteration(self) -> int: ...
+    @property
+    def at_work(self) -> AtWork: ...
+    @property
+    def clock(self) -> MomentClock: ...
+    @property
+    def reader(self) -> Reader: ...
+    @property
+    def updates(self) -> Updates: ...
+    @property
+    def loop(self) -> Loop: ...
+    @property
+    def ranks(self) -> Others | None: ...
+    @property
+    def holdings(self) -> Holding: ...
+    @property
+    def hooks(self) -> Sequence[Any]: ...
+    @property
+    def on_close(self) -> Sequence[Callable[[], object]]: ...
+    @property
+    def home(self) -> torch.device: ...
+
+
+class Ending:
+    """dropped: what is done where nobody holds the session any more."""
+
+    def __init__(self, host: Host, dropped: weakref.finalize[..., Any]) -> None:
+        self.host = host
+        self._dropped = dropped
+
+    def interrupt(self, why: str) -> Interrupted:
+        """What to raise, now and whatever is asked of the session from now on."""
+        host = self.host
+        error = Interrupted(why)
+        host.queues.fail(error)
+        if host.ranks is not None:
+            host.ranks.announce(error, host.iteration)
+        return error
+
+    def tell_ranks(self, error: BaseException | None) -> None:
+        """The other ranks hear that this one's run is over. error: what it ends with, as far as is known."""
+        host = self.host
+        if host.ranks is not None and not host.closed:
+            host.ranks.announce(host.queues.failure or error, host.iteration)
+
+    def close(self, *, restore: bool) -> None:
+        """Queues stop, hooks go, and (restore) parameters become plain ones with their current values. Raises, once all
+        of that is done, what a queue died of if nobody has been told yet."""
+        host = self.host
+        if host.closed:
+            return
+        values: dict[int, torch.Tensor] = {}
+        host.at_work.outermost()
+        if restore and host.at_work.torn and host.queues.failure is None:
+            try:
+                host.loop.mend()
+            except Exception as error:  # the device's own, say: the session ends all the same
+                host.queues.fail(error)
+        if restore and host.queues.failure is None:
+            if host.updates.running:
+                log.warning(
+                    "closed between the last backward and optimizer.step() with eager updates: some parameters keep "
+                    "the update of iteration %d, others do not have it",
+                    host.iteration,
+                )
+            values = {t: host.reader.value_now(t) for t in host.timetable.chunk_of}
+        elif restore:
+            log.warning("the parameters are left without values: the run ended with %s", host.queues.failure)
+        self.tell_ranks(sys.exc_info()[1])
+        host.closed = True
+        self._dropped.detach()
+        try:
+            host.queues.stop()
+        finally:
+            self._let_go(values)
+
+    def _let_go(self, values: Mapping[int, torch.Tensor]) -> None:
+        """values: tensor -> what its parameter holds from now on."""
+        host = self.host
+        if host.ranks is not None:
+            host.ranks.close()
+        host.clock.close()
+        for handle in host.hooks:
+            handle.remove()
+        for action in host.on_close:
+            action()
+        host.reader.make_plain(lambda t: values[t].to(host.home) if t in values else None)
+        host.holdings.end()
