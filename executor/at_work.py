@@ -2,7 +2,7 @@
 
 An error of the engine's own (any `Exception`) leaves what it keeps in order; Ctrl-C may come between any two lines.
 Every way into the engine from the user's thread is `with at_work:`, and an interruption inside leaves `torn`, whatever
-line it came at. Who comes next looks at it: `Session.meet_interruption`.
+line it came at. Where it is left the loop stands in `State.INTERRUPTED` of the contract's table (`session/cursor.py`).
 """
 
 from __future__ import annotations

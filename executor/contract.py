@@ -1,7 +1,8 @@
 """The loop contract: what a training loop may do to a prepared model, and what happens when it does.
 
 Whatever an offloaded optimizer cannot honour raises ContractError before any parameter changes and names the
-replacement; everything else behaves as in plain torch. Silence is the one wrong answer.
+replacement; everything else behaves as in plain torch. Silence is the one wrong answer. What comes of each act where
+the loop stands is decided by the table of `session/cursor.py`.
 
 | what the loop does | what happens |
 |---|---|

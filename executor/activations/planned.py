@@ -203,7 +203,7 @@ def _offloaded(session: Host, block: str) -> Callable[[_Call, nn.Module, Any, An
     def call(plain: _Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
         _refuse_its_own(session, block, "offloads")
         trains = session.reader.trains and not session.closed
-        if not trains or session.cursor.visiting or (session.cursor.moment < 0 and not session.cursor.off_plan):
+        if not trains or session.cursor.visiting or not session.cursor.inside:
             return plain(*args, **kwargs)
         found = session.stashes.collect((args, kwargs))
         with torch.autograd.graph.saved_tensors_hooks(found.pack, found.unpack):

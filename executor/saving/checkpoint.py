@@ -251,7 +251,7 @@ def _finish(work: _Work, folder: Path, temporary: Path, count: int) -> None:
 
 def check_between_iterations(session: Session, what: str) -> None:
     """Raise ContractError where gradients of an iteration are under way."""
-    if session.cursor.moment >= 0 or session.cursor.off_plan or (session.now.arrived and not session.cursor.stepped):
+    if session.cursor.inside or (session.now.arrived and not session.cursor.stepped):
         raise ContractError(
             f"optimizer.{what} inside an iteration, whose gradients are in the chunks; call it after optimizer.step() "
             "and before the next forward"

@@ -1,1 +1,1 @@
-"""A session's parts: what a plan says by moment, and what of it has happened."""
+"""A session's parts. Timetable and cursor decide, and know no torch; the others carry out."""
