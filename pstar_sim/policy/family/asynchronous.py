@@ -162,7 +162,7 @@ class Asynchronous:
         made = attempt(g, Modes(frozenset(g.candidates[:pins])), Knobs(linger=linger))
         if made.outcome.stuck is not None:
             op, place, wanted, free = made.outcome.stuck
-            raise AssertionError(f"{g.name}: {made.what[op]} wants {wanted} bytes of the {place}, {free} are free")
+            raise AssertionError(f"{g.name}: {made.rows[op]} wants {wanted} bytes of the {place}, {free} are free")
         return made
 
     def _emit(self, chosen: Attempt, attempts: Sequence[Attempt], most: int, bound_s: float) -> Plan:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from pstar_sim.core.choose import Op
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.step import Kind, Place, Ref
+from pstar_sim.core.step import Place, Ref
 from pstar_sim.policy.family.ground import Ground
-from pstar_sim.policy.family.program import Attempt, What
+from pstar_sim.policy.family.program import Attempt
 from pstar_sim.policy.kit.emit import Builder, memory_edges
 
 __all__ = ["emit"]
@@ -35,51 +34,21 @@ def emit(g: Ground, chosen: Attempt, choices: Mapping[str, object] | None = None
     # The order of one iteration: what the window shows of it early, in it, and late.
     started = [(i, k) for i, k, done in chosen.outcome.events if not done]
     order = [i for early in (1, 0, -1) for i, k in started if k == early]
-    ops, what = chosen.program.ops, chosen.what
+    ops, rows = chosen.program.ops, chosen.rows
     ends: list[tuple[int, int]] = [(0, 0)] * len(ops)
     total = 0
     for i in order:
-        block = g.blocks[what[i].block] if what[i].block >= 0 else None
-        length = block.last - block.first + 1 if block is not None else 1
+        n = rows[i].block
+        length = g.blocks[n].last - g.blocks[n].first + 1 if n >= 0 else 1
         ends[i] = (total, total + length - 1)
         total += length
     for i in order:
-        _step(g, b, ops[i], what[i], ends)
+        after = [Ref(ends[j][1], back) for j, back in ops[i].after]
+        if rows[i].block < 0:
+            b.row(ops[i].queue, rows[i], after)
+            continue
+        block = g.blocks[rows[i].block]
+        for m in range(block.first, block.last + 1):
+            b.compute(m, after if m == block.first else ())
     edges = memory_edges(b.steps, ops, ends, chosen.outcome)
     return b.plan(memory=edges)
-
-
-def _step(g: Ground, b: Builder, op: Op, meaning: What, ends: Sequence[tuple[int, int]]) -> None:
-    c = meaning.chunk
-    after = [Ref(ends[j][1], back) for j, back in op.after]
-    match meaning.kind:
-        case Kind.COMPUTE:
-            block = g.blocks[meaning.block]
-            for m in range(block.first, block.last + 1):
-                b.compute(m, after if m == block.first else ())
-        case Kind.STASH_OUT:
-            b.stash_out(meaning.stash, after)
-        case Kind.STASH_IN:
-            b.stash_in(meaning.stash, after)
-        case Kind.FETCH:
-            b.fetch(c, meaning.moment, after, list_name=meaning.list_name)
-        case Kind.WRITEBACK:
-            b.writeback(c, meaning.list_name, meaning.moment, after)
-        case Kind.DROP:
-            b.drop(op.queue, c, meaning.moment, after, meaning.list_name)
-        case Kind.ALLOC:
-            b.alloc(op.queue, c, meaning.list_name, Place.GPU, meaning.moment, after)
-        case Kind.FREE:
-            b.free(op.queue, c, meaning.list_name, Place.GPU, meaning.moment, after)
-        case Kind.GATHER:
-            b.gather(c, meaning.moment, after)
-        case Kind.REDUCE_SCATTER:
-            b.reduce_scatter(c, meaning.moment, after, meaning.list_name)
-        case Kind.CPU_ADD:
-            b.cpu_add(c, meaning.list_name, meaning.moment, after)
-        case Kind.CPU_ADAM:
-            b.cpu_adam(c, after)
-        case Kind.GPU_ADAM:
-            b.gpu_adam(c, after)
-        case kind:
-            raise AssertionError(kind)

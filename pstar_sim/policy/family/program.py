@@ -17,22 +17,11 @@ from pstar_sim.policy.family.course import Course, Knobs, Modes
 from pstar_sim.policy.family.ground import Ground
 from pstar_sim.policy.family.residency import Gap, gaps_of
 from pstar_sim.policy.family.rules import adam_key, adam_waits_for_backward, fetch_floors
+from pstar_sim.policy.kit.draft import Row
 from pstar_sim.policy.kit.emit import cut_tide
 from pstar_sim.policy.passes.stashes import StashMoves
 
-__all__ = ["Attempt", "What", "attempt", "play"]
-
-
-@dataclass(slots=True)
-class What:
-    """What an op is, for the plan: its step, or (block) the moments it stands for."""
-
-    kind: Kind
-    chunk: int = -1
-    list_name: str = "param"
-    moment: int = -1
-    block: int = -1
-    stash: int = -1
+__all__ = ["Attempt", "attempt", "play"]
 
 
 @dataclass(slots=True)
@@ -41,7 +30,7 @@ class Attempt:
 
     course: Course
     program: Ops
-    what: list[What]
+    rows: list[Row]
     outcome: Window
     fetched_bytes: int
 
@@ -77,7 +66,7 @@ def play(course: Course, *, limit_s: float = math.inf, tolerance: float = 1e-6) 
     weaver = _Weaver(course)
     program = weaver.weave()
     fetched = sum(op.gpu_take for op in program.ops if op.queue is Queue.H2D)
-    return Attempt(course, program, weaver.what, choose(program, limit_s=limit_s, tolerance=tolerance), fetched)
+    return Attempt(course, program, weaver.rows, choose(program, limit_s=limit_s, tolerance=tolerance), fetched)
 
 
 _After = tuple[tuple[int, int], ...]
@@ -92,7 +81,7 @@ class _Weaver:
         self.course = course
         self.g = course.ground
         self.ops: list[Op] = []
-        self.what: list[What] = []
+        self.rows: list[Row] = []
         self.end_of: list[int] = []  # position -> its op
         self.passed: list[int] = []  # position -> last op of the compute queue before the next position's
         self.last_computed = -1  # op of the compute queue
@@ -140,7 +129,7 @@ class _Weaver:
         self.ops.append(
             Op(queue, seconds, gpu_take, gpu_free, host_take, host_free, after, key, then, use, position, dram_bytes)
         )
-        self.what.append(What(kind, chunk, list_name, moment))
+        self.rows.append(Row(kind, chunk, list_name, moment))
         if queue is Queue.COMPUTE:
             self.last_computed = here
         return here
@@ -365,7 +354,7 @@ class _Weaver:
             after=tuple(waits),
             position=n,
         )
-        self.what[here].block = position.block
+        self.rows[here].block = position.block
         self.end_of.append(here)
         if g.workload.stashes:
             self._move_stashes(block.last, here)
@@ -411,7 +400,7 @@ class _Weaver:
         size = self.g.workload.stashes[n].bytes
         seconds = self.g.cost.transfer_s(size, queue.value)
         op = self._add(queue, kind, seconds=seconds, dram_bytes=size, after=after, key=key)
-        self.what[op].stash = n
+        self.rows[op].stash = n
         return op
 
     def _drop_clean(self, n: int) -> None:

@@ -9,7 +9,7 @@ that a policy of one's own only has to name its data edges.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from pstar_sim.catalog.machine import Machine
@@ -21,6 +21,7 @@ from pstar_sim.core.rules import Rates
 from pstar_sim.core.step import Kind, Place, Queue, Ref, Step
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import DoesNotFit
+from pstar_sim.policy.kit.draft import Row
 from pstar_sim.policy.kit.facts import facts_of
 from pstar_sim.policy.passes.memory_edges import Event, Slot, fifo_edges
 from pstar_sim.policy.passes.stashes import StashMoves
@@ -28,6 +29,13 @@ from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["After", "Builder", "check_room", "describe_moment", "memory_edges", "worst_moment"]
+
+# Host or GPU memory that an update touches.
+_TRAFFIC: Mapping[Kind, Callable[[CostModel, int], int]] = {
+    Kind.CPU_ADD: CostModel.cpu_add_bytes,
+    Kind.CPU_ADAM: CostModel.cpu_adam_bytes,
+    Kind.GPU_ADAM: CostModel.gpu_adam_bytes,
+}
 
 After = Iterable[int | Ref]
 """Steps to wait for: ids of this iteration, or `Ref(id, 1)` for the previous one."""
@@ -119,12 +127,14 @@ class Builder:
         list_name: str | None = None,
         place: Place | None = None,
         moment: int | None = None,
-        size_bytes: int = 0,
+        size_bytes: int | None = None,
         after: After = (),
         via: str | None = None,
         stash: int | None = None,
     ) -> int:
-        """Any step; returns its id."""
+        """Any step; returns its id. size_bytes: where it is not what the table of core/step.py says."""
+        if size_bytes is None:
+            size_bytes = self.step_bytes(kind, chunk, list_name, stash)
         refs = tuple(r if isinstance(r, Ref) else Ref(r) for r in after)
         step = Step(
             id=len(self._steps),
@@ -142,6 +152,35 @@ class Builder:
         self._steps.append(step)
         return step.id
 
+    def step_bytes(self, kind: Kind, chunk: int | None, list_name: str | None, stash: int | None = None) -> int:
+        """`bytes` of a step, by the table of core/step.py."""
+        if kind is Kind.COMPUTE:
+            return 0
+        if kind in (Kind.STASH_OUT, Kind.STASH_IN):
+            assert stash is not None
+            return self.workload.stashes[stash].bytes
+        assert chunk is not None
+        if kind in _TRAFFIC:
+            return _TRAFFIC[kind](self.cost, chunk)
+        assert list_name is not None
+        if kind in (Kind.GATHER, Kind.REDUCE_SCATTER):
+            return self.payload(chunk, OTHERS.get(list_name, list_name)) * self.layout.ranks
+        return self.payload(chunk, list_name)
+
+    def row(self, queue: Queue, row: Row, after: After = ()) -> int:
+        """The step that a row of a draft stands for."""
+        stash = row.stash if row.stash >= 0 else None
+        if stash is not None:
+            own = self.workload.stashes[stash]
+            moment = own.made if row.kind is Kind.STASH_OUT else own.needed
+            return self.add(queue, row.kind, stash=stash, moment=moment, after=after)
+        if row.kind in (Kind.CPU_ADAM, Kind.GPU_ADAM):
+            return self.add(queue, row.kind, chunk=row.chunk, moment=self.uses.last_gradient(row.chunk), after=after)
+        place = Place.GPU if row.kind in (Kind.ALLOC, Kind.FREE) else None
+        return self.add(
+            queue, row.kind, chunk=row.chunk, list_name=row.list_name, place=place, moment=row.moment, after=after
+        )
+
     def compute(self, moment: int, after: After = ()) -> int:
         """A moment, and the copies of stashes that begin behind it."""
         moves = self._stash_moves
@@ -156,18 +195,15 @@ class Builder:
 
     def stash_out(self, stash: int, after: After) -> int:
         """A stash of the workload, GPU to host."""
-        s = self.workload.stashes[stash]
-        return self.add(Queue.D2H, Kind.STASH_OUT, stash=stash, moment=s.made, size_bytes=s.bytes, after=after)
+        return self.row(Queue.D2H, Row(Kind.STASH_OUT, stash=stash), after)
 
     def stash_in(self, stash: int, after: After) -> int:
         """And back."""
-        s = self.workload.stashes[stash]
-        return self.add(Queue.H2D, Kind.STASH_IN, stash=stash, moment=s.needed, size_bytes=s.bytes, after=after)
+        return self.row(Queue.H2D, Row(Kind.STASH_IN, stash=stash), after)
 
     def alloc(
         self, queue: Queue, chunk: int, list_name: str, place: Place, moment: int | None = None, after: After = ()
     ) -> int:
-        size = self.payload(chunk, list_name)
         return self.add(
             queue,
             Kind.ALLOC,
@@ -175,24 +211,19 @@ class Builder:
             list_name=list_name,
             place=place,
             moment=moment,
-            size_bytes=size,
             after=after,
         )
 
     def free(
         self, queue: Queue, chunk: int, list_name: str, place: Place, moment: int | None = None, after: After = ()
     ) -> int:
-        size = self.payload(chunk, list_name)
-        return self.add(
-            queue, Kind.FREE, chunk=chunk, list_name=list_name, place=place, moment=moment, size_bytes=size, after=after
-        )
+        return self.add(queue, Kind.FREE, chunk=chunk, list_name=list_name, place=place, moment=moment, after=after)
 
     def drop(
         self, queue: Queue, chunk: int, moment: int | None = None, after: After = (), list_name: str = "param"
     ) -> int:
         """Give up the chunk's working list (or another list) on the GPU."""
-        size = self.payload(chunk, list_name)
-        return self.add(queue, Kind.DROP, chunk=chunk, list_name=list_name, moment=moment, size_bytes=size, after=after)
+        return self.add(queue, Kind.DROP, chunk=chunk, list_name=list_name, moment=moment, after=after)
 
     def fetch(
         self,
@@ -204,27 +235,24 @@ class Builder:
         via: str | None = None,
     ) -> int:
         """Working list (or another list), host to GPU, for its use in `moment`."""
-        size = self.payload(chunk, list_name) if size_bytes is None else size_bytes
         return self.add(
             Queue.H2D,
             Kind.FETCH,
             chunk=chunk,
             list_name=list_name,
             moment=moment,
-            size_bytes=size,
+            size_bytes=size_bytes,
             after=after,
             via=via,
         )
 
     def writeback(self, chunk: int, list_name: str, moment: int, after: After = (), via: str | None = None) -> int:
-        size = self.payload(chunk, list_name)
         return self.add(
             Queue.D2H,
             Kind.WRITEBACK,
             chunk=chunk,
             list_name=list_name,
             moment=moment,
-            size_bytes=size,
             after=after,
             via=via,
         )
@@ -242,39 +270,25 @@ class Builder:
         return self._collective(Kind.REDUCE_SCATTER, chunk, name, moment, after)
 
     def _collective(self, kind: Kind, chunk: int, list_name: str, moment: int, after: After) -> int:
-        size = self.payload(chunk, OTHERS.get(list_name, list_name)) * self.layout.ranks
-        return self.add(Queue.NET, kind, chunk=chunk, list_name=list_name, moment=moment, size_bytes=size, after=after)
+        return self.add(Queue.NET, kind, chunk=chunk, list_name=list_name, moment=moment, after=after)
 
     def nvme_read(self, chunk: int, list_name: str, moment: int | None = None, after: After = ()) -> int:
         """A list, disk to host."""
-        size = self.payload(chunk, list_name)
-        return self.add(
-            Queue.NVME, Kind.NVME_READ, chunk=chunk, list_name=list_name, moment=moment, size_bytes=size, after=after
-        )
+        return self.add(Queue.NVME, Kind.NVME_READ, chunk=chunk, list_name=list_name, moment=moment, after=after)
 
     def nvme_write(self, chunk: int, list_name: str, moment: int | None = None, after: After = ()) -> int:
         """A list, host to disk."""
-        size = self.payload(chunk, list_name)
-        return self.add(
-            Queue.NVME, Kind.NVME_WRITE, chunk=chunk, list_name=list_name, moment=moment, size_bytes=size, after=after
-        )
+        return self.add(Queue.NVME, Kind.NVME_WRITE, chunk=chunk, list_name=list_name, moment=moment, after=after)
 
     def cpu_add(self, chunk: int, list_name: str, moment: int, after: After = ()) -> int:
         """grad32 += the gradient in `list_name` ("grad", which is then freed, or "param", in place) on the host."""
-        size = self.cost.cpu_add_bytes(chunk)
-        return self.add(
-            Queue.ADAM, Kind.CPU_ADD, chunk=chunk, list_name=list_name, moment=moment, size_bytes=size, after=after
-        )
+        return self.add(Queue.ADAM, Kind.CPU_ADD, chunk=chunk, list_name=list_name, moment=moment, after=after)
 
     def cpu_adam(self, chunk: int, after: After = ()) -> int:
-        moment = self.uses.last_gradient(chunk)
-        size = self.cost.cpu_adam_bytes(chunk)
-        return self.add(Queue.ADAM, Kind.CPU_ADAM, chunk=chunk, moment=moment, size_bytes=size, after=after)
+        return self.row(Queue.ADAM, Row(Kind.CPU_ADAM, chunk), after)
 
     def gpu_adam(self, chunk: int, after: After = ()) -> int:
-        moment = self.uses.last_gradient(chunk)
-        size = self.cost.gpu_adam_bytes(chunk)
-        return self.add(Queue.COMPUTE, Kind.GPU_ADAM, chunk=chunk, moment=moment, size_bytes=size, after=after)
+        return self.row(Queue.COMPUTE, Row(Kind.GPU_ADAM, chunk), after)
 
     def wait(self, step: int, *refs: Ref) -> None:
         """Let a step wait for more: for what comes later in the program, of the previous iteration."""
