@@ -43,7 +43,7 @@ class Program:
 
     def __init__(self, plan: Plan) -> None:
         self.steps = plan.steps
-        self.compiled = compiled = program.Program.of(plan)
+        self.compiled = compiled = program.Program.of(plan) if plan.steps else program.NO_STEPS
         self.after = compiled.waits
         self.order = dict(zip(compiled.queues, compiled.order))
         self.wakes: list[set[Queue]] = [set() for _ in plan.steps]  # queues that have a step after this one

@@ -13,7 +13,7 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import COPIES, Kind, Queue
 from pstar_sim.errors import PlanError
 
-__all__ = ["Program"]
+__all__ = ["NO_STEPS", "Program"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,3 +106,9 @@ def _lanes(plan: Plan, adam: list[int] | tuple[()]) -> tuple[str, ...]:
         if behind and step.kind is Kind.CPU_ADAM:
             lanes[i] = "barrier"
     return tuple(lanes)
+
+
+NO_STEPS = Program(
+    ids=(), position={}, kinds=(), queues=(), queue_of=(), order=(), waits=(), copies=(), lanes=(), compute=-1
+)
+"""Of a plan without steps, under which a warm-up runs on demand. Nothing follows it: `Program.of` refuses it."""
