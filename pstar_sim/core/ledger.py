@@ -58,8 +58,8 @@ NEED, TIDE, TAKE, TAKE_ABSENT, FREE, FREE_PRESENT, READ, COPY, BECOME = range(9)
 _COPIES = frozenset({Kind.FETCH, Kind.WRITEBACK, Kind.NVME_READ, Kind.NVME_WRITE})
 
 _Ints = NDArray[np.int64]
-_Entries = list[tuple[int, int, int]]
-"""(what, payload, value): the value is the bytes of TIDE and the category of BECOME."""
+_Columns = tuple[list[int], list[Any], list[int]]
+"""Entries by column: what, payload, value (the bytes of TIDE, the category of BECOME)."""
 _Pattern = list[tuple[int, str, int, int]]
 """(what, list, place, value): entries before the chunk is known."""
 
@@ -102,6 +102,10 @@ class Payloads:
         return Resident(chunk, list_name, PLACES[place])
 
 
+def _columns(entries: Sequence[tuple[int, Any, int]]) -> _Columns:
+    return [entry[0] for entry in entries], [entry[1] for entry in entries], [entry[2] for entry in entries]
+
+
 @dataclass(frozen=True, slots=True)
 class Changes:
     """Columns of changes of bytes, in the order in which they happened. event: index into the events of the run. held:
@@ -125,7 +129,7 @@ class Moves:
         self.payloads = payloads = Payloads(plan.layout)
         self._budget = [plan.gpu_budget_bytes, plan.host_budget_bytes, plan.nvme_budget_bytes]
         initial = [payloads.number(r.chunk, r.list, PLACES.index(r.place)) for r in plan.initial if r.chunk >= 0]
-        entries, counts = self._compile()
+        (what, who, value), counts = self._compile()
         sizes, peak = payloads.sizes, plan.workload.peak_non_model_bytes
         self.cells = [0] * (len(PLACES) * WIDTH)
         self.cells[_GPU * WIDTH + _TIDE] = tide_at_cut(plan.workload)
@@ -135,7 +139,6 @@ class Moves:
             self.cells[PLACES.index(where) * WIDTH + _BUFFER] += size
         self.used = [sum(self.cells[p * WIDTH : (p + 1) * WIDTH]) for p in range(len(PLACES))]
         exact = np.int64 if sum(self.cells) + sum(sizes) + peak < _LARGEST else np.object_
-        what, who, value = zip(*entries)
         self._first = np.cumsum([0, *counts])  # of each event's entries
         self._what, self._who = np.array(what), np.array(who)
         self._value: NDArray[Any] = np.array(value, dtype=exact)
@@ -150,45 +153,58 @@ class Moves:
 
     # -- what each step does ------------------------------------------------------------------------------------------
 
-    def _compile(self) -> tuple[_Entries, list[int]]:
-        """Entries of events 0, 1, 2, ... one behind the other, and how many each has: event 2 * i is the start of step
-        i, event 2 * i + 1 its end."""
+    def _compile(self) -> tuple[tuple[list[int], list[int], list[int]], list[int]]:
+        """Columns (what, who, value) of the entries of events 0, 1, 2, ... one behind the other, and how many each has:
+        event 2 * i is the start of step i, event 2 * i + 1 its end."""
         moments = self._moments()
-        number = self.payloads.number
-        patterns: dict[tuple[Kind, str | None, Place | None, bool], tuple[_Pattern, _Pattern]] = {}
-        entries: _Entries = []
+        number, compute = self.payloads.number, Kind.COMPUTE
+        patterns: dict[tuple[int, str | None, int, bool], list[_Columns]] = {}
+        what: list[int] = []
+        who: list[int] = []
+        value: list[int] = []
         counts: list[int] = []
         for step in self.plan.steps:
             chunk = step.chunk
-            if step.kind is Kind.COMPUTE:
+            if step.kind is compute:
                 if step.moment is None or step.moment >= len(moments):
                     raise PlanError(f"step {step.id}: a compute step needs moment=, below {len(moments)}")
-                for row in moments[step.moment]:
-                    entries += row
-                    counts.append(len(row))
+                for columns in moments[step.moment]:
+                    what += columns[0]
+                    who += columns[1]
+                    value += columns[2]
+                    counts.append(len(columns[0]))
                 continue
-            key = (step.kind, step.list, step.place, chunk is None)
-            if key not in patterns:
-                patterns[key] = self._pattern(step)
-            for pattern in patterns[key]:
-                for what, list_name, place, value in pattern:
-                    entries.append((what, number(chunk, list_name, place), value))  # type: ignore[arg-type]
-                counts.append(len(pattern))
-        return entries, counts
+            key = (id(step.kind), step.list, id(step.place), chunk is None)  # members hash slowly
+            pattern_of = patterns.get(key)
+            if pattern_of is None:
+                pattern_of = patterns[key] = [
+                    _columns([(entry, (name, place), worth) for entry, name, place, worth in pattern])
+                    for pattern in self._pattern(step)
+                ]
+            for columns in pattern_of:
+                what += columns[0]
+                who += [number(chunk, name, place) for name, place in columns[1]]  # type: ignore[arg-type]
+                value += columns[2]
+                counts.append(len(columns[0]))
+        return (what, who, value), counts
 
-    def _moments(self) -> list[tuple[_Entries, _Entries]]:
-        """Of each moment, the entries of its start and of its end."""
+    def _moments(self) -> list[tuple[_Columns, _Columns]]:
+        """Of each moment, the entries of its start and of its end, by column."""
         plan, number = self.plan, self.payloads.number
         working = ("param", "remote") if plan.layout.ranks > 1 else ("param",)
         in_place = self._overwritten_in_place()
         found = []
         for m, (rise, fall, read) in enumerate(zip(*tide_moves(plan.workload), needed(plan.layout, plan.workload))):
-            begins = [(NEED, number(c, name, _GPU), 0) for c in read for name in working]
-            ends = [(BECOME, number(c, name, _GPU), _GRAD) for c in in_place.get(m, ()) for name in working]
+            needs = [number(c, name, _GPU) for c in read for name in working]
+            begins = [NEED] * len(needs), needs, [0] * len(needs)
+            turned = [number(c, name, _GPU) for c in in_place.get(m, ()) for name in working]
+            ends = [BECOME] * len(turned), turned, [_GRAD] * len(turned)
             if rise:
-                begins.append((TIDE, -1, rise))
+                for column, entry in zip(begins, (TIDE, -1, rise)):
+                    column.append(entry)
             if fall:
-                ends.insert(0, (TIDE, -1, -fall))
+                for column, entry in zip(ends, (TIDE, -1, -fall)):
+                    column.insert(0, entry)
             found.append((begins, ends))
         return found
 
