@@ -41,6 +41,7 @@ from executor.models import forward_loss
 from executor.off_plan.demand import Demand
 from executor.off_plan.guard import Guard
 from executor.off_plan.ladder import Ladder
+from executor.off_plan.reads import Reads
 from executor.off_plan.warm_up import WarmUp
 from executor.queues.interface import Program, Queues
 from executor.scaling import LossScaling, guard_boundary
@@ -159,8 +160,9 @@ class Session:
         self.steps = Steps(self, self.options.clock)
         self.batches = Batches(self, self.options.count)
         self.demand = Demand(self)
+        self.reads = Reads(self)
         self.stashes = Stashes(self)
-        self.reader.on_demand = untraced(self.demand.touch)
+        self.reader.on_demand = untraced(self.reads.touch)
         if self.guard is not None:
             self.guard.bind()
         if self.first is not None:

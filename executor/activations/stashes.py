@@ -129,8 +129,8 @@ class _Saved:
         self.source = None
 
 
-class OnDemand(Protocol):
-    """What is asked of `off_plan.demand.Demand`."""
+class Reading(Protocol):
+    """What is asked of `off_plan.reads.Reads`."""
 
     def chunk_of_storage(self, tensor: torch.Tensor) -> int | None: ...
 
@@ -155,7 +155,7 @@ class Host(Protocol):
     @property
     def plan(self) -> Plan: ...
     @property
-    def demand(self) -> OnDemand: ...
+    def reads(self) -> Reading: ...
     @property
     def stashes(self) -> Stashes: ...
 
@@ -179,10 +179,10 @@ class Collection:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         session = self._session
-        demand = session.demand
+        reads = session.reads
         with unseen(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            if demand.chunk_of_storage(tensor) is not None:
-                return demand.pack(tensor) if session.cursor.off_plan else tensor.detach()
+            if reads.chunk_of_storage(tensor) is not None:
+                return reads.pack(tensor) if session.cursor.off_plan else tensor.detach()
             if not session.stashes.takes(tensor):
                 return tensor.detach()
             key = tensor.untyped_storage()._cdata
@@ -199,7 +199,7 @@ class Collection:
         first, second = packed
         if isinstance(first, _Saved):
             return self._session.stashes.tensor(first, second)
-        return self._session.demand.unpack(packed)
+        return self._session.reads.unpack(packed)
 
 
 class Stashes:

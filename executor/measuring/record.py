@@ -146,7 +146,7 @@ def _count_once(session: Session, iteration: Callable[[], None], firings: dict[i
 
     def read(index: int) -> None:
         recorder.read(own[index])
-        session.demand.read({chunk_of[own[index]]})
+        session.reads.read({chunk_of[own[index]]})
 
     live = LiveStorages(
         [session.parameters[t] for t in own],

@@ -1,0 +1,243 @@
+"""Reads: parameters that are read while the plan does not say so, and from outside every module.
+
+[Note: reads off plan] In forward (and recompute) every parameter is parked, so that each torch call that takes one
+comes through `touch`, which makes its chunk resident for the call. Autograd reads saved parameters without asking
+Python, so the call is made under saved-tensor hooks that keep (chunk, view) instead of the tensor and fetch when
+autograd unpacks it. What ran on plan before the deviation saved plain views: for those, each event in backward fetches
+what the plan says its moment reads. Chunks used since the enclosing module began (forward) or since the last event
+(backward) stay.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from executor.at_work import AtWork
+from executor.contract import ChunkParameter, Snapshot, map_parameters, write_refused, writes
+from executor.devices.backend import Backend
+from executor.devices.torch26 import saved_tensor_hooks
+from executor.hooks import MomentClock, tensors_of
+from executor.measuring.unseen import unseen
+from executor.memory.arena import Arena
+from executor.queues.interface import Queues
+from executor.session.cursor import Cursor, Refusal, refused
+from executor.session.loop import Loop
+from executor.session.reader import Reader
+from executor.session.timetable import Timetable
+from executor.session.updates import Updates
+from pstar_sim.core.plan import Plan
+from pstar_sim.errors import ContractError
+
+__all__ = ["Host", "Reads"]
+
+_SHOWN = frozenset({torch.Tensor.__repr__, torch.Tensor.__format__})
+
+
+class OnDemand(Protocol):
+    """What is asked of `demand.Demand`."""
+
+    def visit(self) -> None: ...
+
+    def leave(self, reason: str) -> None: ...
+
+    def held(self, chunk: int) -> bool: ...
+
+    def ensure(self, chunks: Iterable[int]) -> None: ...
+
+
+class Host(Protocol):
+    """What is asked of the session."""
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def timetable(self) -> Timetable: ...
+    @property
+    def arena(self) -> Arena: ...
+    @property
+    def backend(self) -> Backend: ...
+    @property
+    def queues(self) -> Queues: ...
+    @property
+    def cursor(self) -> Cursor: ...
+    @property
+    def clock(self) -> MomentClock: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def at_work(self) -> AtWork: ...
+    @property
+    def reader(self) -> Reader: ...
+    @property
+    def updates(self) -> Updates: ...
+    @property
+    def loop(self) -> Loop: ...
+    @property
+    def demand(self) -> OnDemand: ...
+
+
+class Reads:
+    """Of one plan's working lists."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self._hooks = _held_weakly(self)
+        self._storages: dict[int, int] = {}  # storage of a working list -> chunk
+        for c in host.plan.layout.chunks:
+            self._storages[host.arena.whole(c.index, "param").untyped_storage()._cdata] = c.index
+
+    def touch(self, func: Any, parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
+        """A torch function takes parked parameters: see [Note: reads off plan]."""
+        s = self.host
+        if s.closed:
+            raise refused(Refusal.CLOSED, s)
+        if writes(func, kwargs) and args and isinstance(args[0], ChunkParameter):
+            raise write_refused(s.reader.name_of(args[0]._tensor))
+        if func in _SHOWN:
+            return self._shown(func, *args, **kwargs)
+        if not s.clock.inside:
+            return self._outside(func, args, kwargs)
+        if not s.cursor.off_plan and not s.cursor.visiting and s.cursor.moment < 0 and not s.reader.trains:
+            s.loop.meet_interruption()
+            with s.at_work, unseen():
+                s.demand.visit()
+        pack, unpack = self._hooks
+        own = saved_tensor_hooks()
+        if own is not None:  # the loop's: activation offload, or checkpointing, which counts what is saved
+            pack, unpack = _beside(own, self._hooks, self.chunk_of_storage)
+        with torch._C.DisableTorchFunctionSubclass(), _Calls(self):
+            if not torch.is_grad_enabled() or pack is None:
+                return func(*args, **kwargs)
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                return func(*args, **kwargs)
+
+    def read(self, chunks: set[int]) -> None:
+        """An operator is about to read the working lists of `chunks`."""
+        s = self.host
+        with s.at_work, unseen():
+            if s.updates.eager and s.cursor.moment >= 0:
+                self._refuse_updated(chunks)
+            if not s.cursor.off_plan and not s.cursor.visiting:
+                missing = [c for c in sorted(chunks) if not s.demand.held(c)]
+                if not missing:
+                    for chunk in chunks:
+                        s.queues.land(chunk)
+                    return
+                names = ", ".join(repr(s.reader.name_of(t)) for t in s.timetable.tensors_of[missing[0]][:2])
+                where = f"moment {s.cursor.moment}, where the plan does not have it"
+                s.demand.leave(f"chunk {missing[0]} ({names}, ...) is read in {where}")
+            s.demand.ensure(chunks)
+
+    def _refuse_updated(self, chunks: Iterable[int]) -> None:
+        """Raise ContractError where an eager update of this iteration has changed one of the chunks."""
+        s = self.host
+        updated = s.updates.begun.intersection(t for chunk in chunks for t in s.timetable.tensors_of[chunk])
+        if updated:
+            s.loop.refuse_while_updating(f"{s.reader.name_of(min(updated))!r} is read")
+
+    def chunk_of_storage(self, tensor: torch.Tensor) -> int | None:
+        return self._storages.get(tensor.untyped_storage()._cdata)
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        chunk = self.chunk_of_storage(tensor)
+        return tensor.detach() if chunk is None else (chunk, tensor.detach())
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        chunk, view = packed
+        with self.host.at_work, unseen():
+            self.host.demand.ensure({chunk})
+        assert isinstance(view, torch.Tensor)
+        return view
+
+    def _shown(self, func: Any, parameter: ChunkParameter, *args: Any, **kwargs: Any) -> Any:
+        """Debuggers and logs ask at any time, and have to get a text."""
+        s = self.host
+        try:
+            value = s.reader.current_value(parameter._tensor).to(s.backend.device)
+        except ContractError as error:
+            return f"tensor(..., size={tuple(parameter.shape)}, dtype={parameter.dtype})  # values not shown: {error}"
+        return func(value.requires_grad_(parameter.requires_grad), *args, **kwargs)
+
+    def _outside(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A parameter is read while no module runs: the function gets a copy of its current value."""
+        s = self.host
+
+        def copy(parameter: ChunkParameter) -> torch.Tensor:
+            value = s.reader.current_value(parameter._tensor).to(s.backend.device)
+            if torch.is_grad_enabled() and parameter.requires_grad:
+                value.requires_grad_()
+                value.register_hook(_refuse_gradient(s.reader.name_of(parameter._tensor)))  # type: ignore[no-untyped-call]
+            return value.as_subclass(Snapshot)
+
+        return func(*map_parameters(args, copy), **map_parameters(kwargs, copy))
+
+
+class _Calls(TorchDispatchMode):
+    """Entered around one call: tells `reads` of each operator that takes (a view of) a working list. A call may end
+    before it reads all it was given: a recomputation that has restored enough stops in the middle of one."""
+
+    def __init__(self, reads: Reads) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._reads = reads
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        chunks = {
+            chunk
+            for tensor in tensors_of((args, kwargs))
+            if (chunk := self._reads.chunk_of_storage(tensor)) is not None
+        }
+        if chunks:
+            self._reads.read(chunks)
+        return func(*args, **kwargs)
+
+
+def _held_weakly(reads: Reads) -> tuple[Any, Any]:
+    """Saved-tensor hooks that do not hold the session: what hangs on a graph is not collected."""
+    keeper = weakref.ref(reads)
+
+    def held() -> Reads:
+        found = keeper()
+        if found is None:
+            raise ContractError("a graph of a prepared model that nobody holds any more, or of a plan before this one")
+        return found
+
+    return lambda tensor: held().pack(tensor), lambda packed: held().unpack(packed)
+
+
+def _beside(own: tuple[Any, Any], mine: tuple[Any, Any], chunk_of: Callable[[torch.Tensor], int | None]) -> Any:
+    """Saved-tensor hooks that keep working lists by chunk and leave every other tensor to the loop's own hooks. (None,
+    None) for those of torch.utils.checkpoint, which must see all."""
+    pack, unpack = own
+    if getattr(pack, "__module__", "") == "torch.utils.checkpoint":
+        return None, None
+
+    pack_mine, unpack_mine = mine
+
+    def pack_both(tensor: torch.Tensor) -> Any:
+        ours = chunk_of(tensor) is not None
+        return ours, pack_mine(tensor) if ours else pack(tensor)
+
+    def unpack_both(packed: Any) -> Any:
+        ours, kept = packed
+        return unpack_mine(kept) if ours else unpack(kept)
+
+    return pack_both, unpack_both
+
+
+def _refuse_gradient(name: str) -> Any:
+    def refuse(_: torch.Tensor) -> None:
+        raise ContractError(
+            f"parameter {name!r} was read outside every module call and the loss depends on it; move that code into "
+            "the forward of the model or of one of its modules"
+        )
+
+    return refuse
