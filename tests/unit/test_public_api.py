@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
@@ -58,3 +59,24 @@ def test_help_answers_in_half_a_second_of_cpu() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert float(done.stdout) < 0.5
+
+
+def test_every_answer_is_shown_by_what_registered_for_it() -> None:
+    """The front door names answers by their class, and renderers that take one first."""
+    for answer, forms in ps._RENDERERS.items():
+        assert ps._look_up(_CLASSES[answer]).__name__ == answer
+        for where in forms.values():
+            assert next(iter(inspect.signature(ps._look_up(where)).parameters))
+    assert set(_CLASSES) == set(ps._RENDERERS)
+
+
+_CLASSES = {
+    "Ablation": "planner.ablate:Ablation",
+    "Cheapest": "planner.cheapest:Cheapest",
+    "Comparison": "planner.compare:Comparison",
+    "Fits": "planner.fits:Fits",
+    "Limits": "planner.limits:Limits",
+    "Planned": "planner.compare:Planned",
+    "Sensitivity": "planner.sensitivity:Sensitivity",
+    "Timeline": "core.timeline:Timeline",
+}
