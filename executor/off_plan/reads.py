@@ -26,9 +26,10 @@ from executor.hooks import MomentClock, tensors_of
 from executor.measuring.unseen import unseen
 from executor.memory.arena import Arena
 from executor.queues.interface import Queues
-from executor.session.cursor import Cursor, Refusal, refused
+from executor.session.cursor import Cursor
 from executor.session.loop import Loop
 from executor.session.reader import Reader
+from executor.session.refusals import Refusal, refused
 from executor.session.timetable import Timetable
 from executor.session.updates import Updates
 from pstar_sim.core.plan import Plan

@@ -17,12 +17,13 @@ from executor.hooks import Event, MomentClock
 from executor.measuring.unseen import Watching, unseen
 from executor.queues.interface import Queues
 from executor.session.batches import Batches
-from executor.session.cursor import Act, Answer, Cursor, Refusal, State, act_of, answer, refused
+from executor.session.cursor import Act, Answer, Cursor, State, act_of, answer
 from executor.session.facts import ActFacts
 from executor.session.following import Following
 from executor.session.iteration import Iteration
 from executor.session.others import Others
 from executor.session.reader import Reader
+from executor.session.refusals import Refusal, refused
 from executor.session.steps import Steps
 from executor.session.timetable import Timetable
 from executor.session.updates import Updates

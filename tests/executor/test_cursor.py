@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from executor.session.cursor import TABLE, TEXTS, Act, Answer, Cursor, Fact, Refusal, State, act_of, answer, refused
+from executor.session.cursor import TABLE, Act, Answer, Cursor, Fact, State, act_of, answer
 from executor.session.facts import _FACTS, ActFacts
+from executor.session.refusals import TEXTS, Refusal, refused
 from pstar_sim.errors import ContractError
 from pstar_sim.workload.workload import Phase
 

@@ -19,7 +19,7 @@ from pstar_sim.testing import chain_workload
 from pstar_sim.units import MIB
 from pstar_sim.workload.workload import Use, UseKind, Workload
 
-PURE = ("cursor", "timetable")  # files of executor/session that know no torch
+PURE = ("cursor", "refusals", "timetable")  # files of executor/session that know no torch
 
 
 def plan_of(policy: str, w: Workload) -> Plan:

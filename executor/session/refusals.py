@@ -1,0 +1,120 @@
+"""Refusals: what of the loop contract raises ContractError, and in which words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from types import MappingProxyType
+
+from pstar_sim.errors import ContractError
+
+__all__ = ["TEXTS", "Refusal", "refused"]
+
+
+class Refusal(Enum):
+    """What raises ContractError; `TEXTS` has the words."""
+
+    CLOSED = "closed"
+    INTERRUPTED = "interrupted"
+    SWITCHED_FORWARD = "switched forward"
+    SWITCHED_BACKWARD = "switched backward"
+    OUTSIDE = "outside"
+    OUT_OF_MEMORY = "out of memory"
+    UPDATING = "updating"
+    OF_EVALUATION = "of evaluation"
+    NOT_CLEARED = "not cleared"
+    SURPLUS = "surplus"
+    TWICE = "twice"
+    CHANGED = "changed"
+    KEEPS = "keeps"
+    UPDATED = "updated"
+    SUMMED = "summed"
+    GRAD = "grad"
+    GRAD_SET = "grad set"
+    GRAD_LEFT = "grad left"
+    BORDER = "border"
+
+
+_EAGER_GRADIENTS = (
+    "zero_grad() before step() with eager updates, in the last backward or after it: parameters are updated in that "
+    "backward and their gradients cannot be dropped any more; call step(), or use AdamW(eager=False)"
+)
+_SWITCHED = (
+    " while requires_grad of {f.switched_name!r} ({f.switched_count} parameters) is not what it was at prepare: the "
+    "plan was made for what was trainable then; put it back after the evaluation it was changed for, or freeze before "
+    "planning and prepare again"
+)
+
+TEXTS: Mapping[Refusal, str] = MappingProxyType(
+    {
+        Refusal.CLOSED: "the session is closed; call executor.prepare again",
+        Refusal.INTERRUPTED: (
+            "iteration {f.iteration} was interrupted; call optimizer.zero_grad() to drop what it has left of its "
+            "gradients, and run its forward and backward again"
+        ),
+        Refusal.SWITCHED_FORWARD: "a forward of {f.forward} with gradients" + _SWITCHED,
+        Refusal.SWITCHED_BACKWARD: "a backward" + _SWITCHED,
+        Refusal.OUTSIDE: (
+            "{f.module!r} is called with gradients outside a forward of the prepared model: loss scaling acts at that "
+            "model's inputs and outputs; call the prepared model itself, or train in bf16 or fp32"
+        ),
+        Refusal.OUT_OF_MEMORY: (
+            "the iteration that ran out of memory has left some of its gradients; call optimizer.zero_grad() and run "
+            "its forward and backward again"
+        ),
+        Refusal.UPDATING: (
+            "{f.what} between the last backward and optimizer.step() with eager updates: some parameters are updated "
+            "already; do it after step(), or use AdamW(eager=False)"
+        ),
+        Refusal.OF_EVALUATION: (
+            "a backward from an output of {f.source} that was computed while requires_grad of every trainable "
+            "parameter was off: that was an evaluation; compute the loss again"
+        ),
+        Refusal.NOT_CLEARED: (
+            "a backward after optimizer.step() without zero_grad(): plain torch would add to gradients that are gone "
+            "here; call optimizer.zero_grad() after each step"
+        ),
+        Refusal.SURPLUS: (
+            "backward number {f.backward} of an iteration that the plan made for {f.planned} micro-batches: call "
+            "optimizer.step() and zero_grad() first, or make the plan for as many micro-batches as the loop "
+            "accumulates (--micro-batches)"
+        ),
+        Refusal.TWICE: (
+            "optimizer.step() twice for one backward: the gradients are gone after the first; run a backward in between"
+        ),
+        Refusal.CHANGED: (
+            "param_groups changed between the forward and optimizer.step() with eager updates: chunks were updated "
+            "with the old values; change them after step() and before the next forward"
+        ),
+        Refusal.KEEPS: (
+            "zero_grad(set_to_none=False) keeps gradient tensors, which live in chunks here; call zero_grad()"
+        ),
+        Refusal.UPDATED: _EAGER_GRADIENTS,
+        Refusal.SUMMED: (
+            "zero_grad() before step() on several ranks: the gradients are summed already, and the other ranks count "
+            "on the update; call step()"
+        ),
+        Refusal.GRAD: (
+            "the gradient of {f.name!r} is not in .grad: it left for its chunk as soon as it was final. To clip, give "
+            "AdamW(max_grad_norm=...) instead of clip_grad_norm_ (executor.hf.connect for a transformers Trainer); its "
+            "norm is optimizer.session.grad_norm. Loss scaling is AdamW(loss_scale=...), on by itself in fp16, instead "
+            "of GradScaler"
+        ),
+        Refusal.GRAD_SET: (
+            "the gradient of {f.name!r} cannot be set: gradients live in chunks; change the loss instead"
+        ),
+        Refusal.GRAD_LEFT: (
+            "the gradient of {f.name!r} has left for its chunk; call optimizer.zero_grad() to drop the gradients of "
+            "all parameters"
+        ),
+        Refusal.BORDER: (
+            "{f.name!r} is read inside an iteration, outside every module: on several ranks each holds a part of it; "
+            "read it between optimizer.step() and the next forward, on all ranks"
+        ),
+    }
+)
+
+
+def refused(refusal: Refusal, facts: object) -> ContractError:
+    """The error of a refusal. facts: has the words of its text."""
+    return ContractError(TEXTS[refusal].format(f=facts))
