@@ -59,7 +59,7 @@ class Program:
             queue_of.append(q)
             for ref in step.after:
                 if ref.id not in index:
-                    raise PlanError(f"step {step.id} waits for step {ref}, which the plan has not")
+                    raise PlanError(f"step {step.id} waits for step {ref}, which is not in the plan")
             waits.append(tuple((index[ref.id], ref.back) for ref in step.after))
         if Queue.COMPUTE not in number:
             raise PlanError(f"plan of {plan.policy!r} has no compute steps")
