@@ -282,6 +282,15 @@ def interrupts() -> str:
     )
 
 
+def oracle() -> str:
+    r = result("oracle")
+    compared = r["nominal runs compared"] + r["jittered runs compared"]
+    return (
+        f"{compared:,} runs of {r['plans']:,} plans and {r['deadlocks compared']:,} deadlocks: "
+        f"{len(r['differences'])} differ in ends, bytes, causes or peaks; {link('oracle')}"
+    )
+
+
 def load_weights() -> str:
     rows = [row for row in result("load_weights")["rows"] if row["way"] == "meta"]
     above = max(row["peak"] - row["steady"] for row in rows)
@@ -346,7 +355,7 @@ PHRASES: Mapping[str, Callable[[], str]] = {
     f.__name__.replace("_", "-"): f
     for f in (
         accuracy, overhead, capture, peers, peers_offloading, semantics, interleavings, leaks, mutations, faults, kills,
-        interrupts, load_weights, planning, activations, calibrated, tide_bytes,
+        interrupts, oracle, load_weights, planning, activations, calibrated, tide_bytes,
     )
 } | {
     "demo-taken": lambda: link("demo"),

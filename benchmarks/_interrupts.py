@@ -36,6 +36,7 @@ from torch import nn
 import executor
 from executor.capture import capture_module
 from pstar_sim.catalog.loader import load_machine
+from pstar_sim.core import ledger
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import PstarError
 from pstar_sim.policy.registry import find_policy
@@ -43,8 +44,16 @@ from pstar_sim.policy.registry import find_policy
 __all__ = ["CASES", "Bench", "Case", "Outcome", "Point", "three_of"]
 
 ROOT = Path(executor.__file__).resolve().parent
+LEDGER = Path(ledger.__file__).resolve()
 HANG_S = 30.0
 LR = 1e-2
+
+
+def _named(path: Path) -> str | None:
+    """The name of a file that is struck: those of the executor, and the ledger that it keeps its book in."""
+    if ROOT in path.parents:
+        return path.relative_to(ROOT).as_posix()
+    return LEDGER.name if path == LEDGER else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +168,7 @@ class Tracer:
             return None
         if code not in self._own:
             path = Path(code.co_filename)
-            self._own[code] = path.relative_to(ROOT).as_posix() if ROOT in path.parents else None
+            self._own[code] = _named(path)
         return None if self._own[code] is None else self.on_line
 
     def on_line(self, frame: FrameType, event: str, arg: Any) -> Any:
@@ -388,7 +397,7 @@ def _where(error: BaseException) -> str:
     trace = error.__traceback__
     while trace is not None:
         path = Path(trace.tb_frame.f_code.co_filename)
-        if ROOT in path.parents:
-            rows.append(f"{path.relative_to(ROOT)}:{trace.tb_lineno}")
+        if (name := _named(path)) is not None:
+            rows.append(f"{name}:{trace.tb_lineno}")
         trace = trace.tb_next
     return f"{type(error).__name__}: {str(error)[:200]} at {' < '.join(rows[:-5:-1])}"

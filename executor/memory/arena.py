@@ -299,7 +299,7 @@ class Arena:
         """Most bytes of payloads, buffers and non-model data on the gpu at once in [start_s, end_s]."""
         with self._lock:
             log, count = self.log, len(self.log)
-            held = self.payload_bytes(Place.GPU) + self.tide_bytes
+            held = self._ledger.held_bytes(Place.GPU) + self.tide_bytes
         peak = 0
         for i in range(count - 1, -1, -1):  # back from now: what was held before each change
             change = log[i]
@@ -315,7 +315,7 @@ class Arena:
         """What the compute queue does from now on is kept in `marks`, too; (length of the log, bytes on the gpu)."""
         with self._lock:
             self.marks = marks
-            return len(self.log), self.payload_bytes(Place.GPU)
+            return len(self.log), self._ledger.held_bytes(Place.GPU)
 
     def mark(self, word: str, moment: int) -> None:
         """What the compute queue does from now on: ("in", m) during moment m, ("after", m) between m and the next."""

@@ -28,7 +28,7 @@ from executor.session.steps import Steps
 from executor.session.timetable import Timetable
 from executor.session.updates import Updates
 from pstar_sim.core.plan import Plan
-from pstar_sim.errors import Interrupted, OutOfMemory
+from pstar_sim.errors import ContractError, Interrupted, OutOfMemory
 
 __all__ = ["Host", "Loop"]
 
@@ -191,7 +191,12 @@ class Loop:
             host.at_work.outermost()
             if host.at_work.torn:
                 self.require_running()
-        found = self.ask(act, event)
+        try:
+            found = self.ask(act, event)
+        except ContractError:
+            if host.queues.failure is not None:
+                raise host.queues.failure from None  # what the run died of comes before what the loop does wrong
+            raise
         if found is Answer.MEND:
             self.mend()
             found = self.ask(act, event)

@@ -124,8 +124,9 @@ class Steps:
             before = host.stashes.copied_bytes(step.queue)
         with torch.no_grad():
             updates = step.kind in (Kind.CPU_ADAM, Kind.GPU_ADAM)
-            if updates and host.updates.eager and iteration == host.iteration and step.chunk is not None:
-                host.now.early.update(host.contents.chunks[step.chunk].with_gradient())
+            now = host.now  # the user's thread may begin the next iteration between two lines
+            if updates and host.updates.eager and iteration == now.number and step.chunk is not None:
+                now.early.update(host.contents.chunks[step.chunk].with_gradient())
                 host.reader.refresh(step.chunk)
             if step.stash is not None:
                 ahead_bytes = host.stashes.move(step)

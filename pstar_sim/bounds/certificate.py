@@ -17,7 +17,7 @@ from pstar_sim.errors import PlanError
 from pstar_sim.units import format_s
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["Certificate", "Certifier", "agree", "certificate_of"]
+__all__ = ["COARSE", "Certificate", "Certifier", "agree", "certificate_of"]
 
 AGREE = {"closed form": 1e-6, "joint LP": 1e-6, "fluid LP": 1e-4}
 """Relative difference to which two computations of a bound agree: a linear program's proof depends on the solver."""

@@ -90,11 +90,14 @@ class Payloads:
         chunk, list_name, place = key
         with self._lock:  # one that is met by two threads at once has one number
             if key not in self._number:
-                self.names.append(key)
-                self.sizes.append(self._layout.payload_bytes(chunk, list_name))
-                self.places.append(place)
-                self.categories.append(CATEGORIES.index(category_of(list_name)))
-                self._number[key] = len(self.names) - 1
+                number = len(self._number)
+                category = CATEGORIES.index(category_of(list_name))
+                # Written from `number` on: an interruption may have left some of the columns longer.
+                self.names[number:] = [key]
+                self.sizes[number:] = [self._layout.payload_bytes(chunk, list_name)]
+                self.places[number:] = [place]
+                self.categories[number:] = [category]
+                self._number[key] = number
             return self._number[key]
 
     def resident(self, number: int) -> Resident:
@@ -140,7 +143,7 @@ class Moves:
         self.used = [sum(self.cells[p * WIDTH : (p + 1) * WIDTH]) for p in range(len(PLACES))]
         exact = np.int64 if sum(self.cells) + sum(sizes) + peak < _LARGEST else np.object_
         self._first = np.cumsum([0, *counts])  # of each event's entries
-        self._what, self._who = np.array(what), np.array(who)
+        self._what, self._who = np.array(what, dtype=np.int64), np.array(who, dtype=np.int64)
         self._value: NDArray[Any] = np.array(value, dtype=exact)
         # Payload -1, the last of these, stands for the tide.
         self._size: NDArray[Any] = np.array([*sizes, 0], dtype=exact)
@@ -390,6 +393,11 @@ class Ledger:
         """Bytes of payloads, claims and buffers."""
         return self._used[PLACES.index(place)]
 
+    def held_bytes(self, place: Place) -> int:
+        """Bytes of payloads and buffers, without claims."""
+        p = PLACES.index(place)
+        return self._used[p] - self._claimed[p]
+
     def room_bytes(self, place: Place) -> int:
         """Bytes that could still be claimed."""
         p = PLACES.index(place)
@@ -463,9 +471,10 @@ class Ledger:
             self._used[self._payloads.places[number]] += self._payloads.sizes[number]
 
     def clear(self) -> None:
-        """Nobody holds anything."""
+        """Nobody holds anything from now on. The bytes stay: they are those of the end, from which the past is counted
+        back."""
         self._held.clear()
-        self.mend()
+        self._unfinished.clear()
 
     def _number(self, chunk: int, list_name: str, place: Place) -> int:
         return self._payloads.number(chunk, list_name, PLACES.index(place))

@@ -66,6 +66,7 @@ def play_one(
     try:
         record = follow(program, columns, cost.rates(), factor=jitter, most=max_iterations)
     except Deadlock as error:  # what went wrong before comes first
-        moves.book(error.record.events)
+        if error.record is not None:
+            moves.book(error.record.events)
         raise
     return timeline(plan, record, held(moves, record), moved_bytes)

@@ -318,6 +318,7 @@ def test_a_plan_of_the_first_edition_calls_the_joint_program_a_closed_form() -> 
     assert isinstance(said, dict) and said["bound"] == "joint LP"
     old = replace(plan, choices={**plan.choices, "certificate": {**said, "bound": "closed form"}})
     assert agree(old).endswith("as stored")
+    assert "certificate" in examine(old).report.figures
     with pytest.raises(PlanError, match="but the joint LP"):
         agree(replace(old, predictions={**old.predictions, "lower_bound_s": 7.0}))
     assert lower_bound(w, machine(), EAGER, plan.layout, stream=False).method == "closed form"

@@ -7,15 +7,17 @@ from itertools import accumulate
 
 import pytest
 
+from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.effects import CATEGORIES, frees, gradient_list, takes, tide_at_cut, tide_moves
 from pstar_sim.core.follow import follow
-from pstar_sim.core.ledger import PLACES, WIDTH, Changes, Ledger, Moves
-from pstar_sim.core.plan import Plan, Resident, steps_from_text
+from pstar_sim.core.ledger import PLACES, WIDTH, Changes, Ledger, Moves, Payloads
+from pstar_sim.core.plan import Plan, Resident, Settings, steps_from_text
 from pstar_sim.core.program import Program
 from pstar_sim.core.step import EFFECTS, Kind, Place, from_text
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import CannotPlan, DoesNotFit, PlanError
 from pstar_sim.policy.registry import built_in
+from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload, random_jitter, random_machine, random_settings, random_workload
 
 GPU, HOST = Place.GPU, Place.HOST
@@ -42,6 +44,43 @@ def test_a_claim_counts_before_memory_is_there_and_is_withdrawn_where_it_is_refu
     assert ledger.used_bytes(GPU) == 2148, "until its memory is given back"
     assert ledger.left(0, "param", GPU) == 2048
     assert (ledger.used_bytes(GPU), ledger.residents) == (100, frozenset())
+
+
+def test_an_interruption_between_two_columns_of_a_new_payload_leaves_nothing_behind(hand_plan: MakePlan):
+    class Once:
+        """A layout whose first answer does not come."""
+
+        def __init__(self) -> None:
+            self.asked = 0
+
+        def payload_bytes(self, chunk: int, list_name: str) -> int:
+            self.asked += 1
+            if self.asked == 1:
+                raise KeyboardInterrupt
+            return hand_plan().layout.payload_bytes(chunk, list_name)
+
+    payloads = Payloads(Once())  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        payloads.number(0, "param", 0)
+    assert [payloads.number(1, "param", 1), payloads.number(0, "grad32", 0)] == [0, 1]
+    assert payloads.names == [(1, "param", 1), (0, "grad32", 0)]
+    assert (len(payloads.sizes), payloads.places, len(payloads.categories)) == (2, [1, 0], 2)
+
+
+def test_figures_of_the_past_have_no_claims_and_stay_when_all_is_given_back(ledger: Ledger):
+    ledger.claim(0, "param", GPU)
+    assert (ledger.used_bytes(GPU), ledger.held_bytes(GPU)) == (2148, 100)
+    ledger.hold(0, "param", GPU)
+    ledger.clear()
+    assert (ledger.held_bytes(GPU), ledger.residents) == (2148, frozenset())
+
+
+@pytest.mark.parametrize("name", ["all_on_gpu", "tide", "zero_offload", "patrickstar"])
+def test_an_iteration_that_is_the_optimizer_step_alone(name: str):
+    whole = chain_workload(2, 10**6)
+    alone = replace(whole, moments=(whole.moments[-1],), uses=())
+    plan = built_in()[name](alone, load_machine("v100-32"), Settings())
+    assert play(plan).peak_bytes["gpu"] >= 0
 
 
 def test_what_is_refused_changes_nothing(ledger: Ledger):

@@ -4,6 +4,7 @@ import gc
 import json
 import pickle
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -80,10 +81,17 @@ def test_it_shows_itself(timeline: Timeline):
     assert "by hand" in timeline._repr_html_()
 
 
+def test_a_class_of_ones_own_shows_itself_too(timeline: Timeline):
+    class Mine(Timeline):
+        pass
+
+    assert "by hand" in Mine(**{f.name: getattr(timeline, f.name) for f in fields(timeline)})._repr_html_()
+
+
 def test_spans_and_samples_of_a_simulation_are_made_when_they_are_asked_for(hand_plan: Callable[..., Plan]):
     def rows() -> int:
         gc.collect()
-        return sum(isinstance(value, Span | ByteSample) for value in gc.get_objects())
+        return sum(type(value) in (Span, ByteSample) for value in gc.get_objects())
 
     plan = hand_plan()
     before = rows()
