@@ -26,10 +26,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from executor.activations.stashes import Stashes
-from executor.devices.backend import Backend
 from executor.devices.torch26 import saved_tensor_hooks
-from executor.session.cursor import Cursor
-from pstar_sim.core.plan import Plan
+from executor.session.hosting import BytesHost
 from pstar_sim.errors import ModelError, PlanError, TraceError
 from pstar_sim.workload.mixing import offload_blocks
 from pstar_sim.workload.workload import Workload, activations_text
@@ -80,19 +78,11 @@ class Training(Protocol):
     def trains(self) -> bool: ...
 
 
-class Host(Protocol):
+class Host(BytesHost, Protocol):
     """What is asked of the session."""
 
     @property
-    def backend(self) -> Backend: ...
-    @property
-    def closed(self) -> bool: ...
-    @property
-    def cursor(self) -> Cursor: ...
-    @property
     def model(self) -> nn.Module: ...
-    @property
-    def plan(self) -> Plan: ...
     @property
     def reader(self) -> Training: ...
     @property

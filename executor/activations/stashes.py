@@ -29,12 +29,9 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import nn
 
-from executor.devices.backend import Backend
-from executor.hooks import MomentClock, tensors_of
+from executor.hooks import tensors_of
 from executor.measuring.unseen import unseen
-from executor.memory.arena import Arena
-from executor.session.cursor import Cursor
-from pstar_sim.core.plan import Plan
+from executor.session.hosting import BytesHost, LoopHost
 from pstar_sim.core.slabs import stash_key
 from pstar_sim.core.step import Kind, Queue, Step
 from pstar_sim.errors import ContractError
@@ -139,21 +136,11 @@ class Reading(Protocol):
     def unpack(self, packed: Any) -> torch.Tensor: ...
 
 
-class Host(Protocol):
+class Host(BytesHost, LoopHost, Protocol):
     """What is asked of the session."""
 
     @property
-    def arena(self) -> Arena: ...
-    @property
-    def backend(self) -> Backend: ...
-    @property
-    def clock(self) -> MomentClock: ...
-    @property
-    def cursor(self) -> Cursor: ...
-    @property
     def model(self) -> nn.Module: ...
-    @property
-    def plan(self) -> Plan: ...
     @property
     def reads(self) -> Reading: ...
     @property

@@ -21,40 +21,20 @@ import torch
 from torch import nn
 
 from executor.contract import raw_grad
-from executor.devices.backend import Backend
 from executor.distributed.ranks import Ranks
 from executor.hooks import Event
-from executor.memory.arena import Arena
-from executor.memory.contents import Contents
-from executor.session.cursor import Cursor
 from executor.session.following import Following
-from executor.session.iteration import Iteration
-from executor.session.timetable import Timetable
-from pstar_sim.core.plan import Plan
+from executor.session.hosting import BytesHost
 from pstar_sim.workload.workload import Phase
 
 __all__ = ["Absent"]
 
 
-class Host(Protocol):
+class Host(BytesHost, Protocol):
     """What is asked of the session."""
 
     @property
-    def arena(self) -> Arena: ...
-    @property
-    def backend(self) -> Backend: ...
-    @property
-    def contents(self) -> Contents: ...
-    @property
-    def cursor(self) -> Cursor: ...
-    @property
-    def now(self) -> Iteration: ...
-    @property
-    def timetable(self) -> Timetable: ...
-    @property
     def following(self) -> Following: ...
-    @property
-    def plan(self) -> Plan: ...
     @property
     def ranks(self) -> Ranks | None: ...
     @property

@@ -36,17 +36,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from executor.capture import fake_module
 from executor.driving.again import Before
 from executor.driving.blocks import Borders, Tape, find_blocks, shared_part
-from executor.hooks import MomentClock, tensors_of
+from executor.hooks import tensors_of
 from executor.memory.contents import Update
 from executor.models import forward_loss, quiet, unpacked_sequences, unread_padding
-from executor.queues.interface import Queues
 from executor.session.batches import Shapes
-from executor.session.cursor import Cursor
 from executor.session.following import Following
-from executor.session.iteration import Iteration
+from executor.session.hosting import BytesHost, LoopHost
 from executor.session.loop import Loop
 from executor.session.updates import Updates
-from pstar_sim.core.plan import Plan
 from pstar_sim.errors import ContractError, OutOfMemory
 
 __all__ = ["ORDERS", "Driver", "Loss", "StepResult"]
@@ -83,17 +80,11 @@ class Recovering(Protocol):
     def recover(self, error: OutOfMemory | torch.OutOfMemoryError) -> None: ...
 
 
-class Host(Protocol):
+class Host(BytesHost, LoopHost, Protocol):
     """What is asked of the session."""
 
     @property
-    def clock(self) -> MomentClock: ...
-    @property
-    def cursor(self) -> Cursor: ...
-    @property
     def following(self) -> Following: ...
-    @property
-    def iteration(self) -> int: ...
     @property
     def ladder(self) -> Recovering: ...
     @property
@@ -101,15 +92,9 @@ class Host(Protocol):
     @property
     def model(self) -> nn.Module: ...
     @property
-    def now(self) -> Iteration: ...
-    @property
     def on_close(self) -> list[Callable[[], object]]: ...
     @property
     def optimizer(self) -> Callable[[], torch.optim.Optimizer | None]: ...
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def queues(self) -> Queues: ...
     @property
     def shapes(self) -> Shapes: ...
     @property

@@ -38,9 +38,7 @@ from executor.measuring.unseen import Watching, unseen
 from executor.memory.arena import check_gpu_memory
 from executor.off_plan.ladder import with_gpu_budget
 from executor.session.batches import Batches
-from executor.session.cursor import Cursor
-from executor.session.others import Others
-from executor.session.timetable import Timetable
+from executor.session.hosting import LoopHost
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import DoesNotFit, PlanError, UnknownName
 from pstar_sim.policy.kit.points import Point
@@ -135,21 +133,11 @@ def compare(
     )
 
 
-class Host(StandingHost, Protocol):
+class Host(StandingHost, LoopHost, Protocol):
     """What is asked of the session."""
 
     @property
     def batches(self) -> Batches: ...
-    @property
-    def closed(self) -> bool: ...
-    @property
-    def cursor(self) -> Cursor: ...
-    @property
-    def iteration(self) -> int: ...
-    @property
-    def timetable(self) -> Timetable: ...
-    @property
-    def ranks(self) -> Others | None: ...
     @property
     def watches(self) -> list[Watching]: ...
 

@@ -12,17 +12,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
-from executor.devices.backend import Backend
 from executor.measuring.live_bytes import LiveStorages
 from executor.measuring.measured import Measured
 from executor.measuring.unseen import Watching
-from executor.memory.arena import Arena
 from executor.queues.interface import Queues
 from executor.queues.serial import QueueEvent, SerialQueues, follow
-from executor.session.cursor import Cursor
+from executor.session.hosting import BytesHost
 from executor.session.loop import Loop
 from executor.session.steps import Steps
-from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import COPIES, Place
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PlanError
@@ -33,27 +30,15 @@ if TYPE_CHECKING:
 __all__ = ["Host", "Walk", "Watch", "measure_iteration"]
 
 
-class Host(Protocol):
+class Host(BytesHost, Protocol):
     """What is asked of the session."""
 
     @property
-    def arena(self) -> Arena: ...
-    @property
-    def backend(self) -> Backend: ...
-    @property
-    def cursor(self) -> Cursor: ...
-    @property
     def model(self) -> nn.Module: ...
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def queues(self) -> Queues: ...
     @property
     def steps(self) -> Steps: ...
     @property
     def loop(self) -> Loop: ...
-    @property
-    def iteration(self) -> int: ...
     @property
     def deviations(self) -> int: ...
     @property

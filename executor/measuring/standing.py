@@ -13,10 +13,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-from executor.devices.backend import Backend
 from executor.measuring.live_bytes import LiveStorages
-from executor.memory.arena import Arena
-from pstar_sim.core.plan import Plan
+from executor.session.hosting import BytesHost
 
 __all__ = ["Host", "Standing"]
 
@@ -27,17 +25,11 @@ _FLAGS = (
 )
 
 
-class Host(Protocol):
+class Host(BytesHost, Protocol):
     """What is asked of the session."""
 
     @property
-    def arena(self) -> Arena: ...
-    @property
-    def backend(self) -> Backend: ...
-    @property
     def model(self) -> nn.Module: ...
-    @property
-    def plan(self) -> Plan: ...
 
 
 HostType = TypeVar("HostType", bound=Host)

@@ -14,13 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from executor.devices.backend import Backend, VirtualBackend
+from executor.devices.backend import VirtualBackend
 from executor.measuring.first import FirstIteration, TideReport
 from executor.measuring.measured import IterationLog
-from executor.memory.arena import Arena
-from executor.queues.interface import Queues
+from executor.session.hosting import BytesHost
 from executor.session.steps import Steps
-from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import COPIES, Place, Queue
 
 __all__ = ["LinkUse", "Status"]
@@ -74,21 +72,11 @@ class Status:
     exchanges: int = 0
 
 
-class Host(Protocol):
+class Host(BytesHost, Protocol):
     """What is asked of the session."""
 
     @property
-    def arena(self) -> Arena: ...
-    @property
-    def backend(self) -> Backend: ...
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def queues(self) -> Queues: ...
-    @property
     def steps(self) -> Steps: ...
-    @property
-    def iteration(self) -> int: ...
     @property
     def deviations(self) -> int: ...
     @property

@@ -27,28 +27,21 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
-from executor.at_work import AtWork
 from executor.contract import (
     raw_grad,
     set_raw_grad,
 )
-from executor.devices.backend import Backend
-from executor.hooks import Event, MomentClock
-from executor.memory.arena import Arena
-from executor.memory.contents import Contents
+from executor.hooks import Event
 from executor.off_plan.ladder import Ladder
-from executor.queues.interface import Queues
 from executor.scaling import LossScaling
 from executor.session.batches import Batches, movable
-from executor.session.cursor import Answer, Cursor
+from executor.session.cursor import Answer
 from executor.session.ending import Ending
 from executor.session.following import Following
-from executor.session.iteration import Iteration
+from executor.session.hosting import BytesHost, LoopHost
 from executor.session.loop import Loop
-from executor.session.others import Others
 from executor.session.reader import Reader
 from executor.session.steps import Steps
-from executor.session.timetable import Timetable
 from executor.session.updates import Updates
 from pstar_sim.core.effects import OTHERS
 from pstar_sim.core.plan import Plan
@@ -67,27 +60,13 @@ log = logging.getLogger("executor")
 GPU, HOST = Place.GPU, Place.HOST
 
 
-class Host(Protocol):
+class Host(BytesHost, LoopHost, Protocol):
     """What is asked of the session."""
 
     held: bool
 
     @property
-    def arena(self) -> Arena: ...
-    @property
-    def at_work(self) -> AtWork: ...
-    @property
-    def backend(self) -> Backend: ...
-    @property
     def batches(self) -> Batches: ...
-    @property
-    def clock(self) -> MomentClock: ...
-    @property
-    def closed(self) -> bool: ...
-    @property
-    def contents(self) -> Contents: ...
-    @property
-    def cursor(self) -> Cursor: ...
     @property
     def deviation_log(self) -> deque[str]: ...
     @property
@@ -95,21 +74,11 @@ class Host(Protocol):
     @property
     def following(self) -> Following: ...
     @property
-    def iteration(self) -> int: ...
-    @property
     def ladder(self) -> Ladder: ...
     @property
     def loop(self) -> Loop: ...
     @property
-    def now(self) -> Iteration: ...
-    @property
     def parameters(self) -> Sequence[nn.Parameter]: ...
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def queues(self) -> Queues: ...
-    @property
-    def ranks(self) -> Others | None: ...
     @property
     def reader(self) -> Reader: ...
     @property
@@ -120,8 +89,6 @@ class Host(Protocol):
     def scaling(self) -> LossScaling | None: ...
     @property
     def steps(self) -> Steps: ...
-    @property
-    def timetable(self) -> Timetable: ...
     @property
     def updates(self) -> Updates: ...
 

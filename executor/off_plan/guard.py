@@ -16,13 +16,11 @@ from typing import Any, Protocol
 
 import torch
 
-from executor.at_work import AtWork
 from executor.devices.backend import VirtualBackend
-from executor.hooks import MomentClock
 from executor.measuring.standing import Host as StandingHost
 from executor.measuring.standing import Standing
 from executor.measuring.unseen import unseen
-from executor.session.cursor import Cursor
+from executor.session.hosting import LoopHost
 from pstar_sim.core.step import Place
 from pstar_sim.errors import OutOfMemory
 
@@ -40,17 +38,9 @@ class Climbing(Protocol):
     def give_back(self, error: OutOfMemory, *, needed: set[int], alive_bytes: int | None = None) -> None: ...
 
 
-class Host(StandingHost, Protocol):
+class Host(StandingHost, LoopHost, Protocol):
     """What is asked of the session."""
 
-    @property
-    def at_work(self) -> AtWork: ...
-    @property
-    def clock(self) -> MomentClock: ...
-    @property
-    def closed(self) -> bool: ...
-    @property
-    def cursor(self) -> Cursor: ...
     @property
     def ladder(self) -> Climbing: ...
 

@@ -26,19 +26,13 @@ from typing import Protocol, overload
 
 import torch
 
-from executor.at_work import AtWork
-from executor.devices.backend import Backend
-from executor.hooks import Event, MomentClock
+from executor.hooks import Event
 from executor.measuring.unseen import unseen
-from executor.memory.arena import Arena, check_gpu_memory
+from executor.memory.arena import check_gpu_memory
 from executor.off_plan.guard import Guard
-from executor.queues.interface import Queues
-from executor.session.cursor import Cursor
-from executor.session.iteration import Iteration
+from executor.session.hosting import BytesHost, LoopHost
 from executor.session.loop import Loop
-from executor.session.others import Others
 from executor.session.reader import Reader
-from executor.session.timetable import Timetable
 from executor.session.updates import Updates
 from pstar_sim.arguments import parse_bytes
 from pstar_sim.catalog.machine import Machine
@@ -100,33 +94,11 @@ class OnDemand(Protocol):
     def states_to_host(self, size: int, *, needed: set[int]) -> tuple[list[int], int]: ...
 
 
-class Host(Protocol):
+class Host(BytesHost, LoopHost, Protocol):
     """What is asked of the session."""
 
     held: bool
 
-    @property
-    def arena(self) -> Arena: ...
-    @property
-    def at_work(self) -> AtWork: ...
-    @property
-    def backend(self) -> Backend: ...
-    @property
-    def clock(self) -> MomentClock: ...
-    @property
-    def cursor(self) -> Cursor: ...
-    @property
-    def now(self) -> Iteration: ...
-    @property
-    def iteration(self) -> int: ...
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def queues(self) -> Queues: ...
-    @property
-    def ranks(self) -> Others | None: ...
-    @property
-    def timetable(self) -> Timetable: ...
     @property
     def reader(self) -> Reader: ...
     @property

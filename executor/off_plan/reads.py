@@ -18,21 +18,15 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from executor.at_work import AtWork
 from executor.contract import ChunkParameter, Snapshot, map_parameters, write_refused, writes
-from executor.devices.backend import Backend
 from executor.devices.torch26 import saved_tensor_hooks
-from executor.hooks import MomentClock, tensors_of
+from executor.hooks import tensors_of
 from executor.measuring.unseen import unseen
-from executor.memory.arena import Arena
-from executor.queues.interface import Queues
-from executor.session.cursor import Cursor
+from executor.session.hosting import BytesHost, LoopHost
 from executor.session.loop import Loop
 from executor.session.reader import Reader
 from executor.session.refusals import Refusal, refused
-from executor.session.timetable import Timetable
 from executor.session.updates import Updates
-from pstar_sim.core.plan import Plan
 from pstar_sim.errors import ContractError
 
 __all__ = ["Host", "Reads"]
@@ -52,27 +46,9 @@ class OnDemand(Protocol):
     def ensure(self, chunks: Iterable[int]) -> None: ...
 
 
-class Host(Protocol):
+class Host(BytesHost, LoopHost, Protocol):
     """What is asked of the session."""
 
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def timetable(self) -> Timetable: ...
-    @property
-    def arena(self) -> Arena: ...
-    @property
-    def backend(self) -> Backend: ...
-    @property
-    def queues(self) -> Queues: ...
-    @property
-    def cursor(self) -> Cursor: ...
-    @property
-    def clock(self) -> MomentClock: ...
-    @property
-    def closed(self) -> bool: ...
-    @property
-    def at_work(self) -> AtWork: ...
     @property
     def reader(self) -> Reader: ...
     @property

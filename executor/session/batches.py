@@ -18,10 +18,9 @@ from executor.activations.planned import as_planned, recomputing
 from executor.hooks import tensors_of
 from executor.memory.arena import Arena
 from executor.models import map_tensors
-from executor.session.others import CountOf, Others
+from executor.session.hosting import BytesHost, LoopHost
+from executor.session.others import CountOf
 from executor.session.reader import Reader
-from executor.session.timetable import Timetable
-from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 from pstar_sim.errors import DoesNotFit, ModelError, PlanError
 from pstar_sim.units import format_bytes
@@ -30,19 +29,11 @@ from pstar_sim.workload.workload import Moment, Phase, Workload, repeat_micro_ba
 __all__ = ["Batches", "Capture", "Host", "Shapes", "movable"]
 
 
-class Host(Protocol):
+class Host(BytesHost, LoopHost, Protocol):
     """What is asked of the session."""
 
     @property
-    def plan(self) -> Plan: ...
-    @property
-    def timetable(self) -> Timetable: ...
-    @property
-    def arena(self) -> Arena: ...
-    @property
     def reader(self) -> Reader: ...
-    @property
-    def ranks(self) -> Others | None: ...
     @property
     def shapes(self) -> Shapes: ...
 

@@ -10,13 +10,9 @@ from typing import Any, Protocol
 
 import torch
 
-from executor.at_work import AtWork
-from executor.hooks import MomentClock
-from executor.queues.interface import Queues
+from executor.session.hosting import BytesHost, LoopHost
 from executor.session.loop import Loop
-from executor.session.others import Others
 from executor.session.reader import Reader
-from executor.session.timetable import Timetable
 from executor.session.updates import Updates
 from pstar_sim.errors import Interrupted
 
@@ -31,29 +27,17 @@ class Holding(Protocol):
     def end(self) -> None: ...
 
 
-class Host(Protocol):
+class Host(BytesHost, LoopHost, Protocol):
     """What is asked of the session."""
 
     closed: bool
 
-    @property
-    def timetable(self) -> Timetable: ...
-    @property
-    def queues(self) -> Queues: ...
-    @property
-    def iteration(self) -> int: ...
-    @property
-    def at_work(self) -> AtWork: ...
-    @property
-    def clock(self) -> MomentClock: ...
     @property
     def reader(self) -> Reader: ...
     @property
     def updates(self) -> Updates: ...
     @property
     def loop(self) -> Loop: ...
-    @property
-    def ranks(self) -> Others | None: ...
     @property
     def holdings(self) -> Holding: ...
     @property

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from executor.hooks import Event, MomentClock
+from executor.hooks import Event
 from executor.session.batches import Batches
-from executor.session.cursor import Cursor, Fact
+from executor.session.cursor import Fact
 from executor.session.following import Following
-from executor.session.iteration import Iteration
+from executor.session.hosting import LoopHost
 from executor.session.reader import Reader
-from executor.session.timetable import Timetable
 from executor.session.updates import Updates
-from pstar_sim.core.plan import Plan
 
 __all__ = ["ActFacts", "Host"]
 
@@ -25,21 +23,9 @@ class Climbing(Protocol):
     def given_up(self) -> bool: ...
 
 
-class Host(Protocol):
+class Host(LoopHost, Protocol):
     """What is asked of the session."""
 
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def timetable(self) -> Timetable: ...
-    @property
-    def cursor(self) -> Cursor: ...
-    @property
-    def now(self) -> Iteration: ...
-    @property
-    def iteration(self) -> int: ...
-    @property
-    def clock(self) -> MomentClock: ...
     @property
     def reader(self) -> Reader: ...
     @property
@@ -52,8 +38,6 @@ class Host(Protocol):
     def ladder(self) -> Climbing: ...
     @property
     def scaling(self) -> object | None: ...
-    @property
-    def ranks(self) -> object | None: ...
     @property
     def absent(self) -> object | None: ...
 

@@ -13,24 +13,17 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from executor.at_work import AtWork
 from executor.contract import raw_grad, set_raw_grad
-from executor.devices.backend import Backend
 from executor.hooks import Event
 from executor.measuring.unseen import unseen
-from executor.memory.arena import Arena
-from executor.memory.contents import Contents
-from executor.queues.interface import Queues
 from executor.scaling import LossScaling
 from executor.session.batches import Batches
-from executor.session.cursor import Answer, Cursor
+from executor.session.cursor import Answer
+from executor.session.hosting import BytesHost, LoopHost
 from executor.session.iteration import Iteration
-from executor.session.others import Others
 from executor.session.reader import Reader
 from executor.session.steps import Steps
-from executor.session.timetable import Timetable
 from executor.session.updates import Updates
-from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.workload import Phase
@@ -76,34 +69,18 @@ class WarmUp(Protocol):
     def gradient_is_final(self, tensor: int) -> bool: ...
 
 
-class Host(Protocol):
+class Host(BytesHost, LoopHost, Protocol):
     """What is asked of the session."""
 
     now: Iteration
     iteration: int
 
     @property
-    def plan(self) -> Plan: ...
-    @property
-    def timetable(self) -> Timetable: ...
-    @property
-    def arena(self) -> Arena: ...
-    @property
-    def contents(self) -> Contents: ...
-    @property
-    def backend(self) -> Backend: ...
-    @property
-    def queues(self) -> Queues: ...
-    @property
-    def cursor(self) -> Cursor: ...
-    @property
     def reader(self) -> Reader: ...
     @property
     def steps(self) -> Steps: ...
     @property
     def updates(self) -> Updates: ...
-    @property
-    def ranks(self) -> Others | None: ...
     @property
     def scaling(self) -> LossScaling | None: ...
     @property
@@ -116,10 +93,6 @@ class Host(Protocol):
     def first(self) -> First | None: ...
     @property
     def warming(self) -> WarmUp | None: ...
-    @property
-    def at_work(self) -> AtWork: ...
-    @property
-    def closed(self) -> bool: ...
     @property
     def batches(self) -> Batches: ...
 

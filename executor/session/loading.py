@@ -11,10 +11,10 @@ from torch import nn
 from executor.contract import adopt
 from executor.memory.arena import Arena
 from executor.memory.contents import Contents
+from executor.session.hosting import BytesHost
 from executor.session.reader import Reader
 from pstar_sim.core.effects import OTHERS
 from pstar_sim.core.layout import Chunk, Slot
-from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 
 __all__ = ["Host", "Source", "load_parameters", "views_of"]
@@ -28,15 +28,9 @@ class Source(Protocol):
     def fill(self, arena: Arena, contents: Contents) -> None: ...
 
 
-class Host(Protocol):
+class Host(BytesHost, Protocol):
     """What is asked of the session."""
 
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def arena(self) -> Arena: ...
-    @property
-    def contents(self) -> Contents: ...
     @property
     def reader(self) -> Reader: ...
 

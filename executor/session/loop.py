@@ -12,22 +12,17 @@ from typing import Any, Protocol
 
 import torch
 
-from executor.at_work import AtWork
-from executor.hooks import Event, MomentClock
+from executor.hooks import Event
 from executor.measuring.unseen import Watching, unseen
-from executor.queues.interface import Queues
 from executor.session.batches import Batches
-from executor.session.cursor import Act, Answer, Cursor, State, act_of, answer
+from executor.session.cursor import Act, Answer, State, act_of, answer
 from executor.session.facts import ActFacts
 from executor.session.following import Following
-from executor.session.iteration import Iteration
-from executor.session.others import Others
+from executor.session.hosting import BytesHost, LoopHost
 from executor.session.reader import Reader
 from executor.session.refusals import Refusal, refused
 from executor.session.steps import Steps
-from executor.session.timetable import Timetable
 from executor.session.updates import Updates
-from pstar_sim.core.plan import Plan
 from pstar_sim.errors import ContractError, Interrupted, OutOfMemory
 
 __all__ = ["Host", "Loop"]
@@ -94,27 +89,9 @@ class WarmUp(Protocol):
     def on_event(self, event: Event, found: Answer) -> None: ...
 
 
-class Host(Protocol):
+class Host(BytesHost, LoopHost, Protocol):
     """What is asked of the session."""
 
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def timetable(self) -> Timetable: ...
-    @property
-    def queues(self) -> Queues: ...
-    @property
-    def cursor(self) -> Cursor: ...
-    @property
-    def now(self) -> Iteration: ...
-    @property
-    def iteration(self) -> int: ...
-    @property
-    def at_work(self) -> AtWork: ...
-    @property
-    def clock(self) -> MomentClock: ...
-    @property
-    def closed(self) -> bool: ...
     @property
     def held(self) -> bool: ...
     @property
@@ -127,8 +104,6 @@ class Host(Protocol):
     def following(self) -> Following: ...
     @property
     def batches(self) -> Batches: ...
-    @property
-    def ranks(self) -> Others | None: ...
     @property
     def scaling(self) -> object | None: ...
     @property

@@ -16,14 +16,9 @@ from torch import nn
 
 from executor.contract import ChunkParameter, ParkedParameter, disown, raw_grad, set_raw_grad
 from executor.measuring.unseen import unseen
-from executor.memory.arena import Arena
-from executor.memory.contents import Contents
-from executor.queues.interface import Queues
 from executor.session.cursor import Act, Answer
-from executor.session.others import Others
-from executor.session.timetable import Timetable
+from executor.session.hosting import BytesHost, LoopHost
 from executor.session.updates import Updates
-from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 from pstar_sim.errors import PlanError
 
@@ -46,21 +41,9 @@ class Joining(Protocol):
     def join(self, chunk: int) -> None: ...
 
 
-class Host(Protocol):
+class Host(BytesHost, LoopHost, Protocol):
     """What is asked of the session."""
 
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def timetable(self) -> Timetable: ...
-    @property
-    def arena(self) -> Arena: ...
-    @property
-    def contents(self) -> Contents: ...
-    @property
-    def queues(self) -> Queues: ...
-    @property
-    def ranks(self) -> Others | None: ...
     @property
     def updates(self) -> Updates: ...
     @property

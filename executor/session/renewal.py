@@ -7,15 +7,13 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from executor.devices.backend import Backend, available_host_bytes
+from executor.devices.backend import available_host_bytes
 from executor.memory.arena import Arena, check_host_memory
-from executor.memory.contents import Contents
 from executor.queues.interface import Queues
-from executor.session.cursor import Cursor
+from executor.session.hosting import BytesHost
 from executor.session.loading import load_parameters
 from executor.session.loop import Loop
 from executor.session.reader import Reader
-from executor.session.timetable import Timetable
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 from pstar_sim.errors import DoesNotFit
@@ -23,26 +21,12 @@ from pstar_sim.errors import DoesNotFit
 __all__ = ["Host", "renew"]
 
 
-class Host(Protocol):
+class Host(BytesHost, Protocol):
     """What is asked of the session."""
 
     held: bool
     renewing: bool
 
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def timetable(self) -> Timetable: ...
-    @property
-    def arena(self) -> Arena: ...
-    @property
-    def contents(self) -> Contents: ...
-    @property
-    def backend(self) -> Backend: ...
-    @property
-    def queues(self) -> Queues: ...
-    @property
-    def cursor(self) -> Cursor: ...
     @property
     def reader(self) -> Reader: ...
     @property

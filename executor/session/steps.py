@@ -12,17 +12,10 @@ from typing import Protocol
 
 import torch
 
-from executor.devices.backend import Backend
 from executor.measuring.measured import IterationLog, Moved, StepLog, build_timeline
-from executor.memory.arena import Arena
-from executor.memory.contents import Contents
-from executor.queues.interface import Queues
-from executor.session.cursor import Cursor
-from executor.session.iteration import Iteration
+from executor.session.hosting import BytesHost
 from executor.session.reader import Reader
-from executor.session.timetable import Timetable
 from executor.session.updates import Updates
-from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import COPIES, Kind, Queue, Step
 from pstar_sim.core.timeline import Timeline
 
@@ -40,29 +33,9 @@ class Stashing(Protocol):
     def move(self, step: Step) -> int: ...
 
 
-class Host(Protocol):
+class Host(BytesHost, Protocol):
     """What is asked of the session."""
 
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def timetable(self) -> Timetable: ...
-    @property
-    def arena(self) -> Arena: ...
-    @property
-    def contents(self) -> Contents: ...
-    @property
-    def backend(self) -> Backend: ...
-    @property
-    def queues(self) -> Queues: ...
-    @property
-    def cursor(self) -> Cursor: ...
-    @property
-    def now(self) -> Iteration: ...
-    @property
-    def iteration(self) -> int: ...
-    @property
-    def closed(self) -> bool: ...
     @property
     def reader(self) -> Reader: ...
     @property

@@ -8,46 +8,24 @@ from typing import Protocol, cast
 import torch
 
 from executor.adam import Hyper
-from executor.devices.backend import Backend, StreamBackend
-from executor.memory.contents import Contents, Update
-from executor.queues.interface import Program, Queues
+from executor.devices.backend import StreamBackend
+from executor.memory.contents import Update
+from executor.queues.interface import Program
 from executor.scaling import LossScaling
-from executor.session.cursor import Cursor
-from executor.session.iteration import Iteration
-from executor.session.others import Others
-from executor.session.timetable import Timetable
-from pstar_sim.core.plan import Plan
+from executor.session.hosting import BytesHost, LoopHost
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.errors import PlanError
 
 __all__ = ["Host", "Updates"]
 
 
-class Host(Protocol):
+class Host(BytesHost, LoopHost, Protocol):
     """What is asked of the session."""
 
     @property
-    def plan(self) -> Plan: ...
-    @property
     def program(self) -> Program: ...
     @property
-    def timetable(self) -> Timetable: ...
-    @property
-    def contents(self) -> Contents: ...
-    @property
-    def backend(self) -> Backend: ...
-    @property
-    def queues(self) -> Queues: ...
-    @property
-    def ranks(self) -> Others | None: ...
-    @property
     def scaling(self) -> LossScaling | None: ...
-    @property
-    def cursor(self) -> Cursor: ...
-    @property
-    def now(self) -> Iteration: ...
-    @property
-    def iteration(self) -> int: ...
 
 
 class Updates:

@@ -1,0 +1,64 @@
+"""Hosting: what the parts of a session ask of it alike.
+
+A part knows its session through a protocol of its own, `Host`, which inherits what stands here and adds what the part
+alone asks. Nothing that has such a protocol is imported here.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from executor.at_work import AtWork
+from executor.devices.backend import Backend
+from executor.hooks import MomentClock
+from executor.memory.arena import Arena
+from executor.memory.contents import Contents
+from executor.queues.interface import Queues
+from executor.session.cursor import Cursor
+from executor.session.iteration import Iteration
+from executor.session.others import Others
+from executor.session.timetable import Timetable
+from pstar_sim.core.plan import Plan
+
+__all__ = ["BytesHost", "LoopHost", "PlanHost"]
+
+
+class PlanHost(Protocol):
+    """Where the run stands. iteration: number of the current or next one, from 0."""
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def timetable(self) -> Timetable: ...
+    @property
+    def cursor(self) -> Cursor: ...
+    @property
+    def now(self) -> Iteration: ...
+    @property
+    def iteration(self) -> int: ...
+    @property
+    def closed(self) -> bool: ...
+
+
+class BytesHost(PlanHost, Protocol):
+    """And what moves its bytes."""
+
+    @property
+    def arena(self) -> Arena: ...
+    @property
+    def contents(self) -> Contents: ...
+    @property
+    def backend(self) -> Backend: ...
+    @property
+    def queues(self) -> Queues: ...
+
+
+class LoopHost(PlanHost, Protocol):
+    """And what the training loop meets. ranks: None if this is the only one."""
+
+    @property
+    def at_work(self) -> AtWork: ...
+    @property
+    def clock(self) -> MomentClock: ...
+    @property
+    def ranks(self) -> Others | None: ...
