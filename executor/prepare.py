@@ -40,7 +40,7 @@ from executor.scaling import LossScaling, loss_scale_for
 from executor.session.loading import load_parameters
 from executor.session.others import CountOf
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.core.check import check_plan
+from pstar_sim.core.checker.check import check_plan
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import ContractError, DoesNotFit, PlanError, WeightsError
 

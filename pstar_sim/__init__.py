@@ -127,6 +127,7 @@ _RENDERERS = {
     "Comparison": {"text": "report.tables:comparison_text", "html": "report.html:comparison_html"},
     "Fits": {"text": "report.capacity:fits_text"},
     "Limits": {"text": "report.capacity:limits_text"},
+    "Plan": {"proof": "core.checker.check:check_plan"},
     "Planned": {"html": "report.html:planned_html"},
     "Sensitivity": {"text": "report.capacity:sensitivity_text"},
     "Timeline": {"html": "report.html:timeline_html", "tide": "report.tide:plot_tide"},

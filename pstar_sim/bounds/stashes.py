@@ -3,7 +3,7 @@
 [Note: the bound of stashes] No plan is faster than the moments one after the other, each stash copied out behind the
 moment that makes it and awaited by the moment behind which its bytes are no longer counted, copied in behind the moment
 from which they are counted again and awaited by the one that needs it, with each direction of the link to themselves:
-every plan has these waits (core/check_stashes.py proves them) and more on the link. On one direction the copies go in
+every plan has these waits (core/checker/stashes.py proves them) and more on the link. On one direction the copies go in
 the order in which they are made; a stash made earlier is also awaited earlier, so no other order makes any wait end
 earlier. Successive iterations do not overlap on the compute queue.
 """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from pstar_sim.catalog.machine import Machine
-    from pstar_sim.core.check import CheckReport
+    from pstar_sim.core.check_report import CheckReport
     from pstar_sim.core.plan import Plan, Settings
     from pstar_sim.core.timeline import Timeline
     from pstar_sim.planner.compare import Comparison

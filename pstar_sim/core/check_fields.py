@@ -20,6 +20,16 @@ def check_fields(plan: Plan) -> None:
     if plan.layout.ranks not in (1, ranks):
         raise PlanError(f"field 'layout.ranks' is {plan.layout.ranks}; it must be 1 or the machine's {ranks} ranks")
     _check_layout(plan)
+    _check_modes(plan)
+    _check_buffers(plan)
+    names = {(name, place) for name, place, _ in plan.buffers}
+    for resident in plan.initial:
+        if resident.chunk == -1 and (resident.list, resident.place) in names:
+            continue
+        _check_list(plan, resident.chunk, resident.list, "initial")
+
+
+def _check_modes(plan: Plan) -> None:
     chunks = plan.layout.chunks
     if len(plan.modes) != len(chunks):
         raise PlanError(f"field 'modes' has {len(plan.modes)} entries; the layout has {len(chunks)} chunks")
@@ -29,16 +39,14 @@ def check_fields(plan: Plan) -> None:
         if mode not in MODES or (chunks[i].frozen and mode != "frozen") or (mode == "frozen" and i in updated):
             kind = "frozen" if chunks[i].frozen else "trainable"
             raise PlanError(f"field 'modes[{i}]' is {mode!r}; chunk {i} is {kind} (known modes: {', '.join(MODES)})")
-    names = {(name, place) for name, place, _ in plan.buffers}
+
+
+def _check_buffers(plan: Plan) -> None:
     for i, (name, place, size) in enumerate(plan.buffers):
         if size < 0:
             raise PlanError(f"field 'buffers[{i}]' has {size} bytes; it must not be negative")
         if (name, place) in [row[:2] for row in plan.buffers[:i]]:
             raise PlanError(f"field 'buffers[{i}]' is {name!r} on the {place.value}, which is there already")
-    for resident in plan.initial:
-        if resident.chunk == -1 and (resident.list, resident.place) in names:
-            continue
-        _check_list(plan, resident.chunk, resident.list, "initial")
 
 
 def check_step_fields(plan: Plan) -> None:

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import log2, sqrt
+from math import inf, log2, sqrt
 from typing import Any
 
 import numpy as np
@@ -227,6 +227,7 @@ def _known_dtype(value: object) -> str:
 
 # One tensor on its way into a chunk: (first use, index, elements, elements rounded up to ALIGN).
 _Item = tuple[int, int, int, int]
+_NUMEL, _PADDED = 2, 3  # columns of an item
 _Class = tuple[bool, str, int]  # frozen, dtype, optimizer group
 
 
@@ -313,8 +314,7 @@ def _in_order_of_first_use(workload: Workload) -> dict[_Class, list[_Item]]:
 
 def _by_size(classes: Mapping[_Class, Sequence[_Item]]) -> tuple[dict[_Class, list[_Item]], dict[_Class, list[_Item]]]:
     """(too small to be worth moving, all others)."""
-    total_bytes = sum(item[3] * DTYPE_BYTES[key[1]] for key, items in classes.items() for item in items)
-    limit = _small_limit(classes, total_bytes)
+    limit = _small_limit(classes, _bytes_of(classes, _PADDED))
     small: dict[_Class, list[_Item]] = {}
     large: dict[_Class, list[_Item]] = {}
     for key, items in classes.items():
@@ -322,6 +322,11 @@ def _by_size(classes: Mapping[_Class, Sequence[_Item]]) -> tuple[dict[_Class, li
         for item in items:
             (small if item[2] * width < limit else large).setdefault(key, []).append(item)
     return small, large
+
+
+def _bytes_of(classes: Mapping[_Class, Sequence[_Item]], column: int) -> int:
+    """Bytes of all items, each with the elements in that column of its row."""
+    return sum(item[column] * DTYPE_BYTES[key[1]] for key, items in classes.items() for item in items)
 
 
 def _small_limit(classes: Mapping[_Class, Sequence[_Item]], total_bytes: int) -> float:
@@ -340,13 +345,10 @@ def _search(classes: Mapping[_Class, Sequence[_Item]]) -> int:
     chunks and a size near 64 to 128 MiB (smaller for models of less than 4 GB), at least about 24 chunks. The granule
     is halved while nothing good is found."""
     widths = {key: DTYPE_BYTES[key[1]] for key in classes}
-    total = sum(item[3] * widths[key] for key, items in classes.items() for item in items)
+    total, used = _bytes_of(classes, _PADDED), _bytes_of(classes, _NUMEL)
     if total == 0:
         return GRANULE_BYTES
-    used = sum(item[2] * widths[key] for key, items in classes.items() for item in items)
-    granule = GRANULE_BYTES
-    while granule > 4 * KIB and granule > total / 64:
-        granule //= 2
+    granule = _coarsest(total)
     finest = max(4 * KIB, granule // 32)
     prefixes = {
         key: np.concatenate(([0], np.cumsum([item[3] * widths[key] for item in items]))).astype(np.int64)
@@ -354,16 +356,21 @@ def _search(classes: Mapping[_Class, Sequence[_Item]]) -> int:
     }
     padded = {key: [item[3] for item in items] for key, items in classes.items()}
     rows = [(numels, _ends(numels), widths[key]) for key, numels in padded.items()]
-    best: tuple[float, int] | None = None
+    best = (inf, 0)
     while True:
-        for size in _candidates(prefixes, granule, total):
-            score = _score(rows, size, total, used)
-            if best is None or (score, size) < best:
-                best = (score, size)
-        assert best is not None
+        tried = ((_score(rows, size, total, used), size) for size in _candidates(prefixes, granule, total))
+        best = min([best, *tried])
         if best[0] < 0.2 or granule <= finest:
             return best[1]
         granule //= 2
+
+
+def _coarsest(total: int) -> int:
+    """The granule that a search over chunk sizes begins with: finer for a small model."""
+    granule = GRANULE_BYTES
+    while granule > 4 * KIB and granule > total / 64:
+        granule //= 2
+    return granule
 
 
 def _candidates(prefixes: Mapping[_Class, NDArray[np.int64]], granule: int, total: int) -> list[int]:

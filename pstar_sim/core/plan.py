@@ -1,6 +1,6 @@
 """Plan: a program of steps with everything needed to check, simulate, explain and run it.
 
-Its file is in core/plan_file.py, its checker in core/check.py. A plan is cyclic: one iteration that repeats.
+Its file is in core/plan_file.py, its checker in core/checker. A plan is cyclic: one iteration that repeats.
 [Note: the cut] Between two iterations, once every step of iteration k has ended and none of k+1 has begun, the places
 hold exactly `initial`; every @-1 reference is then satisfied. Steps of successive iterations overlap in time; on each
 queue, all steps of iteration k come before those of k+1.
@@ -13,18 +13,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pstar_sim.arguments import file_path, flag, size_bytes
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.check_report import CheckReport
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.step import Kind, Place, Step, from_text, to_text
 from pstar_sim.errors import PlanError
+from pstar_sim.renderers import render
 from pstar_sim.units import format_bytes, format_s
 from pstar_sim.workload.workload import Workload, activations_text
-
-if TYPE_CHECKING:
-    from pstar_sim.core.check import CheckReport
 
 __all__ = [
     "MODES",
@@ -124,13 +122,12 @@ class Plan:
 
     def check(self, workload: Workload | None = None, machine: Machine | None = None) -> CheckReport:
         """Prove the plan, and hold its budgets against its machine and its figures of bytes against the proof
-        (core/check.py); where they are given, also that it is for this workload and machine.
+        (core/checker); where they are given, also that it is for this workload and machine.
 
         Raises PlanError with the first thing that is wrong. What is not checked is named in the report.
         """
-        from pstar_sim.core.check import check_plan
-
-        return check_plan(self, workload, machine)
+        report: CheckReport = render(self, "proof", workload=workload, machine=machine)
+        return report
 
     def save(self, path: str | Path) -> None:
         """Write the plan as a self-contained JSON file, atomically. Raises PlanError where a value has no JSON form."""

@@ -68,11 +68,17 @@ _Row = TypeVar("_Row")
 class Rows(Generic[_Row]):
     """Rows of a dataclass kept by column. The columns are made when they are asked for first, the rows likewise."""
 
-    def __init__(self, cls: type[_Row], columns: Callable[[], Mapping[str, list[Any]]]) -> None:
+    def __init__(
+        self,
+        cls: type[_Row],
+        columns: Callable[[], Mapping[str, list[Any]]],
+        rows: tuple[_Row, ...] | None = None,
+    ) -> None:
+        """columns: makes them. rows: where they are there already."""
         self._cls = cls
         self._make: Callable[[], Mapping[str, list[Any]]] | None = columns
         self._columns: Mapping[str, list[Any]] = {}
-        self._rows: tuple[_Row, ...] | None = None
+        self._rows = rows
 
     def columns(self) -> Mapping[str, list[Any]]:
         """Field of the dataclass -> its values."""
@@ -99,8 +105,7 @@ class _Kept(Generic[_Row]):
     def __set__(self, holder: object, rows: Iterable[_Row] | Rows[_Row]) -> None:
         if not isinstance(rows, Rows):
             table = tuple(rows)
-            rows = Rows(self._cls, partial(to_columns, self._cls, table))
-            rows._rows = table
+            rows = Rows(self._cls, partial(to_columns, self._cls, table), table)
         holder.__dict__[self._name] = rows
 
     def __get__(self, holder: object | None, owner: type) -> tuple[_Row, ...]:

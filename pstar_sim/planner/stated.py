@@ -1,4 +1,4 @@
-"""Everything a plan states, computed again: the proof and the bytes of core/check.py, and on top of them the seconds of
+"""Everything a plan states, computed again: the proof and the bytes of core/checker, and on top of them the seconds of
 a simulation, the lower bound and where the figures behind a prediction come from.
 
 [Note: what a check says] in core/figures.py. Looks into no policy: what only a policy knows is named, not computed.
@@ -13,8 +13,9 @@ from pathlib import Path
 from pstar_sim.bounds.certificate import COARSE, Certificate, agree, certificate_of
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core import plan as plans
-from pstar_sim.core.check import CheckReport, prove
-from pstar_sim.core.check_job import check_machine, check_workload_of
+from pstar_sim.core.check_report import CheckReport
+from pstar_sim.core.checker.check import prove
+from pstar_sim.core.checker.job import check_machine, check_workload_of
 from pstar_sim.core.figures import byte_figures, not_checked, own_shares
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import Timeline

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 import pytest
 
 from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
-from pstar_sim.core.check import check_plan
+from pstar_sim.core.checker.check import check_plan
+from pstar_sim.core.checker.worst_case import closure
 from pstar_sim.core.effects import gradient_list, tide_at_cut
 from pstar_sim.core.ledger import PLACES, WIDTH, Moves
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Kind, Place, Step
-from pstar_sim.core.worst_case import closure
 from pstar_sim.errors import DoesNotFit, PlanError
 from pstar_sim.policy.registry import policies
 from pstar_sim.testing import chain_workload, random_workload

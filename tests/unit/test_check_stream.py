@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from pstar_sim.core.check import check_plan
+from pstar_sim.core.checker.check import check_plan
 from pstar_sim.core.effects import CATEGORIES
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.ledger import WIDTH, Moves

@@ -50,7 +50,6 @@ SESSION = EXECUTOR_FLOORS.index(("session",))
 
 # Inside a folder one file may close a circle, for a reason.
 CIRCLES = {
-    ("pstar_sim.core.plan", "pstar_sim.core.check"): "a plan can check itself: plan.check()",
     ("pstar_sim.policy.optimal", "pstar_sim.policy.registry"): "the best of all policies is one of them",
     ("pstar_sim.sim.play", "pstar_sim.sim.ranks"): "several ranks of which each is played like one",
     ("pstar_sim.core.plan", "pstar_sim.core.plan_file"): "a plan can save itself: plan.save()",

@@ -76,6 +76,7 @@ _CLASSES = {
     "Comparison": "planner.compare:Comparison",
     "Fits": "planner.fits:Fits",
     "Limits": "planner.limits:Limits",
+    "Plan": "core.plan:Plan",
     "Planned": "planner.compare:Planned",
     "Sensitivity": "planner.sensitivity:Sensitivity",
     "Timeline": "core.timeline:Timeline",

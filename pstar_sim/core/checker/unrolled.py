@@ -1,6 +1,6 @@
 """What precedes what in a plan: its steps unrolled over some iterations, with a vector clock each.
 
-[Note: what precedes what] is in check.py. For the checker alone: shares no code with the policies.
+[Note: what precedes what] is in __init__.py. For the checker alone: shares no code with the policies.
 """
 
 from __future__ import annotations

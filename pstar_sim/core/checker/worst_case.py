@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pstar_sim.core.checker.unrolled import Unrolled, label
+from pstar_sim.core.checker.walk import Walk
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind, Place, Queue
-from pstar_sim.core.unrolled import Unrolled, label
-from pstar_sim.core.walk import Walk
 
 __all__ = ["Worst", "closure", "worst_case"]
 
@@ -36,18 +36,9 @@ class Worst:
 
 
 def worst_case(plan: Plan, program: Unrolled, walk: Walk, place: Place) -> Worst:
-    held = sum(plan.layout.payload_bytes(c, name) for c, name, where in walk.initial if where is place)
-    held += sum(size for _, where, size in plan.buffers if where is place)
-    if place is Place.GPU:
-        moments = plan.workload.moments  # the last one's fall has happened, the first one's rise has not
-        held += min(moments[-1].peak_bytes, moments[0].peak_bytes)
-
-    frees: list[list[tuple[int, int]]] = [[] for _ in program.queues]  # per queue: (sequence, bytes), ascending
-    for s, (where, size) in walk.frees.items():
-        if where is place and size:
-            frees[program.queue_of[s % program.count]].append((program.sequence(s), size))
-    for row in frees:
-        row.sort()
+    """The most bytes the place can hold, and where in the iteration that is."""
+    held = _held_at_cut(plan, walk, place)
+    frees = _frees(program, walk, place)
     # Each take forces the frees of a prefix of every queue to have happened: how many, per queue.
     groups: dict[tuple[int, ...], int] = {}
     members: dict[tuple[int, ...], list[int]] = {}
@@ -63,17 +54,45 @@ def worst_case(plan: Plan, program: Unrolled, walk: Walk, place: Place) -> Worst
     started = [s for g in chosen for s in members[prefixes[g]]]
     done = [max(program.clock[s][q] for s in started) for q in range(len(program.queues))]
     running = [s for s in started if program.sequence(s) >= done[program.queue_of[s % program.count]]]
+    return Worst(
+        bytes=held + gain,
+        moment=_moment_at(plan, program, running, done),
+        running=tuple(sorted({program.step(s).id for s in running})),
+    )
+
+
+def _held_at_cut(plan: Plan, walk: Walk, place: Place) -> int:
+    held = sum(plan.layout.payload_bytes(c, name) for c, name, where in walk.initial if where is place)
+    held += sum(size for _, where, size in plan.buffers if where is place)
+    if place is Place.GPU:
+        moments = plan.workload.moments  # the last one's fall has happened, the first one's rise has not
+        held += min(moments[-1].peak_bytes, moments[0].peak_bytes)
+    return held
+
+
+def _frees(program: Unrolled, walk: Walk, place: Place) -> list[list[tuple[int, int]]]:
+    """Per queue: (sequence of the step, bytes that it frees), ascending."""
+    frees: list[list[tuple[int, int]]] = [[] for _ in program.queues]
+    for s, (where, size) in walk.frees.items():
+        if where is place and size:
+            frees[program.queue_of[s % program.count]].append((program.sequence(s), size))
+    for row in frees:
+        row.sort()
+    return frees
+
+
+def _moment_at(plan: Plan, program: Unrolled, running: list[int], done: list[int]) -> int:
+    """The moment under way, or the last one before, when these instances run and so many of each queue's steps have
+    ended; -1 if there is none."""
     clock = [i for i in range(program.count) if program.queues[program.queue_of[i]] is Queue.COMPUTE]
     compute = program.queue_of[clock[0]]
     ahead = [program.sequence(s) for s in running if program.queue_of[s % program.count] == compute]
     at = max(ahead) if ahead else done[compute] - 1
-    moment = -1
     for back in range(at, -1, -1):
         step = plan.steps[clock[back % len(clock)]]
         if step.kind is Kind.COMPUTE and step.moment is not None:
-            moment = step.moment
-            break
-    return Worst(bytes=held + gain, moment=moment, running=tuple(sorted({program.step(s).id for s in running})))
+            return step.moment
+    return -1
 
 
 def closure(takes: list[tuple[tuple[int, ...], int]], frees: list[list[int]]) -> tuple[int, list[int]]:
@@ -84,27 +103,8 @@ def closure(takes: list[tuple[tuple[int, ...], int]], frees: list[list[int]]) ->
     """
     if not takes:
         return 0, []
-    # Frees between two positions that no take tells apart are one node.
-    first = len(takes) + 1
-    sink_bytes: list[int] = []
-    tails: list[int] = []
-    heads: list[int] = []
-    for q, sizes in enumerate(frees):
-        stops = sorted({forced[q] for forced, _ in takes} - {0})
-        node_at: dict[int, int] = {}
-        begin = 0
-        for stop in stops:
-            node = first + len(sink_bytes)
-            if begin:
-                tails.append(node)
-                heads.append(node_at[begin])
-            sink_bytes.append(sum(sizes[begin:stop]))
-            node_at[stop] = node
-            begin = stop
-        for g, (forced, _) in enumerate(takes):
-            if forced[q]:
-                tails.append(g + 1)
-                heads.append(node_at[forced[q]])
+    first = len(takes) + 1  # node of the first free, behind the source and the takes
+    sink_bytes, tails, heads = _forced_frees([forced for forced, _ in takes], frees, first)
     source, sink = 0, first + len(sink_bytes)
     capacities = [size for _, size in takes] + sink_bytes
     total = sum(size for _, size in takes)
@@ -123,6 +123,32 @@ def closure(takes: list[tuple[tuple[int, ...], int]], frees: list[list[int]]) ->
     gain = sum(takes[g][1] for g in chosen) - sum(sum(sizes[:n]) for sizes, n in zip(frees, forced_most))
     assert gain == total - flow, "the cut does not equal the flow"
     return gain, chosen
+
+
+def _forced_frees(
+    takes: list[tuple[int, ...]], frees: list[list[int]], first: int
+) -> tuple[list[int], list[int], list[int]]:
+    """Nodes of the frees, counted from `first`, and the edges that force them: (bytes of each node, tails, heads).
+    Frees between two positions that no take tells apart are one node."""
+    sink_bytes: list[int] = []
+    tails: list[int] = []
+    heads: list[int] = []
+    for q, sizes in enumerate(frees):
+        node_at: dict[int, int] = {}
+        begin = 0
+        for stop in sorted({forced[q] for forced in takes} - {0}):
+            node = first + len(sink_bytes)
+            if begin:
+                tails.append(node)
+                heads.append(node_at[begin])
+            sink_bytes.append(sum(sizes[begin:stop]))
+            node_at[stop] = node
+            begin = stop
+        for g, forced in enumerate(takes):
+            if forced[q]:
+                tails.append(g + 1)
+                heads.append(node_at[forced[q]])
+    return sink_bytes, tails, heads
 
 
 def _min_cut(

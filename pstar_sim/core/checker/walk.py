@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pstar_sim.core.checker.unrolled import OTHERS, Unrolled, label
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind, Place, Step
-from pstar_sim.core.unrolled import OTHERS, Unrolled, label
 from pstar_sim.errors import PlanError
 
 __all__ = ["Walk"]
@@ -291,7 +291,7 @@ class Walk:
         content.marks.add((u, t))
 
     def _nothing(self, s: int, k: int, step: Step) -> None:
-        """A stash is no list: its bytes are part of the tide, its order is proved in check_stashes.py."""
+        """A stash is no list: its bytes are part of the tide, its order is proved in stashes.py."""
 
     def _alloc(self, s: int, k: int, step: Step) -> None:
         assert step.chunk is not None and step.list is not None and step.place is not None
@@ -366,13 +366,7 @@ class Walk:
             marks = content.marks if content is not None and content.version == k else set()
             if not marks or content is None or content.summed != "no":
                 raise PlanError(f"{label(step)} reduces {_key_name(key)}, which holds no gradient of this rank's")
-            missing = {(u, t) for u, t in self.expected[chunk] if u in {v for v, _ in marks}} - marks
-            if missing:
-                u, t = min(missing)
-                raise PlanError(
-                    f"{label(step)} reduces {_key_name(key)} before it is complete: the gradient of {self._name(t)} "
-                    f"of micro-batch {u} is not in it"
-                )
+            self._check_complete(step, "reduces", key, marks)
         mine = self.content[own]
         assert mine is not None
         if not self.sliced:
@@ -383,12 +377,28 @@ class Walk:
         total = (chunk, "grad32", Place.GPU)
         if step.list == "grad_remote" and total in self.content:
             self._change(s, total)
-            held = self.content[total]
-            if held is None or held.version != k:
-                held = self.content[total] = _Content(k, summed="yes")
+            held = self._total(total, k)
             if held.marks & mine.marks:
                 raise PlanError(f"{label(step)} adds a gradient to {_key_name(total)} a second time")
             held.marks |= mine.marks
+
+    def _check_complete(self, step: Step, verb: str, key: _Key, marks: set[tuple[int, int]]) -> None:
+        """Of each micro-batch that the list has a gradient of, it has those of all tensors."""
+        batches = {u for u, _ in marks}
+        missing = {(u, t) for u, t in self.expected.get(key[0], ()) if u in batches} - marks
+        if missing:
+            u, t = min(missing)
+            raise PlanError(
+                f"{label(step)} {verb} {_key_name(key)} before it is complete: the gradient of {self._name(t)} of "
+                f"micro-batch {u} is not in it"
+            )
+
+    def _total(self, key: _Key, k: int) -> _Content:
+        """The sum of gradients in a list, empty where it is of an earlier iteration."""
+        held = self.content[key]
+        if held is None or held.version != k:
+            held = self.content[key] = _Content(k, summed="yes")
+        return held
 
     def _only_ours(self, content: _Content) -> bool:
         """Whether its gradients are this rank's own, not (wholly) the sum over all."""
@@ -402,30 +412,21 @@ class Walk:
         source = param if step.list == "param" or (step.list != "grad" and grad not in self.content) else grad
         self._look(s, source)
         content = self._present(step, source, "adds")
-        expected = self.expected.get(step.chunk, set())
         if content is None or content.version != k or not content.marks:
             raise PlanError(f"{label(step)} adds {_key_name(source)}, which holds no gradient of this iteration")
         if self._only_ours(content):
             raise PlanError(
                 f"{label(step)} adds {_key_name(source)}, which no reduce_scatter has summed over the ranks"
             )
-        batches = {u for u, _ in content.marks}
-        missing = {(u, t) for u, t in expected if u in batches} - content.marks
-        if missing:
-            u, t = min(missing)
-            raise PlanError(
-                f"{label(step)} adds {_key_name(source)} before it is complete: the gradient of {self._name(t)} of "
-                f"micro-batch {u} is not in it"
-            )
+        self._check_complete(step, "adds", source, content.marks)
         if total in self.content:
             self._change(s, total)
         else:
             self._take(s, total)
-        held = self.content[total]
-        if held is None or held.version != k:
-            held = self.content[total] = _Content(k, summed="yes")
+        held = self._total(total, k)
         if held.marks & content.marks:
-            raise PlanError(f"{label(step)} adds the gradient of micro-batch {min(batches)} a second time")
+            batch = min(u for u, _ in content.marks)
+            raise PlanError(f"{label(step)} adds the gradient of micro-batch {batch} a second time")
         held.marks |= content.marks
         if source is grad:
             self._give(s, grad)
@@ -441,37 +442,8 @@ class Walk:
             if content is None or content.version != k:
                 raise PlanError(f"{label(step)} needs {_key_name(key)} as the last update left it, and it is not")
             content.version = k + 1
-        param = (chunk, "param", place)
-        self._change(s, param)
-        content = self._present(step, param, "needs")
-        found: set[tuple[int, int]] = set()
-        unsummed: list[_Key] = []
-        if content is not None and content.version == k:
-            found |= content.marks
-            unsummed += [param] if self._only_ours(content) else []
-        for name in ("grad", "grad32"):
-            key = (chunk, name, place)
-            self._change(s, key)
-            gradient = self.content.get(key)
-            if gradient is not None and gradient.version == k:
-                found |= gradient.marks
-                unsummed += [key] if self._only_ours(gradient) else []
-        if unsummed:
-            raise PlanError(
-                f"{label(step)} updates with the gradient in {_key_name(unsummed[0])}, which is this rank's own: a "
-                f"reduce_scatter {'' if self.sliced else 'and a gather '}of it belong before"
-            )
-        on_host = (chunk, "grad32", Place.HOST)
-        summed = place is Place.HOST or on_host in self.content  # the sum is kept on the host
-        if summed and self.plan.settings.clip and self.plan.workload.micro_batches > 1:
-            total = self.content.get(on_host)
-            added = total.marks if total is not None and total.version == k else set()
-            if found - added:
-                u, t = min(found - added)
-                raise PlanError(
-                    f"{label(step)}: the norm misses the gradient of {self._name(t)} of micro-batch {u}; with "
-                    "clipping and several micro-batches a cpu_add adds each gradient before any Adam"
-                )
+        found = self._gradients(s, k, step, place)
+        self._check_norm(k, step, place, found)
         missing = self.expected[chunk] - found
         if missing:
             u, t = min(missing)
@@ -479,4 +451,39 @@ class Walk:
                 f"{label(step)} does not find the gradient of {self._name(t)} of micro-batch {u} on the {place.value}:"
                 f" it was not written back (or not added) before; {len(missing)} of {len(self.expected[chunk])} missing"
             )
-        self.content[param] = _Content(k + 1)
+        self.content[chunk, "param", place] = _Content(k + 1)
+
+    def _gradients(self, s: int, k: int, step: Step, place: Place) -> set[tuple[int, int]]:
+        """Marks of the gradients of this iteration that an update finds at its place."""
+        assert step.chunk is not None
+        found: set[tuple[int, int]] = set()
+        unsummed: list[_Key] = []
+        for name in ("param", "grad", "grad32"):
+            key = (step.chunk, name, place)
+            self._change(s, key)
+            content = self._present(step, key, "needs") if name == "param" else self.content.get(key)
+            if content is not None and content.version == k:
+                found |= content.marks
+                unsummed += [key] if self._only_ours(content) else []
+        if unsummed:
+            raise PlanError(
+                f"{label(step)} updates with the gradient in {_key_name(unsummed[0])}, which is this rank's own: a "
+                f"reduce_scatter {'' if self.sliced else 'and a gather '}of it belong before"
+            )
+        return found
+
+    def _check_norm(self, k: int, step: Step, place: Place, found: set[tuple[int, int]]) -> None:
+        """The norm is that of the sums on the host, where these are kept there: each gradient is in them."""
+        assert step.chunk is not None
+        on_host = (step.chunk, "grad32", Place.HOST)
+        summed = place is Place.HOST or on_host in self.content
+        if not (summed and self.plan.settings.clip and self.plan.workload.micro_batches > 1):
+            return
+        total = self.content.get(on_host)
+        added = total.marks if total is not None and total.version == k else set()
+        if found - added:
+            u, t = min(found - added)
+            raise PlanError(
+                f"{label(step)}: the norm misses the gradient of {self._name(t)} of micro-batch {u}; with "
+                "clipping and several micro-batches a cpu_add adds each gradient before any Adam"
+            )

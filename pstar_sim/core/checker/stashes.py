@@ -10,9 +10,9 @@ makes the next one on the compute queue, and the former waited for it to come ba
 
 from __future__ import annotations
 
+from pstar_sim.core.checker.unrolled import Unrolled, label
 from pstar_sim.core.plan import STASHES, Plan
 from pstar_sim.core.step import Kind, Place, Step
-from pstar_sim.core.unrolled import Unrolled, label
 from pstar_sim.errors import PlanError
 
 __all__ = ["check_stash_step", "check_stashes"]
@@ -36,28 +36,10 @@ def check_stash_step(plan: Plan, step: Step) -> None:
 def check_stashes(plan: Plan, program: Unrolled) -> None:
     """Raises PlanError for a stash that is not moved, or moved twice, too early or too late; and for too small a room
     on the host."""
-    w = plan.workload
-    room = sum(size for _, size in w.stash_room)
-    rooms = [(place, size) for name, place, size in plan.buffers if name == STASHES]
-    if len(rooms) > bool(room) or any(place is not Place.HOST for place, _ in rooms):
-        where = ", ".join(f"{size} bytes on the {place.value}" for place, size in rooms)
-        wanted = "one, on the host" if room else "none: its workload has no stashes"
-        raise PlanError(f"the plan has {len(rooms)} buffers {STASHES!r} ({where}); it needs {wanted}")
-    held = sum(size for _, size in rooms)
-    if held < room:
-        raise PlanError(f"the plan's buffer {STASHES!r} on the host has {held} bytes; the stashes take {room}")
-    moments: dict[int, int] = {}
-    moves: dict[tuple[Kind, int], int] = {}
-    for i, step in enumerate(plan.steps):
-        if step.kind is Kind.COMPUTE:
-            assert step.moment is not None
-            moments[step.moment] = i
-        elif step.stash is not None:
-            if (step.kind, step.stash) in moves:
-                other = plan.steps[moves[step.kind, step.stash]]
-                raise PlanError(f"{label(step)} moves a stash that {label(other)} moves already")
-            moves[step.kind, step.stash] = i
-    for n, stash in enumerate(w.stashes):
+    _check_room(plan)
+    moments = {step.moment: i for i, step in enumerate(plan.steps) if step.kind is Kind.COMPUTE}
+    moves = _moves(plan)
+    for n, stash in enumerate(plan.workload.stashes):
         for kind in (Kind.STASH_OUT, Kind.STASH_IN):
             if (kind, n) not in moves:
                 raise PlanError(f"no {kind.value} step moves stash {n} (of {stash.block})")
@@ -75,3 +57,28 @@ def check_stashes(plan: Plan, program: Unrolled) -> None:
                     f"nothing makes {label(b)} wait for {label(a)}: stash {n} (of {stash.block}) and {label(moment)}, "
                     f"{why}; an edge after={a.id} is missing"
                 )
+
+
+def _check_room(plan: Plan) -> None:
+    """One buffer on the host has room for all stashes; without stashes there is none."""
+    room = sum(size for _, size in plan.workload.stash_room)
+    rooms = [(place, size) for name, place, size in plan.buffers if name == STASHES]
+    if len(rooms) > bool(room) or any(place is not Place.HOST for place, _ in rooms):
+        where = ", ".join(f"{size} bytes on the {place.value}" for place, size in rooms)
+        wanted = "one, on the host" if room else "none: its workload has no stashes"
+        raise PlanError(f"the plan has {len(rooms)} buffers {STASHES!r} ({where}); it needs {wanted}")
+    held = sum(size for _, size in rooms)
+    if held < room:
+        raise PlanError(f"the plan's buffer {STASHES!r} on the host has {held} bytes; the stashes take {room}")
+
+
+def _moves(plan: Plan) -> dict[tuple[Kind, int], int]:
+    """(kind, stash) -> position of the step that moves it. Raises PlanError where two steps do."""
+    moves: dict[tuple[Kind, int], int] = {}
+    for i, step in enumerate(plan.steps):
+        if step.stash is not None:
+            if (step.kind, step.stash) in moves:
+                other = plan.steps[moves[step.kind, step.stash]]
+                raise PlanError(f"{label(step)} moves a stash that {label(other)} moves already")
+            moves[step.kind, step.stash] = i
+    return moves

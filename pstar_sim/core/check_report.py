@@ -1,0 +1,42 @@
+"""What a check of a plan has proved, for people and for programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pstar_sim.units import format_bytes
+
+__all__ = ["CheckReport"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckReport:
+    """What was proved. peak_bytes: the most each place can hold in any legal interleaving (exact). peak_at: the moment
+    it holds that in (-1: at the cut). running: the steps under way then. iterations: how many had to be unrolled (2
+    unless a queue may run further ahead). figures: names of what the plan states that was computed again and is so.
+    not_checked: a line for each kind of thing that it states and that was not ([Note: what a check says])."""
+
+    steps: int
+    moments: int
+    iterations: int
+    peak_bytes: dict[str, int]
+    peak_at: dict[str, int]
+    running: dict[str, tuple[int, ...]]
+    budget_bytes: dict[str, int] = field(default_factory=dict)
+    figures: tuple[str, ...] = ()
+    not_checked: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """For people."""
+        lines = [f"correct: {self.steps} steps, {self.moments} moments, every legal interleaving"]
+        for place, size in self.peak_bytes.items():
+            moment = self.peak_at[place]
+            when = "between two iterations" if moment < 0 else f"in moment {moment}"
+            lines.append(
+                f"{place}: at most {format_bytes(size)} ({size} bytes, {when}) "
+                f"of {format_bytes(self.budget_bytes[place])}"
+            )
+        if self.figures:
+            lines.append(f"as stated: {', '.join(self.figures)}")
+        lines += [f"not checked: {line}" for line in self.not_checked]
+        return "\n".join(lines)

@@ -1,0 +1,39 @@
+"""The checker's part about the barrier: in every interleaving an Adam starts after all that an update waits for."""
+
+from __future__ import annotations
+
+from pstar_sim.core.checker.unrolled import Unrolled, label
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Kind
+from pstar_sim.errors import PlanError
+
+__all__ = ["check_barrier"]
+
+
+def check_barrier(plan: Plan, program: Unrolled) -> None:
+    """Raises PlanError naming the update that may start too early and the step that it has to wait for."""
+    w = plan.workload
+    barrier = plan.settings.barrier(w.dtype)
+    if barrier is None:
+        return
+    (last,) = (i for i, s in enumerate(plan.steps) if s.kind is Kind.COMPUTE and s.moment == len(w.moments) - 1)
+    norm = _norm_needs(plan) if plan.settings.clip else []
+    for i, step in enumerate(plan.steps):
+        if step.kind not in (Kind.CPU_ADAM, Kind.GPU_ADAM):
+            continue
+        for j, why in ((last, f"the barrier ({barrier}) forbids it"), *norm):
+            if not program.precedes(j, i):
+                raise PlanError(f"{label(step)} may start before {label(plan.steps[j])} has ended; {why}")
+
+
+def _norm_needs(plan: Plan) -> list[tuple[int, str]]:
+    """What an iteration's gradient norm needs, beside its gradients having arrived: (position of a step, why). Each
+    queue runs its steps in order, so the last one of a kind stands for all of them."""
+    # Where every rank holds everything it has the whole sum only when the other ranks' slices of it are back.
+    summed = Kind.REDUCE_SCATTER if plan.layout.ranks > 1 else Kind.GATHER
+    needs: dict[Kind, str] = {
+        Kind.CPU_ADD: "the gradient norm (clip) needs all gradients added first",
+        summed: "the gradient norm (clip) needs all gradients summed over the ranks first",
+    }
+    last = {step.kind: i for i, step in enumerate(plan.steps)}
+    return [(last[kind], why) for kind, why in needs.items() if kind in last]

@@ -1,0 +1,85 @@
+"""The checker from first to last, on a plan of any policy. How it proves: `core/checker/__init__.py`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.check_fields import check_fields
+from pstar_sim.core.check_report import CheckReport
+from pstar_sim.core.checker.barrier import check_barrier
+from pstar_sim.core.checker.job import check_budgets, check_machine, check_workload_of
+from pstar_sim.core.checker.stashes import check_stashes
+from pstar_sim.core.checker.steps import check_pins, check_structure
+from pstar_sim.core.checker.unrolled import Unrolled
+from pstar_sim.core.checker.walk import Walk
+from pstar_sim.core.checker.worst_case import worst_case
+from pstar_sim.core.figures import byte_figures, not_checked
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Place, Queue
+from pstar_sim.errors import FalseFigures, PlanError
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["check_plan", "prove"]
+
+MOST_UNROLLED = 4
+
+
+def check_plan(plan: Plan, workload: Workload | None = None, machine: Machine | None = None) -> CheckReport:
+    """Prove the plan, and hold its figures of bytes against the proof; where they are given, also that it is for this
+    workload and machine. Raises PlanError with the first violation, naming steps, moment and bytes; FalseFigures with
+    every figure that is false."""
+    if workload is not None:
+        check_workload_of(plan, workload)
+    if machine is not None:
+        check_machine(plan, machine)
+    report = prove(plan)
+    stated = byte_figures(plan, report.peak_bytes)
+    if stated.false:
+        raise FalseFigures(stated.false)
+    why = dict.fromkeys(plan.predictions, "seconds and bounds, which `pstar check` computes")
+    rest = not_checked(plan, stated.checked, why, workload=workload is not None, machine=machine is not None)
+    return replace(report, figures=stated.checked, not_checked=rest)
+
+
+def prove(plan: Plan) -> CheckReport:
+    """That every legal interleaving of the steps is correct and within budgets that the plan's machine has. Raises
+    PlanError with the first violation, naming steps, moment and bytes."""
+    check_fields(plan)
+    check_budgets(plan, plan.machine)
+    order = check_structure(plan)
+    program = Unrolled(plan, order, 2)
+    iterations = 2
+    while not program.bounded():
+        if iterations == MOST_UNROLLED:
+            raise PlanError(
+                f"nothing keeps queue {program.unbounded_queue()} from running {MOST_UNROLLED - 1} iterations ahead of "
+                "another; an edge to a step of the previous iteration (id@-1) is missing"
+            )
+        iterations += 1
+        program = Unrolled(plan, order, iterations)
+    check_barrier(plan, program)
+    check_stashes(plan, program)
+    walk = Walk(plan, program)
+    walk.run()
+    check_pins(plan)
+    budgets = plan.budgets
+    if any(r.place is Place.NVME for r in plan.initial) or any(s.queue is Queue.NVME for s in plan.steps):
+        budgets[Place.NVME] = plan.nvme_budget_bytes
+    peaks: dict[str, int] = {}
+    moments: dict[str, int] = {}
+    running: dict[str, tuple[int, ...]] = {}
+    for place, budget in budgets.items():
+        worst = worst_case(plan, program, walk, place)
+        peaks[place.value], moments[place.value], running[place.value] = worst.bytes, worst.moment, worst.running
+        if worst.bytes > budget:
+            raise PlanError(worst.text(plan, place, budget))
+    return CheckReport(
+        steps=len(plan.steps),
+        moments=len(plan.workload.moments),
+        iterations=iterations,
+        peak_bytes=peaks,
+        peak_at=moments,
+        running=running,
+        budget_bytes={place.value: budget for place, budget in budgets.items()},
+    )
