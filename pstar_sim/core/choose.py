@@ -1,15 +1,15 @@
-"""choose: a light event loop that finds the order of steps on each queue, until the iteration repeats.
+"""choose: finds the order of a draft's steps on each queue, until the iteration repeats.
 
 Policies use it to find the order of steps and the window their memory edges are made from. It decides only what a
 policy may decide; `follow` then times the plan, by the same rules (rules.py).
-The compute queue always runs in program order; the others take, among the steps that are ready, the one with the
-smallest key.
+The compute queue always runs in the order of the draft; the others take, among the steps that are ready, the one with
+the smallest key.
 
 [Note: fetching ahead] A fetch (or a gather, on the net queue) for the use at compute position u may start when, at
-every position from the running one up to u, the room that is not needed otherwise (`Program.room`) still holds it, plus
+every position from the running one up to u, the room that is not needed otherwise (`Draft.room`) still holds it, plus
 a lead unless it is the earliest of its queue not yet started: memory is reserved when a copy starts, never before it is
-ready, and the last slots stay for urgent ones. Without `room` (a program of somebody's own), a step may take bytes
-before earlier ones of the program only if these could still run one after the other in what is left (the banker's
+ready, and the last slots stay for urgent ones. Without `room` (steps in an order of somebody's own), a step may take
+bytes before earlier ones of the draft only if these could still run one after the other in what is left (the banker's
 rule).
 """
 
@@ -24,10 +24,11 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from pstar_sim.core.rules import Columns, Rates, agree
+from pstar_sim.core.draft import Draft
+from pstar_sim.core.rules import Columns, agree
 from pstar_sim.core.step import Queue
 
-__all__ = ["Op", "Ops", "Window", "choose"]
+__all__ = ["Window", "choose"]
 
 ROUNDING = 1e-9  # relative, far more than the seconds of a window can be off by adding them up
 COMPUTE, H2D, D2H, ADAM, NET, NVME = range(6)
@@ -42,48 +43,10 @@ _INDEX = {
 
 
 @dataclass(slots=True)
-class Op:
-    """One step (or, on the compute queue, one block of moments) as the loop sees it.
-
-    takes at its start and frees at its end, in bytes. after: (op, back) it waits for. key: order among ready ops of its
-    queue, smallest first (None: program order). then: an op of the same queue that follows at once (a drop behind its
-    write-back; it is started by nothing else and has no `after` of its own). use: compute position a fetch serves.
-    position: compute position, on ops that are a moment or a block of them. dram_bytes: what crosses host DRAM.
-    """
-
-    queue: Queue
-    seconds: float = 0.0
-    gpu_take: int = 0
-    gpu_free: int = 0
-    host_take: int = 0
-    host_free: int = 0
-    after: tuple[tuple[int, int], ...] = ()
-    key: tuple[float, ...] | None = None
-    then: int | None = None
-    use: int | None = None
-    position: int | None = None
-    dram_bytes: int = 0
-
-
-@dataclass(slots=True)
-class Ops:
-    """Ops of one iteration. free bytes: of each place when nothing of the iteration has begun (at the cut). room: per
-    compute position, bytes that fetches ahead of their use may take; lead_bytes: see [Note: fetching ahead].
-    rates: what copies and CPU Adam share, without measured slow-downs; collectives go over other wires."""
-
-    ops: tuple[Op, ...]
-    gpu_free_bytes: int
-    host_free_bytes: int
-    rates: Rates
-    room: Sequence[int] | None = None
-    lead_bytes: int = 0
-
-
-@dataclass(slots=True)
 class Window:
-    """iteration_s: predicted period. events: (op, iteration relative to the window, ended?) in the order it happened
+    """iteration_s: predicted period. events: (row, iteration relative to the window, ended?) in the order it happened
     ([Note: windows] in memory_edges.py); gpu_free, host_free: bytes free when it opens. closed: the window repeats.
-    stuck: None, or (op, place, bytes wanted, bytes free) of the step that can never start.
+    stuck: None, or (row, place, bytes wanted, bytes free) of the step that can never start.
     """
 
     iteration_s: float
@@ -95,12 +58,12 @@ class Window:
     periods_s: list[float] = field(default_factory=list)
 
 
-def choose(program: Ops, *, most: int = 6, tolerance: float = 1e-6, limit_s: float = math.inf) -> Window:
-    """Play the program from the cut until its window repeats and its period does, within the relative tolerance; `most`
-    windows at most. A program is given up, without events, as soon as a window is sure to take more than
+def choose(draft: Draft, *, most: int = 6, tolerance: float = 1e-6, limit_s: float = math.inf) -> Window:
+    """Play the draft from the cut until its window repeats and its period does, within the relative tolerance; `most`
+    windows at most. A draft is given up, without events, as soon as a window is sure to take more than
     limit_s and no less than the one before (what is left of the compute queue says so): the first one, which waits for
     nothing of an iteration before it, is the shortest as a rule. Its last period is then what it takes at least."""
-    return _Loop(program).run(most, tolerance, limit_s)
+    return _Loop(draft).run(most, tolerance, limit_s)
 
 
 class _Loop:
@@ -108,29 +71,35 @@ class _Loop:
     it runs, k * count + rank (place of its key among all) where it is ready, and in the log twice the former, plus 1
     where it ends."""
 
-    def __init__(self, program: Ops) -> None:
-        assert not program.rates.slowdowns
-        self.program = program
-        ops = program.ops
-        self.ops = ops
-        count = len(ops)
-        self.followers: list[list[int]] = [[] for _ in ops]  # in the same iteration
+    def __init__(self, draft: Draft) -> None:
+        assert not draft.rates.slowdowns
+        self.draft = draft
+        rows = draft.rows
+        count = len(rows)
+        charges = [row.charge for row in rows]
+        self.seconds = [charge.seconds for charge in charges]
+        self.gpu_take = [charge.gpu_take for charge in charges]
+        self.gpu_free = [charge.gpu_free for charge in charges]
+        self.host_take = [charge.host_take for charge in charges]
+        self.host_free = [charge.host_free for charge in charges]
+        self.then = [row.then for row in rows]
+        self.use = [row.use for row in rows]
+        self.is_position = [row.position is not None for row in rows]
+        self.followers: list[list[int]] = [[] for _ in rows]  # in the same iteration
         self.successors: dict[int, list[int]] = {}  # in the next one
-        self.base_waits = [len(op.after) for op in ops]
+        self.base_waits = [len(row.after) for row in rows]
         self.first_waits = list(self.base_waits)  # of the first iteration, whose predecessor is taken as done
-        chained: set[int] = set()
-        for i, op in enumerate(ops):
-            for j, back in op.after:
+        for i, row in enumerate(rows):
+            for j, back in row.after:
                 if back:
                     self.successors.setdefault(j, []).append(i)
                     self.first_waits[i] -= 1
                 else:
                     self.followers[j].append(i)
-            if op.then is not None:
-                chained.add(op.then)
-        self.queue_of = [_INDEX[op.queue] for op in ops]
+        self.queue_of = [_INDEX[row.queue] for row in rows]
         self.compute = [i for i, q in enumerate(self.queue_of) if q == COMPUTE]
-        # Steps that start when they are ready: neither in the order of the program nor behind another one at once.
+        # Steps that start when they are ready: neither in the order of the draft nor behind another one at once.
+        chained = set(self.then)
         free = [i for i, q in enumerate(self.queue_of) if q != COMPUTE and i not in chained]
         last = max(self.queue_of, default=ADAM)
         self.queues = last + 1 if last > ADAM else 4
@@ -138,36 +107,45 @@ class _Loop:
         self.lengths = [0] * self.queues
         for i in free:
             self.lengths[self.queue_of[i]] += 1
-        keys = {i: key if (key := ops[i].key) is not None else (float(i),) for i in free}
+        keys = {i: key if (key := rows[i].key) is not None else (float(i),) for i in free}
         self.by_rank = sorted(free, key=keys.__getitem__)
         self.rank = [-1] * count  # of those alone
         for rank, i in enumerate(self.by_rank):
             self.rank[i] = rank
         self.at_once = [i for i in free if not self.base_waits[i]]  # wait for nothing
-        self.positions = sum(op.position is not None for op in ops)
-        self.upcoming = [0] * len(self.compute)  # bytes the compute queue takes up to its next moment
-        self.rest_s = [0.0] * len(self.compute)  # nominal seconds from here to the end of its iteration
-        need, rest_s = 0, 0.0
-        for n in range(len(self.compute) - 1, -1, -1):
-            op = ops[self.compute[n]]
-            need = op.gpu_take + (0 if op.position is not None else need)
-            rest_s += op.seconds
-            self.upcoming[n], self.rest_s[n] = need, rest_s
-        columns = Columns([op.seconds for op in ops], [op.dram_bytes for op in ops], ())
-        self.shared = program.rates.may_be_short(self.queue_of, columns)
-        self.demand = [op.dram_bytes / op.seconds if op.seconds > 0.0 else 0.0 for op in ops]  # of DRAM, bytes/s
-        # Queues whose ops take bytes ahead of their use, and these in the order of use.
-        served = [i for i in free if ops[i].use is not None]
+        self.positions = sum(self.is_position)
+        self._look_ahead()
+        columns = Columns(self.seconds, [charge.dram_bytes for charge in charges], ())
+        self.shared = draft.rates.may_be_short(self.queue_of, columns)
+        self.demand = [  # of DRAM, bytes/s
+            charge.dram_bytes / charge.seconds if charge.seconds > 0.0 else 0.0 for charge in charges
+        ]
+        # Queues whose steps take bytes ahead of their use, and these in the order of use.
+        served = [i for i in free if self.use[i] is not None]
         self.reserving = (H2D, NET) if any(self.queue_of[i] == NET for i in served) else (H2D,)
         self.others = tuple(q for q in (D2H, ADAM, *range(NET, self.queues)) if q not in self.reserving)
-        served.sort(key=lambda i: (ops[i].use, self.rank[i]))
+        served.sort(key=lambda i: (self.use[i], self.rank[i]))
         self.fetch_order = [[i for i in served if self.queue_of[i] == q] for q in range(self.queues)]
 
+    def _look_ahead(self) -> None:
+        """Of each step of the compute queue: bytes that the queue takes up to its next moment, and nominal seconds from
+        there to the end of the iteration."""
+        self.upcoming = [0] * len(self.compute)
+        self.rest_s = [0.0] * len(self.compute)
+        need, rest_s = 0, 0.0
+        for n in range(len(self.compute) - 1, -1, -1):
+            i = self.compute[n]
+            need = self.gpu_take[i] + (0 if self.is_position[i] else need)
+            rest_s += self.seconds[i]
+            self.upcoming[n], self.rest_s[n] = need, rest_s
+
     def run(self, most: int, tolerance: float, limit_s: float) -> Window:
-        program, ops, count = self.program, self.ops, len(self.ops)
+        draft, count = self.draft, len(self.queue_of)
+        gpu_take, gpu_give, host_take, host_give = self.gpu_take, self.gpu_free, self.host_take, self.host_free
+        seconds_of, then, use, is_position = self.seconds, self.then, self.use, self.is_position
         followers, successors, rank, by_rank = self.followers, self.successors, self.rank, self.by_rank
         queue_of, queues, others, on_dram = self.queue_of, self.queues, self.others, self.on_dram
-        gpu_free, host_free = program.gpu_free_bytes, program.host_free_bytes
+        gpu_free, host_free = draft.gpu_free_bytes, draft.host_free_bytes
         log: list[int] = []
         marks: list[tuple[float, int, int, int]] = []  # time, length of the log, gpu_free, host_free
         waits: list[list[int]] = []
@@ -178,7 +156,7 @@ class _Loop:
         current = [0] * queues  # that iteration
         running = [-1] * queues
         until = [math.inf] * queues
-        shared, rates = self.shared, program.rates
+        shared, rates = self.shared, draft.rates
         left = [0.0] * queues  # where rates are shared: nominal seconds still to do, since `settled_s`
         speed = [1.0] * queues
         settled_s = 0.0
@@ -187,9 +165,9 @@ class _Loop:
         at = 0  # index of the next compute op in its iteration
         lap = 0
         position = 0  # compute position running or next, unrolled
-        ahead = program.room is not None
+        ahead = draft.room is not None
         slack: NDArray[np.int64] = np.empty(0, dtype=np.int64)
-        base: NDArray[np.int64] = np.asarray(program.room if ahead else (), dtype=np.int64)
+        base: NDArray[np.int64] = np.asarray(draft.room if ahead else (), dtype=np.int64)
         least = np.minimum.reduce
         urgent = [(0, 0)] * queues  # per queue: index into fetch_order of the earliest not started, its iteration
         refused = [(-1, -1)] * queues  # per queue: (step, position) without room ahead
@@ -221,12 +199,11 @@ class _Loop:
             """And what follows at once."""
             nonlocal gpu_free, host_free, position
             while True:
-                op = ops[i]
-                gpu_free += op.gpu_free
-                host_free += op.host_free
+                gpu_free += gpu_give[i]
+                host_free += host_give[i]
                 ended[k][i] = 1
                 log.append(2 * (k * count + i) + 1)
-                if op.position is not None:
+                if is_position[i]:
                     position += 1
                 row = waits[k]
                 for j in followers[i]:
@@ -239,23 +216,23 @@ class _Loop:
                         row[j] -= 1
                         if not row[j] and rank[j] >= 0:
                             heapq.heappush(ready[queue_of[j]], (k + 1) * count + rank[j])
-                if op.then is None:
+                behind = then[i]
+                if behind is None:
                     return
-                i = op.then
+                i = behind
                 begin(i, k)
 
         def begin(i: int, k: int) -> None:
             nonlocal gpu_free, host_free
-            op = ops[i]
-            gpu_free -= op.gpu_take
-            host_free -= op.host_take
+            gpu_free -= gpu_take[i]
+            host_free -= host_take[i]
             started[k][i] = 1
             log.append(2 * (k * count + i))
 
         def start(q: int, i: int, k: int) -> bool:
             """Whether it has ended already, since it takes no time."""
             begin(i, k)
-            seconds = ops[i].seconds
+            seconds = seconds_of[i]
             if seconds <= 0.0:
                 finish(i, k)
                 return True
@@ -295,10 +272,9 @@ class _Loop:
             # The compute queue: everything that can go at this instant.
             while running[COMPUTE] < 0:
                 i = compute[at]
-                op = ops[i]
-                if waits[lap][i] or op.gpu_take > gpu_free or op.host_take > host_free:
+                if waits[lap][i] or gpu_take[i] > gpu_free or host_take[i] > host_free:
                     break
-                if not ahead and op.gpu_take and not self._safe(i, lap, gpu_free, started, ended):
+                if not ahead and gpu_take[i] and not self._safe(i, lap, gpu_free, started, ended):
                     break
                 if at == 0 and lap > 0:
                     marks.append((now, len(log), gpu_free, host_free))
@@ -324,10 +300,9 @@ class _Loop:
                 while ready[q] and running[q] < 0:
                     k, place = divmod(ready[q][0], count)
                     i = by_rank[place]
-                    op = ops[i]
-                    if k > current[q] or op.host_take > host_free or op.gpu_take > gpu_free:
+                    if k > current[q] or host_take[i] > host_free or gpu_take[i] > gpu_free:
                         break
-                    if op.gpu_take and not ahead and not self._safe(i, k, gpu_free, started, ended):
+                    if gpu_take[i] and not ahead and not self._safe(i, k, gpu_free, started, ended):
                         break
                     leave(q)
                     again |= start(q, i, k)
@@ -338,16 +313,15 @@ class _Loop:
                         break
                     k, place = divmod(ready[q][0], count)
                     i = by_rank[place]
-                    op = ops[i]
                     if k > current[q]:
                         break
-                    size = op.gpu_take
+                    size, served = gpu_take[i], use[i]
                     low = high = 0
-                    if ahead and op.use is not None:
+                    if ahead and served is not None:
                         upcoming = self.upcoming[at] if running[COMPUTE] < 0 else 0
                         if size + upcoming > gpu_free:
                             break
-                        low, high = position, k * self.positions + op.use
+                        low, high = position, k * self.positions + served
                         if high > low:
                             first = self.fetch_order[q]
                             n, lap_of = urgent[q]
@@ -356,7 +330,7 @@ class _Loop:
                                 if n == len(first):
                                     n, lap_of = 0, lap_of + 1
                             urgent[q] = (n, lap_of)
-                            wanted = size if (lap_of, first[n]) == (k, i) else size + program.lead_bytes
+                            wanted = size if (lap_of, first[n]) == (k, i) else size + draft.lead_bytes
                             span = slack[low:high]
                             if least(span) < wanted:
                                 refused[q] = this
@@ -381,21 +355,20 @@ class _Loop:
             finish(i, k)
 
     def _safe(self, i: int, k: int, gpu_free: int, started: Sequence[bytearray], ended: Sequence[bytearray]) -> bool:
-        """The banker's rule: could all earlier steps of the program still run one by one if op i of iteration k took
+        """The banker's rule: could all earlier steps of the draft still run one by one if step i of iteration k took
         its bytes now?"""
-        left = gpu_free - self.ops[i].gpu_take
+        left = gpu_free - self.gpu_take[i]
         for lap in range(max(0, k - 1), k + 1):
             on, off = started[lap], ended[lap]
             first = off.find(0)  # what has ended counts for nothing
-            for j in range(len(off) if first < 0 else first, len(self.ops) if lap < k else i):
+            for j in range(len(off) if first < 0 else first, len(off) if lap < k else i):
                 if off[j]:
                     continue
-                op = self.ops[j]
                 if not on[j]:
-                    left -= op.gpu_take
+                    left -= self.gpu_take[j]
                     if left < 0:
                         return False
-                left += op.gpu_free
+                left += self.gpu_free[j]
         return True
 
     def _repeats(
@@ -412,7 +385,7 @@ class _Loop:
         periods = [b[0] - a[0] for a, b in pairwise(marks)]
         if not give_up and (len(periods) < 2 or not agree(period, periods[-2], tolerance)):
             return None
-        whole = 2 * len(self.ops)
+        whole = 2 * len(self.queue_of)
         closed = high - low == whole == len({entry % whole for entry in log[low:high]})
         if not closed:
             if not give_up:
@@ -423,7 +396,7 @@ class _Loop:
             while len(shown) < whole:
                 lap -= 1
                 shown = [entry for entry in log if entry // whole == lap]
-            gpu_free, host_free = self.program.gpu_free_bytes, self.program.host_free_bytes
+            gpu_free, host_free = self.draft.gpu_free_bytes, self.draft.host_free_bytes
         else:
             shown = log[low:high]
         return Window(
@@ -446,14 +419,13 @@ class _Loop:
     ) -> Window:
         """Nothing runs and nothing can start: name the step that wants more bytes than there are."""
         candidates = [at] if not waits[lap][at] else []
-        candidates += [self.by_rank[queue[0] % len(self.ops)] for queue in ready if queue]
+        candidates += [self.by_rank[queue[0] % len(self.queue_of)] for queue in ready if queue]
         for i in candidates:
-            op = self.ops[i]
-            if op.host_take > host_free:
-                return Window(0.0, [], gpu_free, host_free, False, (i, "host", op.host_take, host_free))
+            if self.host_take[i] > host_free:
+                return Window(0.0, [], gpu_free, host_free, False, (i, "host", self.host_take[i], host_free))
         for i in candidates:
-            return Window(0.0, [], gpu_free, host_free, False, (i, "gpu", self.ops[i].gpu_take, gpu_free))
-        raise ValueError("the program's steps wait for each other in a circle")
+            return Window(0.0, [], gpu_free, host_free, False, (i, "gpu", self.gpu_take[i], gpu_free))
+        raise ValueError("the draft's steps wait for each other in a circle")
 
 
 def _too_long(marks: Sequence[tuple[float, int, int, int]], limit_s: float) -> Window | None:

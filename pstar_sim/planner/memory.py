@@ -237,10 +237,15 @@ def _ground_payloads(ground: Ground, pins: int) -> dict[tuple[int, str], int]:
     place in a slab)."""
     pinned = frozenset(ground.candidates[:pins])
     b = ground.builder
-    sizes = {(c, name): b.payload(c, name) for c in ground.moving if c not in pinned for name in b.permanent_lists(c)}
+    sizes = {
+        (c, name): b.layout.payload_bytes(c, name)
+        for c in ground.moving
+        if c not in pinned
+        for name in b.uses.home_lists(c)
+    }
     sizes |= {stash_key(block): size for block, size in ground.workload.stash_room}
     if ground.several:
-        sizes |= {(c, "grad"): b.payload(c, "grad") for c in ground.candidates if c not in pinned}
+        sizes |= {(c, "grad"): b.layout.payload_bytes(c, "grad") for c in ground.candidates if c not in pinned}
     return sizes
 
 

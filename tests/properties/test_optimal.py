@@ -14,9 +14,9 @@ from pstar_sim.core.step import Kind, Queue
 from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy import find_policy
 from pstar_sim.policy.family.course import Course, Knobs, Modes
-from pstar_sim.policy.family.emission import emit
 from pstar_sim.policy.family.ground import Ground
 from pstar_sim.policy.family.pace import period_s
+from pstar_sim.policy.family.plan import plan_of
 from pstar_sim.policy.family.program import play as play_course
 from pstar_sim.policy.family.search import Search
 from pstar_sim.policy.kit.points import Point
@@ -102,8 +102,8 @@ def test_any_choice_of_modes_that_has_room_makes_a_correct_plan(seed: int, ranks
     if min(course.room) < 0:
         return
     made = play_course(course)
-    assert made.outcome.stuck is None
-    plan = emit(ground, made)
+    assert made.window.stuck is None
+    plan = plan_of(ground, made)
     plan.check()
     timeline = play(plan)
     assert timeline.peak_bytes["gpu"] <= machine.gpu_budget_bytes
@@ -118,7 +118,7 @@ def test_the_forward_pass_does_not_wait_for_parameters_on_their_way_down() -> No
     embedding = ground.candidates[0]
     made = play_course(Course(ground, Modes(frozenset(ground.candidates[1:22]), frozenset({embedding})), Knobs()))
     assert embedding in made.course.stays
-    plan = emit(ground, made)
+    plan = plan_of(ground, made)
     plan.check()
     drops = [s for s in plan.steps if s.kind is Kind.DROP and s.chunk == embedding and s.list == "param"]
     assert [s.queue for s in drops] == [Queue.D2H]  # in order behind the copy
@@ -135,7 +135,7 @@ def test_behind_a_barrier_pinned_chunks_are_updated_between_streamed_ones() -> N
     workload = preset("1B", batch=4, seq=1024, dtype="bf16", checkpointing=True)
     ground = Ground("any", workload, machine("rtx4090"), Settings(update="step", clip=True), Point(streams=True))
     pinned, streamed = frozenset(ground.candidates[4:12]), frozenset(ground.candidates[:4])
-    plan = emit(ground, play_course(Course(ground, Modes(pinned, streamed), Knobs())))
+    plan = plan_of(ground, play_course(Course(ground, Modes(pinned, streamed), Knobs())))
     plan.check()
     order = [s.chunk for s in plan.steps if s.kind is Kind.GPU_ADAM and (s.chunk in pinned or s.chunk in streamed)]
     assert len(order) == 12

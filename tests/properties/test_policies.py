@@ -11,7 +11,7 @@ import pytest
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
-from pstar_sim.core.step import Kind, Queue, Ref
+from pstar_sim.core.step import Kind, Place, Queue, Ref
 from pstar_sim.errors import DoesNotFit, PlanError, PstarError
 from pstar_sim.policy import Builder, find_policy, policies
 from pstar_sim.policy.family.residency import belady, gaps_of
@@ -231,7 +231,7 @@ def on_demand(workload: Workload, machine: Machine, settings: Settings) -> Plan:
     here: set[int] = set()
     end = -1
     for chunk in b.layout.chunks:
-        b.reside_on_host(chunk.index)
+        b.live(chunk.index, Place.HOST)
     for m, needed in enumerate(uses.by_moment):
         after = []
         for c in needed:
@@ -267,7 +267,7 @@ def test_the_builder_refuses_what_does_not_come_back() -> None:
     def forgetful(workload: Workload, machine: Machine, settings: Settings) -> Plan:
         b = Builder("forgetful", workload, machine, settings)
         for chunk in b.layout.chunks:
-            b.reside_on_host(chunk.index)
+            b.live(chunk.index, Place.HOST)
         for m, needed in enumerate(b.uses.by_moment):
             b.compute(m, after=[b.fetch(c, m) for c in needed])
         return b.plan(predict=True)

@@ -2,7 +2,7 @@
 
 tide, static_partition and optimal are points of one space (points.py). Chunks that are used first are pinned, as many
 as a closed form and then an event loop find best (program.py). The result of the event loop fixes the order on each
-queue, and its schedule the memory edges (emission.py).
+queue, and its schedule the memory edges (plan.py).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.family.course import Knobs, Modes
-from pstar_sim.policy.family.emission import emit
 from pstar_sim.policy.family.ground import Ground
 from pstar_sim.policy.family.pins import iteration_bounds
+from pstar_sim.policy.family.plan import plan_of
 from pstar_sim.policy.family.program import Attempt, attempt, burden_of
 from pstar_sim.policy.family.residency import gaps_of
 from pstar_sim.policy.kit.points import Point
@@ -108,7 +108,7 @@ class Asynchronous:
         if most == len(g.candidates):
             attempt(most)
         attempt(0)
-        if not attempts or min(a.outcome.iteration_s for a in attempts.values()) > bound_s * (1 + CLOSE_TO_BOUND):
+        if not attempts or min(a.window.iteration_s for a in attempts.values()) > bound_s * (1 + CLOSE_TO_BOUND):
             for step in (1, 2, 3, 4):
                 attempt(best - step)
                 attempt(best + step)
@@ -160,13 +160,15 @@ class Asynchronous:
     def _attempt(self, pins: int, *, linger: bool = True) -> Attempt:
         g = self.ground
         made = attempt(g, Modes(frozenset(g.candidates[:pins])), Knobs(linger=linger))
-        if made.outcome.stuck is not None:
-            op, place, wanted, free = made.outcome.stuck
-            raise AssertionError(f"{g.name}: {made.rows[op]} wants {wanted} bytes of the {place}, {free} are free")
+        if made.window.stuck is not None:
+            op, place, wanted, free = made.window.stuck
+            raise AssertionError(
+                f"{g.name}: {made.draft.rows[op]} wants {wanted} bytes of the {place}, {free} are free"
+            )
         return made
 
     def _emit(self, chosen: Attempt, attempts: Sequence[Attempt], most: int, bound_s: float) -> Plan:
-        return emit(self.ground, chosen, self._choices(chosen, attempts, most, bound_s))
+        return plan_of(self.ground, chosen, self._choices(chosen, attempts, most, bound_s))
 
     def _choices(self, chosen: Attempt, attempts: Sequence[Attempt], most: int, bound_s: float) -> dict[str, object]:
         g = self.ground
@@ -179,7 +181,7 @@ class Asynchronous:
         choices["pins"] = f"{chosen.pins} of {len(g.candidates)} chunks ({most} would fit)"
         tried: dict[int, float] = {}
         for a in attempts:
-            tried[a.pins] = min(a.outcome.iteration_s, tried.get(a.pins, a.outcome.iteration_s))
+            tried[a.pins] = min(a.window.iteration_s, tried.get(a.pins, a.window.iteration_s))
         choices["pins_tried"] = {p: format_s(seconds) for p, seconds in sorted(tried.items())}
         pinned = chosen.modes.pinned
         gaps = [gap for c in g.moving if c not in pinned for gap in gaps_of(c, g.touched[c])]

@@ -7,14 +7,17 @@ many chunks could be pinned at most, and whether the job fits at all. Decides no
 from __future__ import annotations
 
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.draft import Charge
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.family.modes import ModeFacts
 from pstar_sim.policy.family.pins import PinFacts, most_pins
 from pstar_sim.policy.family.residency import blocks_of
-from pstar_sim.policy.kit.emit import Builder, describe_moment
+from pstar_sim.policy.kit.builder import Builder
+from pstar_sim.policy.kit.charges import Charges
 from pstar_sim.policy.kit.points import Point
+from pstar_sim.policy.kit.room import describe_moment
 from pstar_sim.policy.passes.stashes import stash_cuts
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Phase, Workload
@@ -49,6 +52,7 @@ class Ground:
         self.builder = b = Builder(name, workload, machine, settings, layout=layout)
         self.uses = uses = b.uses
         self.cost = b.cost
+        self.charges = Charges(b.cost)
         self.several = workload.micro_batches > 1
         self.barrier = settings.barrier(workload.dtype) or ("barrier=on" if point.barrier else None)
         self.add_last = self.several and settings.clip  # the norm is that of the accumulated gradient
@@ -58,12 +62,12 @@ class Ground:
         chunks = [c.index for c in b.layout.chunks]
         self.small = frozenset(c for c in chunks if b.layout.chunks[c].small)
         self.moving = [c for c in chunks if c not in self.small]
-        self.sizes = [b.payload(c) for c in chunks]
+        self.sizes = [b.layout.payload_bytes(c, "param") for c in chunks]
         self.ranks = b.layout.ranks
-        self.remote = [b.payload(c, "remote") if self.ranks > 1 else 0 for c in chunks]
+        self.remote = [b.layout.payload_bytes(c, "remote") if self.ranks > 1 else 0 for c in chunks]
         # In the order in which they would be pinned.
         self.candidates = sorted((c for c in self.moving if uses.updated(c)), key=lambda c: (uses.first_use(c), c))
-        self.permanent = [b.permanent_bytes(c) for c in chunks]  # working list and states
+        self.permanent = [b.uses.home_bytes(c) for c in chunks]  # working list and states
         self.small_bytes = sum(self.permanent[c] + self.remote[c] for c in self.small)
         seconds = b.cost.moments_s
         # A gradient list opens and closes, and an eager GPU Adam follows, at the edge of a block.
@@ -100,20 +104,25 @@ class Ground:
         self.down: dict[tuple[int, str], tuple[int, float]] = {}
         for c in self.moving:
             for name in ("param", *(self.visiting_lists if uses.updated(c) else ())):
-                size = b.payload(c, name)
+                size = b.layout.payload_bytes(c, name)
                 self.up[c, name] = (size, b.cost.transfer_s(size, "h2d"))
                 self.down[c, name] = (size, b.cost.transfer_s(size, "d2h"))
         # Block -> bytes by which the tide rises to it, and falls behind it.
         tides = [block.tide_bytes for block in self.blocks]
         self.rises = [max(0, tide - tides[n - 1]) for n, tide in enumerate(tides)]
         self.falls = [max(0, tide - tides[(n + 1) % len(tides)]) for n, tide in enumerate(tides)]
+        self.block_charges = [
+            Charge(block.seconds, rise, fall) for block, rise, fall in zip(self.blocks, self.rises, self.falls)
+        ]
         self.update_block = [self._update_block(c) if uses.updated(c) else -1 for c in chunks]
 
     # Which numbers of pins to try.
     def gradient_bytes(self, chunk: int) -> int:
         """Bytes on the GPU of a gradient list of its own, with several ranks that of the whole chunk."""
         b = self.builder
-        return b.payload(chunk, "grad") + (b.payload(chunk, "grad_remote") if self.ranks > 1 else 0)
+        return b.layout.payload_bytes(chunk, "grad") + (
+            b.layout.payload_bytes(chunk, "grad_remote") if self.ranks > 1 else 0
+        )
 
     def visiting_bytes(self, chunk: int) -> int:
         """Bytes that come to the GPU for the update of a streamed chunk."""
@@ -255,7 +264,9 @@ class Ground:
         held += self.builder.stash_bytes
         passing = 0
         if self.several:
-            passing = max((self.builder.payload(c, "grad") for c in self.candidates if c not in pinned), default=0)
+            passing = max(
+                (self.builder.layout.payload_bytes(c, "grad") for c in self.candidates if c not in pinned), default=0
+            )
         return held, passing
 
     def check_host(self, pinned: frozenset[int]) -> None:

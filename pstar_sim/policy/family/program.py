@@ -10,15 +10,15 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 
-from pstar_sim.core.choose import Op, Ops, Window, choose
+from pstar_sim.core.choose import Window, choose
+from pstar_sim.core.draft import Charge, Draft, Row
 from pstar_sim.core.rules import Rates
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.policy.family.course import Course, Knobs, Modes
 from pstar_sim.policy.family.ground import Ground
 from pstar_sim.policy.family.residency import Gap, gaps_of
 from pstar_sim.policy.family.rules import adam_key, adam_waits_for_backward, fetch_floors
-from pstar_sim.policy.kit.draft import Row
-from pstar_sim.policy.kit.emit import cut_tide
+from pstar_sim.policy.kit.room import cut_tide
 from pstar_sim.policy.passes.stashes import StashMoves
 
 __all__ = ["Attempt", "attempt", "play"]
@@ -29,9 +29,8 @@ class Attempt:
     """A program for one course, and what the event loop made of it."""
 
     course: Course
-    program: Ops
-    rows: list[Row]
-    outcome: Window
+    draft: Draft
+    window: Window
     fetched_bytes: int
 
     @property
@@ -48,7 +47,7 @@ class Attempt:
 
     @property
     def iteration_s(self) -> float:
-        return self.outcome.iteration_s
+        return self.window.iteration_s
 
 
 def burden_of(made: Attempt) -> tuple[int, int]:
@@ -63,10 +62,9 @@ def attempt(ground: Ground, modes: Modes, knobs: Knobs | None = None) -> Attempt
 
 def play(course: Course, *, limit_s: float = math.inf, tolerance: float = 1e-6) -> Attempt:
     """As `attempt`, of a course that is laid out already. limit_s, tolerance: see `choose`."""
-    weaver = _Weaver(course)
-    program = weaver.weave()
-    fetched = sum(op.gpu_take for op in program.ops if op.queue is Queue.H2D)
-    return Attempt(course, program, weaver.rows, choose(program, limit_s=limit_s, tolerance=tolerance), fetched)
+    draft = _Weaver(course).weave()
+    fetched = sum(row.charge.gpu_take for row in draft.rows if row.queue is Queue.H2D)
+    return Attempt(course, draft, choose(draft, limit_s=limit_s, tolerance=tolerance), fetched)
 
 
 _After = tuple[tuple[int, int], ...]
@@ -75,12 +73,11 @@ _Pairs = defaultdict[int, list[tuple[int, int]]]  # position -> (chunk, number o
 
 
 class _Weaver:
-    """Ops and their edges, in an order in which they could run one after the other."""
+    """Rows and their edges, in an order in which they could run one after the other."""
 
     def __init__(self, course: Course) -> None:
         self.course = course
         self.g = course.ground
-        self.ops: list[Op] = []
         self.rows: list[Row] = []
         self.end_of: list[int] = []  # position -> its op
         self.passed: list[int] = []  # position -> last op of the compute queue before the next position's
@@ -112,24 +109,22 @@ class _Weaver:
         list_name: str = "param",
         moment: int = -1,
         *,
-        seconds: float = 0.0,
-        gpu_take: int = 0,
-        gpu_free: int = 0,
-        host_take: int = 0,
-        host_free: int = 0,
+        charge: Charge | None = None,
         after: _After = (),
         key: tuple[float, ...] | None = None,
         then: int | None = None,
         use: int | None = None,
         position: int | None = None,
-        dram_bytes: int = 0,
+        block: int = -1,
+        stash: int = -1,
     ) -> int:
-        """One op, its place among all. The fields are those of `Op`, in their order: this is called very often."""
-        here = len(self.ops)
-        self.ops.append(
-            Op(queue, seconds, gpu_take, gpu_free, host_take, host_free, after, key, then, use, position, dram_bytes)
+        """One row, its place among all. charge: of what is not about a list of a chunk."""
+        here = len(self.rows)
+        if charge is None:
+            charge = self.g.charges.of(kind, chunk, list_name)
+        self.rows.append(
+            Row(queue, kind, chunk, list_name, moment, charge, after, key, then, use, position, block, stash)
         )
-        self.rows.append(Row(kind, chunk, list_name, moment))
         if queue is Queue.COMPUTE:
             self.last_computed = here
         return here
@@ -199,7 +194,7 @@ class _Weaver:
             for c in self.on_gpu:
                 self.pins[at[g.update_block[c]]].append(c)
 
-    def weave(self) -> Ops:
+    def weave(self) -> Draft:
         course, g = self.course, self.g
         count = len(course.positions)
         served = sorted(
@@ -223,20 +218,20 @@ class _Weaver:
             self.passed.append(self.last_computed)
         self._adam()
         for op, floor in self.behind_border:
-            self.ops[op].after += ((self.passed[floor + count], 1),)
+            self.rows[op].after += ((self.passed[floor + count], 1),)
         for c, op, alone in self.first_gather:
             after: _After = ((self.others_gone[c], 1),)
             if alone and c in self.gpu_adam_of:
                 after += ((self.gpu_adam_of[c], 1),)
-            self.ops[op].after += after
+            self.rows[op].after += after
         for c, name, op in self.first_fetch:
-            self.ops[op].after += ((self.last_drop[c, name], 1), *self._updated_before(c))
+            self.rows[op].after += ((self.last_drop[c, name], 1), *self._updated_before(c))
         blocks = [block.tide_bytes for block in g.blocks]
         free = g.machine.gpu_budget_bytes - course.resident_bytes - sum(g.sizes[c] for c in course.stays)
         free += sum(g.remote[c] for c in g.small_visits)  # reckoned with throughout, absent at the cut
         held, _ = g.host_bytes(course.modes.pinned)
-        return Ops(
-            ops=tuple(self.ops),
+        return Draft(
+            rows=self.rows,
             gpu_free_bytes=free - cut_tide(blocks),
             host_free_bytes=g.machine.host_budget_bytes - held,
             room=course.room,
@@ -248,24 +243,12 @@ class _Weaver:
 
     def _fetch(self, c: int, n: int, list_name: str = "param", after: _After = ()) -> int:
         """A list comes to the GPU for position n."""
-        g = self.g
-        size, seconds = g.up[c, list_name]
         key = (c, list_name)
         after += self._floor(c, n)
         if key in self.last_drop:
             after = ((self.last_drop[key], 0), *after)
         op = self._add(
-            Queue.H2D,
-            Kind.FETCH,
-            c,
-            list_name,
-            self._moment_of(n),
-            seconds=seconds,
-            dram_bytes=size,
-            gpu_take=size,
-            after=after,
-            key=(float(n), float(c)),
-            use=n,
+            Queue.H2D, Kind.FETCH, c, list_name, self._moment_of(n), after=after, key=(float(n), float(c)), use=n
         )
         self._floor_behind(c, n, op)
         if key not in self.last_drop:
@@ -285,21 +268,11 @@ class _Weaver:
 
     def _gather(self, c: int, n: int, fetched: int | None) -> int:
         """The other ranks' slices come for position n, behind this rank's own one."""
-        g = self.g
         after: _After = (*(((fetched, 0),) if fetched is not None else ()), *self._floor(c, n))
         if c in self.others_gone:
             after += ((self.others_gone[c], 0),)
         op = self._add(
-            Queue.NET,
-            Kind.GATHER,
-            c,
-            "remote",
-            self._moment_of(n),
-            seconds=g.cost.collective_s(g.whole_bytes(c)),
-            gpu_take=g.remote[c],
-            after=after,
-            key=(float(n), float(c)),
-            use=n,
+            Queue.NET, Kind.GATHER, c, "remote", self._moment_of(n), after=after, key=(float(n), float(c)), use=n
         )
         self._floor_behind(c, n, op)
         if c not in self.gathered:
@@ -309,18 +282,7 @@ class _Weaver:
 
     def _reduce(self, c: int, list_name: str, moment: int, n: int, after: _After) -> int:
         """A gradient that is complete is summed over the ranks; the others' slices of it are gone then."""
-        g = self.g
-        return self._add(
-            Queue.NET,
-            Kind.REDUCE_SCATTER,
-            c,
-            list_name,
-            moment,
-            seconds=g.cost.collective_s(g.whole_bytes(c)),
-            gpu_free=g.builder.payload(c, list_name),
-            after=after,
-            key=(float(n), -1.0),
-        )
+        return self._add(Queue.NET, Kind.REDUCE_SCATTER, c, list_name, moment, after=after, key=(float(n), -1.0))
 
     def _moment_of(self, n: int) -> int:
         position = self.course.positions[n]
@@ -337,8 +299,7 @@ class _Weaver:
         for c, number in self.opens.get(n, ()):
             after: _After = ((self.gradient_free[c], 0),) if number else ()
             for name in ("grad", "grad_remote") if g.ranks > 1 else ("grad",):
-                size = g.builder.payload(c, name)
-                self._add(Queue.COMPUTE, Kind.ALLOC, c, name, g.span(c, number)[0], gpu_take=size, after=after)
+                self._add(Queue.COMPUTE, Kind.ALLOC, c, name, g.span(c, number)[0], after=after)
         waits = [(op, 0) for op in arriving]
         if g.workload.stashes:
             waits += [(op, 0) for op in self.stashes.waits(block.first)]
@@ -348,18 +309,16 @@ class _Weaver:
             Queue.COMPUTE,
             Kind.COMPUTE,
             moment=block.first,
-            seconds=position.seconds,
-            gpu_take=g.rises[position.block],
-            gpu_free=g.falls[position.block],
+            charge=g.block_charges[position.block],
             after=tuple(waits),
             position=n,
+            block=position.block,
         )
-        self.rows[here].block = position.block
         self.end_of.append(here)
         if g.workload.stashes:
             self._move_stashes(block.last, here)
         for c in self.others_dropped.get(n, ()):
-            self.others_gone[c] = self._add(Queue.COMPUTE, Kind.DROP, c, "remote", block.last, gpu_free=g.remote[c])
+            self.others_gone[c] = self._add(Queue.COMPUTE, Kind.DROP, c, "remote", block.last)
         self._drop_clean(n)
         for c in self.reduces.get(n, ()):
             moment = g.uses.last_gradient(c)
@@ -371,9 +330,8 @@ class _Weaver:
             if g.ranks > 1:
                 done = self._reduce(c, "grad_remote", g.span(c, number)[1], n, ((here, 0),))
             if c in course.modes.pinned or c in g.small:
-                self.ops[done].then = len(self.ops)  # the sum is added where it is
-                size = g.builder.payload(c, "grad")
-                self.gradient_free[c] = self._add(Queue.NET, Kind.FREE, c, "grad", g.span(c, number)[1], gpu_free=size)
+                self.rows[done].then = len(self.rows)  # the sum is added where it is
+                self.gradient_free[c] = self._add(Queue.NET, Kind.FREE, c, "grad", g.span(c, number)[1])
                 continue
             after = ((done, 0),) if number == 0 else ((done, 0), (self.last_add[c], 0))
             self._send_gradient(c, g.span(c, number)[1], after)
@@ -397,11 +355,7 @@ class _Weaver:
             moves.in_of[n] = self._copy_stash(n, Queue.H2D, Kind.STASH_IN, (float(use), -1.0), ((here, 0),))
 
     def _copy_stash(self, n: int, queue: Queue, kind: Kind, key: tuple[float, ...], after: _After) -> int:
-        size = self.g.workload.stashes[n].bytes
-        seconds = self.g.cost.transfer_s(size, queue.value)
-        op = self._add(queue, kind, seconds=seconds, dram_bytes=size, after=after, key=key)
-        self.rows[op].stash = n
-        return op
+        return self._add(queue, kind, charge=self.g.charges.of_stash(kind, n), after=after, key=key, stash=n)
 
     def _drop_clean(self, n: int) -> None:
         """Copies that are the host's, too, are given up. One of a streamed chunk that has stayed over the border may
@@ -411,17 +365,11 @@ class _Weaver:
             moment = self.g.blocks[self.course.positions[n].block].last
             if (c, "param") not in self.last_drop and c in stays and c in updates:
                 op = self._add(
-                    Queue.D2H,
-                    Kind.DROP,
-                    c,
-                    moment=moment,
-                    gpu_free=self.g.sizes[c],
-                    after=((self.end_of[n], 0),),
-                    key=(-2.0, float(n)),
+                    Queue.D2H, Kind.DROP, c, moment=moment, after=((self.end_of[n], 0),), key=(-2.0, float(n))
                 )
                 self.first_drop[c] = op
             else:
-                op = self._add(Queue.COMPUTE, Kind.DROP, c, moment=moment, gpu_free=self.g.sizes[c])
+                op = self._add(Queue.COMPUTE, Kind.DROP, c, moment=moment)
             self.last_drop[c, "param"] = op
 
     def _pins_behind_barrier(self, until: int) -> None:
@@ -435,40 +383,16 @@ class _Weaver:
         """GPU Adam of a chunk whose states are always there."""
         if c in self.reduced:
             after += ((self.reduced[c], 0),)
-        seconds = self.g.cost.gpu_adam_s(c)
-        self.gpu_adam_of[c] = self._add(Queue.COMPUTE, Kind.GPU_ADAM, c, seconds=seconds, after=after)
+        self.gpu_adam_of[c] = self._add(Queue.COMPUTE, Kind.GPU_ADAM, c, after=after)
 
     def _send_gradient(self, c: int, moment: int, after: _After) -> None:
         """The gradient of a micro-batch but the last goes down in a list of its own and is added there."""
-        g = self.g
-        size = g.builder.payload(c, "grad")
         self.sequence += 1
         key = (0.0, float(self.sequence))
-        self._add(
-            Queue.D2H,
-            Kind.WRITEBACK,
-            c,
-            "grad",
-            moment,
-            seconds=g.cost.transfer_s(size, "d2h"),
-            dram_bytes=size,
-            host_take=size,
-            after=after,
-            key=key,
-            then=len(self.ops) + 1,
-        )
-        self.gradient_free[c] = self._add(Queue.D2H, Kind.FREE, c, "grad", moment, gpu_free=size)
+        self._add(Queue.D2H, Kind.WRITEBACK, c, "grad", moment, after=after, key=key, then=len(self.rows) + 1)
+        self.gradient_free[c] = self._add(Queue.D2H, Kind.FREE, c, "grad", moment)
         self.last_add[c] = self._add(
-            Queue.ADAM,
-            Kind.CPU_ADD,
-            c,
-            "grad",
-            moment,
-            seconds=g.cost.cpu_add_s(c),
-            dram_bytes=g.cost.cpu_add_bytes(c),
-            host_free=size,
-            after=((self.gradient_free[c], 0),),
-            key=key,
+            Queue.ADAM, Kind.CPU_ADD, c, "grad", moment, after=((self.gradient_free[c], 0),), key=key
         )
 
     def _down_key(self, c: int) -> tuple[float, ...]:
@@ -477,21 +401,18 @@ class _Weaver:
 
     def _writeback(self, c: int, list_name: str, moment: int, after: _After, key: tuple[float, ...], drop: bool) -> int:
         """A list goes down and, with `drop`, is given up on the GPU."""
-        size, seconds = self.g.down[c, list_name]
         down = self._add(
             Queue.D2H,
             Kind.WRITEBACK,
             c,
             list_name,
             moment,
-            seconds=seconds,
-            dram_bytes=size,
             after=after,
             key=key,
-            then=len(self.ops) + 1 if drop else None,
+            then=len(self.rows) + 1 if drop else None,
         )
         if drop:
-            op = self._add(Queue.D2H, Kind.DROP, c, list_name, moment, gpu_free=size)
+            op = self._add(Queue.D2H, Kind.DROP, c, list_name, moment)
             self.last_drop[c, list_name] = op
         return down
 
@@ -506,15 +427,7 @@ class _Weaver:
             # Also behind the chunk's earlier gradients: one of them may still be on its way down.
             after: _After = ((down, 0), (self.last_add[c], 0)) if c in self.last_add else ((down, 0),)
             self.last_add[c] = self._add(
-                Queue.ADAM,
-                Kind.CPU_ADD,
-                c,
-                "param",
-                moment,
-                seconds=g.cost.cpu_add_s(c),
-                dram_bytes=g.cost.cpu_add_bytes(c),
-                after=after,
-                key=(0.0, float(self.sequence)),
+                Queue.ADAM, Kind.CPU_ADD, c, "param", moment, after=after, key=(0.0, float(self.sequence))
             )
             self.last_adds.append(self.last_add[c])
         return down
@@ -528,24 +441,16 @@ class _Weaver:
             arriving.append(self._fetch(c, n, name, added if name == "grad32" else ()))
         if c in self.emptied:
             gone: _After = ((self.last_drop[c, "param"], 0),)
-            self._add(Queue.COMPUTE, Kind.ALLOC, c, "param", moment, gpu_take=g.sizes[c], after=gone)
+            self._add(Queue.COMPUTE, Kind.ALLOC, c, "param", moment, after=gone)
         waits = [(op, 0) for op in arriving] + [(op, 0) for op in self.last_adds]
         if c in self.reduced:
             waits.append((self.reduced[c], 0))
         here = self.gpu_adam_of[c] = self._add(
-            Queue.COMPUTE,
-            Kind.GPU_ADAM,
-            c,
-            moment=moment,
-            seconds=g.cost.gpu_adam_s(c),
-            after=tuple(waits),
-            position=n,
+            Queue.COMPUTE, Kind.GPU_ADAM, c, moment=moment, after=tuple(waits), position=n
         )
         self.end_of.append(here)
         if g.several:
-            self.last_drop[c, "grad32"] = self._add(
-                Queue.COMPUTE, Kind.DROP, c, "grad32", moment, gpu_free=g.builder.payload(c, "grad32")
-            )
+            self.last_drop[c, "grad32"] = self._add(Queue.COMPUTE, Kind.DROP, c, "grad32", moment)
         key = self._down_key(c)
         for number, name in enumerate(g.builder.layout.state_lists):
             self._writeback(c, name, moment, ((here, 0),), (*key, 1.0 + number), drop=True)
@@ -570,15 +475,9 @@ class _Weaver:
             if g.add_last:
                 after += tuple((op, 0) for op in self.last_adds if op != self.last_add[c])
             self.adam_of[c] = self._add(
-                Queue.ADAM,
-                Kind.CPU_ADAM,
-                c,
-                seconds=g.cost.cpu_adam_s(c),
-                dram_bytes=g.cost.cpu_adam_bytes(c),
-                after=after,
-                key=adam_key(g.point.adam, g.uses, c),
+                Queue.ADAM, Kind.CPU_ADAM, c, after=after, key=adam_key(g.point.adam, g.uses, c)
             )
         for n, row in self.overwrites.items():
             for c in row:
                 if c in self.course.stays:  # the copy down of its parameters reads what is given up or overwritten
-                    self.ops[self.first_drop.get(c, self.end_of[n])].after += ((self.told[c], 1),)
+                    self.rows[self.first_drop.get(c, self.end_of[n])].after += ((self.told[c], 1),)

@@ -186,8 +186,8 @@ class Search:
         else:
             limit_s = self.best[0] * AGAIN if self.best is not None else math.inf
         found = play(course, limit_s=limit_s, tolerance=BETTER * 5)
-        self.effort_ops -= len(found.program.ops) * (len(found.outcome.periods_s) + 1) + OVERHEAD_OPS
-        return found if found.outcome.stuck is None and found.outcome.events else None
+        self.effort_ops -= len(found.draft.rows) * (len(found.window.periods_s) + 1) + OVERHEAD_OPS
+        return found if found.window.stuck is None and found.window.events else None
 
     def run(self, effort_ops: int = 0) -> list[Attempt]:
         """The attempts that fit, as far as they are kept; empty if none does. effort_ops: more of it."""

@@ -117,6 +117,18 @@ class Facts:
         """Moment after which all its gradients are final; -1 if it has none."""
         return self.spans[chunk][-1][2] if self.spans[chunk] else -1
 
+    def home_lists(self, chunk: int) -> tuple[str, ...]:
+        """Lists that a chunk keeps all the time where it lives: the working list, and for one that is updated its
+        states (with several micro-batches also grad32)."""
+        if not self.updated(chunk):
+            return ("param",)
+        accumulated = ("grad32",) if self.workload.micro_batches > 1 else ()
+        return ("param", *self.layout.state_lists, *accumulated)
+
+    def home_bytes(self, chunk: int) -> int:
+        """Bytes of `home_lists`, of one rank's slice."""
+        return sum(self.layout.payload_bytes(chunk, name) for name in self.home_lists(chunk))
+
     @cached_property
     def tide(self) -> tuple[int, ...]:
         """Non-model bytes to reckon with in each moment. The cut counts the last moment's peak ([Note: the cut]); where

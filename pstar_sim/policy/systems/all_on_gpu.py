@@ -14,8 +14,9 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place
+from pstar_sim.policy.kit.builder import Builder
 from pstar_sim.policy.kit.capabilities import Capabilities
-from pstar_sim.policy.kit.emit import Builder, check_room, describe_moment, worst_moment
+from pstar_sim.policy.kit.room import describe_moment, worst_moment
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 
@@ -32,11 +33,10 @@ def all_on_gpu(workload: Workload, machine: Machine, settings: Settings) -> Plan
     whole = build_layout(workload, chunk_bytes=settings.chunk_bytes)
     b = Builder("all_on_gpu", workload, machine, settings, layout=whole)
     for chunk in b.layout.chunks:
-        b.reside_on_gpu(chunk.index)
+        b.live(chunk.index, Place.GPU)
     model = b.held_bytes(Place.GPU)
     worst = worst_moment(b.uses.tide)
-    check_room(
-        b,
+    b.check_room(
         Place.GPU,
         model + b.uses.tide[worst],
         f"{format_bytes(model)} of parameters, gradients and optimizer states beside "

@@ -41,9 +41,10 @@ from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place, Queue, Ref
 from pstar_sim.errors import CannotPlan, DoesNotFit
+from pstar_sim.policy.kit.builder import Builder
 from pstar_sim.policy.kit.capabilities import Capabilities
-from pstar_sim.policy.kit.emit import Builder, describe_moment
 from pstar_sim.policy.kit.options import Option, switch
+from pstar_sim.policy.kit.room import describe_moment
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Phase, Workload
 
@@ -113,18 +114,18 @@ class _Run:
         self.uses = uses = b.uses
         self.several = workload.micro_batches > 1
         chunks = b.layout.chunks
-        self.sizes = [b.payload(c.index) for c in chunks]
-        self.others = [b.payload(c.index, "remote") if b.ranks > 1 else 0 for c in chunks]
+        self.sizes = [b.layout.payload_bytes(c.index, "param") for c in chunks]
+        self.others = [b.layout.payload_bytes(c.index, "remote") if b.ranks > 1 else 0 for c in chunks]
         self.reserve = b.layout.chunk_bytes
         movable = [c.index for c in chunks if not c.small]
         updated = [c for c in movable if uses.updated(c)]
         budget = machine.gpu_budget_bytes
         worst = max(range(len(uses.tide)), key=lambda m: uses.tide[m])
-        small = sum(b.permanent_bytes(c.index) + self.others[c.index] for c in chunks if c.small)
+        small = sum(b.uses.home_bytes(c.index) + self.others[c.index] for c in chunks if c.small)
         buffer = max((b.layout.slice_numel(c) * 4 for c in updated), default=0)
         margin = budget - buffer - uses.tide[worst] - small - sum(self.sizes[c] for c in movable)
         margin -= max((self.others[c] for c in movable), default=0)
-        states = [b.permanent_bytes(c) - self.sizes[c] for c in updated]
+        states = [b.uses.home_bytes(c) - self.sizes[c] for c in updated]
         uniform = median_low(states) if states else 1  # its chunks are all of one size
         count = max(0, ceil(margin / uniform * MARGIN_RATIO) - 1) if margin > 0 else 0
         while count > 0 and sum(states[:count]) > margin:  # an oversize chunk among the first
@@ -132,7 +133,7 @@ class _Run:
         self.pinned = frozenset(updated[:count])
         for chunk in chunks:
             if chunk.small or chunk.index in self.pinned:
-                b.reside_on_gpu(chunk.index)
+                b.live(chunk.index, Place.GPU)
                 if chunk.small and b.ranks > 1:
                     b.resident(chunk.index, Place.GPU, "remote")
         self.margin = max(0, margin)
@@ -142,7 +143,7 @@ class _Run:
         self.fixed = b.held_bytes(Place.GPU)
         self.resident = {c for c in resident if c in set(self.movable)}
         for c in self.movable:
-            b.resident(c, Place.HOST, *(name for name in b.permanent_lists(c) if name != "param"))
+            b.resident(c, Place.HOST, *(name for name in b.uses.home_lists(c) if name != "param"))
             b.resident(c, Place.GPU if c in self.resident else Place.HOST, "param")
         self.used = self.fixed + sum(self.sizes[c] for c in self.resident)
         self.host_used = self.host_peak = b.held_bytes(Place.HOST)
@@ -300,7 +301,7 @@ class _Run:
         return most
 
     def _gradient_bytes(self, c: int) -> int:
-        return sum(self.b.payload(c, name) for name in self.grad_lists)
+        return sum(self.b.layout.payload_bytes(c, name) for name in self.grad_lists)
 
     def play(self) -> None:
         """One iteration. Raises DoesNotFit with what the worst moment needs, not the first that is short."""
@@ -364,10 +365,10 @@ class _Run:
                     self.last = b.reduce_scatter(c, m, self._then(), "grad_remote")
                 if c in movable:
                     b.writeback(c, "grad", m, self._then())
-                    self._host(b.payload(c, "grad"))
+                    self._host(b.layout.payload_bytes(c, "grad"))
                     freed = b.free(Queue.D2H, c, "grad", Place.GPU, m)
                     self.last = b.cpu_add(c, "grad", m, [freed])
-                    self._host(-b.payload(c, "grad"))
+                    self._host(-b.layout.payload_bytes(c, "grad"))
                 else:
                     self.last = b.free(Queue.NET, c, "grad", Place.GPU, m)
                 self.used -= self._gradient_bytes(c)

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from pstar_sim.core.step import PAGEABLE, Kind, Place, Queue, Ref
-from pstar_sim.policy.kit.emit import Builder, check_room, describe_moment, worst_moment
+from pstar_sim.policy.kit.builder import Builder
 from pstar_sim.policy.kit.facts import Facts
+from pstar_sim.policy.kit.room import describe_moment, worst_moment
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Phase, Workload
 
@@ -233,7 +234,7 @@ class Sharded:
         for chunk in b.layout.chunks:
             c = chunk.index
             if c in self.resident:
-                b.reside_on_gpu(c)
+                b.live(c, Place.GPU)
             elif self.lives_on_gpu(c):
                 b.resident(c, Place.GPU, "param")
             if c in self.kept and self.ranks > 1:
@@ -319,7 +320,7 @@ class Sharded:
         c = v.chunk
         if self.lives_on_gpu(c) or self.home is not Place.NVME:
             return
-        step = self.b.nvme_read(c, "param", v.first, [*self._asked_at(m), *self._gone.get(c, ())])
+        step = self.read_in(c, "param", v.first, [*self._asked_at(m), *self._gone.get(c, ())])
         self._ready[c] = step
         if m == 0:
             self._opening.append(step)
@@ -382,7 +383,7 @@ class Sharded:
             before = [self._free_of[c]] if c in self._free_of else []
             earlier = self._freed[-2] if len(self._freed) >= 2 else []  # two buckets at most are under way
             self.b.alloc(Queue.COMPUTE, c, name, Place.GPU, m, after=[*before, *earlier])
-            size += self.b.payload(c, name)
+            size += self.b.layout.payload_bytes(c, name)
         self._held_grad_bytes[1] += size
         self.bucket_peak_bytes = max(self.bucket_peak_bytes, sum(self._held_grad_bytes))
         self._filling.add(c)
@@ -405,7 +406,7 @@ class Sharded:
         freed: list[int] = []
         held = 0
         for c in self._bucket:
-            held += sum(b.payload(c, name) for name in self._lists(c))
+            held += sum(b.layout.payload_bytes(c, name) for name in self._lists(c))
             ready = self.computed[m]
             if self.ranks > 1:
                 name = "remote" if self.in_place(c) else "grad_remote"
@@ -427,7 +428,9 @@ class Sharded:
                 chunk=c,
                 list_name="grad",
                 moment=m,
-                size_bytes=b.layout.slice_numel(c) * 4 if self.wide and last_batch else b.payload(c, "grad"),
+                size_bytes=b.layout.slice_numel(c) * 4
+                if self.wide and last_batch
+                else b.layout.payload_bytes(c, "grad"),
                 after=[ready, *added],
                 via=self.unpinned if now else None,
             )
@@ -435,7 +438,7 @@ class Sharded:
             freed.append(self._free_of[c])
             self.gradient_at[c] = [self._free_of[c]]
             if self.several:
-                total = [b.nvme_read(c, "grad32", m, added)] if added and self.states is Place.NVME else []
+                total = [self.read_in(c, "grad32", m, added)] if added and self.states is Place.NVME else []
                 self._added[c] = self._last_add = b.cpu_add(c, "grad", m, after=[self._free_of[c], *total])
                 self.gradient_at[c] = [self._added[c]]
             if self.states is Place.NVME:
@@ -449,9 +452,13 @@ class Sharded:
             self._held_grad_bytes = [held, self._held_grad_bytes[1] - held]
         self._bucket = []
 
+    def read_in(self, c: int, list_name: str, m: int, after: Iterable[int]) -> int:
+        """A list comes from the disks to the host; returns the step that reads it."""
+        return self.b.add(Queue.NVME, Kind.NVME_READ, chunk=c, list_name=list_name, moment=m, after=after)
+
     def write_out(self, c: int, list_name: str, m: int, after: Iterable[int]) -> int:
         """A list goes from the host to the disks; returns the step that has freed it on the host."""
-        written = self.b.nvme_write(c, list_name, m, after)
+        written = self.b.add(Queue.NVME, Kind.NVME_WRITE, chunk=c, list_name=list_name, moment=m, after=after)
         return self.b.free(Queue.NVME, c, list_name, Place.HOST, m, [written])
 
     # The update, behind the barrier: optimizer.step().
@@ -513,8 +520,7 @@ class Sharded:
         """Raise DoesNotFit where what the GPU holds all the time leaves no room for the highest tide."""
         b = self.b
         worst = worst_moment(b.uses.tide)
-        check_room(
-            b,
+        b.check_room(
             Place.GPU,
             b.held_bytes(Place.GPU) + b.uses.tide[worst],
             f"{what}, {format_bytes(b.held_bytes(Place.GPU))}, beside {describe_moment(b.workload, worst)}",

@@ -13,7 +13,7 @@ from __future__ import annotations
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place
-from pstar_sim.policy.kit.emit import Builder, check_room
+from pstar_sim.policy.kit.builder import Builder
 from pstar_sim.policy.kit.options import Option, one_of, share, switch, whole_number
 from pstar_sim.policy.systems.sharded import (
     MAX_REUSE_PARAMS,
@@ -202,7 +202,7 @@ class Offloaded:
         s.hold("the optimizer's own host buffers", Place.HOST, wanted + b.stash_bytes - b.held_bytes(Place.HOST))
         whole = sum(b.layout.whole_bytes(c) for c in s.trained)  # no bucket holds more than all gradients
         s.hold("gradient bucket", Place.GPU, min(self.bucket * self.width, whole) - s.bucket_peak_bytes)
-        listed = sum(b.permanent_bytes(c) - b.payload(c) for c in self.resident)
+        listed = sum(b.uses.home_bytes(c) - b.layout.payload_bytes(c, "param") for c in self.resident)
         resident = int(BUFFER_FACTOR * optimizer_bytes(b.workload) * self.resident_params)
         s.hold("the resident optimizer's own buffers", Place.GPU, resident - listed)
 
@@ -211,7 +211,7 @@ class Offloaded:
         s = self.s
         offloaded, resident = (f"{n / 1e9:.2f} B parameters" for n in (self.offloaded_params, self.resident_params))
         what = f"a rank's optimizer of {offloaded} with its buffers"
-        check_room(self.b, Place.HOST, self.b.held_bytes(Place.HOST), what)
+        self.b.check_room(Place.HOST, self.b.held_bytes(Place.HOST), what)
         parts = ["a rank's slices of the parameters"] if s.home is Place.GPU else []
         parts += [f"its optimizer of {resident}"] if self.resident_params else []
         s.check_gpu_room(", ".join([*parts, "the gradient bucket"]))

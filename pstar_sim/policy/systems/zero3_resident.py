@@ -10,7 +10,7 @@ from __future__ import annotations
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place
-from pstar_sim.policy.kit.emit import Builder
+from pstar_sim.policy.kit.builder import Builder
 from pstar_sim.policy.kit.options import Option, switch
 from pstar_sim.policy.systems.sharded import Sharded, block_visits, operators_before, traced_visits
 from pstar_sim.units import format_bytes
@@ -45,7 +45,7 @@ def zero3_resident(workload: Workload, machine: Machine, settings: Settings, *, 
 
     own = sum(b.layout.slice_numel(c) for c in updated)
     gradients = own * GRADIENT_BYTES_PER_PARAM
-    listed = sum(b.payload(c, "grad32") for c in updated) if s.several else 0
+    listed = sum(b.layout.payload_bytes(c, "grad32") for c in updated) if s.several else 0
     s.hold("gradients of this rank's slices, fp32", Place.GPU, gradients - listed)
     if not s.several or s.ranks == 1:  # the gradient lists of several micro-batches on several ranks are in the plan
         s.hold("whole gradients of a block", Place.GPU, _largest_block_bytes(s))

@@ -13,8 +13,8 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place, Queue
 from pstar_sim.errors import PlanError
+from pstar_sim.policy.kit.builder import Builder
 from pstar_sim.policy.kit.capabilities import Capabilities
-from pstar_sim.policy.kit.emit import Builder, check_room
 from pstar_sim.policy.kit.options import Option, one_of, switch, whole_number
 from pstar_sim.policy.systems.sharded import (
     MAX_REUSE_PARAMS,
@@ -108,8 +108,8 @@ def zero_infinity(
     b.choices["adam"] = f"on the CPU, after the barrier, {len(groups)} sub-groups" + (
         ", each read from the disks one ahead and written back behind its update" if s.states is Place.NVME else ""
     )
-    check_room(b, Place.HOST, b.held_bytes(Place.HOST), "a rank's slices of what lives on the host, with their buffers")
-    check_room(b, Place.NVME, b.held_bytes(Place.NVME), "a rank's slices of what lives on the disks")
+    b.check_room(Place.HOST, b.held_bytes(Place.HOST), "a rank's slices of what lives on the host, with their buffers")
+    b.check_room(Place.NVME, b.held_bytes(Place.NVME), "a rank's slices of what lives on the disks")
     s.check_gpu_room("the gradient bucket and the parameters of small tensors")
     return b.plan(predict=True)
 
@@ -126,7 +126,7 @@ def _bring_in(s: Sharded, group: list[int]) -> dict[int, list[int]]:
         before = [s.computed[-1], *s.gradient_at[c]]
         if s.states is Place.NVME:
             lists = [*s.b.layout.state_lists, s.gradient_list]
-            arrived[c] += [s.b.nvme_read(c, name, s.last_moment, before) for name in lists]
+            arrived[c] += [s.read_in(c, name, s.last_moment, before) for name in lists]
         if s.home is Place.NVME:
             arrived[c].append(s.b.alloc(Queue.NVME, c, "param", Place.HOST, s.last_moment, [*before, *s.gone(c)]))
     return arrived

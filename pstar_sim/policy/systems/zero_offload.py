@@ -15,8 +15,9 @@ from __future__ import annotations
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place, Queue, Ref
+from pstar_sim.policy.kit.builder import Builder
 from pstar_sim.policy.kit.capabilities import Capabilities
-from pstar_sim.policy.kit.emit import Builder, check_room, describe_moment, worst_moment
+from pstar_sim.policy.kit.room import describe_moment, worst_moment
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 
@@ -41,7 +42,7 @@ def zero_offload(workload: Workload, machine: Machine, settings: Settings) -> Pl
     for c in chunks:
         b.resident(c, Place.GPU, *(("param", "remote") if b.ranks > 1 else ("param",)))
         if uses.updated(c):
-            b.reside_on_host(c)
+            b.live(c, Place.HOST)
             if not several:  # with several micro-batches cpu_add frees the gradient each time
                 b.resident(c, Place.HOST, "grad")
 
@@ -70,7 +71,9 @@ def zero_offload(workload: Workload, machine: Machine, settings: Settings) -> Pl
                 b.alloc(Queue.COMPUTE, c, name, Place.GPU, m, after=[free_of[g] for g in {*gone, c} if g in free_of])
             leaving = [g for g in leaving if g != c]
             filling.append(c)
-            bucket_bytes = max(bucket_bytes, sum(b.payload(g, n) for g in (*filling, *leaving) for n in lists))
+            bucket_bytes = max(
+                bucket_bytes, sum(b.layout.payload_bytes(g, n) for g in (*filling, *leaving) for n in lists)
+            )
         computed.append(b.compute(m))
         for c in closed.get(m, ()):
             final = computed[m]
@@ -95,17 +98,15 @@ def zero_offload(workload: Workload, machine: Machine, settings: Settings) -> Pl
 
     parameters = b.held_bytes(Place.GPU)
     worst = worst_moment(uses.tide)
-    check_room(
-        b,
+    b.check_room(
         Place.GPU,
         parameters + bucket_bytes + uses.tide[worst],
         f"{format_bytes(parameters)} of parameters, all resident, and a gradient bucket of "
         f"{format_bytes(bucket_bytes)} beside {describe_moment(workload, worst)}",
     )
     host = b.held_bytes(Place.HOST)
-    arriving = sum(b.payload(c, "grad") for c in trained) if several else 0
-    check_room(
-        b,
+    arriving = sum(b.layout.payload_bytes(c, "grad") for c in trained) if several else 0
+    b.check_room(
         Place.HOST,
         host + arriving,
         f"working list, {'accumulated gradients, ' if several else ''}gradients and optimizer states of "

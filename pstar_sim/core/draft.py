@@ -1,0 +1,86 @@
+"""Draft: the steps of one iteration before their order is chosen. Plain data; `choose` finds the order, a plan is made
+of it once.
+
+A row is one step, or one block of moments. What a row is charged (seconds, bytes) follows from its kind, its chunk and
+its list, so that a search makes it once per job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pstar_sim.core.rules import Rates
+from pstar_sim.core.step import Kind, Queue
+
+__all__ = ["FREE", "Charge", "Draft", "Row"]
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """What a row takes while it runs.
+
+    seconds: nominal, running alone.
+    gpu_take, host_take: bytes that it takes when it starts.
+    gpu_free, host_free: bytes that it frees when it ends.
+    dram_bytes: what crosses host DRAM.
+    """
+
+    seconds: float = 0.0
+    gpu_take: int = 0
+    gpu_free: int = 0
+    host_take: int = 0
+    host_free: int = 0
+    dram_bytes: int = 0
+
+
+FREE = Charge()
+
+
+@dataclass(slots=True)
+class Row:
+    """One step, or a block of moments. -1: none.
+
+    chunk, list_name, moment: as of the step; the moment of an Adam or of a stash is known without.
+    charge: what the row takes.
+    after: (row, back) pairs that have to end first, in this iteration (back 0) or the one before (back 1).
+    key: order among the rows of a queue that are ready, smallest first (None: the order of the draft).
+    then: a row of the same queue that follows at once (a drop behind its write-back). Nothing else starts that row, and
+        it has no `after` of its own.
+    use: position that a fetch or a gather serves.
+    position: position of the compute queue that the row is.
+    block: block of moments that the row is.
+    stash: index into the workload's stashes.
+    """
+
+    queue: Queue
+    kind: Kind
+    chunk: int = -1
+    list_name: str = "param"
+    moment: int = -1
+    charge: Charge = FREE
+    after: tuple[tuple[int, int], ...] = ()
+    key: tuple[float, ...] | None = None
+    then: int | None = None
+    use: int | None = None
+    position: int | None = None
+    block: int = -1
+    stash: int = -1
+
+
+@dataclass(slots=True)
+class Draft:
+    """Rows of one iteration, in an order in which they could run one after the other.
+
+    gpu_free_bytes, host_free_bytes: of each place when nothing of the iteration has begun (at the cut).
+    rates: what copies and CPU Adam share, without measured slow-downs; collectives go over other wires.
+    room: per position, bytes that fetches ahead of their use may take.
+    lead_bytes: see [Note: fetching ahead] in choose.py.
+    """
+
+    rows: Sequence[Row]
+    gpu_free_bytes: int
+    host_free_bytes: int
+    rates: Rates
+    room: Sequence[int] | None = None
+    lead_bytes: int = 0

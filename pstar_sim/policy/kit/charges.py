@@ -1,0 +1,97 @@
+"""Charges: what the rows of a draft take, from the table of core/step.py and the cost model, each worked out once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from pstar_sim.core.draft import Charge
+from pstar_sim.core.effects import OTHERS, frees, takes
+from pstar_sim.core.plan import Resident
+from pstar_sim.core.step import Kind, Place, Queue, Step
+from pstar_sim.cost import CostModel
+
+__all__ = ["Charges", "charge_of", "step_bytes"]
+
+# Host or GPU memory that an update touches.
+_TRAFFIC: Mapping[Kind, Callable[[CostModel, int], int]] = {
+    Kind.CPU_ADD: CostModel.cpu_add_bytes,
+    Kind.CPU_ADAM: CostModel.cpu_adam_bytes,
+    Kind.GPU_ADAM: CostModel.gpu_adam_bytes,
+}
+
+
+def step_bytes(cost: CostModel, kind: Kind, chunk: int | None, list_name: str | None, stash: int | None = None) -> int:
+    """`Step.bytes`, by the table of core/step.py."""
+    if kind is Kind.COMPUTE:
+        return 0
+    if kind in (Kind.STASH_OUT, Kind.STASH_IN):
+        assert stash is not None
+        return cost.workload.stashes[stash].bytes
+    assert chunk is not None
+    if kind in _TRAFFIC:
+        return _TRAFFIC[kind](cost, chunk)
+    assert list_name is not None
+    layout = cost.layout
+    if kind in (Kind.GATHER, Kind.REDUCE_SCATTER):
+        return layout.payload_bytes(chunk, OTHERS.get(list_name, list_name)) * layout.ranks
+    return layout.payload_bytes(chunk, list_name)
+
+
+def charge_of(cost: CostModel, step: Step, taken: Resident | None, freed: Resident | None) -> Charge:
+    """What a step takes. taken, freed: the payloads that it takes when it starts and frees when it ends, if any."""
+
+    def size(who: Resident | None, place: Place) -> int:
+        return cost.layout.payload_bytes(who.chunk, who.list) if who is not None and who.place is place else 0
+
+    return Charge(
+        seconds=cost.seconds(step),
+        gpu_take=size(taken, Place.GPU),
+        gpu_free=size(freed, Place.GPU),
+        host_take=size(taken, Place.HOST),
+        host_free=size(freed, Place.HOST),
+        dram_bytes=cost.dram_bytes(step),
+    )
+
+
+class Charges:
+    """Charges of the rows of a job whose moving chunks have their home on the host. Each is worked out once.
+
+    A copy to a chunk's home takes nothing there, since its lists are there for ever; a gradient list ("grad") is not
+    one of them: a write-back brings it, and the sum frees it.
+    """
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self._known: dict[tuple[Kind, int, str], Charge] = {}
+
+    def of(self, kind: Kind, chunk: int, list_name: str = "param") -> Charge:
+        """Of a step that is about a list of a chunk."""
+        key = (kind, chunk, list_name)
+        charge = self._known.get(key)
+        if charge is None:
+            charge = self._known[key] = self._make(kind, chunk, list_name)
+        return charge
+
+    def of_stash(self, kind: Kind, stash: int) -> Charge:
+        """Of a stash's copy; its room on the host is a buffer of the plan's."""
+        size = step_bytes(self._cost, kind, None, None, stash)
+        return charge_of(self._cost, Step(id=0, queue=Queue.D2H, kind=kind, bytes=size, stash=stash), None, None)
+
+    def _make(self, kind: Kind, chunk: int, list_name: str) -> Charge:
+        step = Step(
+            id=0,
+            queue=Queue.COMPUTE,  # nothing of a charge depends on it
+            kind=kind,
+            bytes=step_bytes(self._cost, kind, chunk, list_name),
+            chunk=chunk,
+            list=list_name,
+            place=Place.GPU if kind in (Kind.ALLOC, Kind.FREE) else None,
+        )
+        taken, freed = takes(step), frees(step)
+        at_home = taken is not None and taken[1] and taken[0].place is Place.HOST and taken[0].list != "grad"
+        return charge_of(
+            self._cost,
+            step,
+            taken[0] if taken is not None and not at_home else None,
+            freed[0] if freed is not None else None,
+        )

@@ -1,0 +1,38 @@
+"""Room: whether what is held fits a place, and the words in which policies say that it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.step import Place
+from pstar_sim.units import format_bytes
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["budget_bytes", "cut_tide", "describe_moment", "worst_moment"]
+
+
+def budget_bytes(machine: Machine, place: Place) -> int:
+    """Bytes of a place that one rank may use."""
+    return {
+        Place.GPU: machine.gpu_budget_bytes,
+        Place.HOST: machine.host_budget_bytes,
+        Place.NVME: machine.nvme_budget_bytes,
+    }[place]
+
+
+def describe_moment(workload: Workload, moment: int) -> str:
+    """For messages: "moment 361 (grad:h.5.mlp, 12.40 GB of non-model data)"."""
+    m = workload.moments[moment]
+    return f"moment {moment} ({m.name}, {format_bytes(m.peak_bytes)} of non-model data)"
+
+
+def worst_moment(tide: Sequence[int]) -> int:
+    """The moment of the highest tide (the first of several)."""
+    return max(range(len(tide)), key=lambda m: tide[m])
+
+
+def cut_tide(tide: Sequence[int]) -> int:
+    """Non-model bytes reckoned with between two iterations: the last moment's fall has happened, the first one's rise
+    has not."""
+    return min(tide[-1], tide[0])
