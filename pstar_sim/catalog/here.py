@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pstar_sim.catalog.loader import Catalog
+from pstar_sim.catalog.catalog import Catalog
 from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
 from pstar_sim.errors import CatalogError
 from pstar_sim.units import GB, MIB, format_bytes

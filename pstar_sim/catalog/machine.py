@@ -1,12 +1,12 @@
 """Machine, Rank, Gpu, Link, Host and what joins several GPUs: the hardware a plan is made for, as plain values.
 
 What the fields mean is here, and what they may be: a value that makes no sense raises CatalogError where it is made,
-whoever makes it. Where the numbers come from is in the TOML files and `loader.py`. Knows no workload and no clock.
+whoever makes it. Where the numbers come from is in the TOML files and `catalog.py`. Knows no workload and no clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -289,28 +289,36 @@ class Machine:
 
 
 def _weakest_gpu(gpus: Sequence[Gpu]) -> Gpu:
-    kinds = list({id(g): g for g in gpus}.values())
+    kinds = _different(gpus)
     first = kinds[0]
-    kinds = [first, *(g for g in kinds[1:] if g != first)]
     if len(kinds) == 1:
         return first
-    budget = min(g.budget_bytes for g in kinds)
     context = min(g.context_bytes for g in kinds)
     common = [d for d in first.flops_per_s if all(d in g.flops_per_s for g in kinds)]
     return Gpu(
         name=" + ".join(dict.fromkeys(g.name for g in kinds)),
         memory_bytes=min(g.memory_bytes for g in kinds),
-        usable_bytes=budget + context,
+        usable_bytes=min(g.budget_bytes for g in kinds) + context,
         context_bytes=context,
         hbm_bytes_per_s=min(g.hbm_bytes_per_s for g in kinds),
         flops_per_s={d: min(g.flops_per_s[d] for g in kinds) for d in common},
         measured=all(g.measured for g in kinds),
         source="the least of each figure",
-        launch_s=None if any(g.launch_s is None for g in kinds) else max(g.launch_s or 0.0 for g in kinds),
-        operator_bytes_per_s=None
-        if any(g.operator_bytes_per_s is None for g in kinds)
-        else min(g.operator_bytes_per_s or 0.0 for g in kinds),
+        launch_s=_of_known(max, [g.launch_s for g in kinds]),
+        operator_bytes_per_s=_of_known(min, [g.operator_bytes_per_s for g in kinds]),
     )
+
+
+def _different(gpus: Sequence[Gpu]) -> list[Gpu]:
+    """The first one, and all that differ from it."""
+    kinds = list({id(g): g for g in gpus}.values())
+    return [kinds[0], *(g for g in kinds[1:] if g != kinds[0])]
+
+
+def _of_known(pick: Callable[[list[float]], float], figures: Sequence[float | None]) -> float | None:
+    """What `pick` takes of the figures, None where one is not known."""
+    known = [figure for figure in figures if figure is not None]
+    return pick(known) if len(known) == len(figures) else None
 
 
 def _weakest_link(links: Sequence[Link]) -> Link:

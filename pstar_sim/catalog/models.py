@@ -110,12 +110,25 @@ def _entry(file: str, name: str, raw: object) -> ModelEntry:
         aliases=e.texts("aliases"),
         notes=e.text("notes"),
     )
+    _check_shape(e, m)
+    return m
+
+
+def _check_shape(e: Entry, m: ModelEntry) -> None:
+    """Raises CatalogError, naming the field, for a shape that contradicts itself or does not have its parameters."""
     if m.hidden % m.heads:
         raise e.refuse("heads", f"a divisor of hidden = {m.hidden}")
     if m.heads % m.kv_heads or (m.family != "llama" and m.kv_heads != m.heads):
         raise e.refuse("kv_heads", f"a divisor of heads = {m.heads}, and equal to it outside the llama family")
     if m.attention_bias and m.family != "llama":
         raise e.refuse("attention_bias", "left out outside the llama family, where all biases are there anyway")
+    _check_image(e, m)
+    if count_params(m) != m.params:
+        raise e.refuse("params", f"{count_params(m)}, which is what the shape has")
+
+
+def _check_image(e: Entry, m: ModelEntry) -> None:
+    """Patches, image and classes are a ViT's alone, a vocabulary everybody else's."""
     if m.family == "vit":
         if not (m.patch and m.image and m.classes) or m.image % m.patch:
             raise e.refuse("patch", "given for a ViT, with image (a multiple of it) and classes")
@@ -125,9 +138,6 @@ def _entry(file: str, name: str, raw: object) -> ModelEntry:
         raise e.refuse("patch", "left out outside the vit family, as image and classes")
     if (m.vocab == 0) != (m.family == "vit"):
         raise e.refuse("vocab", "0 for a ViT and positive for any other family")
-    if count_params(m) != m.params:
-        raise e.refuse("params", f"{count_params(m)}, which is what the shape has")
-    return m
 
 
 def read_models(file: str, text: str) -> dict[str, ModelEntry]:

@@ -165,35 +165,43 @@ def _number(machine: Machine, path: str, figure: _Path, value: Value) -> float:
         + ("" if figure.kind == "flag" else ", or a change such as +10% or x2")
     )
     if figure.kind == "flag":
-        flags = {True: 1.0, False: 0.0, "true": 1.0, "false": 0.0, "on": 1.0, "off": 0.0}
-        key = value.lower() if isinstance(value, str) else value
-        if key not in flags or (not isinstance(key, (str, bool))):
-            raise refusal
-        return flags[key]
+        return _switch(value, refusal)
     if isinstance(value, bool):
         raise refusal
     if isinstance(value, (int, float)):
         number = real(value)
+    elif (change := _RELATIVE.fullmatch(value.strip())) is not None:
+        present = figure.get(machine)
+        if present is None:
+            raise CatalogError(
+                f"{path} = {value!r}: {machine.name} has no {path} to change; give it as {_EXAMPLES[figure.kind]}"
+            )
+        number = _changed(figure.kind, present, change)
     else:
-        change = _RELATIVE.fullmatch(value.strip())
-        if change is not None:
-            present = figure.get(machine)
-            if present is None:
-                raise CatalogError(
-                    f"{path} = {value!r}: {machine.name} has no {path} to change; give it as {_EXAMPLES[figure.kind]}"
-                )
-            if change[3] is not None:
-                number = present * float(change[3])
-            else:
-                number = present * (1 + float(change[2]) / (100 if change[1] == "+" else -100))
-            if figure.kind == "count":
-                number = float(max(round(number), 1 if change[1] != "-" else 0))
-        else:
-            number = _absolute(figure.kind, value, refusal)
+        number = _absolute(figure.kind, value, refusal)
     if number != number or (number <= 0 and not (figure.low <= 0 == number)):
         raise CatalogError(f"{path} = {value!r}: it must be positive; write {_EXAMPLES[figure.kind]}")
     if figure.kind == "count" and not number.is_integer():
         raise refusal
+    return number
+
+
+def _switch(value: Value, refusal: CatalogError) -> float:
+    flags = {True: 1.0, False: 0.0, "true": 1.0, "false": 0.0, "on": 1.0, "off": 0.0}
+    key = value.lower() if isinstance(value, str) else value
+    if key not in flags or (not isinstance(key, (str, bool))):
+        raise refusal
+    return flags[key]
+
+
+def _changed(kind: str, present: float, change: re.Match[str]) -> float:
+    """The figure after a change such as +10 % or x2; a count is a whole number, and 0 only after a decrease."""
+    if change[3] is not None:
+        number = present * float(change[3])
+    else:
+        number = present * (1 + float(change[2]) / (100 if change[1] == "+" else -100))
+    if kind == "count":
+        return float(max(round(number), 1 if change[1] != "-" else 0))
     return number
 
 

@@ -4,11 +4,12 @@ rounding."""
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
 from pstar_sim.catalog.curves import Curve, best_rate
-from pstar_sim.catalog.machine import Gpu, Host, Link, Machine
+from pstar_sim.catalog.machine import Fabric, Gpu, Host, Link, Machine, Nvme
 from pstar_sim.errors import CatalogError
 from pstar_sim.files import write_atomically
 from pstar_sim.units import GB
@@ -25,55 +26,120 @@ def machine_toml(machine: Machine, *, checked: date) -> str:
     per_root = next((i for i, root in enumerate(roots) if root != roots[0]), local) if roots[0] is not None else None
     if roots != [None if per_root is None else i // per_root for i in range(local)]:
         raise CatalogError(f"machine {machine.name!r} has PCIe switches of different widths; write its file by hand")
-    gpu, link, host = machine.gpu, machine.link, machine.host
+    made = [_gpu_part(machine.gpu), _link_part(machine.link), _host_part(machine.host)]
+    if machine.peer is not None:
+        made.append(_fabric_part(machine.peer, "gpu-gpu"))
+    if machine.network is not None:
+        made.append(_fabric_part(machine.network, "node-node"))
+    if machine.nvme is not None:
+        made.append(_disks_part(machine.nvme))
+    name = f"machines.{_key(machine.name)}"
+    parts = [f"machine = {json.dumps(machine.name)}"]
+    for part in made:
+        origin = {"source": part.source, "checked": checked}
+        parts.append(_table(part.name, {**part.values, **origin}))
+        if part.measured:
+            parts.append(_table(f"{part.name}.calibrated", {**part.calibrated, **origin}))
+    parts.append(_table(name, {**_whole(machine, per_root), "source": "written by pstar", "checked": checked}))
+    if machine.slowdowns:
+        parts.append(_table(f"{name}.slowdowns", dict(machine.slowdowns)))
+    return "\n\n".join(parts) + "\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """A table of the file. calibrated: what its calibrated table holds, if it is measured."""
+
+    name: str
+    values: dict[str, object]
+    measured: bool
+    source: str
+    calibrated: dict[str, object]
+
+
+def _gpu_part(gpu: Gpu) -> _Part:
     rates = {f"{dtype}_tflops": rate / 1e12 for dtype, rate in gpu.flops_per_s.items()}
     hbm = {"hbm_gb_per_s": gpu.hbm_bytes_per_s / GB}
+    fixed = {
+        "memory_gb": gpu.memory_bytes / GB,
+        "usable_gb": gpu.usable_bytes / GB,
+        "context_gb": gpu.context_bytes / GB,
+        "hbm_efficiency": 1,
+        "fp32_efficiency": 1,
+        "tensor_core_efficiency": 1,
+    }
+    return _Part(
+        name=f"gpus.{_key(gpu.name)}",
+        values={**fixed, **hbm, **rates},
+        measured=gpu.measured,
+        source=gpu.source,
+        calibrated={**hbm, **rates, **_gpu_curves(gpu)},
+    )
+
+
+def _link_part(link: Link) -> _Part:
     copies = {"h2d_gb_per_s": link.h2d_bytes_per_s / GB, "d2h_gb_per_s": link.d2h_bytes_per_s / GB}
     if link.pageable_bytes_per_s is not None:
         copies["pageable_gb_per_s"] = link.pageable_bytes_per_s / GB
+    fixed = {"connects": "host-gpu", "efficiency": 1, "latency_us": link.latency_s * 1e6, "duplex": link.duplex}
+    return _Part(
+        name=f"links.{_key(link.name)}",
+        values={**fixed, **copies},
+        measured=link.measured,
+        source=link.source,
+        calibrated={**copies, **_link_curves(link)},
+    )
+
+
+def _host_part(host: Host) -> _Part:
     adam = {"adam_gparams_per_s": host.adam_params_per_s / 1e9}
-    tables: list[tuple[str, dict[str, object]]] = [
-        (
-            f"gpus.{_key(gpu.name)}",
-            {
-                "memory_gb": gpu.memory_bytes / GB,
-                "usable_gb": gpu.usable_bytes / GB,
-                "context_gb": gpu.context_bytes / GB,
-                "hbm_efficiency": 1,
-                "fp32_efficiency": 1,
-                "tensor_core_efficiency": 1,
-                **hbm,
-                **rates,
-            },
-        ),
-        (
-            f"links.{_key(link.name)}",
-            {
-                "connects": "host-gpu",
-                "efficiency": 1,
-                "latency_us": link.latency_s * 1e6,
-                "duplex": link.duplex,
-                **copies,
-            },
-        ),
-        (
-            f"hosts.{_key(host.name)}",
-            {
-                "memory_gb": host.memory_bytes / GB,
-                "reserved_gb": host.reserved_bytes / GB,
-                "dram_peak_gb_per_s": host.dram_bytes_per_s / GB,
-                "dram_efficiency": 1,
-                "cores": host.cores,
-                **adam,
-            },
-        ),
-    ]
-    parts_of: list[tuple[bool, str, dict[str, object]]] = [
-        (gpu.measured, gpu.source, {**hbm, **rates, **_gpu_curves(gpu)}),
-        (link.measured, link.source, {**copies, **_link_curves(link)}),
-        (host.measured, host.source, {**adam, **_host_curves(host)}),
-    ]
-    whole: dict[str, object] = {"gpu": gpu.name, "gpus": local, "link": link.name, "host": host.name}
+    fixed = {
+        "memory_gb": host.memory_bytes / GB,
+        "reserved_gb": host.reserved_bytes / GB,
+        "dram_peak_gb_per_s": host.dram_bytes_per_s / GB,
+        "dram_efficiency": 1,
+        "cores": host.cores,
+    }
+    return _Part(
+        name=f"hosts.{_key(host.name)}",
+        values={**fixed, **adam},
+        measured=host.measured,
+        source=host.source,
+        calibrated={**adam, **_host_curves(host)},
+    )
+
+
+def _fabric_part(fabric: Fabric, connects: str) -> _Part:
+    rate: dict[str, object] = {"h2d_gb_per_s": fabric.bytes_per_s / GB, "d2h_gb_per_s": fabric.bytes_per_s / GB}
+    fixed = {"connects": connects, "efficiency": 1, "latency_us": fabric.latency_s * 1e6, "duplex": True}
+    return _Part(
+        name=f"links.{_key(fabric.name)}",
+        values={**fixed, **rate},
+        measured=fabric.measured,
+        source=fabric.source,
+        calibrated=rate,
+    )
+
+
+def _disks_part(disks: Nvme) -> _Part:
+    rate: dict[str, object] = {
+        "read_gb_per_s": disks.read_bytes_per_s / GB,
+        "write_gb_per_s": disks.write_bytes_per_s / GB,
+    }
+    fixed = {"size_gb": disks.memory_bytes / GB, "efficiency": 1, "latency_us": disks.latency_s * 1e6}
+    return _Part(
+        name=f"disks.{_key(disks.name)}",
+        values={**fixed, **rate},
+        measured=disks.measured,
+        source=disks.source,
+        calibrated=rate,
+    )
+
+
+def _whole(machine: Machine, per_root: int | None) -> dict[str, object]:
+    """The machine's own table, which names its parts. per_root: GPUs on one PCIe switch, None where there is none."""
+    gpu, link, host = machine.gpu.name, machine.link.name, machine.host.name
+    whole: dict[str, object] = {"gpu": gpu, "gpus": machine.local_ranks, "link": link, "host": host}
     if machine.notes:
         whole["notes"] = machine.notes
     if per_root is not None:
@@ -84,33 +150,13 @@ def machine_toml(machine: Machine, *, checked: date) -> str:
         whole["price_usd_per_hour"] = machine.price_usd_per_hour / machine.nodes
     if machine.nodes > 1:
         whole["nodes"] = machine.nodes
-    for field, connects, fabric in (
-        ("peer_link", "gpu-gpu", machine.peer),
-        ("network", "node-node", machine.network),
-    ):
-        if fabric is not None:
-            whole[field] = fabric.name
-            rate: dict[str, object] = {"h2d_gb_per_s": fabric.bytes_per_s / GB, "d2h_gb_per_s": fabric.bytes_per_s / GB}
-            fixed = {"connects": connects, "efficiency": 1, "latency_us": fabric.latency_s * 1e6, "duplex": True}
-            tables.append((f"links.{_key(fabric.name)}", {**fixed, **rate}))
-            parts_of.append((fabric.measured, fabric.source, rate))
+    if machine.peer is not None:
+        whole["peer_link"] = machine.peer.name
+    if machine.network is not None:
+        whole["network"] = machine.network.name
     if machine.nvme is not None:
-        disks = machine.nvme
-        whole["disks"] = disks.name
-        rate = {"read_gb_per_s": disks.read_bytes_per_s / GB, "write_gb_per_s": disks.write_bytes_per_s / GB}
-        fixed = {"size_gb": disks.memory_bytes / GB, "efficiency": 1, "latency_us": disks.latency_s * 1e6}
-        tables.append((f"disks.{_key(disks.name)}", {**fixed, **rate}))
-        parts_of.append((disks.measured, disks.source, rate))
-    tables.append((f"machines.{_key(machine.name)}", whole))
-    parts = [f"machine = {json.dumps(machine.name)}"]
-    for (name, values), part in zip(tables, (*parts_of, None)):
-        source = part[1] if part is not None else "written by pstar"
-        parts.append(_table(name, {**values, "source": source, "checked": checked}))
-        if part is not None and part[0]:
-            parts.append(_table(f"{name}.calibrated", {**part[2], "source": source, "checked": checked}))
-    if machine.slowdowns:
-        parts.append(_table(f"machines.{_key(machine.name)}.slowdowns", dict(machine.slowdowns)))
-    return "\n\n".join(parts) + "\n"
+        whole["disks"] = machine.nvme.name
+    return whole
 
 
 def save_machine(machine: Machine, path: str | Path) -> None:

@@ -1,29 +1,22 @@
 """play(plan): the plan followed on its machine until two successive iterations agree, bytes and seconds of every step.
 
-One rank, and equal ones, of which one stands for all, are followed by core/follow.py; ranks that differ, or that are
-simulated one by one, meet in SimPy (ranks.py). Nothing is decided here: order and waits are the plan's, seconds are the
-cost model's.
+One rank, and equal ones, of which one stands for all, are followed by core/follow.py (one.py); ranks that differ, or
+that are simulated one by one, meet in SimPy (ranks.py). Nothing is decided here: order and waits are the plan's,
+seconds are the cost model's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from pstar_sim.core.follow import Deadlock, Factor, follow
-from pstar_sim.core.ledger import Moves
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.program import Program
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import PlanError
-from pstar_sim.sim.memory import held
-from pstar_sim.sim.outcome import timeline
+from pstar_sim.sim.one import Jitter, play_one
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["Jitter", "play", "play_one"]
-
-Jitter = Factor
-"""(step id, iteration) -> factor on the step's nominal seconds, for tests of other legal interleavings."""
+__all__ = ["Jitter", "play"]
 
 
 def play(
@@ -49,24 +42,3 @@ def play(
 
         return play_ranks(plan, cost, max_iterations, jitter, every_rank=every_rank, workloads=workloads)
     return play_one(plan, cost or CostModel(plan.workload, plan.machine, plan.layout), max_iterations, jitter)
-
-
-def play_one(
-    plan: Plan,
-    cost: CostModel,
-    max_iterations: int,
-    jitter: Jitter | None,
-    *,
-    moved_bytes: Mapping[str, int] | None = None,
-) -> Timeline:
-    """One rank that has DRAM and link of the plan's machine to itself. moved_bytes: by default those of the plan."""
-    moves = Moves(plan)
-    program = Program.of(plan)
-    columns = cost.columns(plan.steps)
-    try:
-        record = follow(program, columns, cost.rates(), factor=jitter, most=max_iterations)
-    except Deadlock as error:  # what went wrong before comes first
-        if error.record is not None:
-            moves.book(error.record.events)
-        raise
-    return timeline(plan, record, held(moves, record), moved_bytes)

@@ -32,8 +32,8 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import CostModel, expected_link
 from pstar_sim.errors import PlanError, PstarError
 from pstar_sim.sim.memory import held
+from pstar_sim.sim.one import Jitter, play_one
 from pstar_sim.sim.outcome import timeline
-from pstar_sim.sim.play import Jitter, play_one
 from pstar_sim.workload.workload import Workload
 
 if TYPE_CHECKING:
@@ -70,14 +70,14 @@ def play_ranks(
     members = range(count) if every_rank else [classes.index(c) for c in sorted(set(classes))]
     env = new_environment()
     nodes: dict[Hashable, _Node] = {}
-    everyone = _Everyone(max_iterations)
+    everyone = _Everyone(env, max_iterations, jitter)
     for r in members:
         share = _share_of(machine, classes, r, alone=every_rank)
         node = nodes.setdefault(share.node, _Node(env, machine.host.dram_bytes_per_s, machine.root_bytes_per_s))
         own = plan if workloads is None else replace(plan, workload=workloads[r])
         own = replace(own, gpu_budget_bytes=max(plan.gpu_budget_bytes, machine.ranks[r].gpu.budget_bytes))
         seconds = CostModel(own.workload, machine, plan.layout, rank=r)
-        everyone.join(_RankRun(own, seconds, max_iterations, jitter, env, machine.ranks[r], node, share, everyone))
+        everyone.join(_RankRun(own, seconds, machine.ranks[r], node, share, everyone))
     env.run()
     for run in everyone.runs:
         if not run.stopped:
@@ -178,10 +178,12 @@ def _share_of(machine: Machine, classes: Sequence[int], r: int, *, alone: bool) 
 
 
 class _Everyone:
-    """All runs of one simulation: where they meet, and when they are through."""
+    """All runs of one simulation: their clock and jitter, where they meet, and when they are through."""
 
-    def __init__(self, max_iterations: int) -> None:
+    def __init__(self, env: simpy.Environment, max_iterations: int, jitter: Jitter | None) -> None:
+        self.env = env
         self.max_iterations = max_iterations
+        self.jitter = jitter
         self.runs: list[_RankRun] = []
         self._waiting: dict[tuple[int, int], list[tuple[simpy.Event, float]]] = defaultdict(list)
 
@@ -213,18 +215,15 @@ class _RankRun:
         self,
         plan: Plan,
         cost: CostModel,
-        max_iterations: int,
-        jitter: Jitter | None,
-        env: simpy.Environment,
         rank: Rank,
         node: _Node,
         share: _Share,
         everyone: _Everyone,
     ) -> None:
         self.plan = plan
-        self.env = env
-        self.jitter = jitter
-        self.max_iterations = max_iterations
+        self.env = env = everyone.env
+        self.jitter = everyone.jitter
+        self.max_iterations = max_iterations = everyone.max_iterations
         self.rank = rank
         self.node = node
         self.share = share

@@ -28,6 +28,7 @@ __all__ = ["block_names", "mix_blocks", "offload_blocks"]
 
 _BLOCK = re.compile(r"(.*?\.\d+)(?:\.|$)")
 _Run = tuple[str | None, bool, range]  # block, forward?, moments
+_Block = tuple[str, range, range]  # name, moments forward, moments backward
 
 
 def block_names(w: Workload) -> list[str]:
@@ -41,47 +42,25 @@ def mix_blocks(recomputed: Workload, kept: Workload, keep: Collection[str]) -> W
     Raises TraceError for variants of several micro-batches, for two that are not of the same job, and where they are
     not stacks of the same blocks.
     """
-    if recomputed.micro_batches != 1 or kept.micro_batches != 1:
-        raise TraceError("blocks are mixed in variants of one micro-batch; repeat the result")
-    if (recomputed.fingerprint, recomputed.batch, recomputed.sequence) != (kept.fingerprint, kept.batch, kept.sequence):
-        raise TraceError("only variants of one model, batch and sequence can be mixed")
     ours, theirs = _runs(recomputed), _runs(kept)
-    blocks = block_names(recomputed)
-    if [run[:2] for run in ours] != [run[:2] for run in theirs] or len(set(blocks)) != len(blocks):
-        raise TraceError(f"{recomputed.model!r}: the variants are not stacks of the same blocks")
-    unknown = sorted(set(keep) - set(blocks))
-    if unknown or not blocks:
-        raise TraceError(
-            f"{recomputed.model!r} has no blocks {', '.join(unknown)}" if blocks else "there are no blocks"
-        )
+    blocks = _check_variants(recomputed, kept, ours, theirs)
+    _check_names(recomputed, blocks, keep)
     if set(keep) == set(blocks):
         return replace(kept, activations=(), stashes=(), checkpointing=False)
-    left = [_left_behind(recomputed, ours), _left_behind(kept, theirs)]
-    chosen = [left[block in keep][block] for block in blocks]
-    # Bytes that the blocks before the n-th leave here more than in the variant.
-    more = [[0], [0]]
-    for n, block in enumerate(blocks):
-        for variant in (0, 1):
-            more[variant].append(more[variant][-1] + chosen[n] - left[variant][block])
+    variants = (recomputed, kept)
+    reads = [_uses_by_moment(w) for w in variants]
+    more = _more_below(blocks, keep, [_left_behind(recomputed, ours), _left_behind(kept, theirs)])
     order = {block: n for n, block in enumerate(blocks)}
     moments: list[Moment] = []
     uses: list[Use] = []
-    by_moment: list[dict[int, list[Use]]] = [{}, {}]
-    for variant, w in enumerate((recomputed, kept)):
-        for use in w.uses:
-            by_moment[variant].setdefault(use.moment, []).append(use)
     below = 0  # blocks whose activations are there
-    for mine, other in zip(ours, theirs):
-        at, forward, _ = mine
+    for (at, forward, mine), (_, _, other) in zip(ours, theirs):
         variant = int(at in keep)
-        run = (mine, other)[variant][2]
         if at is not None:
             below = order[at]
-        shift = more[variant][below]
-        for m in run:
-            old = (recomputed, kept)[variant].moments[m]
-            moments.append(_shifted(old, shift))
-            uses += [replace(use, moment=len(moments) - 1) for use in by_moment[variant].get(m, ())]
+        for m in (mine, other)[variant]:
+            moments.append(_shifted(variants[variant].moments[m], more[variant][below]))
+            uses += [replace(use, moment=len(moments) - 1) for use in reads[variant].get(m, ())]
         if at is not None and forward:
             below += 1
     how = tuple((block, "keep" if block in keep else "recompute") for block in blocks)
@@ -91,6 +70,43 @@ def mix_blocks(recomputed: Workload, kept: Workload, keep: Collection[str]) -> W
     return replace(
         recomputed, moments=tuple(moments), uses=tuple(uses), activations=how, stashes=(), checkpointing=checkpointing
     )
+
+
+def _check_variants(recomputed: Workload, kept: Workload, ours: Sequence[_Run], theirs: Sequence[_Run]) -> list[str]:
+    """Their blocks. Raises TraceError unless both are of one job and stacks of the same blocks."""
+    if recomputed.micro_batches != 1 or kept.micro_batches != 1:
+        raise TraceError("blocks are mixed in variants of one micro-batch; repeat the result")
+    if (recomputed.fingerprint, recomputed.batch, recomputed.sequence) != (kept.fingerprint, kept.batch, kept.sequence):
+        raise TraceError("only variants of one model, batch and sequence can be mixed")
+    blocks = block_names(recomputed)
+    if [run[:2] for run in ours] != [run[:2] for run in theirs] or len(set(blocks)) != len(blocks):
+        raise TraceError(f"{recomputed.model!r}: the variants are not stacks of the same blocks")
+    return blocks
+
+
+def _check_names(w: Workload, blocks: Sequence[str], named: Collection[str]) -> None:
+    """Raises TraceError where a name is not that of a block, or where there are no blocks."""
+    unknown = sorted(set(named) - set(blocks))
+    if unknown or not blocks:
+        raise TraceError(f"{w.model!r} has no blocks {', '.join(unknown)}" if blocks else "there are no blocks")
+
+
+def _more_below(blocks: Sequence[str], keep: Collection[str], left: Sequence[dict[str, int]]) -> list[list[int]]:
+    """Per variant: by how many bytes the blocks before the n-th leave more here than in the variant. left: per variant
+    (recomputed, kept), what each block leaves behind in it."""
+    more = [[0] for _ in left]
+    for block in blocks:
+        chosen = left[block in keep][block]
+        for sums, its in zip(more, left):
+            sums.append(sums[-1] + chosen - its[block])
+    return more
+
+
+def _uses_by_moment(w: Workload) -> dict[int, list[Use]]:
+    uses: dict[int, list[Use]] = {}
+    for use in w.uses:
+        uses.setdefault(use.moment, []).append(use)
+    return uses
 
 
 def offload_blocks(w: Workload, offload: Collection[str]) -> Workload:
@@ -103,15 +119,8 @@ def offload_blocks(w: Workload, offload: Collection[str]) -> Workload:
     if w.micro_batches != 1 or w.stashes:
         raise TraceError("blocks are offloaded in a workload of one micro-batch that offloads none; repeat the result")
     runs = _runs(w)
-    ahead = [(block, run) for block, forward, run in runs if block is not None and forward]
-    blocks = [block for block, _ in ahead]
-    backward = {block: run for block, forward, run in runs if block is not None and not forward}
-    twice = len(set(blocks)) != len(blocks) or sum(block is not None for block, _, _ in runs) != 2 * len(blocks)
-    unknown = sorted(set(offload) - set(blocks))
-    if unknown or not blocks:
-        raise TraceError(f"{w.model!r} has no blocks {', '.join(unknown)}" if blocks else "there are no blocks")
-    if twice or set(backward) != set(blocks):
-        raise TraceError(f"{w.model!r} is not a stack of blocks, each run once forward and once backward")
+    stack = _stack(w, runs, offload)
+    blocks = [block for block, _, _ in stack]
     before = dict(w.activations) or dict.fromkeys(blocks, "recompute" if w.checkpointing else "keep")
     left = _left_behind(w, runs)
     chosen = [n for n, block in enumerate(blocks) if block in offload]
@@ -123,33 +132,53 @@ def offload_blocks(w: Workload, offload: Collection[str]) -> Workload:
         if left[block] <= 0:
             raise TraceError(f"{w.model!r}: block {block} leaves no activations behind; there is nothing to offload")
         until = chosen[i + 1] if i + 1 < len(chosen) else n + (n - chosen[i - 1] if i else 1)
-        until = min(until, len(blocks) - 1)
-        gone, back = ahead[until][1][-1] + 1, backward[blocks[until]][0] - 1
-        if until == n or back <= gone:
-            raise TraceError(
-                f"{w.model!r}: the activations of block {block} are needed again before they could be gone; offload "
-                "earlier blocks"
-            )
-        made, needed = ahead[n][1][-1], backward[block][0]
-        stashes.append(
-            Stash(block=block, micro_batch=0, bytes=left[block], made=made, gone=gone, back=back, needed=needed)
-        )
+        stashes.append(_stash(w, stack, n, min(until, len(stack) - 1), left[block]))
     if not stashes:
         return w
+    how = tuple((block, "offload" if block in offload else before[block]) for block in blocks)
+    return replace(w, moments=_without(w, stashes), activations=how, stashes=tuple(stashes))
+
+
+def _stack(w: Workload, runs: Sequence[_Run], offload: Collection[str]) -> list[_Block]:
+    """The blocks in the order of the forward pass. Raises TraceError where w is not a stack of them, or where one to
+    offload is not among them."""
+    ahead = [(block, run) for block, forward, run in runs if block is not None and forward]
+    blocks = [block for block, _ in ahead]
+    backward = {block: run for block, forward, run in runs if block is not None and not forward}
+    twice = len(set(blocks)) != len(blocks) or sum(block is not None for block, _, _ in runs) != 2 * len(blocks)
+    _check_names(w, blocks, offload)
+    if twice or set(backward) != set(blocks):
+        raise TraceError(f"{w.model!r} is not a stack of blocks, each run once forward and once backward")
+    return [(block, run, backward[block]) for block, run in ahead]
+
+
+def _stash(w: Workload, stack: Sequence[_Block], n: int, until: int, size: int) -> Stash:
+    """What the n-th block leaves behind, which has the time of the blocks up to `until` to be gone and to come back.
+    Raises TraceError where that is no time."""
+    block, forward, backward = stack[n]
+    gone, back = stack[until][1][-1] + 1, stack[until][2][0] - 1
+    if until == n or back <= gone:
+        raise TraceError(
+            f"{w.model!r}: the activations of block {block} are needed again before they could be gone; offload "
+            "earlier blocks"
+        )
+    return Stash(block=block, micro_batch=0, bytes=size, made=forward[-1], gone=gone, back=back, needed=backward[0])
+
+
+def _without(w: Workload, stashes: Sequence[Stash]) -> tuple[Moment, ...]:
+    """The moments, less the bytes of stashes that are on the host then."""
     start, peak, end = ([0] * len(w.moments) for _ in range(3))
     for stash in stashes:
         for m in range(stash.gone, stash.back + 1):
             start[m] += stash.bytes if m > stash.gone else 0
             peak[m] += stash.bytes if stash.gone < m < stash.back else 0
             end[m] += stash.bytes if m < stash.back else 0
-    moments = [
+    return tuple(
         replace(m, start_bytes=m.start_bytes - a, peak_bytes=m.peak_bytes - b, end_bytes=m.end_bytes - c)
         if a or b or c
         else m
         for m, a, b, c in zip(w.moments, start, peak, end)
-    ]
-    how = tuple((block, "offload" if block in offload else before[block]) for block in blocks)
-    return replace(w, moments=tuple(moments), activations=how, stashes=tuple(stashes))
+    )
 
 
 def _runs(w: Workload) -> list[_Run]:

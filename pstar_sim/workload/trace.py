@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -315,15 +315,7 @@ def _workload(source: Path, index: int, row: dict[str, Any]) -> Workload:
     states = [whole("optimizer.state_bytes", state, _STATE) for state in optimizer["state_bytes"]]
     if _digest(row) != row["digest"]:
         raise bad("digest", row["digest"], "it does not match the content; the file is damaged or was edited")
-    for i, m in enumerate(moments):
-        if m["phase"] not in list(Phase):
-            raise bad(f"moments[{i}].phase", m["phase"], f"it must be one of {', '.join(Phase)}")
-    for i, t in enumerate(tensors):
-        if None in t["shape"]:
-            raise bad(f"tensors[{i}].shape", t["shape"], "it must be whole numbers")
-    for i, u in enumerate(uses):
-        if u["kind"] not in list(UseKind):
-            raise bad(f"uses[{i}].kind", u["kind"], f"it must be one of {', '.join(UseKind)}")
+    _check_words(moments, tensors, uses, bad)
     try:
         return Workload(
             **{name: header[name] for name in _HEADER},
@@ -340,6 +332,25 @@ def _workload(source: Path, index: int, row: dict[str, Any]) -> Workload:
         )
     except TraceError as error:
         raise TraceError(f"{source}: variant {index}: {error}") from error
+
+
+def _check_words(
+    moments: Sequence[Mapping[str, Any]],
+    tensors: Sequence[Mapping[str, Any]],
+    uses: Sequence[Mapping[str, Any]],
+    bad: Callable[[str, object, str], TraceError],
+) -> None:
+    """What no column's type says: the words that there are, and numbers where a list may hold null. bad: makes the
+    error of field, value, and what it must be."""
+    for i, m in enumerate(moments):
+        if m["phase"] not in list(Phase):
+            raise bad(f"moments[{i}].phase", m["phase"], f"it must be one of {', '.join(Phase)}")
+    for i, t in enumerate(tensors):
+        if None in t["shape"]:
+            raise bad(f"tensors[{i}].shape", t["shape"], "it must be whole numbers")
+    for i, u in enumerate(uses):
+        if u["kind"] not in list(UseKind):
+            raise bad(f"uses[{i}].kind", u["kind"], f"it must be one of {', '.join(UseKind)}")
 
 
 def _first_line(error: BaseException) -> str:

@@ -251,12 +251,30 @@ _MOST_PEAK_BYTES = 2**58  # of one moment: a batch far beyond all machines is to
 _WORKING_LISTS = ("param", "grad", "grad32", "remote", "grad_remote")
 
 
+_Bad = Callable[[str, object, str], TraceError]
+"""Makes the error: field, its value, what it must be."""
+
+
 def check_workload(w: Workload) -> None:
     """Raise TraceError for a workload that contradicts itself."""
 
     def bad(field_name: str, value: object, want: str) -> TraceError:
         return TraceError(f"workload {w.model!r}: {field_name} is {value!r}; {want}")
 
+    _check_header(w, bad)
+    for i, m in enumerate(w.moments):
+        _check_moment(w, i, m, bad)
+    _check_order(w, bad)
+    _check_optimizer(w, bad)
+    for i, t in enumerate(w.tensors):
+        _check_tensor(w, i, t, bad)
+    _check_indices(w, bad)
+    _check_uses(w, bad)
+    _check_choices(w, bad)
+    _check_stashes(w, bad)
+
+
+def _check_header(w: Workload, bad: _Bad) -> None:
     if w.dtype not in DTYPE_BYTES:
         raise bad("dtype", w.dtype, f"known dtypes are {', '.join(DTYPE_BYTES)}")
     for name in ("batch", "sequence", "micro_batches"):
@@ -266,19 +284,23 @@ def check_workload(w: Workload) -> None:
         raise bad("tensors", 0, "a model needs at least one parameter")
     if not w.moments or w.moments[-1].phase is not Phase.ADAM:
         raise bad("moments", len(w.moments), "the last moment must be the optimizer step (phase ADAM)")
-    for i, m in enumerate(w.moments):
-        if not 0 <= max(m.start_bytes, m.end_bytes) <= m.peak_bytes:
-            raise bad(f"moments[{i}].peak_bytes", m.peak_bytes, "it must be at least start_bytes and end_bytes")
-        if m.peak_bytes > _MOST_PEAK_BYTES:
-            want = f"more than {_MOST_PEAK_BYTES} is on no GPU; take a smaller batch or shorter sequences"
-            raise bad(f"moments[{i}].peak_bytes", m.peak_bytes, want)
-        if m.flops < 0 or m.bytes_read < 0 or m.bytes_written < 0 or min(m.start_bytes, m.end_bytes) < 0:
-            raise bad(f"moments[{i}]", m.name, "flops and bytes must not be negative")
-        if not 0 <= m.micro_batch < w.micro_batches:
-            raise bad(f"moments[{i}].micro_batch", m.micro_batch, f"there are {w.micro_batches} micro-batches")
-        if m.duration_s is not None and not 0 <= m.duration_s < float("inf"):
-            raise bad(f"moments[{i}].duration_s", m.duration_s, "it must be a finite number of seconds")
-    _check_order(w, bad)
+
+
+def _check_moment(w: Workload, i: int, m: Moment, bad: _Bad) -> None:
+    if not 0 <= max(m.start_bytes, m.end_bytes) <= m.peak_bytes:
+        raise bad(f"moments[{i}].peak_bytes", m.peak_bytes, "it must be at least start_bytes and end_bytes")
+    if m.peak_bytes > _MOST_PEAK_BYTES:
+        want = f"more than {_MOST_PEAK_BYTES} is on no GPU; take a smaller batch or shorter sequences"
+        raise bad(f"moments[{i}].peak_bytes", m.peak_bytes, want)
+    if m.flops < 0 or m.bytes_read < 0 or m.bytes_written < 0 or min(m.start_bytes, m.end_bytes) < 0:
+        raise bad(f"moments[{i}]", m.name, "flops and bytes must not be negative")
+    if not 0 <= m.micro_batch < w.micro_batches:
+        raise bad(f"moments[{i}].micro_batch", m.micro_batch, f"there are {w.micro_batches} micro-batches")
+    if m.duration_s is not None and not 0 <= m.duration_s < float("inf"):
+        raise bad(f"moments[{i}].duration_s", m.duration_s, "it must be a finite number of seconds")
+
+
+def _check_optimizer(w: Workload, bad: _Bad) -> None:
     if w.optimizer.dram_bytes_per_param < 1:
         raise bad("optimizer.dram_bytes_per_param", w.optimizer.dram_bytes_per_param, "it must be at least 1")
     names = [name for name, _ in w.optimizer.state_bytes]
@@ -287,21 +309,27 @@ def check_workload(w: Workload) -> None:
             raise bad(f"optimizer.state_bytes[{i}]", name, "each state needs a name of its own")
         if size < 1:
             raise bad(f"optimizer.state_bytes[{i}]", size, f"{name} needs at least 1 byte a parameter")
-    for i, t in enumerate(w.tensors):
-        if t.bytes > _MOST_BYTES:
-            raise bad(f"tensors[{i}].bytes", t.bytes, f"more than {_MOST_BYTES} is in no tensor")
-        if t.bytes < 0 or any(extent < 0 for extent in t.shape):
-            raise bad(f"tensors[{i}].bytes", t.bytes, "bytes and shape must not be negative")
-        if t.tied_to is None and t.dtype in DTYPE_BYTES and t.bytes != t.numel * DTYPE_BYTES[t.dtype]:
-            raise bad(
-                f"tensors[{i}].bytes",
-                t.bytes,
-                f"shape {list(t.shape)} of {t.dtype} has {t.numel * DTYPE_BYTES[t.dtype]}",
-            )
-        if t.group < 0:
-            raise bad(f"tensors[{i}].group", t.group, "it must be the number of an optimizer group, from 0")
-        if t.tied_to is not None and not (0 <= t.tied_to < len(w.tensors) and w.tensors[t.tied_to].tied_to is None):
-            raise bad(f"tensors[{i}].tied_to", t.tied_to, "it must be the index of a tensor that is not tied itself")
+
+
+def _check_tensor(w: Workload, i: int, t: Tensor, bad: _Bad) -> None:
+    if t.bytes > _MOST_BYTES:
+        raise bad(f"tensors[{i}].bytes", t.bytes, f"more than {_MOST_BYTES} is in no tensor")
+    if t.bytes < 0 or any(extent < 0 for extent in t.shape):
+        raise bad(f"tensors[{i}].bytes", t.bytes, "bytes and shape must not be negative")
+    if t.tied_to is None and t.dtype in DTYPE_BYTES and t.bytes != t.numel * DTYPE_BYTES[t.dtype]:
+        raise bad(
+            f"tensors[{i}].bytes",
+            t.bytes,
+            f"shape {list(t.shape)} of {t.dtype} has {t.numel * DTYPE_BYTES[t.dtype]}",
+        )
+    if t.group < 0:
+        raise bad(f"tensors[{i}].group", t.group, "it must be the number of an optimizer group, from 0")
+    if t.tied_to is not None and not (0 <= t.tied_to < len(w.tensors) and w.tensors[t.tied_to].tied_to is None):
+        raise bad(f"tensors[{i}].tied_to", t.tied_to, "it must be the index of a tensor that is not tied itself")
+
+
+def _check_indices(w: Workload, bad: _Bad) -> None:
+    """Each use names a moment before the step, and a tensor that can be used so."""
     tied = {i for i, t in enumerate(w.tensors) if t.tied_to is not None}
     frozen = {i for i, t in enumerate(w.tensors) if t.frozen}
     last, count = len(w.moments), len(w.tensors)
@@ -312,45 +340,52 @@ def check_workload(w: Workload) -> None:
             raise bad("uses", (u.moment, u.tensor), "a tied tensor is used under the index of the one it is tied to")
         if u.tensor in frozen and u.kind is UseKind.GRADIENT:
             raise bad("uses", (u.moment, u.tensor), "a frozen tensor has no gradient")
-    _check_uses(w, bad)
-    _check_activations(w, bad)
 
 
 _PHASES = {"begin": (Phase.FWD, Phase.RECOMPUTE), "end": (Phase.FWD, Phase.RECOMPUTE), "grad": (Phase.BWD,)}
 """Of each event that opens a moment and names a module."""
 
 
-def _check_order(w: Workload, bad: Callable[[str, object, str], TraceError]) -> None:
+def _check_order(w: Workload, bad: _Bad) -> None:
     """Time goes forward: one micro-batch after the other, each forward and then backward, the step last; and a moment
     opens with the bytes that the one before it closed with. (Between two micro-batches the batch is replaced.) An
     iteration that is not known yet has the step alone."""
-    last = w.moments[-1]
-    before = w.moments[0]
-    if (before.micro_batch and before is not last) or last.micro_batch != w.micro_batches - 1:
+    first, last = w.moments[0], w.moments[-1]
+    if (first.micro_batch and first is not last) or last.micro_batch != w.micro_batches - 1:
         want = f"they go from 0 to {w.micro_batches - 1}, in order"
-        raise bad("moments[].micro_batch", (before.micro_batch, last.micro_batch), want)
+        raise bad("moments[].micro_batch", (first.micro_batch, last.micro_batch), want)
     for i, m in enumerate(w.moments):
         if m.phase is Phase.ADAM and m is not last:
             raise bad(f"moments[{i}].phase", m.phase.value, "the optimizer step is the last moment")
         if m.phase not in _PHASES.get(m.name.partition(":")[0], (m.phase,)):
             raise bad(f"moments[{i}].phase", m.phase.value, f"{m.name!r} does not open a moment of that phase")
-        if i == 0 or m.micro_batch != before.micro_batch:
-            if m.phase is not Phase.FWD and m is not last:
-                raise bad(f"moments[{i}].phase", m.phase.value, "a micro-batch begins with its forward pass")
-            if i and m.micro_batch != before.micro_batch + 1:
-                raise bad(f"moments[{i}].micro_batch", m.micro_batch, f"it follows micro-batch {before.micro_batch}")
-        elif m.phase is Phase.FWD and before.phase is not Phase.FWD:
-            want = (
-                f"moment {i - 1} ({before.name}) is of {before.phase.value} already; a micro-batch has one forward pass"
-            )
-            raise bad(f"moments[{i}].phase", m.phase.value, want)
-        elif m.start_bytes != before.end_bytes and not w.activations:  # mixed of two captures where blocks were chosen
-            want = f"moment {i - 1} ({before.name}) ends with {before.end_bytes}; the moments are not in their order"
-            raise bad(f"moments[{i}].start_bytes", m.start_bytes, want)
-        before = m
+        if i == 0 or m.micro_batch != w.moments[i - 1].micro_batch:
+            _check_begin(w, i, m, bad)
+        else:
+            _check_follows(w, i, m, bad)
 
 
-def _check_uses(w: Workload, bad: Callable[[str, object, str], TraceError]) -> None:
+def _check_begin(w: Workload, i: int, m: Moment, bad: _Bad) -> None:
+    """Moment i is the first one of its micro-batch."""
+    if m.phase is not Phase.FWD and m is not w.moments[-1]:
+        raise bad(f"moments[{i}].phase", m.phase.value, "a micro-batch begins with its forward pass")
+    if i and m.micro_batch != w.moments[i - 1].micro_batch + 1:
+        want = f"it follows micro-batch {w.moments[i - 1].micro_batch}"
+        raise bad(f"moments[{i}].micro_batch", m.micro_batch, want)
+
+
+def _check_follows(w: Workload, i: int, m: Moment, bad: _Bad) -> None:
+    """Moment i is of the same micro-batch as the one before it."""
+    before = w.moments[i - 1]
+    if m.phase is Phase.FWD and before.phase is not Phase.FWD:
+        want = f"moment {i - 1} ({before.name}) is of {before.phase.value} already; a micro-batch has one forward pass"
+        raise bad(f"moments[{i}].phase", m.phase.value, want)
+    if m.start_bytes != before.end_bytes and not w.activations:  # mixed of two captures where blocks were chosen
+        want = f"moment {i - 1} ({before.name}) ends with {before.end_bytes}; the moments are not in their order"
+        raise bad(f"moments[{i}].start_bytes", m.start_bytes, want)
+
+
+def _check_uses(w: Workload, bad: _Bad) -> None:
     """The step reads nothing, and a gradient arrives in the backward pass, behind the first read."""
     phases = [m.phase for m in w.moments]
     base = [m.micro_batch * len(w.tensors) for m in w.moments]
@@ -374,7 +409,8 @@ def _check_uses(w: Workload, bad: Callable[[str, object, str], TraceError]) -> N
             raise bad("uses", (moment, tensor), f"its gradient arrives before its first read, in moment {read}")
 
 
-def _check_activations(w: Workload, bad: Callable[[str, object, str], TraceError]) -> None:
+def _check_choices(w: Workload, bad: _Bad) -> None:
+    """What becomes of each block's activations; an offloaded block has a stash per micro-batch, no other block has."""
     chosen = dict(w.activations)
     if len(chosen) != len(w.activations):
         raise bad("activations", len(w.activations), "each block is named once")
@@ -385,18 +421,18 @@ def _check_activations(w: Workload, bad: Callable[[str, object, str], TraceError
     there = [(s.block, s.micro_batch) for s in w.stashes]
     if len(set(there)) != len(there) or set(there) != offloaded:
         raise bad("stashes", len(there), f"each offloaded block has one a micro-batch, which makes {len(offloaded)}")
+
+
+def _check_stashes(w: Workload, bad: _Bad) -> None:
+    """Each stash by itself and beside the one before it; and the peaks count the bytes of all."""
     counted = [0] * (len(w.moments) + 1)  # changes of the bytes of stashes that the peaks count
     for i, s in enumerate(w.stashes):
         if s.bytes <= 0 or not 0 <= s.made < s.gone < s.back < s.needed < len(w.moments) - 1:
             raise bad(f"stashes[{i}]", s, "it has bytes, and moments made < gone < back < needed before the step")
         if any(w.moments[m].micro_batch != s.micro_batch for m in (s.made, s.gone, s.back, s.needed)):
             raise bad(f"stashes[{i}].micro_batch", s.micro_batch, "all its moments are of that micro-batch")
-        if i and s.made <= w.stashes[i - 1].made:
-            raise bad(f"stashes[{i}].made", s.made, "stashes come in the order in which they are made")
-        if i and s.micro_batch == w.stashes[i - 1].micro_batch:
-            before = w.stashes[i - 1]
-            if s.gone < before.gone or s.back >= before.back or s.needed >= before.needed:
-                raise bad(f"stashes[{i}]", s, "what is made later is gone later, and comes back and is needed earlier")
+        if i:
+            _check_beside(i, s, w.stashes[i - 1], bad)
         for begin, end in ((s.made, s.gone), (s.back, s.needed)):
             counted[begin] += s.bytes
             counted[end + 1] -= s.bytes
@@ -405,6 +441,15 @@ def _check_activations(w: Workload, bad: Callable[[str, object, str], TraceError
         held += change
         if held > w.moments[m].peak_bytes:
             raise bad(f"moments[{m}].peak_bytes", w.moments[m].peak_bytes, f"{held} bytes of stashes are there then")
+
+
+def _check_beside(i: int, s: Stash, before: Stash, bad: _Bad) -> None:
+    """Stash i after the one before it in the list."""
+    if s.made <= before.made:
+        raise bad(f"stashes[{i}].made", s.made, "stashes come in the order in which they are made")
+    if s.micro_batch == before.micro_batch:
+        if s.gone < before.gone or s.back >= before.back or s.needed >= before.needed:
+            raise bad(f"stashes[{i}]", s, "what is made later is gone later, and comes back and is needed earlier")
 
 
 def activations_text(w: Workload) -> str:

@@ -166,7 +166,7 @@ def test_a_table_without_its_best_rate(tmp_path: Path) -> None:
 
 
 def test_a_users_own_figure_displaces_the_curve_behind_it(tmp_path: Path) -> None:
-    from pstar_sim.catalog.loader import _merged
+    from pstar_sim.catalog.catalog import _merged
 
     known = {"h2d_gb_per_s": 16, "calibrated": {"h2d_gb_per_s": 16, "h2d_table": [[1, 16]], "d2h_table": [[1, 12]]}}
     merged = _merged("own.toml", known, {"h2d_gb_per_s": 50})

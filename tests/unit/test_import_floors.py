@@ -51,9 +51,7 @@ SESSION = EXECUTOR_FLOORS.index(("session",))
 # Inside a folder one file may close a circle, for a reason.
 CIRCLES = {
     ("pstar_sim.policy.optimal", "pstar_sim.policy.registry"): "the best of all policies is one of them",
-    ("pstar_sim.sim.play", "pstar_sim.sim.ranks"): "several ranks of which each is played like one",
     ("pstar_sim.core.plan", "pstar_sim.core.plan_file"): "a plan can save itself: plan.save()",
-    ("pstar_sim.catalog.loader", "pstar_sim.catalog.here"): "this machine is loaded by name like any other",
 }
 
 # Of the executor: imports that run upwards today, from a floor to a module. They may only become fewer.

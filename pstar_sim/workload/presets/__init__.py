@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from pstar_sim.arguments import flag, whole
 from pstar_sim.catalog.machine import Machine
@@ -110,9 +111,7 @@ def workload_of(
     run the whole layer again. Raises ModelError."""
     name = model or entry.name
 
-    def refuse(what: str, value: object, want: str) -> ModelError:
-        return ModelError(f"model {name}: {what} is {value!r}; {want}")
-
+    refuse = partial(_refusal, name)
     batch = whole(f"model {name}: batch", batch, error=ModelError)
     sequence = whole(f"model {name}: sequence", sequence, error=ModelError)
     micro_batches = whole(f"model {name}: micro_batches", micro_batches, error=ModelError)
@@ -122,14 +121,8 @@ def workload_of(
         ("early_stop", early_stop),
     ):
         flag(f"model {name}: {what}", switch, error=ModelError)
-    if entry.family == "vit" and sequence != entry.max_seq:
-        raise refuse("sequence", sequence, f"an image of this model is {entry.max_seq} tokens")
-    if sequence > entry.max_seq:
-        raise refuse("sequence", sequence, f"the model has {entry.max_seq} positions")
-    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise refuse("dtype", dtype, f"known dtypes are {', '.join(DTYPE_BYTES)}")
-    if not isinstance(attention, str) or attention not in ATTENTION:
-        raise refuse("attention", attention, f"known kernels are {', '.join(ATTENTION)}")
+    _check_sequence(name, entry, sequence)
+    _check_kinds(name, dtype, attention)
     spec = optimizer_spec(optimizer)
     adapted = None if lora is None else AdaptedTape(dtype, lora, family=entry.family, tokens=batch * sequence)
     tape = adapted or Tape(dtype)
@@ -166,6 +159,24 @@ def workload_of(
         notes="" if adapted is None else f"LoRA r={adapted.adapter.rank} on {', '.join(adapted.names)}",
     )
     return repeat_micro_batch(workload, micro_batches) if micro_batches > 1 else workload
+
+
+def _refusal(model: str, what: str, value: object, want: str) -> ModelError:
+    return ModelError(f"model {model}: {what} is {value!r}; {want}")
+
+
+def _check_kinds(model: str, dtype: object, attention: object) -> None:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise _refusal(model, "dtype", dtype, f"known dtypes are {', '.join(DTYPE_BYTES)}")
+    if not isinstance(attention, str) or attention not in ATTENTION:
+        raise _refusal(model, "attention", attention, f"known kernels are {', '.join(ATTENTION)}")
+
+
+def _check_sequence(model: str, entry: ModelEntry, sequence: int) -> None:
+    if entry.family == "vit" and sequence != entry.max_seq:
+        raise _refusal(model, "sequence", sequence, f"an image of this model is {entry.max_seq} tokens")
+    if sequence > entry.max_seq:
+        raise _refusal(model, "sequence", sequence, f"the model has {entry.max_seq} positions")
 
 
 def variant(

@@ -1,0 +1,40 @@
+"""play_one: one rank by itself, followed by core/follow.py until two successive iterations agree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pstar_sim.core.follow import Deadlock, Factor, follow
+from pstar_sim.core.ledger import Moves
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.program import Program
+from pstar_sim.core.timeline import Timeline
+from pstar_sim.cost import CostModel
+from pstar_sim.sim.memory import held
+from pstar_sim.sim.outcome import timeline
+
+__all__ = ["Jitter", "play_one"]
+
+Jitter = Factor
+"""(step id, iteration) -> factor on the step's nominal seconds, for tests of other legal interleavings."""
+
+
+def play_one(
+    plan: Plan,
+    cost: CostModel,
+    max_iterations: int,
+    jitter: Jitter | None,
+    *,
+    moved_bytes: Mapping[str, int] | None = None,
+) -> Timeline:
+    """One rank that has DRAM and link of the plan's machine to itself. moved_bytes: by default those of the plan."""
+    moves = Moves(plan)
+    program = Program.of(plan)
+    columns = cost.columns(plan.steps)
+    try:
+        record = follow(program, columns, cost.rates(), factor=jitter, most=max_iterations)
+    except Deadlock as error:  # what went wrong before comes first
+        if error.record is not None:
+            moves.book(error.record.events)
+        raise
+    return timeline(plan, record, held(moves, record), moved_bytes)
