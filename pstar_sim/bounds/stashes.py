@@ -11,7 +11,7 @@ earlier. Successive iterations do not overlap on the compute queue.
 from __future__ import annotations
 
 from pstar_sim.cost import CostModel
-from pstar_sim.policy.passes.stashes import StashMoves
+from pstar_sim.policy.kit.stashes import StashMoves
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["stash_bound_s"]

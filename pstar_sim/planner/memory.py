@@ -17,7 +17,7 @@ the host, less the permanent payloads and the policy's own host buffers), rounde
 a place for each is less, for that. Every other plan is asked for a place for each payload, as the executor gives it.
 
 The asynchronous policies (tide, static_partition) decide what they need before they plan: their own checks are asked
-(policy/family/ground.py). How many chunks they pin is up to them; where the host is short, as few are pinned as it has
+(policy/kit/job.py). How many chunks they pin is up to them; where the host is short, as few are pinned as it has
 no room for. Every other policy is asked for its plan: it has no cheaper way to say what it needs.
 """
 
@@ -32,8 +32,10 @@ from pstar_sim.core.plan import STASHES, Plan, Settings
 from pstar_sim.core.slabs import host_payloads, pack_slabs, stash_key
 from pstar_sim.core.step import Place
 from pstar_sim.errors import DoesNotFit, PstarError
-from pstar_sim.policy.family.ground import Ground
+from pstar_sim.policy.family.pins import most_pins_of
+from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
+from pstar_sim.policy.passes.fits import check_gpu, check_host
 from pstar_sim.policy.registry import Policy, built_in, can, find_policy, policy_name
 from pstar_sim.sim.play import play
 from pstar_sim.units import format_bytes
@@ -79,7 +81,7 @@ def shortage(policy: str | Policy, workload: Workload, machine: Machine, setting
     try:
         if able.point is not None:
             try:
-                _ground(policy_name(policy), able.point, workload, machine, settings)
+                _job(policy_name(policy), able.point, workload, machine, settings)
             except DoesNotFit:
                 if not able.tries_others:
                     raise
@@ -112,8 +114,8 @@ def memory_need(
     refusal: DoesNotFit | None = None
     if able.point is not None:
         try:
-            ground = _ground(policy_name(policy), able.point, workload, machine, settings)
-            return _asynchronous_need(ground, machine, startup, fewest=fewest)
+            job = _job(policy_name(policy), able.point, workload, machine, settings)
+            return _asynchronous_need(job, machine, startup, fewest=fewest)
         except DoesNotFit as short:
             if not able.tries_others or not others:
                 raise
@@ -191,22 +193,22 @@ def _check_host(need: Need, machine: Machine) -> None:
 # The asynchronous policies.
 
 
-def _ground(name: str, point: Point, workload: Workload, machine: Machine, settings: Settings) -> Ground:
+def _job(name: str, point: Point, workload: Workload, machine: Machine, settings: Settings) -> Job:
     """Raises DoesNotFit where the policy would."""
-    ground = Ground(name, workload, machine, settings, point)
-    ground.check_gpu()
-    ground.check_host(frozenset(ground.candidates[: ground.most_pins()]))
-    return ground
+    job = Job(name, workload, machine, settings, point)
+    check_gpu(job)
+    check_host(job, frozenset(job.candidates[: most_pins_of(job)]))
+    return job
 
 
-def _asynchronous_need(ground: Ground, machine: Machine, startup: int, *, fewest: bool) -> Need:
+def _asynchronous_need(job: Job, machine: Machine, startup: int, *, fewest: bool) -> Need:
     """With as few pins as the host allows: bisection, as more pins never need more of it. fewest: False stops at the
     first number that the host allows, none or the most."""
 
     def need(pins: int) -> Need:
-        sizes = _ground_payloads(ground, pins)
+        sizes = _payloads(job, pins)
         return Need(
-            policy=ground.name,
+            policy=job.name,
             payload_bytes=sum(sizes.values()),
             pinned_bytes=pack_slabs(sizes.items()).total_bytes,
             startup_bytes=startup if sizes else 0,
@@ -214,8 +216,8 @@ def _asynchronous_need(ground: Ground, machine: Machine, startup: int, *, fewest
         )
 
     budget = machine.host_budget_bytes
-    low, high = 0, ground.most_pins()
-    payload = sum(_ground_payloads(ground, 0).values())
+    low, high = 0, most_pins_of(job)
+    payload = sum(_payloads(job, 0).values())
     if payload + (startup if payload else 0) <= budget:  # slabs are never less than what they hold
         best = need(0)
         if best.host_bytes <= budget:
@@ -232,20 +234,19 @@ def _asynchronous_need(ground: Ground, machine: Machine, startup: int, *, fewest
     return best
 
 
-def _ground_payloads(ground: Ground, pins: int) -> dict[tuple[int, str], int]:
+def _payloads(job: Job, pins: int) -> dict[tuple[int, str], int]:
     """Host payloads of every chunk that is not pinned: what it keeps there, and gradients that pass (each has its own
     place in a slab)."""
-    pinned = frozenset(ground.candidates[:pins])
-    b = ground.builder
+    pinned = frozenset(job.candidates[:pins])
     sizes = {
-        (c, name): b.layout.payload_bytes(c, name)
-        for c in ground.moving
+        (c, name): job.layout.payload_bytes(c, name)
+        for c in job.moving
         if c not in pinned
-        for name in b.uses.home_lists(c)
+        for name in job.uses.home_lists(c)
     }
-    sizes |= {stash_key(block): size for block, size in ground.workload.stash_room}
-    if ground.several:
-        sizes |= {(c, "grad"): b.layout.payload_bytes(c, "grad") for c in ground.candidates if c not in pinned}
+    sizes |= {stash_key(block): size for block, size in job.workload.stash_room}
+    if job.several:
+        sizes |= {(c, "grad"): job.layout.payload_bytes(c, "grad") for c in job.candidates if c not in pinned}
     return sizes
 
 

@@ -13,14 +13,16 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy import find_policy
-from pstar_sim.policy.family.course import Course, Knobs, Modes
-from pstar_sim.policy.family.ground import Ground
+from pstar_sim.policy.family.course import Course, Knobs
 from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.family.plan import plan_of
 from pstar_sim.policy.family.program import play as play_course
 from pstar_sim.policy.family.search import Search
+from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
+from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.kit.ties import AS_FAST
+from pstar_sim.policy.passes.fits import check_gpu, check_host
 from pstar_sim.policy.registry import built_in
 from pstar_sim.sim.play import play
 from pstar_sim.testing import check_policy, random_machine, random_ranks, random_settings, random_workload
@@ -79,8 +81,8 @@ def test_any_choice_of_modes_that_has_room_makes_a_correct_plan(seed: int, ranks
     machine, settings = random_ranks(rng, random_machine(rng, workload), ranks), random_settings(rng)
     if ranks == 1 and rng.random() < 0.2:
         machine = replace(machine, ranks=(replace(machine.ranks[0], link=replace(machine.link, duplex=False)),))
-    ground = Ground("any", workload, machine, settings, Point(streams=True))
-    order = list(ground.candidates)
+    job = Job("any", workload, machine, settings, Point(streams=True))
+    order = list(job.candidates)
     rng.shuffle(order)
     pins = rng.randint(0, len(order) // 2)
     streams = rng.randint(0, len(order) - pins)
@@ -94,16 +96,16 @@ def test_any_choice_of_modes_that_has_room_makes_a_correct_plan(seed: int, ranks
         states_first=rng.random() < 0.5,
     )
     try:
-        ground.check_gpu()
-        ground.check_host(modes.pinned)
+        check_gpu(job)
+        check_host(job, modes.pinned)
     except DoesNotFit:
         return
-    course = Course(ground, modes, knobs)
+    course = Course(job, modes, knobs)
     if min(course.room) < 0:
         return
     made = play_course(course)
     assert made.window.stuck is None
-    plan = plan_of(ground, made)
+    plan = plan_of(job, made)
     plan.check()
     timeline = play(plan)
     assert timeline.peak_bytes["gpu"] <= machine.gpu_budget_bytes
@@ -114,11 +116,11 @@ def test_the_forward_pass_does_not_wait_for_parameters_on_their_way_down() -> No
     """A streamed embedding stays over the border, is read first and then given up until its gradient: behind its copy
     down, on that queue. On the compute queue the drop would hold the forward pass up for all of the copy."""
     workload = preset("llama-3-8b", batch=4, seq=1024, dtype="bf16", checkpointing=True)
-    ground = Ground("any", workload, machine("h100-80"), Settings(update="eager", clip=False), Point(streams=True))
-    embedding = ground.candidates[0]
-    made = play_course(Course(ground, Modes(frozenset(ground.candidates[1:22]), frozenset({embedding})), Knobs()))
+    job = Job("any", workload, machine("h100-80"), Settings(update="eager", clip=False), Point(streams=True))
+    embedding = job.candidates[0]
+    made = play_course(Course(job, Modes(frozenset(job.candidates[1:22]), frozenset({embedding})), Knobs()))
     assert embedding in made.course.stays
-    plan = plan_of(ground, made)
+    plan = plan_of(job, made)
     plan.check()
     drops = [s for s in plan.steps if s.kind is Kind.DROP and s.chunk == embedding and s.list == "param"]
     assert [s.queue for s in drops] == [Queue.D2H]  # in order behind the copy
@@ -133,9 +135,9 @@ def test_behind_a_barrier_pinned_chunks_are_updated_between_streamed_ones() -> N
     """What is pinned waits for nothing, so it fills the time in which states of streamed chunks are on their way: the
     first and the last update are those of streamed chunks."""
     workload = preset("1B", batch=4, seq=1024, dtype="bf16", checkpointing=True)
-    ground = Ground("any", workload, machine("rtx4090"), Settings(update="step", clip=True), Point(streams=True))
-    pinned, streamed = frozenset(ground.candidates[4:12]), frozenset(ground.candidates[:4])
-    plan = plan_of(ground, play_course(Course(ground, Modes(pinned, streamed), Knobs())))
+    job = Job("any", workload, machine("rtx4090"), Settings(update="step", clip=True), Point(streams=True))
+    pinned, streamed = frozenset(job.candidates[4:12]), frozenset(job.candidates[:4])
+    plan = plan_of(job, play_course(Course(job, Modes(pinned, streamed), Knobs())))
     plan.check()
     order = [s.chunk for s in plan.steps if s.kind is Kind.GPU_ADAM and (s.chunk in pinned or s.chunk in streamed)]
     assert len(order) == 12
@@ -146,8 +148,8 @@ def test_behind_a_barrier_pinned_chunks_are_updated_between_streamed_ones() -> N
 
 def test_a_search_that_is_given_more_effort_goes_on() -> None:
     workload = preset("4B", batch=4, seq=1024, dtype="bf16", checkpointing=True)
-    ground = Ground("any", workload, machine("rtx4090"), Settings(update="step", clip=True), Point(streams=True))
-    search = Search(ground, 0)
+    job = Job("any", workload, machine("rtx4090"), Settings(update="step", clip=True), Point(streams=True))
+    search = Search(job, 0)
     search.run(15_000)
     first_s, tried = search.seconds, dict(search.tried)
     search.run(60_000)

@@ -11,7 +11,8 @@ from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.cost import CostModel
 from pstar_sim.policy import Builder
-from pstar_sim.policy.family.residency import Block, Gap, belady, blocks_of, gaps_of
+from pstar_sim.policy.family.residency import Gap, belady, gaps_of
+from pstar_sim.policy.kit.blocks import Block, blocks_of
 from pstar_sim.policy.kit.facts import Facts, facts_of
 from pstar_sim.testing import chain_workload
 from pstar_sim.units import MIB

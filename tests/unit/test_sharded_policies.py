@@ -17,7 +17,7 @@ from pstar_sim.core.step import PAGEABLE, Kind, Place, Queue, Step
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import DoesNotFit, PlanError, PstarError
 from pstar_sim.policy import find_policy
-from pstar_sim.policy.kit.builder import Builder
+from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.policy.systems.sharded import (
     Visit,
     block_visits,

@@ -13,14 +13,16 @@ from dataclasses import dataclass, replace
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit
-from pstar_sim.policy.family.course import Knobs, Modes
-from pstar_sim.policy.family.ground import Ground
-from pstar_sim.policy.family.pins import iteration_bounds
+from pstar_sim.policy.family.course import Knobs
+from pstar_sim.policy.family.pins import iteration_bounds, most_pins_of, pin_facts
 from pstar_sim.policy.family.plan import plan_of
 from pstar_sim.policy.family.program import Attempt, attempt, burden_of
 from pstar_sim.policy.family.residency import gaps_of
+from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
+from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.kit.ties import least_of
+from pstar_sim.policy.passes.fits import check_gpu, check_host
 from pstar_sim.units import format_bytes, format_s
 from pstar_sim.workload.workload import Workload
 
@@ -47,19 +49,19 @@ class _Rival:
 
 
 class Asynchronous:
-    """One policy at work: facts once (`ground`), an `Attempt` for each number of pins, the best one as a plan."""
+    """One policy at work: facts once (`job`), an `Attempt` for each number of pins, the best one as a plan."""
 
     def __init__(
         self, name: str, workload: Workload, machine: Machine, settings: Settings, *, point: Point | None = None
     ) -> None:
         self.point = point = point or Point()
-        self.ground = Ground(name, workload, machine, settings, point)
+        self.job = Job(name, workload, machine, settings, point)
 
     def plan(self) -> Plan:
-        self.ground.check_gpu()
+        check_gpu(self.job)
         best, most, bound_s = self._scan()
-        rival = self._rival() if self.ground.follow_tide else None
-        if rival is not None and not self.ground.several:
+        rival = self._rival() if self.job.follow_tide else None
+        if rival is not None and not self.job.several:
             # [Note: one micro-batch] Every gap between forward and backward contains the peak, so low tide has no room
             # for anything that the peak has not. What is pinned is decided at the peak in both policies; both then copy
             # the same.
@@ -84,7 +86,7 @@ class Asynchronous:
     def _search(self, best: int, most: int, bound_s: float) -> list[Attempt]:
         """Attempts: the closed form's number of pins, none, all; its neighbours if the event loop stays behind the
         closed form. Raises DoesNotFit if the host has no room for what is not pinned."""
-        g = self.ground
+        g = self.job
         attempts: dict[int, Attempt] = {}
         error: DoesNotFit | None = None
 
@@ -93,7 +95,7 @@ class Asynchronous:
             if not 0 <= p <= most or p in attempts:
                 return
             try:
-                g.check_host(frozenset(g.candidates[:p]))
+                check_host(g, frozenset(g.candidates[:p]))
             except DoesNotFit as reason:
                 error = error or reason
                 return
@@ -125,7 +127,7 @@ class Asynchronous:
     def _rival(self) -> _Rival | None:
         """What static_partition would choose here (or has just chosen: whoever compares policies asks both); None if it
         does not fit."""
-        g = self.ground
+        g = self.job
         point = replace(self.point, capacity="peak")
         known = g.workload.derived.get(_RIVAL)
         if (
@@ -136,14 +138,14 @@ class Asynchronous:
             return known
         other = Asynchronous("static_partition", g.workload, g.machine, g.settings, point=point)
         try:
-            other.ground.check_gpu()
+            check_gpu(other.job)
             return other._remember(_fastest(other._search(*other._scan())))
         except DoesNotFit:
             return None
 
     def _remember(self, chosen: Attempt) -> _Rival:
         """Keep what was chosen with a constant capacity, the latest only: tide asks for it in the same job."""
-        g = self.ground
+        g = self.job
         made = _Rival(g.machine, g.settings, self.point, chosen.pins, chosen.knobs.linger, chosen.fetched_bytes)
         if not g.follow_tide:
             g.workload.derived[_RIVAL] = made
@@ -151,14 +153,14 @@ class Asynchronous:
 
     def _scan(self) -> tuple[int, int, float]:
         """(best number of pins by the closed form, the most that fit, the closed form's seconds at the best)."""
-        most = self.ground.most_pins()
-        bounds = iteration_bounds(self.ground.pin_facts(), most)
+        most = most_pins_of(self.job)
+        bounds = iteration_bounds(pin_facts(self.job), most)
         asked = self.point.pins
         best = min(asked, most) if isinstance(asked, int) else int(bounds.argmin())
         return best, most, float(bounds[best])
 
     def _attempt(self, pins: int, *, linger: bool = True) -> Attempt:
-        g = self.ground
+        g = self.job
         made = attempt(g, Modes(frozenset(g.candidates[:pins])), Knobs(linger=linger))
         if made.window.stuck is not None:
             op, place, wanted, free = made.window.stuck
@@ -168,10 +170,10 @@ class Asynchronous:
         return made
 
     def _emit(self, chosen: Attempt, attempts: Sequence[Attempt], most: int, bound_s: float) -> Plan:
-        return plan_of(self.ground, chosen, self._choices(chosen, attempts, most, bound_s))
+        return plan_of(self.job, chosen, self._choices(chosen, attempts, most, bound_s))
 
     def _choices(self, chosen: Attempt, attempts: Sequence[Attempt], most: int, bound_s: float) -> dict[str, object]:
-        g = self.ground
+        g = self.job
         choices: dict[str, object] = {}
         choices["capacity"] = (
             "GPU budget less the non-model bytes of each moment"

@@ -18,9 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pstar_sim.policy.family.pins import PinFacts
+from pstar_sim.policy.family.pins import PinFacts, pin_facts
+from pstar_sim.policy.kit.job import Job
+from pstar_sim.workload.workload import Phase
 
-__all__ = ["ModeFacts", "Roofline", "interleave", "roofline"]
+__all__ = ["ModeFacts", "Roofline", "interleave", "mode_facts", "roofline"]
 
 Array = NDArray[np.float64]
 
@@ -44,6 +46,38 @@ class ModeFacts:
     last_room_bytes: int
     turn_s: float
     net_s: float
+
+
+def mode_facts(job: Job) -> ModeFacts:
+    """What the roofline over pinned and streamed chunks needs to know."""
+    w, link = job.workload, job.cost.link
+    states = [job.visiting_bytes(c) for c in job.candidates]
+    last = w.micro_batches - 1
+    turn = next(
+        (i for i, m in enumerate(w.moments) if m.micro_batch == last and m.phase is not Phase.FWD), len(w.moments)
+    )
+    largest = max((job.sizes[c] for c in job.candidates), default=0)
+    return ModeFacts(
+        pins=pin_facts(job),
+        states_bytes=states,
+        h2d_bytes_per_s=link.h2d_bytes_per_s,
+        d2h_bytes_per_s=link.d2h_bytes_per_s,
+        dram_bytes_per_s=job.machine.host.dram_bytes_per_s / job.machine.local_ranks,
+        duplex=link.duplex,
+        dram_adam_bytes=[job.cost.cpu_adam_bytes(c) for c in job.candidates],
+        passing_bytes=max(states, default=0) + largest,
+        last_room_bytes=job.machine.gpu_budget_bytes - job.small_bytes - job.tide[-1],
+        turn_s=sum(job.cost.moments_s[:turn]),
+        net_s=_least_net_s(job),
+    )
+
+
+def _least_net_s(job: Job) -> float:
+    """Each updated chunk is gathered once, and its gradient summed in each micro-batch."""
+    if job.ranks == 1:
+        return 0.0
+    each = sum(job.cost.collective_s(job.whole_bytes(c)) for c in job.candidates)
+    return each * (1 + job.workload.micro_batches)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["PinFacts", "iteration_bounds", "most_pins"]
+from pstar_sim.policy.kit.job import Job
+from pstar_sim.policy.passes import gradients
+
+__all__ = ["PinFacts", "iteration_bounds", "most_pins", "most_pins_of", "pin_facts"]
 
 Array = NDArray[np.float64]
 
@@ -110,3 +113,46 @@ def most_pins(
                 break
             most -= 1
     return most
+
+
+def most_pins_of(job: Job) -> int:
+    """The most chunks, in the order of `Job.candidates`, whose working list and states could stay on the GPU."""
+    position = {c: n for n, c in enumerate(job.candidates)}
+    need = [tuple(position[c] for c in block.chunks if c in position) for block in job.blocks]
+    fixed = [sum(job.sizes[c] for c in block.chunks if c not in position) for block in job.blocks]
+    return most_pins(
+        [job.sizes[c] for c in job.candidates],
+        [job.permanent[c] for c in job.candidates],
+        need,
+        [left - beside for left, beside in zip(_room(job), fixed)],
+    )
+
+
+def _room(job: Job) -> list[int]:
+    """Bytes that the tide, gradient lists and small chunks leave for all others in each block."""
+    budget = job.machine.gpu_budget_bytes - job.small_bytes
+    return [
+        budget - block.tide_bytes - gradients.room(job, n) - sum(job.remote[c] for c in block.chunks)
+        for n, block in enumerate(job.blocks)
+    ]
+
+
+def pin_facts(job: Job) -> PinFacts:
+    """What the closed form for the number of pins needs to know."""
+    uses, cost, order = job.uses, job.cost, job.candidates
+    adds = job.workload.micro_batches - (0 if job.add_last else 1) if job.several else 0
+    return PinFacts(
+        first=[uses.first_use(c) for c in order],
+        final=[uses.last_gradient(c) for c in order],
+        working_bytes=[job.sizes[c] for c in order],
+        pinned_bytes=[job.permanent[c] for c in order],
+        adam_s=[cost.cpu_adam_s(c) for c in order],
+        gpu_adam_s=[cost.gpu_adam_s(c) for c in order],
+        add_s=[cost.cpu_add_s(c) * adds for c in order],
+        down_s=[cost.transfer_s(job.sizes[c], "d2h") for c in order],
+        up_s=[cost.transfer_s(job.sizes[c], "h2d") for c in order],
+        moments_s=cost.moments_s,
+        barrier=job.barrier is not None,
+        room_bytes=min(_room(job)),
+        gaps=2 * job.workload.micro_batches - 1,
+    )

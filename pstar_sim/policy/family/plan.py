@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place, Ref
 from pstar_sim.policy.family.course import Course
-from pstar_sim.policy.family.ground import Ground
 from pstar_sim.policy.family.program import Attempt
-from pstar_sim.policy.kit.builder import Builder
+from pstar_sim.policy.kit.job import Job
+from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.policy.passes.edges import memory_edges
 
 __all__ = ["plan_of"]
 
 
-def plan_of(g: Ground, chosen: Attempt, choices: Mapping[str, object] | None = None, policy: str | None = None) -> Plan:
+def plan_of(g: Job, chosen: Attempt, choices: Mapping[str, object] | None = None, policy: str | None = None) -> Plan:
     """The plan. choices: what `explain` is told, beside the seconds per iteration that the window predicts."""
-    b = Builder(policy or g.name, g.workload, g.machine, g.settings, layout=g.builder.layout, stashes=False)
+    b = Builder(policy or g.name, g.workload, g.machine, g.settings, layout=g.layout, stashes=False)
     b.choices.update(choices or {})
     b.predictions["policy_iteration_s"] = chosen.iteration_s
     _residents(b, g, chosen.course)
@@ -25,11 +25,11 @@ def plan_of(g: Ground, chosen: Attempt, choices: Mapping[str, object] | None = N
     return b.plan(memory=memory_edges(b.steps, chosen.draft.rows, ends, chosen.window))
 
 
-def _residents(b: Builder, g: Ground, course: Course) -> None:
+def _residents(b: Builder, g: Job, course: Course) -> None:
     """Who is where at the cut."""
     for c in (*g.small, *course.modes.pinned):
         b.live(c, Place.GPU)
-        if g.ranks > 1 and c not in course.visits:  # a small one that never changes is whole for ever
+        if g.ranks > 1 and c not in course.needed_whole:  # a small one that never changes is whole for ever
             b.resident(c, Place.GPU, "remote")
     for c in g.moving:
         if c in course.modes.pinned:
@@ -41,7 +41,7 @@ def _residents(b: Builder, g: Ground, course: Course) -> None:
             b.resident(c, Place.GPU, "param")
 
 
-def _steps(b: Builder, g: Ground, chosen: Attempt) -> list[tuple[int, int]]:
+def _steps(b: Builder, g: Job, chosen: Attempt) -> list[tuple[int, int]]:
     """The steps, in the order of one iteration: what the window shows of it early, in it, and late. Returns of each row
     the first and the last step that it became."""
     rows = chosen.draft.rows

@@ -1,65 +1,19 @@
 """Who has to be on the GPU when, and which chunks stay there between two uses.
 
-Gaps between uses of chunks (not tensors), blocks of moments that need the same chunks, and the keep set: Belady's
-rule with a capacity that changes with time, in bytes. Knows no clock and no queue; costs are not its matter.
+Gaps between uses of chunks (not tensors), and the keep set: Belady's rule with a capacity that changes with time, in
+bytes. Knows no clock and no queue; costs are not its matter.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from pstar_sim.policy.kit.facts import Facts
-
-__all__ = ["Block", "Gap", "belady", "blocks_of", "gaps_of"]
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Moments first..last (inclusive), which need the same `chunks`. tide_bytes: their highest non-model peak."""
-
-    first: int
-    last: int
-    chunks: tuple[int, ...]
-    tide_bytes: int
-    seconds: float
-
-
-def blocks_of(
-    uses: Facts, seconds: Sequence[float], tide: Sequence[int], permanent: frozenset[int], cuts: frozenset[int]
-) -> list[Block]:
-    """Merge neighbouring moments so that nothing is lost by looking at them as one.
-
-    Chunks that are permanent residents are left out. Two neighbours become one block if they need the same chunks; a
-    moment that needs nothing joins the block before it if its tide is no higher and it takes no time (or stands
-    between two moments that need the same), so the room a block needs is the room its worst moment needs.
-    cuts: moments that have to open a block. The last moment (the step) is always alone.
-    """
-    count = len(uses.by_moment)
-    needs = [tuple(c for c in row if c not in permanent) for row in uses.by_moment]
-    following: list[tuple[int, ...]] = [()] * (count + 1)
-    for m in range(count - 1, -1, -1):
-        following[m] = needs[m] or following[m + 1]
-    out: list[Block] = []
-    for m in range(count):
-        merge = False
-        if out and m not in cuts and m != count - 1:
-            block = out[-1]
-            if needs[m] == block.chunks:
-                merge = True
-            elif not needs[m] and tide[m] <= block.tide_bytes:
-                merge = seconds[m] == 0.0 or following[m] == block.chunks
-        if merge:
-            b = out[-1]
-            out[-1] = Block(b.first, m, b.chunks, max(b.tide_bytes, tide[m]), b.seconds + seconds[m])
-        else:
-            out.append(Block(m, m, needs[m], tide[m], seconds[m]))
-    return out
+__all__ = ["Gap", "belady", "gaps_of"]
 
 
 class Gap(NamedTuple):

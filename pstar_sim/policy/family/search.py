@@ -16,12 +16,14 @@ from itertools import product
 import numpy as np
 
 from pstar_sim.errors import DoesNotFit
-from pstar_sim.policy.family.course import Course, Knobs, Modes
-from pstar_sim.policy.family.ground import Ground
-from pstar_sim.policy.family.modes import interleave, roofline
-from pstar_sim.policy.family.pins import iteration_bounds
+from pstar_sim.policy.family.course import Course, Knobs
+from pstar_sim.policy.family.modes import interleave, mode_facts, roofline
+from pstar_sim.policy.family.pins import iteration_bounds, most_pins_of
 from pstar_sim.policy.family.program import Attempt, burden_of, play
+from pstar_sim.policy.kit.job import Job
+from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.kit.ties import least_of
+from pstar_sim.policy.passes.fits import check_host
 
 __all__ = ["Choice", "Search"]
 
@@ -61,8 +63,8 @@ class Search:
     attempts among them that fit, the least of the fastest first (ties.py), KEPT at most. best: seconds of the fastest
     and its choice. here: those of the one that is gone downhill from. effort_ops: ops that may still be played."""
 
-    def __init__(self, ground: Ground, effort_ops: int) -> None:
-        self.ground = ground
+    def __init__(self, job: Job, effort_ops: int) -> None:
+        self.job = job
         self.effort_ops = effort_ops
         self.tried: dict[Choice, float] = {}
         self.fastest: list[Attempt] = []
@@ -72,19 +74,19 @@ class Search:
         self.begun = False  # whether all starts were looked at
         self.least_short_bytes = 0
         self.reason: DoesNotFit | None = None  # why the first choice that did not fit did not
-        self.count = len(ground.candidates)
-        usual = sorted(ground.sizes[c] for c in ground.candidates)[self.count // 2] if self.count else 1
+        self.count = len(job.candidates)
+        usual = sorted(job.sizes[c] for c in job.candidates)[self.count // 2] if self.count else 1
         # Chunks (a vocabulary matrix) much larger than the usual one, and how many of those they are worth.
-        large = [c for c in ground.candidates if ground.sizes[c] > LARGE * usual]
-        self.large = {c: round(ground.sizes[c] / usual) for c in large[:MOST_LARGE]}
+        large = [c for c in job.candidates if job.sizes[c] > LARGE * usual]
+        self.large = {c: round(job.sizes[c] / usual) for c in large[:MOST_LARGE]}
         self.surplus = sum(self.large.values()) - len(self.large)  # by which chunks are then more than they are
-        self.facts = ground.mode_facts()
-        self.first_fit = ground.most_pins()
-        asked = ground.point.pins
+        self.facts = mode_facts(job)
+        self.first_fit = most_pins_of(job)
+        asked = job.point.pins
         self.most = self._most() if not isinstance(asked, int) else min(asked, self._most())
         self.fewest = self.most if isinstance(asked, int) else 0
         pins = np.arange(self.fewest, self.most + 1)
-        shares = np.linspace(0.0, 1.0, self.count + 1) if ground.point.streams else np.zeros(1)
+        shares = np.linspace(0.0, 1.0, self.count + 1) if job.point.streams else np.zeros(1)
         roof = roofline(self.facts, pins.tolist(), shares.tolist())
         calm = roof.seconds + CALM * roof.mean_s
         best = self.fewest + int(calm.min(axis=1).argmin())
@@ -131,7 +133,7 @@ class Search:
             return False
         if choice.pins + choice.streams > self.count + (self.surplus if choice.large else 0):
             return False
-        if choice.streams and not self.ground.point.streams:
+        if choice.streams and not self.job.point.streams:
             return False
         if choice not in self.tried:
             if self.spent:
@@ -158,7 +160,7 @@ class Search:
         return self._played[key]
 
     def _modes(self, choice: Choice) -> Modes:
-        g = self.ground
+        g = self.job
         order, pins, streams = g.candidates, choice.pins, choice.streams
         beside: dict[str, list[int]] = {"cpu": [], "pin": [], "stream": []}
         if choice.large:
@@ -173,11 +175,11 @@ class Search:
 
     def _fit(self, modes: Modes, knobs: Knobs) -> Attempt | None:
         try:
-            self.ground.check_host(modes.pinned)
+            check_host(self.job, modes.pinned)
         except DoesNotFit as reason:
             self.reason = self.reason or reason
             return None
-        course = Course(self.ground, modes, knobs)
+        course = Course(self.job, modes, knobs)
         if course.least_room_bytes < 0:
             self.least_short_bytes = min(self.least_short_bytes or -course.least_room_bytes, -course.least_room_bytes)
             return None
@@ -222,10 +224,10 @@ class Search:
         """Why nothing fits."""
         if self.reason is not None:
             return self.reason
-        budget = self.ground.machine.gpu_budget_bytes
+        budget = self.job.machine.gpu_budget_bytes
         what = "chunks used in the tightest moment, what visits the GPU beside them and its non-model data"
         needed = budget + max(1, self.least_short_bytes)
-        return DoesNotFit(policy=self.ground.name, place="gpu", needed_bytes=needed, available_bytes=budget, what=what)
+        return DoesNotFit(policy=self.job.name, place="gpu", needed_bytes=needed, available_bytes=budget, what=what)
 
     def _starts(self) -> Iterator[Choice]:
         alone = int(iteration_bounds(self.facts.pins, self.first_fit).argmin())

@@ -15,13 +15,14 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout, build_layout, size_near
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit
-from pstar_sim.policy.family.ground import Ground
 from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.family.plan import plan_of
 from pstar_sim.policy.family.program import Attempt
 from pstar_sim.policy.family.search import Search
+from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.ties import burden, least_of
+from pstar_sim.policy.passes.fits import check_gpu
 from pstar_sim.units import format_bytes, format_s
 from pstar_sim.workload.workload import Workload
 
@@ -72,13 +73,13 @@ def own_plans(
 
     def look(layout: Layout, effort_ops: int, point: Point = point) -> None:
         nonlocal reason
-        ground = Ground(name, workload, machine, settings, point, layout)
+        job = Job(name, workload, machine, settings, point, layout)
         try:
-            ground.check_gpu()
+            check_gpu(job)
         except DoesNotFit as short:
             reason = reason or short
             return
-        search = Search(ground, 0)
+        search = Search(job, 0)
         if go_on(search, effort_ops):
             searches.append(search)
         else:
@@ -87,8 +88,8 @@ def own_plans(
     def go_on(search: Search, effort_ops: int) -> bool:
         attempts = search.run(effort_ops)
         if attempts:
-            size = format_bytes(search.ground.builder.layout.chunk_bytes)
-            tried[size + ("" if search.ground.follow_tide else ", constant capacity")] = format_s(search.seconds)
+            size = format_bytes(search.job.layout.chunk_bytes)
+            tried[size + ("" if search.job.follow_tide else ", constant capacity")] = format_s(search.seconds)
         return bool(attempts)
 
     def far() -> bool:
@@ -119,17 +120,17 @@ def own_plans(
         raise reason
     search = min(searches, key=lambda search: search.seconds)
     for attempt in search.fastest:  # followed, since the event loop's own figure is a prediction
-        plan = plan_of(search.ground, attempt, _choices(search, attempt, tried))
+        plan = plan_of(search.job, attempt, _choices(search, attempt, tried))
         yield Found(period_s(plan), name, plan, search.alone_s)
 
 
 def _choices(search: Search, attempt: Attempt, sizes: dict[str, str]) -> dict[str, object]:
     modes, knobs = attempt.modes, attempt.knobs
-    count = len(search.ground.candidates)
+    count = len(search.job.candidates)
     cpu = count - len(modes.pinned) - len(modes.streamed)
     return {
         "capacity": "GPU budget less the non-model bytes of each moment"
-        if search.ground.follow_tide
+        if search.job.follow_tide
         else "GPU budget less the highest non-model bytes of any moment",
         "modes": f"of {count} chunks {len(modes.pinned)} pinned, {len(modes.streamed)} streamed, {cpu} by CPU Adam",
         "pins": f"{len(modes.pinned)} of {count} chunks ({search.most} would fit)",

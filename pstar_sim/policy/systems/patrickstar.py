@@ -41,10 +41,10 @@ from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place, Queue, Ref
 from pstar_sim.errors import CannotPlan, DoesNotFit
-from pstar_sim.policy.kit.builder import Builder
 from pstar_sim.policy.kit.capabilities import Capabilities
 from pstar_sim.policy.kit.options import Option, switch
 from pstar_sim.policy.kit.room import describe_moment
+from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Phase, Workload
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from pstar_sim.core.step import PAGEABLE, Kind, Place, Queue, Ref
-from pstar_sim.policy.kit.builder import Builder
 from pstar_sim.policy.kit.facts import Facts
 from pstar_sim.policy.kit.room import describe_moment, worst_moment
+from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Phase, Workload
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place
-from pstar_sim.policy.kit.builder import Builder
 from pstar_sim.policy.kit.options import Option, one_of, share, switch, whole_number
+from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.policy.systems.sharded import (
     MAX_REUSE_PARAMS,
     PREFETCH_PARAMS,

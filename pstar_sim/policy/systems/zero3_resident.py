@@ -10,8 +10,8 @@ from __future__ import annotations
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place
-from pstar_sim.policy.kit.builder import Builder
 from pstar_sim.policy.kit.options import Option, switch
+from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.policy.systems.sharded import Sharded, block_visits, operators_before, traced_visits
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload

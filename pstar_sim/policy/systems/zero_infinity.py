@@ -13,9 +13,9 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place, Queue
 from pstar_sim.errors import PlanError
-from pstar_sim.policy.kit.builder import Builder
 from pstar_sim.policy.kit.capabilities import Capabilities
 from pstar_sim.policy.kit.options import Option, one_of, switch, whole_number
+from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.policy.systems.sharded import (
     MAX_REUSE_PARAMS,
     REDUCE_BUCKET_PARAMS,

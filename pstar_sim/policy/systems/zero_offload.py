@@ -15,9 +15,9 @@ from __future__ import annotations
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place, Queue, Ref
-from pstar_sim.policy.kit.builder import Builder
 from pstar_sim.policy.kit.capabilities import Capabilities
 from pstar_sim.policy.kit.room import describe_moment, worst_moment
+from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 

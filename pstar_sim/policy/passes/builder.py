@@ -25,8 +25,8 @@ from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.kit.charges import charge_of, step_bytes
 from pstar_sim.policy.kit.facts import facts_of
 from pstar_sim.policy.kit.room import budget_bytes, cut_tide, describe_moment
+from pstar_sim.policy.kit.stashes import StashMoves
 from pstar_sim.policy.passes.edges import memory_edges, without_implied
-from pstar_sim.policy.passes.stashes import StashMoves
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 

@@ -1,0 +1,179 @@
+"""Job: what the asynchronous policies know of a job before they decide anything.
+
+Chunks and their uses, blocks of moments (the positions of the compute queue), and what each block holds besides chunks.
+Decides nothing and plays nothing.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.draft import Charge
+from pstar_sim.core.layout import Layout, build_layout
+from pstar_sim.core.plan import Settings
+from pstar_sim.cost import CostModel
+from pstar_sim.policy.kit.blocks import Block, blocks_of
+from pstar_sim.policy.kit.charges import Charges
+from pstar_sim.policy.kit.facts import facts_of
+from pstar_sim.policy.kit.points import Point
+from pstar_sim.policy.kit.stashes import stash_cuts
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["SUMS_TAKE", "Job"]
+
+SUMS_TAKE = 1.5
+"""How long a gradient's sum over the ranks is reckoned to take, in times of it running alone."""
+
+
+class Job:
+    """The facts for one workload, machine, settings and point of the family's space, with one layout.
+
+    name: of the policy, for messages.
+    uses, cost, charges: facts of the chunks, seconds of steps, and what rows of a draft take.
+    ranks: ranks that hold a slice of each chunk.
+    several: there are several micro-batches.
+    barrier: why no Adam runs before the optimizer step; None where one may.
+    add_last: the last gradient is added to the others before the update, since the norm is that of their sum.
+    tide: non-model bytes to reckon with in each moment (follow_tide: each its own; else the highest).
+    small: chunks that are always on the GPU. moving: all others.
+    candidates: chunks that could be pinned, in the order in which they would be.
+    sizes: chunk -> bytes of its working list, of one rank's slice.
+    remote: chunk -> bytes of the other ranks' slices.
+    permanent: chunk -> bytes of all that it keeps where it lives.
+    small_bytes: what the small chunks hold on the GPU for ever.
+    visiting_lists: lists that come to the GPU for the update of a streamed chunk.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        workload: Workload,
+        machine: Machine,
+        settings: Settings,
+        point: Point | None = None,
+        layout: Layout | None = None,
+    ) -> None:
+        self.name = name
+        self.point = point = point or Point()
+        self.workload = workload
+        self.machine = machine
+        self.settings = settings
+        self.layout = layout or build_layout(workload, chunk_bytes=settings.chunk_bytes, ranks=len(machine.ranks))
+        self.ranks = self.layout.ranks
+        self.uses = uses = facts_of(workload, self.layout)
+        uses.check()
+        self.cost = CostModel(workload, machine, self.layout)
+        self.charges = Charges(self.cost)
+        self.several = workload.micro_batches > 1
+        self.barrier = settings.barrier(workload.dtype) or ("barrier=on" if point.barrier else None)
+        self.add_last = self.several and settings.clip
+        self.follow_tide = point.capacity == "tide"
+        self.tide = uses.tide if self.follow_tide else (max(uses.tide),) * len(uses.tide)
+        self.stash_bytes = sum(size for _, size in workload.stash_room)
+        chunks = self.layout.chunks
+        bytes_of = self.layout.payload_bytes
+        self.small = frozenset(c.index for c in chunks if c.small)
+        self.moving = [c.index for c in chunks if not c.small]
+        self.candidates = sorted((c for c in self.moving if uses.updated(c)), key=lambda c: (uses.first_use(c), c))
+        self.sizes = [bytes_of(c.index, "param") for c in chunks]
+        self.remote = [bytes_of(c.index, "remote") if self.ranks > 1 else 0 for c in chunks]
+        self.permanent = [uses.home_bytes(c.index) for c in chunks]
+        self.small_bytes = sum(self.permanent[c] + self.remote[c] for c in self.small)
+        self.visiting_lists = (*(("grad32",) if self.several else ()), *self.layout.state_lists)
+        self.blocks: list[Block] = blocks_of(uses, self.cost.moments_s, self.tide, self.small, self._cuts())
+        self.block_of = [n for n, block in enumerate(self.blocks) for _ in range(block.first, block.last + 1)]
+        self.touched = [
+            [] if c.small else sorted({self.block_of[m] for m in uses.touched[c.index]}) for c in chunks
+        ]  # chunk -> blocks that need it
+        self.gradient_lists = self._gradient_lists()
+        self.update_block = [self._update_block(c.index) if uses.updated(c.index) else -1 for c in chunks]
+
+    def _cuts(self) -> frozenset[int]:
+        """Moments that open a block: a gradient list opens and closes, and an eager GPU Adam follows, at the edge of
+        one."""
+        cuts = set(stash_cuts(self.workload))
+        for c, spans in enumerate(self.uses.spans):
+            if c in self.small and self.ranks == 1:  # it adds its gradients in place
+                spans = spans[-1:]
+            cuts.update(first for _, first, _ in spans[:-1])
+            if c not in self.small or self.barrier is None:
+                cuts.update(last + 1 for _, _, last in spans)
+        return frozenset(cuts)
+
+    def _gradient_lists(self) -> list[list[tuple[int, int]]]:
+        """Block -> (chunk, bytes) of the gradient lists that are open in it."""
+        lists: list[list[tuple[int, int]]] = [[] for _ in self.blocks]
+        for c in self.moving if self.ranks == 1 else range(len(self.sizes)):
+            size = self.gradient_bytes(c) if self.uses.updated(c) else 0
+            for _, first, last in self.uses.spans[c][:-1]:
+                for n in range(self.block_of[first], self.block_of[last] + 1):
+                    lists[n].append((c, size))
+        return lists
+
+    @cached_property
+    def small_visits(self) -> dict[int, tuple[int, int]]:
+        """Updated small chunks on several ranks -> first and last block in which the others' slices are here."""
+        uses = self.uses
+        return {
+            c: (self.block_of[uses.first_use(c)], self.block_of[uses.touched[c][-1]])
+            for c in sorted(self.small)
+            if self.ranks > 1 and uses.updated(c)
+        }
+
+    @cached_property
+    def up(self) -> dict[tuple[int, str], tuple[int, float]]:
+        """(chunk, list) -> its bytes, and seconds of a copy to the GPU."""
+        return self._copies("h2d")
+
+    @cached_property
+    def down(self) -> dict[tuple[int, str], tuple[int, float]]:
+        """(chunk, list) -> its bytes, and seconds of a copy to the host."""
+        return self._copies("d2h")
+
+    def _copies(self, direction: str) -> dict[tuple[int, str], tuple[int, float]]:
+        sizes = {
+            (c, name): self.layout.payload_bytes(c, name)
+            for c in self.moving
+            for name in ("param", *(self.visiting_lists if self.uses.updated(c) else ()))
+        }
+        return {key: (size, self.cost.transfer_s(size, direction)) for key, size in sizes.items()}
+
+    @cached_property
+    def block_charges(self) -> list[Charge]:
+        """Of each block: its seconds, and bytes by which the tide rises to it and falls behind it."""
+        tides = [block.tide_bytes for block in self.blocks]
+        return [
+            Charge(block.seconds, max(0, tide - tides[n - 1]), max(0, tide - tides[(n + 1) % len(tides)]))
+            for n, (block, tide) in enumerate(zip(self.blocks, tides))
+        ]
+
+    def gradient_bytes(self, chunk: int) -> int:
+        """Bytes on the GPU of a gradient list of its own, with several ranks that of the whole chunk."""
+        lists = ("grad", "grad_remote") if self.ranks > 1 else ("grad",)
+        return sum(self.layout.payload_bytes(chunk, name) for name in lists)
+
+    def visiting_bytes(self, chunk: int) -> int:
+        """Bytes that come to the GPU for the update of a streamed chunk."""
+        return sum(self.up[chunk, name][0] for name in self.visiting_lists)
+
+    def whole_bytes(self, chunk: int) -> int:
+        """The working list of all ranks together."""
+        return self.sizes[chunk] + self.remote[chunk]
+
+    def _update_block(self, chunk: int) -> int:
+        """Block behind which an eager update on the GPU runs: that of its last use; on several ranks the first one by
+        whose end the gradient should have been summed."""
+        n = self.block_of[max(self.uses.last_gradient(chunk), self.uses.touched[chunk][-1])]
+        if self.ranks == 1:
+            return n
+        left_s = SUMS_TAKE * self.cost.collective_s(self.whole_bytes(chunk))
+        while left_s > 0 and n < len(self.blocks) - 1:
+            n += 1
+            left_s -= self.blocks[n].seconds
+        return n
+
+    def span(self, chunk: int, number: int) -> tuple[int, int]:
+        """First and last moment in which a gradient of its `number`-th micro-batch becomes final."""
+        _, first, last = self.uses.spans[chunk][number]
+        return first, last

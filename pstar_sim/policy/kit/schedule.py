@@ -1,0 +1,77 @@
+"""Schedule: what an asynchronous policy has decided. The passes write the draft of it.
+
+Knows no queue and no clock but the seconds a position takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pstar_sim.policy.kit.job import Job
+
+__all__ = ["Modes", "Position", "Run", "Schedule"]
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """Chunks whose states stay on the GPU, and chunks whose states come for one update. All others by CPU Adam."""
+
+    pinned: frozenset[int]
+    streamed: frozenset[int] = frozenset()
+
+
+class Position(NamedTuple):
+    """One place on the compute queue: block >= 0, the block of moments it is; chunk >= 0, the streamed chunk it
+    updates. tide_bytes: non-model bytes."""
+
+    block: int
+    chunk: int
+    tide_bytes: int
+    seconds: float
+
+
+class Run(NamedTuple):
+    """From one position to another, both included."""
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Schedule:
+    """positions: in order.
+    at: block -> its position.
+    updates: streamed chunk -> position of its update.
+    visits: chunk that is not resident -> runs over which its working list is on the GPU, ascending.
+    whole: on several ranks, chunk -> runs over which the others' slices are there, resident chunks included.
+    stays: chunks whose working list is also on the GPU between the last run and the first of the next iteration.
+    room: bytes at each position that nobody is known to need.
+    resident_bytes: what small and pinned chunks hold on the GPU for ever.
+    lead_bytes: room that fetches ahead leave to urgent ones.
+    prefetch: how far ahead copies may go: "none", a number of chunks, or "edf".
+    adam: order of CPU Adam: "after-backward", "fifo" or "edf".
+    down: order of the copies to the host: "edf" (as the next forward needs them) or "fifo".
+    states_first: states of streamed chunks go down before parameters that stay.
+    """
+
+    job: Job
+    modes: Modes
+    positions: Sequence[Position]
+    at: Sequence[int]
+    updates: Mapping[int, int]
+    visits: Mapping[int, Sequence[Run]]
+    whole: Mapping[int, Sequence[Run]]
+    stays: frozenset[int]
+    room: Sequence[int]
+    resident_bytes: int
+    lead_bytes: int
+    prefetch: str | int
+    adam: str
+    down: str = "edf"
+    states_first: bool = False
+
+    def is_resident(self, chunk: int) -> bool:
+        """Its working list and states are always on the GPU."""
+        return chunk in self.modes.pinned or chunk in self.job.small

@@ -1,0 +1,91 @@
+"""Collectives: on several ranks, the other ranks' slices come before a use and go behind it, and a last gradient is
+summed over the ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from pstar_sim.core.step import Kind, Queue
+from pstar_sim.policy.kit.job import Job
+from pstar_sim.policy.kit.schedule import Run
+from pstar_sim.policy.passes.floors import Floors
+from pstar_sim.policy.passes.rows import After, Rows
+
+__all__ = ["Collectives", "reduce", "room"]
+
+
+def room(job: Job, whole: Mapping[int, Sequence[Run]], count: int) -> list[int]:
+    """Bytes of the others' slices at each of `count` positions; those of small chunks are reckoned with throughout."""
+    held = [0] * count
+    for c, runs in whole.items():
+        if c not in job.small:
+            for run in runs:
+                for n in range(run.first, run.last + 1):
+                    held[n] += job.remote[c]
+    return held
+
+
+def reduce(rows: Rows, c: int, list_name: str, moment: int, n: int, after: After) -> int:
+    """A gradient that is complete is summed over the ranks; the others' slices of it are gone then."""
+    return rows.add(Queue.NET, Kind.REDUCE_SCATTER, c, list_name, moment, after=after, key=(float(n), -1.0))
+
+
+class Collectives:
+    """Gathers a chunk for each run in which it has to be whole, and sums its last gradient behind the last one."""
+
+    def __init__(self, rows: Rows, floors: Floors) -> None:
+        self._rows = rows
+        self._floors = floors
+        self._first_gathers: dict[
+            int, tuple[int, bool]
+        ] = {}  # chunk -> its first gather, whether one was fetched for it
+        self._gathered_for: defaultdict[int, list[int]] = defaultdict(list)  # position -> chunks
+        self._dropped_behind: defaultdict[int, list[int]] = defaultdict(list)
+        self._summed_behind: defaultdict[int, list[int]] = defaultdict(list)
+        for c, runs in rows.schedule.whole.items():
+            for run in runs:
+                self._gathered_for[run.first].append(c)
+                self._dropped_behind[run.last].append(c)
+            if rows.schedule.job.uses.updated(c):
+                self._dropped_behind[runs[-1].last].remove(c)
+                self._summed_behind[runs[-1].last].append(c)
+
+    def before(self, n: int) -> Sequence[int]:
+        gathered = [self._gather(c, n) for c in self._gathered_for.get(n, ())]
+        schedule = self._rows.schedule
+        if schedule.positions[n].block == len(schedule.job.blocks) - 1:  # the step: gradients of all ranks are there
+            gathered += self._rows.summed.values()
+        return gathered
+
+    def _gather(self, c: int, n: int) -> int:
+        """The other ranks' slices come for position n, behind this rank's own one."""
+        rows = self._rows
+        at, row = rows.fetched.get(c, (-1, -1))
+        fetched = at == n
+        after: After = (*(((row, 0),) if fetched else ()), *self._floors.of(c, n))
+        if c in rows.others_gone:
+            after += ((rows.others_gone[c], 0),)
+        moment, deadline = rows.moment_of(n), (float(n), float(c))
+        gather = rows.add(Queue.NET, Kind.GATHER, c, "remote", moment, after=after, key=deadline, use=n)
+        self._floors.serve(c, n, gather)
+        self._first_gathers.setdefault(c, (gather, fetched))
+        return gather
+
+    def behind(self, n: int, here: int) -> None:
+        rows, job = self._rows, self._rows.schedule.job
+        for c in self._dropped_behind.get(n, ()):
+            moment = job.blocks[rows.schedule.positions[n].block].last
+            rows.others_gone[c] = rows.add(Queue.COMPUTE, Kind.DROP, c, "remote", moment)
+        for c in self._summed_behind.get(n, ()):
+            moment = job.uses.last_gradient(c)
+            rows.summed[c] = rows.others_gone[c] = reduce(rows, c, "remote", moment, n, ((here, 0),))
+
+    def close(self) -> None:
+        """A first gather waits for the slices of the previous iteration to be gone, and for the update where no fetch
+        does."""
+        rows = self._rows
+        for c, (gather, fetched) in self._first_gathers.items():
+            rows.wait(gather, (rows.others_gone[c], 1))
+            if not fetched and c in rows.updated_on_gpu:
+                rows.wait(gather, (rows.updated_on_gpu[c], 1))

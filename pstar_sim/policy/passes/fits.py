@@ -1,0 +1,68 @@
+"""Whether a job fits at all: what its tightest block needs with nothing pinned, and what has to live on the host."""
+
+from __future__ import annotations
+
+from pstar_sim.errors import DoesNotFit
+from pstar_sim.policy.kit.blocks import Block
+from pstar_sim.policy.kit.job import Job
+from pstar_sim.policy.kit.room import describe_moment
+from pstar_sim.policy.passes import gradients
+from pstar_sim.units import format_bytes
+
+__all__ = ["check_gpu", "check_host", "held_on_host"]
+
+
+def check_gpu(job: Job) -> None:
+    """Raise DoesNotFit if the worst block needs more than the budget with nothing pinned."""
+    needs = [
+        job.small_bytes + _own_bytes(job, block) + gradients.room(job, n) + block.tide_bytes
+        for n, block in enumerate(job.blocks)
+    ]
+    budget = job.machine.gpu_budget_bytes
+    needed = max(needs)
+    if needed > budget:
+        what = "; ".join(_parts(job, needs.index(needed)))
+        raise DoesNotFit(policy=job.name, place="gpu", needed_bytes=needed, available_bytes=budget, what=what)
+
+
+def _own_bytes(job: Job, block: Block) -> int:
+    return sum(job.whole_bytes(c) for c in block.chunks)
+
+
+def _parts(job: Job, worst: int) -> list[str]:
+    """What a block needs, in words."""
+    block, lists = job.blocks[worst], gradients.room(job, worst)
+    moment = max(range(block.first, block.last + 1), key=lambda m: job.tide[m])
+    highest = f"the tide's peak, {format_bytes(max(job.tide))}, at every moment"
+    parts = [describe_moment(job.workload, moment) if job.follow_tide else highest]
+    if block.chunks:
+        number = f"{len(block.chunks)} chunk{'s' if len(block.chunks) > 1 else ''}"
+        parts.append(f"{number} used in moment {moment}, {format_bytes(_own_bytes(job, block))}")
+    if lists:
+        parts.append(f"gradient lists, {format_bytes(lists)}")
+    if job.small_bytes:
+        parts.append(f"small parameters and their states, {format_bytes(job.small_bytes)}")
+    return parts
+
+
+def held_on_host(job: Job, pinned: frozenset[int]) -> int:
+    """Bytes that the host holds for ever, with these chunks pinned."""
+    return job.stash_bytes + sum(job.permanent[c] for c in job.moving if c not in pinned)
+
+
+def check_host(job: Job, pinned: frozenset[int]) -> None:
+    """Raise DoesNotFit if the host has no room for what is not pinned and for one gradient that passes."""
+    needed = held_on_host(job, pinned)
+    if job.several:
+        needed += max((job.layout.payload_bytes(c, "grad") for c in job.candidates if c not in pinned), default=0)
+    budget = job.machine.host_budget_bytes
+    if needed > budget:
+        raise DoesNotFit(
+            policy=job.name,
+            place="host",
+            needed_bytes=needed,
+            available_bytes=budget,
+            what=f"working list and optimizer states of all chunks but {len(pinned)} pinned ones"
+            + (", accumulated gradients" if job.several else "")
+            + (", offloaded activations" if job.workload.stashes else ""),
+        )

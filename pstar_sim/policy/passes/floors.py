@@ -1,0 +1,61 @@
+"""Floors: how far ahead of its use a copy to the GPU may begin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pstar_sim.policy.passes.rows import After, Rows
+
+__all__ = ["Floors", "fetch_floors"]
+
+
+def fetch_floors(prefetch: str | int, served: Sequence[int], count: int) -> list[int | None]:
+    """For each chunk that is fetched in an iteration, in the order of the positions `served`: the position that has to
+    have ended before its copy may start, or None where nothing but room holds it back.
+
+    "none" waits for the position before the one served, so that copies and computing alternate. A number k allows the
+    next k chunks: the copy waits for the position before that of the k-th chunk before it, so 0 is "none". Negative
+    positions are those of the previous iteration, -1 its last; count: positions of an iteration.
+    """
+    if prefetch == "edf":
+        return [None] * len(served)
+    ahead = 0 if prefetch == "none" else int(prefetch)
+    floors: list[int | None] = []
+    for i in range(len(served)):
+        laps, j = divmod(i - ahead, len(served))
+        floor = laps * count + served[j] - 1
+        floors.append(floor if floor >= -count else None)
+    return floors
+
+
+class Floors:
+    """Of each copy that serves a position, the position that it waits for lest it go too far ahead."""
+
+    def __init__(self, rows: Rows) -> None:
+        schedule = rows.schedule
+        self._rows = rows
+        self._count = len(schedule.positions)
+        served = {(n, c) for c, n in schedule.updates.items()}
+        for c, runs in schedule.visits.items():
+            served.update((run.first, c) for run in (runs[1:] if c in schedule.stays else runs))
+        for c, runs in schedule.whole.items():
+            served.update((run.first, c) for run in runs)
+        order = sorted(served)
+        self._floor_of = dict(zip(order, fetch_floors(schedule.prefetch, [n for n, _ in order], self._count)))
+        self._earlier: list[tuple[int, int]] = []  # (row, position of the previous iteration that it waits for)
+
+    def of(self, c: int, n: int) -> After:
+        """What a copy of chunk c for position n waits for."""
+        floor = self._floor_of[n, c]
+        return ((self._rows.passed[floor], 0),) if floor is not None and floor >= 0 else ()
+
+    def serve(self, c: int, n: int, row: int) -> None:
+        """The copy is written."""
+        floor = self._floor_of[n, c]
+        if floor is not None and floor < 0:
+            self._earlier.append((row, floor))
+
+    def close(self) -> None:
+        """Copies that wait for positions of the previous iteration."""
+        for row, floor in self._earlier:
+            self._rows.wait(row, (self._rows.passed[floor + self._count], 1))

@@ -1,0 +1,104 @@
+"""Gradients: those of all micro-batches but the last have a list of their own, which opens, is summed over the ranks,
+goes down and is added; the last one overwrites the working list and goes down in it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from pstar_sim.core.step import Kind, Queue
+from pstar_sim.policy.kit.job import Job
+from pstar_sim.policy.passes.collectives import reduce
+from pstar_sim.policy.passes.rows import After, Rows
+
+__all__ = ["Gradients", "room"]
+
+
+def room(job: Job, block: int, pinned: frozenset[int] = frozenset()) -> int:
+    """Bytes of the gradient lists that a block needs. A pinned chunk adds its gradients in place, unless they have to
+    be summed over the ranks first."""
+    return sum(size for c, size in job.gradient_lists[block] if job.ranks > 1 or c not in pinned)
+
+
+class Gradients:
+    """Of chunks that are updated, wherever that is."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self._freed: dict[int, int] = {}  # chunk -> row that freed its gradient list on the GPU
+        self._opens: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # position -> (chunk, its micro-batch)
+        self._closes: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        self._sent_behind: defaultdict[int, list[int]] = defaultdict(list)  # position -> chunks updated on the CPU
+        self._parked_behind: defaultdict[int, list[int]] = defaultdict(list)  # streamed ones that wait on the host
+        self._added_behind: defaultdict[int, list[int]] = defaultdict(list)  # streamed ones that stay
+        schedule = rows.schedule
+        job = schedule.job
+        uses, at = job.uses, schedule.at
+        for c in filter(uses.updated, schedule.visits):
+            runs, update = schedule.visits[c], schedule.updates.get(c)
+            self._plan_lists(c)
+            if update is None:
+                self._sent_behind[runs[-1].last].append(c)
+            elif len(runs) > 1 and runs[-1].first == update:
+                self._parked_behind[runs[-2].last].append(c)
+            elif job.add_last:
+                self._added_behind[at[job.block_of[uses.last_gradient(c)]]].append(c)
+        for c in filter(uses.updated, schedule.whole):  # what is summed over the ranks arrives in a list of its own
+            if schedule.is_resident(c):
+                self._plan_lists(c)
+
+    def _plan_lists(self, c: int) -> None:
+        schedule = self._rows.schedule
+        job, at = schedule.job, schedule.at
+        for number, (_, first, last) in enumerate(job.uses.spans[c][:-1]):
+            self._opens[at[job.block_of[first]]].append((c, number))
+            self._closes[at[job.block_of[last]]].append((c, number))
+
+    def before(self, n: int) -> Sequence[int]:
+        rows, job = self._rows, self._rows.schedule.job
+        for c, number in self._opens.get(n, ()):
+            after: After = ((self._freed[c], 0),) if number else ()
+            for name in ("grad", "grad_remote") if job.ranks > 1 else ("grad",):
+                rows.add(Queue.COMPUTE, Kind.ALLOC, c, name, job.span(c, number)[0], after=after)
+        return ()
+
+    def behind(self, n: int, here: int) -> None:
+        for c, number in self._closes.get(n, ()):
+            self._close_list(c, number, n, here)
+        for c in self._sent_behind.get(n, ()):
+            self._rows.sent[c] = self._send_last(c, here)
+        for c in self._parked_behind.get(n, ()):
+            self._send_last(c, here)
+        for c in self._added_behind.get(n, ()):
+            self._send_last(c, here, drop=False)
+
+    def _close_list(self, c: int, number: int, n: int, here: int) -> None:
+        """The gradient of a micro-batch is complete."""
+        rows, job = self._rows, self._rows.schedule.job
+        moment, done = job.span(c, number)[1], here
+        if job.ranks > 1:
+            done = reduce(rows, c, "grad_remote", moment, n, ((here, 0),))
+        if rows.schedule.is_resident(c):
+            rows.rows[done].then = len(rows.rows)  # the sum is added where it is
+            self._freed[c] = rows.add(Queue.NET, Kind.FREE, c, "grad", moment)
+            return
+        key = (0.0, rows.next_number())
+        after: After = ((done, 0),) if number == 0 else ((done, 0), (rows.added[c], 0))
+        rows.add(Queue.D2H, Kind.WRITEBACK, c, "grad", moment, after=after, key=key, then=len(rows.rows) + 1)
+        freed = self._freed[c] = rows.add(Queue.D2H, Kind.FREE, c, "grad", moment)
+        rows.added[c] = rows.add(Queue.ADAM, Kind.CPU_ADD, c, "grad", moment, after=((freed, 0),), key=key)
+
+    def _send_last(self, c: int, here: int, *, drop: bool = True) -> int:
+        """The last gradient goes down in the working list that it has overwritten; where the norm is that of the sum,
+        the gradient is added there."""
+        rows, job = self._rows, self._rows.schedule.job
+        moment = job.uses.last_gradient(c)
+        ready: After = ((rows.summed.get(c, here), 0),)
+        down = rows.writeback(c, "param", moment, ready, rows.down_key(c), drop=drop)
+        if job.add_last:
+            key = (0.0, rows.next_number())
+            # Also behind the chunk's earlier gradients: one of them may still be on its way down.
+            after: After = ((down, 0), (rows.added[c], 0)) if c in rows.added else ((down, 0),)
+            rows.added[c] = rows.add(Queue.ADAM, Kind.CPU_ADD, c, "param", moment, after=after, key=key)
+            rows.last_added.append(rows.added[c])
+        return down

@@ -1,0 +1,78 @@
+"""Lowering: a schedule becomes a draft, position by position ([Note: passes] in rows.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pstar_sim.core.draft import Draft
+from pstar_sim.core.rules import Rates
+from pstar_sim.core.step import Kind, Queue
+from pstar_sim.policy.kit.room import cut_tide
+from pstar_sim.policy.kit.schedule import Schedule
+from pstar_sim.policy.passes.collectives import Collectives
+from pstar_sim.policy.passes.fits import held_on_host
+from pstar_sim.policy.passes.floors import Floors
+from pstar_sim.policy.passes.gradients import Gradients
+from pstar_sim.policy.passes.rows import Pass, Rows, ends_of
+from pstar_sim.policy.passes.stash_copies import StashCopies
+from pstar_sim.policy.passes.updates import Updates
+from pstar_sim.policy.passes.working_lists import WorkingLists
+
+__all__ = ["draft_of"]
+
+
+def draft_of(schedule: Schedule) -> Draft:
+    """The rows of one iteration and their edges, in an order in which they could run one after the other.
+
+    The order of the passes is that of their rows on the compute queue, and decides between equal deadlines.
+    """
+    rows = Rows(schedule)
+    floors = Floors(rows)
+    working, collectives = WorkingLists(rows, floors), Collectives(rows, floors)
+    stashes, gradients, updates = StashCopies(rows), Gradients(rows), Updates(rows, working)
+    before: tuple[Pass, ...] = (working, collectives, gradients, stashes, updates)
+    behind: tuple[Pass, ...] = (stashes, collectives, working, gradients, updates)
+    for n, position in enumerate(schedule.positions):
+        waits = [row for one in before for row in one.before(n)]
+        if position.chunk >= 0:
+            here = updates.update(n, position.chunk, waits)
+        else:
+            here = _moments(rows, n, waits)
+        rows.end(here)
+        for one in behind:
+            one.behind(n, here)
+        rows.leave()
+    updates.close()
+    working.close()
+    collectives.close()
+    floors.close()
+    return _draft(rows)
+
+
+def _moments(rows: Rows, n: int, waits: Sequence[int]) -> int:
+    """The moments of a block."""
+    job, position = rows.schedule.job, rows.schedule.positions[n]
+    return rows.add(
+        Queue.COMPUTE,
+        Kind.COMPUTE,
+        moment=job.blocks[position.block].first,
+        charge=job.block_charges[position.block],
+        after=ends_of(waits),
+        position=n,
+        block=position.block,
+    )
+
+
+def _draft(rows: Rows) -> Draft:
+    schedule = rows.schedule
+    job, machine = schedule.job, schedule.job.machine
+    gpu_free = machine.gpu_budget_bytes - schedule.resident_bytes - sum(job.sizes[c] for c in schedule.stays)
+    gpu_free += sum(job.remote[c] for c in job.small_visits)  # reckoned with throughout, absent at the cut
+    return Draft(
+        rows=rows.rows,
+        gpu_free_bytes=gpu_free - cut_tide([block.tide_bytes for block in job.blocks]),
+        host_free_bytes=machine.host_budget_bytes - held_on_host(job, schedule.modes.pinned),
+        room=schedule.room,
+        lead_bytes=schedule.lead_bytes,
+        rates=Rates(dram_bytes_per_s=machine.host.dram_bytes_per_s / machine.local_ranks, duplex=machine.link.duplex),
+    )

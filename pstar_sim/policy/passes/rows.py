@@ -1,0 +1,138 @@
+"""Rows: the draft while the passes write it, and which rows later ones wait for.
+
+[Note: passes] A pass writes the rows of one concern of an iteration: working lists, collectives, stashes, gradients,
+updates. `before(n)` writes what has to be there for position n and returns the rows that the position waits for.
+`behind(n, here)` writes what follows the position, whose row is `here`. Where there are edges over the border of the
+iteration, `close()` adds them once all rows are there. A pass finds the rows of others by what they mean (`Rows`), not
+by who wrote them. What a pass needs beside the working lists (bytes per block or position) is a function of the job,
+`room` in its module, so that it is known before anything is decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from pstar_sim.core.draft import Charge, Row
+from pstar_sim.core.step import Kind, Queue
+from pstar_sim.policy.kit.schedule import Schedule
+
+__all__ = ["After", "Pass", "Rows", "ends_of"]
+
+After = tuple[tuple[int, int], ...]
+"""(row, back) pairs to wait for."""
+
+
+class Pass(Protocol):
+    """[Note: passes]"""
+
+    def before(self, n: int) -> Sequence[int]: ...
+
+    def behind(self, n: int, here: int) -> None: ...
+
+
+class Rows:
+    """The rows written so far, and which of them later rows wait for.
+
+    end_of: position -> its row.
+    passed: position -> last row of the compute queue before those of the next position.
+    fetched: chunk -> position and row of the latest fetch of its working list.
+    gone: (chunk, list) -> row that last freed the list on the GPU.
+    others_gone: chunk -> row that last gave up the others' slices.
+    summed: chunk -> sum of its last gradient over the ranks.
+    added: chunk -> sum on the host of its latest gradient.
+    last_added: sums on the host of last gradients, where the norm needs them.
+    sent: chunk by CPU Adam -> write-back of its last gradient.
+    first_drop: streamed chunk that stays -> row that gives up its parameters, behind their copy down.
+    updated_on_gpu: chunk -> its GPU Adam.
+    updated_on_host: chunk -> its CPU Adam.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self._charges = schedule.job.charges
+        self.rows: list[Row] = []
+        self.end_of: list[int] = []
+        self.passed: list[int] = []
+        self.fetched: dict[int, tuple[int, int]] = {}
+        self.gone: dict[tuple[int, str], int] = {}
+        self.others_gone: dict[int, int] = {}
+        self.summed: dict[int, int] = {}
+        self.added: dict[int, int] = {}
+        self.last_added: list[int] = []
+        self.sent: dict[int, int] = {}
+        self.first_drop: dict[int, int] = {}
+        self.updated_on_gpu: dict[int, int] = {}
+        self.updated_on_host: dict[int, int] = {}
+        self._last_computed = -1
+        self._number = 0
+
+    def add(
+        self,
+        queue: Queue,
+        kind: Kind,
+        chunk: int = -1,
+        list_name: str = "param",
+        moment: int = -1,
+        *,
+        charge: Charge | None = None,
+        after: After = (),
+        key: tuple[float, ...] | None = None,
+        then: int | None = None,
+        use: int | None = None,
+        position: int | None = None,
+        block: int = -1,
+        stash: int = -1,
+    ) -> int:
+        """One row; its index. charge: of what is not about a list of a chunk."""
+        here = len(self.rows)
+        if charge is None:
+            charge = self._charges.of(kind, chunk, list_name)
+        self.rows.append(
+            Row(queue, kind, chunk, list_name, moment, charge, after, key, then, use, position, block, stash)
+        )
+        if queue is Queue.COMPUTE:
+            self._last_computed = here
+        return here
+
+    def writeback(
+        self, chunk: int, list_name: str, moment: int, after: After, key: tuple[float, ...], drop: bool
+    ) -> int:
+        """A list goes down and, with `drop`, is given up on the GPU at once."""
+        then = len(self.rows) + 1 if drop else None
+        down = self.add(Queue.D2H, Kind.WRITEBACK, chunk, list_name, moment, after=after, key=key, then=then)
+        if drop:
+            self.gone[chunk, list_name] = self.add(Queue.D2H, Kind.DROP, chunk, list_name, moment)
+        return down
+
+    def wait(self, row: int, *after: tuple[int, int]) -> None:
+        """Let a row wait for more, of the previous iteration."""
+        self.rows[row].after += after
+
+    def next_number(self) -> float:
+        """Numbers what is sent or added in the order in which it becomes ready."""
+        self._number += 1
+        return float(self._number)
+
+    def end(self, here: int) -> None:
+        """A position has the row `here`."""
+        self.end_of.append(here)
+
+    def leave(self) -> None:
+        """All rows of a position are written."""
+        self.passed.append(self._last_computed)
+
+    def moment_of(self, n: int) -> int:
+        """The moment that a copy for position n serves."""
+        job, position = self.schedule.job, self.schedule.positions[n]
+        return job.blocks[position.block].first if position.block >= 0 else job.uses.last_gradient(position.chunk)
+
+    def down_key(self, chunk: int) -> tuple[float, ...]:
+        """Order of the copies of last gradients and updates to the host."""
+        number = self.next_number()
+        return (1.0, float(self.schedule.job.uses.first_use(chunk)) if self.schedule.down == "edf" else number)
+
+
+def ends_of(refs: Iterable[int]) -> After:
+    """To wait for rows of this iteration."""
+    return tuple((row, 0) for row in refs)

@@ -1,0 +1,41 @@
+"""Stash copies: what a block's forward left behind goes to the host and comes back ([Note: stashes] in
+workload/workload.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pstar_sim.core.step import Kind, Queue
+from pstar_sim.policy.kit.stashes import StashMoves
+from pstar_sim.policy.passes.rows import Rows
+
+__all__ = ["StashCopies"]
+
+
+class StashCopies:
+    """The forward pass of the next but one block waits for a copy on its way out, so that copy goes first; one on its
+    way in has its deadline like a fetch."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self._moves = StashMoves(rows.schedule.job.workload)
+
+    def before(self, n: int) -> Sequence[int]:
+        job, position = self._rows.schedule.job, self._rows.schedule.positions[n]
+        return self._moves.waits(job.blocks[position.block].first) if position.block >= 0 else ()
+
+    def behind(self, n: int, here: int) -> None:
+        schedule, moves = self._rows.schedule, self._moves
+        job, position = schedule.job, schedule.positions[n]
+        if position.block < 0:
+            return
+        moment = job.blocks[position.block].last
+        for s in moves.made.get(moment, ()):
+            moves.out_of[s] = self._copy(s, Queue.D2H, Kind.STASH_OUT, (-1.0, float(s)), here)
+        for s in moves.back.get(moment, ()):
+            use = schedule.at[job.block_of[job.workload.stashes[s].needed]]
+            moves.in_of[s] = self._copy(s, Queue.H2D, Kind.STASH_IN, (float(use), -1.0), here)
+
+    def _copy(self, stash: int, queue: Queue, kind: Kind, key: tuple[float, ...], here: int) -> int:
+        charge = self._rows.schedule.job.charges.of_stash(kind, stash)
+        return self._rows.add(queue, kind, charge=charge, after=((here, 0),), key=key, stash=stash)

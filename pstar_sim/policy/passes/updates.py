@@ -1,0 +1,136 @@
+"""Updates: Adam on the GPU for resident chunks and for streamed ones, whose states come and go, on the CPU for the
+others."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from pstar_sim.core.step import Kind, Queue
+from pstar_sim.policy.kit.facts import Facts
+from pstar_sim.policy.kit.job import Job
+from pstar_sim.policy.kit.schedule import Position
+from pstar_sim.policy.passes.rows import After, Rows, ends_of
+from pstar_sim.policy.passes.working_lists import WorkingLists
+
+__all__ = ["Updates", "adam_key", "adam_waits_for_backward", "room"]
+
+
+def room(job: Job, position: Position) -> int:
+    """Bytes that come to the GPU for the update that a position is."""
+    return job.visiting_bytes(position.chunk) if position.chunk >= 0 else 0
+
+
+def adam_key(adam: str, uses: Facts, chunk: int) -> tuple[float, ...]:
+    """Order among the updates on the CPU that are ready, smallest first."""
+    if adam == "fifo":
+        return (1.0, float(uses.last_gradient(chunk)), float(uses.first_use(chunk)))
+    return (1.0, float(uses.first_use(chunk)))
+
+
+def adam_waits_for_backward(adam: str) -> bool:
+    """Whether every CPU Adam waits for the end of the last moment, as it would behind a barrier."""
+    return adam == "after-backward"
+
+
+class Updates:
+    """Every chunk that has a gradient, once."""
+
+    def __init__(self, rows: Rows, working: WorkingLists) -> None:
+        self._rows = rows
+        self._working = working
+        self._sent_up_to_date: dict[int, int] = {}  # streamed chunk -> write-back of its updated parameters
+        self._streamed = 0  # updates of streamed chunks so far
+        self._resident = 0  # updates of resident chunks behind the barrier so far
+        self._residents_behind: defaultdict[int, list[int]] = defaultdict(list)  # position -> chunks
+        schedule = rows.schedule
+        job = schedule.job
+        uses = job.uses
+        residents = (c for c in (*job.small, *schedule.modes.pinned) if uses.updated(c))
+        self._residents = sorted(residents, key=lambda c: (uses.first_use(c), c))
+        if job.barrier is None:
+            for c in self._residents:
+                self._residents_behind[schedule.at[job.update_block[c]]].append(c)
+
+    def before(self, n: int) -> Sequence[int]:
+        """The states of a streamed chunk."""
+        rows, schedule = self._rows, self._rows.schedule
+        job, c = schedule.job, schedule.positions[n].chunk
+        if c < 0:
+            return ()
+        added: After = ((rows.added[c], 0),) if c in rows.added else ()
+        arriving = [self._working.fetch(c, n, name, added if name == "grad32" else ()) for name in job.visiting_lists]
+        if job.add_last and schedule.visits[c][-1].first == n:  # its working list has left: only room is needed
+            gone: After = ((rows.gone[c, "param"], 0),)
+            rows.add(Queue.COMPUTE, Kind.ALLOC, c, "param", job.uses.last_gradient(c), after=gone)
+        return arriving
+
+    def update(self, n: int, c: int, waits: Sequence[int]) -> int:
+        """GPU Adam of a streamed chunk, which is position n."""
+        rows = self._rows
+        after = ends_of((*waits, *rows.last_added, *((rows.summed[c],) if c in rows.summed else ())))
+        moment = rows.schedule.job.uses.last_gradient(c)
+        here = rows.add(Queue.COMPUTE, Kind.GPU_ADAM, c, moment=moment, after=after, position=n)
+        rows.updated_on_gpu[c] = here
+        return here
+
+    def behind(self, n: int, here: int) -> None:
+        schedule = self._rows.schedule
+        position, barrier = schedule.positions[n], schedule.job.barrier is not None
+        if position.chunk >= 0:
+            self._send_states(position.chunk, here)
+            if barrier and len(schedule.updates) > 1:
+                self._streamed += 1
+                share = self._streamed / (len(schedule.updates) - 1)
+                self._residents_behind_barrier(min(len(self._residents), round(share * len(self._residents))))
+            return
+        for c in self._residents_behind.get(n, ()):
+            self._update_resident(c)
+        if barrier and position.block == len(schedule.job.blocks) - 1 and len(schedule.updates) < 2:
+            self._residents_behind_barrier(len(self._residents))
+
+    def _send_states(self, c: int, here: int) -> None:
+        """All that has come for an update goes down again, updated; what is accumulated is given up."""
+        rows, schedule = self._rows, self._rows.schedule
+        job = schedule.job
+        moment = job.uses.last_gradient(c)
+        if job.several:
+            rows.gone[c, "grad32"] = rows.add(Queue.COMPUTE, Kind.DROP, c, "grad32", moment)
+        key, ready = rows.down_key(c), ((here, 0),)
+        for number, name in enumerate(job.layout.state_lists):
+            rows.writeback(c, name, moment, ready, (*key, 1.0 + number), drop=True)
+        stays = c in schedule.stays
+        late = stays and schedule.states_first
+        order = (2.0, float(job.uses.first_use(c))) if late else (*key, 0.0)
+        self._sent_up_to_date[c] = rows.writeback(c, "param", moment, ready, order, drop=not stays)
+
+    def _residents_behind_barrier(self, until: int) -> None:
+        """Adam of the resident chunks, of the first `until` of them in all. Those of streamed chunks, whose states are
+        a queue on the link, go between them: the copies down begin at once, and the link finds room."""
+        for c in self._residents[self._resident : until]:
+            self._update_resident(c, () if self._resident else ends_of(self._rows.last_added))
+            self._resident += 1
+
+    def _update_resident(self, c: int, after: After = ()) -> None:
+        rows = self._rows
+        if c in rows.summed:
+            after += ((rows.summed[c], 0),)
+        rows.updated_on_gpu[c] = rows.add(Queue.COMPUTE, Kind.GPU_ADAM, c, after=after)
+
+    def close(self) -> None:
+        """CPU Adam; and gradients of the next iteration wait for updated parameters that stay and are on their way down
+        from where the gradients will be."""
+        rows, schedule = self._rows, self._rows.schedule
+        job, uses = schedule.job, schedule.job.uses
+        behind_backward = job.barrier is not None or adam_waits_for_backward(schedule.adam)
+        last_block = rows.end_of[schedule.at[-1]]
+        for c, down in rows.sent.items():
+            waits = [down, *((rows.added[c],) if c in rows.added else ()), *((last_block,) if behind_backward else ())]
+            if job.add_last:
+                waits += [row for row in rows.last_added if row != rows.added[c]]
+            key = adam_key(schedule.adam, uses, c)
+            rows.updated_on_host[c] = rows.add(Queue.ADAM, Kind.CPU_ADAM, c, after=ends_of(waits), key=key)
+        for c, down in self._sent_up_to_date.items():
+            if c in schedule.stays:
+                first = schedule.at[job.block_of[uses.spans[c][-1][1]]]  # position of its first last gradient
+                rows.wait(rows.first_drop.get(c, rows.end_of[first]), (down, 1))
