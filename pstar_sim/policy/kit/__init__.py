@@ -1,1 +1,2 @@
-"""What policies are made with: the builder of steps, facts of a job, options, points, capabilities. Knows no policy."""
+"""What policies are made with: facts of a job, the schedule they decide on, options, points, capabilities. Knows no
+policy and no pass."""
