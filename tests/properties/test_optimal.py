@@ -13,10 +13,9 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy import find_policy
+from pstar_sim.policy.family.attempt import play as play_course
 from pstar_sim.policy.family.course import Course, Knobs
 from pstar_sim.policy.family.pace import period_s
-from pstar_sim.policy.family.plan import plan_of
-from pstar_sim.policy.family.program import play as play_course
 from pstar_sim.policy.family.search import Search
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
@@ -105,7 +104,7 @@ def test_any_choice_of_modes_that_has_room_makes_a_correct_plan(seed: int, ranks
         return
     made = play_course(course)
     assert made.window.stuck is None
-    plan = plan_of(job, made)
+    plan = made.plan()
     plan.check()
     timeline = play(plan)
     assert timeline.peak_bytes["gpu"] <= machine.gpu_budget_bytes
@@ -120,7 +119,7 @@ def test_the_forward_pass_does_not_wait_for_parameters_on_their_way_down() -> No
     embedding = job.candidates[0]
     made = play_course(Course(job, Modes(frozenset(job.candidates[1:22]), frozenset({embedding})), Knobs()))
     assert embedding in made.course.stays
-    plan = plan_of(job, made)
+    plan = made.plan()
     plan.check()
     drops = [s for s in plan.steps if s.kind is Kind.DROP and s.chunk == embedding and s.list == "param"]
     assert [s.queue for s in drops] == [Queue.D2H]  # in order behind the copy
@@ -137,7 +136,7 @@ def test_behind_a_barrier_pinned_chunks_are_updated_between_streamed_ones() -> N
     workload = preset("1B", batch=4, seq=1024, dtype="bf16", checkpointing=True)
     job = Job("any", workload, machine("rtx4090"), Settings(update="step", clip=True), Point(streams=True))
     pinned, streamed = frozenset(job.candidates[4:12]), frozenset(job.candidates[:4])
-    plan = plan_of(job, play_course(Course(job, Modes(pinned, streamed), Knobs())))
+    plan = play_course(Course(job, Modes(pinned, streamed), Knobs())).plan()
     plan.check()
     order = [s.chunk for s in plan.steps if s.kind is Kind.GPU_ADAM and (s.chunk in pinned or s.chunk in streamed)]
     assert len(order) == 12

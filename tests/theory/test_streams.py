@@ -14,11 +14,10 @@ from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Kind
 from pstar_sim.policy import find_policy
+from pstar_sim.policy.family.attempt import attempt
 from pstar_sim.policy.family.course import Knobs
 from pstar_sim.policy.family.modes import interleave
 from pstar_sim.policy.family.pace import period_s
-from pstar_sim.policy.family.plan import plan_of
-from pstar_sim.policy.family.program import attempt
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.schedule import Modes
@@ -73,7 +72,7 @@ def streaming(first: frozenset[int], where: Machine, settings: Settings = EAGER,
     job = Job("by hand", chain(micro_batches), where, settings, Point(streams=True))
     made = attempt(job, Modes(frozenset(), first), Knobs(states_first=True))
     assert made.window.stuck is None
-    plan = plan_of(job, made)
+    plan = made.plan()
     plan.check()
     assert period_s(plan) == pytest.approx(play(plan).iteration_s, rel=1e-9)
     return plan

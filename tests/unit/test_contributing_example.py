@@ -10,7 +10,7 @@ import pytest
 
 import pstar_sim as ps
 from pstar_sim.core.plan import Settings
-from pstar_sim.core.step import Kind, Queue
+from pstar_sim.core.step import Kind
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.testing import chain_workload
 from pstar_sim.units import MIB
@@ -31,26 +31,27 @@ def example() -> dict[str, Any]:
     return names
 
 
-def test_it_is_about_forty_lines() -> None:
-    assert 30 <= len(blocks()[0].split("def layer_by_layer")[1].splitlines()) <= 50
+def test_it_is_short_and_knows_neither_micro_batches_nor_ranks() -> None:
+    code = blocks()[0]
+    assert len(code.splitlines()) < 25
+    assert not re.search("batch|rank|grad", code)
 
 
+@pytest.mark.parametrize("gpus", [1, 4])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("clip", [True, False])
-def test_its_plan_is_correct_and_one_thing_happens_at_a_time(
-    example: dict[str, Any], micro_batches: int, clip: bool
-) -> None:
+def test_its_plan_is_correct(example: dict[str, Any], micro_batches: int, clip: bool, gpus: int) -> None:
     w = chain_workload(4, MIB, tide_bytes=MIB, micro_batches=micro_batches)
     settings = Settings(clip=clip, chunk_bytes=2 * MIB)
-    plan = example["layer_by_layer"](w, ps.machine("rtx4090", gpu_memory="8GB"), settings)
+    name = "h100-80" if gpus == 1 else f"h100-80x{gpus}"
+    plan = example["layer_by_layer"](w, ps.machine(name, gpu_memory="8GB"), settings)
     plan.check()
     fetched = sum(step.kind is Kind.FETCH for step in plan.steps)
     # 8 moments a micro-batch need a chunk each; the last layer stays from forward to backward, the first one from
     # backward to the next micro-batch.
     assert fetched == micro_batches * 7 - (micro_batches - 1)
-    timeline = ps.play(plan)
-    assert timeline.iteration_s == pytest.approx(sum(timeline.busy_s.values()))
-    assert {step.queue for step in plan.steps} == {Queue.COMPUTE, Queue.H2D, Queue.D2H, Queue.ADAM}
+    assert sum(step.kind is Kind.GATHER for step in plan.steps) == (fetched if gpus > 1 else 0)
+    assert ps.play(plan).iteration_s > 0
 
 
 def test_it_says_when_it_does_not_fit(example: dict[str, Any]) -> None:

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit
+from pstar_sim.policy.family.attempt import Attempt, attempt, burden_of
 from pstar_sim.policy.family.course import Knobs
 from pstar_sim.policy.family.pins import iteration_bounds, most_pins_of, pin_facts
-from pstar_sim.policy.family.plan import plan_of
-from pstar_sim.policy.family.program import Attempt, attempt, burden_of
 from pstar_sim.policy.family.residency import gaps_of
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
@@ -170,7 +169,7 @@ class Asynchronous:
         return made
 
     def _emit(self, chosen: Attempt, attempts: Sequence[Attempt], most: int, bound_s: float) -> Plan:
-        return plan_of(self.job, chosen, self._choices(chosen, attempts, most, bound_s))
+        return chosen.plan(self._choices(chosen, attempts, most, bound_s))
 
     def _choices(self, chosen: Attempt, attempts: Sequence[Attempt], most: int, bound_s: float) -> dict[str, object]:
         g = self.job

@@ -5,7 +5,7 @@ A position is a block of moments or the update of a streamed chunk. What is deci
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -46,10 +46,13 @@ class Course:
     least_room_bytes: what is left at the tightest position before anything is kept.
     """
 
-    def __init__(self, job: Job, modes: Modes, knobs: Knobs) -> None:
+    def __init__(self, job: Job, modes: Modes, knobs: Knobs, blocks: Mapping[int, Sequence[int]] | None = None) -> None:
+        """blocks: chunk -> blocks over which it is on the GPU, where that is decided already; None keeps a chunk
+        between its uses where there is room."""
         self.job = job
         self.modes = modes
         self.knobs = knobs
+        self._blocks = blocks
         self.resident_bytes = job.small_bytes + sum(job.permanent[c] for c in modes.pinned)
         self.moving = [c for c in job.moving if c not in modes.pinned and job.touched[c]]
         self.positions, self.at, self.updates = self._lay_out()
@@ -57,7 +60,7 @@ class Course:
         self.room = self._needed_room()
         self._take(self._leaving() if knobs.linger else [0] * len(self.room))
         self.least_room_bytes = min(self.room)
-        self.kept = self._keep()
+        self.kept = self._keep() if blocks is None else set()
         self.room = [room - held for room, held in zip(self.room, _held(self.kept, job.sizes, len(self.room)))]
         self.stays = frozenset(c for c in self.moving if self._stays(c))
         self.kept_whole = self._keep_whole()
@@ -94,17 +97,24 @@ class Course:
             for c in self.modes.pinned:
                 whole[c] = _runs([self.at[n] for n in job.touched[c]])
         for c in self.moving:
-            mine = [self.at[job.touched[c][0]]]
-            for before, n in pairwise(job.touched[c]):  # an update between two neighbours is no gap
-                mine += range(mine[-1] + 1, self.at[n] + 1) if n == before + 1 else [self.at[n]]
+            mine = self._positions_of(job.touched[c])
             if job.ranks > 1:
                 whole[c] = _runs(mine)
+            if self._blocks is not None:
+                mine = self._positions_of(self._blocks[c])
             if c in self.updates:
                 update = self.updates[c]
                 # Its gradient lies in the working list until then; behind a barrier a gap like others.
                 mine += [update] if job.barrier is not None else range(mine[-1] + 1, update + 1)
             touched[c] = mine
         return touched, whole
+
+    def _positions_of(self, blocks: Sequence[int]) -> list[int]:
+        """Of ascending blocks; an update between two neighbours is no gap."""
+        mine = [self.at[blocks[0]]]
+        for before, n in pairwise(blocks):
+            mine += range(mine[-1] + 1, self.at[n] + 1) if n == before + 1 else [self.at[n]]
+        return mine
 
     def _needed_room(self) -> list[int]:
         """Bytes at each position beside what residents, the tide, the passes and the position itself need."""

@@ -16,10 +16,10 @@ from itertools import product
 import numpy as np
 
 from pstar_sim.errors import DoesNotFit
+from pstar_sim.policy.family.attempt import Attempt, burden_of, play
 from pstar_sim.policy.family.course import Course, Knobs
 from pstar_sim.policy.family.modes import interleave, mode_facts, roofline
 from pstar_sim.policy.family.pins import iteration_bounds, most_pins_of
-from pstar_sim.policy.family.program import Attempt, burden_of, play
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.kit.ties import least_of

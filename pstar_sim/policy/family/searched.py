@@ -15,9 +15,8 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout, build_layout, size_near
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit
+from pstar_sim.policy.family.attempt import Attempt
 from pstar_sim.policy.family.pace import period_s
-from pstar_sim.policy.family.plan import plan_of
-from pstar_sim.policy.family.program import Attempt
 from pstar_sim.policy.family.search import Search
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
@@ -120,7 +119,7 @@ def own_plans(
         raise reason
     search = min(searches, key=lambda search: search.seconds)
     for attempt in search.fastest:  # followed, since the event loop's own figure is a prediction
-        plan = plan_of(search.job, attempt, _choices(search, attempt, tried))
+        plan = attempt.plan(_choices(search, attempt, tried))
         yield Found(period_s(plan), name, plan, search.alone_s)
 
 

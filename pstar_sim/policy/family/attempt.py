@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pstar_sim.core.choose import Window, choose
 from pstar_sim.core.draft import Draft
+from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Queue
 from pstar_sim.policy.family.course import Course, Knobs
 from pstar_sim.policy.kit.job import Job
-from pstar_sim.policy.kit.schedule import Modes
+from pstar_sim.policy.kit.schedule import Modes, Schedule
 from pstar_sim.policy.passes.lowering import draft_of
+from pstar_sim.policy.passes.plan import plan_of
 
 __all__ = ["Attempt", "attempt", "play"]
 
 
 @dataclass(slots=True)
 class Attempt:
-    """draft: of the course. window: the order that was found for it. fetched_bytes: what comes to the GPU."""
+    """schedule: of the course. draft: of the schedule. window: the order that was found for the draft. fetched_bytes:
+    what comes to the GPU."""
 
     course: Course
+    schedule: Schedule
     draft: Draft
     window: Window
     fetched_bytes: int
@@ -41,6 +46,10 @@ class Attempt:
     def iteration_s(self) -> float:
         return self.window.iteration_s
 
+    def plan(self, choices: Mapping[str, object] | None = None) -> Plan:
+        """The plan. choices: what `explain` is told."""
+        return plan_of(self.schedule, self.draft, self.window, choices)
+
 
 def burden_of(made: Attempt) -> tuple[int, int]:
     """For `ties.least_of`; what goes down is what comes up, but for what the GPU updates."""
@@ -54,6 +63,7 @@ def attempt(job: Job, modes: Modes, knobs: Knobs | None = None) -> Attempt:
 
 def play(course: Course, *, limit_s: float = math.inf, tolerance: float = 1e-6) -> Attempt:
     """As `attempt`, of a course that is laid out already. limit_s, tolerance: see `choose`."""
-    draft = draft_of(course.schedule())
+    schedule = course.schedule()
+    draft = draft_of(schedule)
     fetched = sum(row.charge.gpu_take for row in draft.rows if row.queue is Queue.H2D)
-    return Attempt(course, draft, choose(draft, limit_s=limit_s, tolerance=tolerance), fetched)
+    return Attempt(course, schedule, draft, choose(draft, limit_s=limit_s, tolerance=tolerance), fetched)

@@ -1,0 +1,68 @@
+"""The plan of a draft whose order was chosen: steps in the order of the window, and memory edges made from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pstar_sim.core.choose import Window
+from pstar_sim.core.draft import Draft
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Place, Ref
+from pstar_sim.policy.kit.schedule import Schedule
+from pstar_sim.policy.passes.builder import Builder
+from pstar_sim.policy.passes.edges import memory_edges
+
+__all__ = ["plan_of"]
+
+
+def plan_of(schedule: Schedule, draft: Draft, window: Window, choices: Mapping[str, object] | None = None) -> Plan:
+    """The plan. draft: of the schedule. window: the order that was chosen for the draft. choices: what `explain` is
+    told, beside the seconds per iteration that the window predicts."""
+    job = schedule.job
+    b = Builder(job.name, job.workload, job.machine, job.settings, layout=job.layout, stashes=False)
+    b.choices.update(choices or {})
+    b.predictions["policy_iteration_s"] = window.iteration_s
+    _residents(b, schedule)
+    ends = _steps(b, schedule, draft, window)
+    return b.plan(memory=memory_edges(b.steps, draft.rows, ends, window))
+
+
+def _residents(b: Builder, schedule: Schedule) -> None:
+    """Who is where at the cut."""
+    job, modes = schedule.job, schedule.modes
+    for c in (*job.small, *modes.pinned):
+        b.live(c, Place.GPU)
+        if job.ranks > 1 and c not in schedule.whole:  # a small one that never changes is whole for ever
+            b.resident(c, Place.GPU, "remote")
+    for c in job.moving:
+        if c in modes.pinned:
+            continue
+        b.live(c, Place.HOST)
+        if c in modes.streamed:
+            b.modes[c] = "stream"
+        if c in schedule.stays:
+            b.resident(c, Place.GPU, "param")
+
+
+def _steps(b: Builder, schedule: Schedule, draft: Draft, window: Window) -> list[tuple[int, int]]:
+    """The steps, in the order of one iteration: what the window shows of it early, in it, and late. Returns of each row
+    the first and the last step that it became."""
+    rows, blocks = draft.rows, schedule.job.blocks
+    started = [(i, k) for i, k, done in window.events if not done]
+    order = [i for early in (1, 0, -1) for i, k in started if k == early]
+    ends: list[tuple[int, int]] = [(0, 0)] * len(rows)
+    total = 0
+    for i in order:
+        n = rows[i].block
+        length = blocks[n].last - blocks[n].first + 1 if n >= 0 else 1
+        ends[i] = (total, total + length - 1)
+        total += length
+    for i in order:
+        after = [Ref(ends[j][1], back) for j, back in rows[i].after]
+        if rows[i].block < 0:
+            b.row(rows[i], after)
+            continue
+        block = blocks[rows[i].block]
+        for m in range(block.first, block.last + 1):
+            b.compute(m, after if m == block.first else ())
+    return ends
