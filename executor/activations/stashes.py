@@ -35,7 +35,7 @@ from executor.session.hosting import BytesHost, LoopHost
 from pstar_sim.core.slabs import stash_key
 from pstar_sim.core.step import Kind, Queue, Step
 from pstar_sim.errors import ContractError
-from pstar_sim.policy.passes.stashes import StashMoves
+from pstar_sim.policy.kit.stashes import StashMoves
 from pstar_sim.workload.workload import Stash
 
 if TYPE_CHECKING:

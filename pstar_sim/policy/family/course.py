@@ -5,7 +5,7 @@ A position is a block of moments or the update of a streamed chunk. What is deci
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -46,9 +46,9 @@ class Course:
     least_room_bytes: what is left at the tightest position before anything is kept.
     """
 
-    def __init__(self, job: Job, modes: Modes, knobs: Knobs, blocks: Mapping[int, Sequence[int]] | None = None) -> None:
-        """blocks: chunk -> blocks over which it is on the GPU, where that is decided already; None keeps a chunk
-        between its uses where there is room."""
+    def __init__(self, job: Job, modes: Modes, knobs: Knobs, blocks: Sequence[Sequence[int]] | None = None) -> None:
+        """blocks: chunk -> blocks over which it is on the GPU (on several ranks whole), where that is decided already;
+        None keeps a chunk between its uses where there is room."""
         self.job = job
         self.modes = modes
         self.knobs = knobs
@@ -63,7 +63,7 @@ class Course:
         self.kept = self._keep() if blocks is None else set()
         self.room = [room - held for room, held in zip(self.room, _held(self.kept, job.sizes, len(self.room)))]
         self.stays = frozenset(c for c in self.moving if self._stays(c))
-        self.kept_whole = self._keep_whole()
+        self.kept_whole = self._keep_whole() if blocks is None else set()
 
     def schedule(self) -> Schedule:
         """What is decided, for the passes."""
@@ -97,11 +97,9 @@ class Course:
             for c in self.modes.pinned:
                 whole[c] = _runs([self.at[n] for n in job.touched[c]])
         for c in self.moving:
-            mine = self._positions_of(job.touched[c])
+            mine = self._positions_of((self._blocks or job.touched)[c])
             if job.ranks > 1:
                 whole[c] = _runs(mine)
-            if self._blocks is not None:
-                mine = self._positions_of(self._blocks[c])
             if c in self.updates:
                 update = self.updates[c]
                 # Its gradient lies in the working list until then; behind a barrier a gap like others.

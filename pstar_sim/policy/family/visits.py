@@ -23,7 +23,8 @@ __all__ = ["Visit", "plan_visits"]
 
 
 class Visit(NamedTuple):
-    """The working list of `chunk` is on the GPU from moment `first` to moment `last`, both included."""
+    """The working list of `chunk` is on the GPU from moment `first` to moment `last`, both included. On several ranks
+    the chunk is whole then."""
 
     chunk: int
     first: int
@@ -78,8 +79,8 @@ def _check_modes(job: Job, modes: Modes) -> None:
         raise CannotPlan(f"{job.name}: chunk {both[0]} is pinned and streamed; it can be one of them")
 
 
-def _blocks(job: Job, modes: Modes, visits: Iterable[Visit]) -> dict[int, list[int]]:
-    """Chunk -> ascending blocks over which it is on the GPU."""
+def _blocks(job: Job, modes: Modes, visits: Iterable[Visit]) -> list[list[int]]:
+    """Of each chunk the ascending blocks over which it is on the GPU; none of one that does not move."""
     moments = len(job.workload.moments)
     moving = frozenset(job.moving) - modes.pinned
     held: dict[int, set[int]] = {c: set() for c in moving}
@@ -93,7 +94,7 @@ def _blocks(job: Job, modes: Modes, visits: Iterable[Visit]) -> dict[int, list[i
         if left_out := sorted(set(job.touched[c]) - held[c]):
             moment = next(m for m in job.uses.touched[c] if job.block_of[m] == left_out[0])
             raise CannotPlan(f"{job.name}: chunk {c} is used in moment {moment}, which none of its visits contains")
-    return {c: sorted(blocks) for c, blocks in held.items()}
+    return [sorted(held.get(c, ())) for c in range(len(job.sizes))]
 
 
 def _short(job: Job, place: str, bytes_: int, what: str) -> DoesNotFit:
