@@ -12,7 +12,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout
 from pstar_sim.cost import CostModel
 from pstar_sim.policy.kit.facts import facts_of
-from pstar_sim.workload.workload import DTYPE_BYTES, Phase, Workload
+from pstar_sim.workload.workload import Phase, Workload
 
 __all__ = ["NAMES", "Array", "Bound", "BoundFacts"]
 
@@ -40,61 +40,62 @@ class Bound:
 
 
 class BoundFacts:
-    """The quantities of the note as arrays: one entry a chunk that gets gradients, or one a moment."""
+    """The quantities of the notes: `job`, which policies know too, and on top of it what only a bound asks. That is
+    arrays with an entry per chunk that gets gradients (`job.trained`) or per moment, seconds of its copies and its
+    Adam, the room beside the tide, and the spans of all gradients of a micro-batch."""
 
     def __init__(self, workload: Workload, machine: Machine, layout: Layout, cost: CostModel) -> None:
         self.machine, self.cost = machine, cost
-        w, job = workload, facts_of(workload, layout)
-        reads = job.reads
-        gradient = [job.last_gradient(c) for c in range(len(reads))]
+        self.job = job = facts_of(workload, layout)
+        w, reads = workload, job.reads
         self.moments = len(w.moments)
         self.room: Array = machine.gpu_budget_bytes - np.array([m.peak_bytes for m in w.moments], dtype=float)
         self.clock: Array = np.concatenate(([0.0], np.cumsum(cost.moments_s)))
         self.phases = [m.phase for m in w.moments]
         self.micro_batch = [m.micro_batch for m in w.moments]
-        read_bytes = np.zeros(self.moments)
-        for c, moments in enumerate(reads):
-            for m in moments:
-                read_bytes[m] += layout.payload_bytes(c, "param")
-        self.read_bytes = read_bytes
-
-        mine = [c for c in range(len(reads)) if gradient[c] >= 0 and reads[c] and not layout.chunks[c].frozen]
-        width = [DTYPE_BYTES[layout.chunks[c].dtype] for c in range(len(reads))]
-        self.params: Array = np.array([cost.params[c] for c in mine], dtype=float)
-        self.bytes: Array = np.array([cost.params[c] * width[c] for c in mine], dtype=float)
-        self.first = np.array([reads[c][0] for c in mine], dtype=int)
-        self.final = np.array([gradient[c] for c in mine], dtype=int)
-        self.small = np.array([layout.chunks[c].small for c in mine], dtype=bool)
-        payload = [layout.payload_bytes(c, "param") for c in mine]
-        self.down_s: Array = np.array([cost.transfer_s(size, "d2h") for size in payload], dtype=float)
-        self.up_s: Array = np.array([cost.transfer_s(size, "h2d") for size in payload], dtype=float)
-        self.adam_s: Array = np.array([cost.cpu_adam_s(c) for c in mine], dtype=float)
-        self.least_w = min((width[c] for c in mine), default=0)
-        self.most_w = max((width[c] for c in mine), default=0)
+        self.read_bytes: Array = np.array(job.read_bytes, dtype=float)
         self.states = w.optimizer.states_bytes_per_param + (4 if w.micro_batches > 1 else 0)
         self.traffic = w.optimizer.dram_bytes_per_param
-        self.every_batch = all(len(job.spans[c]) == w.micro_batches for c in mine)
+        self.every_batch = job.every_batch
         self.spans = _gradient_spans(w)
-        # Of all stashes together; and of those that come up once a moment has begun, by moment.
-        self.stash_bytes = float(sum(s.bytes for s in workload.stashes))
-        self.stash_down_s = sum(cost.transfer_s(s.bytes, "d2h") for s in workload.stashes)
-        self.stash_up_s = sum(cost.transfer_s(s.bytes, "h2d") for s in workload.stashes)
+        ends = [moments[-1] for moments in reads if moments]
+        self.late = (
+            max([-1, *ends, *(job.last_gradient(c) for c in range(len(reads)))]) + 1
+        )  # nothing happens from here
+        bare = {c: sum(s.numel for s in layout.chunks[c].slots) * job.width(c) for c, row in enumerate(reads) if row}
+        self.frozen_bytes = float(sum(bare[c] for c in job.only_read))
+        # every chunk that is read, as the turns see it: bytes, moments, and the last moment at which a read counts
+        self.seen = [(size, reads[c], job.last_gradient(c)) for c, size in bare.items()]
+        self._trained(layout)
+        self._stashes(w)
+
+    def _trained(self, layout: Layout) -> None:
+        """An entry per chunk that gets gradients."""
+        job, cost = self.job, self.cost
+        chunks = [layout.chunks[c] for c in job.trained]
+        width = [job.width(c) for c in job.trained]
+        self.params: Array = np.array([cost.params[c] for c in job.trained], dtype=float)
+        self.bytes: Array = self.params * np.array(width, dtype=float)
+        self.first = np.array([job.reads[c][0] for c in job.trained], dtype=int)
+        self.final = np.array([job.last_gradient(c) for c in job.trained], dtype=int)
+        self.small = np.array([chunk.small for chunk in chunks], dtype=bool)
+        payload = [layout.payload_bytes(c, "param") for c in job.trained]
+        self.down_s: Array = np.array([cost.transfer_s(size, "d2h") for size in payload], dtype=float)
+        self.up_s: Array = np.array([cost.transfer_s(size, "h2d") for size in payload], dtype=float)
+        self.adam_s: Array = np.array([cost.cpu_adam_s(c) for c in job.trained], dtype=float)
+        self.least_w, self.most_w = min(width, default=0), max(width, default=0)
+
+    def _stashes(self, w: Workload) -> None:
+        """Of all stashes together; and of those that come up once a moment has begun, by moment."""
+        cost = self.cost
+        self.stash_bytes = float(sum(s.bytes for s in w.stashes))
+        self.stash_down_s = sum(cost.transfer_s(s.bytes, "d2h") for s in w.stashes)
+        self.stash_up_s = sum(cost.transfer_s(s.bytes, "h2d") for s in w.stashes)
         behind = np.zeros(self.moments + 1)
-        for stash in workload.stashes:
+        for stash in w.stashes:
             behind[0] += cost.transfer_s(stash.bytes, "h2d")
             behind[stash.back + 1] -= cost.transfer_s(stash.bytes, "h2d")
         self.stash_up_from_s: Array = np.maximum(0.0, np.cumsum(behind)[:-1])
-        self.late = (
-            max([-1, *(moments[-1] for moments in reads if moments), *gradient]) + 1
-        )  # nothing happens from here
-        others = [c for c in range(len(reads)) if reads[c] and c not in set(mine)]
-        self.frozen_bytes = float(sum(sum(s.numel for s in layout.chunks[c].slots) * width[c] for c in others))
-        # every chunk that is read, as the turns see it: bytes, moments, and the last moment at which a read counts
-        self.seen = [
-            (sum(s.numel for s in layout.chunks[c].slots) * width[c], reads[c], gradient[c])
-            for c in range(len(reads))
-            if reads[c]
-        ]
 
     def between(self, batch: int) -> tuple[int, int]:
         """Moments [low, high) from the last gradient of the micro-batch before `batch` to the first of `batch`."""

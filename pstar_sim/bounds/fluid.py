@@ -29,6 +29,7 @@ counts is what the dual solution proves (linear.py), or the joint bound (joint.p
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Mapping, Set
 from dataclasses import replace
 from itertools import pairwise
 
@@ -109,7 +110,9 @@ class _Fluid:
         self.barrier = settings.barrier(workload.dtype) is not None
         self.clip = settings.clip
         self.program = Program()
-        self._facts(machine)
+        self._lives()
+        self._sizes(machine)
+        self._speeds(machine)
         self._points(most_points)
         self.far_s = FAR * joint_s
         self.own_s = float(self.clock[-1])  # without any stall; the program finds the stalls
@@ -126,50 +129,52 @@ class _Fluid:
 
     # -- what is given --
 
-    def _facts(self, machine: Machine) -> None:
+    def _lives(self) -> None:
+        """Chunks in the order of their first reads, and when each is read and gets its gradients. The program's own:
+        it goes by that order, and leaves out gradients that not every micro-batch gives."""
+        w, layout = self.workload, self.layout
+        self.job = job = facts_of(w, layout)
+        self.mine = sorted(job.trained, key=lambda c: (job.reads[c][0], c))
+        self.others = list(job.only_read)
+        self.batches = w.micro_batches if job.every_batch else 1
+        self.arrivals = {c: {batch: last for batch, _, last in job.spans[c]} for c in self.mine}
+        self.final = {c: job.last_gradient(c) for c in self.mine}
+        self.read_at = {c: job.reads_until_final(c) or job.reads[c][:1] for c in (*self.mine, *self.others)}
+        self.first = {c: job.reads[c][0] for c in self.mine}
+
+    def _sizes(self, machine: Machine) -> None:
+        """Bytes in units, and the rooms at points. The program's own: it counts in units."""
         w, layout, cost = self.workload, self.layout, self.cost
-        job = facts_of(w, layout)
-        count, reads = len(layout.chunks), job.reads
-        arrivals = [{batch: last for batch, _, last in spans} for spans in job.spans]
-        self.mine = [c for c in range(count) if arrivals[c] and reads[c] and not layout.chunks[c].frozen]
-        self.mine.sort(key=lambda c: (reads[c][0], c))
-        mine = set(self.mine)
-        self.others = [c for c in range(count) if reads[c] and c not in mine]
-        self.arrivals = arrivals
-        self.batches = w.micro_batches
-        if any(len(arrivals[c]) < self.batches for c in self.mine):
-            self.batches = 1  # gradients of earlier micro-batches are then left out
-        self.final = {c: max(arrivals[c].values()) for c in self.mine}
-        self.read_at = {
-            c: [m for m in reads[c] if c not in self.final or m <= self.final[c]] or [reads[c][0]]
-            for c in (*self.mine, *self.others)
-        }
-        self.first = {c: reads[c][0] for c in self.mine}
         payload = {c: float(layout.payload_bytes(c, "param")) for c in (*self.mine, *self.others)}
-        self.unit = max(1.0, max(payload.values(), default=1.0))
+        self.largest = max(payload.values(), default=1.0)
+        self.unit = max(1.0, self.largest)
         self.payload = {c: b / self.unit for c, b in payload.items()}
-        self.size = {c: cost.params[c] * (payload[c] / layout.chunks[c].numel) / self.unit for c in self.mine}
+        self.size = {c: cost.params[c] * self.job.width(c) / self.unit for c in self.mine}
         each = w.optimizer.states_bytes_per_param / self.unit
         self.states = {c: cost.params[c] * each for c in self.mine}  # without padding, as `size`
         self.states_room = {c: layout.states_bytes(c) / self.unit for c in self.mine}
-        self.read_chunks = [frozenset(moments) for moments in reads]
         self.room: Array = (machine.gpu_budget_bytes - np.array([m.peak_bytes for m in w.moments], float)) / self.unit
         at_end = min(w.moments[-1].peak_bytes, w.moments[0].peak_bytes)
         self.end_room = (machine.gpu_budget_bytes - at_end) / self.unit
+
+    def _speeds(self, machine: Machine) -> None:
+        """Units per second of what moves them, and seconds per unit of CPU Adam."""
+        w, cost, link = self.workload, self.cost, self.cost.link
         self.clock: Array = np.concatenate(([0.0], np.cumsum(cost.moments_s)))
-        link = cost.link
-        largest = max(payload.values(), default=1.0)
-        largest_state = max([layout.chunks[c].numel * 4.0 for c in self.mine], default=largest)
+        largest_state = max([self.layout.chunks[c].numel * 4.0 for c in self.mine], default=self.largest)
         self.dram = machine.host.dram_bytes_per_s / self.unit
         self.duplex = link.duplex
 
         def rate(each: float, size: float) -> float:
             return rate_with_latency(each, link.latency_s, size) / self.unit
 
-        self.up, self.up_states = rate(link.h2d_bytes_per_s, largest), rate(link.h2d_bytes_per_s, largest_state)
-        self.down, self.down_states = rate(link.d2h_bytes_per_s, largest), rate(link.d2h_bytes_per_s, largest_state)
-        least = min((self.size[c] / cost.params[c] for c in self.mine if cost.params[c]), default=1.0)
-        most = max((self.size[c] / cost.params[c] for c in self.mine if cost.params[c]), default=1.0)
+        self.up, self.up_states = rate(link.h2d_bytes_per_s, self.largest), rate(link.h2d_bytes_per_s, largest_state)
+        self.down, self.down_states = (
+            rate(link.d2h_bytes_per_s, self.largest),
+            rate(link.d2h_bytes_per_s, largest_state),
+        )
+        widths = [self.size[c] / cost.params[c] for c in self.mine if cost.params[c]]
+        least, most = min(widths, default=1.0), max(widths, default=1.0)
         self.adam_s = w.optimizer.dram_bytes_per_param / cost.adam_bytes_per_s / most  # seconds a unit, at least
         self.adam_traffic = w.optimizer.dram_bytes_per_param / self.unit / most
         self.width = least * self.unit  # of the working list, bytes a parameter, at least
@@ -177,7 +182,7 @@ class _Fluid:
     def _points(self, most: int) -> None:
         """points: moments at whose start time is cut, one for each run of moments that read the same chunks: that with
         the highest tide. Of too many every n-th is kept, and that with the highest tide of all."""
-        w, sets = self.workload, facts_of(self.workload, self.layout).read_in
+        w, sets = self.workload, self.job.read_in
         points, begin = [0], 0
         for m in range(1, len(sets) + 1):
             if m == len(sets) or sets[m] != sets[begin]:
@@ -366,23 +371,30 @@ class _Fluid:
             for k in (*range(self.interval_of_end(self.final[c]) + 1, self.count + 1), *self.inside(-1, self.first[c])):
                 members[k].append(c)
         total = sum(self.size.values())
-        there = p.variables(self.count + 1, total)
-        before: set[int] = set()
-        for k in range(self.count + 1):
-            now = set(members[k])
-            enter, out = now - before, before - now
-            row = [(there[k], 1.0)]
-            if k:
-                row.append((there[k - 1], -1.0))
-            for chunks, sign in ((enter, -1.0), (out, 1.0)):
-                for c in sorted(chunks):
-                    row += [(self.p[c], sign * self.size[c]), (self.q[c], sign * self.size[c])]
-            p.equal(row, 0.0)
-            before = now
+        there = dict(enumerate(p.variables(self.count + 1, total)))
+        self._present(there, members, self.size, self.p, self.q)
         absent = self._stock(total, [(0.0, [(self.leave[k], 1.0), (self.back[k], -1.0)]) for k in self.intervals])
         for k in range(self.count + 1):
             p.at_most([(absent[k], 1.0), (there[k], -1.0)], 0.0)
             self.held[k] += [(there[k], 1.0), (absent[k], -1.0), (resident, 1.0), (coming[k], 1.0), (going[k], 1.0)]
+
+    def _present(
+        self,
+        there: Mapping[int, int],
+        members: Mapping[int, Collection[int]],
+        size: Mapping[int, float],
+        *parts: Mapping[int, int],
+    ) -> None:
+        """there: point -> variable of the bytes there, of points that follow one another: of each chunk that is a
+        member at the point its size, times the sum of its parts."""
+        before: Set[int] = set()
+        for k, variable in there.items():
+            now = set(members.get(k, ()))
+            row = [(variable, 1.0), *([(there[k - 1], -1.0)] if k - 1 in there else [])]
+            for chunks, sign in ((now - before, -1.0), (before - now, 1.0)):
+                row += [(part[c], sign * size[c]) for c in sorted(chunks) for part in parts]
+            self.program.equal(row, 0.0)
+            before = now
 
     def _reads(self) -> None:
         """Chunks between two reads: there, or given up and copied again."""
@@ -412,14 +424,11 @@ class _Fluid:
         for k in self.intervals:
             p.equal([(self.again[k], 1.0), *((v, -f) for v, f in parts[k])], 0.0)
         for k, m in enumerate(self.points):
-            self.constant[k] += sum(self.payload[c] for c in self.payload if m in self.read_chunks[c])
+            self.constant[k] += sum(self.payload[c] for c in self.payload if c in self.job.read_in[m])
 
     def _sums(self) -> None:
         """Several micro-batches: each gradient goes down, or they add up on the gpu."""
-        p = self.program
-        u = self.batches
-        total = sum(self.size.values())
-        held = {c: self.cost.params[c] * (4.0 if u > 2 else min(self.width, 4.0)) / self.unit for c in self.mine}
+        p, u = self.program, self.batches
         self.cpu_sum = {c: p.variable(1.0) for c in self.mine}
         self.gpu_sum = {c: p.variable(1.0) for c in self.mine}
         for c in self.mine:
@@ -427,53 +436,60 @@ class _Fluid:
             p.at_most([(self.gpu_sum[c], 1.0), (self.p[c], -1.0), (self.q[c], -1.0)], 0.0)
             if u == 2:
                 p.at_most([(self.gpu_sum[c], -1.0), (self.p[c], 1.0), (self.q[c], 1.0)], 0.0)
-        # down each time: gradients of all micro-batches but the last wait for the link
+        self._down_each_time()
+        held = {c: self.cost.params[c] * (4.0 if u > 2 else min(self.width, 4.0)) / self.unit for c in self.mine}
+        for batch in range(u - 1):
+            self._added_on_gpu(batch, held)
+        self._added_on_host()
+
+    def _down_each_time(self) -> None:
+        """Gradients of all micro-batches but the last wait for the link."""
+        total, before_last = sum(self.size.values()), self.batches - 1
         released: dict[int, tuple[float, Terms]] = {k: (0.0, []) for k in self.intervals}
         for c in self.mine:
             for batch, m in self.arrivals[c].items():
-                if batch < u - 1:
+                if batch < before_last:
                     k = self.interval_of_end(m)
                     constant, terms = released[k]
                     more, own = self._cpu(c, self.size[c])
                     released[k] = (constant + more, [*terms, *own, (self.cpu_sum[c], -self.size[c])])
-        self.early_down = self._cumulative(total * (u - 1))
+        self.early_down = self._cumulative(total * before_last)
         flows = [(released[k][0], released[k][1] + self._in(self.early_down, k, -1.0)) for k in self.intervals]
-        waiting = self._stock(total * (u - 1), flows)
+        waiting = self._stock(total * before_last, flows)
         for k in range(self.count + 1):
             self.held[k].append((waiting[k], 1.0))
-        # added up: on the gpu from one backward pass to the next, or down and up in between
-        for batch in range(u - 1):
-            members: dict[int, list[int]] = {}
-            for c in self.mine:
-                for k in self.inside(self.arrivals[c][batch], self.arrivals[c][batch + 1]):
-                    members.setdefault(k, []).append(c)
-            if not members:
-                continue
-            low, high = min(members), max(members)
-            most = sum(held.values())
-            spilt = {k: p.variable(most) for k in range(low, high + 1)}
-            there = {k: p.variable(most) for k in range(low, high + 1)}
-            before: set[int] = set()
-            for k in range(low, high + 1):
-                now = set(members.get(k, ()))
-                row = [(there[k], 1.0), *([(there[k - 1], -1.0)] if k > low else [])]
-                for chunks, sign in ((now - before, -1.0), (before - now, 1.0)):
-                    for c in sorted(chunks):
-                        row += [(self.cpu_sum[c], sign * held[c]), (self.gpu_sum[c], sign * held[c])]
-                p.equal(row, 0.0)
-                before = now
-                p.at_most([(spilt[k], 1.0), (there[k], -1.0)], 0.0)
-                self.held[k] += [(there[k], 1.0), (spilt[k], -1.0)]
-            for k in range(low - 1, high + 1):
-                down, up = p.variable(most), p.variable(most)
-                row = [(down, 1.0), (up, -1.0)]
-                row += [(spilt[k + 1], -1.0)] if k + 1 in spilt else []
-                row += [(spilt[k], 1.0)] if k in spilt else []
-                p.equal(row, 0.0)
-                self.sums_down[k % (self.count + 1)].append((down, 1.0))
-                self.sums_up[k % (self.count + 1)].append((up, 1.0))
-        # what Adam on the gpu needs of sums made on the host, and the adding: at any time
-        n = len(self.intervals)
+
+    def _added_on_gpu(self, batch: int, held: Mapping[int, float]) -> None:
+        """Sums are on the gpu from the backward pass of `batch` to the next one, or go down and up in between. held:
+        bytes of each chunk's sum."""
+        p = self.program
+        members: dict[int, list[int]] = {}
+        for c in self.mine:
+            for k in self.inside(self.arrivals[c][batch], self.arrivals[c][batch + 1]):
+                members.setdefault(k, []).append(c)
+        if not members:
+            return
+        low, high = min(members), max(members)
+        most = sum(held.values())
+        spilt = {k: p.variable(most) for k in range(low, high + 1)}
+        there = {k: p.variable(most) for k in range(low, high + 1)}
+        self._present(there, members, held, self.cpu_sum, self.gpu_sum)
+        for k in there:
+            p.at_most([(spilt[k], 1.0), (there[k], -1.0)], 0.0)
+            self.held[k] += [(there[k], 1.0), (spilt[k], -1.0)]
+        for k in range(low - 1, high + 1):
+            down, up = p.variable(most), p.variable(most)
+            row = [(down, 1.0), (up, -1.0)]
+            row += [(spilt[k + 1], -1.0)] if k + 1 in spilt else []
+            row += [(spilt[k], 1.0)] if k in spilt else []
+            p.equal(row, 0.0)
+            self.sums_down[k % (self.count + 1)].append((down, 1.0))
+            self.sums_up[k % (self.count + 1)].append((up, 1.0))
+
+    def _added_on_host(self) -> None:
+        """What Adam on the gpu needs of sums made on the host, and the adding: at any time."""
+        p, u, n = self.program, self.batches, len(self.intervals)
+        total = sum(self.size.values())
         extra_down, extra_up = p.variables(n, total * u), p.variables(n, 4 * total)
         self.adds = list(p.variables(n, self.far_s))
         down_row: Terms = [(v, -1.0) for v in extra_down]

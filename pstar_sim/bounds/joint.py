@@ -40,13 +40,14 @@ s. So the best s is where the two meet, and which windows hold there is found by
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pstar_sim.bounds.facts import NAMES, Bound, BoundFacts
-from pstar_sim.bounds.linear import Program, Solution
+from pstar_sim.bounds.linear import Program
 from pstar_sim.core.layout import Layout
 from pstar_sim.cost import CostModel
 from pstar_sim.workload.workload import Workload
@@ -54,6 +55,7 @@ from pstar_sim.workload.workload import Workload
 __all__ = ["joint_bound", "rate_with_latency"]
 
 Array = NDArray[np.float64]
+Terms = list[tuple[int, float]]
 
 
 def rate_with_latency(rate: float, latency_s: float, largest_bytes: float) -> float:
@@ -90,6 +92,22 @@ def joint_bound(
     return _Joint(workload, layout, facts, cost, barrier, clip, x_limit).bound()
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Solved:
+    """proved: what the dual solution proves, in parts of the scale. terms: seconds by name, of each name the largest.
+    pinned, streamed: x and y of the note, in parameters."""
+
+    proved: float
+    terms: Mapping[str, float]
+    pinned: float
+    streamed: float
+
+    @property
+    def on_gpu(self) -> float:
+        """s = x + y."""
+        return self.pinned + self.streamed
+
+
 class _Joint:
     def __init__(
         self,
@@ -114,6 +132,7 @@ class _Joint:
         self.up = rate_with_latency(link.h2d_bytes_per_s, link.latency_s, largest)
         self.down = rate_with_latency(link.d2h_bytes_per_s, link.latency_s, largest)
         self.per_param_s = facts.traffic / cost.adam_bytes_per_s
+        self.add_bytes = 8.0 + self.w
         beside = facts.room - facts.read_bytes
         fits = float(beside.min()) / self.v if self.v else np.inf
         self.x_max = float(np.clip(min(fits, x_limit), 0.0, self.total))
@@ -183,151 +202,21 @@ class _Joint:
 
     # -- the program --
 
-    def _solve(self, k: int) -> tuple[Solution, dict[str, float], float, float]:
-        """With s >= ends[k] and the windows that end after ends[k]: solution, terms by name, x, y."""
-        facts, cost, u = self.facts, self.cost, self.u
-        s_min = float(self.ends[k])
-        total, scale = self.total, self.scale
-        unit = max(total, 1.0)  # parameters are counted in parts of all
-        size = max(self.bytes + self.frozen, 1.0)  # bytes too
-        p = Program()
-        t = p.variable(0.0, cost=1.0)
-        x = p.variable(self.x_max / unit)
-        y = p.variable(total / unit)
-        kept = p.variable(min(self.bytes, self.late_room) / size)
-        frozen_kept = p.variable(min(self.frozen, self.late_room) / size)
-        p.at_most([(x, 1.0), (y, 1.0)], total / unit)
-        if s_min:
-            p.at_most([(x, -1.0), (y, -1.0)], -min(s_min, total) / unit)
-        p.at_most([(kept, size), (x, -self.most_w * unit), (y, -self.most_w * unit)], 0.0)
-        if np.isfinite(self.late_room):
-            p.at_most([(kept, 1.0), (frozen_kept, 1.0), (x, self.v * unit / size)], self.late_room / size)
+    def _solve(self, k: int) -> _Solved:
+        """With s >= ends[k] and the windows that end after ends[k]."""
+        return _JointProgram(self, float(self.ends[k])).solve()
 
-        # gradients: cpu + cpu_sum + gpu_sum + gpu = 1, by who updates and where they add up
-        held_w = 4.0 if u > 2 else min(self.w, 4.0)
-        cpu_sum = gpu_sum = None
-        spilt: list[int] = []
-        if u > 1 and total:
-            cpu_sum, gpu_sum = p.variable(total / unit), p.variable(total / unit)
-            p.at_most([(cpu_sum, 1.0), (x, 1.0), (y, 1.0)], total / unit)
-            p.at_most([(gpu_sum, 1.0), (x, -1.0), (y, -1.0)], 0.0)
-            if u == 2:
-                p.at_most([(gpu_sum, -1.0), (x, 1.0), (y, 1.0)], 0.0)
-            spilt = list(p.variables(u - 1, total / unit))
-
-            for batch, spill in enumerate(spilt, start=1):
-                low, high = facts.between(batch)
-                if low < high:
-                    room = max(0.0, float((facts.room - facts.read_bytes)[low:high].min()))
-                    row = [(cpu_sum, held_w), (gpu_sum, held_w), (spill, -held_w), (x, self.v)]
-                    p.at_most([(c, f * unit / size) for c, f in row], room / size)
-
-        again: list[int] = []
-        for turn_bytes, room, at in self.turns:
-            h = p.variable((turn_bytes + abs(room) + (self.v + 8) * unit) / size)
-            again.append(h)
-            row = [(x, self.v * unit), (h, -size)]
-            for batch, spill in enumerate(spilt, start=1):
-                low, high = facts.between(batch)
-                if low <= at < high and cpu_sum is not None and gpu_sum is not None:
-                    row += [(cpu_sum, held_w * unit), (gpu_sum, held_w * unit), (spill, -held_w * unit)]
-            p.at_most([(c, f / size) for c, f in row], (room - turn_bytes) / size)
-
-        # bytes each way as (constant, terms)
-        states = self.v * unit
-        shift = p.variable(self.bytes / size)  # parameters updated on the gpu that do not stay there over the border
-        p.at_most([(x, self.w * unit / size), (y, self.w * unit / size), (kept, -1.0), (shift, -1.0)], 0.0)
-        h2d_const = self.bytes + self.frozen
-        h2d = [(x, -self.most_w * unit), (y, -self.most_w * unit), (shift, size), (frozen_kept, -size), (y, states)]
-        h2d += [(h, size) for h in again]
-        d2h_const = self.bytes * u
-        d2h = [(x, -self.most_w * unit * u), (y, -self.most_w * unit * u), (shift, size), (y, states)]
-        adds_const, adds = 0.0, list[tuple[int, float]]()
-        if cpu_sum is not None and gpu_sum is not None:
-            d2h += [(cpu_sum, (4.0 - self.most_w * u) * unit)]
-            spills = [(spill, held_w * unit) for spill in spilt]
-            h2d, d2h = h2d + spills, d2h + spills
-            each = u if self.clip else u - 2
-            adds_const, adds = each * total, [(x, -each * unit), (y, -each * unit), (cpu_sum, -each * unit)]
-            on_gpu = ((x, unit), (y, unit), (gpu_sum, -unit))
-            h2d += [(c, 4 * f) for c, f in on_gpu]
-            d2h += [(c, (u - 2) * self.w * f) for c, f in on_gpu]
-            adds += [(c, (u - 2) * f) for c, f in on_gpu]
-        add_bytes = 8.0 + self.w
-
-        rows: list[tuple[str, float, list[tuple[int, float]]]] = []
-
-        def term(name: str, const: float, terms: list[tuple[int, float]]) -> None:
-            rows.append((name, const, terms))
-            p.at_most([*((c, f / scale) for c, f in terms), (t, -1.0)], -const / scale)
-
-        gpu_s = facts.traffic / cost.gpu.hbm_bytes_per_s * unit
-        term("compute", float(facts.clock[-1]), [(x, gpu_s), (y, gpu_s)])
-        if total:
-            a = self.per_param_s
-            add_s = add_bytes / cost.adam_bytes_per_s
-            cpu = [(x, -a * unit), (y, -a * unit), *((c, f * add_s) for c, f in adds)]
-            term("adam", total * a + adds_const * add_s, cpu)
-            for family in self.families:
-                value = family.value(s_min)
-                if value is not None:
-                    on = [(x, -family.slope * unit), (y, -family.slope * unit)] if family.on == "s" else [
-                        (kept, -family.slope * size)]  # fmt: skip
-                    term(family.name, value, on)
-        if total:
-            term("h2d", self.turn_s, [(x, self.v * unit / self.up), (y, self.v * unit / self.up)])
-            every = (self.v + self.w) * unit
-            after_s = float(facts.clock[int(facts.final.min()) + 1])
-            first_room = max(0.0, float(facts.room[0]))
-            term("d2h", after_s - first_room / self.down, [(x, every / self.down), (y, every / self.down)])
-        if self.barrier_spans is not None:
-            every = (self.v + self.w) * unit
-            for rate, room in ((self.up, self.end_room), (self.down, max(0.0, float(facts.room[0])))):
-                term("barrier", float(facts.clock[-1]) - room / rate, [(x, every / rate), (y, every / rate)])
-            spans, after_b, after_p = self.barrier_spans
-            pinned = self.v * unit / self.up
-            term("barrier", float((spans + (after_b - self.end_room) / self.up).max()), [(x, pinned)])
-            others = after_b - self.end_room - self.v * (total - after_p)
-            term("barrier", float((spans + others / self.up).max()), [(x, pinned), (y, pinned)])
-        h2d_s = h2d_const / self.up + facts.stash_up_s
-        d2h_s = d2h_const / self.down + facts.stash_down_s
-        term("h2d", h2d_s, [(c, f / self.up) for c, f in h2d])
-        term("d2h", d2h_s, [(c, f / self.down) for c, f in d2h])
-        if not cost.link.duplex:
-            both = [*((c, f / self.up) for c, f in h2d), *((c, f / self.down) for c, f in d2h)]
-            term("link", h2d_s + d2h_s, both)
-        dram = cost.machine.host.dram_bytes_per_s
-        traffic = h2d_const + d2h_const + total * facts.traffic + adds_const * add_bytes + 2 * facts.stash_bytes
-        moved = [
-            *h2d,
-            *d2h,
-            (x, -facts.traffic * unit),
-            (y, -facts.traffic * unit),
-            *((c, f * add_bytes) for c, f in adds),
-        ]
-        term("dram", traffic / dram, [(c, f / dram) for c, f in moved])
-
-        p.upper[t] = max(
-            (const + sum(max(f * p.lower[c], f * p.upper[c]) for c, f in terms)) / scale for _, const, terms in rows
-        )
-        found = p.solve()
-        terms: dict[str, float] = {}
-        for name, const, parts in rows:
-            seconds = const + sum(f * float(found.at[c]) for c, f in parts)
-            terms[name] = max(terms.get(name, 0.0), seconds)
-        return found, terms, float(found.at[x]) * unit, float(found.at[y]) * unit
-
-    def _best_windows(self) -> tuple[Solution, dict[str, float], float, float]:
+    def _best_windows(self) -> _Solved:
         """The best s lies in one [ends[k], ends[k + 1]]. With the windows of k and s >= ends[k]: a solution beyond
         ends[k + 1] says it lies further up; one stopped by s >= ends[k] that it lies further down, or here."""
         best = self._solve(0)
         low = 0
-        k = high = int(np.searchsorted(self.ends, (best[2] + best[3]) * (1 + 1e-9), side="right")) - 1
+        k = high = int(np.searchsorted(self.ends, best.on_gpu * (1 + 1e-9), side="right")) - 1
         while low < high:
             k = min(max(k, low + 1), high)
             found = self._solve(k)
-            s = found[2] + found[3]
-            if found[0].proved < best[0].proved:
+            s = found.on_gpu
+            if found.proved < best.proved:
                 best = found
             stopped = s <= self.ends[k] * (1 + 1e-9)
             if stopped:
@@ -341,9 +230,9 @@ class _Joint:
         return best
 
     def bound(self) -> Bound:
-        found, terms, x, y = self._best_windows()
+        found = self._best_windows()
         seconds = found.proved * self.scale
-        ordered = {name: terms[name] for name in NAMES if name in terms}
+        ordered = {name: found.terms[name] for name in NAMES if name in found.terms}
         top = max(ordered.values())
         binding = next(name for name, value in ordered.items() if value >= top * (1 - 1e-6))
         return Bound(
@@ -351,7 +240,229 @@ class _Joint:
             seconds=max(seconds, float(self.facts.clock[-1])),
             binding=binding,
             terms=ordered,
-            pinned_params=int(x),
+            pinned_params=int(found.pinned),
             max_pinned_params=int(self.x_max),
-            streamed_params=int(y),
+            streamed_params=int(found.streamed),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sums:
+    """Gradients of several micro-batches, cpu + cpu_sum + gpu_sum + gpu = 1, by who updates and where they add up.
+    Variables: of those that add up on the gpu the part that Adam on the CPU updates, and that on the gpu; and what is
+    sent down and up between two backward passes, from that before micro-batch 1 on. bytes_each: of a held sum."""
+
+    cpu: int
+    gpu: int
+    spilt: range
+    bytes_each: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Amount:
+    """A constant and what comes on top of it, of the variables."""
+
+    constant: float
+    terms: Terms
+
+
+class _JointProgram:
+    """The program for one choice of windows: those that end after s_min, and s >= s_min. Each method is a kind of rows
+    of [Note: the joint bound]. Parameters are counted in parts of all (`unit`), bytes in parts of `size`, seconds in
+    parts of the job's scale."""
+
+    def __init__(self, job: _Joint, s_min: float) -> None:
+        self.job, self.s_min = job, s_min
+        self.unit = max(job.total, 1.0)
+        self.size = max(job.bytes + job.frozen, 1.0)
+        p = self.program = Program()
+        self.t = p.variable(0.0, cost=1.0)
+        self.x = p.variable(job.x_max / self.unit)
+        self.y = p.variable(job.total / self.unit)
+        self.kept = p.variable(min(job.bytes, job.late_room) / self.size)
+        self.frozen_kept = p.variable(min(job.frozen, job.late_room) / self.size)
+        self.terms: list[tuple[str, _Amount]] = []
+        self._parts_and_border()
+        self.sums = self._sums() if job.u > 1 and job.total else None
+        self.again = self._turns()
+        self.shift = self._shift()
+        adds = self._adds()
+        self._compute_and_adam(adds)
+        self._windows()
+        if job.total:
+            self._turn_of_the_queue()
+        if job.barrier_spans is not None:
+            self._barrier(*job.barrier_spans)
+        self._bytes(adds)
+
+    def _s(self, factor: float) -> Terms:
+        """factor * s."""
+        return [(self.x, factor), (self.y, factor)]
+
+    def _term(self, name: str, constant: float, terms: Terms) -> None:
+        """T >= constant + terms, in seconds."""
+        scale = self.job.scale
+        self.terms.append((name, _Amount(constant=constant, terms=terms)))
+        self.program.at_most([*((c, f / scale) for c, f in terms), (self.t, -1.0)], -constant / scale)
+
+    # -- what fits --
+
+    def _parts_and_border(self) -> None:
+        """x and y are parts of all; what is kept over the border is of s, and has room."""
+        p, job, unit, size = self.program, self.job, self.unit, self.size
+        p.at_most(self._s(1.0), job.total / unit)
+        if self.s_min:
+            p.at_most(self._s(-1.0), -min(self.s_min, job.total) / unit)
+        p.at_most([(self.kept, size), *self._s(-job.most_w * unit)], 0.0)
+        if np.isfinite(job.late_room):
+            row = [(self.kept, 1.0), (self.frozen_kept, 1.0), (self.x, job.v * unit / size)]
+            p.at_most(row, job.late_room / size)
+
+    def _sums(self) -> _Sums:
+        """Gradients of several micro-batches, and the room that sums have from one backward pass to the next."""
+        p, job, facts, unit = self.program, self.job, self.job.facts, self.unit
+        all_of_it = job.total / unit
+        cpu, gpu = p.variable(all_of_it), p.variable(all_of_it)
+        p.at_most([(cpu, 1.0), *self._s(1.0)], all_of_it)
+        p.at_most([(gpu, 1.0), *self._s(-1.0)], 0.0)
+        if job.u == 2:
+            p.at_most([(gpu, -1.0), *self._s(1.0)], 0.0)
+        bytes_each = 4.0 if job.u > 2 else min(job.w, 4.0)
+        sums = _Sums(cpu=cpu, gpu=gpu, spilt=p.variables(job.u - 1, all_of_it), bytes_each=bytes_each)
+        for batch, spill in enumerate(sums.spilt, start=1):
+            low, high = facts.between(batch)
+            if low < high:
+                room = max(0.0, float((facts.room - facts.read_bytes)[low:high].min()))
+                row = [(cpu, bytes_each), (gpu, bytes_each), (spill, -bytes_each), (self.x, job.v)]
+                p.at_most([(c, f * unit / self.size) for c, f in row], room / self.size)
+        return sums
+
+    def _turns(self) -> list[int]:
+        """Per turn: the bytes that it cannot keep beside states and sums."""
+        p, job, unit, size = self.program, self.job, self.unit, self.size
+        again: list[int] = []
+        for turn_bytes, room, at in job.turns:
+            h = p.variable((turn_bytes + abs(room) + (job.v + 8) * unit) / size)
+            again.append(h)
+            row = [(self.x, job.v * unit), (h, -size)]
+            if self.sums is not None:
+                each = self.sums.bytes_each * unit
+                for batch, spill in enumerate(self.sums.spilt, start=1):
+                    low, high = job.facts.between(batch)
+                    if low <= at < high:
+                        row += [(self.sums.cpu, each), (self.sums.gpu, each), (spill, -each)]
+            p.at_most([(c, f / size) for c, f in row], (room - turn_bytes) / size)
+        return again
+
+    def _shift(self) -> int:
+        """Parameters updated on the gpu that do not stay there over the border."""
+        p, job, size = self.program, self.job, self.size
+        shift = p.variable(job.bytes / size)
+        p.at_most([*self._s(job.w * self.unit / size), (self.kept, -1.0), (shift, -1.0)], 0.0)
+        return shift
+
+    # -- seconds --
+
+    def _adds(self) -> _Amount:
+        """Parameters added on the host, each time counted."""
+        job, unit, sums = self.job, self.unit, self.sums
+        if sums is None:
+            return _Amount(constant=0.0, terms=[])
+        each = job.u if job.clip else job.u - 2
+        own = [*self._s(-each * unit), (sums.cpu, -each * unit)]
+        return _Amount(constant=each * job.total, terms=[*own, *((c, (job.u - 2) * f) for c, f in self._on_gpu(sums))])
+
+    def _on_gpu(self, sums: _Sums) -> Terms:
+        """Parameters updated on the gpu whose gradients are added on the host."""
+        return [*self._s(self.unit), (sums.gpu, -self.unit)]
+
+    def _compute_and_adam(self, adds: _Amount) -> None:
+        job, facts, cost, unit = self.job, self.job.facts, self.job.cost, self.unit
+        self._term("compute", float(facts.clock[-1]), self._s(facts.traffic / cost.gpu.hbm_bytes_per_s * unit))
+        if job.total:
+            a = job.per_param_s
+            add_s = job.add_bytes / cost.adam_bytes_per_s
+            cpu = [*self._s(-a * unit), *((c, f * add_s) for c, f in adds.terms)]
+            self._term("adam", job.total * a + adds.constant * add_s, cpu)
+
+    def _windows(self) -> None:
+        for family in self.job.families if self.job.total else ():
+            value = family.value(self.s_min)
+            if value is not None:
+                kept = [(self.kept, -family.slope * self.size)]
+                self._term(family.name, value, self._s(-family.slope * self.unit) if family.on == "s" else kept)
+
+    def _turn_of_the_queue(self) -> None:
+        """The compute queue does an iteration's updates before the first moment of the next one."""
+        job, facts, unit = self.job, self.job.facts, self.unit
+        self._term("h2d", job.turn_s, self._s(job.v * unit / job.up))
+        every = (job.v + job.w) * unit
+        after_s = float(facts.clock[int(facts.final.min()) + 1])
+        first_room = max(0.0, float(facts.room[0]))
+        self._term("d2h", after_s - first_room / job.down, self._s(every / job.down))
+
+    def _barrier(self, spans: Array, after_b: Array, after_p: Array) -> None:
+        """Arguments: see `_Joint._barrier_spans`."""
+        job, facts, unit = self.job, self.job.facts, self.unit
+        every = (job.v + job.w) * unit
+        for rate, room in ((job.up, job.end_room), (job.down, max(0.0, float(facts.room[0])))):
+            self._term("barrier", float(facts.clock[-1]) - room / rate, self._s(every / rate))
+        pinned = job.v * unit / job.up
+        self._term("barrier", float((spans + (after_b - job.end_room) / job.up).max()), [(self.x, pinned)])
+        others = after_b - job.end_room - job.v * (job.total - after_p)
+        self._term("barrier", float((spans + others / job.up).max()), self._s(pinned))
+
+    def _bytes(self, adds: _Amount) -> None:
+        """h2d, d2h, where they share it the link, and host DRAM."""
+        job, facts, cost = self.job, self.job.facts, self.job.cost
+        up, down = self._up(), self._down()
+        up_s = up.constant / job.up + facts.stash_up_s
+        down_s = down.constant / job.down + facts.stash_down_s
+        self._term("h2d", up_s, [(c, f / job.up) for c, f in up.terms])
+        self._term("d2h", down_s, [(c, f / job.down) for c, f in down.terms])
+        if not cost.link.duplex:
+            both = [*((c, f / job.up) for c, f in up.terms), *((c, f / job.down) for c, f in down.terms)]
+            self._term("link", up_s + down_s, both)
+        dram = cost.machine.host.dram_bytes_per_s
+        traffic = up.constant + down.constant + job.total * facts.traffic + adds.constant * job.add_bytes
+        traffic += 2 * facts.stash_bytes
+        updates = self._s(-facts.traffic * self.unit)
+        moved = [*up.terms, *down.terms, *updates, *((c, f * job.add_bytes) for c, f in adds.terms)]
+        self._term("dram", traffic / dram, [(c, f / dram) for c, f in moved])
+
+    def _up(self) -> _Amount:
+        """Bytes that come up."""
+        job, unit, size = self.job, self.unit, self.size
+        terms = [*self._s(-job.most_w * unit), (self.shift, size), (self.frozen_kept, -size), (self.y, job.v * unit)]
+        terms += [(h, size) for h in self.again]
+        if self.sums is not None:
+            terms += [(spill, self.sums.bytes_each * unit) for spill in self.sums.spilt]
+            terms += [(c, 4 * f) for c, f in self._on_gpu(self.sums)]
+        return _Amount(constant=job.bytes + job.frozen, terms=terms)
+
+    def _down(self) -> _Amount:
+        """Bytes that go down."""
+        job, unit, u = self.job, self.unit, self.job.u
+        terms = [*self._s(-job.most_w * unit * u), (self.shift, self.size), (self.y, job.v * unit)]
+        if self.sums is not None:
+            terms += [(self.sums.cpu, (4.0 - job.most_w * u) * unit)]
+            terms += [(spill, self.sums.bytes_each * unit) for spill in self.sums.spilt]
+            terms += [(c, (u - 2) * job.w * f) for c, f in self._on_gpu(self.sums)]
+        return _Amount(constant=job.bytes * u, terms=terms)
+
+    # -- the answer --
+
+    def solve(self) -> _Solved:
+        """Raises linear.Unsolved if HiGHS fails."""
+        p = self.program
+        p.upper[self.t] = max(
+            (row.constant + sum(max(f * p.lower[c], f * p.upper[c]) for c, f in row.terms)) / self.job.scale
+            for _, row in self.terms
+        )
+        found = p.solve()
+        terms: dict[str, float] = {}
+        for name, row in self.terms:
+            seconds = row.constant + sum(f * float(found.at[c]) for c, f in row.terms)
+            terms[name] = max(terms.get(name, 0.0), seconds)
+        x, y = float(found.at[self.x]) * self.unit, float(found.at[self.y]) * self.unit
+        return _Solved(proved=found.proved, terms=terms, pinned=x, streamed=y)

@@ -72,26 +72,36 @@ def pinned_bound(facts: BoundFacts, barrier: bool, limit: float) -> Bound:
 
 def _lines(facts: BoundFacts, barrier: bool, x_max: float) -> list[_Line]:
     """Every term of the note."""
-    link, host = facts.machine.link, facts.machine.host
     lines = [_Line("compute", float(facts.clock[-1]), facts.traffic / facts.machine.gpu.hbm_bytes_per_s)]
+    if facts.params.sum():
+        lines += _update_lines(facts, barrier)
+    return lines + _byte_lines(facts, x_max)
+
+
+def _update_lines(facts: BoundFacts, barrier: bool) -> list[_Line]:
+    """Adam of all parameters that are not pinned, and the windows of all chunks and of all but the small ones."""
+    per_param_s = facts.traffic / facts.cost.adam_bytes_per_s
+    lines = [_Line("adam", float(facts.params.sum()) * per_param_s, -per_param_s)]
+    everything = np.ones(len(facts.params), dtype=bool)
+    for members in (everything, ~facts.small):
+        if members.any() and (members is everything or facts.small.any()):
+            lines += _windows(facts, members, per_param_s)
+            if barrier:
+                lines += _barrier_windows(facts, members, per_param_s)
+    return lines
+
+
+def _byte_lines(facts: BoundFacts, x_max: float) -> list[_Line]:
+    """What moves: sums of hinges max(0, S + v x - room), linear between the points where a hinge opens."""
+    link, host = facts.machine.link, facts.machine.host
     total, total_bytes = float(facts.params.sum()), float(facts.bytes.sum())
-    if total:
-        per_param_s = facts.traffic / facts.cost.adam_bytes_per_s
-        lines.append(_Line("adam", total * per_param_s, -per_param_s))
-        everything = np.ones(len(facts.params), dtype=bool)
-        for members in (everything, ~facts.small):
-            if members.any() and (members is everything or facts.small.any()):
-                lines += _windows(facts, members, per_param_s)
-                if barrier:
-                    lines += _barrier_windows(facts, members, per_param_s)
-    # bytes: sums of hinges max(0, S + v x - room), linear between the points where a hinge opens
     turns = [(size, room) for size, room, _ in facts.turns()]
     grows = facts.states + facts.least_w - facts.most_w
     opens = [(room - size) / grows if grows > 0 else np.inf if size <= room else -np.inf for size, room in turns]
     cuts = sorted({0.0, *(x for x in opens if 0 < x < x_max)})
     rate_h2d, rate_d2h, dram = link.h2d_bytes_per_s, link.d2h_bytes_per_s, host.dram_bytes_per_s
     pinned_w = float(facts.most_w)
-    lines.append(_Line("d2h", total_bytes / rate_d2h + facts.stash_down_s, -pinned_w / rate_d2h))
+    lines = [_Line("d2h", total_bytes / rate_d2h + facts.stash_down_s, -pinned_w / rate_d2h)]
     for k, begin in enumerate(cuts):
         end = cuts[k + 1] if k + 1 < len(cuts) else np.inf
         begin = -np.inf if k == 0 else begin

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from pstar_sim.core.layout import Layout
 from pstar_sim.errors import CannotPlan
-from pstar_sim.workload.workload import Workload
+from pstar_sim.workload.workload import DTYPE_BYTES, Workload
 
 __all__ = ["Facts", "facts_of"]
 
@@ -104,6 +104,35 @@ class Facts:
             for m in moments:
                 needs[m].append(c)
         return tuple(map(tuple, needs))
+
+    @cached_property
+    def trained(self) -> tuple[int, ...]:
+        """Ascending chunks that are read and get gradients."""
+        return tuple(c for c, reads in enumerate(self.reads) if reads and self.spans[c])
+
+    @cached_property
+    def only_read(self) -> tuple[int, ...]:
+        """Ascending chunks that are read and get no gradient."""
+        return tuple(c for c, reads in enumerate(self.reads) if reads and not self.spans[c])
+
+    @cached_property
+    def every_batch(self) -> bool:
+        """Every micro-batch gives a gradient to every chunk in `trained`."""
+        return all(len(self.spans[c]) == self.workload.micro_batches for c in self.trained)
+
+    @cached_property
+    def read_bytes(self) -> tuple[int, ...]:
+        """Bytes of the working lists that each moment reads."""
+        return tuple(sum(self.layout.payload_bytes(c, "param") for c in chunks) for chunks in self.read_in)
+
+    def width(self, chunk: int) -> int:
+        """Bytes of a parameter in its working list."""
+        return DTYPE_BYTES[self.layout.chunks[chunk].dtype]
+
+    def reads_until_final(self, chunk: int) -> tuple[int, ...]:
+        """Its reads up to the moment of its last gradient; all of them where it has none."""
+        final = self.last_gradient(chunk)
+        return self.reads[chunk] if final < 0 else tuple(m for m in self.reads[chunk] if m <= final)
 
     def updated(self, chunk: int) -> bool:
         """Some parameter of it gets a gradient, so that the chunk has an Adam step."""
