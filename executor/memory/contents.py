@@ -10,7 +10,7 @@ tensor indices by (place, list). A slot of a working list whose tensor is not na
 The working list always equals cast(param32), so a value that a gradient overwrote can be had from there.
 
 [Note: between two lines] Ctrl-C may come between any two lines here, and `zero_grad()` goes on from the ledger as it
-stands then (`off_plan/demand.py`). So a slot is named in `gradients`, or a copy ceases to be current, before it is
+stands then (`off_plan/mending.py`). So a slot is named in `gradients`, or a copy ceases to be current, before it is
 written over, and a copy becomes current after it is written. Three changes cannot be ordered so and are marked while
 they last: an addition to a gradient (`adding`), the update (`updating`), and a list that has memory and no content yet
 (`hollow`).
@@ -162,7 +162,7 @@ class Contents:
             for c in self.layout.chunks
             for s in c.slots
         }
-        self._changed = changed
+        self.changed = changed
         self._copy = arena.backend.copy
         longest = max((self.layout.slice_numel(c.index) for c in self.layout.chunks), default=1)
         on_host = arena.backend.device.type == "cpu"
@@ -226,6 +226,9 @@ class Contents:
             return False
         return GPU in state.current and tensor not in state.gradients.get((GPU, "param"), ())
 
+    def chunk_of(self, tensor: int) -> int:
+        return self._slot[tensor][0]
+
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def accept(self, tensor: int, gradient: torch.Tensor, list_name: str) -> None:
@@ -248,7 +251,7 @@ class Contents:
             target = self.slot(GPU, tensor, list_name)
         self.put_gradient(chunk, mine, tensor, target, gradient.reshape(-1))
         if list_name == "param":
-            self._changed(chunk)
+            self.changed(chunk)
 
     def put_gradient(
         self, chunk: int, mine: set[int], tensor: int, target: torch.Tensor, gradient: torch.Tensor
@@ -296,7 +299,7 @@ class Contents:
                 for slot in chunk.slots:  # spent gradients that were added to grad32
                     self.restore(HOST, slot.tensor)
                 state.current.add(HOST)
-            self._changed(chunk.index)
+            self.changed(chunk.index)
 
     def restore(self, place: Place, tensor: int) -> None:
         """Rewrite the slot of a working list from the master copy, which may be at the other place."""
@@ -307,6 +310,32 @@ class Contents:
             target.copy_(value)
         else:
             self._copy(target, value, Queue.H2D if place is GPU else Queue.D2H)
+
+    def rewrite(self, place: Place, chunk: int) -> None:
+        """The working list at the place becomes what the master copy says, which may be at the other place. Raises
+        PlanError if there is none."""
+        arena, state = self.arena, self.chunks[chunk]
+        other = HOST if place is GPU else GPU
+        target = arena.at(place, chunk, "param")
+        if arena.has(place, chunk, "param32"):
+            target.copy_(arena.at(place, chunk, "param32"))
+        elif arena.has(other, chunk, "param32"):
+            self._copy(target, arena.at(other, chunk, "param32"), Queue.H2D if place is GPU else Queue.D2H)
+        else:
+            raise PlanError(f"the parameters of chunk {chunk} are lost: neither place holds them")
+        state.current.add(place)
+        self.changed(chunk)
+
+    def free_hollow(self, chunk: int) -> None:
+        """After an interruption: lists that have memory and no content yet give it back."""
+        state = self.chunks[chunk]
+        for place, name in list(state.hollow):
+            if name == "param":
+                state.current.discard(place)
+            if self.arena.has(place, chunk, name):
+                self.arena.free(place, chunk, name)
+            state.hollow.discard((place, name))
+        self.changed(chunk)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -414,7 +443,7 @@ class Contents:
             state.whole = False  # as far as anybody knows
         if list_name == "param" and not parked:
             state.current.add(GPU)
-            self._changed(chunk)
+            self.changed(chunk)
         elif state.where(HOST, list_name):
             state.where(GPU, list_name).update(state.where(HOST, list_name))
             if list_name == "param":
@@ -442,7 +471,7 @@ class Contents:
             if leaving:
                 # The gpu's copy still holds the gradients in place; it is dead, and no longer counted as current.
                 state.current.discard(GPU)
-                self._changed(chunk)
+                self.changed(chunk)
         state.ahead.discard(list_name)
         leaving.clear()
 
@@ -461,7 +490,7 @@ class Contents:
             whole = self.arena.whole(chunk, "param")
             issue(lambda: wire.gather(whole))
         state.whole = True
-        self._changed(chunk)
+        self.changed(chunk)
 
     def put_together(self, chunk: int, slices: torch.Tensor) -> None:
         """The parameters of the other ranks come, from host memory. slices: [ranks, bytes of a slice], this rank's too,
@@ -475,7 +504,7 @@ class Contents:
                     backend.copy(whole[rank * size : (rank + 1) * size], row.view(whole.dtype), Queue.H2D)
             backend.fence(Queue.H2D)
         state.whole = True
-        self._changed(chunk)
+        self.changed(chunk)
 
     def _require_own(self, chunk: int) -> None:
         state = self.chunks[chunk]
@@ -495,7 +524,7 @@ class Contents:
             return
         if own == "param":
             state.whole = False
-            self._changed(chunk)
+            self.changed(chunk)
         with self.arena.steady(chunk):
             issue(lambda: wire.reduce_scatter(flat))
             self._note_norms(mine, own)
@@ -614,9 +643,8 @@ class Contents:
                 state.ahead = set(self.layout.state_lists)
             state.updating = False
         elif place not in state.current:
-            arena.at(place, chunk, "param").copy_(arena.at(place, chunk, "param32"))
-            state.current.add(place)
-        self._changed(chunk)
+            self.rewrite(place, chunk)
+        self.changed(chunk)
 
     def gather_gradients(self, row: Chunk, place: Place) -> str | None:
         """The one list that holds all gradients of the chunk at the place after folding the last one into grad32, or
@@ -650,11 +678,11 @@ class Contents:
             raise PlanError(f"{list_name} of chunk {chunk} would be freed on the {place.value} with gradients in it")
         if list_name == "remote":
             state.whole = False
-            self._changed(chunk)
+            self.changed(chunk)
         elif list_name == "param":
             frozen = self.layout.chunks[chunk].frozen
             if place in state.current and state.current == {place} and frozen:
                 raise PlanError(f"frozen chunk {chunk} would lose its only copy on the {place.value}")
             state.current.discard(place)
-            self._changed(chunk)
+            self.changed(chunk)
         self.arena.free(place, chunk, list_name)

@@ -1,0 +1,118 @@
+"""Shares: gradients tensor by tensor, which no step expresses: a step moves a list.
+
+What the engine does off the plan takes one tensor's share of a gradient from wherever it came to where it waits on the
+host for the update. [Note: where a gradient is] in contents.py holds here as well; a gradient that is in two lists for
+a while is marked (`ChunkState.adding`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from executor.memory.contents import Contents
+from pstar_sim.core.step import Place, Queue
+
+__all__ = ["Shares"]
+
+GPU, HOST = Place.GPU, Place.HOST
+
+
+class Shares:
+    """contents: of the plan's chunks.
+
+    Attributes:
+        kept: tensor -> its gradient, in host memory of its own: no list of its chunk there could take it.
+    """
+
+    def __init__(self, contents: Contents) -> None:
+        self.contents = contents
+        self.kept: dict[int, torch.Tensor] = {}
+
+    def waits_in(self, chunk: int) -> str | None:
+        """The list on the host that takes gradients of the chunk until the update; None if there is none."""
+        has = self.contents.arena.has
+        if has(HOST, chunk, "grad32"):
+            return "grad32"
+        if has(HOST, chunk, "grad"):
+            return "grad"
+        # In place: the parameters can be had from the master copy again.
+        return "param" if has(HOST, chunk, "param") and has(HOST, chunk, "param32") else None
+
+    def accept(self, tensor: int, gradient: torch.Tensor) -> None:
+        """A gradient (any shape) that left autograd: to the sums on the gpu where the chunk has them there, else to the
+        host; adds to what the tensor has."""
+        contents, flat = self.contents, gradient.reshape(-1)
+        chunk = contents.chunk_of(tensor)
+        if contents.arena.has(GPU, chunk, "grad32"):
+            mine = contents.chunks[chunk].where(GPU, "grad32")
+            contents.put_gradient(chunk, mine, tensor, contents.slot(GPU, tensor, "grad32"), flat)
+        else:
+            self.to_host(tensor, flat)
+
+    def to_host(self, tensor: int, gradient: torch.Tensor) -> None:
+        """Copy a flat gradient to where it waits on the host, or add it to what is there."""
+        contents = self.contents
+        chunk = contents.chunk_of(tensor)
+        list_name = self.waits_in(chunk)
+        if list_name is None:
+            kept, arrived = self.kept.get(tensor), self._arrived(gradient)
+            self.kept[tensor] = arrived if kept is None else kept + arrived
+            return
+        mine = contents.chunks[chunk].where(HOST, list_name)
+        target = contents.slot(HOST, tensor, list_name)
+        if tensor in mine:
+            contents.put_gradient(chunk, mine, tensor, target, self._arrived(gradient))
+        else:
+            mine.add(tensor)
+            contents.arena.backend.copy(target, gradient, Queue.D2H)
+
+    def _arrived(self, gradient: torch.Tensor) -> torch.Tensor:
+        arrived = torch.empty(gradient.shape, dtype=gradient.dtype)
+        self.contents.arena.backend.copy(arrived, gradient, Queue.D2H)
+        return arrived
+
+    def leave_gpu(self, chunk: int, list_name: str, *, restored: bool) -> None:
+        """Every gradient in the list on the gpu goes to the host. restored: of a working list, each slot gets its
+        parameter back from the master copy at once; else the copy on the gpu is no longer current."""
+        contents = self.contents
+        state = contents.chunks[chunk]
+        mine = state.where(GPU, list_name)
+        if not mine:
+            return
+        if list_name == "param" and not restored:
+            state.current.discard(GPU)
+        for tensor in sorted(mine):
+            state.adding = True
+            self.to_host(tensor, contents.slot(GPU, tensor, list_name))
+            if list_name == "param" and restored:
+                contents.restore(GPU, tensor)
+            mine.discard(tensor)
+            state.adding = False
+        if list_name == "param":
+            contents.changed(chunk)
+
+    def kept_to_host(self, chunk: int) -> None:
+        """Kept gradients of the chunk go into a list that the host has by now."""
+        state = self.contents.chunks[chunk]
+        for slot in self.contents.layout.chunks[chunk].slots:
+            if slot.tensor in self.kept:
+                state.adding = True
+                self.to_host(slot.tensor, self.kept.pop(slot.tensor))
+                state.adding = False
+
+    def kept_to_param(self, tensor: int, place: Place) -> None:
+        """A kept gradient goes into the working list at the place, which nobody reads any more."""
+        contents = self.contents
+        mine = contents.chunks[contents.chunk_of(tensor)].where(place, "param")
+        target = contents.slot(place, tensor, "param")
+        mine.add(tensor)
+        if place is GPU:
+            contents.arena.backend.copy(target, self.kept[tensor], Queue.H2D)
+        else:
+            target.copy_(self.kept[tensor])
+        del self.kept[tensor]
+
+    def forget(self) -> None:
+        """Drop every gradient."""
+        self.contents.forget_gradients()
+        self.kept.clear()

@@ -1,0 +1,86 @@
+"""Gradients: where those of an iteration off the plan go, and how they come back for its update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from executor.contract import raw_grad, set_raw_grad
+from executor.memory.shares import Shares
+from executor.off_plan.inline import Inline
+from executor.off_plan.states import States
+from executor.scaling import LossScaling
+from executor.session.hosting import BytesHost
+from executor.session.reader import Reader
+from executor.session.updates import Updates
+from pstar_sim.core.step import Place
+from pstar_sim.errors import ContractError, PlanError
+
+__all__ = ["Gradients", "Host"]
+
+GPU = Place.GPU
+
+
+class Host(BytesHost, Protocol):
+    """What is asked of the session."""
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]: ...
+    @property
+    def reader(self) -> Reader: ...
+    @property
+    def scaling(self) -> LossScaling | None: ...
+    @property
+    def updates(self) -> Updates: ...
+
+
+class Gradients:
+    def __init__(self, host: Host, inline: Inline, shares: Shares, states: States) -> None:
+        self.host = host
+        self.inline = inline
+        self.shares = shares
+        self.states = states
+
+    def leave_gpu(self) -> None:
+        """Take every gradient off the gpu's working and grad lists, so that parameters can be read again."""
+        host, perform, drop = self.host, self.inline.perform, self.inline.drop
+        for chunk in range(len(host.plan.layout.chunks)):
+            pinned = self.states.pinned(chunk)
+            self.shares.leave_gpu(chunk, "param", restored=pinned)
+            self.shares.leave_gpu(chunk, "grad", restored=False)
+            if host.arena.has(GPU, chunk, "grad") and (GPU, chunk, "grad") not in host.timetable.cut:
+                perform(drop(GPU, chunk, "grad"))
+            current = GPU in host.contents.chunks[chunk].current
+            if host.arena.has(GPU, chunk, "param") and not current and not pinned:
+                perform(drop(GPU, chunk, "param"))
+
+    def accept(self, tensor: int, gradient: torch.Tensor) -> None:
+        """A gradient was accumulated: add it to what the tensor has. Raises ContractError after the tensor's eager
+        update, PlanError where the plan has no optimizer states for it."""
+        host = self.host
+        if tensor in host.updates.begun:
+            raise ContractError(
+                f"another gradient of {host.reader.name_of(tensor)!r} after its eager update: with AdamW(eager=True) a "
+                "parameter has one backward an iteration; use eager=False"
+            )
+        chunk = host.timetable.chunk_of[tensor]
+        if not host.plan.workload.tensors[tensor].frozen and host.plan.modes[chunk] == "frozen":
+            raise PlanError(
+                f"{host.reader.name_of(tensor)!r} gets a gradient, but the plan was made from a trace in which it "
+                "never does, and has no optimizer states for it; trace the model again with batches that use it"
+            )
+        self.shares.accept(tensor, gradient)
+
+    def collect_left_over(self) -> None:
+        """Gradients that autograd still holds: fewer firings than the plan counted."""
+        host = self.host
+        for t in host.timetable.chunk_of:
+            grad = raw_grad(host.parameters[t])
+            if grad is not None and not host.plan.workload.tensors[t].frozen:
+                if host.scaling is not None:
+                    host.scaling.see(grad)
+                self.accept(t, grad)
+                set_raw_grad(host.parameters[t], None)

@@ -1,0 +1,63 @@
+"""InUse: chunks that what runs off the plan may still read, told by the events of modules.
+
+Chunks used since the enclosing module began (forward) or since the last event (backward) stay; those that a
+recomputation used stay until the next one begins or the backward ends: autograd reads what it saved of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from executor.hooks import Event
+from pstar_sim.workload.workload import Phase
+
+__all__ = ["InUse"]
+
+
+class InUse:
+    """
+    Attributes:
+        position: moment of the plan that was reached last, as far as names of events tell; uses are counted from it.
+    """
+
+    def __init__(self) -> None:
+        self.position = 0
+        self._frames: list[set[int]] = [set()]  # chunks used by each open module call
+        self._recomputed: set[int] = set()
+        self._in_backward = False  # the moment that is open
+
+    @property
+    def chunks(self) -> set[int]:
+        return set().union(*self._frames) | self._recomputed
+
+    def add(self, chunks: Iterable[int]) -> None:
+        """What runs now reads them."""
+        self._frames[-1] |= set(chunks)
+
+    def only(self, chunks: Iterable[int]) -> None:
+        """What runs now began on plan, or nothing runs: these chunks stay until the next event."""
+        self._frames = [set(chunks)]
+
+    def clear(self) -> None:
+        self.only(())
+        self._recomputed = set()
+
+    def see(self, event: Event) -> None:
+        """A module begins or ends, or a step of the backward."""
+        if event.kind == "begin":
+            if event.phase is Phase.RECOMPUTE and self._in_backward:
+                self._recomputed = set()
+                self._in_backward = False
+            if event.module == "" and event.phase is Phase.FWD:
+                self._frames = [set()]
+            self._frames.append(set())
+        elif event.kind == "end":
+            if len(self._frames) > 1:
+                ended = self._frames.pop()
+                if event.phase is Phase.RECOMPUTE:
+                    self._recomputed |= ended
+        else:
+            self._frames = [set()]
+            self._in_backward = True
+            if event.kind == "backward-end":
+                self._recomputed = set()

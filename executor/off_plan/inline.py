@@ -1,0 +1,172 @@
+"""Inline: steps that no plan has, performed at once in the user's thread while the queues stand still.
+
+A step begins, works and ends through the same contents as on a queue. Put on a queue, which runs in order, it would
+wait for the plan's steps there, and those for it. What no step expresses is an operation of contents with a name: the
+working list from the master copy (`rewrite`), slices that another rank has in host memory (`put_together`), one
+tensor's share of a gradient (`shares.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+
+from executor.memory.contents import Update
+from executor.session.hosting import BytesHost
+from executor.session.others import Others
+from pstar_sim.core import effects
+from pstar_sim.core.plan import Resident
+from pstar_sim.core.step import Kind, Place, Queue, Step
+from pstar_sim.errors import OutOfMemory, PlanError, PstarError
+
+__all__ = ["Host", "Inline"]
+
+GPU, HOST = Place.GPU, Place.HOST
+NO_ID = -1
+
+
+class Climbing(Protocol):
+    """What is asked of `ladder.Ladder`."""
+
+    def give_back(self, error: OutOfMemory, *, needed: set[int]) -> None: ...
+
+
+class Host(BytesHost, Protocol):
+    """What is asked of the session."""
+
+    @property
+    def ladder(self) -> Climbing: ...
+    @property
+    def ranks(self) -> Others | None: ...
+
+
+class Inline:
+    """Only while the queues are paused."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def alloc(self, place: Place, chunk: int, list_name: str) -> Step:
+        return self._step(Queue.COMPUTE, Kind.ALLOC, chunk, list_name, place)
+
+    def copy(self, place: Place, chunk: int, list_name: str) -> Step:
+        """To the place from the other one."""
+        if place is GPU:
+            return self._step(Queue.H2D, Kind.FETCH, chunk, list_name)
+        return self._step(Queue.D2H, Kind.WRITEBACK, chunk, list_name)
+
+    def drop(self, place: Place, chunk: int, list_name: str) -> Step:
+        if place is GPU:
+            return self._step(Queue.COMPUTE, Kind.DROP, chunk, list_name)
+        return self._step(Queue.COMPUTE, Kind.FREE, chunk, list_name, place)
+
+    def gather(self, chunk: int) -> Step:
+        return self._step(Queue.NET, Kind.GATHER, chunk, "remote")
+
+    def adam(self, place: Place, chunk: int) -> Step:
+        if place is GPU:
+            return self._step(Queue.COMPUTE, Kind.GPU_ADAM, chunk, "param")
+        return self._step(Queue.ADAM, Kind.CPU_ADAM, chunk, "param")
+
+    def _step(self, queue: Queue, kind: Kind, chunk: int, list_name: str, place: Place | None = None) -> Step:
+        size = self.host.plan.layout.payload_bytes(chunk, list_name)
+        return Step(id=NO_ID, queue=queue, kind=kind, bytes=size, chunk=chunk, list=list_name, place=place)
+
+    # -- performing ---------------------------------------------------------------------------------------------------
+
+    def perform(
+        self,
+        step: Step,
+        update: Update | None = None,
+        norms: Callable[[], Iterable[torch.Tensor]] = tuple,
+    ) -> None:
+        """Do all of the step. update, norms: of the iteration, for Adam steps. Raises OutOfMemory, nothing changed, if
+        the accelerator refuses what the step takes."""
+        contents, chunk = self.host.contents, step.chunk
+        assert chunk is not None
+        state = contents.chunks[chunk]
+        taken = effects.takes(step)
+        new = self._take(chunk, None if taken is None else taken[0], lambda: contents.begin(step))
+        source = HOST if step.kind is Kind.FETCH else GPU
+        moves = step.kind in (Kind.FETCH, Kind.WRITEBACK) and bool(state.where(source, step.list or ""))
+        if moves:
+            state.adding = True  # gradients are in two lists for a while
+        with torch.no_grad():
+            contents.work(step, update, norms)
+        state.hollow -= new
+        if moves:
+            state.adding = False
+        contents.finish(step)
+
+    def _take(self, chunk: int, taken: Resident | None, take: Callable[[], object]) -> set[tuple[Place, str]]:
+        """Let a list take its memory. What it returns is hollow, until the caller has filled it: see [Note: between two
+        lines] in memory/contents.py. Nothing where the list has memory."""
+        new = {(taken.place, taken.list)} if taken is not None and not self._has(taken) else set()
+        hollow = self.host.contents.chunks[chunk].hollow
+        hollow |= new
+        try:
+            take()
+        except PstarError:
+            hollow -= new
+            raise
+        return new
+
+    def _has(self, row: Resident) -> bool:
+        return self.host.arena.has(row.place, row.chunk, row.list)
+
+    def _fill(self, row: Resident, fill: Callable[[], object]) -> None:
+        """What no step expresses: memory where there is none, then content."""
+        arena = self.host.arena
+        new: set[tuple[Place, str]] = set()
+        if not self._has(row):
+            new = self._take(row.chunk, row, lambda: arena.take(row.place, row.chunk, row.list))
+        with torch.no_grad():
+            fill()
+        self.host.contents.chunks[row.chunk].hollow -= new
+
+    # -- bringing a list ----------------------------------------------------------------------------------------------
+
+    def bring(self, place: Place, chunk: int, list_name: str, *, needed: set[int] | None = None) -> None:
+        """The list has memory at the place and current content from here on. needed: chunks that stay while room is
+        made for what the accelerator refuses; None: OutOfMemory is raised. Raises PlanError if the content is nowhere,
+        DoesNotFit if no room can be made."""
+        while True:
+            try:
+                self._bring(place, chunk, list_name)
+                return
+            except OutOfMemory as error:
+                if needed is None:
+                    raise
+                self.host.ladder.give_back(error, needed=needed)
+
+    def _bring(self, place: Place, chunk: int, list_name: str) -> None:
+        host = self.host
+        other = HOST if place is GPU else GPU
+        if list_name == "remote":
+            self.join(chunk)
+        elif list_name in ("grad", "grad32"):
+            self.perform(self.alloc(place, chunk, list_name))
+        elif list_name == "param":
+            state = host.contents.chunks[chunk]
+            if other in state.current and not state.where(other, "param"):
+                self.perform(self.copy(place, chunk, "param"))
+            else:
+                self._fill(Resident(chunk, "param", place), lambda: host.contents.rewrite(place, chunk))
+        elif host.arena.has(other, chunk, list_name):
+            self.perform(self.copy(place, chunk, list_name))
+        else:
+            raise PlanError(f"{list_name} of chunk {chunk} is lost: neither place holds it")
+
+    def join(self, chunk: int) -> None:
+        """The other ranks' slices of the working list come. See [Note: evaluations that differ] in
+        distributed/ranks.py."""
+        host = self.host
+        slices = None if host.ranks is None else host.ranks.slices_of(chunk)
+        if slices is None:
+            self.perform(self.gather(chunk))
+        else:
+            self._fill(Resident(chunk, "remote", GPU), lambda: host.contents.put_together(chunk, slices))

@@ -1,0 +1,111 @@
+"""Mending: what is done after Ctrl-C came inside the engine's own work.
+
+[Note: interrupted] Ctrl-C may come between any two lines. Inside the engine's own work it leaves `AtWork.torn`, and
+`zero_grad()` (or whatever comes first, where no gradient is lost by it) mends that. Before `optimizer.step()` has begun
+to update, the iteration is dropped: its gradients go, values that they overwrote come back from the master copy, the
+places go back to the cut. From then on (`Cursor.committed`) the step is carried to its end instead: a chunk that has a
+gradient is not updated yet. What cannot be told (a chunk in the middle of its update, eager updates of half a backward)
+ends the run with `Interrupted`. See [Note: between two lines] in memory/contents.py.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from executor.off_plan.cut import Cut
+from executor.off_plan.gradients import Gradients
+from executor.off_plan.states import States
+from executor.off_plan.update import Stepping
+from executor.session.ending import Ending
+from executor.session.following import Following
+from executor.session.hosting import BytesHost, LoopHost
+from executor.session.reader import Reader
+from executor.session.updates import Updates
+from pstar_sim.errors import Interrupted
+
+__all__ = ["Host", "Mending"]
+
+
+class Host(BytesHost, LoopHost, Protocol):
+    """What is asked of the session."""
+
+    @property
+    def ending(self) -> Ending: ...
+    @property
+    def following(self) -> Following: ...
+    @property
+    def reader(self) -> Reader: ...
+    @property
+    def renewing(self) -> bool: ...
+    @property
+    def updates(self) -> Updates: ...
+
+
+class Mending:
+    def __init__(self, host: Host, gradients: Gradients, states: States, stepping: Stepping, cut: Cut) -> None:
+        self.host = host
+        self.gradients = gradients
+        self.states = states
+        self.stepping = stepping
+        self.cut = cut
+
+    def mend(self) -> None:
+        """See [Note: interrupted]. Raises what ends the run."""
+        host = self.host
+        self._refuse_to_mend()
+        host.queues.settle(host.iteration - 1)
+        host.queues.pause()
+        self._refuse_half_an_update()
+        host.following.forget_open_step()
+        host.arena.mend()
+        for chunk in range(len(host.plan.layout.chunks)):
+            host.contents.free_hollow(chunk)
+        host.cursor.visiting = False
+        if host.cursor.committed != host.iteration:
+            host.cursor.off_plan = True
+            self.cut.start_over()
+            return
+        if not host.cursor.off_plan:
+            host.cursor.off_plan = True
+            self.gradients.leave_gpu()
+            self.states.send_streams_home()
+        assert host.now.update is not None
+        self.stepping.carry_out(host.now.update)
+        host.clock.reset()
+        host.cursor.stepped = True
+
+    def _refuse_to_mend(self) -> None:
+        host = self.host
+        if host.ranks is not None:
+            raise host.ending.interrupt(
+                f"rank {host.ranks.rank} was interrupted in iteration {host.iteration} and the other ranks have gone "
+                "on; go on from the last checkpoint (--save-every, --resume)"
+            )
+        if host.renewing:
+            raise host.ending.interrupt(
+                f"iteration {host.iteration} was interrupted while values moved into the chunks of a new plan; go on "
+                "from the last checkpoint"
+            )
+
+    def _refuse_half_an_update(self) -> None:
+        host = self.host
+        committed = host.cursor.committed == host.iteration
+        if host.updates.begun and not committed:
+            raise self.half_updated()
+        for chunk, state in enumerate(host.contents.chunks):
+            if state.updating or (committed and state.adding):
+                names = ", ".join(repr(host.reader.name_of(t)) for t in host.timetable.tensors_of[chunk][:2])
+                raise host.ending.interrupt(
+                    f"optimizer.step() of iteration {host.iteration} was interrupted in the middle of the update of "
+                    f"chunk {chunk} ({names}, ...): its values are neither those before nor those after; go on from "
+                    "the last checkpoint"
+                )
+
+    def half_updated(self) -> Interrupted:
+        """What to raise where a backward ended in the middle of its eager updates."""
+        host = self.host
+        return host.ending.interrupt(
+            f"iteration {host.iteration} was interrupted when {len(host.updates.begun)} parameters had had their eager "
+            "update and others had not; go on from the last checkpoint (AdamW(eager=False) updates nothing before "
+            "optimizer.step())"
+        )

@@ -1,0 +1,154 @@
+"""Room: who leaves the gpu off the plan so that somebody else may come.
+
+Working lists that nobody uses now go first, the one that the plan's uses need last before the others (Belady's rule on
+what is known); where memory ran out, optimizer states of pinned chunks follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from executor.off_plan.in_use import InUse
+from executor.off_plan.inline import Inline
+from executor.off_plan.states import States
+from executor.session.batches import Batches, movable
+from executor.session.hosting import BytesHost
+from pstar_sim.core.step import Place
+from pstar_sim.errors import DoesNotFit
+from pstar_sim.workload.workload import Moment, Phase
+
+__all__ = ["Host", "Room", "Tides"]
+
+GPU, HOST = Place.GPU, Place.HOST
+
+
+class Climbing(Protocol):
+    """What is asked of `ladder.Ladder`."""
+
+    @property
+    def pending(self) -> bool: ...
+
+
+class Host(BytesHost, Protocol):
+    """What is asked of the session."""
+
+    @property
+    def batches(self) -> Batches: ...
+    @property
+    def ladder(self) -> Climbing: ...
+
+
+class Room:
+    def __init__(self, host: Host, inline: Inline, in_use: InUse, states: States) -> None:
+        self.host = host
+        self.inline = inline
+        self.in_use = in_use
+        self.states = states
+
+    def set_tide(self, size: int) -> None:
+        """Make the gpu hold no more than leaves room for the tide, as far as it can be."""
+        arena = self.host.arena
+        free = arena.gpu_budget_bytes - arena.payload_bytes(GPU)
+        if size > free:
+            self.make(size - arena.tide_bytes, needed=set(), strict=False)
+            free = arena.gpu_budget_bytes - arena.payload_bytes(GPU)
+        arena.set_tide(min(size, max(free, 0)))
+
+    def make(self, size: int, *, needed: set[int], strict: bool = True) -> None:
+        """Drop working lists, the one used last first, until `size` bytes are free. Raises DoesNotFit if they cannot
+        be and strict."""
+        host = self.host
+        arena = host.arena
+        if arena.room_on_gpu() >= size:
+            return
+        for chunk in self._victims(needed):
+            self._drop(chunk)
+            if arena.room_on_gpu() >= size:
+                return
+        # The tide known here is that of the plan's moments; give up of it what is only an estimate.
+        short = size - arena.room_on_gpu()
+        if strict and host.ladder.pending:
+            short -= self.unpin(short, needed=needed)[1]
+            if short <= 0:
+                return
+        if short <= arena.tide_bytes and not host.batches.moments:
+            arena.set_tide(arena.tide_bytes - short)
+        elif strict:
+            raise DoesNotFit(
+                policy=host.plan.policy,
+                place="gpu",
+                needed_bytes=arena.gpu_budget_bytes + short,
+                available_bytes=arena.gpu_budget_bytes,
+                what="what one module reads at once, off plan",
+            )
+
+    def _victims(self, needed: set[int]) -> list[int]:
+        """Chunks whose working list may leave the gpu now, the one used last first."""
+        host = self.host
+        protected = self.in_use.chunks | needed
+        victims = [
+            c.index
+            for c in host.plan.layout.chunks
+            if host.arena.has(GPU, c.index, "param")
+            and c.index not in protected
+            and (movable(host.arena, c.index) or host.arena.has(GPU, c.index, "remote"))
+            and not host.contents.chunks[c.index].where(GPU, "param")
+        ]
+        position = self.in_use.position
+        return sorted(victims, key=lambda chunk: (-host.timetable.until_use(chunk, position), chunk))
+
+    def _drop(self, chunk: int) -> None:
+        """The working list of a chunk leaves the gpu, or of one that cannot the other ranks' slices."""
+        if self.host.arena.has(GPU, chunk, "remote"):
+            self.inline.perform(self.inline.drop(GPU, chunk, "remote"))
+        if movable(self.host.arena, chunk):
+            self.inline.perform(self.inline.drop(GPU, chunk, "param"))
+
+    def give_back(self, size: int, *, needed: set[int]) -> tuple[list[int], int]:
+        """Drop working lists that nobody uses now until the gpu holds `size` bytes less, if there are so many; (chunks
+        dropped, bytes)."""
+        dropped: list[int] = []
+        freed = 0
+        for chunk in self._victims(needed):
+            if freed >= size:
+                break
+            self.inline.perform(self.inline.drop(GPU, chunk, "param"))
+            dropped.append(chunk)
+            freed += self.host.plan.layout.payload_bytes(chunk, "param")
+        return dropped, freed
+
+    def unpin(self, size: int, *, needed: set[int]) -> tuple[list[int], int]:
+        """Move the optimizer states of pinned chunks to the host until the gpu holds `size` bytes less, as far as the
+        host has room; (chunks moved, bytes). Their update of this iteration runs there."""
+        host, layout = self.host, self.host.plan.layout
+        moved: list[int] = []
+        freed = 0
+        pinned = [c.index for c in layout.chunks if self.states.pinned(c.index)]
+        for chunk in sorted(pinned, key=lambda c: (-layout.payload_bytes(c, "param32"), c)):
+            if freed >= size:
+                break
+            gained = self.states.unpin(chunk, host.plan.host_budget_bytes - host.arena.payload_bytes(HOST))
+            if not gained:
+                continue
+            freed += gained
+            moved.append(chunk)
+            if chunk in self._victims(needed):
+                self.inline.perform(self.inline.drop(GPU, chunk, "param"))
+                freed += layout.payload_bytes(chunk, "param")
+        return moved, freed
+
+
+class Tides:
+    """Peaks of moments by the event that opens them."""
+
+    def __init__(self, moments: Sequence[Moment]) -> None:
+        self._by_name: dict[str, int] = {}
+        for m in moments:
+            self._by_name[m.name] = max(self._by_name.get(m.name, 0), m.peak_bytes)
+        forward = [m for m in moments if m.phase is Phase.FWD] or list(moments)
+        # Without gradients nothing is kept: what one moment adds, twice (input and output of the next one).
+        self.no_grad_bytes = forward[0].start_bytes + 2 * max(m.peak_bytes - m.start_bytes for m in forward)
+
+    def at(self, name: str, otherwise: int) -> int:
+        return self._by_name.get(name, otherwise)

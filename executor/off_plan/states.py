@@ -1,0 +1,80 @@
+"""States: optimizer states that leave the gpu off the plan, and where a chunk is updated.
+
+An update runs beside the chunk's states: on the gpu where they are pinned there, else on the host.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from executor.memory.shares import Shares
+from executor.off_plan.inline import Inline
+from executor.session.hosting import BytesHost
+from executor.session.reader import Reader
+from pstar_sim.core.step import Place
+
+__all__ = ["Host", "States"]
+
+GPU, HOST = Place.GPU, Place.HOST
+
+
+class Host(BytesHost, Protocol):
+    """What is asked of the session."""
+
+    @property
+    def reader(self) -> Reader: ...
+
+
+class States:
+    def __init__(self, host: Host, inline: Inline, shares: Shares) -> None:
+        self.host = host
+        self.inline = inline
+        self.shares = shares
+
+    def pinned(self, chunk: int) -> bool:
+        """The master copy is on the gpu: the working list can be rewritten there and needs no host."""
+        return self.host.arena.has(GPU, chunk, "param32")
+
+    def home(self, chunk: int) -> Place:
+        """Where the chunk is updated."""
+        return GPU if self.pinned(chunk) else HOST
+
+    def leave_gpu(self, chunk: int, list_name: str) -> None:
+        """The list goes off the gpu; what was updated there since it came goes home first."""
+        perform, inline = self.inline.perform, self.inline
+        if list_name in self.host.contents.chunks[chunk].ahead and self.host.arena.has(HOST, chunk, list_name):
+            perform(inline.copy(HOST, chunk, list_name))
+        perform(inline.drop(GPU, chunk, list_name))
+
+    def send_streams_home(self) -> None:
+        """States that are on the gpu for one update only go home, updated or not."""
+        host = self.host
+        for c in host.plan.layout.chunks:
+            if host.plan.modes[c.index] != "stream":
+                continue
+            for name in host.plan.layout.state_lists:
+                if host.arena.has(GPU, c.index, name):
+                    self.leave_gpu(c.index, name)
+            host.contents.chunks[c.index].ahead.clear()
+
+    def unpin(self, chunk: int, room_bytes: int) -> int:
+        """States of a pinned chunk, and its gradients, move to the host, where its update runs then; how many bytes the
+        gpu holds less. Nothing (0) where the host has less than `room_bytes` for them."""
+        arena, layout = self.host.arena, self.host.plan.layout
+        lists = [n for n in (*layout.state_lists, "grad32") if arena.has(GPU, chunk, n)]
+        if sum(layout.payload_bytes(chunk, n) for n in ("param", *lists)) > room_bytes:
+            return 0
+        for name in lists:
+            self.inline.perform(self.inline.copy(HOST, chunk, name))
+        if not arena.has(HOST, chunk, "param"):
+            self.inline.bring(HOST, chunk, "param")
+        for name in lists:
+            self.inline.perform(self.inline.drop(GPU, chunk, name))
+        with torch.no_grad():
+            self.shares.leave_gpu(chunk, "param", restored=True)
+            self.shares.leave_gpu(chunk, "grad", restored=False)
+            self.shares.kept_to_host(chunk)
+        self.host.reader.refresh(chunk)
+        return sum(layout.payload_bytes(chunk, n) for n in lists)

@@ -1,0 +1,101 @@
+"""Update: every update of an iteration off the plan, in `optimizer.step()`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+
+from executor.memory.contents import Update
+from executor.off_plan.cut import Cut
+from executor.off_plan.gradients import Gradients
+from executor.off_plan.inline import Inline
+from executor.off_plan.room import Room
+from executor.off_plan.states import States
+from executor.session.hosting import BytesHost
+from executor.session.updates import Updates
+from pstar_sim.core.step import Place
+from pstar_sim.errors import OutOfMemory
+
+__all__ = ["Host", "Stepping"]
+
+GPU = Place.GPU
+
+
+class Climbing(Protocol):
+    """What is asked of `ladder.Ladder`."""
+
+    def give_back(self, error: OutOfMemory, *, needed: set[int]) -> None: ...
+
+
+class Host(BytesHost, Protocol):
+    """What is asked of the session."""
+
+    @property
+    def ladder(self) -> Climbing: ...
+    @property
+    def updates(self) -> Updates: ...
+
+
+class Stepping:
+    def __init__(self, host: Host, inline: Inline, states: States, room: Room, gradients: Gradients, cut: Cut) -> None:
+        self.host = host
+        self.inline = inline
+        self.states = states
+        self.room = room
+        self.gradients = gradients
+        self.cut = cut
+
+    def step(self) -> None:
+        """Every update of the iteration, then back to the cut."""
+        host = self.host
+        self.gradients.collect_left_over()
+        update = host.now.update or host.updates.new()
+        host.now.update = update
+        host.updates.decide_scaling(update)
+        host.cursor.committed = host.iteration
+        self.carry_out(update)
+
+    def carry_out(self, update: Update) -> None:
+        """The updates that have not been made yet: those of chunks that have a gradient."""
+        host = self.host
+        contents = host.contents
+        self._take_kept_back()
+        chunks = [c for c in host.plan.layout.chunks if contents.chunks[c.index].with_gradient()]
+
+        def norms() -> Iterable[torch.Tensor]:
+            arrived = sorted(t for c in chunks for t in contents.chunks[c.index].with_gradient())
+            return [contents.gradient_norm(t) for t in arrived]
+
+        for c in chunks if not update.skip else ():
+            contents.gather_gradients(c, self.states.home(c.index))
+        if host.updates.max_grad_norm is not None and update.norm is None:
+            update.coefficient(norms)
+        for c in chunks:
+            home = self.states.home(c.index)
+            if not host.arena.has(home, c.index, "param"):
+                if home is GPU:
+                    self.room.make(host.plan.layout.payload_bytes(c.index, "param"), needed={c.index})
+                self._take(c.index)
+                if not update.skip:
+                    contents.gather_gradients(c, self.states.home(c.index))
+            self.inline.perform(self.inline.adam(self.states.home(c.index), c.index), update, norms)
+        self.cut.return_to()
+
+    def _take_kept_back(self) -> None:
+        """Gradients of pinned chunks go back to the gpu, into the working list: nobody reads it any more."""
+        shares, chunk_of = self.gradients.shares, self.host.contents.chunk_of
+        for t in list(shares.kept):
+            self._take(chunk_of(t))
+            shares.kept_to_param(t, self.states.home(chunk_of(t)))
+
+    def _take(self, chunk: int) -> None:
+        """Memory for the chunk's working list where it is updated. What the accelerator refuses is asked for again
+        after the ladder gave something back, which may move the states. Raises DoesNotFit if it cannot."""
+        arena = self.host.arena
+        while not arena.has(home := self.states.home(chunk), chunk, "param"):
+            try:
+                self.inline.perform(self.inline.alloc(home, chunk, "param"))
+            except OutOfMemory as error:
+                self.host.ladder.give_back(error, needed={chunk})
