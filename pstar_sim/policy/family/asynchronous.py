@@ -1,8 +1,8 @@
 """The asynchronous policies: chunks come ahead of time, gradients leave at once, CPU Adam runs in deadline order.
 
 tide, static_partition and optimal are points of one space (points.py). Chunks that are used first are pinned, as many
-as a closed form and then an event loop find best (program.py). The result of the event loop fixes the order on each
-queue, and its schedule the memory edges (plan.py).
+as a closed form and then `choose` find best (attempt.py). What `choose` found fixes the order on each
+queue, and its schedule the memory edges (passes/plan.py).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Asynchronous:
     def plan(self) -> Plan:
         check_gpu(self.job)
         best, most, bound_s = self._scan()
-        rival = self._rival() if self.job.follow_tide else None
+        rival = self._static() if self.job.follow_tide else None
         if rival is not None and not self.job.several:
             # [Note: one micro-batch] Every gap between forward and backward contains the peak, so low tide has no room
             # for anything that the peak has not. What is pinned is decided at the peak in both policies; both then copy
@@ -83,7 +83,7 @@ class Asynchronous:
         return self._emit(chosen, attempts, most, bound_s)
 
     def _search(self, best: int, most: int, bound_s: float) -> list[Attempt]:
-        """Attempts: the closed form's number of pins, none, all; its neighbours if the event loop stays behind the
+        """Attempts: the closed form's number of pins, none, all; its neighbours if what `choose` finds stays behind the
         closed form. Raises DoesNotFit if the host has no room for what is not pinned."""
         g = self.job
         attempts: dict[int, Attempt] = {}
@@ -123,7 +123,7 @@ class Asynchronous:
             found.append(self._attempt(_fastest(found).pins, linger=False))
         return found
 
-    def _rival(self) -> _Rival | None:
+    def _static(self) -> _Rival | None:
         """What static_partition would choose here (or has just chosen: whoever compares policies asks both); None if it
         does not fit."""
         g = self.job
@@ -137,10 +137,14 @@ class Asynchronous:
             return known
         other = Asynchronous("static_partition", g.workload, g.machine, g.settings, point=point)
         try:
-            check_gpu(other.job)
-            return other._remember(_fastest(other._search(*other._scan())))
+            return other.rival()
         except DoesNotFit:
             return None
+
+    def rival(self) -> _Rival:
+        """What the policy chooses by itself, for another one of the family. Raises DoesNotFit."""
+        check_gpu(self.job)
+        return self._remember(_fastest(self._search(*self._scan())))
 
     def _remember(self, chosen: Attempt) -> _Rival:
         """Keep what was chosen with a constant capacity, the latest only: tide asks for it in the same job."""

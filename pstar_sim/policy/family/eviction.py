@@ -32,12 +32,7 @@ def _play(gaps: Sequence[Gap], sizes: Sequence[int], room: Sequence[int], first:
     length = len(room)
     over_border = {gap.chunk for gap in gaps if gap.end >= length}
     laps = LAPS if over_border else 1
-    opening: dict[int, list[tuple[int, Gap]]] = {}
-    closing: dict[int, list[tuple[int, Gap]]] = {}
-    for lap in range(laps + 1):
-        for gap in sorted(gaps):
-            opening.setdefault(lap * length + gap.start + 1, []).append((lap, gap))
-            closing.setdefault(lap * length + gap.end, []).append((lap, gap))
+    opening, closing = _unrolled(gaps, length, laps)
     chunks = {gap.chunk for gap in gaps}
     arrived: dict[int, int] = {}
     idle: set[tuple[int, Gap]] = set()
@@ -67,6 +62,20 @@ def _play(gaps: Sequence[Gap], sizes: Sequence[int], room: Sequence[int], first:
                 idle.discard(entry)
                 held -= sizes[chunk]
     return _that_fit(kept[laps - 1], sizes, room)
+
+
+_Entries = dict[int, list[tuple[int, Gap]]]
+
+
+def _unrolled(gaps: Sequence[Gap], length: int, laps: int) -> tuple[_Entries, _Entries]:
+    """Point of time -> (lap, gap) that open then, and that close then."""
+    opening: _Entries = {}
+    closing: _Entries = {}
+    for lap in range(laps + 1):
+        for gap in sorted(gaps):
+            opening.setdefault(lap * length + gap.start + 1, []).append((lap, gap))
+            closing.setdefault(lap * length + gap.end, []).append((lap, gap))
+    return opening, closing
 
 
 def _that_fit(kept: set[Gap], sizes: Sequence[int], room: Sequence[int]) -> set[Gap]:

@@ -1,6 +1,6 @@
 """period_s: the pace of a finished plan, by the rules of the simulator.
 
-The event loop predicts what it decides while it decides; here nothing is decided any more, so that plans of any
+`choose` predicts what it decides while it decides; here nothing is decided any more, so that plans of any
 policy can be compared by the figure that the simulator will find.
 """
 

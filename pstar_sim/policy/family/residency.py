@@ -38,6 +38,12 @@ def belady(gaps: Sequence[Gap], sizes: Sequence[int], room: Sequence[int]) -> se
     one that ends farther: it is in nobody's way longer); with a few larger ones it is a heuristic, so gaps given up are
     offered the room that is left, shortest first. Gaps that pass the end of the iteration go on at its beginning.
     """
+    gone = _given_up(gaps, sizes, room)
+    return _offered_again(gaps, sizes, room, gone)
+
+
+def _given_up(gaps: Sequence[Gap], sizes: Sequence[int], room: Sequence[int]) -> list[Gap]:
+    """Gaps with the farthest end, wherever those that are open hold too much."""
     length = len(room)
     opening: dict[int, list[Gap]] = {}
     for gap in gaps:
@@ -45,8 +51,7 @@ def belady(gaps: Sequence[Gap], sizes: Sequence[int], room: Sequence[int]) -> se
     held = 0
     open_gaps: list[tuple[int, int, Gap]] = []  # farthest end first
     closing = [0] * (2 * length + 1)
-    dropped: list[Gap] = []
-    gone: set[Gap] = set()
+    gone: list[Gap] = []
     wrapped = [0] * length  # what gaps over the border hold at the beginning of the iteration
     for gap in gaps:
         if gap.end > length:
@@ -64,11 +69,17 @@ def belady(gaps: Sequence[Gap], sizes: Sequence[int], room: Sequence[int]) -> se
                 break
             held -= sizes[gap.chunk]
             closing[gap.end] -= sizes[gap.chunk]
-            gone.add(gap)
-            dropped.append(gap)
+            gone.append(gap)
             if gap.end > length:
                 for early in range(gap.end - length):
                     wrapped[early] -= sizes[gap.chunk]
+    return gone
+
+
+def _offered_again(gaps: Sequence[Gap], sizes: Sequence[int], room: Sequence[int], given_up: Sequence[Gap]) -> set[Gap]:
+    """The gaps but those given up; of these the shortest that fit what is left are taken back."""
+    length = len(room)
+    dropped, gone = list(given_up), set(given_up)
     left = np.array((*room, *room), dtype=np.int64)  # twice: gaps may pass the end
 
     def book(gap: Gap, size: int) -> None:

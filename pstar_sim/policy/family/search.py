@@ -1,4 +1,4 @@
-"""Search: how many chunks to pin, how many to stream, and the knobs around them, each choice played by the event loop.
+"""Search: how many chunks to pin, how many to stream, and the knobs around them, each choice tried by `choose`.
 
 It begins where the roofline (modes.py) and the closed form for pins alone (pins.py) say, and goes from the best of
 these downhill, one thing at a time; then again from places that the best one does not reach so (another knob, other

@@ -1,7 +1,7 @@
-"""Plans by search: all three ways to update a chunk, counts by a roofline, the rest by playing neighbours.
+"""Plans by search: all three ways to update a chunk, counts by a roofline, the rest by trying neighbours.
 
 Chunks are pinned (states on the GPU for ever), streamed (states come for one update) or updated on the CPU; a roofline
-says how many of each, they are interleaved through the layers, and the event loop plays neighbouring numbers and knobs
+says how many of each, they are interleaved through the layers, and neighbouring numbers and knobs are tried
 (search.py). Where the caller leaves the chunk size open a few sizes are tried, and the most promising searches go on.
 What was found is followed (pace.py).
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout, build_layout, size_near
@@ -63,64 +64,91 @@ def own_plans(
     *,
     sizes: bool = True,
 ) -> Iterator[Found]:
-    """The best of the search over each chunk size tried. Raises DoesNotFit if no size fits."""
-    usual = build_layout(workload, chunk_bytes=settings.chunk_bytes, ranks=len(machine.ranks))
-    reason: DoesNotFit | None = None
-    few = len(usual.chunks) <= COARSE
-    searches: list[Search] = []  # over the sizes that fit
-    tried: dict[str, str] = {}
+    """The best of the search over each chunk size tried. sizes: try others than the usual one, where the settings leave
+    the size open. Raises DoesNotFit if no size fits."""
+    over = _Sizes(workload, machine, settings, point, name)
+    over.look(over.usual, FIRST_OPS)
+    if sizes:
+        over.look_elsewhere()
+    over.go_on_with_the_best()
+    search = min(over.searches, key=lambda search: search.seconds)
+    for attempt in search.fastest:  # followed, since what `choose` says is a prediction
+        plan = attempt.plan(_choices(search, attempt, over.tried))
+        yield Found(period_s(plan), name, plan, search.alone_s)
 
-    def look(layout: Layout, effort_ops: int, point: Point = point) -> None:
-        nonlocal reason
-        job = Job(name, workload, machine, settings, point, layout)
+
+class _Sizes:
+    """Searches over several chunk sizes.
+
+    usual: the layout at the usual size. few: it has few chunks, so that cutting finer is worth more.
+    searches: over the sizes that fit. tried: size -> seconds, for `explain`.
+    """
+
+    def __init__(self, workload: Workload, machine: Machine, settings: Settings, point: Point, name: str) -> None:
+        self._job = partial(Job, name, workload, machine, settings)
+        self._workload, self._machine, self._settings, self._point = workload, machine, settings, point
+        self.usual = self._layout(settings.chunk_bytes)
+        self.few = len(self.usual.chunks) <= COARSE
+        self.searches: list[Search] = []
+        self.tried: dict[str, str] = {}
+        self._reason: DoesNotFit | None = None  # why the first size that did not fit did not
+
+    def _layout(self, chunk_bytes: int | None) -> Layout:
+        return build_layout(self._workload, chunk_bytes=chunk_bytes, ranks=len(self._machine.ranks))
+
+    def look(self, layout: Layout, effort_ops: int, point: Point | None = None) -> None:
+        """Begin a search with this effort."""
+        job = self._job(point or self._point, layout)
         try:
             check_gpu(job)
         except DoesNotFit as short:
-            reason = reason or short
+            self._reason = self._reason or short
             return
         search = Search(job, 0)
-        if go_on(search, effort_ops):
-            searches.append(search)
+        if self._go_on(search, effort_ops):
+            self.searches.append(search)
         else:
-            reason = reason or search.short()
+            self._reason = self._reason or search.short()
 
-    def go_on(search: Search, effort_ops: int) -> bool:
-        attempts = search.run(effort_ops)
-        if attempts:
-            size = format_bytes(search.job.layout.chunk_bytes)
-            tried[size + ("" if search.job.follow_tide else ", constant capacity")] = format_s(search.seconds)
-        return bool(attempts)
+    def look_elsewhere(self) -> None:
+        """Other chunk sizes, where the usual one is far from its floor. A constant capacity where nothing fits: room that
+        only low tide has is sometimes better left to what passes through."""
+        if self._settings.chunk_bytes is None and self._far():
+            for factor in (0.5, 0.25, 0.125) if self.few else (0.5, 2.0):
+                size = int(self.usual.chunk_bytes * factor)
+                layout = self._layout(size_near(self._workload, size) if self.few else size)
+                if FEWEST_CHUNKS <= len(layout.chunks) <= MOST_CHUNKS and layout.waste <= MOST_WASTE:
+                    self.look(layout, OTHER_OPS)
+        if self._point.capacity == "tide" and not self.searches:
+            self.look(self.usual, FIRST_OPS, replace(self._point, capacity="peak"))
 
-    def far() -> bool:
-        worth = WORTH_A_SIZE_OF_FEW if few else WORTH_A_SIZE
-        return not any(search.seconds <= search.floor_s * (1 + worth) for search in searches)
+    def go_on_with_the_best(self) -> None:
+        """More effort for the most promising searches. Raises DoesNotFit where there is none."""
+        for search in self._by_seconds()[:2]:
+            self._go_on(search, SECOND_OPS)
+        left_ops = REST_OPS_OF_FEW if self.few else REST_OPS
+        for search in self._by_seconds()[:3]:
+            if left_ops > 0 and not any(search.good_enough for search in self.searches):
+                self._go_on(search, left_ops)
+                left_ops = search.effort_ops  # of one that knows nothing more to try
+        if not self.searches:
+            assert self._reason is not None
+            raise self._reason
 
-    look(usual, FIRST_OPS)
-    if sizes and settings.chunk_bytes is None and far():
-        for factor in (0.5, 0.25, 0.125) if few else (0.5, 2.0):
-            size = int(usual.chunk_bytes * factor)
-            layout = build_layout(
-                workload, chunk_bytes=size_near(workload, size) if few else size, ranks=len(machine.ranks)
-            )
-            if FEWEST_CHUNKS <= len(layout.chunks) <= MOST_CHUNKS and layout.waste <= MOST_WASTE:
-                look(layout, OTHER_OPS)
-    if sizes and point.capacity == "tide" and not searches:
-        # Room that only low tide has is sometimes better left to what passes through.
-        look(usual, FIRST_OPS, replace(point, capacity="peak"))
-    for search in sorted(searches, key=lambda search: search.seconds)[:2]:
-        go_on(search, SECOND_OPS)
-    left_ops = REST_OPS_OF_FEW if few else REST_OPS
-    for search in sorted(searches, key=lambda search: search.seconds)[:3]:
-        if left_ops > 0 and not any(search.good_enough for search in searches):
-            go_on(search, left_ops)
-            left_ops = search.effort_ops  # of one that knows nothing more to try
-    if not searches:
-        assert reason is not None
-        raise reason
-    search = min(searches, key=lambda search: search.seconds)
-    for attempt in search.fastest:  # followed, since the event loop's own figure is a prediction
-        plan = attempt.plan(_choices(search, attempt, tried))
-        yield Found(period_s(plan), name, plan, search.alone_s)
+    def _go_on(self, search: Search, effort_ops: int) -> bool:
+        """Whether it has found anything."""
+        if not search.run(effort_ops):
+            return False
+        size = format_bytes(search.job.layout.chunk_bytes)
+        self.tried[size + ("" if search.job.follow_tide else ", constant capacity")] = format_s(search.seconds)
+        return True
+
+    def _far(self) -> bool:
+        worth = WORTH_A_SIZE_OF_FEW if self.few else WORTH_A_SIZE
+        return not any(search.seconds <= search.floor_s * (1 + worth) for search in self.searches)
+
+    def _by_seconds(self) -> list[Search]:
+        return sorted(self.searches, key=lambda search: search.seconds)
 
 
 def _choices(search: Search, attempt: Attempt, sizes: dict[str, str]) -> dict[str, object]:

@@ -72,22 +72,34 @@ class Job:
         self.tide = uses.tide if self.follow_tide else (max(uses.tide),) * len(uses.tide)
         self.stash_bytes = sum(size for _, size in workload.stash_room)
         chunks = self.layout.chunks
-        bytes_of = self.layout.payload_bytes
         self.small = frozenset(c.index for c in chunks if c.small)
         self.moving = [c.index for c in chunks if not c.small]
-        self.candidates = sorted((c for c in self.moving if uses.updated(c)), key=lambda c: (uses.first_use(c), c))
-        self.sizes = [bytes_of(c.index, "param") for c in chunks]
-        self.remote = [bytes_of(c.index, "remote") if self.ranks > 1 else 0 for c in chunks]
+        self.candidates = sorted(filter(uses.updated, self.moving), key=lambda c: (uses.first_use(c), c))
+        self.sizes = [self.layout.payload_bytes(c.index, "param") for c in chunks]
+        self.remote = (
+            [self.layout.payload_bytes(c.index, "remote") for c in chunks] if self.ranks > 1 else [0] * len(chunks)
+        )
         self.permanent = [uses.home_bytes(c.index) for c in chunks]
         self.small_bytes = sum(self.permanent[c] + self.remote[c] for c in self.small)
         self.visiting_lists = (*(("grad32",) if self.several else ()), *self.layout.state_lists)
-        self.blocks: list[Block] = blocks_of(uses, self.cost.moments_s, self.tide, self.small, self._cuts())
-        self.block_of = [n for n, block in enumerate(self.blocks) for _ in range(block.first, block.last + 1)]
-        self.touched = [
-            [] if c.small else sorted({self.block_of[m] for m in uses.touched[c.index]}) for c in chunks
-        ]  # chunk -> blocks that need it
-        self.gradient_lists = self._gradient_lists()
-        self.update_block = [self._update_block(c.index) if uses.updated(c.index) else -1 for c in chunks]
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        """Runs of moments that are looked at as one."""
+        return blocks_of(self.uses, self.cost.moments_s, self.tide, self.small, self._cuts())
+
+    @cached_property
+    def block_of(self) -> list[int]:
+        """Moment -> its block."""
+        return [n for n, block in enumerate(self.blocks) for _ in range(block.first, block.last + 1)]
+
+    @cached_property
+    def touched(self) -> list[list[int]]:
+        """Chunk -> blocks that need it; none of a small one."""
+        every = self.uses.touched
+        return [
+            [] if c in self.small else sorted({self.block_of[m] for m in moments}) for c, moments in enumerate(every)
+        ]
 
     def _cuts(self) -> frozenset[int]:
         """Moments that open a block: a gradient list opens and closes, and an eager GPU Adam follows, at the edge of
@@ -101,7 +113,8 @@ class Job:
                 cuts.update(last + 1 for _, _, last in spans)
         return frozenset(cuts)
 
-    def _gradient_lists(self) -> list[list[tuple[int, int]]]:
+    @cached_property
+    def gradient_lists(self) -> list[list[tuple[int, int]]]:
         """Block -> (chunk, bytes) of the gradient lists that are open in it."""
         lists: list[list[tuple[int, int]]] = [[] for _ in self.blocks]
         for c in self.moving if self.ranks == 1 else range(len(self.sizes)):
@@ -160,6 +173,11 @@ class Job:
     def whole_bytes(self, chunk: int) -> int:
         """The working list of all ranks together."""
         return self.sizes[chunk] + self.remote[chunk]
+
+    @cached_property
+    def update_block(self) -> list[int]:
+        """Chunk -> `_update_block`; -1 for one that is not updated."""
+        return [self._update_block(c) if self.uses.updated(c) else -1 for c in range(len(self.sizes))]
 
     def _update_block(self, chunk: int) -> int:
         """Block behind which an eager update on the GPU runs: that of its last use; on several ranks the first one by

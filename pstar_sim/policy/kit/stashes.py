@@ -2,8 +2,8 @@
 workload/workload.py).
 
 Every policy's plan moves them: `Builder.compute` writes the copies beside the moments, in the order of the program, so
-that they can never make steps wait for each other in a circle; the asynchronous family (program.py) gives its event
-loop the copies as well, which then competes for the link with them in mind. Decides nothing: which blocks are offloaded
+that they can never make steps wait for each other in a circle; the asynchronous family (passes/stash_copies.py) writes
+them into its draft, so that they compete for the link with all other copies. Decides nothing: which blocks are offloaded
 is the workload's.
 """
 
