@@ -1,8 +1,8 @@
 """The asynchronous policies: chunks come ahead of time, gradients leave at once, CPU Adam runs in deadline order.
 
 tide, static_partition and optimal are points of one space (points.py). Chunks that are used first are pinned, as many
-as a closed form and then `choose` find best (attempt.py). What `choose` found fixes the order on each
-queue, and its schedule the memory edges (passes/plan.py).
+as a closed form and then `choose` find best (attempt.py). The window that `choose` found fixes the order on each queue
+and the memory edges (passes/plan.py).
 """
 
 from __future__ import annotations

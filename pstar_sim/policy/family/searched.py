@@ -111,8 +111,8 @@ class _Sizes:
             self._reason = self._reason or search.short()
 
     def look_elsewhere(self) -> None:
-        """Other chunk sizes, where the usual one is far from its floor. A constant capacity where nothing fits: room that
-        only low tide has is sometimes better left to what passes through."""
+        """Other chunk sizes, where the usual one is far from its floor. A constant capacity where nothing fits: room
+        that only low tide has is sometimes better left to what passes through."""
         if self._settings.chunk_bytes is None and self._far():
             for factor in (0.5, 0.25, 0.125) if self.few else (0.5, 2.0):
                 size = int(self.usual.chunk_bytes * factor)

@@ -3,8 +3,8 @@ workload/workload.py).
 
 Every policy's plan moves them: `Builder.compute` writes the copies beside the moments, in the order of the program, so
 that they can never make steps wait for each other in a circle; the asynchronous family (passes/stash_copies.py) writes
-them into its draft, so that they compete for the link with all other copies. Decides nothing: which blocks are offloaded
-is the workload's.
+them into its draft, so that they compete for the link with all other copies. Which blocks are offloaded is the
+workload's business.
 """
 
 from __future__ import annotations
