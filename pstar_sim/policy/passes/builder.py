@@ -42,8 +42,8 @@ class Builder:
 
     layout: another one than the settings and the machine's ranks lead to. stashes: `compute` also writes the copies of
     the workload's stashes; False for a policy that places them itself (`stash_out`, `stash_in`); their room on the host
-    is among the buffers either way. Offers the facts policies decide by: `ranks`,
-    `layout`, `uses` (Facts), `cost` (CostModel). Everything is one rank's; all ranks run these steps.
+    is among the buffers either way. Offers the facts policies decide by: `ranks`, `layout`, `uses` (Facts), `cost`
+    (CostModel), `whole` (lists of a chunk that is whole on a GPU). Everything is one rank's; all ranks run these steps.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class Builder:
         self.settings = settings
         self.ranks = len(machine.ranks)
         self.layout = layout or build_layout(workload, chunk_bytes=settings.chunk_bytes, ranks=self.ranks)
+        self.whole = ("param", "remote") if self.layout.ranks > 1 else ("param",)
         self.uses = facts_of(workload, self.layout)
         self.uses.check()
         self.cost = CostModel(workload, machine, self.layout)
@@ -206,13 +207,22 @@ class Builder:
             via=via,
         )
 
-    def writeback(self, chunk: int, list_name: str, moment: int, after: After = (), via: str | None = None) -> int:
+    def writeback(
+        self,
+        chunk: int,
+        list_name: str,
+        moment: int,
+        after: After = (),
+        size_bytes: int | None = None,
+        via: str | None = None,
+    ) -> int:
         return self.add(
             Queue.D2H,
             Kind.WRITEBACK,
             chunk=chunk,
             list_name=list_name,
             moment=moment,
+            size_bytes=size_bytes,
             after=after,
             via=via,
         )

@@ -10,13 +10,16 @@ clipping not before all gradients are there: the norm is that of all sums.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place
 from pstar_sim.policy.kit.capabilities import Capabilities
-from pstar_sim.policy.kit.room import describe_moment, worst_moment
 from pstar_sim.policy.passes.builder import Builder
+from pstar_sim.policy.passes.checks import check_beside_tide
+from pstar_sim.policy.passes.on_all_ranks import all_reduced
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 
@@ -35,35 +38,40 @@ def all_on_gpu(workload: Workload, machine: Machine, settings: Settings) -> Plan
     for chunk in b.layout.chunks:
         b.live(chunk.index, Place.GPU)
     model = b.held_bytes(Place.GPU)
-    worst = worst_moment(b.uses.tide)
-    b.check_room(
-        Place.GPU,
-        model + b.uses.tide[worst],
-        f"{format_bytes(model)} of parameters, gradients and optimizer states beside "
-        f"{describe_moment(workload, worst)}",
-    )
+    check_beside_tide(b, model, f"{format_bytes(model)} of parameters, gradients and optimizer states")
     barrier = settings.barrier(workload.dtype)
     final: dict[int, list[int]] = {}  # moment -> chunks whose last gradient arrives in it
     for chunk in b.layout.chunks:
         if b.uses.updated(chunk.index):
             final.setdefault(b.uses.last_gradient(chunk.index), []).append(chunk.index)
     at_once = barrier is None and b.ranks == 1  # an update behind its gradient would wait for the all-reduce
-    gradient = "grad32" if workload.micro_batches > 1 else "param"
-    summed: dict[int, list[int]] = {}
-    for m in range(len(workload.moments)):
-        computed = b.compute(m)
-        for c in final.get(m, ()):
-            if b.ranks > 1:
-                summed[c] = [b.gather(c, m, [b.reduce_scatter(c, m, [computed], gradient)], gradient)]
-            if at_once:
-                b.gpu_adam(c)
+    summed = _moments(b, final, update_at_once=at_once)
     if not at_once:
-        norm = [step for steps in list(summed.values())[-1:] for step in steps] if settings.clip else []
-        arrived = [c for chunks in final.values() for c in chunks]
-        for c in arrived if b.ranks > 1 else sorted(arrived):
-            b.gpu_adam(c, after=[*summed.get(c, ()), *norm])
+        chunks = [c for row in final.values() for c in row]
+        _optimizer_step(b, chunks if b.ranks > 1 else sorted(chunks), summed)
     b.choices["capacity"] = f"everything is resident: {format_bytes(model)} and the tide's peak"
     b.choices["adam"] = "on the GPU, " + (
         "behind each last gradient" if at_once else f"after the step moment ({barrier or 'all-reduced by then'})"
     )
     return b.plan()
+
+
+def _moments(b: Builder, final: Mapping[int, Iterable[int]], *, update_at_once: bool) -> dict[int, Sequence[int]]:
+    """All moments, with the all-reduce behind each last gradient (`final`: moment -> chunks) and, with
+    `update_at_once`, its Adam. Returns chunk -> the steps after which its gradient is the sum over the ranks."""
+    gradient = "grad32" if b.workload.micro_batches > 1 else "param"
+    summed: dict[int, Sequence[int]] = {}
+    for m in range(len(b.workload.moments)):
+        computed = b.compute(m)
+        for c in final.get(m, ()):
+            summed[c] = all_reduced(b, c, m, gradient, [computed])
+            if update_at_once:
+                b.gpu_adam(c)
+    return summed
+
+
+def _optimizer_step(b: Builder, chunks: Iterable[int], summed: Mapping[int, Sequence[int]]) -> None:
+    """Adam of every chunk, under clipping behind the last sum: the norm is that of all of them."""
+    norm = list(summed.values())[-1] if summed and b.settings.clip else []
+    for c in chunks:
+        b.gpu_adam(c, after=[*summed[c], *norm])

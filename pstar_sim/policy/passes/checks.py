@@ -1,0 +1,16 @@
+"""Checks of room, for policies that write their steps one by one."""
+
+from __future__ import annotations
+
+from pstar_sim.core.step import Place
+from pstar_sim.policy.kit.room import describe_moment, worst_moment
+from pstar_sim.policy.passes.builder import Builder
+
+__all__ = ["check_beside_tide"]
+
+
+def check_beside_tide(b: Builder, held_bytes: int, what: str) -> None:
+    """Raise DoesNotFit where `held_bytes`, which are those of `what`, leave the GPU no room for the highest tide."""
+    tide = b.uses.tide
+    worst = worst_moment(tide)
+    b.check_room(Place.GPU, held_bytes + tide[worst], f"{what} beside {describe_moment(b.workload, worst)}")

@@ -1,0 +1,137 @@
+"""Gradient lists, for policies that write their steps one by one.
+
+A gradient that has a list of its own opens the list in the moment in which its first part arrives. Once the gradient is
+complete it is summed over the ranks. It goes to the host, where those of several micro-batches are added, or stays on
+the GPU, where the sum over the ranks is added. gradients.py does the same for the asynchronous family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from pstar_sim.core.step import Place, Queue
+from pstar_sim.policy.kit.facts import Facts
+from pstar_sim.policy.passes.builder import Builder
+
+__all__ = ["GradientLists", "arrivals"]
+
+
+def arrivals(
+    uses: Facts, chunks: Iterable[int], *, last: bool = True
+) -> tuple[Mapping[int, Sequence[int]], Mapping[int, Sequence[int]]]:
+    """(moment -> chunks of which a gradient begins to arrive in it, moment -> chunks of which one is complete after
+    it). last: False leaves out each chunk's last gradient."""
+    opens: dict[int, list[int]] = {}
+    closes: dict[int, list[int]] = {}
+    for c in chunks:
+        for _, first, final in uses.spans[c] if last else uses.spans[c][:-1]:
+            opens.setdefault(first, []).append(c)
+            closes.setdefault(final, []).append(c)
+    return opens, closes
+
+
+class GradientLists:
+    """Writes the steps of the gradients of `chunks` into `b`.
+
+    last: the last gradient of a chunk has a list too; else it overwrites the working list.
+    stay: chunks whose gradients stay on the GPU. On one rank these have no lists: they are added in place.
+    one_by_one: each step of the policy waits for the one before, and for nothing else.
+
+    opens: moment -> chunks whose lists open in it.
+    closes: moment -> chunks whose gradient in a list is complete after it.
+    host_list: where Adam on the host finds a gradient.
+    freed: chunk -> step that last freed its lists on the GPU.
+    added: chunk -> step after which its sum on the host is up to date.
+    """
+
+    def __init__(
+        self,
+        b: Builder,
+        chunks: Iterable[int],
+        *,
+        last: bool = True,
+        stay: Collection[int] = (),
+        one_by_one: bool = False,
+    ) -> None:
+        self._b = b
+        self._stay = frozenset(stay)
+        self._one_by_one = one_by_one
+        self._several = b.workload.micro_batches > 1
+        self._names = ("grad", "grad_remote") if b.layout.ranks > 1 else ("grad",)
+        listed = [c for c in chunks if b.layout.ranks > 1 or c not in self._stay]
+        self.opens, self.closes = arrivals(b.uses, listed, last=last)
+        self.host_list = "grad32" if self._several else "grad"
+        self.freed: dict[int, int] = {}
+        self.added: dict[int, int] = {}
+        self._latest_sums: dict[str, int] = {}  # "ranks", "host" -> the latest sum there
+
+    # Bytes.
+
+    def bytes_of(self, c: int) -> int:
+        """Bytes on the GPU of the chunk's lists while they are open."""
+        return sum(self._b.layout.payload_bytes(c, name) for name in self._names)
+
+    def passing_bytes(self, c: int) -> int:
+        """Bytes on the host of a gradient that waits there to be added; 0 where none does."""
+        return self._b.layout.payload_bytes(c, "grad") if self._several and c not in self._stay else 0
+
+    @property
+    def on_host(self) -> str:
+        """What the host has of gradients, for messages."""
+        return "accumulated gradients, gradients" if self._several else "gradients"
+
+    # Steps.
+
+    def open(self, c: int, m: int, after: Iterable[int] = ()) -> int:
+        """The lists open in moment `m`; returns the step that opens the last of them."""
+        waits = [*after, *self._earlier(self.freed, c)]
+        return [self._b.alloc(Queue.COMPUTE, c, name, Place.GPU, m, after=waits) for name in self._names][-1]
+
+    def close(self, c: int, m: int, after: Sequence[int]) -> int:
+        """The gradient that is complete after moment `m` goes where it is wanted. Returns the step after which it is
+        there and the lists are free."""
+        summed = self.sum(c, m, after)
+        if c in self._stay:
+            return self.keep(c, m, summed)
+        self.send(c, m, summed)
+        return self.add(c, m)
+
+    def sum(self, c: int, m: int, after: Sequence[int], list_name: str = "grad_remote") -> Sequence[int]:
+        """Over the ranks; returns the steps after which the sum is there, with one rank `after`. list_name: "remote"
+        for a gradient that lies in the working list."""
+        if self._b.layout.ranks == 1:
+            return after
+        step = self._latest_sums["ranks"] = self._b.reduce_scatter(c, m, after, list_name)
+        return [step]
+
+    def keep(self, c: int, m: int, after: Iterable[int]) -> int:
+        """The sum has been added where it stays: its list goes. Returns the step that frees it."""
+        self.freed[c] = self._b.free(Queue.NET, c, "grad", Place.GPU, m, after)
+        return self.freed[c]
+
+    def send(
+        self, c: int, m: int, after: Iterable[int], *, size_bytes: int | None = None, via: str | None = None
+    ) -> int:
+        """To the host, behind the sum of the earlier ones there. Returns the copy; `freed` has the end of the list."""
+        waits = [*after, *self._earlier(self.added, c)]
+        down = self._b.writeback(c, "grad", m, waits, size_bytes=size_bytes, via=via)
+        self.freed[c] = self._b.free(Queue.D2H, c, "grad", Place.GPU, m)
+        return down
+
+    def add(self, c: int, m: int, after: Iterable[int] = ()) -> int:
+        """To those of earlier micro-batches, on the host. Returns the step after which Adam there may take the gradient
+        (with one micro-batch: once it has arrived)."""
+        if not self._several:
+            return self.freed[c]
+        step = self._b.cpu_add(c, "grad", m, after=[self.freed[c], *after])
+        self.added[c] = self._latest_sums["host"] = step
+        return step
+
+    def _earlier(self, steps: Mapping[int, int], c: int) -> list[int]:
+        return [steps[c]] if c in steps and not self._one_by_one else []
+
+    def all_there(self) -> list[int]:
+        """Steps that every update waits for, once all moments are written: the latest sum on the host, and under
+        clipping the latest one over the ranks, since the norm is that of all gradients."""
+        wanted = ("host", "ranks") if self._b.settings.clip else ("host",)
+        return [self._latest_sums[name] for name in wanted if name in self._latest_sums]
