@@ -12,7 +12,7 @@ costs the best policy is in `without`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -160,7 +160,7 @@ def ablate(
     for spec in specs:
         if progress is not None:
             progress(len(rows), len(specs))
-        used = own if spec == BASE and len(machine.ranks) > 1 else settings
+        used = own if _has_own_chunks(spec, machine) else settings
         found = compare(
             each,
             machine,
@@ -181,6 +181,26 @@ def ablate(
     assert best is not None
     if progress is not None:
         progress(len(specs), len(specs))
+    without = [_line(change, rows[spec], rows[asked], None) for change, spec in taken_out]
+    return Ablation(
+        workload=best.workload,
+        machine=machine,
+        settings=settings,
+        batch=best.batch,
+        policy=policy_name(policy),
+        lines=tuple(_ladder_lines(steps, rows)),
+        without=tuple(without),
+        notes=best.notes,
+    )
+
+
+def _has_own_chunks(spec: str, machine: Machine) -> bool:
+    """Chunks that are not sliced have a size of their own on several ranks."""
+    return spec == BASE and len(machine.ranks) > 1
+
+
+def _ladder_lines(steps: Sequence[tuple[str, str]], rows: Mapping[str, Row]) -> list[Line]:
+    """Each line beside the one before it and the first one, of those that fit."""
     lines: list[Line] = []
     first: Row | None = None
     before: Row | None = None
@@ -189,18 +209,7 @@ def ablate(
         if rows[spec].fits:
             before = rows[spec]
             first = first or before
-    last = rows[asked]
-    without = [_line(change, rows[spec], last, None) for change, spec in taken_out]
-    return Ablation(
-        workload=best.workload,
-        machine=machine,
-        settings=settings,
-        batch=best.batch,
-        policy=policy_name(policy),
-        lines=tuple(lines),
-        without=tuple(without),
-        notes=best.notes,
-    )
+    return lines
 
 
 def _held_against(row: Row, bound_s: float | None) -> Row:

@@ -11,7 +11,7 @@ storage cost extra and are left out.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -176,11 +176,7 @@ def cheapest(
     chosen = [machine_of(m) for m in wanted]  # type: ignore[arg-type]
     if not chosen:
         raise PstarError("machines = []: give at least one machine, or leave it out for all that have a price")
-    costs = [_price_of(machine, known) for machine in chosen]
-    missing = [cost for cost in costs if isinstance(cost, str)]
-    if missing and len(missing) == len(costs):
-        names = ", ".join(repr(machine.name) for machine in chosen)
-        raise PstarError(f"machine{'s'[: len(chosen) > 1]} {names} ha{'ve' if len(chosen) > 1 else 's'} {missing[0]}")
+    costs = _prices_of(chosen, known)
     rows: list[Offer] = []
     for machine, cost in zip(chosen, costs):
         if isinstance(cost, str):
@@ -237,6 +233,17 @@ def _price_of(machine: Machine, prices: Mapping[str, Price]) -> tuple[float, str
     if machine.price_usd_per_hour is not None:
         return machine.price_usd_per_hour / machine.nodes, "the machine's own entry"
     return f"no price; give one with --prices FILE ([{machine.name}] usd_per_hour = ...) or --set price=..."
+
+
+def _prices_of(machines: Sequence[Machine], known: Mapping[str, Price]) -> list[tuple[float, str] | str]:
+    """See `_price_of`. Raises PstarError where none of them has a price."""
+    costs = [_price_of(machine, known) for machine in machines]
+    missing = [cost for cost in costs if isinstance(cost, str)]
+    if missing and len(missing) == len(costs):
+        names = ", ".join(repr(machine.name) for machine in machines)
+        several = len(machines) > 1
+        raise PstarError(f"machine{'s' if several else ''} {names} {'have' if several else 'has'} {missing[0]}")
+    return costs
 
 
 def _counts(machine: Machine, batch: int, most: int) -> list[int]:
@@ -362,14 +369,9 @@ def _fastest(machine: Machine, job: _Job) -> tuple[Row, int, int]:
             continue
         alike = len({id(w) for w in ranked}) == 1
         hardest = ranked[0] if alike else tightest(ranked, machine)
-        roomy: list[str] = []
-        for policy in job.policies or POLICIES:
-            try:
-                memory_need(policy, hardest, machine, job.settings)
-            except (DoesNotFit, CannotPlan) as error:
-                worst = error if isinstance(error, DoesNotFit) or worst is None else worst
-                continue
-            roomy.append(policy)
+        roomy, refusals = _with_room(hardest, machine, job)
+        for error in refusals:
+            worst = error if isinstance(error, DoesNotFit) or worst is None else worst
         if not roomy:
             continue
         answer = compare(ranked, machine, policies=roomy, settings=job.settings, barrier_cost=False, near=False)
@@ -377,3 +379,17 @@ def _fastest(machine: Machine, job: _Job) -> tuple[Row, int, int]:
             return answer.best().row, answer.batch, micro_batches
     assert worst is not None
     raise worst
+
+
+def _with_room(workload: Workload, machine: Machine, job: _Job) -> tuple[list[str], list[DoesNotFit | CannotPlan]]:
+    """Policies that have room for the workload, and why the others have none."""
+    roomy: list[str] = []
+    refusals: list[DoesNotFit | CannotPlan] = []
+    for policy in job.policies or POLICIES:
+        try:
+            memory_need(policy, workload, machine, job.settings)
+        except (DoesNotFit, CannotPlan) as error:
+            refusals.append(error)
+        else:
+            roomy.append(policy)
+    return roomy, refusals

@@ -233,9 +233,7 @@ def _compare(
     workload, ranked = share.workload, share.ranked
     certifier = Certifier(workload, machine, settings, lp=certify)
     usual = certifier.usual()
-    free = None
-    if barrier_cost and settings.barrier(workload.dtype) is not None:
-        free = (*without_barrier(workload, machine, settings), _retyped(ranked, workload, machine, settings))
+    free = _free(share, machine, settings, barrier_cost)
     rows: list[Row] = []
     planned: dict[str, Planned] = {}
     failures: dict[str, tuple[Policy, DoesNotFit]] = {}
@@ -253,17 +251,11 @@ def _compare(
             rows.append(_unfit(name, usual))
             continue
         barrier_cost_s = None if only_best else _barrier_cost(policy, timeline, free)
-        if ranked is not None:
-            shares = ", ".join(str(w.batch) for w in ranked)
-            plan = replace(plan, choices={**plan.choices, OWN_SHARES: f"batches of {shares}, rank by rank"})
+        plan = _with_shares(plan, ranked)
         row = _figures(name, machine, timeline, share.tokens, certifier.of(plan.layout), barrier_cost_s)
         planned[name] = Planned(row=row, plan=plan, timeline=timeline)
         rows.append(row)
-    others: list[str] = []
-    if planned:
-        later_first = rows[::-1]
-        first = _best(rows, planned).row
-        others = [r.policy for r in sorted(later_first, key=lambda r: (r is not first, _pace(r))) if r.fits]
+    others = _fitting(rows, planned)
     for i, row in enumerate(rows):
         if row.policy in failures:
             policy, error = failures[row.policy]
@@ -271,12 +263,13 @@ def _compare(
             hint = nearest(policy, workload, machine, settings, error, fitting=others) if wanted else ""
             rows[i] = unfit_row(row.policy, error, usual, hint)
     if only_best and others:
-        best = _best(rows, planned).row
-        timeline = planned[best.policy].timeline
-        cost_s = _barrier_cost(dict(asked)[best.policy], timeline, free)
-        row = replace(best, barrier_cost_s=cost_s, bound_by=bound_by(timeline, barrier_cost_s=cost_s))
-        rows[rows.index(best)] = row
-        planned[best.policy] = replace(planned[best.policy], row=row)
+        best = _best(rows, planned)
+        cost_s = _barrier_cost(dict(asked)[best.row.policy], best.timeline, free)
+        row = replace(best.row, barrier_cost_s=cost_s, bound_by=bound_by(best.timeline, barrier_cost_s=cost_s))
+        rows[rows.index(best.row)] = row
+        planned[row.policy] = replace(best, row=row)
+    short_of_gpu = any(short.place == "gpu" for _, short in failures.values())
+    timelines = {name: p.timeline for name, p in planned.items()}
     return Comparison(
         workload=workload,
         machine=machine,
@@ -284,13 +277,36 @@ def _compare(
         batch=share.batch,
         rows=tuple(rows),
         planned=planned,
-        notes=unmodelled_notes(
-            workload,
-            machine,
-            {name: p.timeline for name, p in planned.items()},
-            short_of_gpu=any(short.place == "gpu" for _, short in failures.values()),
-        ),
+        notes=unmodelled_notes(workload, machine, timelines, short_of_gpu=short_of_gpu),
     )
+
+
+_Free = tuple[Workload, Machine, Settings, Sequence[Workload] | None]
+"""A job in which nothing makes Adam wait; the workloads rank by rank where they differ."""
+
+
+def _free(share: Share, machine: Machine, settings: Settings, wanted: bool) -> _Free | None:
+    """None where it is not wanted, or where nothing makes Adam wait in the job as it is."""
+    workload = share.workload
+    if not wanted or settings.barrier(workload.dtype) is None:
+        return None
+    return (*without_barrier(workload, machine, settings), _retyped(share.ranked, workload, machine, settings))
+
+
+def _with_shares(plan: Plan, ranked: Sequence[Workload] | None) -> Plan:
+    """The plan, which says so where its figures were predicted with a share of each rank's own."""
+    if ranked is None:
+        return plan
+    shares = ", ".join(str(w.batch) for w in ranked)
+    return replace(plan, choices={**plan.choices, OWN_SHARES: f"batches of {shares}, rank by rank"})
+
+
+def _fitting(rows: Sequence[Row], planned: Mapping[str, Planned]) -> list[str]:
+    """Policies that fit, the best one first, the others by their pace."""
+    if not planned:
+        return []
+    first, later_first = _best(rows, planned).row, rows[::-1]
+    return [r.policy for r in sorted(later_first, key=lambda r: (r is not first, _pace(r))) if r.fits]
 
 
 def _retyped(
@@ -367,7 +383,7 @@ def without_barrier(workload: Workload, machine: Machine, settings: Settings) ->
 def _barrier_cost(
     policy: Policy,
     timeline: Timeline,
-    free: tuple[Workload, Machine, Settings, Sequence[Workload] | None] | None,
+    free: _Free | None,
 ) -> float | None:
     if free is None:
         return None

@@ -213,11 +213,7 @@ def _where(plan: Plan, timeline: Timeline) -> list[str]:
         lines.append(
             f"  {mode}: {len(chunks)} chunks, {format_bytes(size)} of parameters{note}: {_MODES.get(mode, mode)}"
         )
-    held: dict[tuple[Place, str], int] = {}
-    for r in plan.initial:
-        held[r.place, r.list] = held.get((r.place, r.list), 0) + plan.layout.payload_bytes(r.chunk, r.list)
-    for name, place, size in plan.buffers:
-        held[place, name] = held.get((place, name), 0) + size
+    held = _held_between(plan)
     for place, budget in plan.budgets.items():
         parts = [f"{name} {format_bytes(size)}" for (p, name), size in sorted(held.items()) if p is place and size]
         peak = timeline.peak_bytes.get(place.value, 0)
@@ -238,6 +234,16 @@ def _where(plan: Plan, timeline: Timeline) -> list[str]:
         f"  chunks of {plan.layout.chunk_bytes / 2**20:.0f} MiB, {plan.layout.waste * 100:.2f} % of them padding"
     )
     return lines
+
+
+def _held_between(plan: Plan) -> dict[tuple[Place, str], int]:
+    """(place, list or buffer) -> bytes between two iterations."""
+    held: dict[tuple[Place, str], int] = {}
+    for r in plan.initial:
+        held[r.place, r.list] = held.get((r.place, r.list), 0) + plan.layout.payload_bytes(r.chunk, r.list)
+    for name, place, size in plan.buffers:
+        held[place, name] = held.get((place, name), 0) + size
+    return held
 
 
 def _why(plan: Plan) -> list[str]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from importlib.resources import files
@@ -134,16 +134,31 @@ def load_grid(source: str | Path | Mapping[str, object]) -> Grid:
     axes: dict[str, tuple[Value, ...]] = {}
     for name, given in content.items():
         if name not in AXES:
-            near = difflib.get_close_matches(name, AXES, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known axes are {', '.join(AXES)} and [set]"
+            hint = _hint(name, AXES, f"known axes are {', '.join(AXES)} and [set]")
             raise PstarError(f"{file}: {name!r} is no axis of a sweep; {hint}")
         axes[name] = _values(file, name, given)
     for path, given in _flat(table).items():
         if path not in override_paths():
-            near = difflib.get_close_matches(path, override_paths(), n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it can be {', '.join(override_paths())}"
+            hint = _hint(path, override_paths(), f"it can be {', '.join(override_paths())}")
             raise PstarError(f"{file}: [set] {path!r} is no figure of a machine; {hint}")
         axes[f"set.{path}"] = _values(file, f"[set] {path}", given)
+    _check_axes(file, axes)
+    ordered = {name: axes[name] for name in (*AXES, *sorted(axes)) if name in axes and name != "policy"}
+    grid = Grid(axes={**ordered, "policy": axes["policy"]}, source=file)
+    for name, values in grid.axes.items():
+        for value in values:
+            _check(file, name, value)
+    _check_machines(file, grid)
+    return grid
+
+
+def _hint(word: str, known: Iterable[str], otherwise: str) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {near[0]}?" if near else otherwise
+
+
+def _check_axes(file: str, axes: Collection[str]) -> None:
+    """Raises PstarError for an axis that is missing, or beside another that it does not go with."""
     if ("model" in axes) == ("trace" in axes):
         raise PstarError(f"{file}: a sweep is over models or over traces; give one of the axes model and trace")
     needed = ["machine", "policy"] + (["batch", "seq"] if "model" in axes else [])
@@ -152,13 +167,6 @@ def load_grid(source: str | Path | Mapping[str, object]) -> Grid:
             raise PstarError(f"{file}: the axis {name} is missing; give {AXES[name]}")
     if "lora" in axes and "trace" in axes:
         raise PstarError(f"{file}: lora is for models; trace the model with its adapters instead")
-    ordered = {name: axes[name] for name in (*AXES, *sorted(axes)) if name in axes and name != "policy"}
-    grid = Grid(axes={**ordered, "policy": axes["policy"]}, source=file)
-    for name, values in grid.axes.items():
-        for value in values:
-            _check(file, name, value)
-    _check_machines(file, grid)
-    return grid
 
 
 def _flat(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
@@ -193,6 +201,21 @@ _CHOICES: dict[str, tuple[Value, ...]] = {
     "clip": (True, False),
     "checkpointing": (True, False),
 }
+
+
+def _file_of(value: str) -> None:
+    if not Path(value).is_file():
+        raise PstarError("there is no such file")
+
+
+_LOOK_UP: dict[str, Callable[[str], object]] = {
+    "model": model_entry,
+    "policy": find_policy,
+    "optimizer": optimizer_spec,
+    "chunk": parse_bytes,
+    "trace": _file_of,
+}
+"""Axis -> what raises PstarError for a value that is none of the axis."""
 _COUNTS = {"batch": 1, "seq": 1, "micro_batches": 1, "lora": 0}
 
 
@@ -212,16 +235,8 @@ def _check(file: str, name: str, value: Value) -> None:
     if not isinstance(value, str):
         raise PstarError(f"{file}: {name} = {value!r}; it must be {AXES[name]}")
     try:
-        if name == "model":
-            model_entry(value)
-        elif name == "policy":
-            find_policy(value)
-        elif name == "optimizer":
-            optimizer_spec(value)
-        elif name == "chunk":
-            parse_bytes(value)
-        elif name == "trace" and not Path(value).is_file():
-            raise PstarError("there is no such file")
+        if name in _LOOK_UP:
+            _LOOK_UP[name](value)
     except PstarError as error:
         raise PstarError(f"{file}: {name} = {value!r}: {error}") from None
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from pstar_sim.arguments import choice, flag, function, instance, text, whole
@@ -164,16 +164,8 @@ def max_model(
     choice("loading", loading, LOADING)
     flag("catalog", catalog)
     flag("checkpointing", checkpointing)
-    if dtype is not None:
-        choice("dtype", dtype, DTYPE_BYTES)
-    for what, size in (("seq", seq), ("micro_batches", micro_batches)):
-        whole(what, size)
-    for what, width in (("hidden", hidden), ("heads", heads)):
-        if width is not None:
-            whole(what, width)
-    for what, known_before in (("near", near), ("written", written)):
-        if known_before is not None:
-            instance(what, known_before, dict, "a dict")
+    _check_sizes(dtype, {"seq": seq, "micro_batches": micro_batches}, {"hidden": hidden, "heads": heads})
+    _check_known({"near": near, "written": written})
     if on_policy is not None:
         function("on_policy", on_policy)
     lora = None if lora is None else adapter(lora)
@@ -181,70 +173,38 @@ def max_model(
     entry = model_entry(like)
     shares = shares_of_batch(batch, machine)
     working = dtype or default_dtype(machine)
-
-    def write(shape: ModelEntry) -> Workload:
-        known = {share: of_share(shape, share) for share in sorted(set(shares))}
-        return known[shares[0]] if len(known) == 1 else tightest([known[share] for share in shares], machine)
-
-    written = {} if written is None else written
-
-    def of_share(shape: ModelEntry, share: int) -> Workload:
-        key = (shape, share)
-        if key not in written:
-            written[key] = workload_of(
-                shape,
-                batch=share,
-                sequence=seq,
-                micro_batches=micro_batches,
-                dtype=working,
-                checkpointing=checkpointing,
-                lora=lora,
-                optimizer=optimizer,
-            )
-        return written[key]
-
-    @cache
-    def at(layers: int) -> Workload:
-        return write(deeper(entry, layers, hidden=hidden, heads=heads))
-
-    @cache
-    def known(name: str) -> Workload:
-        return write(model_entry(name))
-
-    def most_params(policy: str | Policy) -> int:
-        return _all_bytes(machine, disks=_may_use_disks(policy)) // least
-
-    def most_layers(policy: str | Policy) -> int:
-        return min(MOST_LAYERS, max(0, (most_params(policy) - one) // (two - one) + 1))
-
-    least = DTYPE_BYTES[working] + (0 if lora else optimizer_spec(optimizer).states_bytes_per_param)
-    one, two = (count_params(deeper(entry, n, hidden=hidden, heads=heads)) for n in (1, 2))
-    names = sorted(
-        (
-            name
-            for name in (model_names() if catalog else ())
-            if model_entry(name).max_seq >= seq and model_entry(name).family != "vit"
+    models = _Models(
+        machine=machine,
+        entry=entry,
+        hidden=hidden,
+        heads=heads,
+        shares=tuple(shares),
+        write=partial(
+            workload_of,
+            sequence=seq,
+            micro_batches=micro_batches,
+            dtype=working,
+            checkpointing=checkpointing,
+            lora=lora,
+            optimizer=optimizer,
         ),
-        key=lambda name: -model_entry(name).params,
+        least_bytes=DTYPE_BYTES[working] + (0 if lora else optimizer_spec(optimizer).states_bytes_per_param),
+        written={} if written is None else written,
     )
     ask = _asker(machine, settings, loading)
     found = _limits(
-        asked, lambda policy, n: ask(policy, at(n)), most_layers, first=entry.layers, near=near, on_policy=on_policy
+        asked,
+        lambda policy, n: ask(policy, models.deep(n)),
+        models.most_layers,
+        first=entry.layers,
+        near=near,
+        on_policy=on_policy,
     )
-    rows = []
-    for policy, (layers, error) in zip(asked, found):
-        row = _limit(policy, layers, error)
-        if layers:
-            row = replace(row, params=at(layers).params)
-        most = most_params(policy)
-        small = (name for name in names if model_entry(name).params <= most)
-        best = next((name for name in small if ask(policy, known(name)) is None), None)
-        if best is not None:
-            row = replace(row, catalog_model=best, catalog_params=model_entry(best).params)
-        rows.append(row)
-    shape = deeper(entry, 1, hidden=hidden, heads=heads)
+    names = _known_models(seq) if catalog else []
+    rows = [_depth_row(policy, layers, error, models, names, ask) for policy, (layers, error) in zip(asked, found)]
+    shape = models.shape(1)
     if not all(row.value for row in rows):
-        rows = _with_nearest_yes(rows, asked, found, at(1), machine, settings, loading, shape)
+        rows = _with_nearest_yes(rows, asked, found, models.deep(1), machine, settings, loading, shape)
     return Limits(
         what="layers",
         of=f"{shape.family} models of hidden size {shape.hidden}, {shape.heads} heads, sequence {seq}, batch {batch}"
@@ -258,6 +218,93 @@ def max_model(
         rows=tuple(rows),
         job={"seq": seq, "batch": batch, "micro_batches": micro_batches, "dtype": working, "loading": loading},
     )
+
+
+def _check_sizes(dtype: str | None, counts: Mapping[str, int], widths: Mapping[str, int | None]) -> None:
+    """Raises PstarError for a dtype nobody knows, and for a number that is none. widths: None for one left open."""
+    if dtype is not None:
+        choice("dtype", dtype, DTYPE_BYTES)
+    for what, size in counts.items():
+        whole(what, size)
+    for what, width in widths.items():
+        if width is not None:
+            whole(what, width)
+
+
+def _check_known(given: Mapping[str, object]) -> None:
+    for what, known_before in given.items():
+        if known_before is not None:
+            instance(what, known_before, dict, "a dict")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Models:
+    """Models of one family on a machine, and their workloads. shares: batch of each rank. write: the workload of a
+    shape, of `batch` sequences. least_bytes: that a parameter takes somewhere. written: of (shape, batch)."""
+
+    machine: Machine
+    entry: ModelEntry
+    hidden: int | None
+    heads: int | None
+    shares: tuple[int, ...]
+    write: Callable[..., Workload]
+    least_bytes: int
+    written: Written
+    made: dict[ModelEntry, Workload] = field(default_factory=dict)
+
+    def shape(self, layers: int) -> ModelEntry:
+        return deeper(self.entry, layers, hidden=self.hidden, heads=self.heads)
+
+    def deep(self, layers: int) -> Workload:
+        return self.of(self.shape(layers))
+
+    def of(self, shape: ModelEntry) -> Workload:
+        """As hard as the rank that has the hardest share of the batch."""
+        if shape not in self.made:
+            known = {share: self._of_share(shape, share) for share in sorted(set(self.shares))}
+            alike = len(known) == 1
+            self.made[shape] = (
+                known[self.shares[0]] if alike else tightest([known[share] for share in self.shares], self.machine)
+            )
+        return self.made[shape]
+
+    def _of_share(self, shape: ModelEntry, share: int) -> Workload:
+        key = (shape, share)
+        if key not in self.written:
+            self.written[key] = self.write(shape, batch=share)
+        return self.written[key]
+
+    def most_params(self, policy: str | Policy) -> int:
+        """[Note: an upper bound of any model]."""
+        return _all_bytes(self.machine, disks=_may_use_disks(policy)) // self.least_bytes
+
+    def most_layers(self, policy: str | Policy) -> int:
+        one, two = count_params(self.shape(1)), count_params(self.shape(2))
+        return min(MOST_LAYERS, max(0, (self.most_params(policy) - one) // (two - one) + 1))
+
+
+def _depth_row(
+    policy: str | Policy,
+    layers: int,
+    error: Refusal | None,
+    models: _Models,
+    names: Sequence[str],
+    ask: Callable[[str | Policy, Workload], Refusal | None],
+) -> Limit:
+    """The limit of one policy. error: why it has no room for a layer more. names: models of the catalog to try, the
+    largest first."""
+    row = _limit(policy, layers, error)
+    if layers:
+        row = replace(row, params=models.shape(layers).params)
+    small = (name for name in names if model_entry(name).params <= models.most_params(policy))
+    best = next((name for name in small if ask(policy, models.of(model_entry(name))) is None), None)
+    return row if best is None else replace(row, catalog_model=best, catalog_params=model_entry(best).params)
+
+
+def _known_models(seq: int) -> list[str]:
+    """Models of the catalog that take so long a sequence, the largest first."""
+    able = (name for name in model_names() if model_entry(name).max_seq >= seq and model_entry(name).family != "vit")
+    return sorted(able, key=lambda name: -model_entry(name).params)
 
 
 @without_garbage_collection()

@@ -152,25 +152,8 @@ def tightest(workloads: Sequence[Workload], machine: Machine) -> Workload:
 
     Raises PstarError for workloads that are not one a rank or not of one model and shape of iteration.
     """
-    if len(workloads) != len(machine.ranks):
-        raise PstarError(f"{len(workloads)} workloads for the {len(machine.ranks)} ranks of {machine.name}; one a rank")
+    _check_one_job(workloads, machine)
     first = workloads[0]
-    for r, w in enumerate(workloads):
-        if (w.fingerprint, w.uses, len(w.moments), w.optimizer) != (
-            first.fingerprint,
-            first.uses,
-            len(first.moments),
-            first.optimizer,
-        ):
-            raise PstarError(
-                f"rank {r} of {machine.name} is given another model, another order of its layers or another number of "
-                "micro-batches than rank 0; ranks may differ in their sequences only"
-            )
-        if w.stashes != first.stashes:
-            raise PstarError(
-                f"rank {r} of {machine.name} would move other bytes of activations to the host than rank 0, and all "
-                "ranks run one plan; give each rank the same share, or keep or recompute activations"
-            )
     weak = machine.gpu
     rate = flops_rate(machine, first.dtype)
     # Per rank: what its GPU has more than the weakest, and how much faster it is.
@@ -200,6 +183,29 @@ def tightest(workloads: Sequence[Workload], machine: Machine) -> Workload:
             )
         )
     return replace(first, moments=tuple(moments), batch=max(w.batch for w in workloads))
+
+
+def _check_one_job(workloads: Sequence[Workload], machine: Machine) -> None:
+    """One workload a rank, all of one model and shape of iteration. Raises PstarError."""
+    if len(workloads) != len(machine.ranks):
+        raise PstarError(f"{len(workloads)} workloads for the {len(machine.ranks)} ranks of {machine.name}; one a rank")
+    first = workloads[0]
+    for r, w in enumerate(workloads):
+        if (w.fingerprint, w.uses, len(w.moments), w.optimizer) != (
+            first.fingerprint,
+            first.uses,
+            len(first.moments),
+            first.optimizer,
+        ):
+            raise PstarError(
+                f"rank {r} of {machine.name} is given another model, another order of its layers or another number of "
+                "micro-batches than rank 0; ranks may differ in their sequences only"
+            )
+        if w.stashes != first.stashes:
+            raise PstarError(
+                f"rank {r} of {machine.name} would move other bytes of activations to the host than rank 0, and all "
+                "ranks run one plan; give each rank the same share, or keep or recompute activations"
+            )
 
 
 def unmodelled_notes(

@@ -14,8 +14,8 @@ says which. One more GPU is another job for each of them: there the first alone 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, TypedDict
 
 from pstar_sim.arguments import flag, function, number
 from pstar_sim.arguments import names as listed
@@ -27,9 +27,9 @@ from pstar_sim.errors import PstarError
 from pstar_sim.planner.asked import asked_names, settings_of
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.collector import without_garbage_collection
-from pstar_sim.planner.compare import compare
+from pstar_sim.planner.compare import Comparison, compare
 from pstar_sim.planner.limits import Written, max_model
-from pstar_sim.planner.ranks import machine_of, share_out
+from pstar_sim.planner.ranks import Share, machine_of, share_out
 from pstar_sim.policy.registry import named
 from pstar_sim.renderers import render_text
 from pstar_sim.sim.play import play
@@ -144,69 +144,27 @@ def sensitivity(
     flag("largest", largest)
     if on_part is not None:
         function("on_part", on_part)
-    names = list(PARTS) if parts is None else [str(part) for part in listed("parts", parts, "parts of a machine")]
-    for name in names:
-        if name not in PARTS:
-            raise PstarError(f"{name!r} is no part of a machine; it can be {', '.join(PARTS)}")
+    names = list(PARTS) if parts is None else _known_parts(parts)
     share = share_out(workload, machine)
     ranked, one = share.ranked, share.workload
     largest = largest and one.source == "preset"
-    written: Written = {}
-    short: list[str] = []
-    plans: list[Plan] = []  # the fastest for the machine as it is, if any fits
-
-    def effect(part: str | None, where: Machine, now: Effect | None) -> Effect:
-        each = ranked or (one,) * len(where.ranks)
-        found = compare(each, where, policies=policies, settings=settings, barrier_cost=False, near=False)
-        fitting = [row for row in found.rows if row.iteration_s is not None]
-        best = found.best().row if fitting else None
-        if now is None and best is not None:
-            plans.append(found[best.policy].plan)
-        elif now is None:
-            short.extend(str(row.reason) for row in found.rows)
-        asked = policies if now is None or now.largest_policy is None else (now.largest_policy,)
-        batch = sum(w.batch for w in ranked) if ranked else one.batch * len(where.ranks)
-        near = {} if now is None or now.largest_policy is None else {now.largest_policy: now.layers or 0}
-        deepest = _deepest(one, batch, where, asked, settings, near, written) if largest else None
-        planned_s = seconds = None if best is None else best.iteration_s
-        policy, how = None if best is None else best.policy, PLANNED
-        if now is not None and now.iteration_s is not None and by > 0 and part != "one more GPU":
-            replayed_s = play(replace(plans[0], machine=where), workloads=ranked).iteration_s
-            kept_s = min(replayed_s, now.iteration_s)
-            if seconds is None or kept_s < seconds * (1 - ROUNDING):
-                seconds, policy, how = kept_s, now.policy, REPLAYED if replayed_s <= now.iteration_s else AS_NOW
-        change = None
-        if now is not None and now.iteration_s is not None and seconds is not None:
-            change = seconds / len(where.ranks) / (now.iteration_s / len(machine.ranks)) - 1
-        layers = None if deepest is None else deepest[0]
-        return Effect(
-            part=part,
-            policy=policy,
-            iteration_s=seconds,
-            change=change,
-            layers=layers,
-            params=None if deepest is None else deepest[1],
-            more_layers=None if now is None or layers is None or now.layers is None else layers - now.layers,
-            largest_policy=None if deepest is None else deepest[2],
-            how=how,
-            planned_s=None if how == PLANNED else planned_s,
-        )
+    asked = _Asked(share=share, machine=machine, policies=policies, settings=settings, by=by, largest=largest)
 
     changed = [(name, None if ranked and name == "one more GPU" else _more(machine, name, by)) for name in names]
-    if parts is not None:
-        for name, where in changed:
-            if where is None and name == "one more GPU":
-                raise PstarError(f"the ranks of {machine.name} differ: it is not said which GPU one more would be")
-            if where is None:
-                raise PstarError(f"{machine.name} has no {name} to enlarge")
     wanted = [(name, where) for name, where in changed if where is not None]
+    if parts is not None and len(wanted) < len(changed):
+        raise _no_part(machine, next(name for name, where in changed if where is None))
 
-    def told(count: int, part: str | None, where: Machine, now: Effect | None) -> Effect:
+    def tell(part: str, count: int) -> None:
         if on_part is not None:
-            on_part(part or "as it is", count, 1 + len(wanted))
-        return effect(part, where, now)
+            on_part(part, count, 1 + len(wanted))
 
-    now = told(0, None, machine, None)
+    tell("as it is", 0)
+    now, plan, short = asked.now()
+    rows: list[Effect] = []
+    for count, (name, where) in enumerate(wanted, start=1):
+        tell(name, count)
+        rows.append(asked.effect(name, where, now, plan))
     return Sensitivity(
         workload=one,
         machine=machine,
@@ -215,9 +173,143 @@ def sensitivity(
         by=by,
         policies=tuple(policies),
         now=now,
-        rows=tuple(told(count, name, where, now) for count, (name, where) in enumerate(wanted, start=1)),
-        short=tuple(short),
+        rows=tuple(rows),
+        short=short,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Deepest:
+    """The largest model of the workload's family that a machine can train, and the policy that does."""
+
+    layers: int
+    params: int | None
+    policy: str
+
+
+class _Larger(TypedDict):
+    """Fields of an `Effect` about the largest model."""
+
+    layers: int | None
+    params: int | None
+    more_layers: int | None
+    largest_policy: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What is asked of each machine. written: workloads that searches of the largest model have written so far."""
+
+    share: Share
+    machine: Machine
+    policies: Sequence[str]
+    settings: Settings
+    by: float
+    largest: bool
+    written: Written = field(default_factory=dict)
+
+    def now(self) -> tuple[Effect, Plan | None, tuple[str, ...]]:
+        """Of the machine as it is, the fastest plan for it, and what each policy lacks; no plan where none fits."""
+        found = self._compared(self.machine)
+        best = found.best().row if any(row.fits for row in found.rows) else None
+        deepest = self._deepest(self.machine, self.policies, {})
+        effect = Effect(
+            part=None,
+            policy=None if best is None else best.policy,
+            iteration_s=None if best is None else best.iteration_s,
+            change=None,
+            layers=None if deepest is None else deepest.layers,
+            params=None if deepest is None else deepest.params,
+            more_layers=None,
+            largest_policy=None if deepest is None else deepest.policy,
+        )
+        if best is None:
+            return effect, None, tuple(str(row.reason) for row in found.rows)
+        return effect, found[best.policy].plan, ()
+
+    def effect(self, part: str, where: Machine, now: Effect, plan: Plan | None) -> Effect:
+        """Of the machine with more of one part. plan: the fastest for the machine as it is."""
+        found = self._compared(where)
+        best = found.best().row if any(row.fits for row in found.rows) else None
+        policy, seconds = (None, None) if best is None else (best.policy, best.iteration_s)
+        how, planned_s = PLANNED, None
+        if part != "one more GPU" and self.by > 0 and plan is not None and now.iteration_s is not None:
+            replayed_s = play(replace(plan, machine=where), workloads=self.share.ranked).iteration_s
+            kept_s = min(replayed_s, now.iteration_s)
+            if seconds is None or kept_s < seconds * (1 - ROUNDING):
+                how = REPLAYED if replayed_s <= now.iteration_s else AS_NOW
+                policy, seconds, planned_s = now.policy, kept_s, seconds
+        return Effect(
+            part=part,
+            policy=policy,
+            iteration_s=seconds,
+            change=self._change(seconds, where, now),
+            how=how,
+            planned_s=planned_s,
+            **self._larger(where, now),
+        )
+
+    def _compared(self, where: Machine) -> Comparison:
+        each = self.share.ranked or (self.share.workload,) * len(where.ranks)
+        return compare(each, where, policies=self.policies, settings=self.settings, barrier_cost=False, near=False)
+
+    def _change(self, seconds: float | None, where: Machine, now: Effect) -> float | None:
+        """Of the time a token takes, relative."""
+        if seconds is None or now.iteration_s is None:
+            return None
+        return seconds / len(where.ranks) / (now.iteration_s / len(self.machine.ranks)) - 1
+
+    def _larger(self, where: Machine, now: Effect) -> _Larger:
+        """The figures of the largest model. Searched with the policy and from the depth that are the largest now."""
+        if now.largest_policy is None:
+            deepest = self._deepest(where, self.policies, {})
+        else:
+            deepest = self._deepest(where, (now.largest_policy,), {now.largest_policy: now.layers or 0})
+        if deepest is None:
+            return {"layers": None, "params": None, "more_layers": None, "largest_policy": None}
+        more = None if now.layers is None else deepest.layers - now.layers
+        layers, params, policy = deepest.layers, deepest.params, deepest.policy
+        return {"layers": layers, "params": params, "more_layers": more, "largest_policy": policy}
+
+    def _deepest(self, where: Machine, policies: Sequence[str], near: Mapping[str, int]) -> _Deepest | None:
+        """None where it is not asked for. near: see `max_model`; a tenth more of a part moves the limit little, or not
+        at all."""
+        if not self.largest:
+            return None
+        ranked, workload = self.share.ranked, self.share.workload
+        limits = max_model(
+            where,
+            batch=sum(w.batch for w in ranked) if ranked else workload.batch * len(where.ranks),
+            seq=workload.sequence,
+            like=model_entry(workload.model).name,
+            policies=policies,
+            settings=self.settings,
+            micro_batches=workload.micro_batches,
+            dtype=workload.dtype,
+            checkpointing=workload.checkpointing,
+            lora=adapter_of(workload),
+            optimizer=workload.optimizer.name,
+            catalog=False,
+            near=near,
+            written=self.written,
+        )
+        best = max(limits.rows, key=lambda row: row.value)
+        return _Deepest(layers=best.value, params=best.params, policy=best.policy)
+
+
+def _known_parts(parts: Iterable[str]) -> list[str]:
+    """Raises PstarError for a part that is none."""
+    names = [str(part) for part in listed("parts", parts, "parts of a machine")]
+    for name in names:
+        if name not in PARTS:
+            raise PstarError(f"{name!r} is no part of a machine; it can be {', '.join(PARTS)}")
+    return names
+
+
+def _no_part(machine: Machine, part: str) -> PstarError:
+    if part == "one more GPU":
+        return PstarError(f"the ranks of {machine.name} differ: it is not said which GPU one more would be")
+    return PstarError(f"{machine.name} has no {part} to enlarge")
 
 
 def _more(machine: Machine, part: str, by: float) -> Machine | None:
@@ -234,34 +326,3 @@ def _more(machine: Machine, part: str, by: float) -> Machine | None:
         return override(machine, {"gpus": machine.local_ranks + 1})
     paths = [p for p in PARTS[part] if not p.startswith("gpu.flops") or p[10:] in machine.gpu.flops_per_s]
     return override(machine, dict.fromkeys(paths, f"x{1 + by:.6g}"))
-
-
-def _deepest(
-    workload: Workload,
-    batch: int,
-    machine: Machine,
-    policies: Sequence[str],
-    settings: Settings,
-    near: Mapping[str, int],
-    written: Written,
-) -> tuple[int, int | None, str]:
-    """(layers, parameters, policy) of the largest model of the workload's family. batch: of all ranks. near, written:
-    see `max_model`; a tenth more of a part moves the limit little, or not at all."""
-    limits = max_model(
-        machine,
-        batch=batch,
-        seq=workload.sequence,
-        like=model_entry(workload.model).name,
-        policies=policies,
-        settings=settings,
-        micro_batches=workload.micro_batches,
-        dtype=workload.dtype,
-        checkpointing=workload.checkpointing,
-        lora=adapter_of(workload),
-        optimizer=workload.optimizer.name,
-        catalog=False,
-        near=near,
-        written=written,
-    )
-    best = max(limits.rows, key=lambda row: row.value)
-    return best.value, best.params, best.policy

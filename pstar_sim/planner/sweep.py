@@ -106,42 +106,15 @@ def sweep(
     grid's results or is none, and for a backend that joblib does not know.
     """
     grid = grid if isinstance(grid, Grid) else load_grid(grid)
-    if jobs is not None and (isinstance(jobs, bool) or not isinstance(jobs, int) or not jobs):
-        raise refused("jobs", jobs, "a number of processes, or -1 for one per core")
-    if backend is not None:
-        text("backend", backend, "the name of a backend of joblib")
+    _check_running(jobs, backend)
     if on_progress is not None:
         function("on_progress", on_progress)
     path = None if output is None else file_path("output", output)
     if path is not None:
         _check_output(path, grid)
-    folder = (
-        file_path("cache", cache)
-        if cache is not None
-        else None
-        if path is None
-        else path.with_name(path.name + ".points")
-    )
-    if folder is not None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise PstarError(f"{folder}: the points cannot be kept there: {error.strerror}; choose another") from None
+    kept = _Kept(None if cache is None and path is None else _folder(cache, path))
     total = len(grid)
-    rows: dict[int, dict[str, object]] = {}
-    names: dict[int, str] = {}
-    open_groups: list[Group] = []
-    for group in grid.groups():
-        left = []
-        for index, policy in group.policies:
-            names[index] = point_hash(group, policy) if folder is not None else ""
-            known = None if folder is None else _read_point(folder / f"{names[index]}.json")
-            if known is None:
-                left.append((index, policy))
-            else:
-                rows[index] = known
-        if left:
-            open_groups.append(Group(values=group.values, policies=tuple(left)))
+    rows, open_groups = kept.known(grid)
     cached = len(rows)
     if on_progress is not None:
         on_progress(cached, cached, total)
@@ -150,8 +123,7 @@ def sweep(
         for done in results:
             for index, row in done:
                 rows[index] = row
-                if folder is not None:
-                    write_atomically(folder / f"{names[index]}.json", json.dumps(row))
+                kept.keep(index, row)
             if on_progress is not None:
                 on_progress(len(rows), cached, total)
     points = list(grid.points())
@@ -159,6 +131,58 @@ def sweep(
     if path is not None:
         _write(path, answer)
     return answer
+
+
+def _check_running(jobs: object, backend: object) -> None:
+    if jobs is not None and (isinstance(jobs, bool) or not isinstance(jobs, int) or not jobs):
+        raise refused("jobs", jobs, "a number of processes, or -1 for one per core")
+    if backend is not None:
+        text("backend", backend, "the name of a backend of joblib")
+
+
+def _folder(cache: str | Path | None, output: Path | None) -> Path:
+    """Folder of the points, made if it is not there. One of cache and output is given."""
+    if cache is not None:
+        folder = file_path("cache", cache)
+    else:
+        assert output is not None
+        folder = output.with_name(output.name + ".points")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PstarError(f"{folder}: the points cannot be kept there: {error.strerror}; choose another") from None
+    return folder
+
+
+class _Kept:
+    """Points that are kept in a folder, a file each; folder = None keeps nothing."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self.files: dict[int, Path] = {}
+
+    def known(self, grid: Grid) -> tuple[dict[int, dict[str, object]], list[Group]]:
+        """Points that were computed before, and groups of those that were not."""
+        if self.folder is None:
+            return {}, grid.groups()
+        rows: dict[int, dict[str, object]] = {}
+        open_groups: list[Group] = []
+        for group in grid.groups():
+            left = []
+            for index, policy in group.policies:
+                self.files[index] = self.folder / f"{point_hash(group, policy)}.json"
+                known = _read_point(self.files[index])
+                if known is None:
+                    left.append((index, policy))
+                else:
+                    rows[index] = known
+            if left:
+                open_groups.append(Group(values=group.values, policies=tuple(left)))
+        return rows, open_groups
+
+    def keep(self, index: int, row: Mapping[str, object]) -> None:
+        if index in self.files:
+            write_atomically(self.files[index], json.dumps(row))
 
 
 # One group.

@@ -361,17 +361,7 @@ class _Race:
 
 def _left_out(workloads: Sequence[Workload]) -> tuple[str, ...]:
     known = {w.checkpointing for w in workloads if not w.activations}
-    out: list[str] = []
-    share = workloads[0].batch * workloads[0].micro_batches
-    splits = {w.micro_batches for w in workloads}
-    missing = [n for n in range(1, share + 1) if share % n == 0 and n not in splits]
-    if missing:
-        named = [str(n) for n in missing[:MOST_SPLITS_NAMED]]
-        named += [f"{len(missing) - len(named)} more"] if len(missing) > len(named) else []
-        few = len(missing) == 1 and missing[0] == 1
-        out.append(
-            f"{', '.join(named)} micro-batch{'' if few else 'es'}: there is no variant for {'it' if few else 'them'}"
-        )
+    out = _splits_left_out(workloads)
     if known == {True}:
         out.append("activations kept or offloaded: the trace holds no variant that keeps them")
     elif known == {False}:
@@ -385,6 +375,19 @@ def _left_out(workloads: Sequence[Workload]) -> tuple[str, ...]:
         else:
             out.append("activations chosen block by block in other ways: " + _SETS)
     return tuple(out)
+
+
+def _splits_left_out(workloads: Sequence[Workload]) -> list[str]:
+    """A line where the batch could be cut into other numbers of micro-batches."""
+    share = workloads[0].batch * workloads[0].micro_batches
+    splits = {w.micro_batches for w in workloads}
+    missing = [n for n in range(1, share + 1) if share % n == 0 and n not in splits]
+    if not missing:
+        return []
+    named = [str(n) for n in missing[:MOST_SPLITS_NAMED]]
+    named += [f"{len(missing) - len(named)} more"] if len(missing) > len(named) else []
+    few = len(missing) == 1 and missing[0] == 1
+    return [f"{', '.join(named)} micro-batch{'' if few else 'es'}: there is no variant for {'it' if few else 'them'}"]
 
 
 _SETS = "the first blocks or every n-th one were offloaded, the last ones kept (quarters of them each)"
