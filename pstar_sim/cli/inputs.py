@@ -91,17 +91,23 @@ def variants_of(args: argparse.Namespace, machine: Machine) -> tuple[Workload, .
         raise PstarError(f"the ranks of {machine.name} take different shares of a batch; give --batch instead")
     if args.trace is None:
         return _preset_variants(args, machine, shares.pop())
-    wanted = {"sequence": args.seq, "checkpointing": args.checkpointing}
-    half = args.dtype in ("bf16", "fp16")
     known = load_variants(args.trace)
-    found = [w for w in known if all(v is None or getattr(w, name) == v for name, v in wanted.items())]
-    found = [w for w in found if args.dtype is None or w.dtype == args.dtype or (half and w.dtype != "fp32")]
+    found = [w for w in known if _agrees(w, args)]
     if not found:
         raise PstarError(
             f"{args.trace}: none of its {len(known)} variants agrees with --seq, --checkpointing and --dtype"
         )
     made = [w if w.dtype == "fp32" else retype(w, args.dtype or default_dtype(machine)) for w in found]
     return candidates([_optimized(w, args) for w in made], shares.pop())
+
+
+def _agrees(w: Workload, args: argparse.Namespace) -> bool:
+    """Whether a variant of a trace is what --seq, --checkpointing and --dtype ask for; the 16-bit types are alike."""
+    if args.seq is not None and w.sequence != args.seq:
+        return False
+    if args.checkpointing is not None and w.checkpointing != args.checkpointing:
+        return False
+    return args.dtype is None or w.dtype == args.dtype or (args.dtype in ("bf16", "fp16") and w.dtype != "fp32")
 
 
 def _preset_variants(args: argparse.Namespace, machine: Machine, share: int) -> tuple[Workload, ...]:

@@ -12,7 +12,8 @@ import logging
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from executor.checks import check_processes
 from executor.distributed.processes import Processes, processes_of
@@ -140,59 +141,126 @@ def _first_rank_of(machine: Machine) -> Machine:
 
 def _say(plan: Plan, machine: Machine, predicted: Timeline, result: RunResult, *, as_json: bool) -> None:
     """What the run did, beside what was predicted of it for `machine`."""
-    w, shares = plan.workload, [rank.batch_share for rank in plan.machine.ranks]
-    times = [report.time_s for report in result.reports]
-    step_s = statistics.median(times[1:] or times)
-    tokens = w.tokens * sum(shares) / max(shares)
-    shared = result.shared
-    losses = [report.loss for report in result.reports] if shared is None else shared.losses
-    here = result.measured
-    predicted_s = predicted.iteration_s
-    again_s = None if result.timeline is None else retimed_s(plan, result.timeline)
-    at_most = plan.check().peak_bytes["gpu"]
-    wanted = plan.moved_bytes
-    moved = {**(here.moved_bytes if here is not None else {}), **({"net": shared.sent_bytes} if shared else {})}
-    peaks = list(shared.peak_gpu_bytes) if shared is not None else [here.peak_gpu_bytes] if here is not None else []
-    transient = 0 if shared is None else shared.transient_bytes
-    first = result.reports[0].step
+    said = _Said(plan=plan, machine=machine, predicted=predicted, result=result)
     if as_json:
-        figures = {
-            "policy": plan.policy, "model": w.model, "ranks": len(shares), "first_step": first, "losses": list(losses),
-            "step_s": times, "tokens_per_s": tokens / step_s, "peak_gpu_bytes": peaks,
-            "peak_gpu_bytes_at_most": at_most, "transient_bytes": transient, "moved_bytes": moved,
-            "predicted_moved_bytes": {lane: wanted.get(lane, 0) for lane in moved},
-            "predicted_iteration_s": predicted_s, "retimed_iteration_s": again_s,
-            "predicted_from": predicted_from(plan, machine), "taken_by_others": result.taken_by_others,
+        sys.stdout.write(json.dumps(said.figures()) + "\n")
+        return
+    ranks, losses = said.ranks, said.losses
+    several = f"{ranks} ranks" if ranks > 1 else "one rank"
+    tell(f"{plan.policy}: {plan.workload.model} on {several}, {len(losses)} steps of {int(said.tokens)} tokens\n")
+    width = terminal_width()
+    say(table_text(("step", "loss", "seconds", "tokens/s"), said.step_rows(), width=width) + "\n")
+    say(table_text(("", "predicted", "measured"), said.predicted_rows(), width=width) + "\n")
+    tell("\n".join(said.notes()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Said:
+    """What there is to say of a run of several ranks, seen by one of them."""
+
+    plan: Plan
+    machine: Machine
+    predicted: Timeline
+    result: RunResult
+
+    @property
+    def ranks(self) -> int:
+        return len(self.plan.machine.ranks)
+
+    @cached_property
+    def times(self) -> list[float]:
+        """Seconds of each step."""
+        return [report.time_s for report in self.result.reports]
+
+    @cached_property
+    def step_s(self) -> float:
+        """Of the steps after the first, if there are any."""
+        return statistics.median(self.times[1:] or self.times)
+
+    @cached_property
+    def tokens(self) -> float:
+        """Per step, of all ranks."""
+        shares = [rank.batch_share for rank in self.plan.machine.ranks]
+        return self.plan.workload.tokens * sum(shares) / max(shares)
+
+    @cached_property
+    def losses(self) -> Sequence[float]:
+        shared = self.result.shared
+        return [report.loss for report in self.result.reports] if shared is None else shared.losses
+
+    @cached_property
+    def again_s(self) -> float | None:
+        """Seconds of the plan simulated with the seconds that this rank's steps took."""
+        return None if self.result.timeline is None else retimed_s(self.plan, self.result.timeline)
+
+    @cached_property
+    def peaks_at_most(self) -> int:
+        return self.plan.check().peak_bytes["gpu"]
+
+    @cached_property
+    def moved(self) -> dict[str, int]:
+        """Bytes by lane, measured."""
+        here, shared = self.result.measured, self.result.shared
+        return {**(here.moved_bytes if here is not None else {}), **({"net": shared.sent_bytes} if shared else {})}
+
+    @cached_property
+    def peaks(self) -> list[int]:
+        """GPU peaks of the ranks that told theirs, in bytes."""
+        here, shared = self.result.measured, self.result.shared
+        if shared is not None:
+            return list(shared.peak_gpu_bytes)
+        return [here.peak_gpu_bytes] if here is not None else []
+
+    @property
+    def transient(self) -> int:
+        return 0 if self.result.shared is None else self.result.shared.transient_bytes
+
+    def figures(self) -> dict[str, object]:
+        """For programs."""
+        plan, result, wanted = self.plan, self.result, self.plan.moved_bytes
+        return {
+            "policy": plan.policy, "model": plan.workload.model, "ranks": self.ranks,
+            "first_step": result.reports[0].step, "losses": list(self.losses),
+            "step_s": self.times, "tokens_per_s": self.tokens / self.step_s, "peak_gpu_bytes": self.peaks,
+            "peak_gpu_bytes_at_most": self.peaks_at_most, "transient_bytes": self.transient, "moved_bytes": self.moved,
+            "predicted_moved_bytes": {lane: wanted.get(lane, 0) for lane in self.moved},
+            "predicted_iteration_s": self.predicted.iteration_s, "retimed_iteration_s": self.again_s,
+            "predicted_from": predicted_from(plan, self.machine), "taken_by_others": result.taken_by_others,
             "notes": list(result.notes), "deviations": list(result.deviations),
             "tide": str(result.tide) if result.tide is not None else None,
         }  # fmt: skip
-        sys.stdout.write(json.dumps(figures) + "\n")
-        return
-    from_ = len(losses) - 5 if len(losses) > 6 else 0
-    several = f"{len(shares)} ranks" if len(shares) > 1 else "one rank"
-    tell(f"{plan.policy}: {w.model} on {several}, {len(losses)} steps of {int(tokens)} tokens\n")
-    steps = [
-        (str(first + i), f"{loss:.4f}", f"{times[i]:.3f}", f"{tokens / times[i]:,.0f}")
-        for i, loss in enumerate(losses)
-        if i == 0 or i >= from_
-    ]
-    rows = [("iteration", format_s(predicted_s), format_s(step_s))]
-    if again_s is not None:
-        rows.append(("re-timed", format_s(again_s), format_s(step_s)))
-    if peaks:
-        rows.append(("GPU peak of a rank", f"<= {format_bytes(at_most)}", format_bytes(max(peaks))))
-    for lane, name in (("h2d", "to the GPU"), ("d2h", "to the host"), ("net", "to other ranks")):
-        if lane in moved:
-            rows.append((name, format_bytes(wanted.get(lane, 0)), format_bytes(moved[lane])))
-    width = terminal_width()
-    say(table_text(("step", "loss", "seconds", "tokens/s"), steps, width=width) + "\n")
-    say(table_text(("", "predicted", "measured"), rows, width=width) + "\n")
-    notes = [
-        *result.notes,
-        "iteration: median of the steps after the first, on this rank",
-        f"predicted from: {predicted_from(plan, machine)}{', on all ranks at once' if len(shares) > 1 else ''}",
-        "re-timed: the same plan simulated with the seconds that this rank's steps took in this run",
-        others_words(result.taken_by_others),
-        f"a slice that changes place holds {format_bytes(transient)} more for the time of a copy",
-    ]
-    tell("\n".join(notes))
+
+    def step_rows(self) -> list[tuple[str, str, str, str]]:
+        """The first step and the last ones."""
+        first, count = self.result.reports[0].step, len(self.losses)
+        from_ = count - 5 if count > 6 else 0
+        return [
+            (str(first + i), f"{loss:.4f}", f"{self.times[i]:.3f}", f"{self.tokens / self.times[i]:,.0f}")
+            for i, loss in enumerate(self.losses)
+            if i == 0 or i >= from_
+        ]
+
+    def predicted_rows(self) -> list[tuple[str, str, str]]:
+        """What was predicted, beside what was measured."""
+        wanted, moved = self.plan.moved_bytes, self.moved
+        rows = [("iteration", format_s(self.predicted.iteration_s), format_s(self.step_s))]
+        if self.again_s is not None:
+            rows.append(("re-timed", format_s(self.again_s), format_s(self.step_s)))
+        if self.peaks:
+            most = f"<= {format_bytes(self.peaks_at_most)}"
+            rows.append(("GPU peak of a rank", most, format_bytes(max(self.peaks))))
+        for lane, name in (("h2d", "to the GPU"), ("d2h", "to the host"), ("net", "to other ranks")):
+            if lane in moved:
+                rows.append((name, format_bytes(wanted.get(lane, 0)), format_bytes(moved[lane])))
+        return rows
+
+    def notes(self) -> list[str]:
+        everywhere = ", on all ranks at once" if self.ranks > 1 else ""
+        return [
+            *self.result.notes,
+            "iteration: median of the steps after the first, on this rank",
+            f"predicted from: {predicted_from(self.plan, self.machine)}{everywhere}",
+            "re-timed: the same plan simulated with the seconds that this rank's steps took in this run",
+            others_words(self.result.taken_by_others),
+            f"a slice that changes place holds {format_bytes(self.transient)} more for the time of a copy",
+        ]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pstar_sim.planner.ranks import UNMODELLED, unmodelled_notes
 from pstar_sim.report.tables import batch_words, trust_lines
 from pstar_sim.terminal import table_text, terminal_width, wrap
 from pstar_sim.units import GB, format_bytes, format_s
-from pstar_sim.validation.limits import published_limits
+from pstar_sim.validation.limits import PublishedLimit, published_limits
 
 if TYPE_CHECKING:
     from pstar_sim.catalog.machine import Machine
@@ -114,13 +114,7 @@ def limits_text(answer: Limits, *, width: int | None = None) -> str:
     lines = [*_folded(lines, width), ""]
     published = published_limits(m) if answer.what == "layers" else ()
     if answer.what == "layers":
-        columns = ["policy", "layers", "parameters", "of the catalog", "then short of"]
-        rows = [_depth_cells(row) for row in answer.rows]
-        if published:
-            columns.insert(4, "published")
-            for cells, row in zip(rows, answer.rows):
-                mine = [f"{_params(p.params)} ({p.system})" for p in published if p.policy == row.policy]
-                cells.insert(4, ", ".join(mine))
+        columns, rows = _depths(answer.rows, published)
     else:
         columns = ["policy", "batch", "then short of"]
         rows = [[row.policy, str(row.value), _short(row)] for row in answer.rows]
@@ -131,6 +125,18 @@ def limits_text(answer: Limits, *, width: int | None = None) -> str:
     lines += _notes([row.reason for row in answer.rows if row.value == 0 and row.reason], width)
     lines += _notes([f"note: {UNMODELLED}"] if len(m.ranks) > 1 else [], width)
     return "\n".join(lines) + "\n"
+
+
+def _depths(limits: Sequence[Limit], published: Sequence[PublishedLimit]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of the deepest models; with a column of published limits where there are any."""
+    columns = ["policy", "layers", "parameters", "of the catalog", "then short of"]
+    rows = [_depth_cells(row) for row in limits]
+    if published:
+        columns.insert(4, "published")
+        for cells, row in zip(rows, limits):
+            mine = [f"{_params(p.params)} ({p.system})" for p in published if p.policy == row.policy]
+            cells.insert(4, ", ".join(mine))
+    return columns, rows
 
 
 def _depth_cells(row: Limit) -> list[str]:
@@ -154,23 +160,33 @@ def cheapest_text(answer: Cheapest, *, width: int | None = None) -> str:
     shown = [row for row in answer.rows if row.days is not None]
     nearest = min(answer.rows, key=lambda row: row.days or row.least_days or float("inf"), default=None)
     if answer.too_late and nearest is not None:
-        days = nearest.days or nearest.least_days or 0.0
-        least = "" if nearest.days is not None else "at least "
-        nodes = "" if nearest.tried == (1,) else f" with {nearest.nodes} node{'s'[: nearest.nodes > 1]}"
-        tried = "" if len(nearest.tried) < 2 else f" ({', '.join(map(str, nearest.tried))} nodes were tried)"
-        lines += wrap(f"none in time; the nearest is {nearest.machine}{nodes}, {least}{_days(days)} days{tried}", width)
+        lines += wrap(f"none in time; the nearest is {_nearest(nearest)}", width)
         lines += [""] if shown else []
     if shown:
         lines.append(table_text(columns, [_offer_cells(row) for row in shown], width=width).rstrip())
     elif not answer.too_late:
         lines += wrap("no machine can train it", width)
-    lines += _notes([f"{_tried(row)}: {row.reason}" for row in answer.rows if row.reason is not None], width)
-    prices = dict.fromkeys(f"{row.machine}: {row.price_of}" for row in shown)
-    lines += _notes([f"prices of a node: {'; '.join(prices)}"] if prices else [], width)
-    lines += _notes(["micro-batches: sequences of all GPUs at a time x how many per iteration"] if shown else [], width)
-    if any(row.gpus > 1 for row in answer.rows):
-        lines += _notes([f"note: {_DATA_PARALLEL}"], width)
+    lines += _notes(list(_offer_notes(answer, shown)), width)
     return "\n".join(lines) + "\n"
+
+
+def _offer_notes(answer: Cheapest, shown: Sequence[Offer]) -> Iterator[str]:
+    """Why others are not offered, and what the columns mean."""
+    yield from (f"{_tried(row)}: {row.reason}" for row in answer.rows if row.reason is not None)
+    if shown:
+        prices = dict.fromkeys(f"{row.machine}: {row.price_of}" for row in shown)
+        yield f"prices of a node: {'; '.join(prices)}"
+        yield "micro-batches: sequences of all GPUs at a time x how many per iteration"
+    if any(row.gpus > 1 for row in answer.rows):
+        yield f"note: {_DATA_PARALLEL}"
+
+
+def _nearest(offer: Offer) -> str:
+    days = offer.days or offer.least_days or 0.0
+    least = "" if offer.days is not None else "at least "
+    nodes = "" if offer.tried == (1,) else f" with {offer.nodes} node{'s'[: offer.nodes > 1]}"
+    tried = "" if len(offer.tried) < 2 else f" ({', '.join(map(str, offer.tried))} nodes were tried)"
+    return f"{offer.machine}{nodes}, {least}{_days(days)} days{tried}"
 
 
 def _deadline(time_s: float) -> str:

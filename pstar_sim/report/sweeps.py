@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.axes import Axes
 
-    from pstar_sim.planner.limits import Limits
+    from pstar_sim.planner.limits import Limit, Limits
 
 __all__ = ["plot_limits", "plot_map", "plot_regimes", "plot_times"]
 
@@ -66,13 +66,7 @@ def plot_limits(limits: Sequence[Limits], ax: Axes | None = None) -> Any:
             if row is None:
                 continue
             y = at + (n - (len(policies) - 1) / 2) * thick
-            billions = (row.params or 0) / 1e9
-            label = policy if at == 0 else None
-            ax.barh(
-                y, billions, thick * 0.92, color=_colour(policy, n), label=label, gid=f"{one.machine.name} {policy}"
-            )
-            text = f"{billions:.1f} B" if row.params else "none"
-            ax.text(billions + 0.01 * widest, y, text, va="center", fontsize=7.5)
+            _bar(ax, y, row, thick, widest, _colour(policy, n), machine=one.machine.name, legend=at == 0)
     ax.set_yticks(range(len(limits)), [one.machine.name for one in limits], fontsize=9)
     ax.invert_yaxis()
     ax.set_xlim(0, widest * 1.1)
@@ -81,6 +75,17 @@ def plot_limits(limits: Sequence[Limits], ax: Axes | None = None) -> Any:
     _plain(ax)
     ax.tick_params(axis="y", length=0)
     return ax
+
+
+def _bar(
+    ax: Any, y: float, row: Limit, thick: float, widest: float, colour: str, *, machine: str, legend: bool
+) -> None:
+    """One policy on one machine, its billions of parameters beside it. widest: of all bars."""
+    billions = (row.params or 0) / 1e9
+    label = row.policy if legend else None
+    ax.barh(y, billions, thick * 0.92, color=colour, label=label, gid=f"{machine} {row.policy}")
+    text = f"{billions:.1f} B" if row.params else "none"
+    ax.text(billions + 0.01 * widest, y, text, va="center", fontsize=7.5)
 
 
 def plot_times(frame: pandas.DataFrame, x: str, ax: Axes | None = None, *, bound: bool = True) -> Any:

@@ -72,20 +72,7 @@ def plot_tide(
     choice("place", place, [p.value for p in Place])
     if measured is not None:
         instance("measured", measured, Timeline, "a Timeline")
-    if ax is None:
-        from matplotlib import pyplot
-
-        width = max(9.0, 2.8 + 4.2 * len(many))
-        _, made = pyplot.subplots(1, len(many), sharey=True, figsize=(width, 4.6), layout="constrained", squeeze=False)
-        axes = list(made[0])
-    elif hasattr(ax, "plot"):
-        axes = [ax]
-    else:
-        axes = names("ax", ax, "an Axes, or a list of as many as timelines")
-    if not all(hasattr(one, "plot") for one in axes):
-        raise refused("ax", ax, "an Axes, or a list of as many as timelines")
-    if len(axes) != len(many):
-        raise PstarError(f"plot_tide got {len(many)} timelines and {len(axes)} axes; give as many axes as timelines")
+    axes = _axes_for(ax, len(many))
     top = max(_capacity(t, place) for t in many)
     unit, name = next((u for u in ((GB, "GB"), (MB, "MB"), (KB, "kB")) if top >= u[0]), (1, "B"))
     handles: dict[str, Any] = {}
@@ -99,6 +86,22 @@ def plot_tide(
             one.set_ylabel(f"{place.upper()} memory [{name}]")
     _legend(axes[-1], handles)
     return axes[0] if isinstance(timelines, Timeline | Planned) else np.array(axes, dtype=object)
+
+
+def _axes_for(ax: Axes | Iterable[Axes] | None, count: int) -> list[Any]:
+    """Where to draw `count` timelines; None makes a figure. Raises PstarError for another number of axes."""
+    if ax is None:
+        from matplotlib import pyplot
+
+        width = max(9.0, 2.8 + 4.2 * count)
+        _, made = pyplot.subplots(1, count, sharey=True, figsize=(width, 4.6), layout="constrained", squeeze=False)
+        return list(made[0])
+    axes = [ax] if hasattr(ax, "plot") else list(names("ax", ax, "an Axes, or a list of as many as timelines"))
+    if not all(hasattr(one, "plot") for one in axes):
+        raise refused("ax", ax, "an Axes, or a list of as many as timelines")
+    if len(axes) != count:
+        raise PstarError(f"plot_tide got {count} timelines and {len(axes)} axes; give as many axes as timelines")
+    return axes
 
 
 def _timelines(given: object) -> list[Timeline]:

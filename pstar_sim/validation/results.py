@@ -6,7 +6,7 @@ miss, not a row to leave out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pstar_sim.catalog.efficiency import Efficiency
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.collection import Collection
-from pstar_sim.validation.experiments import experiment_of, runs_of
+from pstar_sim.validation.experiments import Experiment, experiment_of, runs_of
 from pstar_sim.validation.replay import replay, row_value
 from pstar_sim.validation.rows import Row, published_rows
 from pstar_sim.validation.scope import USES, Rule, published_scope, rule_of
@@ -122,10 +122,7 @@ class Validation(Collection):
         speeds = [r for r in self.results if r.metric in _SPEED]
         found: list[Pair] = []
         for a, b in combinations(speeds, 2):
-            if "tested" not in (a.use, b.use) or a.metric != b.metric or (a.hardware, a.gpus) != (b.hardware, b.gpus):
-                continue
-            batches = [x.batch.split(" ")[0] for x in (a, b)]  # "best" and "best of 8/16/32" are the same rule
-            if batches[0] != batches[1] or ("mbs" in a.batch and a.batch != b.batch):
+            if not _comparable(a, b):
                 continue
             same_model = (a.params, a.shape) == (b.params, b.shape)
             if (a.system == b.system) == same_model:
@@ -183,6 +180,14 @@ class Validation(Collection):
         return html
 
 
+def _comparable(a: Result, b: Result) -> bool:
+    """One metric on one machine, of the same batch, and one of the two tested."""
+    if "tested" not in (a.use, b.use) or a.metric != b.metric or (a.hardware, a.gpus) != (b.hardware, b.gpus):
+        return False
+    batches = [x.batch.split(" ")[0] for x in (a, b)]  # "best" and "best of 8/16/32" are the same rule
+    return batches[0] == batches[1] and ("mbs" not in a.batch or a.batch == b.batch)
+
+
 def validate(
     *,
     system: str | None = None,
@@ -202,30 +207,55 @@ def validate(
     runs = runs_of(r for r in rows if of_row[r.line].use in ("fitted", "tested"))
     jobs = [(run, experiment_of(run, efficiency)) for run in runs]
     if machine is not None:
-        jobs = [(run, x) for run, x in jobs if _holds(machine, run[0].hardware) or _holds(machine, x.machine.name)]
-        kept = {row.line for run, _ in jobs for row in run}
-        rows = [r for r in rows if r.line in kept or _holds(machine, r.hardware)]
+        jobs, rows = _on_machine(machine, jobs, rows)
     if not rows:
-        hardware = sorted({r.hardware for r in published_rows()})
-        raise PstarError(
-            f"no published row has system {system!r} and machine {machine!r}; systems are "
-            f"{', '.join(sorted({r.system for r in published_rows()}))}; machines are {', '.join(hardware)}"
-        )
+        raise _no_row(system, machine)
     counts = {use: sum(of_row[r.line].use == use for r in rows) for use in USES}
     results: list[Result] = []
     for done, (run, experiment) in enumerate(jobs):
         if progress is not None:
             progress(done, len(jobs))
-        outcome = replay(experiment)
-        for row in run:
-            value = row_value(row, outcome)
-            gpu = experiment.machine.gpu.name
-            results.append(
-                _result(row, of_row[row.line], experiment.machine.name, gpu, experiment.policy, value, outcome.reason)
-            )
+        results += _replayed(run, experiment, of_row)
     if progress is not None:
         progress(len(jobs), len(jobs))
     return Validation(counts=counts, results=tuple(sorted(results, key=lambda r: r.line)))
+
+
+_Job = tuple[tuple[Row, ...], Experiment]
+"""The rows of one published run, and what replays it."""
+
+
+def _on_machine(machine: str, jobs: Sequence[_Job], rows: Sequence[Row]) -> tuple[list[_Job], list[Row]]:
+    """Those whose hardware, or machine of the catalog, contains the text."""
+    kept_jobs = [(run, x) for run, x in jobs if _holds(machine, run[0].hardware) or _holds(machine, x.machine.name)]
+    kept = {row.line for run, _ in kept_jobs for row in run}
+    return kept_jobs, [r for r in rows if r.line in kept or _holds(machine, r.hardware)]
+
+
+def _no_row(system: str | None, machine: str | None) -> PstarError:
+    systems = ", ".join(sorted({r.system for r in published_rows()}))
+    hardware = ", ".join(sorted({r.hardware for r in published_rows()}))
+    return PstarError(
+        f"no published row has system {system!r} and machine {machine!r}; systems are {systems}; "
+        f"machines are {hardware}"
+    )
+
+
+def _replayed(run: Sequence[Row], experiment: Experiment, rules: Mapping[int, Rule]) -> list[Result]:
+    """Of each row of a run. rules: by the row's line."""
+    outcome, machine = replay(experiment), experiment.machine
+    return [
+        _result(
+            row,
+            rules[row.line],
+            machine.name,
+            machine.gpu.name,
+            experiment.policy,
+            row_value(row, outcome),
+            outcome.reason,
+        )
+        for row in run
+    ]
 
 
 def _holds(text: str | None, where: str) -> bool:
