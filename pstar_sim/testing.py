@@ -8,8 +8,9 @@ the `random.Random` that is passed in.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from pstar_sim.catalog.machine import Fabric, Gpu, Host, Link, Machine, Rank
 from pstar_sim.core.plan import Plan, Settings
@@ -70,11 +71,7 @@ def chain_workload(
         for i in range(layers)
         for j in range(tensors_per_layer)
     )
-    opened: list[tuple[str, Phase, int]] = [("begin", Phase.FWD, i) for i in range(layers)]
-    for i in reversed(range(layers)):
-        if checkpointing:
-            opened.append(("begin", Phase.RECOMPUTE, i))
-        opened.append(("grad", Phase.BWD, i))
+    opened = _opened(layers, checkpointing)
     peaks = [tide_bytes] * (len(opened) + 1) if isinstance(tide_bytes, int) else list(tide_bytes)
     if len(peaks) != len(opened) + 1:
         raise ValueError(f"the tide has {len(peaks)} figures; {layers} layers have {len(opened) + 1} moments")
@@ -100,9 +97,7 @@ def chain_workload(
                 duration_s=None if forward_s is None else forward_s * factor,
             )
         )
-        uses += [Use(moment=m, tensor=t, kind=UseKind.READ) for t in mine]
-        if phase is Phase.BWD:
-            uses += [Use(moment=m, tensor=t, kind=UseKind.GRADIENT) for t in mine]
+        uses += _uses(m, mine, mine if phase is Phase.BWD else ())
     moments.append(
         _step(
             start_bytes=min(peaks[-1], peaks[-2]),
@@ -126,6 +121,16 @@ def chain_workload(
         recorded_on=None if forward_s is None else "virtual",
     )
     return repeat_micro_batch(workload, micro_batches)
+
+
+def _opened(layers: int, checkpointing: bool) -> list[tuple[str, Phase, int]]:
+    """What opens each moment of a chain but the step: (event, phase, layer)."""
+    opened: list[tuple[str, Phase, int]] = [("begin", Phase.FWD, i) for i in range(layers)]
+    for i in reversed(range(layers)):
+        if checkpointing:
+            opened.append(("begin", Phase.RECOMPUTE, i))
+        opened.append(("grad", Phase.BWD, i))
+    return opened
 
 
 def random_workload(
@@ -157,72 +162,128 @@ def random_workload(
     micro_batches = rng.choice((1, 1, 2, 3, 4)) if micro_batches is None else micro_batches
     checkpointing = decide(checkpointing, 0.5)
     dtype = rng.choice(("bf16", "bf16", "fp16", "fp32")) if dtype is None else dtype
-    width = DTYPE_BYTES[dtype]
     is_tied = decide(tied, 0.3)
     has_frozen = decide(frozen, 0.3)
     has_unused = decide(unused, 0.15)
     two_groups = rng.random() < 0.3
     shared_layer = rng.randrange(layers) if layers > 1 and rng.random() < 0.2 else None
-    uniform = rng.random() < 0.3  # all matrices alike, as in a real transformer
-    unit = rng.randint(MIB // 4, 2 * MIB)
+    uniform = rng.random() < 0.3
+    drawn = _Drawn(rng=rng, dtype=dtype, two_groups=two_groups, uniform=uniform, unit=rng.randint(MIB // 4, 2 * MIB))
 
-    tensors: list[Tensor] = []
-
-    def matrix(scale: float = 1.0) -> int:
-        return max(1, round((unit if uniform else unit * rng.uniform(0.5, 2.0)) * scale))
-
-    def add(name: str, numel: int, *, is_frozen: bool = False, tied_to: int | None = None) -> int:
-        rows = next(r for r in (64, 16, 4, 1) if numel % r == 0)
-        group = 1 if two_groups and name.endswith("bias") else 0
-        shape = (rows, numel // rows) if rows > 1 else (numel,)
-        size = 0 if tied_to is not None else numel * width
-        tensors.append(
-            Tensor(name=name, shape=shape, dtype=dtype, bytes=size, frozen=is_frozen, tied_to=tied_to, group=group)
-        )
-        return len(tensors) - 1
-
-    embedding = add("embed.weight", matrix(rng.choice((1.0, 1.0, 3.0))), is_frozen=has_frozen and rng.random() < 0.3)
-    mine: list[list[int]] = []
-    for i in range(layers):
-        ice = has_frozen and i < layers - 1 and rng.random() < 0.4
-        row = [add(f"layers.{i}.norm.weight", rng.randint(16, 4096), is_frozen=ice)] if rng.random() < 0.5 else []
-        for j in range(rng.randint(1, 3)):
-            oversize = rng.random() < 0.05
-            row.append(add(f"layers.{i}.weight{j}", matrix(rng.uniform(3.0, 6.0) if oversize else 1.0), is_frozen=ice))
-            if rng.random() < 0.4:
-                row.append(add(f"layers.{i}.weight{j}.bias", rng.randint(16, 4096), is_frozen=ice))
-        mine.append(row)
+    size = drawn.matrix(rng.choice((1.0, 1.0, 3.0)))
+    embedding = drawn.add("embed.weight", size, is_frozen=has_frozen and rng.random() < 0.3)
+    rows = [drawn.layer(i, is_frozen=has_frozen and i < layers - 1 and rng.random() < 0.4) for i in range(layers)]
     if shared_layer is not None:
-        mine[shared_layer] = mine[(shared_layer + 1) % layers]
+        rows[shared_layer] = rows[(shared_layer + 1) % layers]
     head = embedding
     if is_tied:
-        add("head.weight", tensors[embedding].numel, tied_to=embedding)
+        drawn.add("head.weight", drawn.tensors[embedding].numel, tied_to=embedding)
     else:
-        head = add("head.weight", matrix())
+        head = drawn.add("head.weight", drawn.matrix())
     if has_unused:
-        add("spare.weight", matrix())
+        drawn.add("spare.weight", drawn.matrix())
 
-    # One micro-batch: (event, module, phase, tensors read, tensors whose gradient arrives, relative work).
-    table: list[tuple[str, str, Phase, list[int], list[int], int]] = [
-        ("begin", "<root>", Phase.FWD, [], [], 0),
-        ("begin", "embed", Phase.FWD, [embedding], [], 0),
+    table = _random_table(rng, embedding, rows, head, checkpointing=checkpointing)
+    moments, uses = _random_moments(rng, table, drawn.tensors)
+    workload = Workload(
+        model="random",
+        dtype=dtype,
+        batch=rng.randint(1, 8),
+        sequence=rng.choice((1, 16, 128)),
+        micro_batches=1,
+        checkpointing=checkpointing,
+        attention="none",
+        source="preset",
+        tensors=tuple(drawn.tensors),
+        moments=tuple(moments),
+        uses=tuple(uses),
+    )
+    return repeat_micro_batch(workload, micro_batches)
+
+
+@dataclass(kw_only=True)
+class _Drawn:
+    """Tensors of a random model, each drawn when it is added. uniform: all matrices alike, as in a real transformer.
+    unit: elements of a matrix, on average. two_groups: biases have an optimizer group of their own."""
+
+    rng: random.Random
+    dtype: str
+    two_groups: bool
+    uniform: bool
+    unit: int
+    tensors: list[Tensor] = field(default_factory=list)
+
+    def matrix(self, scale: float = 1.0) -> int:
+        """Elements of another matrix."""
+        return max(1, round((self.unit if self.uniform else self.unit * self.rng.uniform(0.5, 2.0)) * scale))
+
+    def add(self, name: str, numel: int, *, is_frozen: bool = False, tied_to: int | None = None) -> int:
+        """The number of a new tensor."""
+        rows = next(r for r in (64, 16, 4, 1) if numel % r == 0)
+        group = 1 if self.two_groups and name.endswith("bias") else 0
+        shape = (rows, numel // rows) if rows > 1 else (numel,)
+        size = 0 if tied_to is not None else numel * DTYPE_BYTES[self.dtype]
+        self.tensors.append(
+            Tensor(name=name, shape=shape, dtype=self.dtype, bytes=size, frozen=is_frozen, tied_to=tied_to, group=group)
+        )
+        return len(self.tensors) - 1
+
+    def layer(self, i: int, *, is_frozen: bool) -> list[int]:
+        """Tensors of a layer: one to three matrices, with small tensors beside them."""
+        rng, name = self.rng, f"layers.{i}"
+        row: list[int] = []
+        if rng.random() < 0.5:
+            row.append(self.add(f"{name}.norm.weight", rng.randint(16, 4096), is_frozen=is_frozen))
+        for j in range(rng.randint(1, 3)):
+            oversize = rng.random() < 0.05
+            size = self.matrix(rng.uniform(3.0, 6.0) if oversize else 1.0)
+            row.append(self.add(f"{name}.weight{j}", size, is_frozen=is_frozen))
+            if rng.random() < 0.4:
+                row.append(self.add(f"{name}.weight{j}.bias", rng.randint(16, 4096), is_frozen=is_frozen))
+        return row
+
+
+class _Opened(NamedTuple):
+    """A moment of a random workload: what opens it, tensors read, tensors whose gradient arrives, relative work."""
+
+    event: str
+    module: str
+    phase: Phase
+    reads: list[int]
+    gradients: list[int]
+    work: int
+
+
+def _random_table(
+    rng: random.Random, embedding: int, rows: Sequence[list[int]], head: int, *, checkpointing: bool
+) -> list[_Opened]:
+    """The moments of one micro-batch. rows: tensors of each layer. head: the embedding where it is tied."""
+    table = [
+        _Opened("begin", "<root>", Phase.FWD, [], [], 0),
+        _Opened("begin", "embed", Phase.FWD, [embedding], [], 0),
     ]
-    for i, row in enumerate(mine):
-        table.append(("begin", f"layers.{i}", Phase.FWD, row, [], 1))
+    for i, row in enumerate(rows):
+        table.append(_Opened("begin", f"layers.{i}", Phase.FWD, row, [], 1))
         if rng.random() < 0.3:
-            table.append(("end", f"layers.{i}", Phase.FWD, [], [], 0))
-    table.append(("begin", "head", Phase.FWD, [head], [], 1))
-    table.append(("grad", "head", Phase.BWD, [head], [] if is_tied else [head], 2))
-    for i, row in reversed(list(enumerate(mine))):
+            table.append(_Opened("end", f"layers.{i}", Phase.FWD, [], [], 0))
+    table.append(_Opened("begin", "head", Phase.FWD, [head], [], 1))
+    table.append(_Opened("grad", "head", Phase.BWD, [head], [] if head == embedding else [head], 2))
+    for i, row in reversed(list(enumerate(rows))):
         if checkpointing:
-            table.append(("begin", f"layers.{i}", Phase.RECOMPUTE, row, [], 1))
+            table.append(_Opened("begin", f"layers.{i}", Phase.RECOMPUTE, row, [], 1))
         late = row[: rng.randint(0, len(row) - 1)] if rng.random() < 0.4 else []
-        table.append(("grad", f"layers.{i}", Phase.BWD, row, [t for t in row if t not in late], 2))
+        table.append(_Opened("grad", f"layers.{i}", Phase.BWD, row, [t for t in row if t not in late], 2))
         if late:
-            table.append(("grad", f"layers.{i}.norm", Phase.BWD, late, late, 0))
-    table.append(("grad", "embed", Phase.BWD, [], [embedding], 0))
-    table.append(("backward-end", "<root>", Phase.BWD, [], [], 0))
+            table.append(_Opened("grad", f"layers.{i}.norm", Phase.BWD, late, late, 0))
+    table.append(_Opened("grad", "embed", Phase.BWD, [], [embedding], 0))
+    table.append(_Opened("backward-end", "<root>", Phase.BWD, [], [], 0))
+    return table
 
+
+def _random_moments(
+    rng: random.Random, table: Sequence[_Opened], tensors: Sequence[Tensor]
+) -> tuple[list[Moment], list[Use]]:
+    """The moments and the step, with a tide that rises over FWD and falls over BWD, with spikes; and their uses."""
     base = rng.choice((0, rng.randint(0, MIB)))
     per_layer = rng.randint(0, 4 * MIB) if rng.random() < 0.8 else rng.randint(0, 32 * MIB)
     level = base
@@ -253,23 +314,15 @@ def random_workload(
                 end_bytes=level,
             )
         )
-        uses += [Use(moment=m, tensor=t, kind=UseKind.READ) for t in reads]
-        uses += [Use(moment=m, tensor=t, kind=UseKind.GRADIENT) for t in gradients if not tensors[t].frozen]
+        uses += _uses(m, reads, [t for t in gradients if not tensors[t].frozen])
     moments.append(_step(start_bytes=base, peak_bytes=base + rng.choice((0, rng.randint(0, MIB))), end_bytes=base))
-    workload = Workload(
-        model="random",
-        dtype=dtype,
-        batch=rng.randint(1, 8),
-        sequence=rng.choice((1, 16, 128)),
-        micro_batches=1,
-        checkpointing=checkpointing,
-        attention="none",
-        source="preset",
-        tensors=tuple(tensors),
-        moments=tuple(moments),
-        uses=tuple(uses),
-    )
-    return repeat_micro_batch(workload, micro_batches)
+    return moments, uses
+
+
+def _uses(moment: int, reads: Iterable[int], gradients: Iterable[int]) -> list[Use]:
+    """Of tensors read in the moment, and of those whose gradient arrives in it."""
+    read = [Use(moment=moment, tensor=t, kind=UseKind.READ) for t in reads]
+    return read + [Use(moment=moment, tensor=t, kind=UseKind.GRADIENT) for t in gradients]
 
 
 def _step(*, start_bytes: int, peak_bytes: int, end_bytes: int, duration_s: float | None = None) -> Moment:
