@@ -1,0 +1,75 @@
+"""PatrickStar's groups of chunks: by the states of their tensors, when their remote chunks are given up.
+
+A tensor that is used becomes HOLD_AFTER_FWD or HOLD_AFTER_BWD; a group is given up when all its tensors are the one or
+all are the other. Pure: writes no steps and knows no memory.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from pstar_sim.policy.kit.facts import Facts
+from pstar_sim.workload.workload import Phase
+
+__all__ = ["Groups"]
+
+
+class _Hold(Enum):
+    """State of a tensor that is not in use."""
+
+    HOLD = auto()
+    AFTER_FWD = auto()
+    AFTER_BWD = auto()
+
+
+class Groups:
+    """The tensors' states in one iteration. `begin` and `end` are called once per moment, in order."""
+
+    def __init__(self, uses: Facts) -> None:
+        self._uses = uses
+        self._workload = uses.workload
+        self._tensors = [[slot.tensor for slot in chunk.slots] for chunk in uses.layout.chunks]
+        self._state = dict.fromkeys((t for tensors in self._tensors for t in tensors), _Hold.HOLD)
+
+    def begin(self, m: int) -> bool:
+        """The end of FWD and of a micro-batch lead to HOLD. Returns whether a micro-batch has ended: then all groups
+        are given up."""
+        if m == 0:
+            return False
+        before, moment = self._workload.moments[m - 1], self._workload.moments[m]
+        if moment.micro_batch != before.micro_batch:
+            self._state = dict.fromkeys(self._state, _Hold.HOLD)
+            return True
+        if before.phase is Phase.FWD and moment.phase is not Phase.FWD:
+            for t, state in self._state.items():
+                if state is _Hold.AFTER_FWD:
+                    self._state[t] = _Hold.HOLD
+        return False
+
+    def end(self, m: int) -> list[int]:
+        """Tensors change state. Returns the chunks whose groups are given up behind the moment, ascending."""
+        w, chunk_of = self._workload, self._uses.layout.chunk_of
+        for t in w.reads[m]:
+            if w.moments[m].phase is not Phase.BWD:
+                self._state[t] = _Hold.AFTER_FWD
+            elif self._final(t, m) <= m:
+                self._state[t] = _Hold.AFTER_BWD
+        for t in w.gradients[m]:
+            if self._final(t, m) == m:
+                self._state[t] = _Hold.AFTER_BWD
+        touched = {chunk_of[t] for t in (*w.reads[m], *w.gradients[m])}
+        return [c for c in sorted(touched) if m == self._uses.last_gradient(c) or self._all_used(c, m)]
+
+    def _final(self, t: int, m: int) -> int:
+        """Moment of the tensor's final gradient in the micro-batch of moment `m`; `m` where it has none."""
+        return self._uses.final.get((self._workload.moments[m].micro_batch, t), m)
+
+    def _all_used(self, c: int, m: int) -> bool:
+        """All tensors are in one of the states that follow a use, and the group holds nothing but parameters."""
+        states = {self._state[t] for t in self._tensors[c]}
+        return states in ({_Hold.AFTER_FWD}, {_Hold.AFTER_BWD}) and not self._holds_gradient(c, m)
+
+    def _holds_gradient(self, c: int, m: int) -> bool:
+        """The last gradient has begun to overwrite the working lists."""
+        last_batch = self._workload.moments[m].micro_batch == self._workload.micro_batches - 1
+        return last_batch and self._uses.updated(c) and self._uses.spans[c][-1][1] <= m

@@ -1,0 +1,273 @@
+"""PatrickStar's memory: which chunks live where, and payloads that move one at a time.
+
+What is published and what is not: patrickstar.py.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from statistics import median_low
+
+from pstar_sim.core.step import Place, Queue
+from pstar_sim.policy.kit.facts import Facts
+from pstar_sim.policy.kit.room import describe_moment
+from pstar_sim.policy.passes.builder import Builder
+from pstar_sim.units import format_bytes
+
+__all__ = ["MARGIN_RATIO", "Homes", "Moves", "homes_of"]
+
+MARGIN_RATIO = 0.8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Homes:
+    """Where chunks live, in every iteration.
+
+    small: chunks of small parameters: on the GPU with all they have, on several ranks whole.
+    pinned: chunks with states on the GPU.
+    movable: chunks whose states are on the host and whose working list moves, ascending.
+    brought_bytes: chunk -> bytes that come to the GPU before its use: the own slice of a movable chunk, and the remote
+        chunks of its group.
+    remote_bytes: chunk -> bytes of the remote chunks of its group; 0 with one rank.
+    margin_bytes: margin space.
+    buffer_bytes: of the fp32 buffer through which parameters come up; 0 where all states are on the GPU.
+    """
+
+    small: frozenset[int]
+    pinned: frozenset[int]
+    movable: tuple[int, ...]
+    brought_bytes: Mapping[int, int]
+    remote_bytes: Sequence[int]
+    margin_bytes: int
+    buffer_bytes: int
+
+
+def homes_of(uses: Facts, budget_bytes: int) -> Homes:
+    """Where chunks live under a GPU budget."""
+    layout = uses.layout
+    own = [layout.payload_bytes(c.index, "param") for c in layout.chunks]
+    remote = [layout.whole_bytes(c.index) - own[c.index] for c in layout.chunks]
+    large = [c.index for c in layout.chunks if not c.small]
+    updated = [c for c in large if uses.updated(c)]
+    margin = margin_space(uses, budget_bytes)
+    pinned = updated[: chunks_in_margin(margin, [uses.home_bytes(c) - own[c] for c in updated])]
+    brought = {c: remote[c] if c in pinned else own[c] + remote[c] for c in large}
+    return Homes(
+        small=frozenset(c.index for c in layout.chunks if c.small),
+        pinned=frozenset(pinned),
+        movable=tuple(c for c in large if c not in pinned),
+        brought_bytes={c: size for c, size in brought.items() if size},
+        remote_bytes=remote,
+        margin_bytes=max(0, margin),
+        buffer_bytes=0 if pinned == updated else fp32_buffer_bytes(uses),
+    )
+
+
+def margin_space(uses: Facts, budget_bytes: int) -> int:
+    """Bytes of the GPU for states of chunks that move; negative where there is not room for as much as this:
+
+    budget - peak non-model - fp32 buffer - small chunks with their states - all working lists - remote chunks of one
+    group.
+    """
+    layout = uses.layout
+    space = budget_bytes - max(uses.tide) - fp32_buffer_bytes(uses)
+    remote = 0
+    for chunk in layout.chunks:
+        own, whole = layout.payload_bytes(chunk.index, "param"), layout.whole_bytes(chunk.index)
+        if chunk.small:
+            space -= uses.home_bytes(chunk.index) + whole - own
+        else:
+            space -= own
+            remote = max(remote, whole - own)
+    return space - remote
+
+
+def fp32_buffer_bytes(uses: Facts) -> int:
+    """Of the buffer through which CPU Adam's parameters come up: the largest chunk's, 4 bytes a parameter."""
+    layout = uses.layout
+    large = (c.index for c in layout.chunks if not c.small)
+    return max((layout.slice_numel(c) * 4 for c in large if uses.updated(c)), default=0)
+
+
+def chunks_in_margin(margin_bytes: int, states_bytes: Sequence[int]) -> int:
+    """How many of the first chunks have their states in margin space: ceil(margin / states of a chunk * 0.8) - 1.
+
+    states_bytes: of each chunk. The original's chunks are all of one size, here the median's; where an oversize one is
+    among the first, as many fewer as fit.
+    """
+    if margin_bytes <= 0 or not states_bytes:
+        return 0
+    count = max(0, ceil(margin_bytes / median_low(states_bytes) * MARGIN_RATIO) - 1)
+    while count > 0 and sum(states_bytes[:count]) > margin_bytes:
+        count -= 1
+    return count
+
+
+class Moves:
+    """Payloads that move one at a time: every step waits for the one before. Writes the steps into `b`.
+
+    resident: movable chunks whose working list is on the GPU.
+    whole: chunks (groups) whose remote chunks are on the GPU.
+    fixed_bytes: what the GPU holds that never moves. used_bytes: what it holds now, the tide left out.
+    host_peak_bytes: the most that the host has held.
+    last: the latest step. moment: the moment that is prepared or has just run.
+    unit: "chunk" or "group", for messages: what is communicated at a time, and what the reserve has room for.
+    """
+
+    def __init__(self, b: Builder, homes: Homes, resident: Collection[int], unit: str) -> None:
+        self.b = b
+        self.homes = homes
+        self.unit = unit
+        self._own = [b.layout.payload_bytes(c.index, "param") for c in b.layout.chunks]
+        self.resident = set(resident)
+        self.whole = set(homes.small) if b.ranks > 1 else set()
+        self._reside()
+        self.used_bytes = b.held_bytes(Place.GPU)
+        self.fixed_bytes = self.used_bytes - sum(self._own[c] for c in self.resident)
+        self._host_bytes = self.host_peak_bytes = b.held_bytes(Place.HOST)
+        self.last = -1
+        self.moment = 0
+
+    def _reside(self) -> None:
+        """Where everything is between two iterations."""
+        b, homes = self.b, self.homes
+        for c in (*homes.small, *homes.pinned):
+            b.live(c, Place.GPU)
+        for c in homes.small:
+            b.resident(c, Place.GPU, *b.whole)
+        for c in homes.movable:
+            b.resident(c, Place.HOST, *(name for name in b.uses.home_lists(c) if name != "param"))
+            b.resident(c, Place.GPU if c in self.resident else Place.HOST, "param")
+        if homes.buffer_bytes:
+            b.buffers.append(("fp32 chunk for CPU Adam", Place.GPU, homes.buffer_bytes))
+
+    def then(self) -> list[int]:
+        """What the next step waits for."""
+        return [self.last] if self.last >= 0 else []
+
+    def hold_on_host(self, change_bytes: int) -> None:
+        self._host_bytes += change_bytes
+        self.host_peak_bytes = max(self.host_peak_bytes, self._host_bytes)
+
+    # Working lists. A payload exists in one place.
+
+    def fetch(self, c: int) -> None:
+        self.b.fetch(c, self.moment, self.then())
+        self.last = self.b.free(Queue.H2D, c, "param", Place.HOST, self.moment)
+        self.resident.add(c)
+        self.used_bytes += self._own[c]
+        self.hold_on_host(-self._own[c])
+
+    def evict(self, c: int) -> None:
+        """Clean or not, the working list is written back."""
+        self.b.writeback(c, "param", self.moment, self.then())
+        self.last = self.b.drop(Queue.D2H, c, self.moment)
+        self.resident.remove(c)
+        self.used_bytes -= self._own[c]
+        self.hold_on_host(self._own[c])
+
+    def send_gradient(self, c: int) -> None:
+        """The last gradient, which lies in the working list, goes down in it; its room on the GPU stays."""
+        self.last = self.b.writeback(c, "param", self.b.uses.last_gradient(c), self.then())
+        self.hold_on_host(self._own[c])
+
+    def fetch_updated(self, c: int) -> None:
+        """Updated parameters come up in 4 bytes a parameter, through the fp32 buffer."""
+        size = self.b.layout.slice_numel(c) * 4
+        self.b.fetch(c, self.b.uses.last_gradient(c), self.then(), size_bytes=size)
+        self.last = self.b.free(Queue.H2D, c, "param", Place.HOST)
+        self.hold_on_host(-self._own[c])
+
+    # Groups.
+
+    def gather(self, c: int) -> None:
+        """The remote chunks of a group come."""
+        self.last = self.b.gather(c, self.moment, self.then())
+        self.whole.add(c)
+        self.used_bytes += self.homes.remote_bytes[c]
+
+    def disperse(self, c: int) -> None:
+        """The remote chunks of a group are dropped."""
+        self.last = self.b.drop(Queue.NET, c, self.moment, self.then(), "remote")
+        self.whole.remove(c)
+        self.used_bytes -= self.homes.remote_bytes[c]
+
+    def disperse_all(self) -> None:
+        for c in sorted(self.whole - self.homes.small):
+            self.disperse(c)
+
+    def reduce(self, c: int) -> None:
+        """The gradients of a group, which lie in the working lists, are summed; the own chunk's stay."""
+        self.last = self.b.reduce_scatter(c, self.moment, self.then())
+        self.whole.remove(c)
+        if c not in self.homes.small:  # the room of a small one stays its own
+            self.used_bytes -= self.homes.remote_bytes[c]
+
+    # Room.
+
+    def bring(self, c: int, needed: Collection[int]) -> None:
+        """What is not there of a chunk that is used in the moment comes. needed: chunks that may not be evicted."""
+        if c not in self.homes.pinned and c not in self.resident:
+            self.make_room(self._own[c], needed)
+            self.fetch(c)
+        if self.b.ranks > 1 and c not in self.whole:
+            self.make_room(self.homes.remote_bytes[c], needed)
+            self.gather(c)
+
+    def non_model_bytes(self, m: int) -> int:
+        """What the published capacity leaves to non-model data: the higher peak of this moment and the next."""
+        tide = self.b.uses.tide
+        return max(tide[m], tide[(m + 1) % len(tide)])
+
+    def make_room(self, size_bytes: int, needed: Collection[int]) -> None:
+        """Evict until `size_bytes` more fit the published capacity of the moment, which leaves a reserve of one chunk
+        or group. What is `needed` stays. Raises DoesNotFit where there is nothing else to evict."""
+        b, m = self.b, self.moment
+        total = size_bytes + self.non_model_bytes(m) + b.layout.chunk_bytes
+        budget = b.machine.gpu_budget_bytes
+        while self.used_bytes + total > budget and self._evict_farthest(needed):
+            pass
+        if self.used_bytes + total > budget:
+            b.check_room(
+                Place.GPU,
+                self.used_bytes + total,
+                f"{describe_moment(b.workload, m)}; {len(needed)} chunks used in it, "
+                f"{format_bytes(self.used_bytes - self.fixed_bytes + size_bytes)}; {self.describe_fixed()}",
+            )
+
+    def trim(self, needed: Collection[int]) -> None:
+        """Evict what is beyond budget - non-model of the moment. The reserve is left out, as in the original."""
+        capacity = self.b.machine.gpu_budget_bytes - self.b.uses.tide[self.moment]
+        while self.used_bytes > capacity and self._evict_farthest(needed):
+            pass
+
+    def _evict_farthest(self, needed: Collection[int]) -> bool:
+        """Belady's rule: give up the chunk whose next use is farthest; of a group that is whole the remote chunks go
+        first. Returns whether there was one."""
+        candidates = [c for c in self.resident | (self.whole & self.homes.pinned) if c not in needed]
+        if not candidates:
+            return False
+        farthest = max(candidates, key=lambda c: (self._next_use(c), -c))
+        if farthest in self.whole:
+            self.disperse(farthest)
+        else:
+            self.evict(farthest)
+        return True
+
+    def _next_use(self, c: int) -> int:
+        """The moment of it; one round further where the recorded moments are exhausted."""
+        moments, total = self.b.uses.touched[c], len(self.b.workload.moments)
+        if not moments:
+            return 2 * total
+        n = bisect_right(moments, self.moment)
+        return moments[n] if n < len(moments) else total + moments[0]
+
+    def describe_fixed(self) -> str:
+        """The reserve and what never moves, for messages."""
+        return (
+            f"a reserve of one {self.unit}, {format_bytes(self.b.layout.chunk_bytes)}; "
+            f"small parameters, states and the fp32 buffer, {format_bytes(self.fixed_bytes)}"
+        )
