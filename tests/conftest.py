@@ -16,6 +16,13 @@ from pstar_sim.core.plan import Plan, Resident, Settings, steps_from_text
 from pstar_sim.core.step import Place
 from pstar_sim.testing import chain_workload
 
+if importlib.util.find_spec("hypothesis") is not None:  # a machine with a GPU may be without
+    from hypothesis import HealthCheck, settings
+
+    # How long an example takes says how busy the machine is.
+    settings.register_profile("pstar", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("pstar")
+
 NO_SIMPY = importlib.util.find_spec("simpy") is None
 WANTED_SIMPY: pytest.StashKey[list[BaseException]] = pytest.StashKey()
 
