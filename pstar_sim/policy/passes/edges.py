@@ -22,7 +22,7 @@ def slots_of(steps: Sequence[Step]) -> tuple[dict[int, Slot], dict[str, int], di
     lengths: dict[str, int] = {}
     first: dict[str, int] = {}
     for step in steps:
-        queue = step.queue.value
+        queue = step.queue
         position = lengths.get(queue, 0)
         if position == 0:
             first[queue] = step.id

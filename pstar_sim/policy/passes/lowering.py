@@ -30,8 +30,9 @@ def draft_of(schedule: Schedule) -> Draft:
     floors = Floors(rows)
     working, collectives = WorkingLists(rows, floors), Collectives(rows, floors)
     stashes, gradients, updates = StashCopies(rows), Gradients(rows), Updates(rows, working)
-    before: tuple[Pass, ...] = (working, collectives, gradients, stashes, updates)
-    behind: tuple[Pass, ...] = (stashes, collectives, working, gradients, updates)
+    idle = {collectives: not schedule.whole, stashes: not schedule.job.workload.stashes}
+    before: list[Pass] = [one for one in (working, collectives, gradients, stashes, updates) if not idle.get(one)]
+    behind: list[Pass] = [one for one in (stashes, collectives, working, gradients, updates) if not idle.get(one)]
     for n, position in enumerate(schedule.positions):
         waits = [row for one in before for row in one.before(n)]
         if position.chunk >= 0:
