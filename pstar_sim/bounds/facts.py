@@ -56,7 +56,6 @@ class BoundFacts:
         self.read_bytes: Array = np.array(job.read_bytes, dtype=float)
         self.states = w.optimizer.states_bytes_per_param + (4 if w.micro_batches > 1 else 0)
         self.traffic = w.optimizer.dram_bytes_per_param
-        self.every_batch = job.every_batch
         self.spans = _gradient_spans(w)
         ends = [moments[-1] for moments in reads if moments]
         self.late = (

@@ -120,7 +120,7 @@ class _Joint:
         x_limit: float,
     ) -> None:
         self.facts, self.cost, self.clip = facts, cost, clip
-        self.u = workload.micro_batches if facts.every_batch else 1
+        self.u = workload.micro_batches if facts.job.every_batch else 1
         self.v = float(workload.optimizer.states_bytes_per_param)
         self.total = float(facts.params.sum())
         self.bytes = float(facts.bytes.sum())

@@ -200,6 +200,22 @@ def test_circles_inside_a_folder_are_those_listed(edges: Edges) -> None:
         assert circles({**own, a: own[a] | {b}}) != [], f"{a} -> {b} closes no circle: take it off the list"
 
 
+def test_the_checker_shares_nothing_with_what_it_checks(edges: Edges) -> None:
+    """Whatever it reaches: the steps, the layout and the plan, not the rules, the ledger or what makes plans."""
+    reached: set[str] = set()
+    todo = [module for module in edges if module.startswith("pstar_sim.core.checker")]
+    while todo:
+        module = todo.pop()
+        if module not in reached:
+            reached.add(module)
+            todo += edges[module]
+    own = {module.rpartition(".")[2] for module in reached if module.startswith("pstar_sim.core.")}
+    assert {"step", "layout", "plan", "walk", "worst_case"} <= own
+    assert not own & {"effects", "ledger", "rules", "program", "choose", "follow", "draft", "slabs"}
+    floors = {module.split(".")[1] for module in reached}
+    assert floors <= {name for row in FLOORS[: FLOORS.index(("core",)) + 1] for name in row}
+
+
 def test_imports_of_the_executor_that_run_upwards_only_become_fewer(edges: Edges) -> None:
     upwards = set()
     for a, nexts in edges.items():
