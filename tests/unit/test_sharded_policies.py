@@ -18,7 +18,7 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import DoesNotFit, PlanError, PstarError
 from pstar_sim.policy import find_policy
 from pstar_sim.policy.passes.builder import Builder
-from pstar_sim.policy.systems.sharded import (
+from pstar_sim.policy.systems.sharded_visits import (
     Visit,
     block_visits,
     operators_before,
@@ -160,8 +160,8 @@ def test_how_far_ahead() -> None:
 
 
 def test_sub_groups_are_counted_in_a_ranks_own_parameters() -> None:
-    assert sub_groups(Builder("x", chain(), machine(), SETTINGS), range(4), 2 * LAYER) == [[0, 1], [2, 3]]
-    four = Builder("x", chain(), machine(4), SETTINGS)
+    assert sub_groups(Builder("x", chain(), machine(), SETTINGS).layout, range(4), 2 * LAYER) == [[0, 1], [2, 3]]
+    four = Builder("x", chain(), machine(4), SETTINGS).layout
     assert sub_groups(four, range(4), LAYER // 2) == [[0, 1], [2, 3]]
     assert sub_groups(four, range(4), LAYER) == [[0, 1, 2, 3]]
 

@@ -18,8 +18,8 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place
 from pstar_sim.policy.kit.capabilities import Capabilities
 from pstar_sim.policy.passes.builder import Builder
-from pstar_sim.policy.passes.checks import check_beside_tide
-from pstar_sim.policy.passes.on_all_ranks import all_reduced
+from pstar_sim.policy.passes.step_by_step.checks import check_beside_tide
+from pstar_sim.policy.passes.step_by_step.on_all_ranks import all_reduced
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 

@@ -13,8 +13,10 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place
 from pstar_sim.policy.kit.capabilities import Capabilities
 from pstar_sim.policy.kit.options import Option, share, whole_number
+from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.policy.systems.sharded import MAX_REUSE_PARAMS, PREFETCH_PARAMS, REDUCE_BUCKET_PARAMS
-from pstar_sim.policy.systems.zero3_offload import BUFFER_FACTOR, TRACED_OPTIONS, Offloaded, optimizer_bytes
+from pstar_sim.policy.systems.shards import Flush
+from pstar_sim.policy.systems.zero3_offload import BUFFER_FACTOR, TRACED_OPTIONS, Offloaded, Offloading, optimizer_bytes
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["CAPABILITIES", "OPTIONS", "PREFETCH_BYTES_PER_PARAM", "SUB_GROUP_PARAMS", "deep_optimizer_states"]
@@ -52,26 +54,38 @@ def deep_optimizer_states(
 
     Raises DoesNotFit where either exceeds what there is.
     """
-    o = Offloaded(
-        "deep_optimizer_states",
-        workload,
-        machine,
-        settings,
+    b = Builder("deep_optimizer_states", workload, machine, settings)
+    choice = Offloading(
         home=Place.GPU,
         subgroup=subgroup,
         ratio=ratio,
-        blocking=False,
+        every=every,
+        flush=Flush.FP32,
         bucket=bucket,
         reuse=reuse,
         prefetch=prefetch,
-        every=every,
     )
-    b, s = o.b, o.s
-    o.run()
+    o = Offloaded(b, choice)
+    staged = _optimizer_step(o)
+    o.hold(host_bytes_per_param=BUFFER_FACTOR * optimizer_bytes(workload) + PREFETCH_BYTES_PER_PARAM)
+    o.check_room()
+    b.choices["capacity"] = o.describe()
+    b.choices["moves"] = o.s.describe_moves()
+    b.choices["flush"] = "gradients go to pinned host memory as fp32, beside the backward pass"
+    b.choices["adam"] = (
+        f"after the barrier, {len(o.groups)} sub-groups: states of {staged} of them (every {every}.) are staged up, "
+        "updated on the GPU and sent down while the CPU updates the others"
+    )
+    return b.plan(predict=True)
+
+
+def _optimizer_step(o: Offloaded) -> int:
+    """All sub-groups; returns how many of them were staged. A staged one comes up before what the CPU updates in its
+    period goes up, and one period ahead."""
+    s = o.s
     updated: dict[int, list[int]] = {}
     ends: list[int] = []
     gone: list[int] = []  # staged sub-group -> the step with which its states have left the GPU
-    # A staged sub-group comes up before what the CPU updates in its period goes up, and one period ahead.
     staged = [group for group in o.groups if group[0] in o.staged]
     due = 0
 
@@ -94,13 +108,4 @@ def deep_optimizer_states(
             updated[c] = [s.gpu_adam(c)] if c in o.resident else s.copy_up(c, [s.cpu_adam(c)])
         ends += updated[group[-1]]
     s.finish(ends, updated)
-    o.hold(host_bytes_per_param=BUFFER_FACTOR * optimizer_bytes(workload) + PREFETCH_BYTES_PER_PARAM)
-    o.check_room()
-    b.choices["capacity"] = o.describe()
-    b.choices["moves"] = s.describe_moves()
-    b.choices["flush"] = "gradients go to pinned host memory as fp32, beside the backward pass"
-    b.choices["adam"] = (
-        f"after the barrier, {len(o.groups)} sub-groups: states of {len(gone)} of them (every {every}.) are staged up, "
-        "updated on the GPU and sent down while the CPU updates the others"
-    )
-    return b.plan(predict=True)
+    return len(staged)

@@ -42,8 +42,8 @@ from pstar_sim.policy.kit.capabilities import Capabilities
 from pstar_sim.policy.kit.options import Option, switch
 from pstar_sim.policy.kit.room import describe_moment
 from pstar_sim.policy.passes.builder import Builder
-from pstar_sim.policy.passes.gradient_lists import GradientLists
-from pstar_sim.policy.passes.on_all_ranks import gathered
+from pstar_sim.policy.passes.step_by_step.gradient_lists import GradientLists
+from pstar_sim.policy.passes.step_by_step.on_all_ranks import gathered
 from pstar_sim.policy.systems.patrickstar_groups import Groups
 from pstar_sim.policy.systems.patrickstar_memory import Homes, Moves, homes_of
 from pstar_sim.units import format_bytes

@@ -10,6 +10,9 @@ GPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place
@@ -21,10 +24,9 @@ from pstar_sim.policy.systems.sharded import (
     REDUCE_BUCKET_PARAMS,
     SUB_GROUP_PARAMS,
     Sharded,
-    params_before,
-    sub_groups,
-    traced_visits,
 )
+from pstar_sim.policy.systems.sharded_visits import params_before, sub_groups, traced_visits
+from pstar_sim.policy.systems.shards import Flush, Scheme
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import DTYPE_BYTES, Workload
 
@@ -34,6 +36,8 @@ __all__ = [
     "OPTIONS",
     "TRACED_OPTIONS",
     "Offloaded",
+    "Offloading",
+    "optimizer_bytes",
     "zero3_offload",
 ]  # fmt: skip
 
@@ -80,36 +84,21 @@ def zero3_offload(
 
     Raises DoesNotFit where either exceeds what there is.
     """
-    o = Offloaded(
-        "zero3_offload",
-        workload,
-        machine,
-        settings,
+    b = Builder("zero3_offload", workload, machine, settings)
+    choice = Offloading(
         home=Place.GPU if params == "gpu" else Place.HOST,
         subgroup=subgroup,
         ratio=ratio,
-        blocking=flush == "blocking",
+        flush=Flush.BLOCKING if flush == "blocking" else Flush.FP32,
         bucket=bucket,
         reuse=reuse,
         prefetch=prefetch,
     )
-    o.run()
-    s, ends, updated = o.s, [], {}
-    behind: list[int] = []  # what the next sub-group's update waits for
-    for group in o.groups:
-        if group[0] in o.resident:
-            for c in group:
-                updated[c] = [s.gpu_adam(c)]
-        else:
-            done = {c: s.cpu_adam(c, behind) for c in group}
-            for c in group:
-                up = s.copy_up(c, done.values(), pinned=pinned)
-                updated[c] = up or [done[c]]
-            behind = updated[group[-1]]
-        ends += updated[group[-1]]
-    s.finish(ends, updated)
-    o.hold(host_bytes_per_param=BUFFER_FACTOR * (optimizer_bytes(workload) + (0 if params == "gpu" else o.width)))
-    b = o.b
+    o = Offloaded(b, choice)
+    s = o.s
+    _optimizer_step(o, pinned=pinned)
+    width = 0 if params == "gpu" else DTYPE_BYTES[workload.dtype]
+    o.hold(host_bytes_per_param=BUFFER_FACTOR * (optimizer_bytes(workload) + width))
     b.choices["capacity"] = o.describe()
     b.choices["moves"] = s.describe_moves()
     o.check_room()
@@ -118,7 +107,7 @@ def zero3_offload(
         if flush == "blocking"
         else "gradients go to pinned host memory as fp32, beside the backward pass"
     )
-    if s.unpinned is None and (flush == "blocking" or not pinned):
+    if s.shards.unpinned is None and (flush == "blocking" or not pinned):
         b.choices["unpinned"] = "the machine gives no rate for copies of unpinned memory; they are timed as pinned ones"
     b.choices["adam"] = (
         f"after the barrier, {len(o.groups)} sub-groups one after the other, updated parameters go up behind each"
@@ -128,80 +117,93 @@ def zero3_offload(
     return b.plan(predict=True)
 
 
+def _optimizer_step(o: Offloaded, *, pinned: bool) -> None:
+    """Sub-groups one after the other: Adam on the CPU, then the updated parameters up, then the next."""
+    s = o.s
+    ends: list[int] = []
+    updated: dict[int, list[int]] = {}
+    behind: list[int] = []  # what the next sub-group's update waits for
+    for group in o.groups:
+        if group[0] in o.resident:
+            for c in group:
+                updated[c] = [s.gpu_adam(c)]
+        else:
+            done = {c: s.cpu_adam(c, behind) for c in group}
+            for c in group:
+                updated[c] = s.copy_up(c, done.values(), pinned=pinned) or [done[c]]
+            behind = updated[group[-1]]
+        ends += updated[group[-1]]
+    s.finish(ends, updated)
+
+
 def optimizer_bytes(workload: Workload) -> int:
     """Bytes a parameter of the optimizer: its states and the gradient in fp32."""
     return workload.optimizer.states_bytes_per_param + GRADIENT_BYTES_PER_PARAM
 
 
-class Offloaded:
-    """What zero3_offload and its successors share: sub-groups of the optimizer, which of them are resident on the GPU,
-    and what the systems hold beside the lists of the plan."""
+@dataclass(frozen=True, kw_only=True)
+class Offloading:
+    """What zero3_offload and its successors choose.
 
-    def __init__(
-        self,
-        name: str,
-        workload: Workload,
-        machine: Machine,
-        settings: Settings,
-        *,
-        home: Place,
-        subgroup: int,
-        ratio: float,
-        blocking: bool,
-        bucket: int,
-        reuse: int,
-        prefetch: int,
-        every: int = 0,
-    ) -> None:
-        """every: of the sub-groups that are not resident every so many-th has its Adam on the GPU too (`staged`)."""
-        self.b = b = Builder(name, workload, machine, settings)
+    home: where parameters live between visits.
+    subgroup: parameters (of one rank) that are updated at a time.
+    ratio: share of the optimizer that is offloaded.
+    every: every k-th of the offloaded sub-groups has its Adam on the GPU too; 0: none.
+    flush: how the last gradients go to the host.
+    bucket: parameters whose gradients leave together.
+    reuse: parameters are kept that are used again within so many.
+    prefetch: parameters are gathered so many ahead.
+    """
+
+    home: Place
+    subgroup: int
+    ratio: float
+    every: int = 0
+    flush: Flush
+    bucket: int
+    reuse: int
+    prefetch: int
+
+
+class Offloaded:
+    """One iteration of zero3_offload or a successor, up to the update, written into `b`.
+
+    s: what it has in common with all of ZeRO-3.
+    groups: sub-groups of the optimizer, in order.
+    resident, staged: chunks of the sub-groups whose Adam is on the GPU, and whose states live there or come for it.
+    """
+
+    def __init__(self, b: Builder, choice: Offloading) -> None:
+        self.b = b
         trained = [c.index for c in b.layout.chunks if b.uses.updated(c.index)]
-        self.groups = sub_groups(b, trained, subgroup)
-        self.bucket = bucket
-        self.width = DTYPE_BYTES[workload.dtype]
         own = {c: b.layout.slice_numel(c) for c in trained}
-        wanted = ratio * sum(own.values())
-        held = 0
-        self.resident: frozenset[int] = frozenset()
-        self.staged: frozenset[int] = frozenset()
-        offloaded = 0
-        for group in self.groups:  # the first sub-groups are on the CPU, as many as come nearest to the ratio
-            size = sum(own[c] for c in group)
-            if not self.resident and held + size / 2 <= wanted:
-                held += size
-                offloaded += 1
-                if every and offloaded % every == 0:
-                    self.staged |= frozenset(group)
-            else:
-                self.resident |= frozenset(group)
-        self.resident_params = sum(own[c] for c in self.resident)
-        self.offloaded_params = sum(own.values()) - self.resident_params
-        self.visits = traced_visits(b.uses, reuse)
-        self.prefetch = prefetch
-        self.s = Sharded(
-            b,
-            home=home,
-            visits=self.visits,
+        self.groups = sub_groups(b.layout, trained, choice.subgroup)
+        sizes = [sum(own[c] for c in group) for group in self.groups]
+        first = _offloaded_groups(sizes, choice.ratio)
+        self.resident = frozenset(c for group in self.groups[first:] for c in group)
+        every = self.groups[choice.every - 1 : first : choice.every] if choice.every else []
+        self.staged = frozenset(c for group in every for c in group)
+        self.offloaded_params = sum(sizes[:first])
+        self.resident_params = sum(sizes[first:])
+        visits = traced_visits(b.uses, choice.reuse)
+        ahead = params_before(visits, b.uses, choice.prefetch)
+        scheme = Scheme(
+            visits=visits,
+            gather_at=ahead,
+            fetch_at=ahead,
+            home=choice.home,
             resident=self.resident,
             staged=self.staged,
-            bucket_params=bucket,
-            blocking=blocking,
-            wide=not blocking,
+            bucket_params=choice.bucket,
+            flush=choice.flush,
         )
-
-    def run(self) -> None:
-        """Residents, and the iteration up to the barrier."""
-        self.s.reside()
-        ahead = params_before(self.visits, self.b.uses, self.prefetch)
-        self.s.forward_and_backward(ahead, ahead)
+        self.s = Sharded(b, scheme)
 
     def hold(self, *, host_bytes_per_param: float) -> None:
         """Buffers: what the system holds beyond the plan's lists, on the host and on the GPU."""
         b, s = self.b, self.s
-        wanted = int(host_bytes_per_param * self.offloaded_params)
-        s.hold("the optimizer's own host buffers", Place.HOST, wanted + b.stash_bytes - b.held_bytes(Place.HOST))
-        whole = sum(b.layout.whole_bytes(c) for c in s.trained)  # no bucket holds more than all gradients
-        s.hold("gradient bucket", Place.GPU, min(self.bucket * self.width, whole) - s.bucket_peak_bytes)
+        s.hold_on_host("the optimizer's own host buffers", int(host_bytes_per_param * self.offloaded_params))
+        s.hold_bucket()
         listed = sum(b.uses.home_bytes(c) - b.layout.payload_bytes(c, "param") for c in self.resident)
         resident = int(BUFFER_FACTOR * optimizer_bytes(b.workload) * self.resident_params)
         s.hold("the resident optimizer's own buffers", Place.GPU, resident - listed)
@@ -212,7 +214,7 @@ class Offloaded:
         offloaded, resident = (f"{n / 1e9:.2f} B parameters" for n in (self.offloaded_params, self.resident_params))
         what = f"a rank's optimizer of {offloaded} with its buffers"
         self.b.check_room(Place.HOST, self.b.held_bytes(Place.HOST), what)
-        parts = ["a rank's slices of the parameters"] if s.home is Place.GPU else []
+        parts = ["a rank's slices of the parameters"] if s.shards.scheme.home is Place.GPU else []
         parts += [f"its optimizer of {resident}"] if self.resident_params else []
         s.check_gpu_room(", ".join([*parts, "the gradient bucket"]))
 
@@ -220,8 +222,19 @@ class Offloaded:
         """For `choices["capacity"]`."""
         b = self.b
         share = self.offloaded_params / max(1, self.offloaded_params + self.resident_params)
-        where = "the GPU" if self.s.home is Place.GPU else "the host"
+        where = "the GPU" if self.s.shards.scheme.home is Place.GPU else "the host"
         return (
             f"parameters live on {where}; {share:.0%} of the optimizer on the host, "
             f"{format_bytes(b.held_bytes(Place.HOST))} a rank with its buffers"
         )
+
+
+def _offloaded_groups(sizes: Sequence[int], ratio: float) -> int:
+    """How many of the first sub-groups are offloaded: those that come nearest to the ratio of all parameters."""
+    wanted = ratio * sum(sizes)
+    held = 0
+    for n, size in enumerate(sizes):
+        if held + size / 2 > wanted:
+            return n
+        held += size
+    return len(sizes)

@@ -12,7 +12,9 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place
 from pstar_sim.policy.kit.options import Option, switch
 from pstar_sim.policy.passes.builder import Builder
-from pstar_sim.policy.systems.sharded import Sharded, block_visits, operators_before, traced_visits
+from pstar_sim.policy.systems.sharded import Sharded
+from pstar_sim.policy.systems.sharded_visits import block_visits, operators_before, traced_visits
+from pstar_sim.policy.systems.shards import Scheme
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 
@@ -36,19 +38,17 @@ def zero3_resident(workload: Workload, machine: Machine, settings: Settings, *, 
     b = Builder("zero3_resident", workload, machine, settings)
     updated = frozenset(c.index for c in b.layout.chunks if b.uses.updated(c.index))
     visits = block_visits(b.uses) if reshard else traced_visits(b.uses, workload.params * len(workload.moments))
-    s = Sharded(b, home=Place.GPU, visits=visits, resident=updated, bucket_params=0, blocking=False)
-    s.reside()
     ahead = operators_before(visits, 1)
-    s.forward_and_backward(ahead, ahead)
+    s = Sharded(b, Scheme(visits=visits, gather_at=ahead, fetch_at=ahead, resident=updated, bucket_params=0))
     ends = {c: [s.gpu_adam(c)] for c in sorted(updated)}
     s.finish([i for row in ends.values() for i in row], ends)
 
-    own = sum(b.layout.slice_numel(c) for c in updated)
-    gradients = own * GRADIENT_BYTES_PER_PARAM
-    listed = sum(b.layout.payload_bytes(c, "grad32") for c in updated) if s.several else 0
+    several = workload.micro_batches > 1
+    gradients = sum(b.layout.slice_numel(c) for c in updated) * GRADIENT_BYTES_PER_PARAM
+    listed = sum(b.layout.payload_bytes(c, "grad32") for c in updated) if several else 0
     s.hold("gradients of this rank's slices, fp32", Place.GPU, gradients - listed)
-    if not s.several or s.ranks == 1:  # the gradient lists of several micro-batches on several ranks are in the plan
-        s.hold("whole gradients of a block", Place.GPU, _largest_block_bytes(s))
+    if not s.buckets.lists.chunks:  # the plan has no lists for what a block's gradients take until they are summed
+        s.hold("whole gradients of a block", Place.GPU, _largest_block_bytes(b))
     b.choices["capacity"] = (
         f"everything on the GPU, {format_bytes(b.held_bytes(Place.GPU))} of slices and gradients, blocks gathered one "
         "ahead"
@@ -59,10 +59,10 @@ def zero3_resident(workload: Workload, machine: Machine, settings: Settings, *, 
     return b.plan(predict=True)
 
 
-def _largest_block_bytes(s: Sharded) -> int:
+def _largest_block_bytes(b: Builder) -> int:
     """Bytes of the gradients of the block that has most of them, beside its parameters."""
     opened: dict[int, int] = {}
-    for v in block_visits(s.uses):
-        if s.uses.updated(v.chunk) and v.chunk not in s.kept:
-            opened[v.first] = opened.get(v.first, 0) + s.b.layout.whole_bytes(v.chunk)
+    for v in block_visits(b.uses):
+        if b.uses.updated(v.chunk) and not b.layout.chunks[v.chunk].small:
+            opened[v.first] = opened.get(v.first, 0) + b.layout.whole_bytes(v.chunk)
     return max(opened.values(), default=0)

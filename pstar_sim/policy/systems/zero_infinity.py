@@ -9,6 +9,8 @@ the host for it, one sub-group ahead, and are written behind it. Activation chec
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place, Queue
@@ -16,15 +18,15 @@ from pstar_sim.errors import PlanError
 from pstar_sim.policy.kit.capabilities import Capabilities
 from pstar_sim.policy.kit.options import Option, one_of, switch, whole_number
 from pstar_sim.policy.passes.builder import Builder
+from pstar_sim.policy.passes.step_by_step.disks import read_in, write_out
 from pstar_sim.policy.systems.sharded import (
     MAX_REUSE_PARAMS,
     REDUCE_BUCKET_PARAMS,
     SUB_GROUP_PARAMS,
     Sharded,
-    operators_before,
-    sub_groups,
-    traced_visits,
 )
+from pstar_sim.policy.systems.sharded_visits import operators_before, sub_groups, traced_visits
+from pstar_sim.policy.systems.shards import Scheme
 from pstar_sim.policy.systems.zero3_offload import BUFFER_FACTOR, optimizer_bytes
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import DTYPE_BYTES, Workload
@@ -66,47 +68,33 @@ def zero_infinity(
         raise PlanError(f"machine {machine.name!r} has no disks; a machine file gives them (disks = NAME)")
     b = Builder("zero_infinity", workload, machine, settings)
     visits = traced_visits(b.uses, reuse)
-    s = Sharded(
-        b,
+    gather, fetch, read = (operators_before(visits, n if overlap else 0) for n in (1, 2, 3))
+    scheme = Scheme(
+        visits=visits,
+        gather_at=gather,
+        fetch_at=fetch,
+        read_at=read,
         home=Place.NVME if params == "nvme" else Place.HOST,
         states=Place.NVME if states == "nvme" else Place.HOST,
-        visits=visits,
-        resident=frozenset(),
         bucket_params=bucket,
-        blocking=False,
     )
-    s.reside()
-    gather, fetch, read = (operators_before(visits, n if overlap else 0) for n in (1, 2, 3))
-    s.forward_and_backward(gather, fetch, read)
-    groups = sub_groups(b, s.trained, subgroup)
-    updated: dict[int, list[int]] = {}
-    ends: list[int] = []
-    arrived = _bring_in(s, groups[0]) if groups else {}
-    for n, group in enumerate(groups):
-        following = _bring_in(s, groups[n + 1]) if n + 1 < len(groups) else {}
-        for c in group:
-            updated[c], left = _update(s, c, arrived[c])
-            ends += [*updated[c], *left]
-        arrived = following
-    s.finish(ends, updated)
-
-    width = DTYPE_BYTES[workload.dtype]
-    if s.states is Place.HOST:
-        own = sum(b.layout.slice_numel(c) for c in s.trained)
-        params_bytes = width if s.home is Place.HOST else 0
-        wanted = int(BUFFER_FACTOR * (optimizer_bytes(workload) + params_bytes) * own)
-        s.hold("host buffers", Place.HOST, wanted + b.stash_bytes - b.held_bytes(Place.HOST))
-    whole = sum(b.layout.whole_bytes(c) for c in s.trained)
-    s.hold("gradient bucket", Place.GPU, min(bucket * width, whole) - s.bucket_peak_bytes)
+    s = Sharded(b, scheme)
+    groups = sub_groups(b.layout, s.shards.trained, subgroup)
+    _optimizer_step(s, groups)
+    if scheme.states is Place.HOST:
+        own = sum(b.layout.slice_numel(c) for c in s.shards.trained)
+        params_bytes = DTYPE_BYTES[workload.dtype] if scheme.home is Place.HOST else 0
+        s.hold_on_host("host buffers", int(BUFFER_FACTOR * (optimizer_bytes(workload) + params_bytes) * own))
+    s.hold_bucket()
     b.choices["capacity"] = (
-        f"parameters live on {_where(s.home)}, optimizer states and gradients on {_where(s.states)}: "
+        f"parameters live on {_where(scheme.home)}, optimizer states and gradients on {_where(scheme.states)}: "
         f"{format_bytes(b.held_bytes(Place.HOST))} of host memory a rank between iterations"
     )
     b.choices["moves"] = s.describe_moves() + (
         "; an operator ahead gathered, two fetched, three read" if overlap else "; on demand"
     )
     b.choices["adam"] = f"on the CPU, after the barrier, {len(groups)} sub-groups" + (
-        ", each read from the disks one ahead and written back behind its update" if s.states is Place.NVME else ""
+        ", each read from the disks one ahead and written back behind its update" if scheme.states is Place.NVME else ""
     )
     b.check_room(Place.HOST, b.held_bytes(Place.HOST), "a rank's slices of what lives on the host, with their buffers")
     b.check_room(Place.NVME, b.held_bytes(Place.NVME), "a rank's slices of what lives on the disks")
@@ -118,34 +106,49 @@ def _where(place: Place) -> str:
     return "the disks" if place is Place.NVME else "the host"
 
 
-def _bring_in(s: Sharded, group: list[int]) -> dict[int, list[int]]:
+def _optimizer_step(s: Sharded, groups: Sequence[Sequence[int]]) -> None:
+    """Sub-groups one after the other, each brought in one ahead."""
+    updated: dict[int, list[int]] = {}
+    ends: list[int] = []
+    arrived = _bring_in(s, groups[0]) if groups else {}
+    for n, group in enumerate(groups):
+        following = _bring_in(s, groups[n + 1]) if n + 1 < len(groups) else {}
+        for c in group:
+            updated[c], left = _update(s, c, arrived[c])
+            ends += [*updated[c], *left]
+        arrived = following
+    s.finish(ends, updated)
+
+
+def _bring_in(s: Sharded, group: Sequence[int]) -> dict[int, list[int]]:
     """What a sub-group's update needs comes to the host: chunk -> the steps it has to wait for."""
+    b, scheme, m = s.b, s.shards.scheme, s.last_moment
     arrived: dict[int, list[int]] = {}
     for c in group:
         arrived[c] = []
-        before = [s.computed[-1], *s.gradient_at[c]]
-        if s.states is Place.NVME:
-            lists = [*s.b.layout.state_lists, s.gradient_list]
-            arrived[c] += [s.read_in(c, name, s.last_moment, before) for name in lists]
-        if s.home is Place.NVME:
-            arrived[c].append(s.b.alloc(Queue.NVME, c, "param", Place.HOST, s.last_moment, [*before, *s.gone(c)]))
+        before = s.before_update(c)
+        if scheme.states is Place.NVME:
+            lists = [*b.layout.state_lists, s.buckets.lists.host_list]
+            arrived[c] += [read_in(b, c, name, m, before) for name in lists]
+        if scheme.home is Place.NVME:
+            arrived[c].append(b.alloc(Queue.NVME, c, "param", Place.HOST, m, [*before, *s.gathers.gone(c)]))
     return arrived
 
 
 def _update(s: Sharded, c: int, arrived: list[int]) -> tuple[list[int], list[int]]:
     """Adam of one chunk and what follows. Returns the steps after which its parameters are where they live, and those
     with which everything else of it has left the host."""
-    b, m = s.b, s.last_moment
+    b, scheme, m = s.b, s.shards.scheme, s.last_moment
     adam = s.cpu_adam(c, arrived)
     up = s.copy_up(c, [adam])
     left: list[int] = []
     home = up or [adam]
-    if s.home is Place.NVME:
-        if s.lives_on_gpu(c):
+    if scheme.home is Place.NVME:
+        if up:
             left.append(b.free(Queue.NVME, c, "param", Place.HOST, m, up))
         else:
-            home = [s.write_out(c, "param", m, [adam])]
-    if s.states is Place.NVME:
-        left += [s.write_out(c, name, m, [adam]) for name in b.layout.state_lists]
-        left.append(b.free(Queue.NVME, c, s.gradient_list, Place.HOST, m, [adam]))
+            home = [write_out(b, c, "param", m, [adam])]
+    if scheme.states is Place.NVME:
+        left += [write_out(b, c, name, m, [adam]) for name in b.layout.state_lists]
+        left.append(b.free(Queue.NVME, c, s.buckets.lists.host_list, Place.HOST, m, [adam]))
     return home, left

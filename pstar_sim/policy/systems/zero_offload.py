@@ -17,9 +17,9 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place, Ref
 from pstar_sim.policy.kit.capabilities import Capabilities
 from pstar_sim.policy.passes.builder import Builder
-from pstar_sim.policy.passes.checks import check_beside_tide
-from pstar_sim.policy.passes.gradient_lists import GradientLists
-from pstar_sim.policy.passes.on_all_ranks import gathered
+from pstar_sim.policy.passes.step_by_step.checks import check_beside_tide
+from pstar_sim.policy.passes.step_by_step.gradient_lists import GradientLists
+from pstar_sim.policy.passes.step_by_step.on_all_ranks import gathered
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 

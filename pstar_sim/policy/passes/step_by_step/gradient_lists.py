@@ -1,8 +1,8 @@
-"""Gradient lists, for policies that write their steps one by one.
+"""Gradient lists.
 
 A gradient that has a list of its own opens the list in the moment in which its first part arrives. Once the gradient is
 complete it is summed over the ranks. It goes to the host, where those of several micro-batches are added, or stays on
-the GPU, where the sum over the ranks is added. gradients.py does the same for the asynchronous family.
+the GPU, where the sum over the ranks is added. passes/gradients.py does the same for the asynchronous family.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class GradientLists:
     stay: chunks whose gradients stay on the GPU. On one rank these have no lists: they are added in place.
     one_by_one: each step of the policy waits for the one before, and for nothing else.
 
+    chunks: those that have lists.
     opens: moment -> chunks whose lists open in it.
     closes: moment -> chunks whose gradient in a list is complete after it.
     host_list: where Adam on the host finds a gradient.
@@ -59,6 +60,7 @@ class GradientLists:
         self._several = b.workload.micro_batches > 1
         self._names = ("grad", "grad_remote") if b.layout.ranks > 1 else ("grad",)
         listed = [c for c in chunks if b.layout.ranks > 1 or c not in self._stay]
+        self.chunks = frozenset(listed)
         self.opens, self.closes = arrivals(b.uses, listed, last=last)
         self.host_list = "grad32" if self._several else "grad"
         self.freed: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Checks of room, for policies that write their steps one by one."""
+"""Checks of room."""
 
 from __future__ import annotations
 

@@ -1,0 +1,107 @@
+"""Buckets of the ZeRO-3 family: gradients leave together, summed over the ranks, to the host where Adam wants them
+there.
+
+[Note: gradients of several micro-batches] A resident chunk accumulates in grad32 on the GPU. All others' gradients are
+added on the host (cpu_add), as everywhere in this project; DeepSpeed brings the sum so far up to the GPU, adds there
+and sends it down, which takes the link instead of the CPU and is hidden behind the backward pass as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pstar_sim.core.step import Place
+from pstar_sim.policy.passes.step_by_step.disks import read_in, write_out
+from pstar_sim.policy.passes.step_by_step.gradient_lists import GradientLists, arrivals
+from pstar_sim.policy.systems.shards import Flush, Shards
+from pstar_sim.workload.workload import Phase
+
+__all__ = ["Buckets"]
+
+
+class Buckets:
+    """The gradients of one iteration. `before` and `behind` are called once per moment, in order.
+
+    lists: gradients that have lists of their own, which are all that do not overwrite the working list.
+    arrived: chunk -> steps after which its gradient is where Adam wants it.
+    peak_bytes: the most that gradient lists have held on the GPU.
+    """
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+        self._b = b = shards.b
+        listed = [c for c in shards.trained if not shards.in_place(c)]
+        self.lists = GradientLists(b, listed, stay=shards.on_gpu)
+        self.arrived: dict[int, Sequence[int]] = {}
+        self.peak_bytes = 0
+        _, self._complete = arrivals(b.uses, shards.trained)
+        self._bucket: list[int] = []
+        self._freed: list[list[int]] = []  # bucket -> steps that freed its lists
+        self._before_bytes = 0  # held by the bucket before
+        self._bucket_bytes = 0  # held by this one, with what is still arriving
+        self._stall: list[int] = []  # what the next moment waits for
+
+    def before(self, m: int) -> list[int]:
+        """Lists open for gradients that begin to arrive in moment `m`; returns the steps that it waits for."""
+        gone = self._freed[-2] if len(self._freed) >= 2 else []  # two buckets at most are under way
+        for c in self.lists.opens.get(m, ()):
+            self.lists.open(c, m, gone)
+            self._bucket_bytes += self.lists.bytes_of(c)
+            self.peak_bytes = max(self.peak_bytes, self._before_bytes + self._bucket_bytes)
+        stall, self._stall = self._stall, []
+        return stall
+
+    def behind(self, m: int, here: int) -> None:
+        """Gradients that are complete after moment `m`, whose step is `here`, fill the bucket. It leaves when it is
+        full, and at the end of a micro-batch."""
+        for c in self._complete.get(m, ()):
+            self._fill(c, m, here)
+        moments = self._b.workload.moments
+        following = moments[m + 1] if m + 1 < len(moments) else None
+        if following is None or following.phase is Phase.ADAM or following.micro_batch != moments[m].micro_batch:
+            self._flush(m, here)
+
+    def _fill(self, c: int, m: int, here: int) -> None:
+        chunks, limit = self._b.layout.chunks, self._shards.scheme.bucket_params
+        if self._bucket and sum(chunks[g].numel for g in (*self._bucket, c)) > limit:
+            self._flush(m, here)
+        self._bucket.append(c)
+        if sum(chunks[g].numel for g in self._bucket) >= limit:
+            self._flush(m, here)
+
+    def _flush(self, m: int, here: int) -> None:
+        """The bucket leaves."""
+        if not self._bucket:
+            return
+        for c in self._bucket:
+            self.arrived[c] = self._leave(c, m, here)
+        listed = [c for c in self._bucket if c in self.lists.chunks]
+        self._freed.append([self.lists.freed[c] for c in listed])
+        self._before_bytes = sum(self.lists.bytes_of(c) for c in listed)
+        self._bucket_bytes -= self._before_bytes
+        self._bucket = []
+
+    def _leave(self, c: int, m: int, here: int) -> Sequence[int]:
+        """A gradient is summed over the ranks and goes where Adam wants it; returns the steps after which it is
+        there."""
+        summed = self.lists.sum(c, m, [here], "remote" if self._shards.in_place(c) else "grad_remote")
+        if c not in self._shards.on_gpu:
+            return [self._send(c, m, summed)]
+        return [self.lists.keep(c, m, summed)] if c in self.lists.chunks else summed
+
+    def _send(self, c: int, m: int, summed: Sequence[int]) -> int:
+        """To the host, and on to the disks where the states are there."""
+        b, shards, flush = self._b, self._shards, self._shards.scheme.flush
+        last = b.workload.moments[m].micro_batch == b.workload.micro_batches - 1
+        blocking = last and flush is Flush.BLOCKING
+        size_bytes = b.layout.slice_numel(c) * 4 if last and flush is Flush.FP32 else None
+        down = self.lists.send(c, m, summed, size_bytes=size_bytes, via=shards.unpinned if blocking else None)
+        if blocking:
+            self._stall = [down]
+        if shards.scheme.states is not Place.NVME:
+            return self.lists.add(c, m)
+        earlier = [self.lists.added[c]] if c in self.lists.added else []
+        so_far = [read_in(b, c, self.lists.host_list, m, earlier)] if earlier else []
+        written = write_out(b, c, self.lists.host_list, m, [self.lists.add(c, m, so_far)])
+        self.lists.added[c] = written
+        return written

@@ -1,0 +1,123 @@
+"""Gathers of the ZeRO-3 family: a chunk is made whole for a visit, and given up behind it.
+
+A slice that lives on the disks is read to the host, one that lives on the host is fetched, and on several ranks the
+slices of the others are gathered. What a visit has brought goes unchanged, but for the chunk's last one where its
+gradient has overwritten the working list.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from pstar_sim.core.step import Place, Queue
+from pstar_sim.policy.passes.step_by_step.disks import read_in
+from pstar_sim.policy.systems.sharded_visits import Visit
+from pstar_sim.policy.systems.shards import Shards
+
+__all__ = ["Gathers"]
+
+_ByMoment = defaultdict[int, list[Visit]]
+
+
+class Gathers:
+    """The visits of one iteration. `before` and `behind` are called once per moment, in order.
+
+    opening: steps that may start with the iteration.
+    bytes_gathered: so far, of whole chunks.
+    """
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+        self._b = shards.b
+        self.opening: list[int] = []
+        self.bytes_gathered = 0
+        self._asked: list[int] = []  # the moment before
+        self._ready: dict[int, int] = {}  # chunk -> the step that made it whole for the visit that is open
+        self._left_host: dict[int, int] = {}  # chunk -> the step that freed what was read from the disks for a fetch
+        self._gone: dict[int, list[int]] = {}  # chunk -> the steps that freed what a visit had brought
+        self._reads: _ByMoment = defaultdict(list)
+        self._fetches: _ByMoment = defaultdict(list)
+        self._gathers: _ByMoment = defaultdict(list)
+        self._opens: _ByMoment = defaultdict(list)
+        self._closes: _ByMoment = defaultdict(list)
+        self._plan()
+
+    def _plan(self) -> None:
+        """Which moment asks for what, opens and closes which visit."""
+        shards, scheme = self._shards, self._shards.scheme
+        latest: dict[int, Visit] = {}
+        for v in scheme.visits:
+            if not shards.comes(v.chunk):
+                continue
+            free = latest[v.chunk].last + 1 if v.chunk in latest else 0  # not before the visit before has ended
+            latest[v.chunk] = v
+            if not shards.lives_on_gpu(v.chunk):
+                if scheme.home is Place.NVME:
+                    self._reads[max(free, scheme.read_at[v.first])].append(v)
+                self._fetches[max(free, scheme.fetch_at[v.first])].append(v)
+            if shards.ranks > 1:
+                self._gathers[max(free, scheme.gather_at[v.first])].append(v)
+            self._opens[v.first].append(v)
+            self._closes[v.last].append(v)
+        for v in latest.values():
+            if shards.in_place(v.chunk):  # the reduced gradient is in its place
+                self._closes[v.last].remove(v)
+
+    def before(self, m: int) -> list[int]:
+        """What moment `m` asks for; returns the steps that it waits for."""
+        asked = [
+            *map(self._read, self._reads.get(m, ())),
+            *map(self._fetch, self._fetches.get(m, ())),
+            *map(self._gather, self._gathers.get(m, ())),
+        ]
+        if m == 0:
+            self.opening += asked
+        return [self._ready[v.chunk] for v in self._opens.get(m, ())]
+
+    def behind(self, m: int, here: int) -> None:
+        """What goes behind moment `m`, whose step is `here`."""
+        self._asked = [here]
+        if m == 0:
+            self.opening.append(here)
+        for v in self._closes.get(m, ()):
+            self._leave(v.chunk, m, here)
+
+    def gone(self, c: int) -> list[int]:
+        """Steps after which nothing is left of the chunk's last visit."""
+        return self._gone.get(c, [])
+
+    def _read(self, v: Visit) -> int:
+        """The own slice comes from the disks to the host."""
+        c = v.chunk
+        self._ready[c] = read_in(self._b, c, "param", v.first, [*self._asked, *self.gone(c)])
+        return self._ready[c]
+
+    def _fetch(self, v: Visit) -> int:
+        """The own slice comes up, from the host or through it from the disks."""
+        b, c = self._b, v.chunk
+        read = [self._ready[c]] if self._shards.scheme.home is Place.NVME else []
+        self._ready[c] = b.fetch(c, v.first, after=[*self._asked, *read, *self.gone(c)])
+        if read:
+            self._left_host[c] = b.free(Queue.H2D, c, "param", Place.HOST, v.first, [self._ready[c]])
+        return self._ready[c]
+
+    def _gather(self, v: Visit) -> int:
+        """The other ranks' slices come."""
+        c = v.chunk
+        own = [] if self._shards.lives_on_gpu(c) else [self._ready[c]]
+        self._ready[c] = self._b.gather(c, v.first, [*self._asked, *own, *self.gone(c)])
+        self.bytes_gathered += self._b.layout.whole_bytes(c)
+        return self._ready[c]
+
+    def gather_updated(self, c: int, after: list[int]) -> int:
+        """A chunk that is whole all the time is made whole again, for the next iteration."""
+        self.bytes_gathered += self._b.layout.whole_bytes(c)
+        return self._b.gather(c, 0, after)
+
+    def _leave(self, c: int, m: int, here: int) -> None:
+        """What a visit has brought goes, unchanged."""
+        lists = ["remote"] if self._shards.ranks > 1 else []
+        lists += [] if self._shards.lives_on_gpu(c) else ["param"]
+        self._gone[c] = [self._b.drop(Queue.COMPUTE, c, m, [here], name) for name in lists]
+        if c in self._left_host:
+            self._gone[c].append(self._left_host[c])

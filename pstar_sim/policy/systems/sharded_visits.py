@@ -1,0 +1,122 @@
+"""Visits of the ZeRO-3 family: when a chunk is whole on the GPU, and how far ahead of a visit it is asked for; and the
+sub-groups in which its optimizers go.
+
+[Note: visits of ZeRO-3] FSDP's follow the blocks of the model, DeepSpeed's the order traced in a first iteration. Pure:
+everything here is a function of the job's facts.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from pstar_sim.core.layout import Layout
+from pstar_sim.policy.kit.facts import Facts
+from pstar_sim.workload.workload import Phase, Workload
+
+__all__ = ["Visit", "block_visits", "operators_before", "params_before", "sub_groups", "traced_visits"]
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """Chunk is whole on the GPU from the start of moment `first` to the end of moment `last`."""
+
+    first: int
+    last: int
+    chunk: int
+
+
+def block_visits(uses: Facts) -> list[Visit]:
+    """FSDP's rule: the chunks of a block (layer) come before its first moment and go after its last, in forward and
+    again in backward, where recomputation and gradients of a block are one visit. Sorted."""
+    runs = _blocks(uses.workload)
+    run_of = [r for r, (first, last) in enumerate(runs) for _ in range(first, last + 1)]
+    out: list[Visit] = []
+    for chunk, touched in enumerate(uses.touched):
+        mine = sorted({run_of[m] for m in touched})
+        begin = 0
+        for n in range(1, len(mine) + 1):
+            if n == len(mine) or mine[n] > mine[n - 1] + 1:
+                out.append(Visit(runs[mine[begin]][0], runs[mine[n - 1]][1], chunk))
+                begin = n
+    return sorted(out, key=lambda v: (v.first, v.chunk))
+
+
+_BLOCK = re.compile(r"(.*?\.\d+)(?:\.|$)")
+
+
+def _blocks(workload: Workload) -> list[tuple[int, int]]:
+    """Runs of moments (first, last) of one block in one direction. A block is a module's path up to its first number
+    ("h.5" for "h.5.mlp.c_fc"), without one the module itself; moments that use nothing go with the block before."""
+    runs: list[tuple[int, int]] = []
+    open_key: tuple[str, bool, int] | None = None
+    for m, moment in enumerate(workload.moments):
+        match = _BLOCK.match(moment.module)
+        key = (match[1] if match else moment.module, moment.phase is Phase.FWD, moment.micro_batch)
+        busy = bool(workload.reads[m] or workload.gradients[m])
+        if runs and (key == open_key or (not busy and moment.phase is not Phase.ADAM)):
+            runs[-1] = (runs[-1][0], m)
+        else:
+            runs.append((m, m))
+            open_key = key
+    return runs
+
+
+def traced_visits(uses: Facts, reuse_params: int) -> list[Visit]:
+    """DeepSpeed's rule: a chunk goes after a use unless it is used again within `reuse_params` parameters' worth of
+    other reads in the traced order (stage3_max_reuse_distance). Sorted."""
+    w = uses.workload
+    read = [0, *accumulate(sum(w.tensors[t].numel for t in row) for row in w.reads)]
+    out: list[Visit] = []
+    for chunk, touched in enumerate(uses.touched):
+        if not touched:
+            continue
+        first = touched[0]
+        for a, b in pairwise(touched):
+            if b > a + 1 and read[b] - read[a + 1] > reuse_params:
+                out.append(Visit(first, a, chunk))
+                first = b
+        out.append(Visit(first, touched[-1], chunk))
+    return sorted(out, key=lambda v: (v.first, v.chunk))
+
+
+def operators_before(visits: Sequence[Visit], ahead: int) -> dict[int, int]:
+    """Opening moment of a visit -> moment with whose start it may be asked for: that of the operator (moment that
+    opens visits) `ahead` before it."""
+    opening = sorted({v.first for v in visits})
+    return {m: opening[max(0, n - ahead)] if ahead <= n else 0 for n, m in enumerate(opening)}
+
+
+def params_before(visits: Sequence[Visit], uses: Facts, ahead_params: int) -> dict[int, int]:
+    """As `operators_before`, for a prefetcher that asks for the next operators until it has `ahead_params` parameters
+    on their way (stage3_prefetch_bucket_size); with any at all, it is one operator ahead at least."""
+    size: dict[int, int] = {}
+    for v in visits:
+        size[v.first] = size.get(v.first, 0) + uses.layout.chunks[v.chunk].numel
+    opening = sorted(size)
+    if ahead_params <= 0:
+        return {m: m for m in opening}
+    before = [0, *accumulate(size[m] for m in opening)]
+    # Operator n is asked for at operator j - 1, where j is the first with fewer than ahead_params from j to n - 1.
+    out: dict[int, int] = {}
+    for n, m in enumerate(opening):
+        j = min(n, bisect_left(before, before[n] - ahead_params + 1))
+        out[m] = opening[j - 1] if j > 0 else 0
+    return out
+
+
+def sub_groups(layout: Layout, chunks: Iterable[int], params: int) -> list[list[int]]:
+    """Runs of chunks in order, closed as soon as this rank's slices in them hold `params` parameters."""
+    groups: list[list[int]] = []
+    held = 0
+    for c in chunks:
+        if held == 0:
+            groups.append([])
+        groups[-1].append(c)
+        held += layout.slice_numel(c)
+        if held >= params:
+            held = 0
+    return groups

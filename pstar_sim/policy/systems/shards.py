@@ -1,0 +1,105 @@
+"""What a system of the ZeRO-3 family chooses, and where the job's chunks are then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from pstar_sim.core.step import PAGEABLE, Place
+from pstar_sim.policy.passes.builder import Builder
+from pstar_sim.policy.systems.sharded_visits import Visit
+
+__all__ = ["Flush", "Scheme", "Shards"]
+
+
+class Flush(Enum):
+    """How the last micro-batch's gradients go to the host.
+
+    PINNED: into pinned memory, as they are.
+    FP32: into pinned memory, converted on the GPU: a copy that the CPU does not touch cannot convert them on the host.
+    BLOCKING: into memory that is not pinned; the next moment waits for them, as does everything the training process
+        would launch.
+    """
+
+    PINNED = auto()
+    FP32 = auto()
+    BLOCKING = auto()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """What a system chooses.
+
+    visits: when chunks are whole on the GPU.
+    gather_at, fetch_at, read_at: first moment of a visit -> moment with whose start its gather, its fetch, its read
+        from the disks may start (read_at: for parameters that live there).
+    home: where parameters live between visits (the GPU, the host or the disks).
+    states: where the states and the gradients of chunks that are updated on the host are (the host or the disks).
+    resident: chunks whose states stay on the GPU.
+    staged: chunks whose states come to the GPU for the update. Their parameters have to live there.
+    bucket_params: gradients (whole, not sliced) that leave together; 0: each chunk's as soon as it is complete.
+    flush: how the last gradients go to the host.
+    """
+
+    visits: Sequence[Visit]
+    gather_at: Mapping[int, int]
+    fetch_at: Mapping[int, int]
+    read_at: Mapping[int, int] = field(default_factory=dict)
+    home: Place = Place.GPU
+    states: Place = Place.HOST
+    resident: frozenset[int] = frozenset()
+    staged: frozenset[int] = frozenset()
+    bucket_params: int
+    flush: Flush = Flush.PINNED
+
+
+class Shards:
+    """Where the chunks of a job are under a scheme. Every rank has its own slice of each.
+
+    several: there are several micro-batches.
+    trained: chunks that are updated, ascending.
+    kept: small chunks, whole on every GPU all the time.
+    on_gpu: chunks whose gradient never leaves the GPU.
+    unpinned: how a copy of memory that is not pinned goes; None where the machine gives no rate for it: as pinned.
+    """
+
+    def __init__(self, b: Builder, scheme: Scheme) -> None:
+        self.b = b
+        self.scheme = scheme
+        self.ranks = b.layout.ranks
+        self.several = b.workload.micro_batches > 1
+        self.trained = [c.index for c in b.layout.chunks if b.uses.updated(c.index)]
+        self.kept = frozenset(c.index for c in b.layout.chunks if c.small)
+        self.on_gpu = scheme.resident if self.several else scheme.resident | scheme.staged
+        self.unpinned = None if b.machine.link.pageable_bytes_per_s is None else PAGEABLE
+
+    def lives_on_gpu(self, c: int) -> bool:
+        """Its own slice of the parameters is on the GPU all the time."""
+        return self.scheme.home is Place.GPU or c in self.scheme.resident or c in self.kept
+
+    def comes(self, c: int) -> bool:
+        """Something has to be brought before the chunk can be used."""
+        return c not in self.kept and (self.ranks > 1 or not self.lives_on_gpu(c))
+
+    def in_place(self, c: int) -> bool:
+        """The gradient overwrites the working list: nothing else wants it whole, and it is not accumulated."""
+        return c in self.on_gpu and not self.several
+
+    def reside(self, host_list: str) -> None:
+        """Where everything is between two iterations. host_list: in which Adam on the host finds a gradient."""
+        b, scheme = self.b, self.scheme
+        for c in range(len(b.layout.chunks)):
+            if self.lives_on_gpu(c):
+                b.resident(c, Place.GPU, *(b.whole if c in self.kept else ("param",)))
+            elif scheme.home is Place.NVME or not b.uses.updated(c):
+                b.resident(c, scheme.home, "param")
+            if c in scheme.resident:
+                b.live(c, Place.GPU)
+            elif c in scheme.staged:
+                b.modes[c] = "stream"
+                b.resident(c, Place.HOST, *(name for name in b.uses.home_lists(c) if name != "param"))
+            elif b.uses.updated(c):
+                b.resident(c, scheme.states, *b.layout.state_lists, host_list)
+                if scheme.home is not Place.NVME:  # Adam on the host leaves the updated parameters there
+                    b.resident(c, Place.HOST, "param")
