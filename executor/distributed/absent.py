@@ -88,7 +88,7 @@ class Absent:
             dtype = s.arena.dtype(s.timetable.chunk_of[tensor], "param")
             zero = torch.zeros((), dtype=dtype, device=s.backend.device)
             with torch.no_grad():
-                s.contents.accept(
+                s.contents.gradients.accept(
                     tensor,
                     zero.expand(s.plan.workload.tensors[tensor].numel),
                     s.timetable.gradient_list(s.cursor.moment, tensor),

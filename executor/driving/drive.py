@@ -37,7 +37,7 @@ from executor.capture import fake_module
 from executor.driving.again import Before
 from executor.driving.blocks import Borders, Tape, find_blocks, shared_part
 from executor.hooks import tensors_of
-from executor.memory.contents import Update
+from executor.memory.update import Update
 from executor.models import forward_loss, quiet, unpacked_sequences, unread_padding
 from executor.session.batches import Shapes
 from executor.session.following import Following

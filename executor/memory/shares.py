@@ -1,8 +1,8 @@
 """Shares: gradients tensor by tensor, which no step expresses: a step moves a list.
 
 What the engine does off the plan takes one tensor's share of a gradient from wherever it came to where it waits on the
-host for the update. [Note: where a gradient is] in contents.py holds here as well; a gradient that is in two lists for
-a while is marked (`ChunkState.adding`).
+host for the update. [Note: where a gradient is] in chunk_state.py holds here as well; a gradient that is in two lists
+for a while is marked (`ChunkState.adding`).
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ class Shares:
         """A gradient (any shape) that left autograd: to the sums on the gpu where the chunk has them there, else to the
         host; adds to what the tensor has."""
         contents, flat = self.contents, gradient.reshape(-1)
-        chunk = contents.chunk_of(tensor)
+        chunk = contents.slots.chunk_of(tensor)
         if contents.arena.has(GPU, chunk, "grad32"):
             mine = contents.chunks[chunk].where(GPU, "grad32")
-            contents.put_gradient(chunk, mine, tensor, contents.slot(GPU, tensor, "grad32"), flat)
+            contents.gradients.put(chunk, mine, tensor, contents.slots.at(GPU, tensor, "grad32"), flat)
         else:
             self.to_host(tensor, flat)
 
     def to_host(self, tensor: int, gradient: torch.Tensor) -> None:
         """Copy a flat gradient to where it waits on the host, or add it to what is there."""
         contents = self.contents
-        chunk = contents.chunk_of(tensor)
+        chunk = contents.slots.chunk_of(tensor)
         list_name = self.waits_in(chunk)
         if list_name is None:
             kept, arrived = self.kept.get(tensor), self._arrived(gradient)
             self.kept[tensor] = arrived if kept is None else kept + arrived
             return
         mine = contents.chunks[chunk].where(HOST, list_name)
-        target = contents.slot(HOST, tensor, list_name)
+        target = contents.slots.at(HOST, tensor, list_name)
         if tensor in mine:
-            contents.put_gradient(chunk, mine, tensor, target, self._arrived(gradient))
+            contents.gradients.put(chunk, mine, tensor, target, self._arrived(gradient))
         else:
             mine.add(tensor)
             contents.arena.backend.copy(target, gradient, Queue.D2H)
@@ -83,13 +83,13 @@ class Shares:
             state.current.discard(GPU)
         for tensor in sorted(mine):
             state.adding = True
-            self.to_host(tensor, contents.slot(GPU, tensor, list_name))
+            self.to_host(tensor, contents.slots.at(GPU, tensor, list_name))
             if list_name == "param" and restored:
-                contents.restore(GPU, tensor)
+                contents.values.restore(GPU, tensor)
             mine.discard(tensor)
             state.adding = False
         if list_name == "param":
-            contents.changed(chunk)
+            contents.values.changed(chunk)
 
     def kept_to_host(self, chunk: int) -> None:
         """Kept gradients of the chunk go into a list that the host has by now."""
@@ -103,8 +103,8 @@ class Shares:
     def kept_to_param(self, tensor: int, place: Place) -> None:
         """A kept gradient goes into the working list at the place, which nobody reads any more."""
         contents = self.contents
-        mine = contents.chunks[contents.chunk_of(tensor)].where(place, "param")
-        target = contents.slot(place, tensor, "param")
+        mine = contents.chunks[contents.slots.chunk_of(tensor)].where(place, "param")
+        target = contents.slots.at(place, tensor, "param")
         mine.add(tensor)
         if place is GPU:
             contents.arena.backend.copy(target, self.kept[tensor], Queue.H2D)
@@ -114,5 +114,5 @@ class Shares:
 
     def forget(self) -> None:
         """Drop every gradient."""
-        self.contents.forget_gradients()
+        self.contents.gradients.forget()
         self.kept.clear()

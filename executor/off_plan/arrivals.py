@@ -25,7 +25,7 @@ class Arrivals:
     def held(self, chunk: int) -> bool:
         """The working list may be read on the gpu."""
         contents = self.host.contents
-        return contents.holds(chunk) and not contents.chunks[chunk].where(GPU, "param")
+        return contents.values.holds(chunk) and not contents.chunks[chunk].where(GPU, "param")
 
     def ensure(self, chunks: Iterable[int], *, required: bool = True) -> None:
         """Make the working lists of `chunks` readable on the gpu; those not `required` only if there is room. Raises

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from executor.memory.contents import Update
+from executor.memory.update import Update
 from executor.session.hosting import BytesHost
 from executor.session.others import Others
 from pstar_sim.core import effects
@@ -104,7 +104,7 @@ class Inline:
 
     def _take(self, chunk: int, taken: Resident | None, take: Callable[[], object]) -> set[tuple[Place, str]]:
         """Let a list take its memory. What it returns is hollow, until the caller has filled it: see [Note: between two
-        lines] in memory/contents.py. Nothing where the list has memory."""
+        lines] in memory/chunk_state.py. Nothing where the list has memory."""
         new = {(taken.place, taken.list)} if taken is not None and not self._has(taken) else set()
         hollow = self.host.contents.chunks[chunk].hollow
         hollow |= new
@@ -155,7 +155,7 @@ class Inline:
             if other in state.current and not state.where(other, "param"):
                 self.perform(self.copy(place, chunk, "param"))
             else:
-                self._fill(Resident(chunk, "param", place), lambda: host.contents.rewrite(place, chunk))
+                self._fill(Resident(chunk, "param", place), lambda: host.contents.values.rewrite(place, chunk))
         elif host.arena.has(other, chunk, list_name):
             self.perform(self.copy(place, chunk, list_name))
         else:
@@ -169,4 +169,4 @@ class Inline:
         if slices is None:
             self.perform(self.gather(chunk))
         else:
-            self._fill(Resident(chunk, "remote", GPU), lambda: host.contents.put_together(chunk, slices))
+            self._fill(Resident(chunk, "remote", GPU), lambda: host.contents.exchange.put_together(chunk, slices))

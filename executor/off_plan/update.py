@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from executor.memory.contents import Update
+from executor.memory.update import Update
 from executor.off_plan.cut import Cut
 from executor.off_plan.gradients import Gradients
 from executor.off_plan.inline import Inline
@@ -66,10 +66,10 @@ class Stepping:
 
         def norms() -> Iterable[torch.Tensor]:
             arrived = sorted(t for c in chunks for t in contents.chunks[c.index].with_gradient())
-            return [contents.gradient_norm(t) for t in arrived]
+            return [contents.gradients.norm(t) for t in arrived]
 
         for c in chunks if not update.skip else ():
-            contents.gather_gradients(c, self.states.home(c.index))
+            contents.gradients.fold(c.index, self.states.home(c.index))
         if host.updates.max_grad_norm is not None and update.norm is None:
             update.coefficient(norms)
         for c in chunks:
@@ -79,13 +79,13 @@ class Stepping:
                     self.room.make(host.plan.layout.payload_bytes(c.index, "param"), needed={c.index})
                 self._take(c.index)
                 if not update.skip:
-                    contents.gather_gradients(c, self.states.home(c.index))
+                    contents.gradients.fold(c.index, self.states.home(c.index))
             self.inline.perform(self.inline.adam(self.states.home(c.index), c.index), update, norms)
         self.cut.return_to()
 
     def _take_kept_back(self) -> None:
         """Gradients of pinned chunks go back to the gpu, into the working list: nobody reads it any more."""
-        shares, chunk_of = self.gradients.shares, self.host.contents.chunk_of
+        shares, chunk_of = self.gradients.shares, self.host.contents.slots.chunk_of
         for t in list(shares.kept):
             self._take(chunk_of(t))
             shares.kept_to_param(t, self.states.home(chunk_of(t)))

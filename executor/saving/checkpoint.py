@@ -305,10 +305,10 @@ def _value_of(session: Session, tensor: int) -> Callable[[], Iterable[torch.Tens
         state = contents.chunks[chunk]
         for place in (Place.HOST, Place.GPU):
             if place in state.current and tensor not in state.where(place, "param"):
-                return [_whole(session, tensor, contents.slot(place, tensor, "param"))]
+                return [_whole(session, tensor, contents.slots.at(place, tensor, "param"))]
         for place in (Place.HOST, Place.GPU):
             if arena.has(place, chunk, "param32"):
-                return [_whole(session, tensor, contents.slot(place, tensor, "param32"))]
+                return [_whole(session, tensor, contents.slots.at(place, tensor, "param32"))]
         raise AssertionError(f"no place holds the value of {session.reader.name_of(tensor)!r}")
 
     return pieces
@@ -316,7 +316,7 @@ def _value_of(session: Session, tensor: int) -> Callable[[], Iterable[torch.Tens
 
 def _whole(session: Session, tensor: int, part: torch.Tensor) -> torch.Tensor:
     """All of a tensor; on several ranks put together from the parts, one tensor at a time."""
-    return session.contents.joined(tensor, part) if session.contents.sliced else part
+    return session.contents.exchange.joined(tensor, part) if session.contents.sliced else part
 
 
 def _state_rows(session: Session) -> list[Row]:
@@ -329,7 +329,7 @@ def _state_rows(session: Session) -> list[Row]:
                 if name == "param32" and t.dtype == "fp32":
                     continue
                 dtype = session.arena.dtype(chunk.index, name)
-                part = session.contents.parts[slot.tensor]
+                part = session.contents.slots.parts[slot.tensor]
                 whole = part.numel == slot.numel
                 if part.numel or whole:
                     key = f"{name}/{t.name}" if whole else f"{name}/{t.name}@{part.skip}"
@@ -342,7 +342,7 @@ def _state_of(session: Session, tensor: int, name: str) -> Callable[[], Iterable
     def pieces() -> Iterable[torch.Tensor]:
         chunk = session.plan.layout.chunk_of[tensor]
         place = Place.HOST if session.arena.has(Place.HOST, chunk, name) else Place.GPU
-        return [session.contents.slot(place, tensor, name)]
+        return [session.contents.slots.at(place, tensor, name)]
 
     return pieces
 

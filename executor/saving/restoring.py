@@ -268,7 +268,7 @@ def _fill_states(opened: _Opened, session: Session) -> None:
         rows.sort(key=lambda row: row[2].file.entries[row[2].name].start)
         with rows[0][2].file.opened() as descriptor:
             for tensor, list_name, piece in rows:
-                chunk, part = chunk_of[tensor], contents.parts[tensor]
+                chunk, part = chunk_of[tensor], contents.slots.parts[tensor]
                 lists = ("param32", "param") if list_name == "param32" else (list_name,)
                 targets = [(p, n) for p in (Place.HOST, Place.GPU) for n in lists if arena.has(p, chunk, n)]
                 begin, end = max(piece.start, part.skip), min(piece.stop, part.skip + part.numel)
@@ -279,4 +279,4 @@ def _fill_states(opened: _Opened, session: Session) -> None:
                 within = piece.file.pieces(descriptor, piece.name, buffer, begin - piece.start, end - piece.start)
                 for first, values in within:
                     for place, name in targets:
-                        contents.put(place, tensor, name, values, piece.start + first)
+                        contents.slots.put(place, tensor, name, values, piece.start + first)

@@ -362,7 +362,7 @@ class Weights:
                     for first, piece in source.file.pieces(descriptor, source.name, buffer):
                         value = piece.float() if piece.dtype == torch.float64 else piece
                         for place, name in lists:
-                            contents.put(place, index, name, value, first)
+                            contents.slots.put(place, index, name, value, first)
         log.info("%s", self.note)
 
     def fill_buffers(self) -> None:

@@ -172,7 +172,7 @@ class Following:
         host.arena.set_tide(table.peaks[moment])
         host.stashes.at(moment)
         for chunk in table.reads[moment]:
-            if not host.contents.holds(chunk):
+            if not host.contents.values.holds(chunk):
                 raise PlanError(
                     f"moment {moment} ({table.names[moment]}) reads chunk {chunk}, which the gpu does not hold"
                 )
@@ -292,8 +292,8 @@ class Following:
             grad.zero_()
         elif self._weight != 1.0:
             grad.mul_(self._weight)
-        host.contents.accept(tensor, grad, goes_to)
+        host.contents.gradients.accept(tensor, grad, goes_to)
         clips = host.updates.max_grad_norm is not None
         if clips and host.plan.workload.micro_batches == 1 and host.ranks is None:
-            slot = host.contents.slot(Place.GPU, tensor, goes_to)
+            slot = host.contents.slots.at(Place.GPU, tensor, goes_to)
             host.now.norms[tensor] = torch.linalg.vector_norm(slot, dtype=torch.float32)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from executor.memory.contents import Update
+from executor.memory.update import Update
 
 __all__ = ["Iteration"]
 

@@ -55,7 +55,7 @@ def load_parameters(host: Host, source: Source | None = None) -> None:
                 for place in (Place.GPU, Place.HOST):
                     for list_name in ("param", "param32"):
                         if arena.has(place, chunk.index, list_name):
-                            contents.put(place, slot.tensor, list_name, value)
+                            contents.slots.put(place, slot.tensor, list_name, value)
             parameter.data = view
             adopt(parameter, host.reader, slot.tensor)
     if source is not None:

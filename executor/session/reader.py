@@ -79,7 +79,7 @@ class Reader:
         with self._classes:
             updated = host.updates.begun
             for t in host.timetable.tensors_of[chunk]:
-                readable = self.is_open and chunk not in host.queues.in_flight and host.contents.readable(t)
+                readable = self.is_open and chunk not in host.queues.in_flight and host.contents.values.readable(t)
                 readable = readable and t not in updated
                 self.parameters[t].__class__ = ChunkParameter if readable else ParkedParameter
 
@@ -138,12 +138,13 @@ class Reader:
             state = contents.chunks[chunk]
             for place in (Place.HOST, Place.GPU):
                 if place in state.current and tensor not in state.where(place, "param"):
-                    return contents.joined(tensor, contents.slot(place, tensor, "param")).reshape(row.shape)
+                    value = contents.slots.at(place, tensor, "param")
+                    return contents.exchange.joined(tensor, value).reshape(row.shape)
             for place in (Place.HOST, Place.GPU):
                 if arena.has(place, chunk, "param32"):
                     dtype = arena.dtype(chunk, "param")
-                    value = contents.slot(place, tensor, "param32").to(dtype, copy=True)
-                    return contents.joined(tensor, value).reshape(row.shape)
+                    value = contents.slots.at(place, tensor, "param32").to(dtype, copy=True)
+                    return contents.exchange.joined(tensor, value).reshape(row.shape)
         raise PlanError(f"no place holds the current value of {self.name_of(tensor)!r}")
 
     def state_value(self, tensor: int, list_name: str) -> torch.Tensor:
@@ -154,7 +155,7 @@ class Reader:
         with unseen(), torch.no_grad(), host.loop.still():
             self._meet_others(tensor, list_name)
             place = Place.HOST if host.arena.has(Place.HOST, chunk, list_name) else Place.GPU
-            value = host.contents.joined(tensor, host.contents.slot(place, tensor, list_name))
+            value = host.contents.exchange.joined(tensor, host.contents.slots.at(place, tensor, list_name))
         return value.reshape(host.plan.workload.tensors[tensor].shape)
 
     def _meet_others(self, tensor: int, list_name: str) -> None:
@@ -190,7 +191,7 @@ class Reader:
         host = self.host
         for place in (Place.HOST, Place.GPU):
             if host.arena.has(place, host.timetable.chunk_of[tensor], list_name):
-                host.contents.put(place, tensor, list_name, value)
+                host.contents.slots.put(place, tensor, list_name, value)
 
     def rewrite_from_master(self, tensor: int) -> None:
         """The master copy changed (a loaded state): every copy of the working list follows."""
@@ -199,7 +200,7 @@ class Reader:
         with unseen(), torch.no_grad(), host.loop.still():
             for place in (Place.HOST, Place.GPU):
                 if place in host.contents.chunks[chunk].current:
-                    host.contents.restore(place, tensor)
+                    host.contents.values.restore(place, tensor)
             if host.contents.chunks[chunk].whole:  # the other ranks' slices, which have changed too
                 host.demand.join(chunk)
 

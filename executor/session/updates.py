@@ -9,7 +9,7 @@ import torch
 
 from executor.adam import Hyper
 from executor.devices.backend import StreamBackend
-from executor.memory.contents import Update
+from executor.memory.update import Update
 from executor.queues.interface import Program
 from executor.scaling import LossScaling
 from executor.session.hosting import BytesHost, LoopHost
@@ -112,9 +112,9 @@ class Updates:
         if host.ranks is not None:
             host.queues.await_steps(host.timetable.sums, iteration)
             if host.plan.workload.micro_batches == 1:
-                norms = contents.summed_norms
+                norms = contents.exchange.summed_norms
                 return [norms[t] for t in sorted(norms)]
-            contents.fold_on_gpu()
+            contents.gradients.fold_on_gpu()
         if host.plan.workload.micro_batches == 1:
             return [update.norms[t] for t in sorted(update.norms)]  # as clip_grad_norm_ has them
         for i in program.order.get(Queue.ADAM, []):
@@ -124,7 +124,7 @@ class Updates:
                     "barrier does not hold"
                 )
         arrived = sorted(t for state in contents.chunks for t in state.with_gradient())
-        return [contents.gradient_norm(t) for t in arrived]
+        return [contents.gradients.norm(t) for t in arrived]
 
     @property
     def grad_norm(self) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from executor.memory.contents import Update
+from executor.memory.update import Update
 from executor.session.iteration import Iteration
 
 

@@ -16,8 +16,8 @@ from executor.adam import GPU_BLOCK, scratch_bytes
 from executor.devices.virtual_streams import VirtualStreams
 from executor.distributed.ranks import Ranks
 from executor.memory.arena import Arena
-from executor.memory.contents import Update
 from executor.memory.slices import GpuPayload, Steady
+from executor.memory.update import Update
 from executor.queues.device_time import DeviceTimes
 from executor.queues.streams import StreamQueues
 from executor.scaling import LossScale, LossScaling

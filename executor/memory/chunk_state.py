@@ -1,0 +1,46 @@
+"""ChunkState: what is known of one chunk's lists, beside their bytes: which copies are current, where gradients are.
+
+[Note: where a gradient is] A gradient that left autograd is in exactly one of the lists of its chunk: in place in
+"param", in "grad" (on its way out) or in "grad32" (accumulated), on the gpu or on the host; `gradients` holds the
+tensor indices by (place, list). A slot of a working list whose tensor is not named there holds the parameter's value.
+The working list always equals cast(param32), so a value that a gradient overwrote can be had from there.
+
+[Note: between two lines] Ctrl-C may come between any two lines of this folder, and `zero_grad()` goes on from the
+ledger as it stands then (`off_plan/mending.py`). So a slot is named in `gradients`, or a copy ceases to be current,
+before it is written over, and a copy becomes current after it is written. Three changes cannot be ordered so and are
+marked while they last: an addition to a gradient (`adding`), the update (`updating`), and a list that has memory and no
+content yet (`hollow`).
+
+On several ranks all of this is about this rank's slice (`slices.py`); `whole` says that the other slices of the working
+list are on the gpu too and current. A tensor index in `gradients` then stands for this rank's part of its gradient,
+which may be empty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pstar_sim.core.step import Place
+
+__all__ = ["ChunkState"]
+
+
+@dataclass
+class ChunkState:
+    """current: places whose copy of the working list holds the current values. ahead: state lists that were updated on
+    the gpu while the host holds the older ones. whole: the gpu has the other ranks' slices of the working list as well.
+    gradients: see [Note: where a gradient is]. adding, updating, hollow: see [Note: between two lines]."""
+
+    current: set[Place] = field(default_factory=set)
+    ahead: set[str] = field(default_factory=set)
+    whole: bool = False
+    adding: bool = False
+    updating: bool = False
+    hollow: set[tuple[Place, str]] = field(default_factory=set)
+    gradients: dict[tuple[Place, str], set[int]] = field(default_factory=dict)
+
+    def where(self, place: Place, list_name: str) -> set[int]:
+        return self.gradients.setdefault((place, list_name), set())
+
+    def with_gradient(self) -> set[int]:
+        return set().union(*self.gradients.values())

@@ -1,0 +1,138 @@
+"""Exchange: slices of chunks that come from the other ranks, and sums of gradients over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+
+from executor.memory.arena import Arena
+from executor.memory.chunk_state import ChunkState
+from executor.memory.gradients import Gradients
+from executor.memory.slots import Slots
+from executor.memory.values import Values
+from pstar_sim.core.step import OTHERS, Place, Queue
+from pstar_sim.errors import PlanError
+
+__all__ = ["Exchange", "Wire"]
+
+GPU = Place.GPU
+
+
+class Wire(Protocol):
+    """What is asked of the collectives between ranks. `distributed.collectives` has them."""
+
+    def gather(self, flat: torch.Tensor) -> object: ...
+
+    def reduce_scatter(self, flat: torch.Tensor) -> object: ...
+
+    def exchange(self, row: torch.Tensor) -> torch.Tensor: ...
+
+
+class Exchange:
+    """wire: to the other ranks, None on one.
+
+    Attributes:
+        summed_norms: tensor -> norm of (this rank's part of) the sum of its gradient over the ranks, of the last time
+            it was summed.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        slots: Slots,
+        chunks: Sequence[ChunkState],
+        values: Values,
+        gradients: Gradients,
+        wire: Wire | None,
+    ) -> None:
+        self.arena = arena
+        self.slots = slots
+        self.chunks = chunks
+        self.values = values
+        self.gradients = gradients
+        self.wire = wire
+        self.summed_norms: dict[int, torch.Tensor] = {}
+
+    def gather(self, chunk: int, list_name: str) -> None:
+        """The slices of the other ranks come: of the parameters ("remote"), or (nothing is sliced) of a gradient's
+        sum."""
+        state, wire = self.chunks[chunk], self._to_others(chunk)
+        issue = self.arena.backend.issue
+        if list_name not in OTHERS:
+            flat = self.arena.gpu(chunk, list_name)
+            issue(lambda: wire.gather(flat))
+            self._note_norms(state.where(GPU, list_name), list_name)
+            return
+        self._require_own(chunk)
+        with self.arena.steady(chunk):
+            whole = self.arena.whole(chunk, "param")
+            issue(lambda: wire.gather(whole))
+        state.whole = True
+        self.values.changed(chunk)
+
+    def put_together(self, chunk: int, slices: torch.Tensor) -> None:
+        """The parameters of the other ranks come, from host memory. slices: [ranks, bytes of a slice], this rank's too,
+        which is not read."""
+        state, backend, size = self.chunks[chunk], self.arena.backend, self.arena.layout.slice_numel(chunk)
+        self._require_own(chunk)
+        with self.arena.steady(chunk):
+            whole = self.arena.whole(chunk, "param")
+            for rank, row in enumerate(slices):
+                if rank != self.arena.rank:
+                    backend.copy(whole[rank * size : (rank + 1) * size], row.view(whole.dtype), Queue.H2D)
+            backend.fence(Queue.H2D)
+        state.whole = True
+        self.values.changed(chunk)
+
+    def _require_own(self, chunk: int) -> None:
+        state = self.chunks[chunk]
+        if GPU not in state.current or state.where(GPU, "param"):
+            raise PlanError(f"gather of chunk {chunk}: this rank's own slice on the gpu does not hold parameters")
+
+    def reduce_scatter(self, chunk: int, list_name: str) -> None:
+        """This rank's slice of the gradient becomes the sum over all ranks; the other slices are of no use then."""
+        state, wire = self.chunks[chunk], self._to_others(chunk)
+        own = OTHERS.get(list_name, list_name)
+        mine = state.where(GPU, own)
+        if not mine:
+            raise PlanError(f"reduce-scatter of {list_name} of chunk {chunk}: there is no gradient on the gpu")
+        issue, flat = self.arena.backend.issue, self.arena.whole(chunk, own)
+        if not self.arena.sliced:
+            issue(lambda: wire.reduce_scatter(flat))
+            return
+        if own == "param":
+            state.whole = False
+            self.values.changed(chunk)
+        with self.arena.steady(chunk):
+            issue(lambda: wire.reduce_scatter(flat))
+            self._note_norms(mine, own)
+            if own == "grad" and self.arena.has(GPU, chunk, "grad32"):
+                self.gradients.add_on_gpu(chunk)
+
+    def _note_norms(self, tensors: Iterable[int], list_name: str) -> None:
+        """Norms of sums that are on the gpu, in the order of this thread's queue."""
+        slots = {tensor: self.slots.at(GPU, tensor, list_name) for tensor in tensors}
+
+        def note() -> None:
+            for tensor, flat in slots.items():
+                self.summed_norms[tensor] = torch.linalg.vector_norm(flat, dtype=torch.float32)
+
+        self.arena.backend.issue(note)
+
+    def joined(self, tensor: int, part: torch.Tensor) -> torch.Tensor:
+        """A flat copy, in host memory, of all of a tensor from this rank's part of it. On several ranks every one has
+        to ask for it."""
+        if not self.arena.sliced:
+            return part.to("cpu", copy=True)
+        sizes = self.slots.parts_of_ranks(tensor)
+        mine = torch.zeros(max(sizes), dtype=part.dtype, device=part.device)
+        mine[: part.numel()].copy_(part)
+        rows = self._to_others(self.slots.chunk_of(tensor)).exchange(mine)
+        return torch.cat([row[:size] for row, size in zip(rows, sizes)]).cpu()
+
+    def _to_others(self, chunk: int) -> Wire:
+        if self.wire is None:
+            raise PlanError(f"chunk {chunk} has to be exchanged with other ranks, and this run has only one")
+        return self.wire

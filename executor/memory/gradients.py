@@ -1,0 +1,171 @@
+"""Gradients: where those of the iteration are, and how they come together.
+
+See [Note: where a gradient is] in chunk_state.py. One tensor's share on its way off the plan is `shares.py`'s matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from executor.memory.arena import Arena
+from executor.memory.chunk_state import ChunkState
+from executor.memory.slots import Slots
+from executor.memory.values import Values
+from pstar_sim.core.step import Place
+from pstar_sim.errors import PlanError
+
+__all__ = ["Gradients"]
+
+GPU, HOST = Place.GPU, Place.HOST
+
+
+class Gradients:
+    def __init__(self, arena: Arena, slots: Slots, chunks: Sequence[ChunkState], values: Values) -> None:
+        self.arena = arena
+        self.slots = slots
+        self.chunks = chunks
+        self.values = values
+
+    def accept(self, tensor: int, gradient: torch.Tensor, list_name: str) -> None:
+        """Move a gradient that just became final into `list_name` of its chunk on the gpu; adds to one that is
+        there."""
+        chunk = self.slots.chunk_of(tensor)
+        if not self.arena.has(GPU, chunk, list_name):
+            raise PlanError(
+                f"the gradient of tensor {tensor} goes to {list_name} of chunk {chunk}, which is not on the gpu"
+            )
+        state = self.chunks[chunk]
+        mine = state.where(GPU, list_name)
+        if self.arena.sliced:
+            if not self.arena.has(GPU, chunk, "remote" if list_name == "param" else "grad_remote"):
+                raise PlanError(
+                    f"the gradient of tensor {tensor} goes to all of chunk {chunk}, which is not on the gpu"
+                )
+            target = self.slots.whole(tensor, list_name)
+        else:
+            target = self.slots.at(GPU, tensor, list_name)
+        self.put(chunk, mine, tensor, target, gradient.reshape(-1))
+        if list_name == "param":
+            self.values.changed(chunk)
+
+    def put(self, chunk: int, mine: set[int], tensor: int, target: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add to the gradient in the slot, or write the first over what is there; mine: of the slot's list."""
+        if tensor in mine:
+            state = self.chunks[chunk]
+            before, state.adding = state.adding, True
+            target.add_(gradient)
+            state.adding = before
+        else:
+            mine.add(tensor)
+            target.copy_(gradient)
+
+    def norm(self, tensor: int) -> torch.Tensor:
+        """Norm of the gradient of a tensor wherever it is, in fp32. Raises PlanError if it has none or is in two
+        parts.
+
+        A sum on its way to the gpu for an update there is read on the host, which has it still: the queue that copies
+        it is ordered by nothing against whoever asks."""
+        chunk = self.slots.chunk_of(tensor)
+        parts = {where for where, mine in list(self.chunks[chunk].gradients.items()) if tensor in mine}
+        if (GPU, "grad32") in parts and self.arena.has(HOST, chunk, "grad32"):
+            parts = parts - {(GPU, "grad32")} | {(HOST, "grad32")}
+        if len(parts) > 1:
+            raise PlanError(f"the norm of tensor {tensor}'s gradient is asked for before its parts {parts} are added")
+        for place, list_name in parts:
+            norm: torch.Tensor = torch.linalg.vector_norm(self.slots.at(place, tensor, list_name), dtype=torch.float32)
+            return norm
+        raise PlanError(f"tensor {tensor} has no gradient")
+
+    def fold_on_gpu(self) -> None:
+        """Gradients on the gpu that are in two lists come to be in one."""
+        for chunk, state in enumerate(self.chunks):
+            if sum(bool(mine) for (place, _), mine in state.gradients.items() if place is GPU) > 1:
+                self.fold(chunk, GPU)
+
+    def fold(self, chunk: int, place: Place) -> str | None:
+        """The one list that holds all gradients of the chunk at the place after folding the last one into grad32, or
+        None without any gradient."""
+        state = self.chunks[chunk]
+        filled = [name for name in ("param", "grad", "grad32") if state.where(place, name)]
+        if not filled:
+            return None
+        if len(filled) == 1:
+            return filled[0]
+        sums = state.where(place, "grad32")
+        state.adding = True
+        for name in ("grad", "param"):
+            for tensor in state.where(place, name):
+                target = self.slots.at(place, tensor, "grad32")
+                if tensor in sums:
+                    target.add_(self.slots.at(place, tensor, name))
+                else:
+                    target.copy_(self.slots.at(place, tensor, name))
+            sums.update(state.where(place, name))
+            if name == "param":
+                state.current.discard(place)  # its slots keep spent gradients
+            state.where(place, name).clear()
+        state.adding = False
+        return "grad32"
+
+    def add_on_host(self, chunk: int, list_name: str | None) -> None:
+        """grad32 (host) += the gradients of `list_name` on the host (grad, or param in place)."""
+        state = self.chunks[chunk]
+        source = list_name if list_name is not None and list_name != "grad32" else "grad"
+        arrived, there = state.where(HOST, source), state.where(HOST, "grad32")
+        whole = self.arena.host(chunk, "grad32")
+        state.adding = True
+        if not there:
+            whole.zero_()
+        if len(arrived) == len(self.arena.layout.chunks[chunk].slots) and not there:
+            whole.copy_(self.arena.host(chunk, source))
+        else:
+            for tensor in arrived:
+                self.slots.at(HOST, tensor, "grad32").add_(self.slots.at(HOST, tensor, source))
+        if source == "param":
+            # The slots keep a spent gradient: nobody may read this copy until Adam rewrites it.
+            state.current.discard(HOST)
+        there.update(arrived)
+        arrived.clear()
+        state.adding = False
+
+    def add_on_gpu(self, chunk: int) -> None:
+        """grad32 += grad, both on the gpu."""
+        state = self.chunks[chunk]
+        arrived, sums = state.where(GPU, "grad"), state.where(GPU, "grad32")
+        pairs = [
+            (self.slots.at(GPU, tensor, "grad32"), self.slots.at(GPU, tensor, "grad"), tensor in sums)
+            for tensor in arrived
+        ]
+
+        def add() -> None:
+            for target, gradient, has_some in pairs:
+                if has_some:
+                    target.add_(gradient)
+                else:
+                    target.copy_(gradient)
+
+        state.adding = True
+        self.arena.backend.issue(add)
+        sums.update(arrived)
+        arrived.clear()
+        state.adding = False
+
+    def forget(self) -> None:
+        """Drop every gradient: values that were overwritten come back from the master copy, grad lists become zero."""
+        for chunk in self.arena.layout.chunks:
+            state = self.chunks[chunk.index]
+            for (place, list_name), mine in state.gradients.items():
+                if not mine:
+                    continue
+                if list_name == "param" and self.arena.has(place, chunk.index, "param"):
+                    for tensor in mine:
+                        self.values.restore(place, tensor)
+                mine.clear()
+            state.adding = False
+            if self.arena.has(HOST, chunk.index, "param") and HOST not in state.current and not chunk.frozen:
+                for slot in chunk.slots:  # spent gradients that were added to grad32
+                    self.values.restore(HOST, slot.tensor)
+                state.current.add(HOST)
+            self.values.changed(chunk.index)

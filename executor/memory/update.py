@@ -1,0 +1,186 @@
+"""Update: what the Adam steps of one iteration need, and what one of them does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from executor.adam import BLOCK, GPU_BLOCK, Hyper, Scratch, adamw, clip_coefficient, runs_of, total_norm
+from executor.devices.backend import StreamBackend
+from executor.memory.arena import Arena
+from executor.memory.chunk_state import ChunkState
+from executor.memory.gradients import Gradients
+from executor.memory.slots import Slots
+from executor.memory.values import Values
+from pstar_sim.core.step import Place
+from pstar_sim.errors import PlanError
+
+__all__ = ["Norms", "Update", "Updating"]
+
+GPU, HOST = Place.GPU, Place.HOST
+Norms = Callable[[], Iterable[torch.Tensor]]
+"""Norms of all gradients of an iteration, asked by the first update that needs them."""
+
+
+@dataclass
+class Update:
+    """What the Adam steps of one iteration need, fixed at `optimizer.step()` (with eager updates: when it begins).
+
+    max_grad_norm: None without clipping. norms: of each gradient, taken where it arrived (one micro-batch only).
+    unscale: what gradients are multiplied with to undo loss scaling. skip: a gradient overflowed, so that Adam steps
+    leave values, states and step counts as they are and drop the gradients.
+    unused: tensors that no rank had a gradient of, where it was taken for zero; they are left as they are.
+    agree: makes of the norm of what this rank holds that of all ranks; None where this rank holds everything.
+    streams: the accelerator where work is issued ahead, else None. Then a coefficient that a host queue's thread worked
+    out is a number on the host, and whoever takes one that is on the gpu to the host waits for the event behind it.
+    """
+
+    hyper: list[Hyper]
+    max_grad_norm: float | None = None
+    norms: dict[int, torch.Tensor] = field(default_factory=dict)
+    norm: torch.Tensor | None = None
+    unscale: float = 1.0
+    skip: bool = False
+    unused: frozenset[int] = frozenset()
+    agree: Callable[[torch.Tensor], torch.Tensor] | None = None
+    streams: StreamBackend | None = None
+    _coefficient: torch.Tensor | None = None
+    _ready: Any = None  # event behind it
+    _on_host: torch.Tensor | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def coefficient(self, norms: Norms) -> torch.Tensor | None:
+        """What every gradient is multiplied with, None without clipping and scaling. norms: called by the first that
+        asks."""
+        if self.max_grad_norm is None and self.unscale == 1.0:
+            return None
+        with self._lock:
+            if self._coefficient is None and self.max_grad_norm is None:
+                self._coefficient = torch.tensor(self.unscale, dtype=torch.float32)
+            elif self._coefficient is None:
+                assert self.max_grad_norm is not None
+                self.norm = total_norm(norms()) * self.unscale
+                if self.agree is not None:
+                    self.norm = self.agree(self.norm)
+                self._coefficient = clip_coefficient(self.norm, self.max_grad_norm) * self.unscale
+                self._settle()
+            return self._coefficient
+
+    def _settle(self) -> None:
+        """The coefficient is issued, in this thread: see the class."""
+        if self.streams is None:
+            return
+        assert self.norm is not None and self._coefficient is not None
+        if self.streams.queue in self.streams.host_queues:
+            self.norm, self._coefficient = self.norm.cpu(), self._coefficient.cpu()
+        else:
+            self._ready = self.streams.record(self.streams.queue)
+
+    def coefficient_on(self, device: torch.device, norms: Norms) -> torch.Tensor | None:
+        """The same for an update on that device. A scalar on the host goes along with a kernel; one on the gpu comes to
+        the host once, for the thread that updates there."""
+        scale = self.coefficient(norms)
+        if scale is None or scale.device == device or scale.device.type == "cpu":
+            return scale
+        with self._lock:
+            if self._on_host is None:
+                if self.streams is not None and self._ready is not None:
+                    self.streams.synchronize(self._ready)
+                self._on_host = scale.cpu()
+            return self._on_host
+
+    def skip_all(self) -> None:
+        """No update in this iteration: a gradient is not finite."""
+        self.skip = True
+        self.norm = torch.tensor(torch.inf, dtype=torch.float32)
+
+
+class Updating:
+    """Updates of chunks. steps_taken: tensor -> number of updates it has had; counted here."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        slots: Slots,
+        chunks: Sequence[ChunkState],
+        values: Values,
+        gradients: Gradients,
+        steps_taken: dict[int, int],
+    ) -> None:
+        self.arena = arena
+        self.slots = slots
+        self.chunks = chunks
+        self.values = values
+        self.gradients = gradients
+        self.steps_taken = steps_taken
+        longest = max((arena.layout.slice_numel(c.index) for c in arena.layout.chunks), default=1)
+        on_host = arena.backend.device.type == "cpu"
+        self._scratch = {HOST: Scratch(), GPU: Scratch(BLOCK if on_host else min(GPU_BLOCK, longest))}
+
+    def adam(self, chunk: int, place: Place, update: Update, norms: Norms) -> None:
+        """One AdamW update of every parameter of the chunk that has a gradient; the working list there becomes
+        current. Raises PlanError where a list or a gradient of the chunk is elsewhere."""
+        state = self.chunks[chunk]
+        self._require_all_here(chunk, place)
+        if update.skip:
+            self._drop_gradients(state, place)
+        source = None if update.skip else self.gradients.fold(chunk, place)
+        if source is not None and update.unused:
+            state.current.discard(place)  # a gradient of zero may lie in it
+            state.where(place, source).difference_update(update.unused)
+            if not state.where(place, source):
+                source = None
+        if source is not None:
+            self._update(chunk, place, source, update, norms)
+        elif place not in state.current:
+            self.values.rewrite(place, chunk)
+        self.values.changed(chunk)
+
+    def _require_all_here(self, chunk: int, place: Place) -> None:
+        for list_name in ("param", *self.arena.layout.state_lists):
+            if not self.arena.has(place, chunk, list_name):
+                raise PlanError(f"Adam of chunk {chunk} on the {place.value}: {list_name} is not there")
+        gradients = self.chunks[chunk].gradients
+        elsewhere = [key for key, mine in gradients.items() if mine and key[0] is not place]
+        if elsewhere:
+            where = ", ".join(f"{name} on the {spot.value}" for spot, name in elsewhere)
+            raise PlanError(f"Adam of chunk {chunk} on the {place.value}: gradients are still in {where}")
+
+    def _drop_gradients(self, state: ChunkState, place: Place) -> None:
+        state.current.discard(place)  # a gradient may lie in it
+        for mine in state.gradients.values():
+            mine.clear()
+
+    def _update(self, chunk: int, place: Place, source: str, update: Update, norms: Norms) -> None:
+        """source: the list that holds all gradients of the chunk."""
+        arena, state, row = self.arena, self.chunks[chunk], self.arena.layout.chunks[chunk]
+        master = arena.at(place, chunk, "param32")
+        scale = update.coefficient_on(master.device, norms)
+        mine = state.where(place, source)
+        parts = [(s.tensor, self.slots.parts[s.tensor]) for s in row.slots]
+        runs = runs_of((p.offset, p.numel, self.steps_taken[t] if t in mine else None) for t, p in parts if p.numel)
+        state.updating = True
+        adamw(
+            runs,
+            param=master,
+            grad=arena.at(place, chunk, source),
+            momentum=arena.at(place, chunk, "momentum"),
+            variance=arena.at(place, chunk, "variance"),
+            hyper=update.hyper[row.group],
+            scale=scale,
+            scratch=self._scratch[place],
+        )
+        for tensor in mine:
+            self.steps_taken[tensor] += 1
+        state.current = set()
+        mine.clear()
+        arena.at(place, chunk, "param").copy_(master)
+        state.current = {place}
+        state.whole = False
+        if place is GPU:
+            state.ahead = set(arena.layout.state_lists)
+        state.updating = False

@@ -1,0 +1,65 @@
+"""Values: where parameters can be read, and how a working list gets them back from the master copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from executor.memory.arena import Arena
+from executor.memory.chunk_state import ChunkState
+from executor.memory.slots import Slots
+from pstar_sim.core.step import Place, Queue
+from pstar_sim.errors import PlanError
+
+__all__ = ["Values"]
+
+GPU, HOST = Place.GPU, Place.HOST
+
+
+class Values:
+    """changed(chunk): called whenever the gpu working list of a chunk becomes, or ceases to be, readable."""
+
+    def __init__(
+        self, arena: Arena, slots: Slots, chunks: Sequence[ChunkState], changed: Callable[[int], None]
+    ) -> None:
+        self.arena = arena
+        self.slots = slots
+        self.chunks = chunks
+        self.changed = changed
+
+    def holds(self, chunk: int) -> bool:
+        """The gpu holds the current values of the chunk, all of them."""
+        state = self.chunks[chunk]
+        return self.arena.has(GPU, chunk, "param") and GPU in state.current and (state.whole or not self.arena.sliced)
+
+    def readable(self, tensor: int) -> bool:
+        """The gpu holds the parameter's current value."""
+        chunk = self.slots.chunk_of(tensor)
+        state = self.chunks[chunk]
+        if self.arena.sliced and not state.whole:
+            return False
+        return GPU in state.current and tensor not in state.gradients.get((GPU, "param"), ())
+
+    def restore(self, place: Place, tensor: int) -> None:
+        """Rewrite the slot of a working list from the master copy, which may be at the other place."""
+        chunk = self.slots.chunk_of(tensor)
+        source = place if self.arena.has(place, chunk, "param32") else (HOST if place is GPU else GPU)
+        value, target = self.slots.at(source, tensor, "param32"), self.slots.at(place, tensor, "param")
+        if source is place:
+            target.copy_(value)
+        else:
+            self.arena.backend.copy(target, value, Queue.H2D if place is GPU else Queue.D2H)
+
+    def rewrite(self, place: Place, chunk: int) -> None:
+        """The working list at the place becomes what the master copy says, which may be at the other place. Raises
+        PlanError if there is none."""
+        arena, state = self.arena, self.chunks[chunk]
+        other = HOST if place is GPU else GPU
+        target = arena.at(place, chunk, "param")
+        if arena.has(place, chunk, "param32"):
+            target.copy_(arena.at(place, chunk, "param32"))
+        elif arena.has(other, chunk, "param32"):
+            self.arena.backend.copy(target, arena.at(other, chunk, "param32"), Queue.H2D if place is GPU else Queue.D2H)
+        else:
+            raise PlanError(f"the parameters of chunk {chunk} are lost: neither place holds them")
+        state.current.add(place)
+        self.changed(chunk)
