@@ -15,7 +15,8 @@ from executor.engine import Session
 from executor.measuring.measured import Measured
 from executor.measuring.record import record
 from executor.measuring.status import LinkUse, Status
-from executor.off_plan.ladder import Ladder, Rung
+from executor.off_plan.ladder import Ladder
+from executor.off_plan.rungs import Rung
 from executor.optimizer import OffloadedAdamW
 from executor.prepare import prepare
 from executor.queues.serial import SerialQueues, follow

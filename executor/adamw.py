@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from executor.memory.arena import STATE_DTYPES
+from executor.memory.payloads import STATE_DTYPES
 from executor.scaling import LossScale, loss_scale_for
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.workload import Tensor

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from executor.adamw import AdamW, check_groups
-from executor.memory.arena import STATE_DTYPES
+from executor.memory.payloads import STATE_DTYPES
 from executor.moments import working_dtype
 from executor.scaling import loss_scale_for
 from pstar_sim.core.plan import Plan

@@ -11,7 +11,7 @@ output itself would not do: an output such as the logits is also an inner value 
 down from there is scaled already. Gradients outside the model (of the loop's own tensors, of what feeds the model) are
 plain torch's, and a model called on its own output scales once.
 
-Knows neither chunks nor plans; `Update` (memory/contents.py) carries the decision of one iteration.
+Knows neither chunks nor plans; `Update` (memory/update.py) carries the decision of one iteration.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from executor import AdamW, prepare
 from executor.capture import capture
 from executor.data import batches_like, open_data
 from executor.hooks import MomentClock
-from executor.memory.arena import ByteChange
+from executor.memory.byte_log import ByteChange
 from executor.models import build, map_tensors
 from executor.saving.weights import parameters_on_meta
 from executor.training import train_step
@@ -156,7 +156,7 @@ def _moments(session: Any, plan: Plan, model: Any, step: Callable[[], None]) -> 
     """One iteration with the allocator's peak of every moment, beside payload (counted by the arena) and tide."""
     settle(session)
     most_allocated, most_reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    begun, log_at = session.arena.payload_bytes(Place.GPU), len(session.arena.log)
+    begun, log_at = session.arena.payload_bytes(Place.GPU), len(session.arena.log.changes)
     peaks = Peaks()
     clock = MomentClock(model, peaks)
     try:
@@ -169,7 +169,7 @@ def _moments(session: Any, plan: Plan, model: Any, step: Callable[[], None]) -> 
     # optimizer.step() ran inside the last backward moment of this clock: its own "step" comes after it.
     if peaks.names != names:
         return {"moments_differ": {"measured": len(peaks.names), "predicted": len(names)}}
-    payload = payload_peaks(begun, session.arena.log[log_at:], len(names))
+    payload = payload_peaks(begun, session.arena.log.changes[log_at:], len(names))
     predicted = [held + m.peak_bytes for held, m in zip(payload, plan.workload.moments)]
     return {
         "predicted_bytes": predicted,

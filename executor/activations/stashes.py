@@ -312,7 +312,7 @@ class Stashes:
             self._out[n] = []
             return []
         self._count_ahead(n)  # of an iteration that left the plan
-        room = self.session.arena.host_bytes(stash_key(stash.block), stash.bytes)
+        room = self.session.arena.slabs.first_bytes(stash_key(stash.block), stash.bytes)
         offset = 0
         gone: list[weakref.ref[_Saved]] = []
         touched: list[torch.Tensor] = []

@@ -64,5 +64,5 @@ def share_results(
         losses=[sum(row[0] * row[2 + i] for row in rows) / total for i in range(len(reports))],
         peak_gpu_bytes=[int(row[1]) for row in rows],
         sent_bytes=sent_bytes // max(1, len(reports)),
-        transient_bytes=session.arena.peak_transient_bytes,
+        transient_bytes=session.arena.payloads.peak_transient_bytes,
     )

@@ -36,7 +36,7 @@ from executor.measuring.standing import Host as StandingHost
 from executor.measuring.standing import Standing
 from executor.measuring.unseen import Watching, unseen
 from executor.memory.arena import check_gpu_memory
-from executor.off_plan.ladder import with_gpu_budget
+from executor.off_plan.rungs import with_gpu_budget
 from executor.session.batches import Batches
 from executor.session.hosting import LoopHost
 from pstar_sim.core.plan import Plan
@@ -176,8 +176,8 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
         if s is not None:
             if self in s.watches:
                 s.watches.remove(self)
-            if self._marks is not None and s.arena.marks is self._marks:
-                s.arena.marks = None
+            if self._marks is not None and s.arena.log.marks is self._marks:
+                s.arena.log.marks = None
         self._marks = None
         if self._entered:
             super().end()
@@ -223,9 +223,9 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
             log.warning("the tide was not compared with the plan's: %d iterations, none on plan", MOST_ITERATIONS)
             self.end()
             return
-        if s.arena.marks is None or s.arena.marks is self._marks:  # else somebody else measures
+        if s.arena.log.marks is None or s.arena.log.marks is self._marks:  # else somebody else measures
             self._marks = []
-            self._log_at, self._payload_bytes = s.arena.keep_marks(self._marks)
+            self._log_at, self._payload_bytes = s.arena.log.keep_marks(self._marks)
 
     def closes(self, moment: int) -> None:
         self._other_batch |= not self._session.batches.planned
@@ -241,10 +241,10 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
         if self._done:
             return
         marks = self._marks
-        if marks is None or s.arena.marks is not marks or self._other_batch:
+        if marks is None or s.arena.log.marks is not marks or self._other_batch:
             return  # the next one
-        changes = s.arena.log[self._log_at :]
-        s.arena.marks = None
+        changes = s.arena.log.changes[self._log_at :]
+        s.arena.log.marks = None
         if not self._seen:
             why = "compiled blocks run without operators"
             if threading.get_ident() != self._thread:

@@ -25,7 +25,7 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PlanError
 
 if TYPE_CHECKING:
-    from executor.memory.arena import ByteChange
+    from executor.memory.byte_log import ByteChange
 
 __all__ = ["Host", "Walk", "Watch", "measure_iteration"]
 
@@ -74,13 +74,13 @@ def measure_iteration(session: Host, step_fn: Callable[[], Any], order: Timeline
         first = session.iteration
         session.watches.append(watch)
         begun = watch.payloads_now()
-        session.arena.marks = []
-        log_at = len(session.arena.log)
+        session.arena.log.marks = []
+        log_at = len(session.arena.log.changes)
         deviations = session.deviations
         with live:
             step_fn()
-        marks, session.arena.marks = session.arena.marks, None
-        changes = session.arena.log[log_at:]
+        marks, session.arena.log.marks = session.arena.log.marks, None
+        changes = session.arena.log.changes[log_at:]
         session.watches.remove(watch)
         session.queues.settle(first)  # its last steps run on into the next forward
         moved = {"h2d": 0, "d2h": 0}
@@ -90,7 +90,7 @@ def measure_iteration(session: Host, step_fn: Callable[[], Any], order: Timeline
     finally:
         if watch is not None and watch in session.watches:
             session.watches.remove(watch)
-        session.arena.marks = None
+        session.arena.log.marks = None
         session.use_queues(threads)
     peaks = tuple(watch.peaks)
     gpu = Walk(peaks, begun[Place.GPU])

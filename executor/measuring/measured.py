@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from executor.memory.arena import ByteChange
+from executor.memory.byte_log import ByteChange
 from pstar_sim.core.effects import CATEGORIES
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import COPIES, Kind, Place, Queue, Step

@@ -51,7 +51,7 @@ class Standing(LiveStorages, Generic[HostType]):  # type: ignore[no-untyped-call
         self._keep.clear()
         s = self._session
         for chunk in s.plan.layout.chunks:
-            self.ignore(s.arena.whole(chunk.index, "param").untyped_storage())
+            self.ignore(s.arena.payloads.whole(chunk.index, "param").untyped_storage())
 
     @property
     def _session(self) -> HostType:

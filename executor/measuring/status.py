@@ -126,7 +126,7 @@ def status_of(session: Host) -> Status:
         iteration_s=length_s if known else None,
         tokens_per_s=plan.workload.tokens / length_s if known else None,
         gpu_bytes=arena.payload_bytes(Place.GPU) + arena.tide_bytes,
-        gpu_peak_bytes=arena.gpu_peak_bytes(start_s, end_s if last is not None else math.inf),
+        gpu_peak_bytes=arena.log.gpu_peak_bytes(start_s, end_s if last is not None else math.inf),
         gpu_budget_bytes=plan.gpu_budget_bytes,
         host_bytes=arena.payload_bytes(Place.HOST),
         host_budget_bytes=plan.host_budget_bytes,

@@ -89,9 +89,9 @@ class Contents:
             name = self._list(step)
             payload = self.arena.at(step.place, step.chunk, name)
             if name in OTHERS:
-                payload = self.arena.whole(step.chunk, OTHERS[name])
+                payload = self.arena.payloads.whole(step.chunk, OTHERS[name])
             if step.place is GPU:
-                with self.arena.steady(step.chunk):
+                with self.arena.payloads.steady(step.chunk):
                     self.arena.backend.zero(payload)
             else:
                 payload.zero_()
@@ -137,7 +137,7 @@ class Contents:
         state = self.chunks[chunk]
         waiting = state.where(HOST, list_name)
         parked = bool(waiting)  # gradients go back up for their update on the gpu; nobody can read what comes
-        with self.arena.steady(chunk):
+        with self.arena.payloads.steady(chunk):
             self._copy_up(chunk, list_name, in_fp32=in_fp32, from_masters=list_name == "param" and not parked)
         if list_name == "param":
             state.whole = False  # as far as anybody knows
@@ -180,7 +180,7 @@ class Contents:
             raise PlanError(f"write-back of {list_name} of chunk {chunk} would overwrite gradients on the host")
         if list_name == "param" and leaving:
             state.current.discard(HOST)
-        with arena.steady(chunk):
+        with arena.payloads.steady(chunk):
             copy = arena.backend.copy_in_fp32 if in_fp32 else self._copy
             copy(arena.host(chunk, list_name), arena.gpu(chunk, list_name), Queue.D2H)
             arena.backend.fence(Queue.D2H)
@@ -199,7 +199,7 @@ class Contents:
         """See `Updating.adam`."""
         if self.exchange.wire is not None and not update.skip:
             update.coefficient(norms)  # the first one folds gradients of all chunks: before any other touches them
-        with self.arena.steady(chunk):
+        with self.arena.payloads.steady(chunk):
             self._updating.adam(chunk, place, update, norms)
 
     def release(self, place: Place, chunk: int, list_name: str) -> None:

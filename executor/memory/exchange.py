@@ -66,8 +66,8 @@ class Exchange:
             self._note_norms(state.where(GPU, list_name), list_name)
             return
         self._require_own(chunk)
-        with self.arena.steady(chunk):
-            whole = self.arena.whole(chunk, "param")
+        with self.arena.payloads.steady(chunk):
+            whole = self.arena.payloads.whole(chunk, "param")
             issue(lambda: wire.gather(whole))
         state.whole = True
         self.values.changed(chunk)
@@ -77,8 +77,8 @@ class Exchange:
         which is not read."""
         state, backend, size = self.chunks[chunk], self.arena.backend, self.arena.layout.slice_numel(chunk)
         self._require_own(chunk)
-        with self.arena.steady(chunk):
-            whole = self.arena.whole(chunk, "param")
+        with self.arena.payloads.steady(chunk):
+            whole = self.arena.payloads.whole(chunk, "param")
             for rank, row in enumerate(slices):
                 if rank != self.arena.rank:
                     backend.copy(whole[rank * size : (rank + 1) * size], row.view(whole.dtype), Queue.H2D)
@@ -98,14 +98,14 @@ class Exchange:
         mine = state.where(GPU, own)
         if not mine:
             raise PlanError(f"reduce-scatter of {list_name} of chunk {chunk}: there is no gradient on the gpu")
-        issue, flat = self.arena.backend.issue, self.arena.whole(chunk, own)
+        issue, flat = self.arena.backend.issue, self.arena.payloads.whole(chunk, own)
         if not self.arena.sliced:
             issue(lambda: wire.reduce_scatter(flat))
             return
         if own == "param":
             state.whole = False
             self.values.changed(chunk)
-        with self.arena.steady(chunk):
+        with self.arena.payloads.steady(chunk):
             issue(lambda: wire.reduce_scatter(flat))
             self._note_norms(mine, own)
             if own == "grad" and self.arena.has(GPU, chunk, "grad32"):

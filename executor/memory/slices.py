@@ -8,7 +8,7 @@ views of a storage of P * S elements that has memory only while the other ranks'
 [Note: what a slice moves through] When the others' slices get memory the own one is copied into the whole storage and
 its own memory given back; when they go, the reverse. For the time of that copy of memory to memory both exist: one
 slice more than the plan counts, and never two, since one payload changes form at a time. A plan that drops "param"
-before "remote" likewise keeps its slice of the whole storage until the second drop. `Arena.peak_transient_bytes`
+before "remote" likewise keeps its slice of the whole storage until the second drop. `GpuPayloads.peak_transient_bytes`
 measures it.
 
 [Note: slices on streams] A plan orders a gather and a write-back of the same chunk by nothing: both read the own slice,

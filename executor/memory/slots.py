@@ -42,7 +42,7 @@ class Slots:
     def whole(self, tensor: int, list_name: str) -> torch.Tensor:
         """Flat view of all of one tensor in "param" or "grad" on the gpu, where the other ranks' slices are there."""
         chunk, offset, numel = self._slot[tensor]
-        return self.arena.whole(chunk, list_name)[offset : offset + numel]
+        return self.arena.payloads.whole(chunk, list_name)[offset : offset + numel]
 
     def put(self, place: Place, tensor: int, list_name: str, value: torch.Tensor, first: int = 0) -> None:
         """Write values (any shape) into a list from element `first` of the tensor on: this rank's part of them, and all

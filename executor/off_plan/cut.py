@@ -57,7 +57,7 @@ class Cut:
         """Bring the places to the plan's cut and let the queues begin the next iteration."""
         host = self.host
         self.in_use.clear()
-        host.arena.mark("after", len(host.timetable.names) - 1)
+        host.arena.log.mark("after", len(host.timetable.names) - 1)
         host.arena.set_tide(0)
         host.reader.set_open(False)
         if not host.ladder.pending:

@@ -2,14 +2,8 @@
 
 The iteration in progress is carried to its end on demand (`demand.py`): working lists that nobody uses now leave the
 accelerator, then optimizer states of pinned chunks, and what was asked for is asked for again. After the step the next
-plan is made by the first rung that fits what is there: [Note: rungs]. Nothing is computed twice and nothing is lost:
-the updates of that iteration are those of plain torch, as of any iteration off plan.
-
-[Note: rungs] 0 "margin": the same policy, for the memory the accelerator really has and the tide that was measured.
-1 "states on the host": no chunk's optimizer states stay on the accelerator. 2 "no prefetch": besides, a chunk comes
-when it is needed. 3 "static": static_partition, room for the highest tide in every moment. A refusal under a plan made
-by a rung goes on with that rung where it tells something new (less memory, a higher tide), with the next one where it
-does not. Policies without these coordinates continue as `tide`.
+plan is made by the first rung that fits what is there: [Note: rungs] in rungs.py. Nothing is computed twice and nothing
+is lost: the updates of that iteration are those of plain torch, as of any iteration off plan.
 
 [Note: what is measured] A virtual accelerator with a limit counts every byte that is alive (`guard.py`), so the tide of
 each moment is known. Elsewhere only the refusal is: then the budget shrinks to what was held when it came.
@@ -18,10 +12,9 @@ each moment is known. Elsewhere only the refusal is: then the budget shrinks to 
 from __future__ import annotations
 
 import logging
-import re
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol, overload
 
 import torch
@@ -30,53 +23,22 @@ from executor.hooks import Event
 from executor.measuring.unseen import unseen
 from executor.memory.arena import check_gpu_memory
 from executor.off_plan.guard import Guard
+from executor.off_plan.rungs import RUNGS, Rung, asked_bytes, spec_of_rung, tide_of, with_gpu_budget
 from executor.session.hosting import BytesHost, LoopHost
 from executor.session.loop import Loop
 from executor.session.reader import Reader
 from executor.session.updates import Updates
-from pstar_sim.arguments import parse_bytes
-from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 from pstar_sim.errors import DoesNotFit, OutOfMemory, PlanError
-from pstar_sim.policy.kit.options import options_of, show, split_spec
-from pstar_sim.policy.kit.points import Point
-from pstar_sim.policy.registry import find_policy, policy_at
+from pstar_sim.policy.registry import find_policy
 from pstar_sim.python310 import add_note
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Phase, Workload
 
-__all__ = ["RUNGS", "Ladder", "Rung", "spec_of_rung"]
+__all__ = ["Ladder"]
 
 log = logging.getLogger("executor")
-
-RUNGS = ("margin", "states on the host", "no prefetch", "static")
-
-
-@dataclass(frozen=True, slots=True)
-class Rung:
-    """One thing the ladder did. moment: index and name of the moment that was open (-1: between two iterations).
-    what, asked_bytes: what memory was asked for. payload_bytes, other_bytes: chunks and everything else there then.
-    limit_bytes: what the accelerator has, None where it does not say. done: what was done about it."""
-
-    iteration: int
-    moment: int
-    name: str
-    what: str
-    asked_bytes: int
-    payload_bytes: int
-    other_bytes: int
-    limit_bytes: int | None
-    done: str
-
-    def __str__(self) -> str:
-        where = "between two iterations" if self.moment < 0 else f"in moment {self.moment} ({self.name})"
-        of = "" if self.limit_bytes is None else f" of {format_bytes(self.limit_bytes)}"
-        return (
-            f"iteration {self.iteration}, {where}: {self.what} asked for {format_bytes(self.asked_bytes)} beside "
-            f"{format_bytes(self.payload_bytes)} of chunks and {format_bytes(self.other_bytes)} of other data{of}; "
-            f"{self.done}"
-        )
 
 
 class OnDemand(Protocol):
@@ -238,7 +200,7 @@ class Ladder(Sequence[Rung]):
             idle_bytes = 0 if idle is None or s.guard is not None else idle()
             error = OutOfMemory(
                 what="an operator",
-                asked_bytes=_asked(str(error)),
+                asked_bytes=asked_bytes(str(error)),
                 payload_bytes=s.arena.payload_bytes(Place.GPU),
                 other_bytes=s.arena.tide_bytes,
                 limit_bytes=s.backend.available_gpu_bytes(),
@@ -335,45 +297,52 @@ class Ladder(Sequence[Rung]):
         if s.plan is not self._made:  # somebody else made a plan since
             self.level, self._known = -1, None
         workload, budget = self._workload(), self._available()
-        known = (budget, tuple(m.peak_bytes for m in workload.moments))
-        first = max(self.level, 0) if known != self._known else self.level + 1
-        machine = with_gpu_budget(s.plan.machine, budget)
-        last: DoesNotFit | None = None
-        tried: list[str] = []
+        first = max(self.level, 0) if (budget, tide_of(workload)) != self._known else self.level + 1
+        tried: dict[str, DoesNotFit] = {}
         for level in range(first, len(RUNGS)):
             spec = spec_of_rung(s.plan.policy, level)
             if spec in tried:
                 continue
-            tried.append(spec)
-            try:
-                plan = find_policy(spec)(workload, machine, s.plan.settings)
-                check_gpu_memory(plan, s.backend, plan.gpu_budget_bytes)
-                s.renew(plan)
-            except DoesNotFit as error:
-                log.warning("rung %r (%s): %s", RUNGS[level], spec, error)
-                last = error
-                continue
-            self.level, self._known, self._made, self.pending = level, known, plan, False
-            self.unforeseen_bytes = 0
-            done = (
-                f"new plan by {spec} (rung {RUNGS[level]!r}) for {format_bytes(budget)} and a tide of at most "
-                f"{format_bytes(workload.peak_non_model_bytes)}"
-            )
-            self._rungs.append(replace(self._rungs[-1], done=done))
-            log.warning("iteration %d: %s", s.iteration, done)
-            s.deviation_log.append(f"iteration {s.iteration}: {done}")
-            return
+            error = self._try_rung(level, spec, workload, budget)
+            if error is None:
+                return
+            log.warning("rung %r (%s): %s", RUNGS[level], spec, error)
+            tried[spec] = error
         s.clock.reset()  # a forward that was about to begin does not
-        refused = self._error
+        last = list(tried.values())[-1] if tried else None
+        raise self._no_rung_fits(list(tried), last, budget) from last
+
+    def _try_rung(self, level: int, spec: str, workload: Workload, budget: int) -> DoesNotFit | None:
+        """Go on under the rung's plan, if it fits; else why it does not."""
+        s = self.session
+        try:
+            plan = find_policy(spec)(workload, with_gpu_budget(s.plan.machine, budget), s.plan.settings)
+            check_gpu_memory(plan, s.backend, plan.gpu_budget_bytes)
+            s.renew(plan)
+        except DoesNotFit as error:
+            return error
+        self.level, self._known, self._made, self.pending = level, (budget, tide_of(workload)), plan, False
+        self.unforeseen_bytes = 0
+        done = (
+            f"new plan by {spec} (rung {RUNGS[level]!r}) for {format_bytes(budget)} and a tide of at most "
+            f"{format_bytes(workload.peak_non_model_bytes)}"
+        )
+        self._rungs.append(replace(self._rungs[-1], done=done))
+        log.warning("iteration %d: %s", s.iteration, done)
+        s.deviation_log.append(f"iteration {s.iteration}: {done}")
+        return None
+
+    def _no_rung_fits(self, tried: Sequence[str], last: DoesNotFit | None, budget: int) -> DoesNotFit:
+        s, refused = self.session, self._error
         assert refused is not None
-        raise DoesNotFit(
+        return DoesNotFit(
             policy=f"no rung of the ladder ({', '.join(tried) or s.plan.policy})",
             place=last.place if last else "gpu",
             needed_bytes=last.needed_bytes if last else budget + refused.asked_bytes,
             available_bytes=last.available_bytes if last else budget,
             what=(f"{last.what}; " if last else "")
             + f"after {refused}; parameters are those after step {s.iteration - 1}, whole",
-        ) from last
+        )
 
     def _available(self) -> int:
         """Bytes a new plan may count on: what the accelerator has, or, where that would change nothing and the tide is
@@ -394,41 +363,3 @@ class Ladder(Sequence[Rung]):
             for i, m in enumerate(w.moments)
         )
         return w if moments == w.moments else replace(w, moments=moments)
-
-
-def _asked(text: str) -> int:
-    """Bytes that torch's message says it tried to allocate; 0 where it does not say."""
-    found = re.search(r"allocate ([0-9.]+) ?([KMGT]i?B|bytes)", text)
-    if found is None:
-        return 0
-    return parse_bytes(found[1] + found[2].replace("bytes", "B"))
-
-
-def with_gpu_budget(machine: Machine, budget_bytes: int) -> Machine:
-    """The machine with so much for a plan on each GPU."""
-    return replace(
-        machine,
-        ranks=tuple(
-            replace(rank, gpu=replace(rank.gpu, usable_bytes=rank.gpu.context_bytes + max(1, budget_bytes)))
-            for rank in machine.ranks
-        ),
-    )
-
-
-def spec_of_rung(spec: str, level: int) -> str:
-    """The policy that the rung makes of the one in use. Raises UnknownName for a policy that is not known."""
-    if level == 0:
-        return spec
-    name, text = split_spec(spec)
-    options = options_of(find_policy(name))
-    turned = dict(part.split("=", 1) for part in text.split(",") if "=" in part) if "pins" in options else {}
-    if "pins" not in options:
-        name = policy_at(Point())
-    turned = {key.strip(): value.strip() for key, value in turned.items()}
-    turned["pins"] = show(0)
-    if level >= 2:
-        turned["prefetch"] = "none"
-    if level >= 3:
-        name = policy_at(Point(capacity="peak"))
-        turned.pop("capacity", None)
-    return f"{name}:" + ",".join(f"{key}={value}" for key, value in turned.items())

@@ -67,7 +67,7 @@ class Reads:
         self._hooks = _held_weakly(self)
         self._storages: dict[int, int] = {}  # storage of a working list -> chunk
         for c in host.plan.layout.chunks:
-            self._storages[host.arena.whole(c.index, "param").untyped_storage()._cdata] = c.index
+            self._storages[host.arena.payloads.whole(c.index, "param").untyped_storage()._cdata] = c.index
 
     def touch(self, func: Any, parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
         """A torch function takes parked parameters: see [Note: reads off plan]."""

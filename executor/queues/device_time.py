@@ -16,7 +16,7 @@ from pstar_sim.core.step import Kind, Queue
 if TYPE_CHECKING:
     from executor.devices.backend import StreamBackend
     from executor.measuring.measured import IterationLog, StepLog
-    from executor.memory.arena import ByteChange
+    from executor.memory.byte_log import ByteChange
     from executor.queues.interface import Program
 
 __all__ = ["DeviceTimes"]

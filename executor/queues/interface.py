@@ -22,7 +22,7 @@ from pstar_sim.errors import OutOfMemory, PlanError
 
 if TYPE_CHECKING:
     from executor.measuring.measured import IterationLog, StepLog
-    from executor.memory.arena import ByteChange
+    from executor.memory.byte_log import ByteChange
 
 __all__ = ["SIDE_QUEUES", "Program", "Queues", "QueuesBase", "Work", "without_locals"]
 

@@ -31,7 +31,7 @@ from pstar_sim.core.step import Kind, Queue
 if TYPE_CHECKING:
     from executor.devices.backend import Backend, StreamBackend
     from executor.measuring.measured import IterationLog, StepLog
-    from executor.memory.arena import ByteChange
+    from executor.memory.byte_log import ByteChange
 
 __all__ = ["StreamQueues", "queues_for"]
 

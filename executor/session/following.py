@@ -168,7 +168,7 @@ class Following:
         waited_for = host.queues.wait(i, k)
         for chunk in table.reads[moment]:
             host.queues.land(chunk)
-        host.arena.mark("in", moment)
+        host.arena.log.mark("in", moment)
         host.arena.set_tide(table.peaks[moment])
         host.stashes.at(moment)
         for chunk in table.reads[moment]:
@@ -186,7 +186,7 @@ class Following:
         i = table.compute[moment]
         host.queues.before_end(i, k)
         following = table.following_peak(moment)
-        host.arena.mark("after", moment)
+        host.arena.log.mark("after", moment)
         if following < table.peaks[moment]:
             host.arena.set_tide(following)
         host.steps.ended(i, k, now_s)

@@ -44,7 +44,7 @@ def load_parameters(host: Host, source: Source | None = None) -> None:
         if resident.chunk >= 0:
             arena.take(resident.place, resident.chunk, resident.list)
             if resident.list in OTHERS:
-                arena.whole(resident.chunk, OTHERS[resident.list]).zero_()
+                arena.payloads.whole(resident.chunk, OTHERS[resident.list]).zero_()
             else:
                 arena.at(resident.place, resident.chunk, resident.list).zero_()
     for chunk in plan.layout.chunks:
@@ -70,7 +70,7 @@ def load_parameters(host: Host, source: Source | None = None) -> None:
 def views_of(arena: Arena, chunk: Chunk, parameters: Sequence[nn.Parameter]) -> list[tuple[Slot, torch.Tensor]]:
     """Each tensor's part of its chunk's working list on the gpu, in its shape, whether the chunk has memory there or
     not (torch makes a view only of a storage that has it, so it gets it for that moment)."""
-    payload = arena.whole(chunk.index, "param")
+    payload = arena.payloads.whole(chunk.index, "param")
     absent = not arena.has(Place.GPU, chunk.index, "remote" if arena.sliced else "param")
     if absent:
         arena.backend.take(payload)

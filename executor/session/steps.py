@@ -146,10 +146,10 @@ class Steps:
         if not on_plan:
             self.moved.others(iteration, host.backend.copied_bytes)
         self.moved.forget(self.logs[0].number)
-        measured = arena.marks is not None  # somebody counts the changes of this iteration
-        if len(self.logs) == KEPT_ITERATIONS and len(arena.log) > self._most_changes and not measured:
-            arena.trim(self.logs[0].end_s)
-            self._most_changes = max(KEPT_CHANGES, 2 * len(arena.log))
+        measured = arena.log.marks is not None  # somebody counts the changes of this iteration
+        if len(self.logs) == KEPT_ITERATIONS and len(arena.log.changes) > self._most_changes and not measured:
+            arena.log.trim(self.logs[0].end_s)
+            self._most_changes = max(KEPT_CHANGES, 2 * len(arena.log.changes))
 
     def timeline(self) -> Timeline:
         """What the last iterations on plan did; waits for their last copies and updates. Raises PlanError before the
@@ -157,5 +157,7 @@ class Steps:
         host = self.host
         if not host.closed:
             host.queues.settle(host.iteration - 1)
-        steps, iterations, changes = host.queues.measured(list(self.span_log), list(self.logs), list(host.arena.log))
+        steps, iterations, changes = host.queues.measured(
+            list(self.span_log), list(self.logs), list(host.arena.log.changes)
+        )
         return build_timeline(host.plan, steps, iterations, changes, self.first_s)

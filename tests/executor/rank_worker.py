@@ -165,7 +165,7 @@ def train(case: dict[str, Any], plan: Plan, rank: int, group: Any) -> dict[str, 
     result["peak"] = [measured.peak_gpu_bytes, predicted.peak_bytes["gpu"]]
     result["host"] = [measured.peak_host_bytes, predicted.peak_bytes["host"]]
     result["transient"] = [
-        session.arena.peak_transient_bytes,
+        session.arena.payloads.peak_transient_bytes,
         max(plan.layout.payload_bytes(c.index, "param") for c in plan.layout.chunks),
     ]
     result["layout_ranks"] = plan.layout.ranks

@@ -20,8 +20,9 @@ import executor
 from executor.adam import Hyper, Run, adamw, clip_coefficient, runs_of
 from executor.devices.backend import VirtualBackend, available_host_bytes, keep_freed_pages
 from executor.memory import arena as arena_module
-from executor.memory.arena import Arena, pack_slabs
+from executor.memory.arena import Arena
 from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.slabs import pack_slabs
 from pstar_sim.core.step import Place, Queue
 from pstar_sim.errors import ContractError, DoesNotFit, PlanError
 

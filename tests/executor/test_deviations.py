@@ -214,7 +214,7 @@ def test_on_demand_keeps_the_gpu_budget(kit: Any, switch: Callable[..., Any]) ->
     both(kit, run)
     both(kit, run, order=ODD["backwards"])
     held = 0
-    for change in run.session.arena.log:
+    for change in run.session.arena.log.changes:
         if change.place is Place.GPU:
             held += change.change
             assert held <= run.plan.gpu_budget_bytes

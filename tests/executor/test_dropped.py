@@ -90,7 +90,7 @@ class Traces:
 
     def add(self, session: executor.Session) -> None:
         arena = session.arena
-        held = [*arena._slabs, *(arena.whole(c.index, "param") for c in session.plan.layout.chunks)]
+        held = [*arena.slabs.slabs, *(arena.payloads.whole(c.index, "param") for c in session.plan.layout.chunks)]
         self._sessions.append(weakref.ref(session))
         self._storages += [weakref.ref(tensor.untyped_storage()) for tensor in held]
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import executor
 from executor.devices.virtual_streams import VirtualStreams
-from executor.off_plan.ladder import RUNGS
+from executor.off_plan.rungs import RUNGS
 from executor.training import train as train_loop
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place

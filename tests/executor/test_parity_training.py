@@ -64,7 +64,11 @@ def test_equals_plain_adamw_while_chunks_are_evicted(
     dropped = [s for s in run.plan.steps if s.kind in (Kind.DROP, Kind.FREE) and s.place is not Place.HOST]
     assert dropped, "the budget must force chunks off the gpu"
     assert_equal_training(kit, run, micro_batches, steps=steps_of(model, checkpointing, update, micro_batches))
-    gone = [row for row in run.session.arena.log if row.place is Place.GPU and row.list == "param" and row.change < 0]
+    gone = [
+        row
+        for row in run.session.arena.log.changes
+        if row.place is Place.GPU and row.list == "param" and row.change < 0
+    ]
     assert gone, "no working list left the gpu during the run"
 
 

@@ -230,7 +230,10 @@ def test_imports_of_the_executor_that_run_upwards_only_become_fewer(edges: Edges
 def test_planner_and_ladder_know_no_policy_by_name() -> None:
     """They ask what a policy can do (`CAPABILITIES`). Words of options, the keys of tables, are no names."""
     found = []
-    for path in [*sorted((ROOT / "pstar_sim" / "planner").glob("*.py")), ROOT / "executor" / "off_plan" / "ladder.py"]:
+    for path in [
+        *sorted((ROOT / "pstar_sim" / "planner").glob("*.py")),
+        *(ROOT / "executor" / "off_plan" / name for name in ("ladder.py", "rungs.py")),
+    ]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         keys = {id(key) for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys}
         for node in ast.walk(tree):

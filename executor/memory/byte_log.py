@@ -1,0 +1,88 @@
+"""ByteLog: every change of bytes of one arena, in the order in which they happened."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pstar_sim.core.ledger import Ledger
+from pstar_sim.core.step import Place
+
+__all__ = ["ByteChange", "ByteLog"]
+
+
+@dataclass(frozen=True, slots=True)
+class ByteChange:
+    """`place` holds `change` more bytes of `category` from `time_s` on; payload: of which list of which chunk.
+
+    mark: what the compute queue had last told the log (`ByteLog.mark`).
+    """
+
+    time_s: float
+    place: Place
+    category: str
+    change: int
+    chunk: int
+    list: str
+    mark: tuple[str, int]
+
+
+class ByteLog:
+    """lock: under which the ledger changes; whoever calls `note` holds it. clock: seconds.
+
+    Attributes:
+        changes: oldest first.
+        marks: (number of changes, word, moment) of each mark while somebody measures, else None.
+    """
+
+    def __init__(self, ledger: Ledger, lock: threading.Lock, clock: Callable[[], float]) -> None:
+        self.changes: list[ByteChange] = []
+        self.marks: list[tuple[int, str, int]] | None = None
+        self._ledger = ledger
+        self._lock = lock
+        self._clock = clock
+        self._mark = ("", -1)
+
+    def note(self, place: Place, category: str, change: int, chunk: int, list_name: str) -> None:
+        self.changes.append(ByteChange(self._clock(), place, category, change, chunk, list_name, self._mark))
+
+    def gpu_peak_bytes(self, start_s: float, end_s: float) -> int:
+        """Most bytes of payloads, buffers and non-model data on the gpu at once in [start_s, end_s]."""
+        with self._lock:
+            log, count = self.changes, len(self.changes)
+            held = self._ledger.held_bytes(Place.GPU) + self._ledger.tide_bytes
+        peak = 0
+        for i in range(count - 1, -1, -1):  # back from now: what was held before each change
+            change = log[i]
+            if change.time_s <= end_s:
+                peak = max(peak, held)
+            if change.time_s < start_s:
+                return peak
+            if change.place is Place.GPU:
+                held -= change.change
+        return max(peak, held)
+
+    def keep_marks(self, marks: list[tuple[int, str, int]]) -> tuple[int, int]:
+        """What the compute queue does from now on is kept in `marks`, too; (length of the log, bytes on the gpu)."""
+        with self._lock:
+            self.marks = marks
+            return len(self.changes), self._ledger.held_bytes(Place.GPU)
+
+    def mark(self, word: str, moment: int) -> None:
+        """What the compute queue does from now on: ("in", m) during moment m, ("after", m) between m and the next."""
+        self._mark = (word, moment)
+        if self.marks is not None:
+            self.marks.append((len(self.changes), word, moment))
+
+    def trim(self, before_s: float) -> None:
+        """Forget changes before `before_s`, but for their sum."""
+        with self._lock:
+            kept = [change for change in self.changes if change.time_s >= before_s]
+            sums: dict[tuple[Place, str], int] = {}
+            for change in self.changes[: len(self.changes) - len(kept)]:
+                sums[change.place, change.category] = sums.get((change.place, change.category), 0) + change.change
+            base = [
+                ByteChange(0.0, place, category, size, -1, "", ("", -1)) for (place, category), size in sums.items()
+            ]
+            self.changes = base + kept

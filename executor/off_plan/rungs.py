@@ -1,0 +1,94 @@
+"""Rungs: what the ladder can make of the plan in use, one after another, and what it says of each.
+
+[Note: rungs] 0 "margin": the same policy, for the memory the accelerator really has and the tide that was measured.
+1 "states on the host": no chunk's optimizer states stay on the accelerator. 2 "no prefetch": besides, a chunk comes
+when it is needed. 3 "static": static_partition, room for the highest tide in every moment. A refusal under a plan made
+by a rung goes on with that rung where it tells something new (less memory, a higher tide), with the next one where it
+does not. Policies without these coordinates continue as `tide`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from pstar_sim.arguments import parse_bytes
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.policy.kit.options import options_of, show, split_spec
+from pstar_sim.policy.kit.points import Point
+from pstar_sim.policy.registry import find_policy, policy_at
+from pstar_sim.units import format_bytes
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["RUNGS", "Rung", "asked_bytes", "spec_of_rung", "tide_of", "with_gpu_budget"]
+
+RUNGS = ("margin", "states on the host", "no prefetch", "static")
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One thing the ladder did. moment: index and name of the moment that was open (-1: between two iterations).
+    what, asked_bytes: what memory was asked for. payload_bytes, other_bytes: chunks and everything else there then.
+    limit_bytes: what the accelerator has, None where it does not say. done: what was done about it."""
+
+    iteration: int
+    moment: int
+    name: str
+    what: str
+    asked_bytes: int
+    payload_bytes: int
+    other_bytes: int
+    limit_bytes: int | None
+    done: str
+
+    def __str__(self) -> str:
+        where = "between two iterations" if self.moment < 0 else f"in moment {self.moment} ({self.name})"
+        of = "" if self.limit_bytes is None else f" of {format_bytes(self.limit_bytes)}"
+        return (
+            f"iteration {self.iteration}, {where}: {self.what} asked for {format_bytes(self.asked_bytes)} beside "
+            f"{format_bytes(self.payload_bytes)} of chunks and {format_bytes(self.other_bytes)} of other data{of}; "
+            f"{self.done}"
+        )
+
+
+def asked_bytes(text: str) -> int:
+    """Bytes that torch's message says it tried to allocate; 0 where it does not say."""
+    found = re.search(r"allocate ([0-9.]+) ?([KMGT]i?B|bytes)", text)
+    if found is None:
+        return 0
+    return parse_bytes(found[1] + found[2].replace("bytes", "B"))
+
+
+def with_gpu_budget(machine: Machine, budget_bytes: int) -> Machine:
+    """The machine with so much for a plan on each GPU."""
+    return replace(
+        machine,
+        ranks=tuple(
+            replace(rank, gpu=replace(rank.gpu, usable_bytes=rank.gpu.context_bytes + max(1, budget_bytes)))
+            for rank in machine.ranks
+        ),
+    )
+
+
+def spec_of_rung(spec: str, level: int) -> str:
+    """The policy that the rung makes of the one in use. Raises UnknownName for a policy that is not known."""
+    if level == 0:
+        return spec
+    name, text = split_spec(spec)
+    options = options_of(find_policy(name))
+    turned = dict(part.split("=", 1) for part in text.split(",") if "=" in part) if "pins" in options else {}
+    if "pins" not in options:
+        name = policy_at(Point())
+    turned = {key.strip(): value.strip() for key, value in turned.items()}
+    turned["pins"] = show(0)
+    if level >= 2:
+        turned["prefetch"] = "none"
+    if level >= 3:
+        name = policy_at(Point(capacity="peak"))
+        turned.pop("capacity", None)
+    return f"{name}:" + ",".join(f"{key}={value}" for key, value in turned.items())
+
+
+def tide_of(workload: Workload) -> tuple[int, ...]:
+    """Non-model bytes at the peak of each moment."""
+    return tuple(m.peak_bytes for m in workload.moments)
