@@ -7,7 +7,6 @@ Copies go through an executor `Backend`, so what is timed is what a run does. `V
 from __future__ import annotations
 
 import platform
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -16,6 +15,7 @@ from typing import Protocol
 import torch
 
 from executor.devices.backend import VirtualBackend, keep_freed_pages
+from executor.devices.copied import Copied
 from executor.devices.room import measure_room
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import PlanError
@@ -163,8 +163,7 @@ class CudaCopies:
             queue: torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             for queue in (Queue.H2D, Queue.D2H)
         }
-        self._lock = threading.Lock()
-        self._copied = {Queue.H2D: 0, Queue.D2H: 0}
+        self._copied = Copied()
 
     def stream(self, queue: Queue) -> torch.cuda.Stream:
         return self._streams.get(queue) or torch.cuda.current_stream(self.device)
@@ -191,8 +190,7 @@ class CudaCopies:
     def copy(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
         with torch.cuda.stream(self._streams[direction]):
             target.copy_(source, non_blocking=True)
-        with self._lock:
-            self._copied[direction] += target.numel() * target.element_size()
+        self._copied.count(direction, target.numel() * target.element_size())
 
     def fence(self, queue: Queue) -> None:
         self.stream(queue).synchronize()
@@ -202,8 +200,7 @@ class CudaCopies:
 
     @property
     def copied_bytes(self) -> dict[str, int]:
-        with self._lock:
-            return {queue.value: size for queue, size in self._copied.items()}
+        return self._copied.by_direction
 
 
 class CudaDevice:

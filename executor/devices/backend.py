@@ -16,12 +16,13 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from executor.devices.copied import Copied
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import OutOfMemory
@@ -164,6 +165,44 @@ class StreamBackend(Backend, Protocol):
         ...
 
 
+class VirtualLink:
+    """Copies that last as long as a link would. rates: bytes per second by direction (None: as fast as memory copies).
+    latency_s: of each copy."""
+
+    def __init__(
+        self,
+        rates: Mapping[Queue, float | None],
+        *,
+        latency_s: float,
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
+    ) -> None:
+        self.copied = Copied()
+        self._rates = rates
+        self._latency_s = latency_s
+        self._clock = clock
+        self._sleep = sleep
+
+    @property
+    def bytes_per_s(self) -> dict[str, float | None]:
+        """Rate by direction ("h2d", "d2h")."""
+        return {queue.value: rate for queue, rate in self._rates.items()}
+
+    def count(self, target: torch.Tensor, direction: Queue, width: int) -> None:
+        """width: bytes of an element on the link."""
+        self.copied.count(direction, target.numel() * width)
+
+    def carry(self, target: torch.Tensor, source: torch.Tensor, direction: Queue, width: int) -> None:
+        """Copy, and return when the link would have done it."""
+        start_s = self._clock()
+        target.copy_(source)
+        rate = self._rates[direction]
+        if rate is not None:
+            left_s = self._latency_s + target.numel() * width / rate - (self._clock() - start_s)
+            if left_s > 0:
+                self._sleep(left_s)
+
+
 class VirtualBackend:
     """An accelerator in host memory.
 
@@ -189,12 +228,9 @@ class VirtualBackend:
     ) -> None:
         self.device = torch.device("cpu")
         self._adam_threads = adam_threads
-        self._rate = {Queue.H2D: h2d_bytes_per_s, Queue.D2H: d2h_bytes_per_s}
-        self._latency_s = latency_s
-        self._clock = clock
-        self._sleep = sleep
+        rates = {Queue.H2D: h2d_bytes_per_s, Queue.D2H: d2h_bytes_per_s}
+        self.link = VirtualLink(rates, latency_s=latency_s, clock=clock, sleep=sleep)
         self._lock = threading.Lock()
-        self._copied = {Queue.H2D: 0, Queue.D2H: 0}
         self.gpu_bytes = gpu_bytes
         self.payload_bytes = 0  # of storages that have memory
         self.count_other: Callable[[], int] = lambda: 0  # everything else alive; the session's guard counts it
@@ -246,25 +282,12 @@ class VirtualBackend:
             return 0 if self.gpu_bytes is None else self.payload_bytes + self.count_other() - self.gpu_bytes
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
-        with self._lock:
-            self._copied[direction] += target.numel() * target.element_size()
-        self._copy(target, source, direction, target.element_size())
+        self.link.count(target, direction, target.element_size())
+        self.link.carry(target, source, direction, target.element_size())
 
     def copy_in_fp32(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
-        with self._lock:
-            self._copied[direction] += target.numel() * 4
-        self._copy(target, source, direction, 4)
-
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, direction: Queue, width: int) -> None:
-        """width: bytes of an element on the link."""
-        start_s = self._clock()
-        target.copy_(source)
-        size = target.numel() * width
-        rate = self._rate[direction]
-        if rate is not None:
-            left_s = self._latency_s + size / rate - (self._clock() - start_s)
-            if left_s > 0:
-                self._sleep(left_s)
+        self.link.count(target, direction, 4)
+        self.link.carry(target, source, direction, 4)
 
     def zero(self, payload: torch.Tensor) -> None:
         payload.zero_()
@@ -294,14 +317,8 @@ class VirtualBackend:
         torch.set_num_threads(self._adam_threads if queue is Queue.ADAM else 1)
 
     @property
-    def link_bytes_per_s(self) -> dict[str, float | None]:
-        """Rate of the link by direction ("h2d", "d2h"); None: as fast as memory copies."""
-        return {queue.value: rate for queue, rate in self._rate.items()}
-
-    @property
     def copied_bytes(self) -> dict[str, int]:
-        with self._lock:
-            return {queue.value: size for queue, size in self._copied.items()}
+        return self.link.copied.by_direction
 
 
 def keep_freed_pages() -> bool:

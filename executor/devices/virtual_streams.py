@@ -149,15 +149,14 @@ class VirtualStreams(VirtualBackend):
         self._issue_copy(target, source, direction, 4)
 
     def _issue_copy(self, target: torch.Tensor, source: torch.Tensor, direction: Queue, width: int) -> None:
-        with self._lock:
-            self._copied[direction] += target.numel() * width
+        self.link.count(target, direction, width)
         if self.queue is not direction:
-            self._copy(target, source, direction, width)
+            self.link.carry(target, source, direction, width)
             return
 
         def work() -> None:
             _require_memory(target, source, direction)
-            self._copy(target, source, direction, width)
+            self.link.carry(target, source, direction, width)
 
         self._stream(direction).issue(work)
 
@@ -193,7 +192,7 @@ class VirtualStreams(VirtualBackend):
             if stream is None:
                 delays = self._delays
                 delay = (lambda: 0.0) if delays is None else (lambda: delays(queue))
-                stream = self._streams[queue] = _Stream(queue.value, delay, self._sleep)
+                stream = self._streams[queue] = _Stream(queue.value, delay, time.sleep)
             return stream
 
     # -- events -------------------------------------------------------------------------------------------------------

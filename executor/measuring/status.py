@@ -105,7 +105,7 @@ def status_of(session: Host) -> Status:
         backend, link = session.backend, plan.machine.link
         rates: Mapping[str, float | None] = {"h2d": link.h2d_bytes_per_s, "d2h": link.d2h_bytes_per_s}
         if isinstance(backend, VirtualBackend):
-            rates = backend.link_bytes_per_s
+            rates = backend.link.bytes_per_s
         at = _copied(session, logs)
         moved = session.steps.moved.of(logs[at].number)
         took_s = logs[at].end_s - (logs[at - 1].end_s if at else session.steps.first_s)

@@ -1,0 +1,162 @@
+"""CudaStreams: queues as CUDA streams and events, and the work that is issued to them.
+
+Copies run on persistent streams of high priority, between pinned slabs and chunk storages, without blocking the host.
+The compute queue is whatever stream is current in the thread that asks, asked anew each time: autograd runs each
+backward function on the stream of its forward, in a thread of its own, and users have streams of theirs.
+
+[Note: two clocks] Events know the milliseconds between two of them, in single precision and by the device's clock,
+which drifts against the host's. So times are counted from a point taken in both clocks, and every ten seconds a new one
+is taken, on a stream that never has anything to do, so that it happens when it is issued and nobody has to wait for it;
+it counts for events that come well after it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from executor.devices.copied import Copied
+from executor.devices.cuda_blocks import check_no_capture
+from pstar_sim.core.step import Queue
+
+__all__ = ["CudaStreams"]
+
+_SIDE = (Queue.H2D, Queue.D2H, Queue.NET, Queue.ADAM)
+_REBASE_S = 10.0
+_HIGH = -1  # copies before kernels; CUDA takes the nearest priority it has
+
+
+class _Zero:
+    """A point in both clocks, taken on a stream that has nothing to do."""
+
+    def __init__(self, stream: Any) -> None:
+        self.event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self.event.record(stream)
+        self.time_s = time.perf_counter()
+
+    def until(self, event: Any) -> float:
+        """Seconds from here to a later event."""
+        return float(self.event.elapsed_time(event)) / 1e3
+
+
+class CudaStreams:
+    """Of one device. adam_threads: torch threads of the queue that updates on the host. What the methods do is said in
+    `backend.StreamBackend`."""
+
+    host_queues = frozenset({Queue.ADAM, Queue.NVME})
+
+    def __init__(self, device: torch.device, *, adam_threads: int) -> None:
+        self.device = device
+        self._adam_threads = adam_threads
+        self._lock = threading.Lock()
+        self._thread = threading.local()
+        self._copied = Copied()
+        self._touched: list[Any] = []
+        with torch.cuda.device(device):
+            self._streams: dict[Queue, Any] = {
+                queue: torch.cuda.Stream(device, priority=0 if queue is Queue.ADAM else _HIGH)  # type: ignore[no-untyped-call]
+                for queue in _SIDE
+            }
+            self._idle: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._zero = _Zero(self._idle)
+            self._zero.event.synchronize()  # its first use takes longer
+            self._zero = _Zero(self._idle)
+            self._next_zero: _Zero | None = None
+
+    # -- work ---------------------------------------------------------------------------------------------------------
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
+        self._copied.count(direction, target.numel() * target.element_size())
+        target.copy_(source, non_blocking=True)
+        self._off_plan(direction)
+
+    def copy_in_fp32(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
+        self._copied.count(direction, target.numel() * 4)
+        if direction is Queue.H2D:
+            target.copy_(source.to(self.device, torch.float32, non_blocking=True))
+        else:  # cast on the host once it is there, so this thread waits for it
+            target.copy_(source.float().cpu())
+        self._off_plan(direction)
+
+    def _off_plan(self, direction: Queue) -> None:
+        """Of a copy that was not issued by its queue: on the current stream, behind what was issued there, and waited
+        for."""
+        if self.queue is not direction:
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def zero(self, payload: torch.Tensor) -> None:
+        payload.zero_()
+
+    def issue(self, work: Callable[[], object]) -> None:
+        work()
+
+    def fence(self, queue: Queue) -> None:
+        return None
+
+    def enter_thread(self, queue: Queue | None = None) -> None:
+        torch.cuda.set_device(self.device)
+        torch.set_num_threads(self._adam_threads if queue is Queue.ADAM else 1)
+        if queue in self._streams:
+            self._thread.queue = queue
+            torch.cuda.set_stream(self._streams[queue])
+
+    @property
+    def copied_bytes(self) -> dict[str, int]:
+        return self._copied.by_direction
+
+    @property
+    def queue(self) -> Queue:
+        found: Queue = getattr(self._thread, "queue", Queue.COMPUTE)
+        return found
+
+    def _stream(self, queue: Queue) -> Any:
+        if queue is Queue.COMPUTE:
+            return torch.cuda.current_stream(self.device)
+        return self._streams[queue]
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def record(self, queue: Queue) -> Any:
+        stream = self._stream(queue)
+        if queue is Queue.COMPUTE:
+            check_no_capture("an iteration runs")
+            with self._lock:
+                touched, self._touched = self._touched, []
+            for other in touched:
+                if other != stream:
+                    stream.wait_stream(other)
+        # blocking: a thread that waits for it sleeps, and leaves its core to CPU Adam
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def wait_event(self, queue: Queue, event: Any) -> None:
+        self._stream(queue).wait_event(event)
+
+    def synchronize(self, event: Any) -> None:
+        event.synchronize()
+
+    def query(self, event: Any) -> bool:
+        return bool(event.query())
+
+    def time_of(self, event: Any) -> float:
+        """See [Note: two clocks]."""
+        with self._lock:
+            after_s = self._zero.until(event)
+            following = self._next_zero
+            if after_s > 2 * _REBASE_S and following is not None and following.event.query():
+                self._zero, self._next_zero = following, None
+                after_s = self._zero.until(event)
+            if after_s > _REBASE_S and self._next_zero is None:
+                self._next_zero = _Zero(self._idle)
+            return self._zero.time_s + after_s
+
+    def touch(self) -> None:
+        stream = torch.cuda.current_stream(self.device)
+        with self._lock:
+            if stream not in self._touched:
+                self._touched.append(stream)
