@@ -1,0 +1,171 @@
+"""Each pass alone writes the rows of its concern, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from pstar_sim.catalog.loader import load_machine
+from pstar_sim.core.plan import Settings
+from pstar_sim.core.step import Kind, Queue
+from pstar_sim.policy.family.course import Course, Knobs
+from pstar_sim.policy.kit.job import Job
+from pstar_sim.policy.kit.points import Point
+from pstar_sim.policy.kit.schedule import Modes, Run, Schedule
+from pstar_sim.policy.passes import collectives, gradients, updates
+from pstar_sim.policy.passes.collectives import Collectives
+from pstar_sim.policy.passes.floors import Floors
+from pstar_sim.policy.passes.gradients import Gradients
+from pstar_sim.policy.passes.lowering import draft_of
+from pstar_sim.policy.passes.rows import Pass, Rows
+from pstar_sim.policy.passes.updates import Updates
+from pstar_sim.policy.passes.working_lists import WorkingLists
+from pstar_sim.testing import chain_workload
+from pstar_sim.units import MIB
+
+PARAMS = MIB
+CHUNK = 2 * PARAMS  # bytes of a working list: a layer each
+LAYERS = 3
+
+
+def schedule(
+    *,
+    micro_batches: int = 1,
+    machine: str = "h100-80",
+    pinned: Sequence[int] = (),
+    streamed: Sequence[int] = (),
+    clip: bool = False,
+    prefetch: str | int = "edf",
+) -> Schedule:
+    """Every chunk comes for each of its uses and does not stay."""
+    workload = chain_workload(LAYERS, PARAMS, micro_batches=micro_batches)
+    settings = Settings(update="step" if clip else "eager", clip=clip, chunk_bytes=CHUNK)
+    job = Job("any", workload, load_machine(machine), settings, Point(prefetch=prefetch))
+    blocks = [list(job.touched[c]) for c in range(len(job.sizes))]
+    return Course(job, Modes(frozenset(pinned), frozenset(streamed)), Knobs(linger=False), blocks).schedule()
+
+
+def moment(rows: Rows, n: int) -> int:
+    """Any moment, as position n."""
+    return rows.add(Queue.COMPUTE, Kind.COMPUTE, charge=rows.schedule.job.block_charges[0], position=n)
+
+
+def write(rows: Rows, one: Pass) -> list[tuple[int, Kind, int, str]]:
+    """(position, kind, chunk, list) of the rows that a pass writes by itself; a moment stands for itself."""
+    written: list[tuple[int, Kind, int, str]] = []
+    for n in range(len(rows.schedule.positions)):
+        first = len(rows.rows)
+        one.before(n)
+        here = moment(rows, n)
+        rows.end(here)
+        one.behind(n, here)
+        rows.leave()
+        new = [row for i, row in enumerate(rows.rows[first:], first) if i != here]
+        written += [(n, row.kind, row.chunk, row.list_name) for row in new]
+    return written
+
+
+def test_working_lists_come_for_their_visits_and_clean_ones_leave() -> None:
+    s = schedule()
+    rows = Rows(s)
+    # Positions: forward of 0, 1, 2 (with the backward of 2 in a block of its own), backward of 1 and 0, the step.
+    assert {c: list(runs) for c, runs in s.visits.items()} == {
+        0: [Run(0, 0), Run(4, 4)],
+        1: [Run(1, 1), Run(3, 3)],
+        2: [Run(2, 2)],
+    }
+    fetch, drop = Kind.FETCH, Kind.DROP
+    assert write(rows, WorkingLists(rows, Floors(rows))) == [
+        (0, fetch, 0, "param"),
+        (0, drop, 0, "param"),
+        (1, fetch, 1, "param"),
+        (1, drop, 1, "param"),
+        (2, fetch, 2, "param"),  # what a last visit leaves behind is a gradient, which is another pass's
+        (3, fetch, 1, "param"),
+        (4, fetch, 0, "param"),
+    ]
+
+
+def test_a_second_fetch_waits_for_the_first_list_to_be_gone() -> None:
+    rows = Rows(schedule())
+    write(rows, WorkingLists(rows, Floors(rows)))
+    again = next(row for row in rows.rows if row.kind is Kind.FETCH and row.use == 4)
+    drop = next(i for i, row in enumerate(rows.rows) if row.kind is Kind.DROP and row.chunk == 0)
+    assert (drop, 0) in again.after
+
+
+def test_gradients_of_early_micro_batches_have_a_list_and_the_last_one_takes_the_working_list() -> None:
+    s = schedule(micro_batches=2)
+    rows = Rows(s)
+    mine = [(kind, name) for _, kind, c, name in write(rows, Gradients(rows)) if c == 1]
+    early = [(Kind.ALLOC, "grad"), (Kind.WRITEBACK, "grad"), (Kind.FREE, "grad"), (Kind.CPU_ADD, "grad")]
+    assert mine == [*early, (Kind.WRITEBACK, "param"), (Kind.DROP, "param")]
+    assert set(rows.sent) == {0, 1, 2}
+
+
+def test_on_several_ranks_a_gradient_is_whole_until_it_is_summed_and_a_pinned_one_stays() -> None:
+    s = schedule(micro_batches=2, machine="h100-80x4", pinned=[0])
+    rows = Rows(s)
+    written = write(rows, Gradients(rows))
+    opened = [(Kind.ALLOC, "grad"), (Kind.ALLOC, "grad_remote"), (Kind.REDUCE_SCATTER, "grad_remote")]
+    assert [(kind, name) for _, kind, c, name in written if c == 0] == [*opened, (Kind.FREE, "grad")]
+    assert [(kind, name) for _, kind, c, name in written if c == 1][:5] == [
+        *opened,
+        (Kind.WRITEBACK, "grad"),
+        (Kind.FREE, "grad"),
+    ]
+
+
+def test_collectives_make_a_chunk_whole_for_each_visit_and_sum_behind_the_last() -> None:
+    s = schedule(machine="h100-80x4")
+    rows = Rows(s)
+    written = write(rows, Collectives(rows, Floors(rows)))
+    assert [(n, kind) for n, kind, c, _ in written if c == 1] == [
+        (1, Kind.GATHER),
+        (1, Kind.DROP),
+        (3, Kind.GATHER),
+        (3, Kind.REDUCE_SCATTER),
+    ]
+    others = 3 * s.job.sizes[1]  # three ranks of four
+    assert collectives.room(s.job, {1: s.whole[1]}, 6) == [0, others, 0, others, 0, 0]
+
+
+def test_states_of_a_streamed_chunk_come_and_go() -> None:
+    s = schedule(streamed=[1], pinned=[0])
+    rows = Rows(s)
+    floors = Floors(rows)
+    one = Updates(rows, WorkingLists(rows, floors))
+    update = s.updates[1]
+    for n in range(update + 1):
+        waits = one.before(n)
+        here = one.update(n, 1, waits) if n == update else moment(rows, n)
+        rows.end(here)
+        one.behind(n, here)
+        rows.leave()
+    lists = list(s.job.layout.state_lists)
+    mine = [row for row in rows.rows if row.chunk == 1]
+    assert [row.list_name for row in mine if row.kind is Kind.FETCH] == lists
+    assert [row.list_name for row in mine if row.kind is Kind.WRITEBACK] == [*lists, "param"]
+    adam = next(i for i, row in enumerate(rows.rows) if row.kind is Kind.GPU_ADAM and row.chunk == 1)
+    assert rows.updated_on_gpu[1] == adam
+    assert updates.room(s.job, s.positions[update]) == sum(s.job.layout.payload_bytes(1, name) for name in lists)
+
+
+def test_a_list_of_gradients_takes_room_unless_it_is_pinned() -> None:
+    job = schedule(micro_batches=2).job
+    open_in = [n for n in range(len(job.blocks)) if gradients.room(job, n)]
+    assert open_in
+    assert all(gradients.room(job, n) == CHUNK for n in open_in)
+    assert not any(gradients.room(job, n, frozenset(range(LAYERS))) for n in open_in)
+
+
+@pytest.mark.parametrize("prefetch, floor", [("none", 2), (1, 1), ("edf", None)])
+def test_a_copy_waits_for_its_floor(prefetch: str | int, floor: int | None) -> None:
+    """The copy for position 3 waits for the position before it, or for the one before the copy that is one ahead."""
+    rows = draft_of(schedule(prefetch=prefetch)).rows
+    fetch = next(row for row in rows if row.kind is Kind.FETCH and row.use == 3)
+    waited_for = [i for i, back in fetch.after if not back and rows[i].queue is Queue.COMPUTE]
+    # A row of the compute queue belongs to the last position that stands before it. The list itself left behind 1.
+    of = [max(row.position or 0 for row in rows[: i + 1]) for i in waited_for]
+    assert max(of) == (1 if floor is None else floor)
