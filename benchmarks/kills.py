@@ -160,7 +160,7 @@ class Kills:
 
     def _attempt(self, name: str, *, last: bool) -> bool:
         """One process, killed unless it is the `last`; whether the job is through."""
-        from executor.saving.checkpoint import find_checkpoint, is_checkpoint
+        from executor.saving.manifest import find_checkpoint, is_checkpoint
         from executor.saving.restoring import stored_extra
 
         checkpoint = find_checkpoint(self.folder / name)

@@ -24,7 +24,7 @@ import torch
 
 from executor.engine import Session
 from executor.optimizer import OffloadedAdamW
-from executor.saving.checkpoint import find_checkpoint, is_checkpoint
+from executor.saving.manifest import find_checkpoint, is_checkpoint
 from pstar_sim.errors import CheckpointError, ContractError
 
 __all__ = ["connect"]

@@ -18,7 +18,7 @@ from executor.devices.backend import Backend, give_freed_pages_back
 from executor.memory.arena import Arena
 
 if TYPE_CHECKING:
-    from executor.distributed.ranks import Ranks
+    from executor.session.others import Others
 
 __all__ = ["Holdings", "ask_torch_threads"]
 
@@ -31,7 +31,7 @@ _asked: dict[object, tuple[int, int]] = {}  # who asks -> (thread, how many), th
 class Holdings:
     """stoppers: end queues' threads. at_end: undo what was done to the process."""
 
-    def __init__(self, backend: Backend, ranks: Ranks | None) -> None:
+    def __init__(self, backend: Backend, ranks: Others | None) -> None:
         self._backend = backend
         self._ranks = ranks
         self.arena: Arena | None = None

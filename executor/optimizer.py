@@ -15,11 +15,12 @@ import torch
 
 from executor.adam import Hyper
 from executor.adamw import NUMBERS, AdamW, refused_in
+from executor.saving.checkpoint import save
+from executor.saving.restoring import Restored, load
 from pstar_sim.errors import ContractError
 
 if TYPE_CHECKING:
     from executor.engine import Session
-    from executor.saving.restoring import Restored
 
 __all__ = ["OffloadedAdamW"]
 
@@ -171,14 +172,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def save(self, folder: str | Path, *, extra: Any = None) -> Path:
         """Write a checkpoint: weights that transformers loads, states, step counts, groups, random number generators
         and `extra`. See `executor.saving.checkpoint.save`."""
-        from executor.saving.checkpoint import save  # it is about sessions, which are about optimizers
-
         return save(self, folder, extra=extra)
 
     def load(self, folder: str | Path, *, generators: bool = True) -> Restored:
         """Go on from a checkpoint, under this plan or another. See `executor.saving.restoring.load`."""
-        from executor.saving.restoring import load
-
         return load(self, folder, generators=generators)
 
     def _tensors(self) -> list[int | None]:

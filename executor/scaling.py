@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from executor.driving.nests import change_tensors
+from executor.nests import change_tensors
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.workload import Tensor
 

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from executor.compiled import untraced
-from executor.driving.nests import change_tensors
+from executor.nests import change_tensors
 
 __all__ = ["Borders", "Part", "Tape", "find_blocks", "shared_part"]
 

@@ -11,27 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from executor.memory.byte_log import ByteChange
+from executor.queues.logs import IterationLog, StepLog
 from pstar_sim.core.effects import CATEGORIES
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.step import COPIES, Kind, Place, Queue, Step
+from pstar_sim.core.step import COPIES, Kind, Place, Queue
 from pstar_sim.core.timeline import ByteSample, Span, Timeline
 from pstar_sim.errors import PlanError
 
-__all__ = ["IterationLog", "Measured", "Moved", "StepLog", "build_timeline", "with_tide"]
-
-
-@dataclass(slots=True)
-class StepLog:
-    """One step of one iteration, times by the session's clock. copied_bytes: counted in the copy primitive while it
-    ran."""
-
-    step: Step
-    iteration: int
-    ready_s: float
-    start_s: float
-    cause: str
-    end_s: float = 0.0
-    copied_bytes: int = 0
+__all__ = ["Measured", "Moved", "build_timeline", "with_tide"]
 
 
 class Moved:
@@ -78,17 +65,6 @@ class Moved:
             for iteration in [k for k in self._bytes if k < before]:
                 del self._bytes[iteration]
                 self._ended.pop(iteration, None)
-
-
-@dataclass(frozen=True, slots=True)
-class IterationLog:
-    """end_s: when the compute queue ended its last step of the iteration. on_plan: it ran as the plan says. exchanges:
-    so far, of a backend that has them."""
-
-    number: int
-    end_s: float
-    on_plan: bool
-    exchanges: int = 0
 
 
 def build_timeline(

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from executor.devices.backend import VirtualBackend
 from executor.measuring.first import FirstIteration, TideReport
-from executor.measuring.measured import IterationLog
+from executor.queues.logs import IterationLog
 from executor.session.hosting import BytesHost
 from executor.session.steps import Steps
 from pstar_sim.core.step import COPIES, Place, Queue

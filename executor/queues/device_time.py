@@ -15,9 +15,9 @@ from pstar_sim.core.step import Kind, Queue
 
 if TYPE_CHECKING:
     from executor.devices.backend import StreamBackend
-    from executor.measuring.measured import IterationLog, StepLog
     from executor.memory.byte_log import ByteChange
     from executor.queues.interface import Program
+    from executor.queues.logs import IterationLog, StepLog
 
 __all__ = ["DeviceTimes"]
 

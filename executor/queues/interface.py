@@ -21,8 +21,8 @@ from pstar_sim.core.step import Queue
 from pstar_sim.errors import OutOfMemory, PlanError
 
 if TYPE_CHECKING:
-    from executor.measuring.measured import IterationLog, StepLog
     from executor.memory.byte_log import ByteChange
+    from executor.queues.logs import IterationLog, StepLog
 
 __all__ = ["SIDE_QUEUES", "Program", "Queues", "QueuesBase", "Work", "without_locals"]
 

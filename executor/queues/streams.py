@@ -30,8 +30,8 @@ from pstar_sim.core.step import Kind, Queue
 
 if TYPE_CHECKING:
     from executor.devices.backend import Backend, StreamBackend
-    from executor.measuring.measured import IterationLog, StepLog
     from executor.memory.byte_log import ByteChange
+    from executor.queues.logs import IterationLog, StepLog
 
 __all__ = ["StreamQueues", "queues_for"]
 

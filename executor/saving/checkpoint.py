@@ -38,10 +38,21 @@ from executor.measuring.unseen import unseen
 from executor.saving import whole_folder
 from executor.saving.as_json import encode
 from executor.saving.generators import generator_states
+from executor.saving.manifest import (
+    EXTRA,
+    FORMAT,
+    MANIFEST,
+    SCHEMA,
+    Trained,
+    check_between_iterations,
+    groups_table,
+    is_checkpoint,
+    model_table,
+)
 from executor.saving.tensor_files import Row, piece_buffer, write_tensor_file
 from executor.saving.weights import INDEX, persistent_buffers
 from pstar_sim.core.step import Place
-from pstar_sim.errors import CheckpointError, ContractError, PstarError
+from pstar_sim.errors import CheckpointError, PstarError
 from pstar_sim.units import format_bytes
 from pstar_sim.version import __version__
 from pstar_sim.workload.workload import Tensor
@@ -49,31 +60,16 @@ from pstar_sim.workload.workload import Tensor
 if TYPE_CHECKING:
     from executor.distributed.ranks import Ranks
     from executor.engine import Session
-    from executor.optimizer import OffloadedAdamW
 
-__all__ = ["find_checkpoint", "is_checkpoint", "save", "together"]
+__all__ = ["save", "together"]
 
 log = logging.getLogger("executor")
 
-FORMAT, SCHEMA = "pstar-sim checkpoint", 1
-MANIFEST = "pstar.json"
-EXTRA = "extra.safetensors"
 SHARD_BYTES = 5 * 10**9
 _OURS = re.compile(r"(model|optimizer)(-[\w-]+)?\.safetensors(\.index\.json)?|extra\.safetensors|pstar\.json")
 
 
-def is_checkpoint(folder: str | Path) -> bool:
-    """A whole checkpoint was put there."""
-    return (Path(folder) / MANIFEST).is_file()
-
-
-def find_checkpoint(folder: str | Path) -> Path:
-    """Where the newest whole checkpoint of the folder lies: the folder, or beside it if a save was killed between two
-    renames."""
-    return whole_folder.find(Path(folder).expanduser(), is_checkpoint)
-
-
-def save(optimizer: OffloadedAdamW, folder: str | Path, *, extra: Any = None, shard_bytes: int = SHARD_BYTES) -> Path:
+def save(optimizer: Trained, folder: str | Path, *, extra: Any = None, shard_bytes: int = SHARD_BYTES) -> Path:
     """Write the run's state to `folder`, whole or not at all; an earlier checkpoint there stays until then.
 
     Files in the folder that are not a checkpoint's (a tokenizer) stay. extra: anything of numbers, texts, tensors,
@@ -149,7 +145,7 @@ class _Work:
         return sum(row.size_bytes for rows in (*self.weights, *self.states, self.extras) for row in rows)
 
 
-def _plan_work(optimizer: OffloadedAdamW, folder: Path, extra: Any, shard_bytes: int) -> _Work:
+def _plan_work(optimizer: Trained, folder: Path, extra: Any, shard_bytes: int) -> _Work:
     """All that can be wrong before anything is written."""
     session = optimizer.session
     check_between_iterations(session, "save")
@@ -181,7 +177,7 @@ def _plan_work(optimizer: OffloadedAdamW, folder: Path, extra: Any, shard_bytes:
             "updates": {
                 session.reader.name_of(t): n for t, n in session.contents.steps_taken.items() if not _frozen(session, t)
             },
-            "groups": _groups(optimizer, tensors),
+            "groups": groups_table(optimizer, tensors),
             "loss_scaling": None if session.scaling is None else session.scaling.state_dict(),
             "extra": encode(extra, tensors, "extra"),
         },
@@ -247,15 +243,6 @@ def _finish(work: _Work, folder: Path, temporary: Path, count: int) -> None:
     _write_text(temporary / MANIFEST, json.dumps({**work.manifest, "files": files}, indent=1) + "\n")
     ours = {entry.name for entry in folder.iterdir() if _OURS.fullmatch(entry.name)} if folder.is_dir() else ()
     whole_folder.finish(folder, ours)
-
-
-def check_between_iterations(session: Session, what: str) -> None:
-    """Raise ContractError where gradients of an iteration are under way."""
-    if session.cursor.inside or (session.now.arrived and not session.cursor.stepped):
-        raise ContractError(
-            f"optimizer.{what} inside an iteration, whose gradients are in the chunks; call it after optimizer.step() "
-            "and before the next forward"
-        )
 
 
 def _check_extra_state(session: Session) -> None:
@@ -396,29 +383,3 @@ def _write_text(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def model_table(tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
-    """The model as a checkpoint knows it."""
-    return [
-        {
-            "name": t.name,
-            "shape": list(t.shape),
-            "dtype": t.dtype,
-            "frozen": t.frozen,
-            "tied_to": None if t.tied_to is None else tensors[t.tied_to].name,
-        }
-        for t in tensors
-    ]
-
-
-def _groups(optimizer: OffloadedAdamW, tensors: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
-    """Parameter groups: their numbers, and their parameters by name."""
-    session = optimizer.session
-    return [
-        {
-            "params": [session.reader.name_of(p._tensor) for p in group["params"] if hasattr(p, "_tensor")],
-            "numbers": encode({k: v for k, v in group.items() if k != "params"}, tensors, f"group {i}"),
-        }
-        for i, group in enumerate(optimizer.param_groups)
-    ]

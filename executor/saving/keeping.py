@@ -12,7 +12,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from executor.optimizer import OffloadedAdamW
-from executor.saving.checkpoint import find_checkpoint, is_checkpoint
+from executor.saving.manifest import find_checkpoint, is_checkpoint
 from executor.saving.restoring import Restored, stored_extra
 from executor.training import StepReport
 from pstar_sim.errors import CheckpointError

@@ -7,7 +7,6 @@ another model or other groups, a newer schema, states that do not cover their te
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import re
 from dataclasses import dataclass, field
@@ -18,26 +17,23 @@ import torch
 
 from executor.measuring.unseen import unseen
 from executor.saving.as_json import decode
-from executor.saving.checkpoint import (
+from executor.saving.checkpoint import together
+from executor.saving.generators import set_generators
+from executor.saving.manifest import (
     EXTRA,
-    FORMAT,
-    MANIFEST,
-    SCHEMA,
+    Trained,
     check_between_iterations,
     find_checkpoint,
     model_table,
-    together,
+    read_manifest,
 )
-from executor.saving.generators import set_generators
 from executor.saving.tensor_files import TensorFile, piece_buffer
 from executor.saving.weights import Weights, some
 from pstar_sim.core.step import Place
 from pstar_sim.errors import CheckpointError, WeightsError
-from pstar_sim.version import __version__
 
 if TYPE_CHECKING:
     from executor.engine import Session
-    from executor.optimizer import OffloadedAdamW
 
 __all__ = ["Restored", "load", "stored_extra"]
 
@@ -79,7 +75,7 @@ class _Opened:
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def load(optimizer: OffloadedAdamW, folder: str | Path, *, generators: bool = True) -> Restored:
+def load(optimizer: Trained, folder: str | Path, *, generators: bool = True) -> Restored:
     """Put parameters, optimizer states, step counts, groups and loss scale of a checkpoint into a prepared model.
 
     The plan may be another than the one it was saved under. generators: also set the global random number generators
@@ -115,12 +111,13 @@ def load(optimizer: OffloadedAdamW, folder: str | Path, *, generators: bool = Tr
     return Restored(int(manifest["iteration"]), extra, note)
 
 
-def _checked(optimizer: OffloadedAdamW, folder: Path) -> tuple[_Opened, Weights]:
+def _checked(optimizer: Trained, folder: Path) -> tuple[_Opened, Weights]:
     """All that can be wrong before anything is changed."""
     session = optimizer.session
     check_between_iterations(session, "load")
     opened = _open(folder)
-    _check_model(opened, session, optimizer)
+    _check_model(opened, session)
+    _check_groups(opened, session, optimizer)
     try:
         weights = Weights(opened.folder)
         weights.match(session.model, session.plan.workload.tensors)
@@ -139,34 +136,7 @@ def stored_extra(folder: str | Path) -> Restored:
 
 def _open(folder: Path) -> _Opened:
     folder = find_checkpoint(folder)
-    if not folder.is_dir():
-        raise CheckpointError(f"checkpoint {str(folder)!r} is no folder; give one that optimizer.save wrote")
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise CheckpointError(
-            f"{str(folder)!r} is no whole checkpoint: {MANIFEST}, which is written last, is missing; give another one "
-            "(plain weights are loaded with prepare(..., weights=FOLDER))"
-        )
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        known = isinstance(manifest, dict) and manifest["format"] == FORMAT
-        schema = manifest["schema"] if known else None
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); give another checkpoint") from error
-    if not known or type(schema) is not int:
-        raise CheckpointError(f"{path} is not a checkpoint's; give a folder that optimizer.save wrote")
-    if schema > SCHEMA:
-        raise CheckpointError(
-            f"checkpoint {folder} is of schema {schema}, written by pstar-sim "
-            f"{(manifest.get('written_by') or {}).get('pstar-sim')}; this version ({__version__}) reads up "
-            f"to {SCHEMA}: upgrade pstar-sim"
-        )
-    missing = _MANIFEST_FIELDS - manifest.keys()
-    if missing:
-        raise CheckpointError(f"{path} has no field {sorted(missing)[0]!r}; give another checkpoint")
-    files = manifest["files"]
-    if not isinstance(files, dict):
-        raise CheckpointError(f"{path}: 'files' must name the files of the checkpoint; give another checkpoint")
+    manifest = read_manifest(folder)
     opened = _Opened(folder, manifest)
     for name, size in manifest["files"].items():
         file = folder / name
@@ -188,9 +158,6 @@ def _open(folder: Path) -> _Opened:
     return opened
 
 
-_MANIFEST_FIELDS = {"iteration", "tensors", "states", "updates", "groups", "loss_scaling", "extra", "files"}
-
-
 def _sound(path: Path) -> TensorFile:
     try:
         return TensorFile(path)
@@ -206,8 +173,7 @@ def _index(opened: _Opened, file: TensorFile) -> None:
         opened.pieces.setdefault((kind, cut[1] if cut else name), []).append(piece)
 
 
-def _check_model(opened: _Opened, session: Session, optimizer: OffloadedAdamW) -> None:
-    """The checkpoint is of this model, and its optimizer had the same groups."""
+def _check_model(opened: _Opened, session: Session) -> None:
     theirs = {row["name"]: row for row in opened.manifest["tensors"]}
     mine = {row["name"]: row for row in model_table(session.plan.workload.tensors)}
     where = f"checkpoint {opened.folder} is of another model ({opened.manifest.get('model')!r})"
@@ -223,6 +189,9 @@ def _check_model(opened: _Opened, session: Session, optimizer: OffloadedAdamW) -
                     f"{where}: {what} of {name!r} is {theirs[name][what]} in it and {row[what]} in the model; build "
                     "the model as it was when it was saved"
                 )
+
+
+def _check_groups(opened: _Opened, session: Session, optimizer: Trained) -> None:
     groups = [set(group["params"]) for group in opened.manifest["groups"]]
     name_of = session.reader.name_of
     here = [{name_of(p._tensor) for p in g["params"] if hasattr(p, "_tensor")} for g in optimizer.param_groups]

@@ -12,7 +12,8 @@ from typing import Protocol
 
 import torch
 
-from executor.measuring.measured import IterationLog, Moved, StepLog, build_timeline
+from executor.measuring.measured import Moved, build_timeline
+from executor.queues.logs import IterationLog, StepLog
 from executor.session.hosting import BytesHost
 from executor.session.reader import Reader
 from executor.session.updates import Updates

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rank_worker import tight_plan
 
 import executor
-from executor.saving.checkpoint import MANIFEST
+from executor.saving.manifest import MANIFEST
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CheckpointError
 

@@ -16,7 +16,8 @@ from torch import nn
 import executor
 from executor.saving import whole_folder
 from executor.saving.as_json import decode, encode
-from executor.saving.checkpoint import MANIFEST, is_checkpoint, save
+from executor.saving.checkpoint import save
+from executor.saving.manifest import MANIFEST, is_checkpoint
 from executor.saving.restoring import stored_extra
 from pstar_sim.errors import CheckpointError, ContractError
 

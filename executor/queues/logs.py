@@ -1,0 +1,34 @@
+"""Logs: what is written down of each step and each iteration while a session runs. Nothing is computed here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pstar_sim.core.step import Step
+
+__all__ = ["IterationLog", "StepLog"]
+
+
+@dataclass(slots=True)
+class StepLog:
+    """One step of one iteration, times by the session's clock. copied_bytes: counted in the copy primitive while it
+    ran."""
+
+    step: Step
+    iteration: int
+    ready_s: float
+    start_s: float
+    cause: str
+    end_s: float = 0.0
+    copied_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class IterationLog:
+    """end_s: when the compute queue ended its last step of the iteration. on_plan: it ran as the plan says. exchanges:
+    so far, of a backend that has them."""
+
+    number: int
+    end_s: float
+    on_plan: bool
+    exchanges: int = 0
