@@ -17,12 +17,12 @@ from executor.measuring.record import record
 from executor.measuring.status import LinkUse, Status
 from executor.off_plan.ladder import Ladder
 from executor.off_plan.rungs import Rung
+from executor.on_meta import parameters_on_meta
 from executor.optimizer import OffloadedAdamW
 from executor.prepare import prepare
 from executor.queues.serial import SerialQueues, follow
 from executor.queues.streams import StreamQueues
 from executor.queues.threads import ThreadQueues
-from executor.saving.weights import parameters_on_meta
 from executor.scaling import LossScale
 
 __all__ = [

@@ -50,25 +50,7 @@ def check_model(
             f"make a plan for {here}"
         )
     for name, planned in theirs.items():
-        found = mine[name]
-        for what in ("shape", "dtype", "frozen"):
-            if getattr(found, what) != getattr(planned, what):
-                raise PlanError(
-                    f"parameter {name!r}: the plan was made for {what} {getattr(planned, what)}, the model has "
-                    f"{getattr(found, what)}; make a plan for this model"
-                )
-        tied = None if planned.tied_to is None else w.tensors[planned.tied_to].name
-        tied_here = None if found.tied_to is None else tensors[found.tied_to].name
-        if tied != tied_here:
-            raise PlanError(
-                f"parameter {name!r} is tied to {tied or 'none'} in the plan and to {tied_here or 'none'} in the "
-                "model; make a plan for this model (after model.tie_weights())"
-            )
-        if not found.frozen and found.group != planned.group:
-            raise PlanError(
-                f"parameter {name!r} is in optimizer group {found.group}, the plan was made for group "
-                f"{planned.group}; make the plan for the groups given to AdamW"
-            )
+        _check_parameter(name, planned, mine[name], w.tensors, tensors)
     order = [t.name for t in w.tensors]
     if order != [t.name for t in tensors]:
         raise PlanError(f"the plan was made for model {w.model!r} with its parameters in another order")
@@ -79,6 +61,30 @@ def check_model(
                 "optimizer would update twice; tie them as one Parameter"
             )
     check_groups(tensors, parameters, groups)
+
+
+def _check_parameter(
+    name: str, planned: Tensor, found: Tensor, planned_tensors: Sequence[Tensor], tensors: Sequence[Tensor]
+) -> None:
+    """One parameter of the plan is as it is in the model. planned_tensors, tensors: all of the plan and the model."""
+    for what in ("shape", "dtype", "frozen"):
+        if getattr(found, what) != getattr(planned, what):
+            raise PlanError(
+                f"parameter {name!r}: the plan was made for {what} {getattr(planned, what)}, the model has "
+                f"{getattr(found, what)}; make a plan for this model"
+            )
+    tied = None if planned.tied_to is None else planned_tensors[planned.tied_to].name
+    tied_here = None if found.tied_to is None else tensors[found.tied_to].name
+    if tied != tied_here:
+        raise PlanError(
+            f"parameter {name!r} is tied to {tied or 'none'} in the plan and to {tied_here or 'none'} in the "
+            "model; make a plan for this model (after model.tie_weights())"
+        )
+    if not found.frozen and found.group != planned.group:
+        raise PlanError(
+            f"parameter {name!r} is in optimizer group {found.group}, the plan was made for group "
+            f"{planned.group}; make the plan for the groups given to AdamW"
+        )
 
 
 def check_settings(plan: Plan, optimizer: AdamW) -> None:

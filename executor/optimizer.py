@@ -116,20 +116,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
             state_dict = pre_hook(self, state_dict) or state_dict
         groups = copy.deepcopy(state_dict["param_groups"])
         rows = self._checked(state_dict["state"], groups)
-        names = _STATES.items()
         for number, tensor in enumerate(self._tensors()):
-            row = rows.get(number)
-            if tensor is None:
-                continue
-            session.contents.steps_taken[tensor] = 0 if row is None else int(row["step"])
-            for key, list_name in names:
-                if row is not None and key in row:
-                    session.reader.set_state_value(tensor, list_name, row[key])
-                elif row is None and key != "param32":
-                    zeros = torch.zeros(session.plan.workload.tensors[tensor].shape)
-                    session.reader.set_state_value(tensor, list_name, zeros)
-            if row is not None and "param32" in row:
-                session.reader.rewrite_from_master(tensor)
+            if tensor is not None:
+                self._load_row(tensor, rows.get(number))
         if session.scaling is not None and "loss_scaling" in state_dict:
             session.scaling.load_state_dict(state_dict["loss_scaling"])
         for mine, theirs in zip(self.param_groups, groups):
@@ -137,6 +126,19 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._name_kernel()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def _load_row(self, tensor: int, row: Mapping[str, Any] | None) -> None:
+        """The states of one tensor; None: it has had no update yet."""
+        session = self.session
+        session.contents.steps_taken[tensor] = 0 if row is None else int(row["step"])
+        for key, list_name in _STATES.items():
+            if row is not None and key in row:
+                session.reader.set_state_value(tensor, list_name, row[key])
+            elif row is None and key != "param32":
+                zeros = torch.zeros(session.plan.workload.tensors[tensor].shape)
+                session.reader.set_state_value(tensor, list_name, zeros)
+        if row is not None and "param32" in row:
+            session.reader.rewrite_from_master(tensor)
 
     def _checked(self, state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
         """The rows of a state by position of their parameter. Raises ContractError for what does not fit."""
@@ -156,16 +158,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
             at = position.get(key)
             if at is None:
                 raise ContractError(f"{what}: the state has a row {key!r}, but no group has that parameter")
-            missing = [name for name in ("step", "exp_avg", "exp_avg_sq") if name not in row]
-            if missing:
-                raise ContractError(f"{what}: the state of parameter {key} has no {missing[0]}; give one of AdamW's")
             tensor = tensors[at]
             shape = None if tensor is None else self.session.plan.workload.tensors[tensor].shape
-            for name in _STATES:
-                if name in row and tuple(row[name].shape) != shape:
-                    raise ContractError(
-                        f"{what}: {name} of parameter {key} has shape {tuple(row[name].shape)}, not {shape}"
-                    )
+            _check_row(what, key, row, shape)
             rows[at] = row
         return rows
 
@@ -181,3 +176,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def _tensors(self) -> list[int | None]:
         """Tensor index of every parameter, in the order of the groups."""
         return [getattr(p, "_tensor", None) for group in self.param_groups for p in group["params"]]
+
+
+def _check_row(what: str, key: Any, row: Mapping[str, Any], shape: tuple[int, ...] | None) -> None:
+    """The states of one parameter are AdamW's, of its shape."""
+    missing = [name for name in ("step", "exp_avg", "exp_avg_sq") if name not in row]
+    if missing:
+        raise ContractError(f"{what}: the state of parameter {key} has no {missing[0]}; give one of AdamW's")
+    for name in _STATES:
+        if name in row and tuple(row[name].shape) != shape:
+            raise ContractError(f"{what}: {name} of parameter {key} has shape {tuple(row[name].shape)}, not {shape}")

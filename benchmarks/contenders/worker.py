@@ -52,7 +52,7 @@ def build_model(task: Task) -> Built:
     from contenders.drawn import draw_weights
     from executor.data import batches_like, open_data
     from executor.models import build
-    from executor.saving.weights import parameters_on_meta
+    from executor.on_meta import parameters_on_meta
 
     with parameters_on_meta() if task.device == "cuda" else contextlib.nullcontext():
         built = build(

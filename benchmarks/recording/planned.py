@@ -17,7 +17,7 @@ from executor.data import batches_like, open_data
 from executor.hooks import MomentClock
 from executor.memory.byte_log import ByteChange
 from executor.models import build, map_tensors
-from executor.saving.weights import parameters_on_meta
+from executor.on_meta import parameters_on_meta
 from executor.training import train_step
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.plan import Plan, Settings

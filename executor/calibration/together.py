@@ -63,14 +63,7 @@ def watch(
     for thread in threads:
         thread.start()
     try:
-        while not failures and any(len(rows) < 2 for rows in ended.values()):
-            time.sleep(0.002)
-        begin_s = max(rows[1][0] for rows in ended.values()) if not failures else 0.0
-        while not failures:
-            late = any(sum(at_s >= begin_s for at_s, _ in rows) < 4 for rows in ended.values())
-            if clock() - begin_s >= window_s and not late:
-                break
-            time.sleep(0.005)
+        begin_s = _window(ended, failures, window_s, clock)
         end_s = clock()
     finally:
         stop.set()
@@ -79,6 +72,24 @@ def watch(
     if failures:
         raise failures[0]
     return {name: pace(rows, begin_s, end_s) for name, rows in ended.items()}
+
+
+def _window(
+    ended: Mapping[str, Sequence[Ended]],
+    failures: Sequence[BaseException],
+    window_s: float,
+    clock: Callable[[], float],
+) -> float:
+    """Returns when the window is over, or at the first failure; when it began."""
+    while not failures and any(len(rows) < 2 for rows in ended.values()):
+        time.sleep(0.002)
+    begin_s = max(rows[1][0] for rows in ended.values()) if not failures else 0.0
+    while not failures:
+        late = any(sum(at_s >= begin_s for at_s, _ in rows) < 4 for rows in ended.values())
+        if clock() - begin_s >= window_s and not late:
+            break
+        time.sleep(0.005)
+    return begin_s
 
 
 def slowdowns(

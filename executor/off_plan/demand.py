@@ -7,8 +7,8 @@ plan's cut and the next iteration is on plan again.
 The same mode serves an evaluation between two iterations (`visiting`: nothing is counted, the places are put back as
 they were) and a warm-up, which is a session whose plan has no steps.
 
-Here is when the plan is left and what an event means then. Who has to be on the gpu says `arrivals.py`, who leaves it
-`room.py` and `states.py`, where gradients go `gradients.py`, how an iteration updates `update.py`, how it comes back
+Here is when the plan is left and what an event means then. Who has to be on the gpu and who leaves it say `room.py`
+and `states.py`, where gradients go `gradients.py`, how an iteration updates `update.py`, how it comes back
 `cut.py`, what an interruption leaves `mending.py`; `inline.py` does it. Who reads what while the plan does not say so
 is `reads.py`'s matter.
 """
@@ -24,7 +24,7 @@ import torch
 
 from executor.hooks import Event
 from executor.memory.shares import Shares
-from executor.off_plan import arrivals, cut, gradients, inline, mending, room, states, update
+from executor.off_plan import cut, gradients, inline, mending, room, states, update
 from executor.off_plan.in_use import InUse
 from executor.off_plan.ladder import Ladder
 from executor.session.cursor import Answer
@@ -76,7 +76,7 @@ class Demand:
         shares = Shares(session.contents)
         self._states = states.States(session, self._inline, shares)
         self._room = room.Room(session, self._inline, self._in_use, self._states)
-        self._arrivals = arrivals.Arrivals(session, self._inline, self._in_use, self._room)
+        self._arrivals = room.Arrivals(session, self._inline, self._in_use, self._room)
         self._gradients = gradients.Gradients(session, self._inline, shares, self._states)
         self._cut = cut.Cut(session, self._inline, self._in_use, shares, self._states)
         self._stepping = update.Stepping(session, self._inline, self._states, self._room, self._gradients, self._cut)

@@ -1,4 +1,4 @@
-"""Room: who leaves the gpu off the plan so that somebody else may come.
+"""Room and arrivals: who has to be on the gpu off the plan, and who leaves it for that.
 
 Working lists that nobody uses now go first, the one that the plan's uses need last before the others (Belady's rule on
 what is known); where memory ran out, optimizer states of pinned chunks follow.
@@ -6,7 +6,7 @@ what is known); where memory ran out, optimizer states of pinned chunks follow.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from executor.off_plan.in_use import InUse
@@ -18,7 +18,7 @@ from pstar_sim.core.step import Place
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.workload.workload import Moment, Phase
 
-__all__ = ["Host", "Room", "Tides"]
+__all__ = ["Arrivals", "Host", "Room", "Tides"]
 
 GPU, HOST = Place.GPU, Place.HOST
 
@@ -137,6 +137,44 @@ class Room:
                 self.inline.perform(self.inline.drop(GPU, chunk, "param"))
                 freed += layout.payload_bytes(chunk, "param")
         return moved, freed
+
+
+class Arrivals:
+    def __init__(self, host: Host, inline: Inline, in_use: InUse, room: Room) -> None:
+        self.host = host
+        self.inline = inline
+        self.in_use = in_use
+        self.room = room
+
+    def held(self, chunk: int) -> bool:
+        """The working list may be read on the gpu."""
+        contents = self.host.contents
+        return contents.values.holds(chunk) and not contents.chunks[chunk].where(GPU, "param")
+
+    def ensure(self, chunks: Iterable[int], *, required: bool = True) -> None:
+        """Make the working lists of `chunks` readable on the gpu; those not `required` only if there is room. Raises
+        DoesNotFit if there is none."""
+        host = self.host
+        wanted = set(chunks)
+        for chunk in sorted(wanted):
+            if self.held(chunk):
+                continue
+            if not host.arena.has(GPU, chunk, "param"):
+                size = host.plan.layout.payload_bytes(chunk, "param")
+                self.room.make(size, needed=wanted, strict=required)
+                if not required and host.arena.room_on_gpu() < size:
+                    continue
+            if GPU not in host.contents.chunks[chunk].current:
+                self.inline.bring(GPU, chunk, "param", needed=wanted)
+            if host.arena.sliced:
+                self._gather(chunk, wanted)
+        self.in_use.add(wanted)
+
+    def _gather(self, chunk: int, wanted: set[int]) -> None:
+        """The other ranks' slices come."""
+        if not self.host.arena.has(GPU, chunk, "remote"):
+            self.room.make(self.host.plan.layout.payload_bytes(chunk, "remote"), needed=wanted)
+        self.inline.bring(GPU, chunk, "remote", needed=wanted)
 
 
 class Tides:

@@ -2,16 +2,13 @@
 
 `Weights` reads the headers of a folder of safetensors and holds them against a model, before anything is allocated;
 then it streams the values: each tensor is read a piece at a time into one buffer and cast from there into every list
-that holds it, the fp32 master first. The model itself needs no memory: build it under `parameters_on_meta()`. Host
-memory at its peak is then the steady state (slabs and chunks), the model's buffers, and one piece (16 MiB).
+that holds it, the fp32 master first. The model itself needs no memory: build it under `parameters_on_meta()`
+(on_meta.py). Host memory at its peak is then the steady state (slabs and chunks), the model's buffers, and one piece
+(16 MiB).
 
 [Note: which value a master gets] Masters are made from the values of the file, whatever its dtype, and the working copy
 is cast(master): an fp32 file under a bf16 plan gives masters that know more than the working copies; a bf16 file gives
 masters that begin as the file's values. `Weights.note` says in words which was done.
-
-[Note: buffers on meta] Buffers that a state_dict holds come from the file. Others (rotary frequencies, masks) are
-computed when the module is built, and nobody but the module knows how; so they must not be on meta.
-`parameters_on_meta()` leaves every buffer its memory.
 
 [Note: adapters] A model under peft is loaded from the folder of its base model: "base_model.model." and ".base_layer"
 of its names are not the file's, and what the adapters add is in no file. Adapters keep the values they have; those on
@@ -20,13 +17,12 @@ meta (peft puts them where the base is) get memory and peft's own initial values
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,37 +37,13 @@ from pstar_sim.core.step import Place
 from pstar_sim.errors import WeightsError
 from pstar_sim.workload.workload import Tensor
 
-__all__ = ["Weights", "check_values", "give_memory", "parameters_on_meta", "persistent_buffers", "some"]
+__all__ = ["Weights", "check_values", "give_memory", "persistent_buffers", "some"]
 
 log = logging.getLogger("executor")
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NAMED_AT_MOST = 4
 _READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-# -- building without memory ----------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Inside, a module that is built keeps no memory for its parameters; its buffers are real.
-
-    Each parameter goes to the meta device as soon as it is registered, so that building needs the room of the largest
-    one at most, and initialisation writes nothing. Works for any module that does not read its parameters' values.
-    """
-    register = nn.Module.register_parameter
-
-    def registered(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-        register(self, name, param)
-
-    nn.Module.register_parameter = registered  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def check_values(model: nn.Module, tensors: Sequence[Tensor], folder: str | Path | None) -> Weights | None:
@@ -155,6 +127,17 @@ class _Source:
         return self.file.entries[self.name]
 
 
+@dataclass
+class _Found:
+    """What the folder has of a model. used: names in the folder. missing: names in the model. odd_shapes, odd_dtypes:
+    in words."""
+
+    used: set[str] = field(default_factory=set)
+    missing: list[str] = field(default_factory=list)
+    odd_shapes: list[str] = field(default_factory=list)
+    odd_dtypes: list[str] = field(default_factory=list)
+
+
 class Weights:
     """The tensors of a folder of weights, by name; only headers are read here.
 
@@ -231,50 +214,54 @@ class Weights:
         A tensor may be stored under any of its tied names, and with or without the prefix of the base model, as
         transformers does. Raises WeightsError that names what is missing, left over or of another shape.
         """
-        buffers = persistent_buffers(model)
         rename = self._renaming(model, [t.name for t in tensors])
-        used: set[str] = set()
-        missing: list[str] = []
-        odd_shapes: list[str] = []
-        odd_dtypes: list[str] = []
+        found = _Found()
+        self._match_parameters(model, tensors, rename, found)
+        self._match_buffers(model, rename, found)
+        computed = {rename(name) for name, _ in model.named_buffers(remove_duplicate=False)} - found.used
+        ignored = _patterns(model, "_keys_to_ignore_on_load_unexpected")
+        extra = sorted(
+            name
+            for name in self._sources.keys() - found.used - computed
+            if not any(pattern.search(name) for pattern in ignored)
+        )
+        self._refuse(model, found.missing, extra, found.odd_shapes, found.odd_dtypes)
+        self._refuse_meta_buffers(model, {id(module._buffers[key]) for module, key, _ in self._buffers})
+        self.note = self._describe(tensors)
+
+    def _match_parameters(
+        self, model: nn.Module, tensors: Sequence[Tensor], rename: Callable[[str], str], found: _Found
+    ) -> None:
         names_of: dict[int, list[str]] = {}
         for index, t in enumerate(tensors):
             names_of.setdefault(index if t.tied_to is None else t.tied_to, []).append(rename(t.name))
-        forgiven = _patterns(model, "_keys_to_ignore_on_load_missing")
         for index, names in names_of.items():
-            used.update(names)
+            found.used.update(names)
             source = next((self._sources[n] for n in names if n in self._sources), None)
             if source is None:
                 if not _is_adapter(model, tensors[index].name):
-                    missing.append(tensors[index].name)
+                    found.missing.append(tensors[index].name)
                 continue
             if source.entry.shape != tensors[index].shape:
-                odd_shapes.append(_shapes(tensors[index].name, source.entry.shape, tensors[index].shape))
+                found.odd_shapes.append(_shapes(tensors[index].name, source.entry.shape, tensors[index].shape))
             elif source.entry.dtype not in _READABLE:
-                odd_dtypes.append(f"{tensors[index].name} in {source.entry.code}")
+                found.odd_dtypes.append(f"{tensors[index].name} in {source.entry.code}")
             self._parameters[index] = source
-        for name, (module, key) in buffers.items():
+
+    def _match_buffers(self, model: nn.Module, rename: Callable[[str], str], found: _Found) -> None:
+        forgiven = _patterns(model, "_keys_to_ignore_on_load_missing")
+        for name, (module, key) in persistent_buffers(model).items():
             source = self._sources.get(rename(name))
             buffer = module._buffers[key]
             assert buffer is not None
             if source is None:
                 if buffer.is_meta or not any(p.search(name) for p in forgiven):
-                    missing.append(name)
+                    found.missing.append(name)
                 continue
-            used.add(rename(name))
+            found.used.add(rename(name))
             if source.entry.shape != tuple(buffer.shape):
-                odd_shapes.append(_shapes(name, source.entry.shape, tuple(buffer.shape)))
+                found.odd_shapes.append(_shapes(name, source.entry.shape, tuple(buffer.shape)))
             self._buffers.append((module, key, source))
-        computed = {rename(name) for name, _ in model.named_buffers(remove_duplicate=False)} - used
-        ignored = _patterns(model, "_keys_to_ignore_on_load_unexpected")
-        extra = sorted(
-            name
-            for name in self._sources.keys() - used - computed
-            if not any(pattern.search(name) for pattern in ignored)
-        )
-        self._refuse(model, missing, extra, odd_shapes, odd_dtypes)
-        self._refuse_meta_buffers(model, {id(module._buffers[key]) for module, key, _ in self._buffers})
-        self.note = self._describe(tensors)
 
     def _renaming(self, model: nn.Module, names: Sequence[str]) -> Callable[[str], str]:
         """Model name -> file name: the same, without or with the base model's prefix; the one that finds most."""

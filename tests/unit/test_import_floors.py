@@ -38,13 +38,26 @@ DOOR = "pstar_sim"  # the front door names what is public and who shows an answe
 
 # Of the executor, lowest first. What is not named here lies on the floor of the session.
 EXECUTOR_FLOORS = (
-    ("devices", "adam", "hooks", "nests"),
+    ("devices", "adam", "hooks", "nests", "on_meta"),
     ("memory",),
     ("queues",),
     ("moments",),
     ("session",),
     # what is done with a session, and what puts one together
-    tuple("saving distributed driving engine prepare optimizer hf run calibration calibrate examples training".split()),
+    (
+        "saving",
+        "distributed",
+        "driving",
+        "engine",
+        "prepare",
+        "optimizer",
+        "hf",
+        "run",
+        "training",
+        "calibration",
+        "calibrate",
+        "examples",
+    ),
     ("__main__",),
 )
 SESSION = EXECUTOR_FLOORS.index(("session",))
@@ -60,7 +73,6 @@ UPWARDS = {
     ("moments", "measuring.live_bytes"): "moments are counted with the bytes that are alive in them",
     ("session", "engine"): "measuring.record runs a session of its own",
     ("session", "prepare"): "measuring.record prepares the model that it records",
-    ("session", "saving.weights"): "models are built with the weights of a folder",
 }
 
 

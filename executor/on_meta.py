@@ -1,0 +1,36 @@
+"""Models that are built without memory for their parameters.
+
+[Note: buffers on meta] Buffers that a state_dict holds come from the file that parameters come from. Others (rotary
+frequencies, masks) are computed when the module is built, and nobody but the module knows how; so they must not be on
+meta.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+
+__all__ = ["parameters_on_meta"]
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Inside, a module that is built keeps no memory for its parameters; its buffers are real.
+
+    Each parameter goes to the meta device as soon as it is registered, so that building needs the room of the largest
+    one at most, and initialisation writes nothing. Works for any module that does not read its parameters' values.
+    """
+    register = nn.Module.register_parameter
+
+    def registered(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = registered  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
