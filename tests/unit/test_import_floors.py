@@ -54,7 +54,6 @@ EXECUTOR_FLOORS = (
         "hf",
         "run",
         "training",
-        "calibration",
         "calibrate",
         "examples",
     ),
@@ -72,7 +71,7 @@ CIRCLES = {
 UPWARDS = {
     ("moments", "measuring.live_bytes"): "moments are counted with the bytes that are alive in them",
     ("session", "engine"): "measuring.record runs a session of its own",
-    ("session", "prepare"): "measuring.record prepares the model that it records",
+    ("session", "prepare"): "measuring.record prepares the model that it records, calibration.moments one of its own",
 }
 
 
