@@ -59,12 +59,11 @@ def all_on_gpu(workload: Workload, machine: Machine, settings: Settings) -> Plan
 def _moments(b: Builder, final: Mapping[int, Iterable[int]], *, update_at_once: bool) -> dict[int, Sequence[int]]:
     """All moments, with the all-reduce behind each last gradient (`final`: moment -> chunks) and, with
     `update_at_once`, its Adam. Returns chunk -> the steps after which its gradient is the sum over the ranks."""
-    gradient = "grad32" if b.workload.micro_batches > 1 else "param"
     summed: dict[int, Sequence[int]] = {}
     for m in range(len(b.workload.moments)):
         computed = b.compute(m)
         for c in final.get(m, ()):
-            summed[c] = all_reduced(b, c, m, gradient, [computed])
+            summed[c] = all_reduced(b, c, m, [computed])
             if update_at_once:
                 b.gpu_adam(c)
     return summed

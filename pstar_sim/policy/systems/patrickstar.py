@@ -39,6 +39,7 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place, Ref
 from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.policy.kit.capabilities import Capabilities
+from pstar_sim.policy.kit.facts import facts_of
 from pstar_sim.policy.kit.options import Option, switch
 from pstar_sim.policy.kit.room import describe_moment
 from pstar_sim.policy.passes.builder import Builder
@@ -68,11 +69,12 @@ def patrickstar(workload: Workload, machine: Machine, settings: Settings, *, msc
     states the host; CannotPlan for more ranks than chunks.
     """
     layout = _layout(workload, settings, len(machine.ranks), msc)
+    homes = homes_of(facts_of(workload, layout), machine.gpu_budget_bytes)
     unit = "group" if layout.ranks > 1 and not msc else "chunk"
 
     def play(resident: frozenset[int]) -> _Iteration:
         b = Builder("patrickstar", workload, machine, settings, layout=layout)
-        iteration = _Iteration(b, homes_of(b.uses, machine.gpu_budget_bytes), resident, unit)
+        iteration = _Iteration(b, homes, resident, unit)
         iteration.play()
         return iteration
 
@@ -139,11 +141,10 @@ class _Iteration:
             moves.bring(c, needed)
         for c in self._gradients.opens.get(m, ()):
             self._open_gradient(c, needed)
-        b.check_room(
-            Place.GPU,
-            moves.used_bytes + b.uses.tide[m],
-            f"{describe_moment(b.workload, m)} beside {format_bytes(moves.used_bytes)} that cannot be evicted",
-        )
+        held = moves.used_bytes + b.uses.tide[m]
+        if held > b.machine.gpu_budget_bytes:
+            stuck = format_bytes(moves.used_bytes)
+            b.check_room(Place.GPU, held, f"{describe_moment(b.workload, m)} beside {stuck} that cannot be evicted")
         moves.last = b.compute(m, moves.then())
         for c in self._gradients.closes.get(m, ()):
             self._close_gradient(c)
@@ -203,19 +204,19 @@ class _Iteration:
     def _adam(self) -> None:
         """After the backward pass, in chunk order, one chunk after the other."""
         b, moves, uses = self._b, self.moves, self._b.uses
-        offloaded = [c for c in self._homes.movable if uses.updated(c)]
-        add_first = b.workload.micro_batches > 1 and b.settings.clip  # the norm is that of the accumulated gradient
-        if add_first:
+        homes = self._homes
+        offloaded = [c for c in homes.movable if uses.updated(c)]
+        if self._gradients.add_last:
             for c in offloaded:
                 self._send_last(c)
-                moves.last = b.cpu_add(c, "param", uses.last_gradient(c), moves.then())
-        for c in sorted((*filter(uses.updated, self._homes.small), *self._homes.pinned, *offloaded)):
-            if c not in self._homes.movable:
+                moves.last = self._gradients.add_last_of(c, moves.then())
+        for c in sorted((*filter(uses.updated, homes.small), *homes.pinned, *offloaded)):
+            if c in homes.small or c in homes.pinned:
                 moves.last = b.gpu_adam(c, moves.then())
-                if c in self._homes.small:
+                if c in homes.small:
                     moves.last = gathered(b, c, 0, moves.last)
                 continue
-            if not add_first:
+            if not self._gradients.add_last:
                 self._send_last(c)
             moves.last = b.cpu_adam(c, moves.then())
             if c in moves.resident:

@@ -48,26 +48,24 @@ class Groups:
 
     def end(self, m: int) -> list[int]:
         """Tensors change state. Returns the chunks whose groups are given up behind the moment, ascending."""
-        w, chunk_of = self._workload, self._uses.layout.chunk_of
+        w, chunk_of, state = self._workload, self._uses.layout.chunk_of, self._state
+        moment, final = w.moments[m], self._uses.final
         for t in w.reads[m]:
-            if w.moments[m].phase is not Phase.BWD:
-                self._state[t] = _Hold.AFTER_FWD
-            elif self._final(t, m) <= m:
-                self._state[t] = _Hold.AFTER_BWD
+            if moment.phase is not Phase.BWD:
+                state[t] = _Hold.AFTER_FWD
+            elif final.get((moment.micro_batch, t), m) <= m:
+                state[t] = _Hold.AFTER_BWD
         for t in w.gradients[m]:
-            if self._final(t, m) == m:
-                self._state[t] = _Hold.AFTER_BWD
+            if final[moment.micro_batch, t] == m:
+                state[t] = _Hold.AFTER_BWD
         touched = {chunk_of[t] for t in (*w.reads[m], *w.gradients[m])}
         return [c for c in sorted(touched) if m == self._uses.last_gradient(c) or self._all_used(c, m)]
 
-    def _final(self, t: int, m: int) -> int:
-        """Moment of the tensor's final gradient in the micro-batch of moment `m`; `m` where it has none."""
-        return self._uses.final.get((self._workload.moments[m].micro_batch, t), m)
-
     def _all_used(self, c: int, m: int) -> bool:
-        """All tensors are in one of the states that follow a use, and the group holds nothing but parameters."""
-        states = {self._state[t] for t in self._tensors[c]}
-        return states in ({_Hold.AFTER_FWD}, {_Hold.AFTER_BWD}) and not self._holds_gradient(c, m)
+        """All tensors are in the same state that follows a use, and the group holds nothing but parameters."""
+        states = [self._state[t] for t in self._tensors[c]]
+        same = states[0] is not _Hold.HOLD and states.count(states[0]) == len(states)
+        return same and not self._holds_gradient(c, m)
 
     def _holds_gradient(self, c: int, m: int) -> bool:
         """The last gradient has begun to overwrite the working lists."""

@@ -53,16 +53,17 @@ def homes_of(uses: Facts, budget_bytes: int) -> Homes:
     large = [c.index for c in layout.chunks if not c.small]
     updated = [c for c in large if uses.updated(c)]
     margin = margin_space(uses, budget_bytes)
-    pinned = updated[: chunks_in_margin(margin, [uses.home_bytes(c) - own[c] for c in updated])]
+    count = chunks_in_margin(margin, [uses.home_bytes(c) - own[c] for c in updated])
+    pinned = frozenset(updated[:count])
     brought = {c: remote[c] if c in pinned else own[c] + remote[c] for c in large}
     return Homes(
         small=frozenset(c.index for c in layout.chunks if c.small),
-        pinned=frozenset(pinned),
+        pinned=pinned,
         movable=tuple(c for c in large if c not in pinned),
         brought_bytes={c: size for c, size in brought.items() if size},
         remote_bytes=remote,
         margin_bytes=max(0, margin),
-        buffer_bytes=0 if pinned == updated else fp32_buffer_bytes(uses),
+        buffer_bytes=0 if len(pinned) == len(updated) else fp32_buffer_bytes(uses),
     )
 
 

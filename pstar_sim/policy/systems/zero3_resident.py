@@ -43,9 +43,8 @@ def zero3_resident(workload: Workload, machine: Machine, settings: Settings, *, 
     ends = {c: [s.gpu_adam(c)] for c in sorted(updated)}
     s.finish([i for row in ends.values() for i in row], ends)
 
-    several = workload.micro_batches > 1
     gradients = sum(b.layout.slice_numel(c) for c in updated) * GRADIENT_BYTES_PER_PARAM
-    listed = sum(b.layout.payload_bytes(c, "grad32") for c in updated) if several else 0
+    listed = sum(b.layout.payload_bytes(c, "grad32") for c in updated if "grad32" in b.uses.home_lists(c))
     s.hold("gradients of this rank's slices, fp32", Place.GPU, gradients - listed)
     if not s.buckets.lists.chunks:  # the plan has no lists for what a block's gradients take until they are summed
         s.hold("whole gradients of a block", Place.GPU, _largest_block_bytes(b))

@@ -38,6 +38,8 @@ class GradientLists:
     one_by_one: each step of the policy waits for the one before, and for nothing else.
 
     chunks: those that have lists.
+    add_last: a last gradient without a list is added to the others before any update, since the norm is that of their
+        sum (`add_last_of`).
     opens: moment -> chunks whose lists open in it.
     closes: moment -> chunks whose gradient in a list is complete after it.
     host_list: where Adam on the host finds a gradient.
@@ -61,6 +63,7 @@ class GradientLists:
         self._names = ("grad", "grad_remote") if b.layout.ranks > 1 else ("grad",)
         listed = [c for c in chunks if b.layout.ranks > 1 or c not in self._stay]
         self.chunks = frozenset(listed)
+        self.add_last = not last and self._several and b.settings.clip
         self.opens, self.closes = arrivals(b.uses, listed, last=last)
         self.host_list = "grad32" if self._several else "grad"
         self.freed: dict[int, int] = {}
@@ -128,6 +131,10 @@ class GradientLists:
         step = self._b.cpu_add(c, "grad", m, after=[self.freed[c], *after])
         self.added[c] = self._latest_sums["host"] = step
         return step
+
+    def add_last_of(self, c: int, after: Iterable[int]) -> int:
+        """The last gradient, which has come to the host in the working list, is added to the others there."""
+        return self._b.cpu_add(c, "param", self._b.uses.last_gradient(c), after)
 
     def _earlier(self, steps: Mapping[int, int], c: int) -> list[int]:
         return [steps[c]] if c in steps and not self._one_by_one else []

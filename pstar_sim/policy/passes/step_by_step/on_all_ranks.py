@@ -1,5 +1,5 @@
-"""What is the same on every GPU, for policies that write their steps one by one: whole chunks and all-reduced
-gradients. On one rank there is nothing to do for either."""
+"""What is the same on every GPU: whole chunks and all-reduced gradients. On one rank there is nothing to do for
+either."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ def gathered(b: Builder, c: int, moment: int, own: int, after: Iterable[int] = (
     return b.gather(c, moment, [own, *after]) if b.layout.ranks > 1 else own
 
 
-def all_reduced(b: Builder, c: int, moment: int, list_name: str, after: Sequence[int]) -> Sequence[int]:
-    """The steps after which the gradient in `list_name`, which is complete after `after`, is the sum over the ranks of
-    a replicated layout, on each of them."""
+def all_reduced(b: Builder, c: int, moment: int, after: Sequence[int]) -> Sequence[int]:
+    """The steps after which the gradient of a chunk that lives on every GPU (a replicated layout) is the sum over the
+    ranks on each of them. It is complete after `after`, in the list in which it is accumulated."""
     if b.ranks == 1:
         return after
+    list_name = "grad32" if b.workload.micro_batches > 1 else "param"
     return [b.gather(c, moment, [b.reduce_scatter(c, moment, after, list_name)], list_name)]
