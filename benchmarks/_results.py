@@ -40,6 +40,7 @@ DEPENDENCIES: Mapping[str, tuple[str, ...]] = {
         "executor/moments.py", "pstar_sim/workload/**",
     ),
     "certify": PLANNED,
+    "event_cost": EXECUTED,
     "demo": (*EXECUTED, "pstar_sim/cli/**", "pstar_sim/report/**"),
     "gpu_*": (*EXECUTED, "tests/**"),
     "interrupts": (*EXECUTED, "benchmarks/_interrupts.py"),

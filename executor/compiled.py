@@ -15,13 +15,23 @@ import torch
 
 __all__ = ["eagerly", "untraced"]
 
-F = TypeVar("F", bound=Callable[..., Any])
+R = TypeVar("R")
 
 
-def untraced(function: F) -> F:
+def untraced(function: Callable[..., R]) -> Callable[..., R]:
     """`function`, which torch.compile calls and never looks into. Every torch optimizer imports the compiler; so does
-    this."""
-    return torch._dynamo.disable(function)  # type: ignore[no-any-return, no-untyped-call]
+    this.
+
+    The compiler's own wrapper sets it aside and back at every call. Where it is not at work, `function` is called as it
+    is: a step calls hooks by the hundred.
+    """
+    aside: Callable[..., R] = torch._dynamo.disable(function)  # type: ignore[no-untyped-call]
+    compiler: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+    def call(*args: Any) -> R:
+        return function(*args) if compiler() is None else aside(*args)
+
+    return torch._dynamo.decorators.skip(call)
 
 
 def eagerly() -> contextlib.AbstractContextManager[Any]:

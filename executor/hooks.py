@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -52,6 +53,18 @@ class Event:
     micro_batch: int
 
 
+class _Events(dict[int, Event]):
+    """micro-batch -> event of one kind, module and phase. Each is made once: a step has hundreds."""
+
+    def __init__(self, kind: str, module: str, phase: Phase) -> None:
+        super().__init__()
+        self._made = functools.partial(Event, kind, module, f"{kind}:{module or ROOT}", phase)
+
+    def __missing__(self, micro_batch: int) -> Event:
+        event = self[micro_batch] = self._made(micro_batch)
+        return event
+
+
 def units(model: nn.Module) -> dict[str, nn.Module]:
     """Modules by name that own a parameter directly, and the root (""). A module reached twice has its first name."""
     return {
@@ -59,6 +72,14 @@ def units(model: nn.Module) -> dict[str, nn.Module]:
         for name, module in model.named_modules()
         if name == "" or next(module.named_parameters(recurse=False), None) is not None
     }
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of a unit: whether a gradient has reached one of its outputs."""
+
+    micro_batch: int
+    fired: bool = False
 
 
 @dataclass
@@ -103,7 +124,7 @@ class MomentClock:
 
     @property
     def inside(self) -> bool:
-        return self._open > 0 or _in_backward()
+        return self._open > 0 or _graph_task() != -1
 
     @property
     def unfinished(self) -> bool:
@@ -149,70 +170,57 @@ class MomentClock:
         self._link.closed = True
 
     def _begin_hook(self, name: str) -> Callable[..., None]:
-        word = f"begin:{name or ROOT}"
+        forward, recompute = _Events("begin", name, Phase.FWD), _Events("begin", name, Phase.RECOMPUTE)
 
         def begin(module: nn.Module, args: Any) -> None:
-            if _in_backward():
-                self._watch_backward()
-                phase = Phase.RECOMPUTE
-            else:
-                phase = Phase.FWD
-                if name == "":
-                    self._callback_due = False  # a backward that raised never ended
-                    self._open = 0
-                    self.micro_batch = self._turns
-                self._open += 1
+            if _graph_task() != -1:
+                self.watch_backward()
+                self._on_event(recompute[self.micro_batch])
+                return
+            if name == "":
+                self._callback_due = False  # a backward that raised never ended
+                self._open = 0
+                self.micro_batch = self._turns
+            self._open += 1
             try:
-                self._on_event(Event("begin", name, word, phase, self.micro_batch))
+                self._on_event(forward[self.micro_batch])
             except BaseException:
-                if phase is Phase.FWD:  # the module does not run
-                    self._open = max(0, self._open - 1)
+                self._open = max(0, self._open - 1)  # the module does not run
                 raise
 
         return begin
 
     def _end_hook(self, name: str) -> Callable[..., None]:
-        word, grad_word = f"end:{name or ROOT}", f"grad:{name or ROOT}"
+        forward, recompute = _Events("end", name, Phase.FWD), _Events("end", name, Phase.RECOMPUTE)
+        gradient = self._wrap(_gradient_hook(name, self._link))
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
-            if _in_backward():
-                self._watch_backward()
-                phase = Phase.RECOMPUTE
+            if _graph_task() != -1:
+                self.watch_backward()
+                event = recompute[self.micro_batch]
             else:
-                phase = Phase.FWD
                 self._open = 0 if name == "" else max(0, self._open - 1)
-            self._on_event(Event("end", name, word, phase, self.micro_batch))
+                event = forward[self.micro_batch]
+            self._on_event(event)
             if torch.is_grad_enabled():
-                self._hook_outputs(name, grad_word, output)
+                self._hook_outputs(gradient, output)
 
         return end
 
-    def _hook_outputs(self, name: str, word: str, output: Any) -> None:
-        fired = False
-        micro_batch = self.micro_batch if self._trains() else -1
-        link = self._link
-
-        def grad(_: torch.Tensor) -> None:
-            nonlocal fired
-            if not fired:
-                fired = True
-                clock = link.clock()
-                if clock is not None:
-                    clock._watch_backward()
-                    clock._on_event(Event("grad", name, word, Phase.BWD, micro_batch))
-                elif not link.closed:
-                    raise ContractError(
-                        "a backward through a prepared model that nobody holds any more; keep its optimizer"
-                    )
-
-        seen: set[int] = set()
-        for tensor in tensors_of(output):
+    def _hook_outputs(self, gradient: Callable[[_Call, torch.Tensor], None], output: Any) -> None:
+        hook = functools.partial(gradient, _Call(self.micro_batch if self._trains() else -1))
+        outputs = (output,) if isinstance(output, torch.Tensor) else {id(t): t for t in tensors_of(output)}.values()
+        for tensor in outputs:
             # A leaf would keep the hook for ever; it is a parameter or an input, whose gradient is no output's.
-            if tensor.requires_grad and tensor.grad_fn is not None and id(tensor) not in seen:
-                seen.add(id(tensor))
-                tensor.register_hook(self._wrap(grad))  # type: ignore[no-untyped-call]
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _watch_backward(self) -> None:
+    def tell(self, event: Event) -> None:
+        """Call `on_event`; nothing after `close`."""
+        self._on_event(event)
+
+    def watch_backward(self) -> None:
+        """A backward runs: its end will be an event."""
         if not self._callback_due:
             self._callback_due = True
             if self._in_one:
@@ -224,6 +232,23 @@ class MomentClock:
             self._callback_due = False
             self._turns += 1
             self._on_event(Event("backward-end", "", "backward-end", Phase.BWD, self.micro_batch))
+
+
+def _gradient_hook(name: str, link: _Link) -> Callable[[_Call, torch.Tensor], None]:
+    events = _Events("grad", name, Phase.BWD)
+
+    def gradient(call: _Call, _: torch.Tensor) -> None:
+        if call.fired:
+            return
+        call.fired = True
+        clock = link.clock()
+        if clock is not None:
+            clock.watch_backward()
+            clock.tell(events[call.micro_batch])
+        elif not link.closed:
+            raise ContractError("a backward through a prepared model that nobody holds any more; keep its optimizer")
+
+    return gradient
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
@@ -241,8 +266,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_of(getattr(value, item.name, None))
 
 
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside backward
 
 
 def _ignore(_: Event) -> None:

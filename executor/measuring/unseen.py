@@ -11,10 +11,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 __all__ = ["Watching", "unseen"]
 
 
+_AS_IT_IS = contextlib.nullcontext()
+
+
+def unrecorded() -> contextlib.AbstractContextManager[object]:
+    """Autograd records nothing of what runs inside."""
+    return torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
+
+
 def unseen() -> contextlib.AbstractContextManager[object]:
     """The engine's own operators must not be counted: no dispatch mode sees what runs inside."""
     if torch._C._len_torch_dispatch_stack() == 0:
-        return contextlib.nullcontext()
+        return _AS_IT_IS
     return _disable_current_modes()
 
 

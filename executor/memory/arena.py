@@ -177,12 +177,12 @@ class Arena:
 
     def set_tide(self, size_bytes: int) -> None:
         """Non-model bytes the gpu has to leave room for from now on. Raises PlanError if it cannot."""
+        if size_bytes == self._ledger.tide_bytes:  # only the compute queue changes it
+            return
         with self._lock:
             change = self._ledger.set_tide(size_bytes)
-            if change:
-                self.log.note(Place.GPU, "non-model", change, -1, "")
-        if change:
-            self.backend.room(self.gpu_budget_bytes - self._buffer_bytes - size_bytes)
+            self.log.note(Place.GPU, "non-model", change, -1, "")
+        self.backend.room(self.gpu_budget_bytes - self._buffer_bytes - size_bytes)
 
     def empty(self) -> None:
         """Give all memory back; the arena is of no further use."""

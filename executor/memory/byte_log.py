@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from pstar_sim.core.ledger import Ledger
 from pstar_sim.core.step import Place
@@ -12,8 +12,7 @@ from pstar_sim.core.step import Place
 __all__ = ["ByteChange", "ByteLog"]
 
 
-@dataclass(frozen=True, slots=True)
-class ByteChange:
+class ByteChange(NamedTuple):
     """`place` holds `change` more bytes of `category` from `time_s` on; payload: of which list of which chunk.
 
     mark: what the compute queue had last told the log (`ByteLog.mark`).

@@ -10,15 +10,13 @@ Here lists move between the places. Where parameters can be read is `values.py`'
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from executor.memory.arena import Arena
 from executor.memory.chunk_state import ChunkState
 from executor.memory.exchange import Exchange, Wire
 from executor.memory.gradients import Gradients
 from executor.memory.slots import Slots
 from executor.memory.update import Norms, Update, Updating
-from executor.memory.values import Values
+from executor.memory.values import Changed, Values
 from pstar_sim.core.effects import OTHERS
 from pstar_sim.core.step import Kind, Place, Queue, Step
 from pstar_sim.errors import PlanError
@@ -31,15 +29,14 @@ GPU, HOST = Place.GPU, Place.HOST
 class Contents:
     """Payload contents of one plan's chunks.
 
-    wire: to the other ranks, None on one. changed(chunk): called whenever the gpu working list of a chunk becomes, or
-    ceases to be, readable.
+    wire: to the other ranks, None on one. changed: see `Values`.
 
     Attributes:
         chunks: state of each chunk.
         steps_taken: tensor -> number of updates it has had.
     """
 
-    def __init__(self, arena: Arena, changed: Callable[[int], None], wire: Wire | None = None) -> None:
+    def __init__(self, arena: Arena, changed: Changed, wire: Wire | None = None) -> None:
         self.arena = arena
         self.sliced = arena.sliced
         self.layout = arena.layout

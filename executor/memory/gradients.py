@@ -27,6 +27,7 @@ class Gradients:
         self.slots = slots
         self.chunks = chunks
         self.values = values
+        self._slots: dict[tuple[int, str], torch.Tensor] = {}  # on the gpu, where gradients go to
 
     def accept(self, tensor: int, gradient: torch.Tensor, list_name: str) -> None:
         """Move a gradient that just became final into `list_name` of its chunk on the gpu; adds to one that is
@@ -45,10 +46,17 @@ class Gradients:
                 )
             target = self.slots.whole(tensor, list_name)
         else:
-            target = self.slots.at(GPU, tensor, list_name)
+            target = self._slot(tensor, list_name)
         self.put(chunk, mine, tensor, target, gradient.reshape(-1))
         if list_name == "param":
-            self.values.changed(chunk)
+            self.values.changed(chunk, (tensor,))
+
+    def _slot(self, tensor: int, list_name: str) -> torch.Tensor:
+        """The slot on the gpu, made once: views stay valid whether the payload has memory or not."""
+        found = self._slots.get((tensor, list_name))
+        if found is None:
+            found = self._slots[tensor, list_name] = self.slots.at(GPU, tensor, list_name)
+        return found
 
     def put(self, chunk: int, mine: set[int], tensor: int, target: torch.Tensor, gradient: torch.Tensor) -> None:
         """Add to the gradient in the slot, or write the first over what is there; mine: of the slot's list."""

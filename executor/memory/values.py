@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
+from typing import Protocol
 
 from executor.memory.arena import Arena
 from executor.memory.chunk_state import ChunkState
@@ -10,17 +11,22 @@ from executor.memory.slots import Slots
 from pstar_sim.core.step import Place, Queue
 from pstar_sim.errors import PlanError
 
-__all__ = ["Values"]
+__all__ = ["Changed", "Values"]
 
 GPU, HOST = Place.GPU, Place.HOST
 
 
-class Values:
-    """changed(chunk): called whenever the gpu working list of a chunk becomes, or ceases to be, readable."""
+class Changed(Protocol):
+    """See `Values`."""
 
-    def __init__(
-        self, arena: Arena, slots: Slots, chunks: Sequence[ChunkState], changed: Callable[[int], None]
-    ) -> None:
+    def __call__(self, chunk: int, tensors: Sequence[int] | None = None) -> None: ...
+
+
+class Values:
+    """changed(chunk, tensors): called whenever these tensors of the gpu's working list of a chunk (None: all of them)
+    become, or cease to be, readable."""
+
+    def __init__(self, arena: Arena, slots: Slots, chunks: Sequence[ChunkState], changed: Changed) -> None:
         self.arena = arena
         self.slots = slots
         self.chunks = chunks
@@ -28,16 +34,16 @@ class Values:
 
     def holds(self, chunk: int) -> bool:
         """The gpu holds the current values of the chunk, all of them."""
-        state = self.chunks[chunk]
-        return self.arena.has(GPU, chunk, "param") and GPU in state.current and (state.whole or not self.arena.sliced)
+        return self.readable(chunk) and self.arena.has(GPU, chunk, "param")
 
-    def readable(self, tensor: int) -> bool:
-        """The gpu holds the parameter's current value."""
-        chunk = self.slots.chunk_of(tensor)
+    def readable(self, chunk: int) -> bool:
+        """The gpu's working list holds current values, but for those of `overwritten`."""
         state = self.chunks[chunk]
-        if self.arena.sliced and not state.whole:
-            return False
-        return GPU in state.current and tensor not in state.gradients.get((GPU, "param"), ())
+        return GPU in state.current and (state.whole or not self.arena.sliced)
+
+    def overwritten(self, chunk: int) -> Collection[int]:
+        """Tensors of the chunk that have a gradient in place of their value on the gpu."""
+        return self.chunks[chunk].gradients.get((GPU, "param"), ())
 
     def restore(self, place: Place, tensor: int) -> None:
         """Rewrite the slot of a working list from the master copy, which may be at the other place."""

@@ -46,17 +46,18 @@ class Program:
         self.compiled = compiled = program.Program.of(plan) if plan.steps else program.NO_STEPS
         self.after = compiled.waits
         self.order = dict(zip(compiled.queues, compiled.order))
-        self.wakes: list[set[Queue]] = [set() for _ in plan.steps]  # queues that have a step after this one
+        self.wakes: list[set[Queue]] = [set() for _ in plan.steps]  # other queues that have a step after this one
         for step, waits in zip(plan.steps, compiled.waits):
             for j, _ in waits:
-                self.wakes[j].add(step.queue)
+                if plan.steps[j].queue is not step.queue:
+                    self.wakes[j].add(step.queue)
         unknown = set(self.order) - {Queue.COMPUTE, *SIDE_QUEUES}
         if unknown:
             raise PlanError(f"this executor has no queue {', '.join(sorted(unknown))}")
         self.done = [-1] * len(plan.steps)
 
     def ready(self, i: int, iteration: int) -> bool:
-        return not self.compiled.missing(i, iteration, self.done)
+        return not self.after[i] or not self.compiled.missing(i, iteration, self.done)
 
     def missing(self, i: int, iteration: int) -> list[int]:
         """Positions of the steps that step i still waits for."""
@@ -234,7 +235,7 @@ class QueuesBase:
 
     @property
     def short(self) -> OutOfMemory | None:
-        return next(iter(self._short.values()), None)
+        return next(iter(self._short.values())) if self._short else None
 
     @property
     def program(self) -> Program | None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pstar_sim.core.step import Step
 
 __all__ = ["IterationLog", "StepLog"]
 
 
-@dataclass(slots=True)
-class StepLog:
+class StepLog(NamedTuple):
     """One step of one iteration, times by the session's clock. copied_bytes: counted in the copy primitive while it
     ran."""
 

@@ -70,6 +70,7 @@ class ThreadQueues(QueuesBase):
         self._waiting: set[Queue] = set()
         self._ended_here = threading.Condition(self._lock)  # for steps that wait for others (await_steps)
         self._crew.conditions = [*self._conditions.values(), self._ended_here]
+        self._awaited = 0  # calls of `await_steps` that have not returned
         self._ended_steps = 0
 
     def renew(self) -> ThreadQueues:
@@ -185,13 +186,17 @@ class ThreadQueues(QueuesBase):
 
     def await_steps(self, steps: Sequence[int], iteration: int) -> None:
         with self._lock:
-            while any(self._program.done[i] < iteration for i in steps):
-                if self._failure is not None:
-                    raise self._failure
-                if self._crew.stopping:
-                    raise PlanError("the queues were stopped while a step waited for another")
-                self._look_at_threads()
-                self._ended_here.wait(min(self._watchdog_s, _LOOK_S))
+            self._awaited += 1
+            try:
+                while any(self._program.done[i] < iteration for i in steps):
+                    if self._failure is not None:
+                        raise self._failure
+                    if self._crew.stopping:
+                        raise PlanError("the queues were stopped while a step waited for another")
+                    self._look_at_threads()
+                    self._ended_here.wait(min(self._watchdog_s, _LOOK_S))
+            finally:
+                self._awaited -= 1
 
     def fail(self, error: BaseException) -> None:
         with self._lock:
@@ -200,6 +205,8 @@ class ThreadQueues(QueuesBase):
 
     def wait(self, i: int, iteration: int) -> int | None:
         program = self._program
+        if self._failure is None and program.ready(i, iteration):
+            return None  # without the lock: what has ended has ended
         waited_for: int | None = None
 
         def ready() -> bool:
@@ -216,8 +223,12 @@ class ThreadQueues(QueuesBase):
         return None
 
     def ended(self, i: int, iteration: int) -> None:
-        with self._lock:
-            self._mark(i, iteration)
+        """[Note: who is woken] The lock is for those that look, find nothing and go to sleep. Where no other queue has
+        a step after this one, only `await_steps` may be asleep for it; that counts itself before it looks."""
+        self._program.done[i] = iteration
+        if self._program.wakes[i] or self._awaited:
+            with self._lock:
+                self._mark(i, iteration)
 
     def settle(self, iteration: int) -> None:
         side = [i for queue in SIDE_QUEUES for i in self._program.order.get(queue, ())]

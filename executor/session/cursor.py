@@ -11,11 +11,11 @@ in `contract.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 from executor.session.refusals import Refusal, refused
 from pstar_sim.workload.workload import Phase
@@ -23,7 +23,13 @@ from pstar_sim.workload.workload import Phase
 __all__ = ["TABLE", "Act", "Answer", "Cursor", "Fact", "Facts", "State", "act_of", "answer"]
 
 
-class State(Enum):
+class _Word(Enum):
+    """Members are single objects: hashed as such, which the table is asked with at every event."""
+
+    __hash__ = object.__hash__
+
+
+class State(_Word):
     """Where the loop stands.
 
     BETWEEN: no iteration is open: from the end of `optimizer.step()` to the next first event.
@@ -42,7 +48,7 @@ class State(Enum):
     CLOSED = "closed"
 
 
-class Act(Enum):
+class Act(_Word):
     """What the loop does: the clock's events, then what is called."""
 
     FORWARD = "a module's forward begins"
@@ -61,7 +67,7 @@ class Act(Enum):
     LOOK = "values are looked at while nothing moves"
 
 
-class Answer(Enum):
+class Answer(_Word):
     """What comes of it.
 
     FOLLOW: go to the moment of the plan that the event opens.
@@ -94,7 +100,7 @@ class Answer(Enum):
     ALLOW = "allow"
 
 
-class Fact(Enum):
+class Fact(_Word):
     """What the table asks, beside the state."""
 
     TRAINS = "trains"
@@ -150,7 +156,10 @@ class Fact(Enum):
 class Facts(Protocol):
     """Answers what the table asks, each only where a row needs it. Words of `refusals.TEXTS` are attributes besides."""
 
-    def holds(self, fact: Fact) -> bool: ...
+    @property
+    def asks(self) -> Mapping[Fact, Callable[[Any], bool]]:
+        """How each fact is asked of these facts."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +175,8 @@ def _row(when: str, then: Answer | Refusal) -> Row:
 
 
 _FORWARD = (
-    _row("trains switched", Refusal.SWITCHED_FORWARD),
-    _row("trains outside", Refusal.OUTSIDE),
+    _row("switched trains", Refusal.SWITCHED_FORWARD),
+    _row("outside trains", Refusal.OUTSIDE),
     _row("given_up arrived", Refusal.OUT_OF_MEMORY),
 )
 _GRADIENT = (
@@ -279,9 +288,10 @@ _KINDS = {"end": Act.END, "grad": Act.GRADIENT, "backward-end": Act.BACKWARD_END
 
 def answer(state: State, act: Act, facts: Facts) -> Answer:
     """What comes of it. Raises ContractError where the table refuses."""
+    asks = facts.asks
     for row in TABLE[state, act]:
-        for fact, holds in row.when:
-            if facts.holds(fact) is not holds:
+        for fact, wanted in row.when:
+            if asks[fact](facts) is not wanted:
                 break
         else:
             if isinstance(row.then, Refusal):

@@ -57,8 +57,9 @@ class ActFacts:
         self.keeps = keeps
         self._what = what
 
-    def holds(self, fact: Fact) -> bool:
-        return _FACTS[fact](self)
+    @property
+    def asks(self) -> Mapping[Fact, Callable[[ActFacts], bool]]:
+        return _FACTS
 
     # -- words --------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from executor.contract import raw_grad, set_raw_grad
 from executor.hooks import Event
-from executor.measuring.unseen import unseen
+from executor.measuring.unseen import unrecorded, unseen
 from executor.scaling import LossScaling
 from executor.session.batches import Batches
 from executor.session.cursor import Answer
@@ -119,20 +119,21 @@ class Following:
     def moment_of(self, event: Event) -> int | None:
         """The moment that the event opens on plan: the next one, or a later one where this rank has nothing to compute
         before it."""
-        host = self.host
-        following = host.cursor.moment + 1
-        if host.timetable.on_demand_only:
+        host, table = self.host, self.host.timetable
+        if table.on_demand_only:
             return None
-        if host.timetable.names[following] == event.name:
+        following = host.cursor.moment + 1
+        if table.names[following] == event.name:
             return following
         return None if host.absent is None else host.absent.moment_of(event)
 
     def weigh(self, event: Event, found: Answer) -> None:
-        """[Note: the weight of a rank] in distributed/ranks.py, for the micro-batch that begins where the plan has it,
-        whether its batch may run on plan or not."""
+        """On several ranks: [Note: the weight of a rank] in distributed/ranks.py, for the micro-batch that begins where
+        the plan has it, whether its batch may run on plan or not."""
         host = self.host
-        if host.ranks is None or event.kind != "begin" or event.module != "":
+        if event.kind != "begin" or event.module != "":
             return
+        assert host.ranks is not None
         if found in (Answer.FOLLOW, Answer.LEAVE) and self.moment_of(event) is not None:
             begun_s = self._clock()
             self._weight = host.ranks.weight(host.batches.samples)
@@ -141,56 +142,57 @@ class Following:
     def follow(self, event: Event) -> None:
         """Go to the moment that the event opens."""
         host = self.host
+        table = host.timetable
         following = self.moment_of(event)
         assert following is not None
-        if event.kind == "begin" and event.module == "" and not host.batches.planned:
+        if event.module == "" and event.kind == "begin" and not host.batches.planned:
             host.note_deviation("a batch of another shape than planned (it fits the plan's tide and runs on plan)")
         if host.absent is not None:
             host.absent.pass_to(following)
         self.advance(following)
-        if (event.phase is Phase.FWD and event.kind == "end" and event.module == "") or event.kind == "backward-end":
-            host.reader.set_open(bool(host.timetable.reads[following]) and not host.updates.running)
-        elif event.kind != "step":
+        if event.module == "" and (event.kind == "backward-end" or (event.kind == "end" and event.phase is Phase.FWD)):
+            host.reader.set_open(bool(table.reads[following]) and not host.updates.running)
+        elif event.kind != "step" and not host.reader.is_open:
             host.reader.set_open(True)
 
     def advance(self, moment: int) -> None:
         """End the open moment, run the compute queue up to `moment`, begin it."""
         host = self.host
-        k, table = host.iteration, host.timetable
+        k, table, queues, arena, steps = host.iteration, host.timetable, host.queues, host.arena, host.steps
         ready_s = self._clock()
         if host.cursor.moment >= 0:
             self._end_moment(ready_s)
         else:
             self.begin_iteration()
         for i in table.before[moment]:
-            host.steps.run_inline(i, k)
+            steps.run_inline(i, k)
         i = table.compute[moment]
-        waited_for = host.queues.wait(i, k)
-        for chunk in table.reads[moment]:
-            host.queues.land(chunk)
-        host.arena.log.mark("in", moment)
-        host.arena.set_tide(table.peaks[moment])
-        host.stashes.at(moment)
-        for chunk in table.reads[moment]:
+        waited_for = queues.wait(i, k)
+        reads = table.reads[moment]
+        for chunk in reads:
+            queues.land(chunk)
+        arena.log.mark("in", moment)
+        arena.set_tide(table.peaks[moment])
+        if table.stashes:
+            host.stashes.at(moment)
+        for chunk in reads:
             if not host.contents.values.holds(chunk):
                 raise PlanError(
                     f"moment {moment} ({table.names[moment]}) reads chunk {chunk}, which the gpu does not hold"
                 )
         host.cursor.moment = moment
         host.now.outstanding = set(table.due[moment])
-        host.steps.begin(i, k, ready_s, waited_for, take=False)
+        steps.begin(i, k, ready_s, waited_for, take=False)
 
     def _end_moment(self, now_s: float) -> None:
         host = self.host
-        k, table, moment = host.iteration, host.timetable, host.cursor.moment
+        k, table, queues, arena, moment = host.iteration, host.timetable, host.queues, host.arena, host.cursor.moment
         i = table.compute[moment]
-        host.queues.before_end(i, k)
-        following = table.following_peak(moment)
-        host.arena.log.mark("after", moment)
-        if following < table.peaks[moment]:
-            host.arena.set_tide(following)
+        queues.before_end(i, k)
+        arena.log.mark("after", moment)
+        arena.set_tide(table.between[moment])
         host.steps.ended(i, k, now_s)
-        host.queues.ended(i, k)
+        queues.ended(i, k)
 
     def end_last_moment(self) -> None:
         """The optimizer's moment ends, and with it the iteration's compute."""
@@ -202,7 +204,7 @@ class Following:
         """The open moment's step will not end as the plan has it: the iteration left the plan."""
         host = self.host
         if host.cursor.moment >= 0 and not host.timetable.on_demand_only:
-            host.steps.forget(host.timetable.compute[host.cursor.moment], host.iteration)
+            host.steps.forget(host.timetable.compute[host.cursor.moment])
         host.now.outstanding = set()
 
     # -- iterations ---------------------------------------------------------------------------------------------------
@@ -267,7 +269,7 @@ class Following:
             return
         grad = raw_grad(parameter)
         assert grad is not None
-        with unseen(), torch.no_grad():
+        with unseen(), unrecorded():
             if host.cursor.off_plan:
                 if self.takes_norms:
                     torch.linalg.vector_norm(grad, dtype=torch.float32)

@@ -162,9 +162,11 @@ class Loop:
         if host.closed:
             return
         act = act_of(event.kind, event.phase)
+        at_work = host.at_work
         if act is not Act.STEP:
-            host.at_work.outermost()
-            if host.at_work.torn:
+            if at_work.depth:
+                at_work.outermost()
+            if at_work.torn:
                 self.require_running()
         try:
             found = self.ask(act, event)
@@ -175,13 +177,14 @@ class Loop:
         if found is Answer.MEND:
             self.mend()
             found = self.ask(act, event)
-        with host.at_work:
-            self._on_event(event, act, found)
+        with at_work:
+            self._carry_out(event, act, found)
 
-    def _on_event(self, event: Event, act: Act, found: Answer) -> None:
+    def _carry_out(self, event: Event, act: Act, found: Answer) -> None:
         host = self.host
-        if host.cursor.moment >= 0:
-            for watch in host.watches:
+        watches = host.watches
+        if watches and host.cursor.moment >= 0:
+            for watch in watches:
                 watch.closes(host.cursor.moment)
         if host.warming is not None:
             host.warming.on_event(event, found)
@@ -197,7 +200,8 @@ class Loop:
             if found is Answer.STAY:
                 host.demand.on_event(event, found)
                 return
-            host.following.weigh(event, found)
+            if host.ranks is not None:
+                host.following.weigh(event, found)
             try:
                 if found is Answer.FOLLOW:
                     host.following.follow(event)
@@ -208,10 +212,11 @@ class Loop:
                     host.following.follow(event)
             if found is not Answer.FOLLOW:
                 host.demand.on_event(event, found)
-        host.stashes.settle()
+        if host.timetable.stashes:
+            host.stashes.settle()
         if act is Act.BACKWARD_END:
             host.now.backwards += 1
-        for watch in host.watches:
+        for watch in watches:
             watch.opens()
 
     def see_batch(self, args: Any, kwargs: Any) -> None:

@@ -73,15 +73,16 @@ class Reader:
 
     # -- which parameters may be read as they stand -------------------------------------------------------------------
 
-    def refresh(self, chunk: int) -> None:
-        """The chunk's working list became readable, or ceased to be: put its parameters into the class that says so."""
-        host = self.host
+    def refresh(self, chunk: int, tensors: Sequence[int] | None = None) -> None:
+        """The chunk's working list (or these tensors of it) became readable, or ceased to be: put the parameters into
+        the class that says so."""
+        host, parameters = self.host, self.parameters
         with self._classes:
-            updated = host.updates.begun
-            for t in host.timetable.tensors_of[chunk]:
-                readable = self.is_open and chunk not in host.queues.in_flight and host.contents.values.readable(t)
-                readable = readable and t not in updated
-                self.parameters[t].__class__ = ChunkParameter if readable else ParkedParameter
+            readable = self.is_open and chunk not in host.queues.in_flight and host.contents.values.readable(chunk)
+            overwritten, updated = host.contents.values.overwritten(chunk), host.updates.begun
+            for t in host.timetable.tensors_of[chunk] if tensors is None else tensors:
+                as_it_stands = readable and t not in overwritten and t not in updated
+                parameters[t].__class__ = ChunkParameter if as_it_stands else ParkedParameter
 
     def set_open(self, open_: bool) -> None:
         """Whether a module runs."""

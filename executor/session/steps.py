@@ -57,12 +57,15 @@ class Steps:
 
     def __init__(self, host: Host, clock: Callable[[], float]) -> None:
         self.host = host
+        self._plan_steps = host.plan.steps
         self._clock = clock
         self.logs: deque[IterationLog] = deque(maxlen=KEPT_ITERATIONS)
         self.span_log: deque[StepLog] = deque(maxlen=KEPT_ITERATIONS * max(1, len(host.plan.steps)))
         self.moved = Moved(host.backend.copied_bytes)
         self.first_s = clock()
-        self._begun: dict[tuple[int, int], StepLog] = {}
+        self._begun: dict[int, tuple[float, float, str]] = {}  # step -> when it was ready, when it began, and why then
+        self._copied: dict[int, int] = {}  # step that copies -> bytes
+        self._last_moment = len(host.timetable.names) - 1
         self._most_changes = KEPT_CHANGES
 
     def start(self) -> None:
@@ -78,21 +81,22 @@ class Steps:
         self.host.reader.refresh(chunk)
 
     def begin(self, i: int, iteration: int, ready_s: float, waited_for: int | None, *, take: bool = True) -> None:
-        host = self.host
-        step = host.plan.steps[i]
         start_s = self._clock()
-        cause = ""
-        if waited_for is not None:
-            other = host.plan.steps[waited_for]
-            barrier = other.kind is Kind.COMPUTE and other.moment == len(host.timetable.names) - 1
-            cause = "barrier" if barrier else other.queue.value
-        self._begun[i, iteration] = StepLog(step, iteration, ready_s or start_s, start_s, cause)
-        if take and step.stash is None:
-            host.contents.begin(step)
+        cause = "" if waited_for is None else self._cause(waited_for)
+        self._begun[i] = (ready_s or start_s, start_s, cause)
+        if take:
+            step = self._plan_steps[i]
+            if step.stash is None:
+                self.host.contents.begin(step)
+
+    def _cause(self, waited_for: int) -> str:
+        other = self._plan_steps[waited_for]
+        barrier = other.kind is Kind.COMPUTE and other.moment == self._last_moment
+        return "barrier" if barrier else other.queue.value
 
     def work(self, i: int, iteration: int) -> None:
         host = self.host
-        step = host.plan.steps[i]
+        step = self._plan_steps[i]
         ahead_bytes = 0
         if step.kind in COPIES:
             before = host.stashes.copied_bytes(step.queue)
@@ -108,11 +112,11 @@ class Steps:
                 host.contents.work(step, host.now.update_of(iteration), lambda: host.updates.norms(iteration))
         if step.kind in COPIES:
             copied_bytes = host.stashes.copied_bytes(step.queue) - before
-            self._begun[i, iteration].copied_bytes = copied_bytes + ahead_bytes
+            self._copied[i] = copied_bytes + ahead_bytes
             self.moved.step(iteration, step.queue.value, copied_bytes + ahead_bytes)
 
     def finish(self, i: int, iteration: int) -> None:
-        step = self.host.plan.steps[i]
+        step = self._plan_steps[i]
         if step.stash is None:
             self.host.contents.finish(step)
         self.ended(i, iteration, self._clock())
@@ -120,8 +124,9 @@ class Steps:
     # -- the user's thread --------------------------------------------------------------------------------------------
 
     def ended(self, i: int, iteration: int, end_s: float) -> None:
-        self._begun[i, iteration].end_s = end_s
-        self.span_log.append(self._begun.pop((i, iteration)))
+        ready_s, start_s, cause = self._begun.pop(i)
+        copied_bytes = self._copied.pop(i, 0)
+        self.span_log.append(StepLog(self._plan_steps[i], iteration, ready_s, start_s, cause, end_s, copied_bytes))
 
     def run_inline(self, i: int, iteration: int) -> None:
         """A step of the compute queue that is not a moment."""
@@ -134,9 +139,9 @@ class Steps:
         self.finish(i, iteration)
         queues.ended(i, iteration)
 
-    def forget(self, i: int, iteration: int) -> None:
+    def forget(self, i: int) -> None:
         """The step has begun and will not end as the plan has it."""
-        self._begun.pop((i, iteration), None)
+        self._begun.pop(i, None)
 
     def close_iteration(self, iteration: int, *, on_plan: bool) -> None:
         """The iteration's compute is over."""

@@ -24,7 +24,9 @@ class Timetable:
         names: moment -> event that opens it.
         peaks: moment -> non-model bytes at its peak.
         cut_tide: non-model bytes between two iterations.
+        between: moment -> non-model bytes between it and the next, over the border of the iteration.
         cut: (place, chunk, list) of what is resident between two iterations.
+        stashes: number of stashes of activations.
         micro_batch: moment -> micro-batch it belongs to.
         reads: moment -> chunks that it reads.
         uses: chunk -> moments that read it.
@@ -48,7 +50,9 @@ class Timetable:
         self.names = [m.name for m in w.moments]
         self.peaks = [m.peak_bytes for m in w.moments]
         self.cut_tide = min(self.peaks[-1], self.peaks[0])
+        self.between = [min(here, self.peaks[(m + 1) % len(self.peaks)]) for m, here in enumerate(self.peaks)]
         self.cut = frozenset((r.place, r.chunk, r.list) for r in plan.initial)
+        self.stashes = len(w.stashes)
         self.micro_batch = [m.micro_batch for m in w.moments]
         self.chunk_of = layout.chunk_of
         self.tensors_of = [[s.tensor for s in c.slots] for c in layout.chunks]
@@ -82,10 +86,6 @@ class Timetable:
     def gradient_list(self, moment: int, tensor: int) -> str:
         """The list that a gradient of the tensor goes to in `moment`."""
         return self.goes_to[self.chunk_of[tensor], self.micro_batch[moment]]
-
-    def following_peak(self, moment: int) -> int:
-        """Peak of the moment behind this one, over the border of the iteration."""
-        return self.peaks[(moment + 1) % len(self.peaks)]
 
     def read_in(self, name: str) -> set[int]:
         """Chunks that moments of this name read."""

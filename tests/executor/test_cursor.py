@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import string
 from collections.abc import Iterator
@@ -25,8 +26,7 @@ class Said:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def holds(self, fact: Fact) -> bool:
-        return self.world[fact]
+    asks = {fact: functools.partial(lambda fact, said: said.world[fact], fact) for fact in Fact}
 
     def __getattr__(self, name: str) -> str:
         return f"<{name}>"

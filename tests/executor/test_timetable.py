@@ -39,7 +39,7 @@ def test_moments_of_a_chain() -> None:
     assert table.names[:2] == ["begin:layers.0", "begin:layers.1"] and table.names[-2:] == ["grad:layers.0", "step"]
     assert table.peaks == [n * MIB for n in (1, 2, 3, 3, 2, 1, 0)]
     assert table.cut_tide == 0  # the step's, below the first moment's
-    assert [table.following_peak(m) // MIB for m in (0, 2, 6)] == [2, 3, 1]
+    assert table.between == [n * MIB for n in (1, 2, 3, 2, 1, 0, 0)]
     assert table.reads == [(0,), (1,), (2,), (2,), (1,), (0,), ()]
     assert table.uses == [[0, 5], [1, 4], [2, 3]]
     assert table.tensors_of == [[0], [1], [2]] and table.trainable == {0, 1, 2}
