@@ -40,7 +40,7 @@ class ByteText:
             )
         parts: list[bytes] = []
         size = 0
-        for file in sorted(p for p in folder.rglob("*") if p.suffix in _SUFFIXES and p.is_file()):
+        for file in _texts(folder):
             content = file.read_bytes()
             parts.append(content)
             size += len(content)
@@ -67,6 +67,20 @@ class ByteText:
         while True:
             starts = torch.randint(0, len(self.bytes) - sequence, (batch, 1), generator=draw)
             yield self.bytes[starts + span].long()
+
+
+def _texts(folder: Path) -> Iterator[Path]:
+    """Its text files and those of its folders, in the order of their paths, one folder after the other: whoever stops
+    early has not walked the rest. No folder behind a link; one that may not be listed has none, as for `rglob`."""
+    try:
+        entries = sorted(folder.iterdir(), key=lambda entry: entry.name)
+    except PermissionError:
+        return
+    for entry in entries:
+        if entry.is_dir() and not entry.is_symlink():
+            yield from _texts(entry)
+        elif entry.suffix in _SUFFIXES and entry.is_file():
+            yield entry
 
 
 def open_data(spec: str | None) -> ByteText:

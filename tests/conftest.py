@@ -4,8 +4,10 @@ Two layers of 1,024 bf16 parameters, a chunk each (2,048 bytes). Moments: 0 FWD 
 3 BWD layer 0, 4 step. The tide peaks at 10, 30, 40, 20, 10 bytes.
 """
 
+import gc
 import importlib.util
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,11 +38,33 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         help="where a test of the executor opens the virtual accelerator, it gets the one with asynchronous streams, "
         "each with random delays; tests that bring queues or count threads of their own are not made for it",
     )
+    parser.addoption(
+        "--whole",
+        action="store_true",
+        help="all steps, seeds and instances, where a test runs fewer of them otherwise (its docstring says so)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.hasplugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, which is not installed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first, the longest of all before them: workers of pytest-xdist take work from the end of
+    each other's list, so no worker is left with a long test, nor with half of a file whose fixture starts processes."""
+    length: dict[Path, int] = {}
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        length[item.path] = max(length.get(item.path, 0), ("slow" in marks) + ({"slow", "timeout"} <= marks))
+    items.sort(key=lambda item: -length[item.path])
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests live as long as the process: the collector need not look at them at each `gc.collect()` of a
+    test, nor a forked process when it ends."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -66,6 +90,12 @@ def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables have the width that they have in a pipe, whatever the terminal is that the tests run in (workers of
     pytest-xdist are told its width)."""
     monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.fixture(scope="session")
+def whole(request: pytest.FixtureRequest) -> bool:
+    """With --whole: nothing is thinned."""
+    return bool(request.config.getoption("--whole"))
 
 
 TEXT = """

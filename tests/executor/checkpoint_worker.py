@@ -4,6 +4,7 @@ FOLDER LIMIT_S`; writes FOLDER/CASE.RANK.json. The same twice, from one process'
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import sys
@@ -22,19 +23,19 @@ import executor
 from executor.saving.manifest import MANIFEST
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CheckpointError
+from pstar_sim.workload.workload import Workload
 
 CASES = {"tide": torch.float32, "zero3_resident": torch.bfloat16, "all_on_gpu": torch.float32}
+CAPTURED: dict[torch.dtype, Workload] = {}
 
 
 def prepared(policy: str, dtype: torch.dtype, ranks: int, group: Any, weights: Any = None) -> Any:
     """(model, optimizer, batches of a rank)."""
     model, draw = kit.build("gpt2")
-    plan = tight_plan(
-        policy,
-        kit.workload_of(model.to(dtype), draw(torch.Generator().manual_seed(9))),
-        Settings(clip=False, update="step"),
-        ranks,
-    )
+    model.to(dtype)
+    if dtype not in CAPTURED:
+        CAPTURED[dtype] = kit.workload_of(model, draw(torch.Generator().manual_seed(9)))
+    plan = tight_plan(policy, CAPTURED[dtype], Settings(clip=False, update="step"), ranks)
     spec = executor.AdamW(lr=1e-2, weight_decay=0.1)
     model, optimizer = executor.prepare(model, plan, spec, group=group, watchdog_s=5.0, weights=weights)
     return model, optimizer, draw
@@ -111,6 +112,8 @@ def both_wait(group: Any) -> None:
 
 def main() -> None:
     folder = Path(sys.argv[1])
+    kit.build("gpt2")  # imports transformers, before the fork
+    gc.freeze()  # what was imported: no process goes through it when it ends
     child = os.fork()
     rank = 0 if child else 1
     faulthandler.dump_traceback_later(int(sys.argv[2]), exit=True)

@@ -8,6 +8,7 @@ whose output goes to FOLDER/NAME.RANK.txt and whose end (exit code, seconds afte
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -151,6 +152,7 @@ class _Script(BaseException):
 
 def main() -> None:
     folder, limit_s = Path(sys.argv[1]), int(sys.argv[2])
+    gc.freeze()  # what was imported: no process goes through it when it ends
     running = 0
     for case in json.loads((folder / "cases.json").read_text()):
         if running == AT_ONCE:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import faulthandler
+import gc
 import json
 import multiprocessing
 import os
@@ -188,6 +189,9 @@ def main() -> None:
     processes, folder = int(sys.argv[1]), Path(sys.argv[2])
     cases = json.loads((folder / "cases.json").read_text())
     plans = dict(zip([case["name"] for case in cases], plans_of(cases)))
+    for name in {case.get("model", "mlp") for case in cases}:
+        kit.build(name)  # imports what it needs, before the fork
+    gc.freeze()  # what was imported: no process goes through it when it ends
     rank = 0
     children = []
     for other in range(1, processes):

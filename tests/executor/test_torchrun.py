@@ -1,9 +1,11 @@
-"""`torchrun -m executor PLAN --model M`: real processes started as a user starts them."""
+"""`torchrun -m executor PLAN --model M`: real processes started as a user starts them, by the README's own line."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +23,8 @@ from pstar_sim.workload.trace import load_trace
 
 pytestmark = pytest.mark.slow
 
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+(LINE,) = re.findall(r"^torchrun (.*)$", README, re.MULTILINE)  # of two.json and small.json, in two processes
 CONFIG = {
     "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 2, "n_head": 2, "n_embd": 64,
     "vocab_size": 256, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
@@ -29,12 +33,9 @@ CONFIG = {
 MACHINE = '[machines.two]\ngpu = "virtual"\ngpus = 2\nlink = "virtual"\nhost = "virtual"\n'
 
 
-def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def torchrun(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [
-            *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-            *("-m", "executor", *arguments),
-        ],
+        [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *shlex.split(LINE), *more],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         cwd=folder,
         capture_output=True,
@@ -44,7 +45,7 @@ def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_two_processes_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config, trace, machine, file = (tmp_path / name for name in ("gpt2.json", "t.parquet", "two.toml", "plan.json"))
+    config, trace, machine, file = (tmp_path / name for name in ("small.json", "t.parquet", "two.toml", "two.json"))
     config.write_text(json.dumps(CONFIG))
     machine.write_text(MACHINE)
     model = f"hf:{config}"
@@ -54,7 +55,7 @@ def test_two_processes_from_the_command_line(tmp_path: Path, capsys: pytest.Capt
     capsys.readouterr()
     kept = ["--timeline", "run.{rank}.json", "--perfetto", "lanes.json", "--plot", "tide.{rank}.png"]
     kept += ["--record", "rec.pq"]
-    done = torchrun(tmp_path, str(file), "--model", model, "--steps", "3", "--json", *kept)
+    done = torchrun(tmp_path, "--json", *kept)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(rows) == 1  # the first rank speaks for all
@@ -65,7 +66,7 @@ def test_two_processes_from_the_command_line(tmp_path: Path, capsys: pytest.Capt
     assert max(said["peak_gpu_bytes"]) <= said["peak_gpu_bytes_at_most"]
 
     # What was kept: with {rank} in its name one file a rank, else the first rank's alone.
-    assert {p.name for p in tmp_path.iterdir()} - {"gpt2.json", "t.parquet", "two.toml", "plan.json"} == {
+    assert {p.name for p in tmp_path.iterdir()} - {"small.json", "t.parquet", "two.toml", "two.json"} == {
         "run.0.json", "run.1.json", "lanes.json", "tide.0.png", "tide.1.png", "rec.pq", "rec.toml",
     }  # fmt: skip
     for rank in range(2):
@@ -100,7 +101,7 @@ def test_two_processes_from_the_command_line(tmp_path: Path, capsys: pytest.Capt
     # A file that the second rank alone could not write: each says so, before anything is built.
     (tmp_path / "run.1.json").unlink()
     (tmp_path / "run.1.json").mkdir()
-    refused = torchrun(tmp_path, str(file), "--model", model, "--timeline", "run.{rank}.json")
+    refused = torchrun(tmp_path, "--timeline", "run.{rank}.json")
     assert refused.returncode == 1  # torchrun's own, of processes that ended with 2
     said_lines = [line for line in refused.stderr.splitlines() if line.startswith("pstar: ")]
     assert sorted(said_lines) == [

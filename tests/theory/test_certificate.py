@@ -121,13 +121,14 @@ def held_against(t: "exact.Tiny", *, simulate: bool) -> tuple[float, float] | No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(6))
-def test_bounds_are_below_the_exact_optimum_of_tiny_instances(part: int) -> None:
-    """6 x 50 random instances of two layers: joint LP <= fluid bound <= exact optimum; every fifth also <= every
-    policy's simulation."""
+def test_bounds_are_below_the_exact_optimum_of_tiny_instances(part: int, whole: bool) -> None:
+    """6 x 50 random instances of two layers (25 but for --whole): joint LP <= fluid bound <= exact optimum; every fifth
+    also <= every policy's simulation."""
     rng = random.Random(part)
-    ratios = [held_against(random_tiny(rng), simulate=i % 5 == 0) for i in range(50)]
+    instances = 50 if whole else 25
+    ratios = [held_against(random_tiny(rng), simulate=i % 5 == 0) for i in range(instances)]
     known = [r for r in ratios if r is not None]
-    assert len(known) >= 40
+    assert len(known) >= 0.8 * instances
     assert sum(r[1] for r in known) / len(known) > 0.75, "the bound says next to nothing"
 
 

@@ -29,6 +29,7 @@ NOT_RUN = {
     ".venv/bin/python -m pytest": "runs the suite that this test is part of",
     "pstar validate": "half a minute; a small part runs in test_validation_results.py",
     "pstar calibrate": "two minutes; shorter runs are in test_cli_calibrate.py and test_calibrate.py",
+    "torchrun ": "two processes; test_torchrun.py runs this line on a smaller model",
     "from dask.distributed": "needs a cluster and dask",
     "from pstar_sim.core.step import Place": "runs in test_contributing_example.py, which looks at its plans",
     "from pstar_sim.testing import check_policy": "runs in test_contributing_example.py, after the block above it",
