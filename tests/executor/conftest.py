@@ -367,6 +367,8 @@ def rows() -> Any:
 
 CAPTURED: dict[tuple[str, bool, torch.dtype], Workload] = {}
 """What `start` captured, by what it depends on: of one micro-batch."""
+PLANNED: dict[tuple[Any, ...], Plan] = {}
+"""And planned; not with `optimal`, whose search some tests replace."""
 
 
 @pytest.fixture
@@ -401,8 +403,11 @@ def start() -> Iterator[Callable[..., Run]]:
             key = (name, checkpointing, dtype)
             if key not in CAPTURED:
                 CAPTURED[key] = workload_of(model, draw(torch.Generator().manual_seed(9)), name=name)
-            w = repeat_micro_batch(CAPTURED[key], micro_batches)
-            plan = tight_plan(policy, w, Settings(update=update, clip=clip is not None))
+            row = (*key, micro_batches, policy, update, clip is not None)
+            if row not in PLANNED or policy.startswith("optimal"):
+                w = repeat_micro_batch(CAPTURED[key], micro_batches)
+                PLANNED[row] = tight_plan(policy, w, Settings(update=update, clip=clip is not None))
+            plan = PLANNED[row]
         spec = executor.AdamW(lr=1e-2, weight_decay=0.1, max_grad_norm=clip, eager=update == "eager")
         model, optimizer = executor.prepare(model, plan, spec, watchdog_s=5.0, **options)
         sessions.append(optimizer.session)

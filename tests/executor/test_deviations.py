@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import executor
-from pstar_sim.core.plan import Settings
+from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place
 from pstar_sim.errors import DoesNotFit
 
@@ -33,6 +33,10 @@ class Switch(nn.Module):
         return (x**2).mean()
 
 
+PLANNED: dict[tuple[Any, ...], Plan] = {}
+"""What `switch` planned, by what it depends on."""
+
+
 @pytest.fixture
 def switch(kit: Any) -> Iterator[Callable[..., Any]]:
     sessions: list[Any] = []
@@ -44,8 +48,11 @@ def switch(kit: Any) -> Iterator[Callable[..., Any]]:
         model = Switch()
         twin = copy.deepcopy(model)
         x = torch.randn(3, 48)
-        w = kit.workload_of(model, {"x": x}, micro_batches=micro_batches, name="switch")
-        plan = kit.tight_plan(policy, w, Settings(update=update, clip=clip is not None))
+        key = (policy, update, clip is not None, micro_batches)
+        if key not in PLANNED:
+            w = kit.workload_of(model, {"x": x}, micro_batches=micro_batches, name="switch")
+            PLANNED[key] = kit.tight_plan(policy, w, Settings(update=update, clip=clip is not None))
+        plan = PLANNED[key]
         spec = executor.AdamW(lr=1e-2, weight_decay=0.1, max_grad_norm=clip, eager=update == "eager")
         model, optimizer = executor.prepare(model, plan, spec, watchdog_s=5.0, **options)
         sessions.append(optimizer.session)

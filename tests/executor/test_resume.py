@@ -224,6 +224,27 @@ def losses(result: Any) -> list[tuple[int, float]]:
     return [(r.step, r.loss) for r in result.reports]
 
 
+def test_a_text_is_read_in_the_order_of_its_paths(tmp_path: Path) -> None:
+    """A folder's files stand where its name does; nothing behind a link to a folder, nothing without a known suffix."""
+    from executor.data import open_data
+
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "x.txt").write_text("x")
+    text = tmp_path / "text"
+    for name, content in {
+        "a.txt": "3",
+        "a/z.md": "1",
+        "a-b/c/y.py": "2",
+        "b.bin": "-",
+        "b/w": "-",
+        "c.txt": "4",
+    }.items():
+        (text / name).parent.mkdir(parents=True, exist_ok=True)
+        (text / name).write_text(content)
+    (text / "linked").symlink_to(tmp_path / "elsewhere")
+    assert bytes(open_data(f"text:{text}").bytes.tolist()) == b"1234"
+
+
 def test_a_job_goes_on_with_its_data(job: Any, tmp_path: Path) -> None:
     from executor.saving.keeping import Keeping
 
