@@ -36,7 +36,7 @@ they share one); that such traffic also slows the copies to the host down is lef
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -44,7 +44,7 @@ from pstar_sim.catalog.curves import best_rate, rate_at
 from pstar_sim.catalog.machine import Gpu, Link, Machine
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.rules import Columns, Rates
-from pstar_sim.core.step import PAGEABLE, Kind, Step
+from pstar_sim.core.step import PAGEABLE, ROUTES, Kind, Step
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.workload import Workload
 
@@ -54,10 +54,7 @@ ADAM_TRAFFIC_BYTES_PER_PARAM = 28
 """Host memory traffic of AdamW with fp32 states for which `Host.adam_params_per_s` is quoted."""
 
 _FREE = frozenset({Kind.DROP, Kind.ALLOC, Kind.FREE})
-_UPDATES = frozenset({Kind.CPU_ADAM, Kind.CPU_ADD, Kind.GPU_ADAM})
-_UP = frozenset({Kind.FETCH, Kind.STASH_IN})
-_DOWN = frozenset({Kind.WRITEBACK, Kind.STASH_OUT})
-_ON_HOST = _UP | _DOWN | {Kind.CPU_ADAM, Kind.CPU_ADD, Kind.NVME_READ, Kind.NVME_WRITE}
+_ON_HOST = {kind for kind, route in ROUTES.items() if route != "net"} | {Kind.CPU_ADAM, Kind.CPU_ADD}
 _FALLBACK = {"bf16": ("bf16", "fp16", "fp32"), "fp16": ("fp16", "bf16", "fp32"), "fp32": ("fp32",)}
 
 
@@ -239,6 +236,11 @@ class CostModel:
         """One update on the GPU: its traffic over the HBM bandwidth (28 B/param for AdamW)."""
         return self.gpu_adam_bytes(chunk) / self.gpu.hbm_bytes_per_s
 
+    def work_bytes(self, kind: Kind, chunk: int) -> int | None:
+        """Memory traffic of a step that computes with a chunk's lists: what its `Step.bytes` should be. None for kinds
+        that do not."""
+        return _WORK[kind][0](self, chunk) if kind in _WORK else None
+
     def seconds(self, step: Step) -> float:
         """Nominal seconds of one step running alone."""
         kind = step.kind
@@ -248,28 +250,26 @@ class CostModel:
             return self.moments_s[step.moment]
         if kind in _FREE:
             return 0.0
-        if kind in _UP:
-            return self.transfer_s(step.bytes, "h2d", step.via)
-        if kind in _DOWN:
-            return self.transfer_s(step.bytes, "d2h", step.via)
-        if kind is Kind.GATHER or kind is Kind.REDUCE_SCATTER:
+        route = ROUTES.get(kind)
+        if route == "h2d" or route == "d2h":
+            return self.transfer_s(step.bytes, route, step.via)
+        if route == "net":
             return self.collective_s(step.bytes)
-        if kind is Kind.NVME_READ or kind is Kind.NVME_WRITE:
-            return self.nvme_s(step.bytes, "read" if kind is Kind.NVME_READ else "write")
-        assert kind in _UPDATES
+        if route is not None:
+            return self.nvme_s(step.bytes, "read" if route == "nvme_read" else "write")
+        _, seconds = _WORK[kind]
         if step.chunk is None:
             raise PlanError(f"step {step.id}: {kind} needs a chunk")
-        if kind is Kind.CPU_ADAM:
-            return self.cpu_adam_s(step.chunk)
-        return self.cpu_add_s(step.chunk) if kind is Kind.CPU_ADD else self.gpu_adam_s(step.chunk)
+        return seconds(self, step.chunk)
 
     def duty(self, step: Step) -> float:
         """How much of its nominal seconds the step keeps what it shares with others busy: less than 1 for a copy over a
         link that is throttled below the rate that was measured."""
         link = self.link
-        if step.kind in _UP and link.h2d_table:
+        route = ROUTES.get(step.kind)
+        if route == "h2d" and link.h2d_table:
             return min(1.0, link.h2d_bytes_per_s / best_rate(link.h2d_table))
-        if step.kind in _DOWN and link.d2h_table:
+        if route == "d2h" and link.d2h_table:
             return min(1.0, link.d2h_bytes_per_s / best_rate(link.d2h_table))
         return 1.0
 
@@ -294,3 +294,11 @@ class CostModel:
             duplex=machine.link.duplex,
             slowdowns=machine.slowdowns,
         )
+
+
+_WORK: dict[Kind, tuple[Callable[[CostModel, int], int], Callable[[CostModel, int], float]]] = {
+    Kind.CPU_ADD: (CostModel.cpu_add_bytes, CostModel.cpu_add_s),
+    Kind.CPU_ADAM: (CostModel.cpu_adam_bytes, CostModel.cpu_adam_s),
+    Kind.GPU_ADAM: (CostModel.gpu_adam_bytes, CostModel.gpu_adam_s),
+}
+"""Kinds that compute with a chunk's lists -> (memory traffic in bytes, seconds) for that chunk."""

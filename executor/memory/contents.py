@@ -18,7 +18,7 @@ from executor.memory.slots import Slots
 from executor.memory.update import Norms, Update, Updating
 from executor.memory.values import Changed, Values
 from pstar_sim.core.effects import OTHERS
-from pstar_sim.core.step import Kind, Place, Queue, Step
+from pstar_sim.core.step import UPDATES, Kind, Place, Queue, Step
 from pstar_sim.errors import PlanError
 
 __all__ = ["Contents"]
@@ -98,7 +98,7 @@ class Contents:
             self.exchange.reduce_scatter(step.chunk, self._list(step))
         elif kind is Kind.CPU_ADD:
             self.gradients.add_on_host(step.chunk, step.list)
-        elif kind in (Kind.CPU_ADAM, Kind.GPU_ADAM):
+        elif kind in UPDATES:
             if update is None:
                 raise PlanError(f"step {step.id}: {kind.value} of chunk {step.chunk} came before optimizer.step()")
             place = HOST if kind is Kind.CPU_ADAM else GPU

@@ -17,7 +17,7 @@ from executor.queues.logs import IterationLog, StepLog
 from executor.session.hosting import BytesHost
 from executor.session.reader import Reader
 from executor.session.updates import Updates
-from pstar_sim.core.step import COPIES, Kind, Queue, Step
+from pstar_sim.core.step import COPIES, UPDATES, Kind, Queue, Step
 from pstar_sim.core.timeline import Timeline
 
 __all__ = ["Host", "Steps"]
@@ -101,7 +101,7 @@ class Steps:
         if step.kind in COPIES:
             before = host.stashes.copied_bytes(step.queue)
         with torch.no_grad():
-            updates = step.kind in (Kind.CPU_ADAM, Kind.GPU_ADAM)
+            updates = step.kind in UPDATES
             now = host.now  # the user's thread may begin the next iteration between two lines
             if updates and host.updates.eager and iteration == now.number and step.chunk is not None:
                 now.early.update(host.contents.chunks[step.chunk].with_gradient())

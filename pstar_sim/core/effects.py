@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Plan, Resident
-from pstar_sim.core.step import EFFECTS, OTHERS, Kind, Place, Step, Touch
+from pstar_sim.core.step import EFFECTS, OTHERS, UPDATES, Kind, Place, Step, Touch
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.workload import Workload
 
@@ -118,7 +118,7 @@ def reads(step: Step) -> tuple[Resident, ...]:
     if step.list is None or step.chunk is None:
         return ()
     there = EFFECTS[step.kind].reads
-    if there is None or step.kind in (Kind.CPU_ADAM, Kind.GPU_ADAM):
+    if there is None or step.kind in UPDATES:
         return ()
     own = OTHERS.get(step.list, step.list)
     if step.kind is Kind.REDUCE_SCATTER and own != step.list:

@@ -38,7 +38,7 @@ from pstar_sim.core.effects import (
 )
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Plan, Resident
-from pstar_sim.core.step import Kind, Place, Step
+from pstar_sim.core.step import EFFECTS, UPDATES, Kind, Place, Step
 from pstar_sim.errors import PlanError
 from pstar_sim.units import format_bytes
 
@@ -220,8 +220,8 @@ class Moves:
         taken, freed = takes(step), frees(step)
         if step.chunk is None:
             raise PlanError(f"step {step.id}: a {step.kind.value} step needs chunk=")
-        if step.kind in (Kind.CPU_ADAM, Kind.GPU_ADAM):
-            place = _GPU if step.kind is Kind.GPU_ADAM else _HOST
+        if step.kind in UPDATES:
+            place = _HOST if EFFECTS[step.kind].reads is Place.HOST else _GPU
             begins += [(NEED, name, place, 0) for name in ("param", *self.plan.layout.state_lists)]
             ends.append((BECOME, "param", place, _PARAM))
         begins += [(NEED, r.list, PLACES.index(r.place), 0) for r in reads(step)]

@@ -18,7 +18,7 @@ from pstar_sim.arguments import file_path, flag, size_bytes
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.check_report import CheckReport
 from pstar_sim.core.layout import Layout
-from pstar_sim.core.step import Kind, Place, Step, from_text, to_text
+from pstar_sim.core.step import ROUTES, Place, Step, from_text, to_text
 from pstar_sim.errors import PlanError
 from pstar_sim.renderers import render
 from pstar_sim.units import format_bytes, format_s
@@ -177,23 +177,11 @@ def moved_bytes(steps: Iterable[Step], ranks: int) -> dict[str, int]:
     """What `Plan.moved_bytes` says, of any steps on a machine of so many ranks."""
     moved = {"h2d": 0, "d2h": 0}
     for step in steps:
-        lane = _LANES.get(step.kind)
-        if lane is not None:
+        route = ROUTES.get(step.kind)
+        if route is not None:
             # Of what a collective is about, a rank sends all but its own slice, whichever ring or tree it goes along.
-            moved[lane] = moved.get(lane, 0) + (step.bytes * (ranks - 1) // ranks if lane == "net" else step.bytes)
+            moved[route] = moved.get(route, 0) + (step.bytes * (ranks - 1) // ranks if route == "net" else step.bytes)
     return moved
-
-
-_LANES = {
-    Kind.FETCH: "h2d",
-    Kind.WRITEBACK: "d2h",
-    Kind.STASH_IN: "h2d",
-    Kind.STASH_OUT: "d2h",
-    Kind.GATHER: "net",
-    Kind.REDUCE_SCATTER: "net",
-    Kind.NVME_READ: "nvme_read",
-    Kind.NVME_WRITE: "nvme_write",
-}
 
 
 def steps_to_text(steps: Iterable[Step]) -> str:

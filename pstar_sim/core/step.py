@@ -49,6 +49,8 @@ __all__ = [
     "EFFECTS",
     "OTHERS",
     "PAGEABLE",
+    "ROUTES",
+    "UPDATES",
     "Effect",
     "Kind",
     "Place",
@@ -94,8 +96,23 @@ class Place(StrEnum):
     NVME = "nvme"
 
 
-COPIES = frozenset({Kind.FETCH, Kind.WRITEBACK, Kind.STASH_OUT, Kind.STASH_IN})
+ROUTES = {
+    Kind.FETCH: "h2d",
+    Kind.WRITEBACK: "d2h",
+    Kind.STASH_IN: "h2d",
+    Kind.STASH_OUT: "d2h",
+    Kind.GATHER: "net",
+    Kind.REDUCE_SCATTER: "net",
+    Kind.NVME_READ: "nvme_read",
+    Kind.NVME_WRITE: "nvme_write",
+}
+"""Kinds that move bytes -> the way that the bytes go."""
+
+COPIES = frozenset(kind for kind, route in ROUTES.items() if route in ("h2d", "d2h"))
 """What crosses the link between host and gpu."""
+
+UPDATES = frozenset({Kind.CPU_ADAM, Kind.GPU_ADAM})
+"""Adam, at the place where it reads the states."""
 
 
 OTHERS = {"remote": "param", "grad_remote": "grad"}

@@ -27,7 +27,7 @@ from pstar_sim.core.ledger import Moves
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.program import Program
 from pstar_sim.core.rules import Rates, is_steady
-from pstar_sim.core.step import COPIES, PAGEABLE, Kind, Queue, Step
+from pstar_sim.core.step import COPIES, PAGEABLE, ROUTES, Kind, Queue, Step
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import CostModel, expected_link
 from pstar_sim.errors import PlanError, PstarError
@@ -236,8 +236,7 @@ class _RankRun:
         self.columns = cost.columns(plan.steps)
         self.record = record = Record.empty(program, max_iterations, shared=True)
         record.arrived = [list(row) for row in record.begun]
-        collectives = (Kind.GATHER, Kind.REDUCE_SCATTER)
-        self.meets = frozenset(i for i, kind in enumerate(program.kinds) if kind in collectives)
+        self.meets = frozenset(i for i, kind in enumerate(program.kinds) if ROUTES.get(kind) == "net")
         self.wire_s = [_wire_s(step, cost) for step in plan.steps]
         self.done = [-1] * len(program.ids)  # last iteration in which the step ended
         self.waiters: list[list[simpy.Event]] = [[] for _ in program.ids]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.step import Kind, Queue
+from pstar_sim.core.step import UPDATES, Kind, Queue
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.planner.compare import plan_and_play
@@ -22,8 +22,6 @@ from pstar_sim.validation.rows import Row
 from pstar_sim.workload.workload import Phase
 
 __all__ = ["Outcome", "Phases", "phases_of", "predict", "replay"]
-
-_UPDATES = (Kind.CPU_ADAM, Kind.GPU_ADAM)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +52,7 @@ def phases_of(plan: Plan, timeline: Timeline) -> Phases:
     last = max(span.iteration for span in timeline.spans)
     spans = [span for span in timeline.spans if span.iteration == last]
     compute = {s.moment: s for s in spans if s.queue is Queue.COMPUTE and s.kind is Kind.COMPUTE}
-    updates = [s.start_s for s in spans if s.kind in _UPDATES]
+    updates = [s.start_s for s in spans if s.kind in UPDATES]
     if not compute or not updates:
         raise PstarError(f"the plan of {plan.policy} has no {'updates' if compute else 'moments'} to cut phases at")
     forward_s = 0.0

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 from pstar_sim.core.draft import Charge
 from pstar_sim.core.effects import OTHERS, frees, takes
 from pstar_sim.core.plan import Resident
-from pstar_sim.core.step import Kind, Place, Queue, Step
+from pstar_sim.core.step import ROUTES, Kind, Place, Queue, Step
 from pstar_sim.cost import CostModel
 
 __all__ = ["Charges", "charge_of", "step_bytes"]
-
-# Host or GPU memory that an update touches.
-_TRAFFIC: Mapping[Kind, Callable[[CostModel, int], int]] = {
-    Kind.CPU_ADD: CostModel.cpu_add_bytes,
-    Kind.CPU_ADAM: CostModel.cpu_adam_bytes,
-    Kind.GPU_ADAM: CostModel.gpu_adam_bytes,
-}
 
 
 def step_bytes(cost: CostModel, kind: Kind, chunk: int | None, list_name: str | None, stash: int | None = None) -> int:
@@ -28,11 +19,12 @@ def step_bytes(cost: CostModel, kind: Kind, chunk: int | None, list_name: str | 
         assert stash is not None
         return cost.workload.stashes[stash].bytes
     assert chunk is not None
-    if kind in _TRAFFIC:
-        return _TRAFFIC[kind](cost, chunk)
+    work_bytes = cost.work_bytes(kind, chunk)
+    if work_bytes is not None:
+        return work_bytes
     assert list_name is not None
     layout = cost.layout
-    if kind in (Kind.GATHER, Kind.REDUCE_SCATTER):
+    if ROUTES.get(kind) == "net":
         return layout.payload_bytes(chunk, OTHERS.get(list_name, list_name)) * layout.ranks
     return layout.payload_bytes(chunk, list_name)
 

@@ -19,7 +19,7 @@ from pstar_sim.core.effects import frees, takes
 from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.plan import STASHES, Plan, Resident, Settings
 from pstar_sim.core.rules import Rates
-from pstar_sim.core.step import Kind, Place, Queue, Ref, Step
+from pstar_sim.core.step import UPDATES, Kind, Place, Queue, Ref, Step
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.kit.charges import charge_of, step_bytes
@@ -136,7 +136,7 @@ class Builder:
         stash = row.stash if row.stash >= 0 else None
         if stash is not None:
             return self._stash(row.kind, stash, after)
-        if row.kind in (Kind.CPU_ADAM, Kind.GPU_ADAM):
+        if row.kind in UPDATES:
             moment = self.uses.last_gradient(row.chunk)
             return self.add(row.queue, row.kind, chunk=row.chunk, moment=moment, after=after)
         place = Place.GPU if row.kind in (Kind.ALLOC, Kind.FREE) else None
