@@ -9,6 +9,7 @@ from executor import hf
 from executor.adamw import AdamW
 from executor.capture import capture, capture_module
 from executor.devices.backend import Backend, VirtualBackend
+from executor.devices.on_meta import parameters_on_meta
 from executor.devices.virtual_streams import VirtualStreams
 from executor.driving.drive import StepResult
 from executor.engine import Session
@@ -17,7 +18,6 @@ from executor.measuring.record import record
 from executor.measuring.status import LinkUse, Status
 from executor.off_plan.ladder import Ladder
 from executor.off_plan.rungs import Rung
-from executor.on_meta import parameters_on_meta
 from executor.optimizer import OffloadedAdamW
 from executor.prepare import prepare
 from executor.queues.serial import SerialQueues, follow

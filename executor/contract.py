@@ -71,6 +71,7 @@ __all__ = [
     "disown",
     "raw_grad",
     "set_raw_grad",
+    "tensor_of",
 ]
 
 # torch's own attributes, below the contract (typed as their values in torch's stubs, hence Any)
@@ -104,6 +105,12 @@ def raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
 def set_raw_grad(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         _BASE_GRAD.__set__(parameter, value)
+
+
+def tensor_of(parameter: torch.Tensor) -> int | None:
+    """Index of the tensor that a prepared parameter is in its plan; None of any other."""
+    found: int | None = getattr(parameter, "_tensor", None)
+    return found
 
 
 class ChunkParameter(nn.Parameter):

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from executor.devices.on_meta import parameters_on_meta
 from executor.hooks import tensors_of
-from executor.on_meta import parameters_on_meta
 from pstar_sim.catalog.models import model_entry
 from pstar_sim.errors import ModelError, PstarError
 

@@ -15,6 +15,7 @@ import torch
 
 from executor.adam import Hyper
 from executor.adamw import NUMBERS, AdamW, refused_in
+from executor.contract import tensor_of
 from executor.saving.checkpoint import save
 from executor.saving.restoring import Restored, load
 from pstar_sim.errors import ContractError
@@ -175,7 +176,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def _tensors(self) -> list[int | None]:
         """Tensor index of every parameter, in the order of the groups."""
-        return [getattr(p, "_tensor", None) for group in self.param_groups for p in group["params"]]
+        return [tensor_of(p) for group in self.param_groups for p in group["params"]]
 
 
 def _check_row(what: str, key: Any, row: Mapping[str, Any], shape: tuple[int, ...] | None) -> None:

@@ -51,8 +51,8 @@ def build_model(task: Task) -> Built:
     large and minutes dear: weights by `draw_weights`."""
     from contenders.drawn import draw_weights
     from executor.data import batches_like, open_data
+    from executor.devices.on_meta import parameters_on_meta
     from executor.models import build
-    from executor.on_meta import parameters_on_meta
 
     with parameters_on_meta() if task.device == "cuda" else contextlib.nullcontext():
         built = build(

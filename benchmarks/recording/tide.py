@@ -19,9 +19,9 @@ from contenders.drawn import draw_weights
 from torch import nn
 
 from executor.capture import capture
+from executor.devices.on_meta import parameters_on_meta
 from executor.hooks import Event, MomentClock
 from executor.models import build, forward_loss, map_tensors
-from executor.on_meta import parameters_on_meta
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["Peaks", "record_tide", "tide_rows"]

@@ -22,6 +22,7 @@ from typing import Protocol
 
 import torch
 
+from executor.contract import tensor_of
 from executor.hooks import Event
 from executor.memory.shares import Shares
 from executor.off_plan import cut, gradients, inline, mending, room, states, update
@@ -134,7 +135,7 @@ class Demand:
             s = self.session
             own = s.clock.units[module].parameters(recurse=False) if module in s.clock.units else ()
             self._owned[module] = {
-                s.timetable.chunk_of[t] for p in own if (t := getattr(p, "_tensor", -1)) in s.timetable.chunk_of
+                s.timetable.chunk_of[t] for p in own if (t := tensor_of(p)) is not None and t in s.timetable.chunk_of
             }
         return self._owned[module]
 

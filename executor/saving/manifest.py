@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from executor.contract import tensor_of
 from executor.saving import whole_folder
 from executor.saving.as_json import encode
 from pstar_sim.errors import CheckpointError, ContractError
@@ -118,7 +119,7 @@ def groups_table(optimizer: Trained, tensors: dict[str, torch.Tensor]) -> list[d
     session = optimizer.session
     return [
         {
-            "params": [session.reader.name_of(p._tensor) for p in group["params"] if hasattr(p, "_tensor")],
+            "params": [session.reader.name_of(t) for p in group["params"] if (t := tensor_of(p)) is not None],
             "numbers": encode({k: v for k, v in group.items() if k != "params"}, tensors, f"group {i}"),
         }
         for i, group in enumerate(optimizer.param_groups)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from executor.contract import tensor_of
 from executor.measuring.unseen import unseen
 from executor.saving.as_json import decode
 from executor.saving.checkpoint import together
@@ -194,7 +195,7 @@ def _check_model(opened: _Opened, session: Session) -> None:
 def _check_groups(opened: _Opened, session: Session, optimizer: Trained) -> None:
     groups = [set(group["params"]) for group in opened.manifest["groups"]]
     name_of = session.reader.name_of
-    here = [{name_of(p._tensor) for p in g["params"] if hasattr(p, "_tensor")} for g in optimizer.param_groups]
+    here = [{name_of(t) for p in g["params"] if (t := tensor_of(p)) is not None} for g in optimizer.param_groups]
     if groups != here:
         raise CheckpointError(
             f"checkpoint {opened.folder} has optimizer groups of {[len(g) for g in groups]} parameters, this optimizer "

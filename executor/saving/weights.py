@@ -3,8 +3,8 @@
 `Weights` reads the headers of a folder of safetensors and holds them against a model, before anything is allocated;
 then it streams the values: each tensor is read a piece at a time into one buffer and cast from there into every list
 that holds it, the fp32 master first. The model itself needs no memory: build it under `parameters_on_meta()`
-(on_meta.py). Host memory at its peak is then the steady state (slabs and chunks), the model's buffers, and one piece
-(16 MiB).
+(devices/on_meta.py). Host memory at its peak is then the steady state (slabs and chunks), the model's buffers, and one
+piece (16 MiB).
 
 [Note: which value a master gets] Masters are made from the values of the file, whatever its dtype, and the working copy
 is cast(master): an fp32 file under a bf16 plan gives masters that know more than the working copies; a bf16 file gives

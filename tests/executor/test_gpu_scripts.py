@@ -318,9 +318,9 @@ class TestNotMeasurable:
 class TestDrawnWeights:
     def test_one_buffer_for_all_and_no_two_tied(self, load: Callable[[str], Any]) -> None:
         """The same values for one seed, however they are kept; ties hold; a vector is ones."""
+        from executor.devices.on_meta import parameters_on_meta
         from executor.models import build
         from executor.moments import describe_parameters
-        from executor.on_meta import parameters_on_meta
 
         draw = load("contenders.drawn").draw_weights
 

@@ -38,7 +38,7 @@ DOOR = "pstar_sim"  # the front door names what is public and who shows an answe
 
 # Of the executor, lowest first. What is not named here lies on the floor of the session.
 EXECUTOR_FLOORS = (
-    ("devices", "adam", "hooks", "nests", "on_meta"),
+    ("devices", "adam", "hooks", "nests"),
     ("memory",),
     ("queues",),
     ("moments",),
