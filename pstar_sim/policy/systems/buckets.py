@@ -36,6 +36,7 @@ class Buckets:
         self.peak_bytes = 0
         _, self._complete = arrivals(b.uses, shards.trained)
         self._bucket: list[int] = []
+        self._bucket_params = 0
         self._freed: list[list[int]] = []  # bucket -> steps that freed its lists
         self._before_bytes = 0  # held by the bucket before
         self._bucket_bytes = 0  # held by this one, with what is still arriving
@@ -62,11 +63,12 @@ class Buckets:
             self._flush(m, here)
 
     def _fill(self, c: int, m: int, here: int) -> None:
-        chunks, limit = self._b.layout.chunks, self._shards.scheme.bucket_params
-        if self._bucket and sum(chunks[g].numel for g in (*self._bucket, c)) > limit:
+        numel, limit = self._b.layout.chunks[c].numel, self._shards.scheme.bucket_params
+        if self._bucket and self._bucket_params + numel > limit:
             self._flush(m, here)
         self._bucket.append(c)
-        if sum(chunks[g].numel for g in self._bucket) >= limit:
+        self._bucket_params += numel
+        if self._bucket_params >= limit:
             self._flush(m, here)
 
     def _flush(self, m: int, here: int) -> None:
@@ -79,7 +81,7 @@ class Buckets:
         self._freed.append([self.lists.freed[c] for c in listed])
         self._before_bytes = sum(self.lists.bytes_of(c) for c in listed)
         self._bucket_bytes -= self._before_bytes
-        self._bucket = []
+        self._bucket, self._bucket_params = [], 0
 
     def _leave(self, c: int, m: int, here: int) -> Sequence[int]:
         """A gradient is summed over the ranks and goes where Adam wants it; returns the steps after which it is
