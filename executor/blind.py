@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from executor.devices.torch_private import storage_key
 from executor.measuring.unseen import unseen
 from pstar_sim.units import format_bytes
 
@@ -105,9 +106,9 @@ def _real(func: Any, args: Any, kwargs: Any) -> tuple[_Form | None, ...]:
             for leaf in tree_leaves(func(*tree_map(zeros, args), **tree_map(zeros, kwargs)))
         ]
     storages = [None if leaf is None else leaf.untyped_storage() for leaf in out]
-    keys = [None if storage is None else storage._cdata for storage in storages]
+    keys = [None if storage is None else storage_key(storage) for storage in storages]
     return tuple(
-        None if t is None or s is None else _Form(keys.index(s._cdata), s.nbytes(), tuple(t.shape), t.stride())
+        None if t is None or s is None else _Form(keys.index(storage_key(s)), s.nbytes(), tuple(t.shape), t.stride())
         for t, s in zip(out, storages)
     )
 
@@ -120,7 +121,7 @@ def _as_real(out: Any, real: tuple[_Form | None, ...]) -> Any:
         if form is None or not isinstance(leaf, torch.Tensor):
             continue
         storage = leaf.untyped_storage()
-        alone = of.setdefault(storage._cdata, form.storage) == form.storage
+        alone = of.setdefault(storage_key(storage), form.storage) == form.storage
         if not alone or storage.nbytes() < form.size_bytes or tuple(leaf.shape) != form.size:
             base = torch.empty(-(-form.size_bytes // leaf.element_size()), dtype=leaf.dtype, device="cpu")
             leaves[i] = base.as_strided(form.size, form.stride)

@@ -33,6 +33,7 @@ from executor.adamw import AdamW, check_groups, group_of
 from executor.blind import Blind
 from executor.compiled import eagerly
 from executor.contract import changes_nothing
+from executor.devices.torch_private import buffer_table, parameter_table, storage_key
 from executor.hooks import MomentClock, tensors_of
 from executor.measuring.live_bytes import LiveStorages
 from executor.measuring.unseen import unseen
@@ -261,7 +262,7 @@ class _RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return low if low == high else None
 
     def _range_of(self, tensor: torch.Tensor) -> tuple[float, float] | None:
-        return self._ranges.get(tensor.untyped_storage()._cdata) if self._ranges else None
+        return self._ranges.get(storage_key(tensor)) if self._ranges else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -276,8 +277,8 @@ class _RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _learn(self, func: Any, args: Any, out: Any, first: torch.Tensor | None) -> None:
-        made = {t.untyped_storage()._cdata for t in tensors_of(out)}
-        taken = {t.untyped_storage()._cdata for t in tensors_of(args)}
+        made = {storage_key(t) for t in tensors_of(out)}
+        taken = {storage_key(t) for t in tensors_of(args)}
         found = _MADE.get(func)
         known = None if first is None else self._range_of(first)
         if known is not None and first is not None:
@@ -363,7 +364,7 @@ class _Faker:
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
         storage = tensor.untyped_storage()
-        key = (storage._cdata, dtype)
+        key = (storage_key(storage), dtype)
         size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
         with self._mode, torch.no_grad():
             base = self._storages.get(key)
@@ -415,7 +416,7 @@ def fake_module(module: nn.Module, batch: Any, mode: FakeTensorMode, dtype: str 
     try:
         for part in module.modules():
             part.__dict__["_apply"] = types.MethodType(moved, part)
-            tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+            tables: tuple[dict[str, Any], ...] = (parameter_table(part), buffer_table(part))
             for table in tables:
                 for key, tensor in table.items():
                     if tensor is not None:

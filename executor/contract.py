@@ -60,6 +60,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from executor.devices.torch_private import storage_key
 from pstar_sim.errors import ContractError
 
 __all__ = [
@@ -247,7 +248,7 @@ class Snapshot(torch.Tensor):
 def _same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
         try:
-            return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+            return storage_key(a) == storage_key(b)
         except (NotImplementedError, RuntimeError):  # a tensor without storage (sparse, ...)
             return False
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 from torch import nn
 
+from executor.devices.torch_private import storage_key
 from executor.hooks import Event
 from executor.measuring.live_bytes import LiveStorages
 from pstar_sim.errors import ModelError
@@ -38,7 +39,7 @@ def describe_parameters(
         if parameter.dtype not in _DTYPE_NAMES and parameter.requires_grad:
             known = ", ".join(DTYPE_BYTES)
             raise ModelError(f"parameter {name!r} has dtype {parameter.dtype}; trainable parameters are {known}")
-        place = (parameter.untyped_storage()._cdata, int(parameter.storage_offset()))
+        place = (storage_key(parameter), int(parameter.storage_offset()))
         tied_to = first.get(place)
         if tied_to is None:
             first[place] = len(tensors)

@@ -25,6 +25,7 @@ from executor.compiled import untraced
 from executor.contract import changes_nothing
 from executor.devices.backend import Backend, available_host_bytes, keep_freed_pages
 from executor.devices.device import DeviceOptions, check_placement, move_buffers, open_backend
+from executor.devices.torch_private import parameter_table, storage_key
 from executor.distributed.ranks import Ranks, count_of, join, share_values
 from executor.engine import Session, SessionOptions
 from executor.holdings import ask_torch_threads
@@ -254,7 +255,7 @@ def _skeleton(model: nn.Module) -> nn.Module | None:
 
 def _host_bytes(parameters: Sequence[nn.Parameter]) -> int:
     """Host memory of the model's own storages, each counted once: views share one, those of a device are not there."""
-    storages = {p.untyped_storage()._cdata: p.untyped_storage() for p in parameters if p.device.type == "cpu"}
+    storages = {storage_key(p): p.untyped_storage() for p in parameters if p.device.type == "cpu"}
     return sum(storage.nbytes() for storage in storages.values())
 
 
@@ -333,7 +334,7 @@ def _current_values(keeper: Callable[[], Session | None]) -> Callable[..., None]
         session = keeper()
         if session is None or session.closed:
             return
-        for name, parameter in module._parameters.items():
+        for name, parameter in parameter_table(module).items():
             key = prefix + name
             if parameter is not None and key in state_dict and hasattr(parameter, "_tensor"):
                 state_dict[key] = session.reader.current_value(parameter._tensor)

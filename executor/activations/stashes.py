@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import nn
 
+from executor.devices.torch_private import storage_key, version_of
 from executor.hooks import tensors_of
 from executor.measuring.unseen import unseen
 from executor.session.hosting import BytesHost, LoopHost
@@ -105,7 +106,7 @@ class _Saved:
     def add(self, tensor: torch.Tensor) -> int:
         view = _View(
             tensor.detach(),
-            tensor._version,
+            version_of(tensor),
             tensor.dtype,
             tuple(tensor.size()),
             tuple(tensor.stride()),
@@ -120,7 +121,7 @@ class _Saved:
 
     def let_go(self) -> None:
         """The gpu's memory of it goes, as far as nobody else holds it."""
-        self.changed = self.changed or any(v.alias is not None and v.alias._version != v.version for v in self.views)
+        self.changed = self.changed or any(v.alias is not None and version_of(v.alias) != v.version for v in self.views)
         for view in self.views:
             view.alias = None
         self.source = None
@@ -154,7 +155,7 @@ class Collection:
 
     def __init__(self, stashes: Stashes, inputs: Any) -> None:
         self._keeper = weakref.ref(stashes.session)  # what hangs on a graph is not collected
-        self.inputs = {t.untyped_storage()._cdata for t in tensors_of(inputs)}
+        self.inputs = {storage_key(t) for t in tensors_of(inputs)}
         self.saved: dict[int, weakref.ref[_Saved]] = {}
 
     @property
@@ -172,7 +173,7 @@ class Collection:
                 return reads.pack(tensor) if session.cursor.off_plan else tensor.detach()
             if not session.stashes.takes(tensor):
                 return tensor.detach()
-            key = tensor.untyped_storage()._cdata
+            key = storage_key(tensor)
             known = self.saved.get(key)
             saved = known() if known is not None else None
             if saved is None:
@@ -210,7 +211,7 @@ class Stashes:
         self._ahead: dict[int, int] = {}  # stash -> bytes copied ahead of its step, until that counts them
         self._returning: list[int] = []  # stashes whose memory on the gpu is due
         self._flying: dict[tuple[Kind, int], tuple[Any, list[torch.Tensor]]] = {}
-        self._buffers = {b.untyped_storage()._cdata for b in self.session.model.buffers()}
+        self._buffers = {storage_key(b) for b in self.session.model.buffers()}
 
     @property
     def planned(self) -> Sequence[Stash]:
@@ -223,7 +224,7 @@ class Stashes:
             and tensor.layout is torch.strided
             and tensor.device.type == self.session.backend.device.type
             and tensor.untyped_storage().nbytes() > 0
-            and tensor.untyped_storage()._cdata not in self._buffers
+            and storage_key(tensor) not in self._buffers
             and not (tensor.is_leaf and tensor.requires_grad)
         )
 
@@ -389,7 +390,7 @@ class Stashes:
         """What autograd saved, for its backward."""
         view = saved.views[index]
         if view.alias is not None:
-            if view.alias._version != view.version:
+            if version_of(view.alias) != view.version:
                 raise _changed(view)
             return view.alias
         if saved.changed:

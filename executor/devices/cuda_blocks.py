@@ -56,6 +56,7 @@ from typing import Any
 import torch
 
 from executor.adam import scratch_bytes
+from executor.devices.torch_private import storage_key
 from pstar_sim.core.effects import OTHERS, frees, takes
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
@@ -238,7 +239,7 @@ class Blocks:
             if self._fits_pool(block):
                 self._before_a_segment()
                 self._allocate(lambda: storage.resize_(size), pooled=True, asked_bytes=size)
-                self._in_pool.add(storage._cdata)
+                self._in_pool.add(storage_key(storage))
                 self._count_block()
                 return
             if not self._loose_free[block]:
@@ -255,11 +256,11 @@ class Blocks:
             if not size:
                 return
             storage.resize_(0)
-            if storage._cdata in self._in_pool:
-                self._in_pool.discard(storage._cdata)
+            if storage_key(storage) in self._in_pool:
+                self._in_pool.discard(storage_key(storage))
                 self._free_blocks += 1
-            elif storage._cdata in self._in_former:
-                self._former_free_bytes += self._in_former.pop(storage._cdata)
+            elif storage_key(storage) in self._in_former:
+                self._former_free_bytes += self._in_former.pop(storage_key(storage))
             else:
                 block = block_bytes(size)
                 self._loose_held_bytes -= block

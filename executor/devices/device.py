@@ -10,6 +10,7 @@ from torch import nn
 
 from executor.devices.backend import Backend, VirtualBackend
 from executor.devices.cuda import CudaBackend, cuda_device
+from executor.devices.torch_private import buffer_table
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import ContractError, PlanError
 from pstar_sim.units import format_bytes
@@ -96,12 +97,12 @@ def move_buffers(model: nn.Module, device: torch.device) -> Callable[[], None]:
         moved: dict[int, torch.Tensor] = {}
         kept: list[torch.Tensor] = []  # so that no id is used twice
         for module in model.modules():
-            for name, buffer in module._buffers.items():
+            for name, buffer in buffer_table(module).items():
                 if buffer is not None:
                     kept.append(buffer)
                     if id(buffer) not in moved:
                         moved[id(buffer)] = to(buffer)
-                    module._buffers[name] = moved[id(buffer)]
+                    buffer_table(module)[name] = moved[id(buffer)]
 
     def there(buffer: torch.Tensor) -> torch.Tensor:
         if buffer.device == device or buffer.is_meta:

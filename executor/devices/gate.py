@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 import torch
 
+from executor.devices.torch_private import storage_key
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import OutOfMemory
 
@@ -179,4 +180,4 @@ class Gate:
 
 
 def _key(payload: torch.Tensor) -> int:
-    return int(payload.untyped_storage()._cdata)
+    return storage_key(payload)

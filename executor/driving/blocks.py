@@ -232,19 +232,19 @@ class Tape:
         if known is None:
             made, sink = self._border(tensor, part)
             known = _Known(self, tensor.grad_fn, made, part, sink)
-            tensor._pstar_border = known  # type: ignore[attr-defined]
+            tensor.pstar_border = known  # type: ignore[attr-defined]
         return known.other if known.part.name.startswith(_BEFORE) else tensor
 
     def _output(self, tensor: torch.Tensor, part: Part) -> torch.Tensor:
         if tensor.grad_fn is None:
             return tensor
         made, sink = self._border(tensor, part)
-        made._pstar_border = _Known(self, made.grad_fn, tensor, part, sink)  # type: ignore[attr-defined]
+        made.pstar_border = _Known(self, made.grad_fn, tensor, part, sink)  # type: ignore[attr-defined]
         return made
 
     def _known(self, tensor: torch.Tensor) -> _Known | None:
         """What was cut is written on the tensor itself: a list of them would keep their memory."""
-        known: _Known | None = getattr(tensor, "_pstar_border", None)
+        known: _Known | None = getattr(tensor, "pstar_border", None)
         return known if known is not None and known.tape is self and known.node is tensor.grad_fn else None
 
     def _uncut(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -247,7 +247,7 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
         s.arena.log.marks = None
         if not self._seen:
             why = "compiled blocks run without operators"
-            if threading.get_ident() != self._thread:
+            if threading.get_ident() != self.thread:
                 why = "the loop runs in another thread than executor.prepare was called in"
             log.warning("the tide of iteration %d was not compared with the plan's: %s", s.iteration - 1, why)
             self.end()

@@ -20,6 +20,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from executor.devices.torch_private import storage_key
+
 __all__ = ["LiveStorages"]
 
 aten = torch.ops.aten
@@ -152,7 +154,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """From now on `tensor` is parameter `index` (it moved into a chunk); its storage does not count any more."""
         storage = tensor.untyped_storage()
         self.ignore(storage)
-        starts, indices = self._ours[storage._cdata]
+        starts, indices = self._ours[storage_key(storage)]
         start = int(tensor.storage_offset()) * tensor.element_size()
         at = bisect.bisect_left(starts, start)
         starts.insert(at, start)
@@ -160,7 +162,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def ignore(self, storage: torch.UntypedStorage) -> None:
         """Never count this storage (a chunk, a gradient's home): it is model data."""
-        key = storage._cdata
+        key = storage_key(storage)
         if key not in self._ours:
             self._ours[key] = ([], [])
             self._keep.append(storage)
@@ -196,7 +198,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         live, ours = self._live, self._ours
         for tensor in inputs:
             storage = tensor.untyped_storage()
-            key = storage._cdata
+            key = storage_key(storage)
             if key not in live:
                 if key in ours:
                     self._report_read(key, tensor)
@@ -212,7 +214,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         _collect((out,), outputs)
         for tensor in outputs:
             storage = tensor.untyped_storage()
-            key = storage._cdata
+            key = storage_key(storage)
             if key in live:
                 if traits.resizes:
                     self._resized(live[key], storage)
@@ -233,7 +235,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _see(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(storage)
         if key not in self._live and key not in self._ours:
             self._add(storage, key)
 

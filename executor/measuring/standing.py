@@ -42,7 +42,7 @@ class Standing(LiveStorages, Generic[HostType]):  # type: ignore[no-untyped-call
         super().__init__([], session.model.buffers(), costs=False, device=session.backend.device)
         self._keeper = weakref.ref(session)
         self._entered = False
-        self._thread = 0
+        self.thread = 0
         self.bind()
 
     def bind(self) -> None:
@@ -60,9 +60,9 @@ class Standing(LiveStorages, Generic[HostType]):  # type: ignore[no-untyped-call
         return session
 
     def begin(self) -> None:
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         for other in list(_LEFT):
-            if other._thread == self._thread and take_off(other):
+            if other.thread == self.thread and take_off(other):
                 _LEFT.discard(other)
         self.__enter__()  # type: ignore[no-untyped-call]
         self._entered = True
@@ -72,7 +72,7 @@ class Standing(LiveStorages, Generic[HostType]):  # type: ignore[no-untyped-call
         aside), it does nothing there until the next one of that thread begins."""
         self._ours.clear()
         self._keep.clear()
-        if self._entered and not (threading.get_ident() == self._thread and take_off(self)):
+        if self._entered and not (threading.get_ident() == self.thread and take_off(self)):
             _LEFT.add(self)
         self._entered = False
 

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from executor.contract import ChunkParameter, Snapshot, map_parameters, write_refused, writes
 from executor.devices.torch26 import saved_tensor_hooks
+from executor.devices.torch_private import storage_key
 from executor.hooks import tensors_of
 from executor.measuring.unseen import unseen
 from executor.session.hosting import BytesHost, LoopHost
@@ -67,7 +68,7 @@ class Reads:
         self._hooks = _held_weakly(self)
         self._storages: dict[int, int] = {}  # storage of a working list -> chunk
         for c in host.plan.layout.chunks:
-            self._storages[host.arena.payloads.whole(c.index, "param").untyped_storage()._cdata] = c.index
+            self._storages[storage_key(host.arena.payloads.whole(c.index, "param"))] = c.index
 
     def touch(self, func: Any, parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
         """A torch function takes parked parameters: see [Note: reads off plan]."""
@@ -119,7 +120,7 @@ class Reads:
             s.loop.refuse_while_updating(f"{s.reader.name_of(min(updated))!r} is read")
 
     def chunk_of_storage(self, tensor: torch.Tensor) -> int | None:
-        return self._storages.get(tensor.untyped_storage()._cdata)
+        return self._storages.get(storage_key(tensor))
 
     def pack(self, tensor: torch.Tensor) -> Any:
         chunk = self.chunk_of_storage(tensor)

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from executor.devices.torch_private import buffer_table
 from executor.distributed.ranks import SAVES
 from executor.measuring.unseen import unseen
 from executor.saving import whole_folder
@@ -280,7 +281,7 @@ def _weight_rows(session: Session) -> list[Row]:
         dtype = session.arena.dtype(session.plan.layout.chunk_of[index], "param")
         rows.append(Row(name, dtype, session.plan.workload.tensors[index].shape, _value_of(session, index)))
     for name, (module, key) in persistent_buffers(session.model).items():
-        buffer = module._buffers[key]
+        buffer = buffer_table(module)[key]
         assert buffer is not None
         rows.append(_row(name, buffer))
     return rows

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from executor.devices.torch_private import buffer_table, non_persistent_buffers
 from executor.memory.arena import Arena
 from executor.memory.contents import Contents
 from executor.saving.tensor_files import Entry, TensorFile, piece_buffer
@@ -70,8 +71,8 @@ def persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """Name in the state_dict -> (module, name in it) of every buffer that a state_dict holds."""
     found: dict[str, tuple[nn.Module, str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
+        for name, buffer in buffer_table(module).items():
+            if buffer is not None and name not in non_persistent_buffers(module):
                 found[f"{prefix}.{name}" if prefix else name] = (module, name)
     return found
 
@@ -226,7 +227,7 @@ class Weights:
             if not any(pattern.search(name) for pattern in ignored)
         )
         self._refuse(model, found.missing, extra, found.odd_shapes, found.odd_dtypes)
-        self._refuse_meta_buffers(model, {id(module._buffers[key]) for module, key, _ in self._buffers})
+        self._refuse_meta_buffers(model, {id(buffer_table(module)[key]) for module, key, _ in self._buffers})
         self.note = self._describe(tensors)
 
     def _match_parameters(
@@ -252,7 +253,7 @@ class Weights:
         forgiven = _patterns(model, "_keys_to_ignore_on_load_missing")
         for name, (module, key) in persistent_buffers(model).items():
             source = self._sources.get(rename(name))
-            buffer = module._buffers[key]
+            buffer = buffer_table(module)[key]
             assert buffer is not None
             if source is None:
                 if buffer.is_meta or not any(p.search(name) for p in forgiven):
@@ -355,11 +356,11 @@ class Weights:
     def fill_buffers(self) -> None:
         """The model's buffers get the file's values."""
         for module, key, source in self._buffers:
-            held = module._buffers[key]
+            held = buffer_table(module)[key]
             assert held is not None
             value = source.file.read(source.name)
             if held.is_meta:
-                module._buffers[key] = value.to(held.dtype)
+                buffer_table(module)[key] = value.to(held.dtype)
             else:
                 held.copy_(value)
 
