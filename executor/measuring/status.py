@@ -16,7 +16,7 @@ from typing import Protocol
 
 from executor.devices.backend import VirtualBackend
 from executor.measuring.first import FirstIteration, TideReport
-from executor.queues.logs import IterationLog
+from executor.queues.logs import IterationLog, StepLog
 from executor.session.hosting import BytesHost
 from executor.session.steps import Steps
 from pstar_sim.core.step import COPIES, Place, Queue
@@ -91,33 +91,9 @@ def status_of(session: Host) -> Status:
     last: IterationLog | None = logs[-1] if logs else None
     start_s, end_s = _window(session, logs)
     length_s = end_s - start_s
-    busy = dict.fromkeys((q.value for q in Queue), 0.0)
-    waited_s = 0.0
-    # Steps are logged as they end, so the window's are the newest ones.
-    for row in reversed(steps):
-        if row.end_s <= start_s and row.iteration < (last.number if last else 0) - 1:
-            break
-        busy[row.step.queue.value] += max(0.0, min(row.end_s, end_s) - max(row.start_s, start_s))
-        if row.step.queue is Queue.COMPUTE and row.cause:
-            waited_s += max(0.0, min(row.start_s, end_s) - max(row.ready_s, start_s))
-    links: dict[str, LinkUse] = {}
-    if last is not None and length_s > 0:
-        backend, link = session.backend, plan.machine.link
-        rates: Mapping[str, float | None] = {"h2d": link.h2d_bytes_per_s, "d2h": link.d2h_bytes_per_s}
-        if isinstance(backend, VirtualBackend):
-            rates = backend.link.bytes_per_s
-        at = _copied(session, logs)
-        moved = session.steps.moved.of(logs[at].number)
-        took_s = logs[at].end_s - (logs[at - 1].end_s if at else session.steps.first_s)
-        for direction in ("h2d", "d2h"):
-            links[direction] = LinkUse(
-                iteration=logs[at].number,
-                moved_bytes=moved[direction],
-                bytes_per_s=moved[direction] / took_s if took_s > 0 else 0.0,
-                link_bytes_per_s=rates[direction],
-                busy_share=min(1.0, busy[direction] / length_s),
-            )
+    busy, waited_s = _busy(steps, last.number if last else 0, start_s, end_s)
     known = last is not None and length_s > 0
+    links = _links(session, logs, busy, length_s) if known else {}
     log = session.deviation_log
     return Status(
         policy=plan.policy,
@@ -138,6 +114,44 @@ def status_of(session: Host) -> Status:
         tide=session.first.report if session.first is not None else None,
         exchanges=(last.exchanges - (logs[-2].exchanges if len(logs) > 1 else 0)) if last is not None else 0,
     )
+
+
+def _busy(steps: Sequence[StepLog], number: int, start_s: float, end_s: float) -> tuple[dict[str, float], float]:
+    """Seconds inside the window of iteration `number`: in which each queue ran a step, in which compute waited."""
+    busy = dict.fromkeys((q.value for q in Queue), 0.0)
+    waited_s = 0.0
+    # Steps are logged as they end, so the window's are the newest ones.
+    for row in reversed(steps):
+        if row.end_s <= start_s and row.iteration < number - 1:
+            break
+        busy[row.step.queue.value] += max(0.0, min(row.end_s, end_s) - max(row.start_s, start_s))
+        if row.step.queue is Queue.COMPUTE and row.cause:
+            waited_s += max(0.0, min(row.start_s, end_s) - max(row.ready_s, start_s))
+    return busy, waited_s
+
+
+def _links(
+    session: Host, logs: Sequence[IterationLog], busy: Mapping[str, float], length_s: float
+) -> dict[str, LinkUse]:
+    """By direction, of the newest iteration that has copied all it will. busy: see `_busy`; of a window of
+    `length_s`."""
+    backend, link = session.backend, session.plan.machine.link
+    rates: Mapping[str, float | None] = {"h2d": link.h2d_bytes_per_s, "d2h": link.d2h_bytes_per_s}
+    if isinstance(backend, VirtualBackend):
+        rates = backend.link.bytes_per_s
+    at = _copied(session, logs)
+    moved = session.steps.moved.of(logs[at].number)
+    took_s = logs[at].end_s - (logs[at - 1].end_s if at else session.steps.first_s)
+    return {
+        direction: LinkUse(
+            iteration=logs[at].number,
+            moved_bytes=moved[direction],
+            bytes_per_s=moved[direction] / took_s if took_s > 0 else 0.0,
+            link_bytes_per_s=rates[direction],
+            busy_share=min(1.0, busy[direction] / length_s),
+        )
+        for direction in ("h2d", "d2h")
+    }
 
 
 def _copied(session: Host, logs: Sequence[IterationLog]) -> int:

@@ -253,18 +253,8 @@ class Following:
     def on_gradient(self, tensor: int, parameter: torch.Tensor) -> None:
         """A gradient was accumulated into `parameter`."""
         host = self.host
-        moment = host.cursor.moment
-        if not host.cursor.off_plan:
-            if moment >= 0 and tensor in host.timetable.early[moment]:
-                return  # it fires again in this micro-batch
-            if self.in_parts and host.timetable.final_in(moment, tensor) > moment:
-                return  # the same: each part that uses it gives its share
-            if moment < 0 or tensor not in host.timetable.due[moment]:
-                if host.absent is not None and host.absent.waits(tensor):
-                    return
-                host.demand.leave(
-                    f"gradient of {host.reader.name_of(tensor)!r} arrives in moment {moment}, the plan has it elsewhere"
-                )
+        if not host.cursor.off_plan and not self._is_final(tensor):
+            return
         if host.warming is not None and not host.warming.gradient_is_final(tensor):
             return
         grad = raw_grad(parameter)
@@ -285,6 +275,22 @@ class Following:
             host.now.arrived.add(tensor)
             host.cursor.stepped = False
         set_raw_grad(parameter, None)
+
+    def _is_final(self, tensor: int) -> bool:
+        """Whether the gradient that has arrived is whole. One that the plan has in no such moment leaves the plan."""
+        host = self.host
+        table, moment = host.timetable, host.cursor.moment
+        if moment >= 0 and tensor in table.early[moment]:
+            return False  # it fires again in this micro-batch
+        if self.in_parts and table.final_in(moment, tensor) > moment:
+            return False  # the same: each part that uses it gives its share
+        if moment < 0 or tensor not in table.due[moment]:
+            if host.absent is not None and host.absent.waits(tensor):
+                return False
+            host.demand.leave(
+                f"gradient of {host.reader.name_of(tensor)!r} arrives in moment {moment}, the plan has it elsewhere"
+            )
+        return True
 
     def _accept(self, tensor: int, grad: torch.Tensor) -> None:
         """The gradient goes where the plan has it."""

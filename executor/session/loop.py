@@ -202,14 +202,8 @@ class Loop:
                 return
             if host.ranks is not None:
                 host.following.weigh(event, found)
-            try:
-                if found is Answer.FOLLOW:
-                    host.following.follow(event)
-            except OutOfMemory as error:
-                host.ladder.climb(error)
-                found = self.ask(act, event)
-                if found is Answer.FOLLOW:
-                    host.following.follow(event)
+            if found is Answer.FOLLOW:
+                found = self._follow(event, act)
             if found is not Answer.FOLLOW:
                 host.demand.on_event(event, found)
         if host.timetable.stashes:
@@ -218,6 +212,19 @@ class Loop:
             host.now.backwards += 1
         for watch in watches:
             watch.opens()
+
+    def _follow(self, event: Event, act: Act) -> Answer:
+        """Go to the event's moment. Where memory runs out on the way, what comes of the event on the ladder's rung."""
+        host = self.host
+        try:
+            host.following.follow(event)
+        except OutOfMemory as error:
+            host.ladder.climb(error)
+            found = self.ask(act, event)
+            if found is Answer.FOLLOW:
+                host.following.follow(event)
+            return found
+        return Answer.FOLLOW
 
     def see_batch(self, args: Any, kwargs: Any) -> None:
         """The root's forward is about to begin with this batch."""

@@ -7,7 +7,7 @@ iteration stands.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from pstar_sim.core.effects import gradient_list, needed
 from pstar_sim.core.plan import Plan
@@ -58,26 +58,18 @@ class Timetable:
         self.tensors_of = [[s.tensor for s in c.slots] for c in layout.chunks]
         self.trainable = {t for t in self.chunk_of if not w.tensors[t].frozen}
         self.reads = needed(layout, w)
-        self.uses: list[list[int]] = [[] for _ in layout.chunks]
-        for m, chunks in enumerate(self.reads):
-            for chunk in chunks:
-                self.uses[chunk].append(m)
+        self.uses = _uses(self.reads, len(layout.chunks))
         self.compute, self.before, self.tail = _compute_steps(plan)
         self.on_demand_only = not self.compute
         self.goes_to = gradient_list(plan)
-        last = Kind.REDUCE_SCATTER if layout.ranks > 1 else Kind.GATHER
-        self.sums = [i for i, step in enumerate(plan.steps) if step.queue is Queue.NET and step.kind is last]
+        self.sums = _sums(plan)
         self._final = {(self.micro_batch[m], t): m for m, tensors in enumerate(w.gradients) for t in tensors}
         self.due = [{t for t in tensors if self.final_in(m, t) == m} for m, tensors in enumerate(w.gradients)]
         self.early = [set(tensors) - self.due[m] for m, tensors in enumerate(w.gradients)]
         self.first_complete = min(_complete(self._final, self.chunk_of).values(), default=len(w.moments))
         self.permanent_bytes = _permanent_bytes(plan, self.cut)
-        self._by_name: dict[str, set[int]] = {}
-        self._by_name_next: dict[str, set[int]] = {}
-        for m, chunks in enumerate(self.reads):
-            self._by_name.setdefault(self.names[m], set()).update(chunks)
-            if m:
-                self._by_name_next.setdefault(self.names[m - 1], set()).update(chunks)
+        self._by_name = _by_name(self.names, self.reads)
+        self._by_name_next = _by_name(self.names, self.reads[1:])
 
     def final_in(self, moment: int, tensor: int) -> int:
         """The moment in which the tensor's gradient is final in the micro-batch of `moment`; -1 if it has none."""
@@ -132,6 +124,29 @@ def _compute_steps(plan: Plan) -> tuple[list[int], list[list[int]], list[int]]:
     if compute and len(compute) != len(plan.workload.moments):
         raise PlanError(f"the plan has compute steps for {len(compute)} of {len(plan.workload.moments)} moments")
     return compute, before, waiting
+
+
+def _uses(reads: Sequence[Iterable[int]], chunks: int) -> list[list[int]]:
+    """Chunk -> moments that read it."""
+    uses: list[list[int]] = [[] for _ in range(chunks)]
+    for m, read in enumerate(reads):
+        for chunk in read:
+            uses[chunk].append(m)
+    return uses
+
+
+def _by_name(names: Sequence[str], reads: Sequence[Iterable[int]]) -> dict[str, set[int]]:
+    """Name of a moment -> chunks in the rows of `reads` beside moments of that name."""
+    found: dict[str, set[int]] = {}
+    for name, chunks in zip(names, reads):
+        found.setdefault(name, set()).update(chunks)
+    return found
+
+
+def _sums(plan: Plan) -> list[int]:
+    """Steps of the net queue behind which sums of gradients over the ranks are whole."""
+    last = Kind.REDUCE_SCATTER if plan.layout.ranks > 1 else Kind.GATHER
+    return [i for i, step in enumerate(plan.steps) if step.queue is Queue.NET and step.kind is last]
 
 
 def _complete(final: dict[tuple[int, int], int], chunk_of: dict[int, int]) -> dict[int, int]:
