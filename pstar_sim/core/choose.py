@@ -24,12 +24,13 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from pstar_sim.core.draft import Draft
+from pstar_sim.core.draft import Draft, Row
 from pstar_sim.core.rules import Columns, agree
 from pstar_sim.core.step import Queue
 
 __all__ = ["Window", "choose"]
 
+MOST_WINDOWS = 6
 ROUNDING = 1e-9  # relative, far more than the seconds of a window can be off by adding them up
 COMPUTE, H2D, D2H, ADAM, NET, NVME = range(6)
 _INDEX = {
@@ -44,26 +45,32 @@ _INDEX = {
 
 @dataclass(slots=True)
 class Window:
-    """iteration_s: predicted period. events: (row, iteration relative to the window, ended?) in the order it happened
-    ([Note: windows] in memory_edges.py); gpu_free, host_free: bytes free when it opens. closed: the window repeats.
+    """One iteration of a schedule that repeats, from the first step of its compute queue to that of the next iteration.
+
+    iteration_s: predicted seconds per iteration.
+    events: (row, iteration relative to the window, ended?) in the order in which they happened.
+    gpu_free_bytes, host_free_bytes: free when the window opens.
     stuck: None, or (row, place, bytes wanted, bytes free) of the step that can never start.
+    periods_s: seconds of each iteration that was played.
     """
 
     iteration_s: float
     events: list[tuple[int, int, bool]]
     gpu_free_bytes: int
     host_free_bytes: int
-    closed: bool
     stuck: tuple[int, str, int, int] | None = None
     periods_s: list[float] = field(default_factory=list)
 
 
-def choose(draft: Draft, *, most: int = 6, tolerance: float = 1e-6, limit_s: float = math.inf) -> Window:
-    """Play the draft from the cut until its window repeats and its period does, within the relative tolerance; `most`
-    windows at most. A draft is given up, without events, as soon as a window is sure to take more than
-    limit_s and no less than the one before (what is left of the compute queue says so): the first one, which waits for
-    nothing of an iteration before it, is the shortest as a rule. Its last period is then what it takes at least."""
-    return _Loop(draft).run(most, tolerance, limit_s)
+def choose(draft: Draft, *, tolerance: float = 1e-6, limit_s: float = math.inf) -> Window:
+    """Play the draft from the cut until its window repeats and two successive periods agree within the relative
+    tolerance, for MOST_WINDOWS windows at most.
+
+    Gives up, without events, once a window is certain to take longer than limit_s and no less than the one before (the
+    first window, which waits for nothing of an iteration before it, is the shortest as a rule). `iteration_s` is then
+    the least that the window takes.
+    """
+    return _Loop(draft).run(tolerance, limit_s)
 
 
 class _Loop:
@@ -85,24 +92,13 @@ class _Loop:
         self.then = [row.then for row in rows]
         self.use = [row.use for row in rows]
         self.is_position = [row.position is not None for row in rows]
-        self.followers: list[list[int]] = [[] for _ in rows]  # in the same iteration
-        self.successors: dict[int, list[int]] = {}  # in the next one
-        self.base_waits = [len(row.after) for row in rows]
-        self.first_waits = list(self.base_waits)  # of the first iteration, whose predecessor is taken as done
-        for i, row in enumerate(rows):
-            for j, back in row.after:
-                if back:
-                    self.successors.setdefault(j, []).append(i)
-                    self.first_waits[i] -= 1
-                else:
-                    self.followers[j].append(i)
+        self._link(rows)
         self.queue_of = [_INDEX[row.queue] for row in rows]
         self.compute = [i for i, q in enumerate(self.queue_of) if q == COMPUTE]
         # Steps that start when they are ready: neither in the order of the draft nor behind another one at once.
         chained = set(self.then)
         free = [i for i, q in enumerate(self.queue_of) if q != COMPUTE and i not in chained]
-        last = max(self.queue_of, default=ADAM)
-        self.queues = last + 1 if last > ADAM else 4
+        self.queues = max(ADAM, *self.queue_of) + 1
         self.on_dram = (H2D, D2H, ADAM, NVME) if self.queues > NVME else (H2D, D2H, ADAM)
         self.lengths = [0] * self.queues
         for i in free:
@@ -120,7 +116,25 @@ class _Loop:
         self.demand = [  # of DRAM, bytes/s
             charge.dram_bytes / charge.seconds if charge.seconds > 0.0 else 0.0 for charge in charges
         ]
-        # Queues whose steps take bytes ahead of their use, and these in the order of use.
+        self._reserve(free)
+
+    def _link(self, rows: Sequence[Row]) -> None:
+        """Who waits for whom."""
+        self.followers: list[list[int]] = [[] for _ in rows]  # in the same iteration
+        self.successors: dict[int, list[int]] = {}  # in the next one
+        self.base_waits = [len(row.after) for row in rows]
+        self.first_waits = list(self.base_waits)  # of the first iteration, whose predecessor is taken as done
+        for i, row in enumerate(rows):
+            for j, back in row.after:
+                if back:
+                    self.successors.setdefault(j, []).append(i)
+                    self.first_waits[i] -= 1
+                else:
+                    self.followers[j].append(i)
+
+    def _reserve(self, free: Sequence[int]) -> None:
+        """Queues whose steps take bytes ahead of their use, and these in the order of use. free: steps that start when
+        they are ready."""
         served = [i for i in free if self.use[i] is not None]
         self.reserving = (H2D, NET) if any(self.queue_of[i] == NET for i in served) else (H2D,)
         self.others = tuple(q for q in (D2H, ADAM, *range(NET, self.queues)) if q not in self.reserving)
@@ -139,7 +153,7 @@ class _Loop:
             rest_s += self.seconds[i]
             self.upcoming[n], self.rest_s[n] = need, rest_s
 
-    def run(self, most: int, tolerance: float, limit_s: float) -> Window:
+    def run(self, tolerance: float, limit_s: float) -> Window:
         draft, count = self.draft, len(self.queue_of)
         gpu_take, gpu_give, host_take, host_give = self.gpu_take, self.gpu_free, self.host_take, self.host_free
         seconds_of, then, use, is_position = self.seconds, self.then, self.use, self.is_position
@@ -280,7 +294,7 @@ class _Loop:
                     marks.append((now, len(log), gpu_free, host_free))
                     if (abandoned := _too_long(marks, limit_s)) is not None:
                         return abandoned
-                    outcome = self._repeats(marks, log, tolerance, lap >= most)
+                    outcome = self._repeats(marks, log, tolerance, lap >= MOST_WINDOWS)
                     if outcome is not None:
                         return outcome
                     latest_s = now + max(limit_s, marks[-1][0] - marks[-2][0]) * (1 + ROUNDING)
@@ -404,7 +418,6 @@ class _Loop:
             events=[(entry % whole // 2, entry // whole - lap, entry % 2 == 1) for entry in shown],
             gpu_free_bytes=gpu_free,
             host_free_bytes=host_free,
-            closed=closed,
             periods_s=periods,
         )
 
@@ -420,12 +433,14 @@ class _Loop:
         """Nothing runs and nothing can start: name the step that wants more bytes than there are."""
         candidates = [at] if not waits[lap][at] else []
         candidates += [self.by_rank[queue[0] % len(self.queue_of)] for queue in ready if queue]
-        for i in candidates:
-            if self.host_take[i] > host_free:
-                return Window(0.0, [], gpu_free, host_free, False, (i, "host", self.host_take[i], host_free))
-        for i in candidates:
-            return Window(0.0, [], gpu_free, host_free, False, (i, "gpu", self.gpu_take[i], gpu_free))
-        raise ValueError("the draft's steps wait for each other in a circle")
+        if not candidates:
+            raise ValueError("the draft's steps wait for each other in a circle")
+        short = [(i, "host", self.host_take[i], host_free) for i in candidates if self.host_take[i] > host_free]
+        short += [(i, "gpu", self.gpu_take[i], gpu_free) for i in candidates if self.gpu_take[i] > gpu_free]
+        first = candidates[0]  # where each has its own bytes, room further ahead is what is short
+        return Window(
+            0.0, [], gpu_free, host_free, stuck=short[0] if short else (first, "gpu", self.gpu_take[first], gpu_free)
+        )
 
 
 def _too_long(marks: Sequence[tuple[float, int, int, int]], limit_s: float) -> Window | None:
@@ -439,4 +454,4 @@ def _too_long(marks: Sequence[tuple[float, int, int, int]], limit_s: float) -> W
 def _given_up(marks: Sequence[tuple[float, int, int, int]]) -> Window:
     """An outcome without a window, after the last mark."""
     periods = [b[0] - a[0] for a, b in pairwise(marks)]
-    return Window(periods[-1], [], marks[-1][2], marks[-1][3], False, periods_s=periods)
+    return Window(periods[-1], [], marks[-1][2], marks[-1][3], periods_s=periods)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,10 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Kind
 from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.policy import Job, Visit, plan_visits
+from pstar_sim.policy.kit.points import Point
 from pstar_sim.testing import chain_workload
 from pstar_sim.units import MIB
+from pstar_sim.workload.lora import Adapter
 
 LAYERS = 4  # moments 0 to 3 forward, 4 to 7 backward, 8 the step; a chunk is a layer
 
@@ -61,15 +64,19 @@ def test_copies_on_demand_wait_for_the_moment_before() -> None:
     "visits, modes, message",
     [
         ([Visit(0, 0, 8)], {}, r"mine: chunk 1 is used in moment 1, which none of its visits contains"),
-        ([Visit(9, 0, 0)], {}, r"mine: Visit\(chunk=9, first=0, last=0\) is of a chunk that does not move"),
+        ([Visit(9, 0, 0)], {}, r"mine: Visit\(chunk=9, first=0, last=0\): there is no such chunk; chunks are 0 to 3"),
         ([Visit(0, 3, 2)], {}, r"Visit\(chunk=0, first=3, last=2\) is not within the moments 0 to 8"),
         ([Visit(0, 0, 9)], {}, r"Visit\(chunk=0, first=0, last=9\) is not within the moments 0 to 8"),
-        ([Visit(0, 0, 8)], {"pinned": [0]}, r"is of a chunk that does not move"),
-        ([], {"pinned": [7]}, r"chunk 7 cannot be pinned or streamed"),
+        ([Visit(0, 0, 8)], {"pinned": [0]}, r"Visit\(chunk=0, .*\): the chunk is pinned, so it has no visits"),
+        ([], {"pinned": [7]}, r"pinned chunk 7: there is no such chunk; chunks are 0 to 3"),
+        ([], {"prefetch": "two"}, r"prefetch='two' is not \"none\", \"edf\" or a whole number from 1"),
+        ([], {"prefetch": 0}, r"prefetch=0 is not"),
+        ([], {"prefetch": True}, r"prefetch=True is not"),
+        ([], {"adam": "EDF"}, r"adam='EDF' is not \"after-backward\", \"fifo\" or \"edf\""),
         ([], {"pinned": [0], "streamed": [0]}, r"chunk 0 is pinned and streamed"),
     ],
 )
-def test_what_is_wrong_is_named(visits: list[Visit], modes: dict[str, list[int]], message: str) -> None:
+def test_what_is_wrong_is_named(visits: list[Visit], modes: dict[str, Any], message: str) -> None:
     of = job()
     with pytest.raises(CannotPlan, match=message):
         plan_visits(of, visits, **modes)
@@ -80,6 +87,36 @@ def test_visits_that_do_not_fit_say_what_they_need() -> None:
     of = Job("mine", w, ps.machine("rtx4090", gpu_memory="2.2GB"), Settings(update="eager", clip=False))
     one = plan_visits(of, each_use(of))
     assert one.check() is not None
-    with pytest.raises(DoesNotFit, match=r"mine does not fit: gpu needs .*the visits of the tightest moment") as short:
+    with pytest.raises(
+        DoesNotFit, match=r"mine does not fit: gpu needs .*moment \d+ .*its visits and 0 pinned"
+    ) as short:
         plan_visits(of, [Visit(c, 0, 8) for c in of.moving])
     assert short.value.needed_bytes > short.value.available_bytes
+
+
+def test_what_never_gets_a_gradient_cannot_be_pinned_and_what_is_small_is_there_anyway() -> None:
+    w = ps.preset("gpt2", batch=1, seq=128, lora=Adapter(rank=8))
+    of = Job("mine", w, ps.machine("rtx4090"), Settings())
+    frozen = next(c for c in of.moving if not of.uses.updated(c))
+    with pytest.raises(CannotPlan, match=rf"chunk {frozen} gets no gradient, so it has no states to pin or stream"):
+        plan_visits(of, each_use(of, but=[frozen]), pinned=[frozen])
+    small = min(of.small)
+    with pytest.raises(CannotPlan, match=r"the chunk is small and always on the GPU"):
+        plan_visits(of, [*each_use(of), Visit(small, 0, 0)])
+
+
+def test_a_visit_ends_with_the_last_gradient_of_its_chunk() -> None:
+    """What lies in the working list then is nowhere else."""
+    of = job()
+    for streamed in ([], [3]):
+        plain = plan_visits(of, each_use(of), streamed=streamed)
+        longer = plan_visits(of, [*each_use(of), Visit(3, 4, 8), Visit(3, 7, 8)], streamed=streamed)
+        longer.check()
+        assert longer.steps == plain.steps
+
+
+def test_the_orders_of_the_job_s_point_hold_unless_others_are_asked_for() -> None:
+    of, asked = job(), Point(prefetch="none", adam="after-backward")
+    by_point = Job("mine", of.workload, of.machine, of.settings, asked)
+    want = plan_visits(of, each_use(of), prefetch="none", adam="after-backward")
+    assert plan_visits(by_point, each_use(of)).steps == want.steps != plan_visits(of, each_use(of)).steps

@@ -24,11 +24,13 @@ LINGER_COPIES = 2  # how many copies long a gradient is expected to stay after i
 class Knobs:
     """What a search may turn besides the modes; none changes what a plan means.
 
-    linger: room is left for gradients on their way down, which pays unless memory is very tight. lead_chunks: room that
-    fetches ahead leave to urgent ones. spare_chunks: room that kept chunks leave to copies. down: order of the copies
-    to the host, "edf" (as the next forward needs them) or "fifo". stay: streamed parameters may stay over the border
-    where that is no longer than this share of the iteration. states_first: states, which take room, go down before
-    any parameters that stay; these are then given up later.
+    linger: room is left for gradients on their way down, which pays unless memory is very tight.
+    lead_chunks: room that fetches ahead leave to urgent ones.
+    spare_chunks: room that kept chunks leave to copies.
+    down: order of the copies to the host, "edf" (as the next forward needs them) or "fifo".
+    stay: streamed parameters may stay over the border where that is no longer than this share of the positions, or
+        three of them.
+    states_first: states, which take room, go down before any parameters that stay; these are then given up later.
     """
 
     linger: bool = True

@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 from pstar_sim.core.choose import choose
 from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Place
 from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.policy.family.course import Course, Knobs
 from pstar_sim.policy.kit.job import Job
+from pstar_sim.policy.kit.room import budget_bytes, describe_moment
 from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.passes.fits import check_gpu, check_host
 from pstar_sim.policy.passes.lowering import draft_of
@@ -37,23 +39,30 @@ def plan_visits(
     *,
     pinned: Collection[int] = (),
     streamed: Collection[int] = (),
-    prefetch: str | int = "edf",
-    adam: str = "edf",
+    prefetch: str | int | None = None,
+    adam: str | None = None,
 ) -> Plan:
     """The plan in which chunks are on the GPU for these visits.
 
     visits: of each chunk of `job.moving` that is not pinned, at least the moments `job.uses.touched[chunk]`. Visits
-        that overlap or follow one another are one.
-    pinned: chunks whose states stay on the GPU.
-    streamed: chunks whose states come to the GPU for the update. All others are updated by Adam on the CPU.
-    prefetch: "none" fetches a chunk when the moment before its visit has ended, a number that many chunks ahead, "edf"
-        as far ahead as there is room, the earliest deadline first.
+        that overlap or follow one another are one. A chunk that gets gradients leaves with its last one
+        (`job.uses.last_gradient(chunk)`), so what a visit says beyond that moment is left out.
+    pinned: chunks (of `job.candidates`: those that get gradients and are not small) whose states stay on the GPU. They
+        are always there and have no visits.
+    streamed: chunks (of `job.candidates`) whose states come to the GPU for the update. All others are updated by Adam
+        on the CPU.
+    prefetch: "none" fetches a chunk when the moment before its visit has ended, a number from 1 that many chunks ahead,
+        "edf" as far ahead as there is room, the earliest deadline first. None: as the job's point says ("edf").
     adam: order of Adam on the CPU: "after-backward", "fifo" (as gradients arrive) or "edf" (as the next forward needs
-        parameters).
+        parameters). None: as the job's point says ("edf").
 
     Raises CannotPlan for visits that leave out a use or name what is not there, DoesNotFit where a moment's visits do
-    not fit the GPU or what lives on the host does not fit the host.
+    not fit the GPU or what lives on the host does not fit the host; fewer or shorter visits, or fewer pinned chunks,
+    need less.
     """
+    prefetch = job.point.prefetch if prefetch is None else prefetch
+    adam = job.point.adam if adam is None else adam
+    _check_orders(job, prefetch, adam)
     modes = Modes(frozenset(pinned), frozenset(streamed))
     _check_modes(job, modes)
     blocks = _blocks(job, modes, visits)
@@ -61,43 +70,74 @@ def plan_visits(
     check_host(job, modes.pinned)
     course = Course(job, modes, Knobs(linger=False, stay=0.0), blocks)
     if course.least_room_bytes < 0:
-        raise _short(job, "gpu", -course.least_room_bytes, "the visits of the tightest moment and its non-model data")
+        tightest = course.positions[course.room.index(course.least_room_bytes)]
+        what = f"its visits and {len(modes.pinned)} pinned chunks"
+        if tightest.block >= 0:
+            what = f"{describe_moment(job.workload, job.blocks[tightest.block].first)}; {what}"
+        raise _short(job, Place.GPU, -course.least_room_bytes, what)
     schedule = replace(course.schedule(), prefetch=prefetch, adam=adam)
     draft = draft_of(schedule)
     window = choose(draft)
     if window.stuck is not None:
         _, place, wanted, free = window.stuck
-        raise _short(job, place, wanted - free, "the visits, in the order that was chosen")
+        raise _short(job, Place(place), max(1, wanted - free), "the visits, in the order that was chosen")
     return plan_of(schedule, draft, window)
 
 
+def _check_orders(job: Job, prefetch: str | int, adam: str) -> None:
+    ahead = isinstance(prefetch, int) and not isinstance(prefetch, bool) and prefetch >= 1
+    if not ahead and prefetch not in ("none", "edf"):
+        raise CannotPlan(f'{job.name}: prefetch={prefetch!r} is not "none", "edf" or a whole number from 1')
+    if adam not in ("after-backward", "fifo", "edf"):
+        raise CannotPlan(f'{job.name}: adam={adam!r} is not "after-backward", "fifo" or "edf"')
+
+
 def _check_modes(job: Job, modes: Modes) -> None:
-    known = frozenset(job.candidates)
-    if other := sorted((modes.pinned | modes.streamed) - known):
-        raise CannotPlan(f"{job.name}: chunk {other[0]} cannot be pinned or streamed; those in job.candidates can")
+    for c in sorted(modes.pinned | modes.streamed):
+        _check_chunk(job, c, f"{'pinned' if c in modes.pinned else 'streamed'} chunk {c}")
+        if not job.uses.updated(c):
+            raise CannotPlan(
+                f"{job.name}: chunk {c} gets no gradient, so it has no states to pin or stream; a visit over all "
+                "moments keeps it on the GPU"
+            )
     if both := sorted(modes.pinned & modes.streamed):
         raise CannotPlan(f"{job.name}: chunk {both[0]} is pinned and streamed; it can be one of them")
+
+
+def _check_chunk(job: Job, chunk: int, what: str) -> None:
+    """Raise CannotPlan where a policy has nothing to say of the chunk."""
+    if not 0 <= chunk < len(job.sizes):
+        raise CannotPlan(f"{job.name}: {what}: there is no such chunk; chunks are 0 to {len(job.sizes) - 1}")
+    if chunk in job.small:
+        raise CannotPlan(f"{job.name}: {what}: the chunk is small and always on the GPU; leave it out")
 
 
 def _blocks(job: Job, modes: Modes, visits: Iterable[Visit]) -> list[list[int]]:
     """Of each chunk the ascending blocks over which it is on the GPU; none of one that does not move."""
     moments = len(job.workload.moments)
-    moving = frozenset(job.moving) - modes.pinned
-    held: dict[int, set[int]] = {c: set() for c in moving}
+    held: list[set[int]] = [set() for _ in job.sizes]
     for visit in visits:
-        if visit.chunk not in moving:
-            raise CannotPlan(f"{job.name}: {visit} is of a chunk that does not move; those in job.moving do")
+        _check_chunk(job, visit.chunk, str(visit))
+        if visit.chunk in modes.pinned:
+            raise CannotPlan(f"{job.name}: {visit}: the chunk is pinned, so it has no visits; leave it out")
         if not 0 <= visit.first <= visit.last < moments:
             raise CannotPlan(f"{job.name}: {visit} is not within the moments 0 to {moments - 1}")
-        held[visit.chunk].update(range(job.block_of[visit.first], job.block_of[visit.last] + 1))
-    for c in sorted(moving):
-        if left_out := sorted(set(job.touched[c]) - held[c]):
-            moment = next(m for m in job.uses.touched[c] if job.block_of[m] == left_out[0])
-            raise CannotPlan(f"{job.name}: chunk {c} is used in moment {moment}, which none of its visits contains")
-    return [sorted(held.get(c, ())) for c in range(len(job.sizes))]
+        last = visit.last
+        if job.uses.updated(visit.chunk):  # with its last gradient it leaves
+            last = min(last, job.uses.last_gradient(visit.chunk))
+        if visit.first <= last:
+            held[visit.chunk].update(range(job.block_of[visit.first], job.block_of[last] + 1))
+    for c in job.moving:
+        left_out = [m for m in job.uses.touched[c] if job.block_of[m] not in held[c]]
+        if left_out and c not in modes.pinned:
+            raise CannotPlan(
+                f"{job.name}: chunk {c} is used in moment {left_out[0]}, which none of its visits contains"
+            )
+    return [sorted(blocks) for blocks in held]
 
 
-def _short(job: Job, place: str, bytes_: int, what: str) -> DoesNotFit:
-    machine = job.machine
-    budget = machine.gpu_budget_bytes if place == "gpu" else machine.host_budget_bytes
-    return DoesNotFit(policy=job.name, place=place, needed_bytes=budget + bytes_, available_bytes=budget, what=what)
+def _short(job: Job, place: Place, short_bytes: int, what: str) -> DoesNotFit:
+    budget = budget_bytes(job.machine, place)
+    return DoesNotFit(
+        policy=job.name, place=place.value, needed_bytes=budget + short_bytes, available_bytes=budget, what=what
+    )

@@ -36,7 +36,8 @@ class Job:
     barrier: why no Adam runs before the optimizer step; None where one may.
     add_last: the last gradient is added to the others before the update, since the norm is that of their sum.
     tide: non-model bytes to reckon with in each moment (follow_tide: each its own; else the highest).
-    small: chunks that are always on the GPU. moving: all others.
+    small: chunks that are always on the GPU. moving: all others, whatever a schedule makes of them.
+    stash_bytes: what the host holds for stashes.
     candidates: chunks that could be pinned, in the order in which they would be.
     sizes: chunk -> bytes of its working list, of one rank's slice.
     remote: chunk -> bytes of the other ranks' slices.
@@ -176,12 +177,12 @@ class Job:
 
     @cached_property
     def update_block(self) -> list[int]:
-        """Chunk -> `_update_block`; -1 for one that is not updated."""
+        """Chunk -> block behind which an eager update on the GPU runs; -1 for one that is not updated."""
         return [self._update_block(c) if self.uses.updated(c) else -1 for c in range(len(self.sizes))]
 
     def _update_block(self, chunk: int) -> int:
-        """Block behind which an eager update on the GPU runs: that of its last use; on several ranks the first one by
-        whose end the gradient should have been summed."""
+        """That of the chunk's last use; on several ranks the first one by whose end its gradient should have been
+        summed."""
         n = self.block_of[max(self.uses.last_gradient(chunk), self.uses.touched[chunk][-1])]
         if self.ranks == 1:
             return n
@@ -192,6 +193,7 @@ class Job:
         return n
 
     def span(self, chunk: int, number: int) -> tuple[int, int]:
-        """First and last moment in which a gradient of its `number`-th micro-batch becomes final."""
+        """First and last moment in which a gradient becomes final, in the `number`-th of the micro-batches that give
+        the chunk one."""
         _, first, last = self.uses.spans[chunk][number]
         return first, last

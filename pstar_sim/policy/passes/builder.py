@@ -41,7 +41,7 @@ class Builder:
     `buffers`, `choices`, `predictions`.
 
     layout: another one than the settings and the machine's ranks lead to. stashes: `compute` also writes the copies of
-    the workload's stashes; False for a policy that places them itself (`stash_out`, `stash_in`); their room on the host
+    the workload's stashes; False for a policy that places them itself (`row`); their room on the host
     is among the buffers either way. Offers the facts policies decide by: `ranks`, `layout`, `uses` (Facts), `cost`
     (CostModel), `whole` (lists of a chunk that is whole on a GPU). Everything is one rank's; all ranks run these steps.
     """

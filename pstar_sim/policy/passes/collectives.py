@@ -52,11 +52,11 @@ class Collectives:
                 self._summed_behind[runs[-1].last].append(c)
 
     def before(self, n: int) -> Sequence[int]:
-        gathered = [self._gather(c, n) for c in self._gathered_for.get(n, ())]
+        waits = [self._gather(c, n) for c in self._gathered_for.get(n, ())]
         schedule = self._rows.schedule
         if schedule.positions[n].block == len(schedule.job.blocks) - 1:  # the step: gradients of all ranks are there
-            gathered += self._rows.summed.values()
-        return gathered
+            waits += self._rows.summed.values()
+        return waits
 
     def _gather(self, c: int, n: int) -> int:
         """The other ranks' slices come for position n, behind this rank's own one."""

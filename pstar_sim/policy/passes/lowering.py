@@ -24,7 +24,9 @@ __all__ = ["draft_of"]
 def draft_of(schedule: Schedule) -> Draft:
     """The rows of one iteration and their edges, in an order in which they could run one after the other.
 
-    The order of the passes is that of their rows on the compute queue, and decides between equal deadlines.
+    The order of the passes is that of their rows on the compute queue, and decides between equal deadlines. A last
+    gradient goes down once it is summed, so Collectives comes before Gradients; WorkingLists closes behind Updates,
+    whose CPU Adam the first fetches wait for.
     """
     rows = Rows(schedule)
     floors = Floors(rows)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from pstar_sim.core.step import Ref
@@ -50,43 +51,51 @@ def fifo_edges(
     free (it then does not repeat, or does not keep the budget).
     """
     takes = [e for e in window if e.take > 0]
-    frees = [e for e in window if e.take < 0]
-    volume = sum(e.take for e in takes)
-    if volume != -sum(e.take for e in frees):
-        raise ValueError(f"the window takes {volume} bytes and frees {-sum(e.take for e in frees)}")
+    frees = _Frees(window, slots, lengths)
+    if sum(e.take for e in takes) != frees.volume:
+        raise ValueError(f"the window takes {sum(e.take for e in takes)} bytes and frees {frees.volume}")
     if free_bytes < 0:
         raise ValueError(f"{-free_bytes} bytes too many are held when the window opens")
     edges: dict[int, list[Ref]] = {}
-    if not volume:
-        return edges
-    order = {id(e): n for n, e in enumerate(window)}
-    ends: list[int] = []  # byte ordinal behind each free
-    total = 0
-    for e in frees:
-        total -= e.take
-        ends.append(total)
     taken = 0
     for take in takes:
-        low, high = taken - free_bytes, taken + take.take - free_bytes  # ordinals of the frees it gets
+        low = taken - free_bytes
         taken += take.take
-        latest: dict[str, tuple[int, Ref]] = {}
+        if latest := frees.latest(take, low, low + take.take):
+            edges.setdefault(take.step, []).extend(latest)
+    return edges
+
+
+class _Frees:
+    """The frees of a window as tokens in the order in which they end. volume: bytes of one window."""
+
+    def __init__(self, window: Sequence[Event], slots: Mapping[int, Slot], lengths: Mapping[str, int]) -> None:
+        self._slots, self._lengths = slots, lengths
+        self._order = {id(e): n for n, e in enumerate(window)}
+        self._events = [e for e in window if e.take < 0]
+        self._ends = list(accumulate(-e.take for e in self._events))  # byte ordinal behind each free
+        self.volume = self._ends[-1] if self._ends else 0
+
+    def latest(self, take: Event, low: int, high: int) -> list[Ref]:
+        """Of each queue the latest step that frees one of the bytes low .. high (ordinals), which a take gets."""
+        found: dict[str, tuple[int, Ref]] = {}
         # Frees of windows 0 (this one), 1 and 2 back; what was free before those never needs an edge.
         for back in range(3):
-            a, b = max(low + back * volume, 0), min(high + back * volume, volume)
+            a, b = max(low + back * self.volume, 0), min(high + back * self.volume, self.volume)
             if a >= b:
                 continue
-            for n in range(bisect_left(ends, a + 1), bisect_left(ends, b) + 1):
-                free = frees[n]
-                if back == 0 and order[id(free)] > order[id(take)]:
-                    raise ValueError(f"step {take.step} takes bytes before step {free.step} has freed them")
-                behind = take.iteration - free.iteration + back
-                slot = slots[free.step]
-                if behind < 0:
-                    raise ValueError(f"step {take.step} would wait for step {free.step} of a later iteration")
-                ref = Ref(free.step, behind)
-                absolute = slot.position - behind * lengths[slot.queue]
-                if slot.queue not in latest or absolute > latest[slot.queue][0]:
-                    latest[slot.queue] = (absolute, ref)
-        if latest:
-            edges.setdefault(take.step, []).extend(ref for _, ref in latest.values())
-    return edges
+            for free in self._events[bisect_left(self._ends, a + 1) : bisect_left(self._ends, b) + 1]:
+                ref = self._ref(take, free, back)
+                slot = self._slots[free.step]
+                absolute = slot.position - ref.back * self._lengths[slot.queue]
+                if slot.queue not in found or absolute > found[slot.queue][0]:
+                    found[slot.queue] = (absolute, ref)
+        return [ref for _, ref in found.values()]
+
+    def _ref(self, take: Event, free: Event, back: int) -> Ref:
+        if back == 0 and self._order[id(free)] > self._order[id(take)]:
+            raise ValueError(f"step {take.step} takes bytes before step {free.step} has freed them")
+        behind = take.iteration - free.iteration + back
+        if behind < 0:
+            raise ValueError(f"step {take.step} would wait for step {free.step} of a later iteration")
+        return Ref(free.step, behind)

@@ -3,9 +3,14 @@
 [Note: passes] A pass writes the rows of one concern of an iteration: working lists, collectives, stashes, gradients,
 updates. `before(n)` writes what has to be there for position n and returns the rows that the position waits for.
 `behind(n, here)` writes what follows the position, whose row is `here`. Where there are edges over the border of the
-iteration, `close()` adds them once all rows are there. A pass finds the rows of others by what they mean (`Rows`), not
-by who wrote them. What a pass needs beside the working lists (bytes per block or position) is a function of the job,
-`room` in its module, so that it is known before anything is decided.
+iteration, `close()` adds them once all rows are there; Adam on the CPU is written there, too. A pass finds the rows of
+others by what they mean (`Rows`). What a pass needs beside the working lists (bytes per block or position) says the
+function `room` of its module, so that it is known before it is decided who stays.
+
+[Note: keys] Among the rows of a queue that are ready the smallest key goes first. To the GPU: the position served, then
+the chunk. To the host: stashes on their way out (-1, since a forward pass waits for them) and drops (-2) before
+gradients of early micro-batches (0), these before last gradients and updated states (1, then the order of
+`Schedule.down`), and parameters that stay (2) behind all states where `Schedule.states_first` says so.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Updates:
     def __init__(self, rows: Rows, working: WorkingLists) -> None:
         self._rows = rows
         self._working = working
-        self._sent_up_to_date: dict[int, int] = {}  # streamed chunk -> write-back of its updated parameters
+        self._parameters_down: dict[int, int] = {}  # streamed chunk -> write-back of its updated parameters
         self._streamed = 0  # updates of streamed chunks so far
         self._resident = 0  # updates of resident chunks behind the barrier so far
         self._residents_behind: defaultdict[int, list[int]] = defaultdict(list)  # position -> chunks
@@ -102,7 +102,7 @@ class Updates:
         stays = c in schedule.stays
         late = stays and schedule.states_first
         order = (2.0, float(job.uses.first_use(c))) if late else (*key, 0.0)
-        self._sent_up_to_date[c] = rows.writeback(c, "param", moment, ready, order, drop=not stays)
+        self._parameters_down[c] = rows.writeback(c, "param", moment, ready, order, drop=not stays)
 
     def _residents_behind_barrier(self, until: int) -> None:
         """Adam of the resident chunks, of the first `until` of them in all. Those of streamed chunks, whose states are
@@ -130,7 +130,7 @@ class Updates:
                 waits += [row for row in rows.last_added if row != rows.added[c]]
             key = adam_key(schedule.adam, uses, c)
             rows.updated_on_host[c] = rows.add(Queue.ADAM, Kind.CPU_ADAM, c, after=ends_of(waits), key=key)
-        for c, down in self._sent_up_to_date.items():
+        for c, down in self._parameters_down.items():
             if c in schedule.stays:
                 first = schedule.at[job.block_of[uses.spans[c][-1][1]]]  # position of its first last gradient
                 rows.wait(rows.first_drop.get(c, rows.end_of[first]), (down, 1))
