@@ -305,9 +305,9 @@ def test_a_preset_is_tried_in_several_ways(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_where_none_fits_the_policy_asked_for_says_what_would_do() -> None:
-    """509 sequences (a prime) of GPT-2 XL on an L4: one micro-batch is too large, 509 of one sequence are not tried."""
+    """509 sequences (a prime) of GPT-2 on an L4: one micro-batch is too large, 509 of one sequence are not tried."""
     machine = ps.machine("l4")
-    variants = [ps.preset("gpt2-xl", batch=n, seq=256, dtype="bf16", checkpointing=True) for n in (1, 509)]
+    variants = [ps.preset("gpt2", batch=n, seq=256, dtype="bf16", checkpointing=True) for n in (1, 509)]
     with pytest.raises(DoesNotFit) as refused:
         choose(candidates(variants, 509), machine, EAGER)
     assert str(refused.value).startswith("optimal does not fit: gpu needs")
