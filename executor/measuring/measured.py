@@ -78,11 +78,7 @@ def build_timeline(
 
     iteration_s, samples, peaks and stalls are those of the last finished iteration. Raises PlanError if none finished.
     """
-    done: list[IterationLog] = []
-    for row in reversed(iterations):
-        if not row.on_plan or (done and row.number != done[0].number - 1):
-            break
-        done.insert(0, row)
+    done = _last_stretch(iterations)
     if not done:
         raise PlanError("no iteration has run on plan yet; nothing was measured")
     before = [row for row in iterations if row.number == done[0].number - 1]
@@ -134,6 +130,16 @@ def build_timeline(
         phases=tuple(m.phase.value for m in plan.workload.moments),
         budget_bytes={"gpu": plan.gpu_budget_bytes, "host": plan.host_budget_bytes},
     )
+
+
+def _last_stretch(iterations: Sequence[IterationLog]) -> list[IterationLog]:
+    """The newest iterations that ran on plan one after the other, oldest first."""
+    stretch: list[IterationLog] = []
+    for row in reversed(iterations):
+        if not row.on_plan or (stretch and row.number != stretch[0].number - 1):
+            break
+        stretch.insert(0, row)
+    return stretch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,11 +51,7 @@ def load_parameters(host: Host, source: Source | None = None) -> None:
         for slot, view in views_of(arena, chunk, host.reader.parameters):
             parameter = host.reader.parameters[slot.tensor]
             if source is None or not source.holds(slot.tensor):
-                value = parameter.detach().reshape(-1)
-                for place in (Place.GPU, Place.HOST):
-                    for list_name in ("param", "param32"):
-                        if arena.has(place, chunk.index, list_name):
-                            contents.slots.put(place, slot.tensor, list_name, value)
+                _put_everywhere(contents, chunk.index, slot.tensor, parameter.detach().reshape(-1))
             parameter.data = view
             adopt(parameter, host.reader, slot.tensor)
     if source is not None:
@@ -65,6 +61,14 @@ def load_parameters(host: Host, source: Source | None = None) -> None:
             if arena.has(place, chunk.index, "param"):
                 contents.chunks[chunk.index].current.add(place)
         contents.chunks[chunk.index].whole = arena.sliced and arena.has(Place.GPU, chunk.index, "remote")
+
+
+def _put_everywhere(contents: Contents, chunk: int, tensor: int, value: torch.Tensor) -> None:
+    """Write a parameter's value, flat, into every list of its chunk that has memory."""
+    for place in (Place.GPU, Place.HOST):
+        for list_name in ("param", "param32"):
+            if contents.arena.has(place, chunk, list_name):
+                contents.slots.put(place, tensor, list_name, value)
 
 
 def views_of(arena: Arena, chunk: Chunk, parameters: Sequence[nn.Parameter]) -> list[tuple[Slot, torch.Tensor]]:
