@@ -20,6 +20,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,13 +86,13 @@ class _Loop:
         rows = draft.rows
         count = len(rows)
         charges = [row.charge for row in rows]
-        self.seconds = [charge.seconds for charge in charges]
-        self.gpu_take = [charge.gpu_take for charge in charges]
-        self.gpu_free = [charge.gpu_free for charge in charges]
-        self.host_take = [charge.host_take for charge in charges]
-        self.host_free = [charge.host_free for charge in charges]
-        self.then = [row.then for row in rows]
-        self.use = [row.use for row in rows]
+        self.seconds: list[float] = _column(charges, "seconds")
+        self.gpu_take: list[int] = _column(charges, "gpu_take")
+        self.gpu_free: list[int] = _column(charges, "gpu_free")
+        self.host_take: list[int] = _column(charges, "host_take")
+        self.host_free: list[int] = _column(charges, "host_free")
+        self.then: list[int | None] = _column(rows, "then")
+        self.use: list[int | None] = _column(rows, "use")
         self.is_position = [row.position is not None for row in rows]
         self._link(rows)
         self.queue_of = [_INDEX[row.queue] for row in rows]
@@ -111,7 +113,7 @@ class _Loop:
         self.at_once = [i for i in free if not self.base_waits[i]]  # wait for nothing
         self.positions = sum(self.is_position)
         self._look_ahead()
-        columns = Columns(self.seconds, [charge.dram_bytes for charge in charges], ())
+        columns = Columns(self.seconds, _column(charges, "dram_bytes"), ())
         self.shared = draft.rates.may_be_short(self.queue_of, columns)
         self.demand = [  # of DRAM, bytes/s
             charge.dram_bytes / charge.seconds if charge.seconds > 0.0 else 0.0 for charge in charges
@@ -441,6 +443,10 @@ class _Loop:
         return Window(
             0.0, [], gpu_free, host_free, stuck=short[0] if short else (first, "gpu", self.gpu_take[first], gpu_free)
         )
+
+
+def _column(things: Sequence[object], name: str) -> list[Any]:
+    return list(map(attrgetter(name), things))
 
 
 def _too_long(marks: Sequence[tuple[float, int, int, int]], limit_s: float) -> Window | None:

@@ -77,12 +77,15 @@ class Job:
         self.moving = [c.index for c in chunks if not c.small]
         self.candidates = sorted(filter(uses.updated, self.moving), key=lambda c: (uses.first_use(c), c))
         self.sizes = [self.layout.payload_bytes(c.index, "param") for c in chunks]
-        self.remote = (
-            [self.layout.payload_bytes(c.index, "remote") for c in chunks] if self.ranks > 1 else [0] * len(chunks)
-        )
+        self.remote = self._others()
         self.permanent = [uses.home_bytes(c.index) for c in chunks]
         self.small_bytes = sum(self.permanent[c] + self.remote[c] for c in self.small)
         self.visiting_lists = (*(("grad32",) if self.several else ()), *self.layout.state_lists)
+
+    def _others(self) -> list[int]:
+        if self.ranks == 1:
+            return [0] * len(self.layout.chunks)
+        return [self.layout.payload_bytes(c.index, "remote") for c in self.layout.chunks]
 
     @cached_property
     def blocks(self) -> list[Block]:
