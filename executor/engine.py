@@ -250,7 +250,9 @@ class Session:
         return self.loop.still()
 
     def renew(self, plan: Plan) -> None:
-        """Go on under another plan: see `session.renewal`."""
+        """Go on under another plan: see `session.renewal`. An evaluation that was under way has ended then."""
+        if self.cursor.visiting:
+            self.demand.end_visit()
         renew(self, plan)
 
     def use_queues(self, queues: Queues) -> None:

@@ -82,7 +82,7 @@ class Demand:
         self._cut = cut.Cut(session, self._inline, self._in_use, shares, self._states)
         self._stepping = update.Stepping(session, self._inline, self._states, self._room, self._gradients, self._cut)
         self._mending = mending.Mending(session, self._gradients, self._states, self._stepping, self._cut)
-        self._before_visit: cut.Places = frozenset()
+        self._before_visit: cut.Places | None = None  # during a visit: the places as they were
         self._tides = room.Tides(session.plan.workload.moments)
         self._owned: dict[str, set[int]] = {}  # module -> chunks of its own parameters
         self._prefix = False  # the current iteration began on plan
@@ -252,18 +252,20 @@ class Demand:
 
     def end_visit(self) -> None:
         """Training goes on: put the places back as they were."""
-        s = self.session
+        s, before = self.session, self._before_visit
+        assert before is not None  # to reach none would be to give up everything
         self._in_use.only(())
         s.arena.set_tide(0)
         if not s.ladder.pending:
             try:
-                self._cut.reach(self._before_visit)
+                self._cut.reach(before)
             except OutOfMemory as error:
                 if s.ranks is not None:
                     raise s.ladder.ends_ranks(error) from error
                 s.ladder.note(error, "a new plan is made from where everything is")
         s.steps.moved.others(s.iteration, s.backend.copied_bytes)
         s.cursor.visiting = False
+        self._before_visit = None
         if s.ladder.pending:
             s.ladder.replan()
         else:

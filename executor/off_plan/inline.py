@@ -95,8 +95,12 @@ class Inline:
         moves = step.kind in (Kind.FETCH, Kind.WRITEBACK) and bool(state.where(source, step.list or ""))
         if moves:
             state.adding = True  # gradients are in two lists for a while
-        with torch.no_grad():
-            contents.work(step, update, norms)
+        try:
+            with torch.no_grad():
+                contents.work(step, update, norms)
+        except Exception:  # not an interruption, which leaves what is half done to be mended
+            state.adding = False if moves else state.adding
+            raise
         state.hollow -= new
         if moves:
             state.adding = False

@@ -44,7 +44,7 @@ class States:
     def leave_gpu(self, chunk: int, list_name: str) -> None:
         """The list goes off the gpu; what was updated there since it came goes home first."""
         perform, inline = self.inline.perform, self.inline
-        if list_name in self.host.contents.chunks[chunk].ahead and self.host.arena.has(HOST, chunk, list_name):
+        if list_name in self.host.contents.chunks[chunk].ahead:
             perform(inline.copy(HOST, chunk, list_name))
         perform(inline.drop(GPU, chunk, list_name))
 

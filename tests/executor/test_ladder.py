@@ -229,6 +229,17 @@ def test_when_no_rung_helps_the_last_whole_step_stands(kit: Any, start: Callable
     assert_same(run, kit, losses)
 
 
+def test_a_new_plan_in_the_middle_of_an_evaluation_loses_nothing(kit: Any, start: Callable[..., Any]) -> None:
+    run = start("mlp", "tide", clip=0.5)
+    losses: list[list[float]] = [[], []]
+    train(run, kit, losses, 2)
+    with torch.no_grad():
+        kit.loss_of(run.model, next(run.batches))
+    run.optimizer.session.renew(run.plan)
+    train(run, kit, losses, 2)
+    assert_same(run, kit, losses)
+
+
 def test_a_plan_that_the_accelerator_cannot_hold_is_refused_before_anything_is_taken(kit: Any) -> None:
     plan = roomy_plan(kit, "mlp", "tide", clip=True)
     model, _ = kit.build("mlp")

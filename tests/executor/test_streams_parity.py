@@ -338,7 +338,7 @@ class TestTrouble:
         run = start("mlp", "tide", clip=0.5, backend=backend)
         kit.train_alone(run.model, run.optimizer, run.batches, 1)
 
-        monkeypatch.setattr(backend, "_copy", lambda *_: _fall_off())
+        monkeypatch.setattr(backend.link, "carry", lambda *_: _fall_off())
         with pytest.raises(OSError, match="the link fell off"):
             for _ in range(3):
                 kit.train_alone(run.model, run.optimizer, run.batches, 1)

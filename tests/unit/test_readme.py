@@ -32,7 +32,7 @@ NOT_RUN = {
     "torchrun ": "two processes; test_torchrun.py runs this line on a smaller model",
     "from dask.distributed": "needs a cluster and dask",
     "from pstar_sim.policy import Job, Visit": "runs in test_contributing_example.py, which looks at its plans",
-    "from pstar_sim.testing import check_policy": "runs in test_contributing_example.py, after the block above it",
+    "import pstar_sim as ps\nfrom pstar_sim.testing": "runs in test_contributing_example.py, after the block above it",
 }
 """How a command or a block of Python begins that is not run, and the reason."""
 
