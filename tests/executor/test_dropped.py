@@ -134,13 +134,14 @@ def test_twenty_drops_leave_no_thread_no_storage_and_no_memory(plan: Plan) -> No
         traces.add(optimizer.session)
         iteration(model, optimizer)  # its updates run on into the next iteration
 
-    cell()
-    traces.assert_gone()
-    before = resident_bytes()
-    for _ in range(DROPS):
-        cell()
-    traces.assert_gone()
-    assert resident_bytes() - before < 3 * BYTES
+    def drops() -> int:
+        for _ in range(DROPS):
+            cell()
+        traces.assert_gone()
+        return resident_bytes()
+
+    before = drops()  # several sessions wait for the collector at a time; the allocator's share of that stays
+    assert drops() - before < 3 * BYTES
 
 
 def _in_an_iteration(model: Any, optimizer: Any) -> None:
