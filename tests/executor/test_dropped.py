@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 import executor
+from executor import holdings
 from executor.queues.threads import ThreadQueues
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import ContractError, DoesNotFit
@@ -60,9 +61,11 @@ def plan(kit: Any) -> Plan:
 
 
 @pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    """What other tests dropped is gone before, and torch has two threads."""
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What other tests dropped is gone before, what they still hold asks for nothing, and torch has two threads."""
     gc.collect()
+    monkeypatch.setattr(holdings, "_asked", {})
+    monkeypatch.setattr(holdings, "_before", {})
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
