@@ -139,13 +139,14 @@ class HostSlabs:
             for size in self.room.slab_bytes:
                 slabs.append(self.backend.host_slab(size))
         except (RuntimeError, MemoryError) as error:
-            held = sum(slab.numel() for slab in slabs)
+            held, refused = sum(slab.numel() for slab in slabs), len(slabs) + 1
+            slabs.clear()  # the error may be kept, and its frames with it
             raise DoesNotFit(
                 policy=self.plan.policy,
                 place="host",
                 needed_bytes=self.room.total_bytes,
                 available_bytes=held,
-                what=f"{len(self.room.slab_bytes)} slabs, of which the system refused number {len(slabs) + 1} "
+                what=f"{len(self.room.slab_bytes)} slabs, of which the system refused number {refused} "
                 f"({str(error).splitlines()[0]})",
             ) from error
         self.slabs = slabs

@@ -1,8 +1,8 @@
 """Shares: gradients tensor by tensor, which no step expresses: a step moves a list.
 
-What the engine does off the plan takes one tensor's share of a gradient from wherever it came to where it waits on the
-host for the update. [Note: where a gradient is] in chunk_state.py holds here as well; a gradient that is in two lists
-for a while is marked (`ChunkState.adding`).
+Off the plan, one tensor's share of a gradient goes from where it was computed to the host, where it waits for the
+update. [Note: where a gradient is] in chunk_state.py holds here as well; a gradient that is in two lists for a while is
+marked (`ChunkState.adding`).
 """
 
 from __future__ import annotations

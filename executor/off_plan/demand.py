@@ -7,10 +7,10 @@ plan's cut and the next iteration is on plan again.
 The same mode serves an evaluation between two iterations (`visiting`: nothing is counted, the places are put back as
 they were) and a warm-up, which is a session whose plan has no steps.
 
-Here is when the plan is left and what an event means then. Who has to be on the gpu and who leaves it say `room.py`
-and `states.py`, where gradients go `gradients.py`, how an iteration updates `update.py`, how it comes back
-`cut.py`, what an interruption leaves `mending.py`; `inline.py` does it. Who reads what while the plan does not say so
-is `reads.py`'s matter.
+This file says when the plan is left and what an event means then. `room.py` and `states.py` say which chunks have to be
+on the gpu and which leave it, `gradients.py` where gradients go, `update.py` how an iteration updates, `cut.py` how it
+comes back to the plan, `mending.py` how it goes on after an interruption. `inline.py` performs the steps. `reads.py`
+finds out which parameters are read where the plan does not say so.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["Demand"]
 log = logging.getLogger("executor")
 
 
-class Host(cut.Host, gradients.Host, inline.Host, mending.Host, room.Host, states.Host, update.Host, Protocol):
+class Host(cut.Host, gradients.Host, inline.Host, mending.Host, room.Host, update.Host, Protocol):
     """What is asked of the session."""
 
     @property

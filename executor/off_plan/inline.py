@@ -91,15 +91,15 @@ class Inline:
         state = contents.chunks[chunk]
         taken = effects.takes(step)
         new = self._take(chunk, None if taken is None else taken[0], lambda: contents.begin(step))
-        source = HOST if step.kind is Kind.FETCH else GPU
-        moves = step.kind in (Kind.FETCH, Kind.WRITEBACK) and bool(state.where(source, step.list or ""))
+        moves = step.kind is Kind.WRITEBACK and bool(state.where(GPU, step.list or ""))
         if moves:
             state.adding = True  # gradients are in two lists for a while
         try:
             with torch.no_grad():
                 contents.work(step, update, norms)
         except Exception:  # not an interruption, which leaves what is half done to be mended
-            state.adding = False if moves else state.adding
+            if moves:
+                state.adding = False
             raise
         state.hollow -= new
         if moves:
@@ -138,13 +138,19 @@ class Inline:
         """The list has memory at the place and current content from here on. needed: chunks that stay while room is
         made for what the accelerator refuses; None: OutOfMemory is raised. Raises PlanError if the content is nowhere,
         DoesNotFit if no room can be made."""
+        if needed is None:
+            self._bring(place, chunk, list_name)
+        else:
+            self.until_taken(lambda: self._bring(place, chunk, list_name), needed=needed)
+
+    def until_taken(self, take: Callable[[], object], *, needed: set[int]) -> None:
+        """Call what takes memory, and again after each refusal of the accelerator, for which the ladder makes room.
+        needed: chunks that stay. Raises DoesNotFit if no room can be made."""
         while True:
             try:
-                self._bring(place, chunk, list_name)
+                take()
                 return
             except OutOfMemory as error:
-                if needed is None:
-                    raise
                 self.host.ladder.give_back(error, needed=needed)
 
     def _bring(self, place: Place, chunk: int, list_name: str) -> None:

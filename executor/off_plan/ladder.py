@@ -24,6 +24,7 @@ from executor.measuring.unseen import unseen
 from executor.memory.arena import check_gpu_memory
 from executor.off_plan.guard import Guard
 from executor.off_plan.rungs import RUNGS, Rung, asked_bytes, spec_of_rung, tide_of, with_gpu_budget
+from executor.queues.interface import without_locals
 from executor.session.hosting import BytesHost, LoopHost
 from executor.session.loop import Loop
 from executor.session.reader import Reader
@@ -93,7 +94,6 @@ class Ladder(Sequence[Rung]):
         self.unforeseen_bytes = 0
         self._rungs: list[Rung] = []
         self._error: OutOfMemory | None = None
-        self._budget = 0  # what the accelerator turned out to have for chunks and the tide
         self._made: Plan | None = None  # the last plan the ladder made
         self._known: tuple[int, tuple[int, ...]] | None = None  # (budget, tide) the last plan was made for
 
@@ -138,6 +138,7 @@ class Ladder(Sequence[Rung]):
     def note(self, error: OutOfMemory, done: str, alive_bytes: int | None = None) -> None:
         """Memory ran out; a new plan is due. alive_bytes: non-model bytes there have to be, if they are known."""
         self.pending = True
+        without_locals(error)
         self._error = error
         moment = self._log(error, done)
         self._shrink(error, error.other_bytes if alive_bytes is None else alive_bytes, moment)
@@ -320,6 +321,7 @@ class Ladder(Sequence[Rung]):
             check_gpu_memory(plan, s.backend, plan.gpu_budget_bytes)
             s.renew(plan)
         except DoesNotFit as error:
+            without_locals(error)
             return error
         self.level, self._known, self._made, self.pending = level, (budget, tide_of(workload)), plan, False
         self.unforeseen_bytes = 0

@@ -5,30 +5,20 @@ An update runs beside the chunk's states: on the gpu where they are pinned there
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from executor.memory.shares import Shares
 from executor.off_plan.inline import Inline
 from executor.session.hosting import BytesHost
-from executor.session.reader import Reader
 from pstar_sim.core.step import Place
 
-__all__ = ["Host", "States"]
+__all__ = ["States"]
 
 GPU, HOST = Place.GPU, Place.HOST
 
 
-class Host(BytesHost, Protocol):
-    """What is asked of the session."""
-
-    @property
-    def reader(self) -> Reader: ...
-
-
 class States:
-    def __init__(self, host: Host, inline: Inline, shares: Shares) -> None:
+    def __init__(self, host: BytesHost, inline: Inline, shares: Shares) -> None:
         self.host = host
         self.inline = inline
         self.shares = shares
@@ -60,8 +50,9 @@ class States:
             host.contents.chunks[c.index].ahead.clear()
 
     def unpin(self, chunk: int, room_bytes: int) -> int:
-        """States of a pinned chunk, and its gradients, move to the host, where its update runs then; how many bytes the
-        gpu holds less. Nothing (0) where the host has less than `room_bytes` for them."""
+        """Move the states and gradients of a pinned chunk to the host; its update runs there from now on. Returns the
+        number of bytes that this frees on the gpu: 0, with nothing moved, if they need more than `room_bytes` on the
+        host."""
         arena, layout = self.host.arena, self.host.plan.layout
         lists = [n for n in (*layout.state_lists, "grad32") if arena.has(GPU, chunk, n)]
         if sum(layout.payload_bytes(chunk, n) for n in ("param", *lists)) > room_bytes:
@@ -76,5 +67,4 @@ class States:
             self.shares.leave_gpu(chunk, "param", restored=True)
             self.shares.leave_gpu(chunk, "grad", restored=False)
             self.shares.kept_to_host(chunk)
-        self.host.reader.refresh(chunk)
         return sum(layout.payload_bytes(chunk, n) for n in lists)

@@ -16,24 +16,15 @@ from executor.off_plan.states import States
 from executor.session.hosting import BytesHost
 from executor.session.updates import Updates
 from pstar_sim.core.step import Place
-from pstar_sim.errors import OutOfMemory
 
 __all__ = ["Host", "Stepping"]
 
 GPU = Place.GPU
 
 
-class Climbing(Protocol):
-    """What is asked of `ladder.Ladder`."""
-
-    def give_back(self, error: OutOfMemory, *, needed: set[int]) -> None: ...
-
-
 class Host(BytesHost, Protocol):
     """What is asked of the session."""
 
-    @property
-    def ladder(self) -> Climbing: ...
     @property
     def updates(self) -> Updates: ...
 
@@ -91,11 +82,11 @@ class Stepping:
             shares.kept_to_param(t, self.states.home(chunk_of(t)))
 
     def _take(self, chunk: int) -> None:
-        """Memory for the chunk's working list where it is updated. What the accelerator refuses is asked for again
-        after the ladder gave something back, which may move the states. Raises DoesNotFit if it cannot."""
-        arena = self.host.arena
-        while not arena.has(home := self.states.home(chunk), chunk, "param"):
-            try:
+        """Memory for the chunk's working list where the chunk is updated. Raises DoesNotFit if there is no room."""
+
+        def take() -> None:
+            home = self.states.home(chunk)  # another one if room was made by moving the chunk's states
+            if not self.host.arena.has(home, chunk, "param"):
                 self.inline.perform(self.inline.alloc(home, chunk, "param"))
-            except OutOfMemory as error:
-                self.host.ladder.give_back(error, needed={chunk})
+
+        self.inline.until_taken(take, needed={chunk})

@@ -223,8 +223,10 @@ class ThreadQueues(QueuesBase):
         return None
 
     def ended(self, i: int, iteration: int) -> None:
-        """[Note: who is woken] The lock is for those that look, find nothing and go to sleep. Where no other queue has
-        a step after this one, only `await_steps` may be asleep for it; that counts itself before it looks."""
+        """[Note: who is woken] The lock is for a thread that looks, finds the step not done and goes to sleep. A queue
+        may sleep until this step ends only if one of its steps waits for this one (`wakes`). Any other sleeper is in
+        `await_steps`, which counts itself in `_awaited` before it looks. Without either nobody is woken, and the lock
+        is not taken."""
         self._program.done[i] = iteration
         if self._program.wakes[i] or self._awaited:
             with self._lock:

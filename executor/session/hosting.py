@@ -1,7 +1,7 @@
-"""Hosting: what the parts of a session ask of it alike.
+"""Hosting: what several parts of a session ask of it.
 
-A part knows its session through a protocol of its own, `Host`, which inherits what stands here and adds what the part
-alone asks. Nothing that has such a protocol is imported here.
+Each part declares a protocol `Host`: what it needs of its session. `Host` inherits a protocol of this file and adds
+what only that part needs. This file imports no part that declares a `Host`, so that no imports form a circle.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import random
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -226,6 +227,53 @@ def test_when_no_rung_helps_the_last_whole_step_stands(kit: Any, start: Callable
     if when == "in the backward":
         run.optimizer.zero_grad()
     train(run, kit, losses, 2)
+    assert_same(run, kit, losses)
+
+
+class ShortOfHostMemory(executor.VirtualBackend):
+    """A system that has no host memory for any plan but `only`, after that plan's first slab."""
+
+    def __init__(self, gpu_bytes: int) -> None:
+        super().__init__(gpu_bytes=gpu_bytes)
+        self.only: Plan | None = None
+        self.alive_at_begin: list[int] = []  # slabs that are alive when a plan's payloads are about to be asked for
+        self._slabs: list[weakref.ref[torch.UntypedStorage]] = []
+        self._left: int | None = None  # slabs that can still be had; None: any number
+
+    def begin(self, plan: Plan) -> None:
+        super().begin(plan)
+        self._left = None if self.only in (None, plan) else 1
+        self.alive_at_begin.append(sum(ref() is not None for ref in self._slabs))
+
+    def host_slab(self, size_bytes: int) -> torch.Tensor:
+        if self._left is not None:
+            if not self._left:
+                raise RuntimeError("no memory")
+            self._left -= 1
+        slab = super().host_slab(size_bytes)
+        self._slabs.append(weakref.ref(slab.untyped_storage()))
+        return slab
+
+
+def test_a_rung_that_fails_keeps_no_host_memory(kit: Any, start: Callable[..., Any]) -> None:
+    plan = roomy_plan(kit, "gpt2", "tide", clip=True, spare=1.0)
+    backend = ShortOfHostMemory(plan.gpu_budget_bytes)
+    run = start("gpt2", "tide", clip=0.5, plan=plan, backend=backend)
+    losses: list[list[float]] = [[], []]
+    train(run, kit, losses, 1)
+    backend.alive_at_begin.clear()
+    backend.only, backend.gpu_bytes = plan, plan.gpu_budget_bytes * 3 // 4
+    batch = next(run.batches)
+    kit.loss_of(run.model, batch).backward()
+    with pytest.raises(DoesNotFit, match="no rung of the ladder"):
+        run.optimizer.step()
+    # Each of the four rungs takes a slab, is refused the next one, and leaves the plan in use as it was.
+    assert len(backend.alive_at_begin) == 8 and len(set(backend.alive_at_begin)) == 1, backend.alive_at_begin
+    backend.only = None
+    run.optimizer.zero_grad()
+    kit.loss_of(run.reference.model, batch).backward()
+    run.reference.step()
+    train(run, kit, losses, 1)
     assert_same(run, kit, losses)
 
 
