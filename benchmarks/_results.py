@@ -36,8 +36,7 @@ DEPENDENCIES: Mapping[str, tuple[str, ...]] = {
     "activations": PLANNED,
     "calibrated": EXECUTED,
     "capture": (
-        "executor/capture.py", "executor/hooks.py", "executor/measuring/**", "executor/models.py",
-        "executor/moments.py", "pstar_sim/workload/**",
+        "executor/capture.py", "executor/models.py", "executor/moments/**", "pstar_sim/workload/**",
     ),
     "certify": PLANNED,
     "event_cost": EXECUTED,

@@ -75,7 +75,7 @@ def train(folder: str, name: str, resume: bool) -> None:
     import numpy
 
     from executor.run import Job
-    from executor.saving.keeping import Keeping
+    from executor.running.keeping import Keeping
     from pstar_sim.core.plan import load_plan
 
     random.seed(1)  # what a job begins with; one that goes on has its checkpoint's

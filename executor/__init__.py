@@ -14,7 +14,6 @@ from executor.devices.virtual_streams import VirtualStreams
 from executor.driving.drive import StepResult
 from executor.engine import Session
 from executor.measuring.measured import Measured
-from executor.measuring.record import record
 from executor.measuring.status import LinkUse, Status
 from executor.off_plan.ladder import Ladder
 from executor.off_plan.rungs import Rung
@@ -23,6 +22,7 @@ from executor.prepare import prepare
 from executor.queues.serial import SerialQueues, follow
 from executor.queues.streams import StreamQueues
 from executor.queues.threads import ThreadQueues
+from executor.recording.record import record
 from executor.scaling import LossScale
 
 __all__ = [

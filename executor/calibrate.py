@@ -17,9 +17,10 @@ from pathlib import Path
 
 import torch
 
-from executor.calibration import collectives, compute, copies, disk, host, moments, together
+from executor.calibration import collectives, compute, copies, disk, host, together
 from executor.calibration.bench import Bench, Effort
 from executor.calibration.device import Device, VirtualDevice, open_device
+from executor.recording import moment_costs
 from pstar_sim.catalog.curves import Curve, best_rate, rate_at
 from pstar_sim.catalog.here import read_cores, read_memory
 from pstar_sim.catalog.loader import load_catalog, load_machine
@@ -185,13 +186,15 @@ def _moments(device: Device, bench: Bench, found: Findings) -> tuple[float, floa
         return 3 * smallest / flops_per_s, rate
     machine = load_machine("virtual", gpu_memory="1GB", host_memory="3GB")
     curve = found.matmul["fp32"]
-    samples = moments.recorded_samples(machine)
+    samples = moment_costs.recorded_samples(machine)
     try:
-        constant_s, bytes_per_s = moments.fit(samples, lambda flops: flops / rate_at(curve, flops) if flops else 0.0)
+        constant_s, bytes_per_s = moment_costs.fit(
+            samples, lambda flops: flops / rate_at(curve, flops) if flops else 0.0
+        )
     except ValueError as error:
         found.skipped.append(f"moments of training: {error}; operators timed alone")
         constant_s, bytes_per_s = 0.0, max(compute.memory_rates(device, bench))[1]
-    return constant_s + moments.engine_overhead_s(device, bench, machine), bytes_per_s
+    return constant_s + moment_costs.engine_overhead_s(device, bench, machine), bytes_per_s
 
 
 def _slowdowns(device: Device, bench: Bench) -> dict[str, float]:

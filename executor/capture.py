@@ -1,6 +1,6 @@
 """Capture: one training iteration of any nn.Module under fake tensors, written down as a Workload.
 
-No memory, no GPU, no weights (but for an operator of which fake tensors tell too little, see `blind.py`): parameters,
+No memory, no GPU, no weights (but for an operator of which fake tensors tell too little, see `moments/blind.py`): parameters,
 buffers and batch become fake CPU tensors, a forward and a backward run on them, and the same clock, storages and
 recorder that a real run uses write down moments, bytes, flops and uses. One micro-batch is captured; the others are the
 same. Gradients are taken out of the parameters as they become final, as the executor does. Bytes are logical; the
@@ -30,13 +30,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from executor.adamw import AdamW, check_groups, group_of
-from executor.blind import Blind
-from executor.compiled import eagerly
 from executor.contract import changes_nothing
 from executor.devices.torch_private import buffer_table, parameter_table, storage_key
-from executor.hooks import MomentClock, tensors_of
-from executor.measuring.live_bytes import LiveStorages
-from executor.measuring.unseen import unseen
 from executor.models import (
     TORCH_DTYPES,
     BuiltModel,
@@ -49,7 +44,12 @@ from executor.models import (
     unpacked_sequences,
     unread_padding,
 )
-from executor.moments import MomentRecorder, attention_seen, describe_parameters
+from executor.moments.blind import Blind
+from executor.moments.compiled import eagerly
+from executor.moments.hooks import MomentClock, tensors_of
+from executor.moments.live_bytes import LiveStorages
+from executor.moments.recorder import MomentRecorder, attention_seen, describe_parameters
+from executor.moments.unseen import unseen
 from executor.scaling import guard_boundary, needs_loss_scaling
 from pstar_sim.errors import ModelError, PstarError
 from pstar_sim.workload.workload import Workload, repeat_micro_batch

@@ -12,7 +12,7 @@ from torch import nn
 
 from executor.adamw import AdamW, check_groups
 from executor.memory.payloads import STATE_DTYPES
-from executor.moments import working_dtype
+from executor.moments.recorder import working_dtype
 from executor.scaling import loss_scale_for
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import PlanError

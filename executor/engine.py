@@ -21,23 +21,24 @@ import torch
 from torch import nn
 
 from executor.activations.stashes import Stashes
-from executor.adam import Hyper
-from executor.at_work import AtWork
-from executor.compiled import untraced
+from executor.devices.adam import Hyper
 from executor.devices.backend import Backend, VirtualBackend
 from executor.distributed.absent import Absent
 from executor.distributed.ranks import Ranks, count_of
 from executor.driving.drive import Driver, Loss, StepResult
-from executor.holdings import Holdings
-from executor.hooks import MomentClock
+from executor.lifetime.ending import Ending
+from executor.lifetime.holdings import Holdings
+from executor.lifetime.renewal import renew
 from executor.measuring.first import FirstIteration
 from executor.measuring.measure import measure_iteration
 from executor.measuring.measured import Measured
 from executor.measuring.status import Status, status_of
-from executor.measuring.unseen import Watching
 from executor.memory.arena import Arena
 from executor.memory.contents import Contents
 from executor.models import forward_loss
+from executor.moments.compiled import untraced
+from executor.moments.hooks import MomentClock
+from executor.moments.unseen import Watching
 from executor.off_plan.demand import Demand
 from executor.off_plan.guard import Guard
 from executor.off_plan.ladder import Ladder
@@ -45,15 +46,14 @@ from executor.off_plan.reads import Reads
 from executor.off_plan.warm_up import WarmUp
 from executor.queues.interface import Program, Queues
 from executor.scaling import LossScaling, guard_boundary
+from executor.session.at_work import AtWork
 from executor.session.batches import Batches, Capture, Shapes
 from executor.session.cursor import Cursor
-from executor.session.ending import Ending
 from executor.session.following import Following
 from executor.session.iteration import Iteration
 from executor.session.loop import Loop
 from executor.session.others import CountOf
 from executor.session.reader import Reader
-from executor.session.renewal import renew
 from executor.session.steps import Steps
 from executor.session.timetable import Timetable
 from executor.session.updates import Updates
@@ -250,7 +250,7 @@ class Session:
         return self.loop.still()
 
     def renew(self, plan: Plan) -> None:
-        """Go on under another plan: see `session.renewal`. An evaluation that was under way has ended then."""
+        """Go on under another plan: see `lifetime.renewal`. An evaluation that was under way has ended then."""
         if self.cursor.visiting:
             self.demand.end_visit()
         renew(self, plan)

@@ -23,7 +23,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from executor.devices.on_meta import parameters_on_meta
-from executor.hooks import tensors_of
+from executor.moments.hooks import tensors_of
 from pstar_sim.catalog.models import model_entry
 from pstar_sim.errors import ModelError, PstarError
 

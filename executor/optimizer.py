@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from executor.adam import Hyper
 from executor.adamw import NUMBERS, AdamW, refused_in
 from executor.contract import tensor_of
+from executor.devices.adam import Hyper
 from executor.saving.checkpoint import save
 from executor.saving.restoring import Restored, load
 from pstar_sim.errors import ContractError

@@ -21,24 +21,24 @@ from executor.activations.planned import carry_out, check_activations
 from executor.adamw import AdamW, group_of
 from executor.capture import capture_module
 from executor.checks import check_model, check_settings
-from executor.compiled import untraced
 from executor.contract import changes_nothing
 from executor.devices.backend import Backend, available_host_bytes, keep_freed_pages
 from executor.devices.device import DeviceOptions, check_placement, move_buffers, open_backend
 from executor.devices.torch_private import parameter_table, storage_key
 from executor.distributed.ranks import Ranks, count_of, join, share_values
 from executor.engine import Session, SessionOptions
-from executor.holdings import ask_torch_threads
-from executor.measuring.unseen import unseen
+from executor.lifetime.holdings import ask_torch_threads
+from executor.lifetime.loading import load_parameters
 from executor.memory.arena import Arena, check_gpu_memory, check_host_memory
-from executor.moments import describe_parameters
+from executor.moments.compiled import untraced
+from executor.moments.recorder import describe_parameters
+from executor.moments.unseen import unseen
 from executor.optimizer import OffloadedAdamW
 from executor.queues.interface import Queues
 from executor.queues.streams import StreamQueues, queues_for
 from executor.queues.threads import ThreadQueues
 from executor.saving.weights import check_values, give_memory
 from executor.scaling import LossScaling, loss_scale_for
-from executor.session.loading import load_parameters
 from executor.session.others import CountOf
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.checker.check import check_plan

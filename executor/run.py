@@ -14,18 +14,18 @@ import torch
 
 from executor.adamw import AdamW
 from executor.checks import check_processes, state_dtype_of
-from executor.data import ByteText, batches_like, open_data
 from executor.devices.cuda import CudaBackend, cuda_device
 from executor.devices.device import is_cuda
-from executor.distributed.shared_run import SharedRun, own_batches, share_results
 from executor.measuring.first import TideReport
 from executor.measuring.measured import Measured, with_tide
-from executor.measuring.processor import ProcessorTime, taken_by_others
-from executor.measuring.record import record
 from executor.measuring.status import Status
 from executor.models import BuiltModel, build, map_tensors, named_failures
 from executor.prepare import prepare
-from executor.saving.keeping import Keeping
+from executor.recording.record import record
+from executor.running.data import ByteText, batches_like, open_data
+from executor.running.keeping import Keeping
+from executor.running.processor import ProcessorTime, taken_by_others
+from executor.running.shared_run import SharedRun, own_batches, share_results
 from executor.training import StepReport, train, train_step
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine

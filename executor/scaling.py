@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from executor.nests import change_tensors
+from executor.moments.nests import change_tensors
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.workload import Tensor
 
@@ -163,7 +163,7 @@ def guard_boundary(
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda hook: hook,
 ) -> list[Any]:
     """Scale gradients inside `model` from now on; see [Note: where the scale acts]. scale: read in each backward. wrap:
-    applied to both hooks (`executor.compiled.untraced`). Returns the hooks' handles."""
+    applied to both hooks (`executor.moments.compiled.untraced`). Returns the hooks' handles."""
 
     def shrink() -> float:
         return 1.0 / scale()

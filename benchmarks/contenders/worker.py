@@ -50,9 +50,9 @@ def build_model(task: Task) -> Built:
     """The task's model with weights drawn from its seed, on the host, in the task's dtype. For a card the models are
     large and minutes dear: weights by `draw_weights`."""
     from contenders.drawn import draw_weights
-    from executor.data import batches_like, open_data
     from executor.devices.on_meta import parameters_on_meta
     from executor.models import build
+    from executor.running.data import batches_like, open_data
 
     with parameters_on_meta() if task.device == "cuda" else contextlib.nullcontext():
         built = build(
@@ -74,8 +74,8 @@ def warm_imports(task: Task) -> None:
     import torch
     import torch._dynamo
 
-    from executor.data import open_data
     from executor.models import build
+    from executor.running.data import open_data
 
     build(task.model, batch=1, sequence=8, dtype=task.dtype, device="meta")
     open_data(None)

@@ -14,8 +14,8 @@ from contenders.worker import Built
 
 from executor import AdamW, prepare
 from executor.capture import capture
-from executor.data import batches_like, open_data
 from executor.models import build, forward_loss
+from executor.running.data import batches_like, open_data
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit

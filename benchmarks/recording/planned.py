@@ -13,11 +13,11 @@ from contenders.memory import NOT_MEASURABLE, forget_peak, host_bytes, less, pea
 
 from executor import AdamW, prepare
 from executor.capture import capture
-from executor.data import batches_like, open_data
 from executor.devices.on_meta import parameters_on_meta
-from executor.hooks import MomentClock
 from executor.memory.byte_log import ByteChange
 from executor.models import build, map_tensors
+from executor.moments.hooks import MomentClock
+from executor.running.data import batches_like, open_data
 from executor.training import train_step
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.plan import Plan, Settings

@@ -20,8 +20,8 @@ from torch import nn
 
 from executor.capture import capture
 from executor.devices.on_meta import parameters_on_meta
-from executor.hooks import Event, MomentClock
 from executor.models import build, forward_loss, map_tensors
+from executor.moments.hooks import Event, MomentClock
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["Peaks", "record_tide", "tide_rows"]

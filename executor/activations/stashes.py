@@ -30,8 +30,8 @@ import torch
 from torch import nn
 
 from executor.devices.torch_private import storage_key, version_of
-from executor.hooks import tensors_of
-from executor.measuring.unseen import unseen
+from executor.moments.hooks import tensors_of
+from executor.moments.unseen import unseen
 from executor.session.hosting import BytesHost, LoopHost
 from pstar_sim.core.slabs import stash_key
 from pstar_sim.core.step import Kind, Queue, Step

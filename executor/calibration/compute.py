@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from executor.calibration.bench import Bench
 from executor.calibration.device import Device
-from executor.measuring.live_bytes import LiveStorages
+from executor.moments.live_bytes import LiveStorages
 
 __all__ = ["between_products", "matmul_rates", "memory_rate", "memory_rates", "product"]
 

@@ -9,9 +9,9 @@ from itertools import cycle
 
 import torch
 
-from executor.adam import Hyper, Run, adamw
 from executor.calibration.bench import Bench
 from executor.calibration.device import torch_threads
+from executor.devices.adam import Hyper, Run, adamw
 
 __all__ = ["adam_rates", "adam_update", "dram_rate", "thread_counts"]
 

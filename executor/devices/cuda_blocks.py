@@ -55,7 +55,7 @@ from typing import Any
 
 import torch
 
-from executor.adam import scratch_bytes
+from executor.devices.adam import scratch_bytes
 from executor.devices.torch_private import storage_key
 from pstar_sim.core.effects import OTHERS, frees, takes
 from pstar_sim.core.plan import Plan

@@ -22,7 +22,7 @@ from torch import nn
 
 from executor.contract import raw_grad
 from executor.distributed.ranks import Ranks
-from executor.hooks import Event
+from executor.moments.hooks import Event
 from executor.session.following import Following
 from executor.session.hosting import BytesHost
 from pstar_sim.workload.workload import Phase

@@ -43,7 +43,7 @@ from torch import nn
 from executor.checks import check_processes
 from executor.distributed.collectives import Wire, open_group
 from executor.distributed.lifeline import Address, Lifeline
-from executor.hooks import tensors_of
+from executor.moments.hooks import tensors_of
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import ModelError, PlanError, RankLost
 

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from executor.compiled import untraced
-from executor.nests import change_tensors
+from executor.moments.compiled import untraced
+from executor.moments.nests import change_tensors
 
 __all__ = ["Borders", "Part", "Tape", "find_blocks", "shared_part"]
 

@@ -36,9 +36,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from executor.capture import fake_module
 from executor.driving.again import Before
 from executor.driving.blocks import Borders, Tape, find_blocks, shared_part
-from executor.hooks import tensors_of
 from executor.memory.update import Update
 from executor.models import forward_loss, quiet, unpacked_sequences, unread_padding
+from executor.moments.hooks import tensors_of
 from executor.session.batches import Shapes
 from executor.session.following import Following
 from executor.session.hosting import BytesHost, LoopHost

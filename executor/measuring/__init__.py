@@ -1,1 +1,1 @@
-"""What a run was really like: bytes, moments, seconds, and the workload recorded from a warm-up iteration."""
+"""What a run was really like: bytes, moments, seconds; and what the machine does where no one has calibrated it."""

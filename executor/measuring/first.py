@@ -3,7 +3,7 @@
 A trace may be wrong: an operator keeps memory that its fake version does not show, the device has other kernels than
 the trace was captured with, the loop keeps what the trace's did not. A plan made from it then lets payloads stand where
 the tide is, and nothing would say so before memory runs out. So the first iteration that runs on plan, with the plan's
-batch, is counted operator by operator (`live_bytes.py`, as recordings are), on every device. Where a moment holds more
+batch, is counted operator by operator (`moments/live_bytes.py`, as recordings are), on every device. Where a moment holds more
 than the plan has for it, the session goes on under a new plan, made by the same policy from the tide that was measured,
 and the iteration after that is counted as well. Counting changes no result and costs some microseconds an operator, in
 that iteration alone.
@@ -32,10 +32,10 @@ from functools import partial
 from typing import Any, Protocol
 
 from executor.measuring.measure import Walk
-from executor.measuring.standing import Host as StandingHost
-from executor.measuring.standing import Standing
-from executor.measuring.unseen import Watching, unseen
 from executor.memory.arena import check_gpu_memory
+from executor.moments.standing import Host as StandingHost
+from executor.moments.standing import Standing
+from executor.moments.unseen import Watching, unseen
 from executor.off_plan.rungs import with_gpu_budget
 from executor.session.batches import Batches
 from executor.session.hosting import LoopHost

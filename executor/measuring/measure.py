@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
-from executor.measuring.live_bytes import LiveStorages
 from executor.measuring.measured import Measured
-from executor.measuring.unseen import Watching
+from executor.moments.live_bytes import LiveStorages
+from executor.moments.unseen import Watching
 from executor.queues.interface import Queues
 from executor.queues.serial import QueueEvent, SerialQueues, follow
 from executor.session.hosting import BytesHost

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from executor.adam import scratch_bytes
+from executor.devices.adam import scratch_bytes
 from executor.devices.backend import Backend
 from executor.memory.byte_log import ByteLog
 from executor.memory.payloads import GpuPayloads, HostSlabs, dtype_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from executor.adam import BLOCK, GPU_BLOCK, Hyper, Scratch, adamw, clip_coefficient, runs_of, total_norm
+from executor.devices.adam import BLOCK, GPU_BLOCK, Hyper, Scratch, adamw, clip_coefficient, runs_of, total_norm
 from executor.devices.backend import StreamBackend
 from executor.memory.arena import Arena
 from executor.memory.chunk_state import ChunkState

@@ -23,8 +23,8 @@ from typing import Protocol
 import torch
 
 from executor.contract import tensor_of
-from executor.hooks import Event
 from executor.memory.shares import Shares
+from executor.moments.hooks import Event
 from executor.off_plan import cut, gradients, inline, mending, room, states, update
 from executor.off_plan.in_use import InUse
 from executor.off_plan.ladder import Ladder

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch
 
 from executor.devices.backend import VirtualBackend
-from executor.measuring.standing import Host as StandingHost
-from executor.measuring.standing import Standing
-from executor.measuring.unseen import unseen
+from executor.moments.standing import Host as StandingHost
+from executor.moments.standing import Standing
+from executor.moments.unseen import unseen
 from executor.session.hosting import LoopHost
 from pstar_sim.core.step import Place
 from pstar_sim.errors import OutOfMemory

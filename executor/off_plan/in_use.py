@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from executor.hooks import Event
+from executor.moments.hooks import Event
 from pstar_sim.workload.workload import Phase
 
 __all__ = ["InUse"]

@@ -19,9 +19,9 @@ from typing import Protocol, overload
 
 import torch
 
-from executor.hooks import Event
-from executor.measuring.unseen import unseen
 from executor.memory.arena import check_gpu_memory
+from executor.moments.hooks import Event
+from executor.moments.unseen import unseen
 from executor.off_plan.guard import Guard
 from executor.off_plan.rungs import RUNGS, Rung, asked_bytes, spec_of_rung, tide_of, with_gpu_budget
 from executor.queues.interface import without_locals

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from executor.lifetime.ending import Ending
 from executor.off_plan.cut import Cut
 from executor.off_plan.gradients import Gradients
 from executor.off_plan.states import States
 from executor.off_plan.update import Stepping
-from executor.session.ending import Ending
 from executor.session.following import Following
 from executor.session.hosting import BytesHost, LoopHost
 from executor.session.reader import Reader

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from executor.contract import ChunkParameter, Snapshot, map_parameters, write_refused, writes
 from executor.devices.torch26 import saved_tensor_hooks
 from executor.devices.torch_private import storage_key
-from executor.hooks import tensors_of
-from executor.measuring.unseen import unseen
+from executor.moments.hooks import tensors_of
+from executor.moments.unseen import unseen
 from executor.session.hosting import BytesHost, LoopHost
 from executor.session.loop import Loop
 from executor.session.reader import Reader

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from executor.hooks import Event
-from executor.measuring.live_bytes import LiveStorages
-from executor.measuring.unseen import unseen
-from executor.moments import MomentRecorder
+from executor.moments.hooks import Event
+from executor.moments.live_bytes import LiveStorages
+from executor.moments.recorder import MomentRecorder
+from executor.moments.unseen import unseen
 from executor.session.cursor import Answer
 from executor.session.reader import Reader
 

@@ -35,7 +35,7 @@ import torch
 
 from executor.devices.torch_private import buffer_table
 from executor.distributed.ranks import SAVES
-from executor.measuring.unseen import unseen
+from executor.moments.unseen import unseen
 from executor.saving import whole_folder
 from executor.saving.as_json import encode
 from executor.saving.generators import generator_states

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from executor.contract import tensor_of
-from executor.measuring.unseen import unseen
+from executor.moments.unseen import unseen
 from executor.saving.as_json import decode
 from executor.saving.checkpoint import together
 from executor.saving.generators import set_generators

@@ -30,10 +30,10 @@ import torch
 from torch import nn
 
 from executor.devices.torch_private import buffer_table, non_persistent_buffers
+from executor.lifetime.loading import views_of
 from executor.memory.arena import Arena
 from executor.memory.contents import Contents
 from executor.saving.tensor_files import Entry, TensorFile, piece_buffer
-from executor.session.loading import views_of
 from pstar_sim.core.step import Place
 from pstar_sim.errors import WeightsError
 from pstar_sim.workload.workload import Tensor

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from executor.activations.planned import as_planned, recomputing
-from executor.hooks import tensors_of
 from executor.memory.arena import Arena
 from executor.models import map_tensors
+from executor.moments.hooks import tensors_of
 from executor.session.hosting import BytesHost, LoopHost
 from executor.session.others import CountOf
 from executor.session.reader import Reader

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from executor.hooks import Event
+from executor.moments.hooks import Event
 from executor.session.batches import Batches
 from executor.session.cursor import Fact
 from executor.session.following import Following

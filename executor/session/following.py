@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from executor.contract import raw_grad, set_raw_grad
-from executor.hooks import Event
-from executor.measuring.unseen import unrecorded, unseen
+from executor.moments.hooks import Event
+from executor.moments.unseen import unrecorded, unseen
 from executor.scaling import LossScaling
 from executor.session.batches import Batches
 from executor.session.cursor import Answer

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from executor.at_work import AtWork
 from executor.devices.backend import Backend
-from executor.hooks import MomentClock
 from executor.memory.arena import Arena
 from executor.memory.contents import Contents
+from executor.moments.hooks import MomentClock
 from executor.queues.interface import Queues
+from executor.session.at_work import AtWork
 from executor.session.cursor import Cursor
 from executor.session.iteration import Iteration
 from executor.session.others import Others

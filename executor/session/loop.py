@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from executor.hooks import Event
-from executor.measuring.unseen import Watching, unseen
+from executor.moments.hooks import Event
+from executor.moments.unseen import Watching, unseen
 from executor.session.batches import Batches
 from executor.session.cursor import Act, Answer, State, act_of, answer
 from executor.session.facts import ActFacts

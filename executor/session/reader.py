@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from executor.contract import ChunkParameter, ParkedParameter, disown, raw_grad, set_raw_grad
-from executor.measuring.unseen import unseen
+from executor.moments.unseen import unseen
 from executor.session.cursor import Act, Answer
 from executor.session.hosting import BytesHost, LoopHost
 from executor.session.updates import Updates

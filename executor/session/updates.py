@@ -7,7 +7,7 @@ from typing import Protocol, cast
 
 import torch
 
-from executor.adam import Hyper
+from executor.devices.adam import Hyper
 from executor.devices.backend import StreamBackend
 from executor.memory.update import Update
 from executor.queues.interface import Program

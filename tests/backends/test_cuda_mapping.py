@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import executor
 import executor.run as jobs
-from executor.adam import Hyper, Run, adamw
 from executor.devices import cuda_blocks
+from executor.devices.adam import Hyper, Run, adamw
 from executor.devices.cuda import CudaBackend, cuda_device, default_adam_threads
 from executor.devices.cuda_blocks import MIB, Blocks, block_bytes, pool_shape, segment_of
 from executor.devices.device import DeviceOptions, check_placement, move_buffers, open_backend

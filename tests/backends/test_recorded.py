@@ -12,7 +12,7 @@ import torch
 
 import executor
 from executor.measuring.rates import measure_virtual_machine
-from executor.measuring.record import record
+from executor.recording.record import record
 from pstar_sim.core.plan import Settings
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.sim.play import play

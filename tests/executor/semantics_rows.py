@@ -184,7 +184,7 @@ def plan_for(case: Case, model: nn.Module, batch: Any, policy: str, spec: execut
         w = kit.repeat_micro_batch(w, case.micro_batches)
     if case.groups is not None:
         groups = executor.adamw.group_of(spec.groups(model))
-        w = replace(w, tensors=executor.moments.describe_parameters(model, groups)[0])
+        w = replace(w, tensors=executor.moments.recorder.describe_parameters(model, groups)[0])
     w = with_optimizer(w, case.optimizer)
     settings = Settings(update=case.update, clip=case.clip is not None)
     if case.spare_bytes:

@@ -25,8 +25,8 @@ import executor
 from executor.activations.planned import carry_out, recomputing
 from executor.capture import capture_module
 from executor.devices.virtual_streams import VirtualStreams
-from executor.measuring.live_bytes import LiveStorages
 from executor.models import enable_checkpointing
+from executor.moments.live_bytes import LiveStorages
 from executor.queues.serial import SerialQueues
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import COPIES

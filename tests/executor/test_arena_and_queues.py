@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import executor
-from executor.adam import Hyper, Run, adamw, clip_coefficient, runs_of
+from executor.devices.adam import Hyper, Run, adamw, clip_coefficient, runs_of
 from executor.devices.backend import VirtualBackend, available_host_bytes, keep_freed_pages
 from executor.memory import arena as arena_module
 from executor.memory.arena import Arena

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from executor import calibrate as calibration
-from executor.calibration import collectives, compute, copies, disk, host, moments, together
+from executor.calibration import collectives, compute, copies, disk, host, together
 from executor.calibration.bench import Bench, Effort
 from executor.calibration.device import CudaDevice, VirtualDevice, open_device
+from executor.recording import moment_costs
 from pstar_sim.catalog.loader import load_machine, resize
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Settings
@@ -290,15 +291,18 @@ def test_the_fit_finds_constant_and_bandwidth_again() -> None:
         return flops / 100e9
 
     rows = [(0.0, 1e6), (1e9, 1e6), (5e8, 4e7), (0.0, 2e7), (2e8, 0.0)]
-    samples = [moments.Sample(f, b, 8e-5 + f / 100e9 + b / 15e9) for f, b in rows]
-    constant_s, bytes_per_s = moments.fit(samples, product_s)
+    samples = [moment_costs.Sample(f, b, 8e-5 + f / 100e9 + b / 15e9) for f, b in rows]
+    constant_s, bytes_per_s = moment_costs.fit(samples, product_s)
     assert constant_s == pytest.approx(8e-5)
     assert bytes_per_s == pytest.approx(15e9)
 
 
 def test_a_negative_constant_is_none() -> None:
-    samples = [moments.Sample(0, 1e6, 1e-4), moments.Sample(0, 2e6, 3e-4)]  # a line through them starts below zero
-    constant_s, bytes_per_s = moments.fit(samples, lambda flops: 0.0)
+    samples = [
+        moment_costs.Sample(0, 1e6, 1e-4),
+        moment_costs.Sample(0, 2e6, 3e-4),
+    ]  # a line through them starts below zero
+    constant_s, bytes_per_s = moment_costs.fit(samples, lambda flops: 0.0)
     assert constant_s == 0
     # least squares of relative errors of seconds = bytes / B: slope (0.01 + 2/3 * 0.01) * 1e-6...
     ratios = [s.size_bytes / s.seconds for s in samples]
@@ -307,10 +311,10 @@ def test_a_negative_constant_is_none() -> None:
 
 def test_samples_that_say_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match="different sizes"):
-        moments.fit([moments.Sample(0, 1e6, 1e-3), moments.Sample(0, 1e6, 1e-3)], lambda flops: 0.0)
-    slow = [moments.Sample(1e9, 1e6, 1e-3), moments.Sample(1e9, 5e6, 1e-3)]
+        moment_costs.fit([moment_costs.Sample(0, 1e6, 1e-3), moment_costs.Sample(0, 1e6, 1e-3)], lambda flops: 0.0)
+    slow = [moment_costs.Sample(1e9, 1e6, 1e-3), moment_costs.Sample(1e9, 5e6, 1e-3)]
     with pytest.raises(ValueError, match="no time for bytes"):
-        moments.fit(slow, lambda flops: 1.0)
+        moment_costs.fit(slow, lambda flops: 1.0)
 
 
 # -- things that run at once ------------------------------------------------------------------------------------------

@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from executor.capture import capture, capture_module
-from executor.hooks import Event, MomentClock
-from executor.measuring.live_bytes import _FLOPS, LiveStorages
 from executor.models import build, enable_checkpointing, forward_loss
-from executor.moments import MomentRecorder, describe_parameters
+from executor.moments.hooks import Event, MomentClock
+from executor.moments.live_bytes import _FLOPS, LiveStorages
+from executor.moments.recorder import MomentRecorder, describe_parameters
 from pstar_sim.errors import ModelError
 from pstar_sim.workload.workload import Phase, UseKind, Workload
 

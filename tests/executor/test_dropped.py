@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import executor
-from executor import holdings
+from executor.lifetime import holdings
 from executor.queues.threads import ThreadQueues
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import ContractError, DoesNotFit

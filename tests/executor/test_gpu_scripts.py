@@ -320,7 +320,7 @@ class TestDrawnWeights:
         """The same values for one seed, however they are kept; ties hold; a vector is ones."""
         from executor.devices.on_meta import parameters_on_meta
         from executor.models import build
-        from executor.moments import describe_parameters
+        from executor.moments.recorder import describe_parameters
 
         draw = load("contenders.drawn").draw_weights
 

@@ -554,7 +554,7 @@ class TestOptimizer:
 
 def test_groups(kit: Any) -> None:
     """Two groups with numbers of their own; the plan has to be made for them."""
-    from executor.moments import describe_parameters
+    from executor.moments.recorder import describe_parameters
 
     model, draw = kit.build("mlp")
     twin = copy.deepcopy(model)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import executor
-from executor.moments import describe_parameters
+from executor.moments.recorder import describe_parameters
 from executor.scaling import LossScaling, guard_boundary, loss_scale_for
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import ContractError, PlanError

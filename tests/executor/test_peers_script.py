@@ -231,7 +231,7 @@ class TestRecording:
         assert tide_rows(workload, (*names[:5], "other"), peaks[:6])["moments_differ_at"] == 5
 
     def test_peaks_fall_into_the_moments_of_the_clock(self, load: Callable[[str], Any]) -> None:
-        from executor.hooks import Event
+        from executor.moments.hooks import Event
         from pstar_sim.workload.workload import Phase
 
         values = iter([5, 9, 7])

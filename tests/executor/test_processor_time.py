@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from executor.measuring.processor import ProcessorTime, taken_by_others
+from executor.running.processor import ProcessorTime, taken_by_others
 
 
 def test_counters_by_hand(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import executor
-from executor.measuring.record import record
+from executor.recording.record import record
 from pstar_sim.errors import DoesNotFit, PlanError
 from pstar_sim.workload.workload import Phase
 

@@ -226,7 +226,7 @@ def losses(result: Any) -> list[tuple[int, float]]:
 
 def test_a_text_is_read_in_the_order_of_its_paths(tmp_path: Path) -> None:
     """A folder's files stand where its name does; nothing behind a link to a folder, nothing without a known suffix."""
-    from executor.data import open_data
+    from executor.running.data import open_data
 
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "x.txt").write_text("x")
@@ -246,7 +246,7 @@ def test_a_text_is_read_in_the_order_of_its_paths(tmp_path: Path) -> None:
 
 
 def test_a_job_goes_on_with_its_data(job: Any, tmp_path: Path) -> None:
-    from executor.saving.keeping import Keeping
+    from executor.running.keeping import Keeping
 
     plan, job, _ = job
     ck = str(tmp_path / "c")
@@ -261,7 +261,7 @@ def test_a_job_goes_on_with_its_data(job: Any, tmp_path: Path) -> None:
 def test_another_text_begins_anew_and_says_so(job: Any, tmp_path: Path) -> None:
     import dataclasses
 
-    from executor.saving.keeping import Keeping
+    from executor.running.keeping import Keeping
 
     plan, job, _ = job
     ck = str(tmp_path / "c")
@@ -276,7 +276,7 @@ def test_another_text_begins_anew_and_says_so(job: Any, tmp_path: Path) -> None:
 def test_a_job_begins_from_weights(job: Any, tmp_path: Path) -> None:
     import dataclasses
 
-    from executor.saving.keeping import Keeping
+    from executor.running.keeping import Keeping
 
     plan, job, _ = job
     job.run(plan, steps=1, keeping=Keeping(save=str(tmp_path / "c")))
@@ -292,7 +292,7 @@ def run_cli(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
 
 
 def test_what_the_command_line_refuses(job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from executor.saving.keeping import Keeping
+    from executor.running.keeping import Keeping
 
     plan, job, _ = job
     plan.save(tmp_path / "plan.json")

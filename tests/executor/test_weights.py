@@ -173,7 +173,7 @@ def test_the_prefix_of_the_base_model_may_be_there_or_not(kit: Any, tmp_path: Pa
         model = transformers.GPT2Model(whole.config)
     safetensors.torch.save_file(values, tmp_path / "model.safetensors")
     weights = Weights(tmp_path)
-    weights.match(model, executor.moments.describe_parameters(model)[0])
+    weights.match(model, executor.moments.recorder.describe_parameters(model)[0])
     assert weights.note
 
 
@@ -189,7 +189,7 @@ def test_buffers_of_the_state_dict_come_from_the_file(kit: Any, tmp_path: Path) 
     with torch.device("meta"):
         twin = build()
     weights = Weights(tmp_path)
-    weights.match(twin, executor.moments.describe_parameters(twin)[0])
+    weights.match(twin, executor.moments.recorder.describe_parameters(twin)[0])
     weights.fill_buffers()
     assert torch.equal(twin[1].running_mean, torch.arange(16.0)) and int(twin[1].num_batches_tracked) == 5
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import executor
 from executor.capture import capture_module
-from executor.measuring.record import record
+from executor.recording.record import record
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import ModelError
 

@@ -21,14 +21,14 @@ import torch
 from torch import nn
 
 from executor.adamw import AdamW, group_of
-from executor.compiled import eagerly
 from executor.devices.device import synchronized
 from executor.engine import Session
-from executor.hooks import tensors_of
-from executor.measuring.live_bytes import LiveStorages
-from executor.measuring.unseen import unseen
 from executor.models import forward_loss, map_tensors
-from executor.moments import MomentRecorder, describe_parameters, working_dtype
+from executor.moments.compiled import eagerly
+from executor.moments.hooks import tensors_of
+from executor.moments.live_bytes import LiveStorages
+from executor.moments.recorder import MomentRecorder, describe_parameters, working_dtype
+from executor.moments.unseen import unseen
 from executor.off_plan.warm_up import listen, time_moments
 from executor.prepare import prepare
 from pstar_sim.catalog.machine import Machine

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from executor.devices.torch_private import storage_key
-from executor.hooks import Event
-from executor.measuring.live_bytes import LiveStorages
+from executor.moments.hooks import Event
+from executor.moments.live_bytes import LiveStorages
 from pstar_sim.errors import ModelError
 from pstar_sim.workload.workload import DTYPE_BYTES, Moment, OptimizerSpec, Phase, Tensor, Use, UseKind, Workload
 

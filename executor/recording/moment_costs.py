@@ -26,8 +26,8 @@ from torch.nn import functional
 from executor.adamw import AdamW
 from executor.calibration.bench import Bench
 from executor.calibration.device import Device
-from executor.measuring.record import record
 from executor.prepare import prepare
+from executor.recording.record import record
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Settings
 from pstar_sim.cost import gradient_traffic_bytes

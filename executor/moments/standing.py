@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-from executor.measuring.live_bytes import LiveStorages
+from executor.moments.live_bytes import LiveStorages
 from executor.session.hosting import BytesHost
 
 __all__ = ["Host", "Standing"]

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from executor.devices.backend import available_host_bytes
+from executor.lifetime.loading import load_parameters
 from executor.memory.arena import Arena, check_host_memory
 from executor.queues.interface import Queues
 from executor.session.hosting import BytesHost
-from executor.session.loading import load_parameters
 from executor.session.loop import Loop
 from executor.session.reader import Reader
 from pstar_sim.core.plan import Plan

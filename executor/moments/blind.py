@@ -21,7 +21,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from executor.devices.torch_private import storage_key
-from executor.measuring.unseen import unseen
+from executor.moments.unseen import unseen
 from pstar_sim.units import format_bytes
 
 __all__ = ["MOST_BYTES", "SEEN_SMALLER", "Blind"]
