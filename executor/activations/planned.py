@@ -26,8 +26,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from executor.activations.stashes import Stashes
+from executor.devices.backend import Backend
 from executor.devices.torch26 import saved_tensor_hooks
-from executor.session.hosting import BytesHost
+from pstar_sim.core.plan import Plan
 from pstar_sim.errors import ModelError, PlanError, TraceError
 from pstar_sim.workload.mixing import offload_blocks
 from pstar_sim.workload.workload import Workload, activations_text
@@ -78,9 +79,26 @@ class Training(Protocol):
     def trains(self) -> bool: ...
 
 
-class Host(BytesHost, Protocol):
+class Loop(Protocol):
+    """What is asked of the session's cursor."""
+
+    @property
+    def inside(self) -> bool: ...
+    @property
+    def visiting(self) -> bool: ...
+
+
+class Host(Protocol):
     """What is asked of the session."""
 
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def backend(self) -> Backend: ...
+    @property
+    def cursor(self) -> Loop: ...
+    @property
+    def closed(self) -> bool: ...
     @property
     def model(self) -> nn.Module: ...
     @property

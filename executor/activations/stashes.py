@@ -29,10 +29,12 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import nn
 
+from executor.devices.backend import Backend
 from executor.devices.torch_private import storage_key, version_of
-from executor.moments.hooks import tensors_of
+from executor.memory.arena import Arena
+from executor.moments.hooks import MomentClock, tensors_of
 from executor.moments.unseen import unseen
-from executor.session.hosting import BytesHost, LoopHost
+from pstar_sim.core.plan import Plan
 from pstar_sim.core.slabs import stash_key
 from pstar_sim.core.step import Kind, Queue, Step
 from pstar_sim.errors import ContractError
@@ -137,9 +139,26 @@ class Reading(Protocol):
     def unpack(self, packed: Any) -> torch.Tensor: ...
 
 
-class Host(BytesHost, LoopHost, Protocol):
+class Loop(Protocol):
+    """What is asked of the session's cursor."""
+
+    @property
+    def off_plan(self) -> bool: ...
+
+
+class Host(Protocol):
     """What is asked of the session."""
 
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def arena(self) -> Arena: ...
+    @property
+    def backend(self) -> Backend: ...
+    @property
+    def cursor(self) -> Loop: ...
+    @property
+    def clock(self) -> MomentClock: ...
     @property
     def model(self) -> nn.Module: ...
     @property

@@ -3,10 +3,10 @@
 A trace may be wrong: an operator keeps memory that its fake version does not show, the device has other kernels than
 the trace was captured with, the loop keeps what the trace's did not. A plan made from it then lets payloads stand where
 the tide is, and nothing would say so before memory runs out. So the first iteration that runs on plan, with the plan's
-batch, is counted operator by operator (`moments/live_bytes.py`, as recordings are), on every device. Where a moment holds more
-than the plan has for it, the session goes on under a new plan, made by the same policy from the tide that was measured,
-and the iteration after that is counted as well. Counting changes no result and costs some microseconds an operator, in
-that iteration alone.
+batch, is counted operator by operator (`moments/live_bytes.py`, as recordings are), on every device. Where a moment
+holds more than the plan has for it, the session goes on under a new plan, made by the same policy from the tide that
+was measured, and the iteration after that is counted as well. Counting changes no result and costs some microseconds an
+operator, in that iteration alone.
 
 [Note: tolerance] A moment may hold 2 % of the plan's highest tide more than the plan has for it, and at least 4 KiB. A
 budget is a whole that the highest tide takes its part of; so much is what a loop's own variables (a loss, a mask, the

@@ -94,7 +94,7 @@ class _Link:
 class MomentClock:
     """Calls `on_event(event)` at every event of `model` until `close()`. Costs a few microseconds an event.
 
-    trains(): whether the forward that runs is no evaluation. wrap: applied to each hook (`executor.moments.compiled.untraced`).
+    trains(): whether the forward that runs is no evaluation. wrap: applied to each hook (`moments.compiled.untraced`).
     micro_batch: of the current moment, from 0; `step()` starts the count anew. All forwards up to a backward are of one
     micro-batch (a loss may compare two).
     """

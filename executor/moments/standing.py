@@ -13,8 +13,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
+from executor.devices.backend import Backend
+from executor.memory.arena import Arena
 from executor.moments.live_bytes import LiveStorages
-from executor.session.hosting import BytesHost
+from pstar_sim.core.plan import Plan
 
 __all__ = ["Host", "Standing"]
 
@@ -25,11 +27,17 @@ _FLAGS = (
 )
 
 
-class Host(BytesHost, Protocol):
+class Host(Protocol):
     """What is asked of the session."""
 
     @property
     def model(self) -> nn.Module: ...
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def arena(self) -> Arena: ...
+    @property
+    def backend(self) -> Backend: ...
 
 
 HostType = TypeVar("HostType", bound=Host)

@@ -12,8 +12,9 @@ from typing import Protocol
 
 import torch
 
-from executor.measuring.measured import Moved, build_timeline
 from executor.queues.logs import IterationLog, StepLog
+from executor.queues.moved import Moved
+from executor.queues.timeline import build_timeline
 from executor.session.hosting import BytesHost
 from executor.session.reader import Reader
 from executor.session.updates import Updates

@@ -1,0 +1,54 @@
+"""Moved: bytes over the link, counted for the iteration that they belong to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+__all__ = ["Moved"]
+
+
+class Moved:
+    """[Note: whose bytes] Bytes over the link by iteration. A copy of the plan belongs to the iteration whose step it
+    is, whenever it runs: fetches run ahead of their iteration, writebacks run on into the next. What is copied on
+    demand belongs to the iteration in progress, what an evaluation copies to the one that follows. So the figures of
+    one iteration on plan are the plan's, and all of them together are what the backend has copied; what it has copied
+    between two points in time is neither.
+    """
+
+    def __init__(self, already: Mapping[str, int]) -> None:
+        """already: copied by direction before the first iteration."""
+        self._known = dict(already)
+        self._bytes: dict[int, dict[str, int]] = {}
+        self._ended: dict[int, int] = {}  # iteration -> copies of the plan that have ended
+        self._lock = threading.Lock()
+
+    def step(self, iteration: int, direction: str, size_bytes: int) -> None:
+        """A copy of the plan has ended."""
+        with self._lock:
+            self._add(iteration, direction, size_bytes)
+            self._ended[iteration] = self._ended.get(iteration, 0) + 1
+
+    def others(self, iteration: int, copied_bytes: Mapping[str, int]) -> None:
+        """Nothing is under way: whatever else the backend has copied by now was of this iteration."""
+        with self._lock:
+            for direction, total in copied_bytes.items():
+                self._add(iteration, direction, total - self._known[direction])
+
+    def _add(self, iteration: int, direction: str, size_bytes: int) -> None:
+        self._known[direction] += size_bytes
+        row = self._bytes.setdefault(iteration, {"h2d": 0, "d2h": 0})
+        row[direction] += size_bytes
+
+    def of(self, iteration: int) -> Mapping[str, int]:
+        with self._lock:
+            return dict(self._bytes.get(iteration, {"h2d": 0, "d2h": 0}))
+
+    def ended(self, iteration: int) -> int:
+        return self._ended.get(iteration, 0)
+
+    def forget(self, before: int) -> None:
+        with self._lock:
+            for iteration in [k for k in self._bytes if k < before]:
+                del self._bytes[iteration]
+                self._ended.pop(iteration, None)
