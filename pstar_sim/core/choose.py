@@ -93,7 +93,7 @@ class _Loop:
         self.host_free: list[int] = _column(charges, "host_free")
         self.then: list[int | None] = _column(rows, "then")
         self.use: list[int | None] = _column(rows, "use")
-        self.is_position = [row.position is not None for row in rows]
+        self.is_position: list[bool] = _column(rows, "is_position")
         self._link(rows)
         self.queue_of = [_INDEX[row.queue] for row in rows]
         self.compute = [i for i, q in enumerate(self.queue_of) if q == COMPUTE]
@@ -309,9 +309,8 @@ class _Loop:
                     at, lap = 0, lap + 1
                     if lap + 1 >= len(waits):
                         open_iteration()
-            again = (
-                False  # a step that took no time may have made room, or set others free, where nobody looks any more
-            )
+            # Whether a step that took no time has made room, or set others free, where nobody looks any more.
+            again = False
             for q in others:
                 while ready[q] and running[q] < 0:
                     k, place = divmod(ready[q][0], count)

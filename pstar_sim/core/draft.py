@@ -41,14 +41,14 @@ FREE = Charge()
 class Row:
     """One step, or a block of moments. -1: none.
 
-    chunk, list_name, moment: as of the step; the moment of an Adam or of a stash is known without.
+    chunk, list_name, moment: as of the step; the moment of a block, an Adam or a stash is known without.
     charge: what the row takes.
     after: (row, back) pairs that have to end first, in this iteration (back 0) or the one before (back 1).
     key: order among the rows of a queue that are ready, smallest first (None: the order of the draft).
     then: a row of the same queue that follows at once (a drop behind its write-back). Nothing else starts that row, and
         it has no `after` of its own.
     use: position that a fetch or a gather serves.
-    position: position of the compute queue that the row is.
+    is_position: the row is the next position of the compute queue.
     block: block of moments that the row is.
     stash: index into the workload's stashes.
     """
@@ -63,7 +63,7 @@ class Row:
     key: tuple[float, ...] | None = None
     then: int | None = None
     use: int | None = None
-    position: int | None = None
+    is_position: bool = False
     block: int = -1
     stash: int = -1
 

@@ -7,9 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from pstar_sim.policy.family.eviction import fifo, lru
+from pstar_sim.policy.family.eviction import fifo, keep_set, lru
 from pstar_sim.policy.family.residency import Gap, belady
-from pstar_sim.policy.family.rules import keep_set
 from pstar_sim.policy.passes.floors import fetch_floors
 
 ONE = [1, 1, 1, 1]

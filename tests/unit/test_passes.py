@@ -46,9 +46,9 @@ def schedule(
     return Course(job, Modes(frozenset(pinned), frozenset(streamed)), Knobs(linger=False), blocks).schedule()
 
 
-def moment(rows: Rows, n: int) -> int:
-    """Any moment, as position n."""
-    return rows.add(Queue.COMPUTE, Kind.COMPUTE, charge=rows.schedule.job.block_charges[0], position=n)
+def moment(rows: Rows) -> int:
+    """Any moment, as the next position."""
+    return rows.add(Queue.COMPUTE, Kind.COMPUTE, charge=rows.schedule.job.block_charges[0], is_position=True)
 
 
 def write(rows: Rows, one: Pass) -> list[tuple[int, Kind, int, str]]:
@@ -57,7 +57,7 @@ def write(rows: Rows, one: Pass) -> list[tuple[int, Kind, int, str]]:
     for n in range(len(rows.schedule.positions)):
         first = len(rows.rows)
         one.before(n)
-        here = moment(rows, n)
+        here = moment(rows)
         rows.end(here)
         one.behind(n, here)
         rows.leave()
@@ -139,7 +139,7 @@ def test_states_of_a_streamed_chunk_come_and_go() -> None:
     update = s.updates[1]
     for n in range(update + 1):
         waits = one.before(n)
-        here = one.update(n, 1, waits) if n == update else moment(rows, n)
+        here = one.update(n, 1, waits) if n == update else moment(rows)
         rows.end(here)
         one.behind(n, here)
         rows.leave()
@@ -167,5 +167,5 @@ def test_a_copy_waits_for_its_floor(prefetch: str | int, floor: int | None) -> N
     fetch = next(row for row in rows if row.kind is Kind.FETCH and row.use == 3)
     waited_for = [i for i, back in fetch.after if not back and rows[i].queue is Queue.COMPUTE]
     # A row of the compute queue belongs to the last position that stands before it. The list itself left behind 1.
-    of = [max(row.position or 0 for row in rows[: i + 1]) for i in waited_for]
+    of = [sum(row.is_position for row in rows[: i + 1]) - 1 for i in waited_for]
     assert max(of) == (1 if floor is None else floor)

@@ -17,7 +17,7 @@ from pstar_sim.policy.kit.schedule import Modes, Schedule
 from pstar_sim.policy.passes.lowering import draft_of
 from pstar_sim.policy.passes.plan import plan_of
 
-__all__ = ["Attempt", "attempt", "play"]
+__all__ = ["Attempt", "attempt", "burden_of", "play"]
 
 
 @dataclass(slots=True)

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from pstar_sim.policy.family.eviction import keep_set
 from pstar_sim.policy.family.residency import Gap, gaps_of
-from pstar_sim.policy.family.rules import keep_set
 from pstar_sim.policy.kit.job import SUMS_TAKE, Job
 from pstar_sim.policy.kit.schedule import Modes, Position, Run, Schedule
 from pstar_sim.policy.passes import collectives, gradients, updates

@@ -1,7 +1,8 @@
-"""Eviction rules that know nothing of the future: LRU and FIFO, to hold Belady's (residency.py) against.
+"""Eviction: who stays on the GPU between two uses, by the coordinate `eviction` of a point (kit/points.py).
 
-Both are played along the iteration like a cache: chunks that are idle stay until there is no room, then one goes, by
-the rule. What went in that gap is fetched again for its end. Arguments and result are those of `belady`.
+Beside Belady's rule (residency.py), two that know nothing of the future, to hold it against: LRU and FIFO. Both are
+played along the iteration like a cache: chunks that are idle stay until there is no room, then one goes, by the rule.
+What went in that gap is fetched again for its end. Arguments and result are those of `belady`.
 """
 
 from __future__ import annotations
@@ -9,11 +10,23 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from pstar_sim.policy.family.residency import Gap
+from pstar_sim.policy.family.residency import Gap, belady
 
-__all__ = ["fifo", "lru"]
+__all__ = ["fifo", "keep_set", "lru"]
 
 LAPS = 4  # iterations played where chunks may stay over the border, so that the last one begins as it ends
+
+
+def keep_set(
+    eviction: str, gaps: Sequence[Gap], sizes: Sequence[int], room: Sequence[int], first: Sequence[int]
+) -> set[Gap]:
+    """Gaps between two uses over which their chunk stays on the GPU; arguments as `belady`, first: chunk -> point of
+    its first use."""
+    if eviction == "lru":
+        return lru(gaps, sizes, room)
+    if eviction == "fifo":
+        return fifo(gaps, sizes, room, first)
+    return belady(gaps, sizes, room)
 
 
 def lru(gaps: Sequence[Gap], sizes: Sequence[int], room: Sequence[int]) -> set[Gap]:

@@ -72,6 +72,11 @@ class Schedule:
     down: str = "edf"
     states_first: bool = False
 
+    def fetched(self, chunk: int) -> Sequence[Run]:
+        """The visits for which its working list comes: all, but for the first where it stays over the border."""
+        runs = self.visits[chunk]
+        return runs[1:] if chunk in self.stays else runs
+
     def is_resident(self, chunk: int) -> bool:
         """Its working list and states are always on the GPU."""
         return chunk in self.modes.pinned or chunk in self.job.small

@@ -37,9 +37,8 @@ class Collectives:
     def __init__(self, rows: Rows, floors: Floors) -> None:
         self._rows = rows
         self._floors = floors
-        self._first_gathers: dict[
-            int, tuple[int, bool]
-        ] = {}  # chunk -> its first gather, whether one was fetched for it
+        # chunk -> its first gather, and whether its own slice was fetched for that
+        self._first_gathers: dict[int, tuple[int, bool]] = {}
         self._gathered_for: defaultdict[int, list[int]] = defaultdict(list)  # position -> chunks
         self._dropped_behind: defaultdict[int, list[int]] = defaultdict(list)
         self._summed_behind: defaultdict[int, list[int]] = defaultdict(list)
@@ -53,8 +52,7 @@ class Collectives:
 
     def before(self, n: int) -> Sequence[int]:
         waits = [self._gather(c, n) for c in self._gathered_for.get(n, ())]
-        schedule = self._rows.schedule
-        if schedule.positions[n].block == len(schedule.job.blocks) - 1:  # the step: gradients of all ranks are there
+        if n == self._rows.schedule.at[-1]:  # the step: gradients of all ranks are there
             waits += self._rows.summed.values()
         return waits
 

@@ -36,8 +36,8 @@ class Floors:
         self._rows = rows
         self._count = len(schedule.positions)
         served = {(n, c) for c, n in schedule.updates.items()}
-        for c, runs in schedule.visits.items():
-            served.update((run.first, c) for run in (runs[1:] if c in schedule.stays else runs))
+        for c in schedule.visits:
+            served.update((run.first, c) for run in schedule.fetched(c))
         for c, runs in schedule.whole.items():
             served.update((run.first, c) for run in runs)
         order = sorted(served)

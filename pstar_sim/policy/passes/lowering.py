@@ -58,10 +58,9 @@ def _moments(rows: Rows, n: int, waits: Sequence[int]) -> int:
     return rows.add(
         Queue.COMPUTE,
         Kind.COMPUTE,
-        moment=job.blocks[position.block].first,
         charge=job.block_charges[position.block],
         after=ends_of(waits),
-        position=n,
+        is_position=True,
         block=position.block,
     )
 

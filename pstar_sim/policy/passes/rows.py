@@ -85,7 +85,7 @@ class Rows:
         key: tuple[float, ...] | None = None,
         then: int | None = None,
         use: int | None = None,
-        position: int | None = None,
+        is_position: bool = False,
         block: int = -1,
         stash: int = -1,
     ) -> int:
@@ -94,7 +94,7 @@ class Rows:
         if charge is None:
             charge = self._charges.of(kind, chunk, list_name)
         self.rows.append(
-            Row(queue, kind, chunk, list_name, moment, charge, after, key, then, use, position, block, stash)
+            Row(queue, kind, chunk, list_name, moment, charge, after, key, then, use, is_position, block, stash)
         )
         if queue is Queue.COMPUTE:
             self._last_computed = here

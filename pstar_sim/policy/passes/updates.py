@@ -69,8 +69,7 @@ class Updates:
         """GPU Adam of a streamed chunk, which is position n."""
         rows = self._rows
         after = ends_of((*waits, *rows.last_added, *((rows.summed[c],) if c in rows.summed else ())))
-        moment = rows.schedule.job.uses.last_gradient(c)
-        here = rows.add(Queue.COMPUTE, Kind.GPU_ADAM, c, moment=moment, after=after, position=n)
+        here = rows.add(Queue.COMPUTE, Kind.GPU_ADAM, c, after=after, is_position=True)
         rows.updated_on_gpu[c] = here
         return here
 
@@ -86,7 +85,7 @@ class Updates:
             return
         for c in self._residents_behind.get(n, ()):
             self._update_resident(c)
-        if barrier and position.block == len(schedule.job.blocks) - 1 and len(schedule.updates) < 2:
+        if barrier and n == schedule.at[-1] and len(schedule.updates) < 2:
             self._residents_behind_barrier(len(self._residents))
 
     def _send_states(self, c: int, here: int) -> None:

@@ -26,14 +26,14 @@ class WorkingLists:
         schedule = rows.schedule
         job = schedule.job
         for c, runs in schedule.visits.items():
-            stays, update = c in schedule.stays, schedule.updates.get(c)
-            for run in runs[1:] if stays else runs:
+            update = schedule.updates.get(c)
+            for run in schedule.fetched(c):
                 if not (job.add_last and run.first == update):  # all of the gradient is in grad32: only room is needed
                     self._fetched_for[run.first].append(c)
             for run, following in pairwise(runs):
                 if following.first != update:
                     self._dropped_behind[run.last].append(c)
-            if not stays and not job.uses.updated(c):
+            if c not in schedule.stays and not job.uses.updated(c):
                 self._dropped_behind[runs[-1].last].append(c)
 
     def before(self, n: int) -> Sequence[int]:
