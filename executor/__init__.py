@@ -3,6 +3,24 @@
 `prepare(model, plan, AdamW(...))` returns the model and a torch optimizer; the loop stays as it was. `capture` traces a
 model under fake tensors, `record` a real warm-up iteration. `hf.connect` joins a prepared model and a
 `transformers.Trainer`.
+
+Where a behaviour is, lowest first (a folder or file imports only from its own row and those above it):
+
+    devices       where memory is, how copies happen, the arithmetic of AdamW
+    memory        payloads of chunks, their values, gradients and updates
+    queues        what runs the steps of a plan, and its logs
+    moments       hooks on the user's model, operators and live bytes counted, a workload made of them
+    activations   blocks that are recomputed or offloaded; beside it calibration, contract, models, scaling
+    adamw, capture, checks
+    session       where the loop stands, an iteration on plan, what user code reads
+    lifetime      how a session begins, goes on under another plan, ends
+    off_plan      an iteration without a plan; warm-up; the ladder when memory runs out
+    measuring     the first iteration's tide, measured iterations, status; beside it distributed, driving
+    engine        Session: puts the parts above together
+    saving        weights and checkpoints; beside it training, the loop of `pstar run`
+    optimizer, prepare, hf
+    recording     a real iteration as a workload, and what its moments cost
+    running, calibrate, run, examples
 """
 
 from executor import hf
