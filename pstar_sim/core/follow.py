@@ -11,14 +11,19 @@ ends goes on at once, before anything else that happens at that time.
 from __future__ import annotations
 
 import heapq
+import itertools
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pstar_sim.core.program import Program
 from pstar_sim.core.rules import Columns, Rates, is_steady, pace_s
 from pstar_sim.errors import PlanError
 
-__all__ = ["Deadlock", "Factor", "Record", "deadlock", "follow"]
+__all__ = ["Deadlock", "Factor", "Record", "Times", "deadlock", "follow"]
 
 _WAKE, _END, _SHARED_END = range(3)
 
@@ -26,55 +31,72 @@ Factor = Callable[[int, int], float]
 """(step id, iteration) -> factor on the step's nominal seconds."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Times:
+    """Seconds, a row per iteration and a column per step. ready: when the queue came to the step. begun, ended: when
+    the step began and ended."""
+
+    ready: NDArray[np.float64]
+    begun: NDArray[np.float64]
+    ended: NDArray[np.float64]
+
+
 @dataclass(slots=True, eq=False)
 class Record:
-    """What happened, by iteration and step. The last row is the iteration that counts.
+    """What happened. The last of `iterations` is the one that counts; there may be events of later ones, cut off.
 
-    ready: when the queue came to the step.
-    arrived: when it could have started; later than `ready` where it waited for other steps, earlier than `begun` where
-        it had to meet the same step of other ranks.
-    begun, ended: seconds.
-    waited_for: the step that it waited for last, of those that waited.
-    dram_lost: seconds that it lost because DRAM was short; no rows where it never can be.
-    steady: whether the last two iterations agree ([Note: when an iteration is steady] in rules.py).
-    events, at_s: every start (2 * step) and end (2 * step + 1) in the order in which they happened, and when. Those of
-        iterations that were cut off are among them.
+    events, at_s: every start (2 * step) and end (2 * step + 1) in the order in which they happened, and when.
     marks: number of events when the compute queue had ended each iteration.
+    waited_for: by iteration, the step that a step waited for last, of those that waited.
+    met_s: by iteration, when a step could have started that then had to meet the same step of other ranks. Every other
+        step began when it could.
+    dram_lost: by iteration and step, seconds that it lost because DRAM was short; no rows where it never can be.
+    times: of the iterations that every queue has ended, when it was last asked whether they agree.
+    steady: whether the last two iterations agree.
     """
 
     program: Program
-    ready: list[list[float]]
-    arrived: list[list[float]]
-    begun: list[list[float]]
-    ended: list[list[float]]
     waited_for: list[dict[int, int]]
+    met_s: list[dict[int, float]]
     dram_lost: list[list[float]]
+    times: Times
     steady: bool = False
-    events: list[int] = field(default_factory=list)
-    at_s: list[float] = field(default_factory=list)
+    events: array[int] = field(default_factory=lambda: array("q"))
+    at_s: array[float] = field(default_factory=lambda: array("d"))
     marks: list[int] = field(default_factory=list)
 
     @classmethod
-    def empty(cls, program: Program, iterations: int, *, shared: bool) -> Record:
-        count = len(program.ids)
+    def empty(cls, program: Program, most: int, *, shared: bool) -> Record:
+        """Of a run that begins. most: iterations. shared: whether DRAM can be short."""
+        steps = len(program.ids)
+        lost = [[0.0] * steps for _ in range(most)] if shared else []
+        none_yet = Times(*np.zeros((3, 0, steps)))
+        return cls(program, [{} for _ in range(most)], [{} for _ in range(most)], lost, none_yet)
 
-        def rows() -> list[list[float]]:
-            return [[0.0] * count for _ in range(iterations)]
-
-        begun = rows()
-        waited: list[dict[int, int]] = [{} for _ in range(iterations)]
-        return cls(program, rows(), begun, begun, rows(), waited, rows() if shared else [])
-
-    def cut(self, last: int) -> None:
-        """Forget what came after iteration `last`."""
-        for rows in (self.ready, self.begun, self.ended, self.waited_for, self.dram_lost):
-            del rows[last + 1 :]
-        if self.arrived is not self.begun:
-            del self.arrived[last + 1 :]
+    @property
+    def iterations(self) -> int:
+        return len(self.times.ended)
 
     @property
     def iteration_s(self) -> float:
-        return pace_s(self.program, self.ended, steady=self.steady)
+        return pace_s(self.program, self.times.ended, steady=self.steady)
+
+    def agrees(self, k: int) -> bool:
+        """Whether iteration k, which every queue has ended, is steady ([Note: when an iteration is steady] in rules.py).
+        On a queue steps start and end in turns, in its order, and a queue comes to a step when the one before it ends;
+        so all times are read off the events."""
+        if k == 0:
+            return False
+        order, at_s = self.program.order, np.array(self.at_s)
+        queue = np.array(self.program.queue_of, dtype=np.int8)[np.array(self.events) // 2]
+        self.times = times = Times(*np.zeros((3, k + 1, len(self.program.ids))))
+        for q, steps in enumerate(order):
+            begun, ended = at_s[queue == q][: 2 * (k + 1) * len(steps)].reshape(-1, 2).T
+            columns, shape = list(steps), (k + 1, len(steps))
+            times.begun[:, columns] = begun.reshape(shape)
+            times.ended[:, columns] = ended.reshape(shape)
+            times.ready[:, columns] = np.append(0.0, ended[:-1]).reshape(shape)
+        return is_steady(times.ended[k], times.ended[k - 1])
 
 
 def follow(
@@ -98,163 +120,139 @@ class Deadlock(PlanError):
         self.record = record
 
 
+@dataclass(slots=True, eq=False)
+class _Share:
+    """A running step that shares something. demand: bytes per second that it wants of DRAM. end: number of the end that
+    was set off when its speed changed last; the ones before are void. lost_before_s: lost to DRAM before it began."""
+
+    left_s: float
+    demand: float
+    lost_before_s: float
+    speed: float = 0.0
+    end: int = -1
+
+
 class _Follow:
-    """One run. Events are (time, number in which it was set off, what, queue, stamp): [Note: events at equal times]."""
+    """One run. Events are (time, number in which it was set off, what, step): [Note: events at equal times]."""
 
     def __init__(self, program: Program, columns: Columns, rates: Rates, *, jitter: bool, most: int) -> None:
         self.program, self.columns, self.rates = program, columns, rates
+        self.over = False
         self.shared = rates.may_be_short(program.queue_of, columns, jitter=jitter)
         self.record = Record.empty(program, most, shared=self.shared)
-        queues = len(program.queues)
         self.names = [queue.value for queue in program.queues]
-        self.now = 0.0
-        self.heap: list[tuple[float, int, int, int, int]] = []
-        self.set_off = 0
-        self.current = [row[0] for row in program.order]  # step at which each queue stands
-        # Queues whose step shares something, in the order in which they joined; seconds left, speed, bytes per second
-        # wanted of DRAM, number of changes of speed (an end that was set off before the last one is void).
-        self.sharing: list[int] = []
-        self.left_s = [0.0] * queues
-        self.speed = [0.0] * queues
-        self.demand = [0.0] * queues
-        self.stamp = [0] * queues
+        self.heap: list[tuple[float, int, int, int]] = []
+        self.number = itertools.count()
+        # Of each step, the last iteration in which it ended; the next one is that in which it waits or runs.
+        self.done = [-1] * len(program.ids)
+        self.queues_done = [0] * most  # of each iteration
+        self.sharing: dict[int, _Share] = {}  # steps, in the order in which they joined
         self.settled_s = self.lost_s = 0.0
         self.share = 1.0
-        self.lost_before_s = [0.0] * queues
 
     def run(self, factor: Factor | None, most: int) -> Record:
-        program, columns, record, heap, current = self.program, self.columns, self.record, self.heap, self.current
-        order, waits, ids, compute = program.order, program.waits, program.ids, program.compute
-        seconds, dram, shares = columns.seconds, columns.dram_bytes, self.rates.shares
-        ready, begun, ended, waited_for = record.ready, record.begun, record.ended, record.waited_for
-        event, time = record.events.append, record.at_s.append
-        queues = len(order)
-        done = [-1] * len(ids)  # last iteration in which the step ended
-        waiters: list[list[int]] = [[] for _ in ids]  # queues
-        position, lap, wait = [0] * queues, [0] * queues, [0] * queues
-        finished = [0] * most  # queues that have ended the iteration
-        stopped, last = False, most - 1
-        for q in range(queues):
-            heap.append((0.0, q, _WAKE, q, 0))
-        self.set_off = queues
+        program, record, heap, number, done = self.program, self.record, self.heap, self.number, self.done
+        waits, ids, following = program.waits, program.ids, program.following()
+        lasts = frozenset(row[-1] for row in program.order)
+        seconds, dram, shared, shares = self.columns.seconds, self.columns.dram_bytes, self.shared, self.rates.shares
+        event, time, pop, push = record.events.append, record.at_s.append, heapq.heappop, heapq.heappush
+        waiters: list[list[int]] = [[] for _ in ids]  # steps
+        for row in program.order:
+            push(heap, (0.0, next(number), _WAKE, row[0]))
         while heap:
-            self.now, _, what, q, stamp = heapq.heappop(heap)
+            now, n, what, i = pop(heap)
             if what == _SHARED_END:
-                if stamp == self.stamp[q]:
-                    self._leave(q)
+                if i in self.sharing and n == self.sharing[i].end:
+                    self._leave(i, now)
                 continue
-            now, k, i = self.now, lap[q], current[q]
-            ending = what == _END
             while True:
-                if ending:
-                    ended[k][i] = now
-                    if self.shared and begun[k][i] < now and shares(1.0, dram[i]):
-                        record.dram_lost[k][i] = self._dram_lost_s() - self.lost_before_s[q]
+                if what == _END:
                     event(2 * i + 1)
                     time(now)
                     done[i] += 1
                     if waiters[i]:
                         for other in waiters[i]:
-                            heapq.heappush(heap, (now, self.set_off, _WAKE, other, 0))
-                            self.set_off += 1
+                            push(heap, (now, next(number), _WAKE, other))
                         waiters[i].clear()
-                    position[q] += 1
-                    if position[q] == len(order[q]):
-                        position[q] = 0
-                        lap[q] = k + 1
-                        if q == compute:
-                            record.marks.append(len(record.events))
-                        finished[k] += 1
-                        if finished[k] == queues:  # [Note: when an iteration is steady]
-                            record.steady = k >= 1 and is_steady(ended[k], ended[k - 1])
-                            if record.steady or k == most - 1:
-                                stopped, last = True, k
-                        k += 1
-                    if stopped or k == most:
+                    if i in lasts and self._ends_all(i, most):
                         break
-                    i = current[q] = order[q][position[q]]
-                    ready[k][i] = now
-                    wait[q] = 0
-                blocked = False
-                row = waits[i]
-                for n in range(wait[q], len(row)):
-                    j, back = row[n]
-                    if done[j] < k - back:  # [Note: readiness] in program.py, one wait at a time
-                        waiters[j].append(q)
-                        waited_for[k][i] = j
-                        wait[q] = n
-                        blocked = True
+                    if self.over:
                         break
-                if blocked:
-                    break
-                takes_s = seconds[i]
-                if factor is not None:
-                    takes_s *= factor(ids[i], k)
-                begun[k][i] = now
-                event(2 * i)
-                time(now)
-                if takes_s > 0:
-                    if self.shared and shares(takes_s, dram[i]):
-                        self._join(q, takes_s, dram[i] / takes_s)
-                    else:
-                        heapq.heappush(heap, (now + takes_s, self.set_off, _END, q, 0))
-                        self.set_off += 1
-                    break
-                ending = True
-        if not stopped:
-            raise deadlock(record, {q: (current[q], lap[q]) for q in range(queues) if lap[q] < most}, done)
-        record.cut(last)
+                    i = following[i]
+                for j, back in waits[i]:
+                    if done[j] + back <= done[i]:  # [Note: readiness] in program.py, one wait at a time
+                        waiters[j].append(i)
+                        record.waited_for[done[i] + 1][i] = j
+                        break
+                else:
+                    takes_s = seconds[i]
+                    if factor is not None:
+                        takes_s *= factor(ids[i], done[i] + 1)
+                    event(2 * i)
+                    time(now)
+                    if takes_s > 0:
+                        if shared and shares(takes_s, dram[i]):
+                            self._join(i, takes_s, dram[i] / takes_s, now)
+                        else:
+                            push(heap, (now + takes_s, next(number), _END, i))
+                        break
+                    what = _END
+                    continue
+                break
+        if not self.over:
+            at = {program.queue_of[i]: (i, done[i] + 1) for row in waiters for i in row}
+            raise deadlock(record, at, done)
         return record
+
+    def _ends_all(self, i: int, most: int) -> bool:
+        """The last step of a queue has ended. Returns whether it has now ended `most` iterations; the run is over when
+        an iteration that all queues have ended is steady, or the last one."""
+        program, record, k = self.program, self.record, self.done[i]
+        if program.queue_of[i] == program.compute:
+            record.marks.append(len(record.events))
+        self.queues_done[k] += 1
+        if self.queues_done[k] == len(program.order):  # [Note: when an iteration is steady]
+            record.steady = record.agrees(k)
+            self.over = record.steady or k == most - 1
+        return k == most - 1
 
     # -- shared rates -------------------------------------------------------------------------------------------------
 
-    def _dram_lost_s(self) -> float:
-        """Integral over time of (1 - share of DRAM)."""
-        return self.lost_s + (self.now - self.settled_s) * (1.0 - self.share)
+    def _join(self, i: int, takes_s: float, demand: float, now: float) -> None:
+        """The step shares something from now on."""
+        self._settle(now)
+        self.sharing[i] = _Share(takes_s, demand, self.lost_s)
+        self._retime(now)
 
-    def _join(self, q: int, takes_s: float, demand: float) -> None:
-        """The step of the queue shares something from now on."""
-        self.lost_before_s[q] = self._dram_lost_s()
-        self._settle()
-        self.left_s[q], self.speed[q], self.demand[q] = takes_s, 0.0, demand
-        self.sharing.append(q)
-        self._retime()
+    def _leave(self, i: int, now: float) -> None:
+        """The step has done all its work; its end is set off behind the new ends of the others."""
+        self._settle(now)
+        self.record.dram_lost[self.done[i] + 1][i] = self.lost_s - self.sharing.pop(i).lost_before_s
+        self._retime(now)
+        heapq.heappush(self.heap, (now, next(self.number), _END, i))
 
-    def _leave(self, q: int) -> None:
-        """The step of the queue has done all its work; its end is set off behind the new ends of the others."""
-        self._settle()
-        self.sharing.remove(q)
-        self.stamp[q] += 1
-        self._retime()
-        heapq.heappush(self.heap, (self.now, self.set_off, _END, q, 0))
-        self.set_off += 1
-
-    def _settle(self) -> None:
-        """Book the progress made at the old speeds."""
-        elapsed_s = self.now - self.settled_s
+    def _settle(self, now: float) -> None:
+        """Book the progress made at the old speeds. lost_s: integral over time of (1 - share of DRAM)."""
+        elapsed_s = now - self.settled_s
         if elapsed_s > 0:
             self.lost_s += elapsed_s * (1.0 - self.share)
-            for q in self.sharing:
-                self.left_s[q] -= elapsed_s * self.speed[q]
-        self.settled_s = self.now
+            for step in self.sharing.values():
+                step.left_s -= elapsed_s * step.speed
+        self.settled_s = now
 
-    def _retime(self) -> None:
+    def _retime(self, now: float) -> None:
         """New speeds, and another end for each step whose speed changed."""
-        copies, duty = self.program.copies, self.columns.duty
-        running = [self.current[q] for q in self.sharing]
+        queue_of, copies, duty = self.program.queue_of, self.program.copies, self.columns.duty
         speeds, self.share = self.rates.speeds(
-            [self.names[q] for q in self.sharing],
-            [self.demand[q] for q in self.sharing],
-            [copies[i] for i in running],
-            [duty[i] for i in running],
+            [self.names[queue_of[i]] for i in self.sharing],
+            [step.demand for step in self.sharing.values()],
+            [copies[i] for i in self.sharing],
+            [duty[i] for i in self.sharing],
         )
-        for q, speed in zip(self.sharing, speeds):
-            if speed != self.speed[q]:
-                self.speed[q] = speed
-                self.stamp[q] += 1
-                end_s = self.now + max(0.0, self.left_s[q]) / speed
-                heapq.heappush(self.heap, (end_s, self.set_off, _SHARED_END, q, self.stamp[q]))
-                self.set_off += 1
+        for (i, step), speed in zip(self.sharing.items(), speeds):
+            if speed != step.speed:
+                step.speed, step.end = speed, next(self.number)
+                heapq.heappush(self.heap, (now + max(0.0, step.left_s) / speed, step.end, _SHARED_END, i))
 
 
 def deadlock(record: Record, at: dict[int, tuple[int, int]], done: Sequence[int]) -> Deadlock:

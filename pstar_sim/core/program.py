@@ -84,6 +84,14 @@ class Program:
                 before[b] = a
         return before
 
+    def following(self) -> list[int]:
+        """Of each step, the next one on its queue; behind the last comes the first, of the next iteration."""
+        behind = [-1] * len(self.ids)
+        for row in self.order:
+            for a, b in zip(row, (*row[1:], row[0])):
+                behind[a] = b
+        return behind
+
     def missing(self, i: int, iteration: int, done: Sequence[int]) -> list[tuple[int, int]]:
         """[Note: readiness] Step i may start in an iteration when each (step, back) that it waits for has ended in the
         iteration `back` before it; those that have not. done: of each step, the last iteration in which it ended, -1

@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pstar_sim.core.program import Program
 
@@ -98,9 +99,9 @@ class Rates:
         return 1 / max(1.0, factor * duty[n])
 
 
-def is_steady(ended: Sequence[float], before: Sequence[float]) -> bool:
+def is_steady(ended: NDArray[np.float64], before: NDArray[np.float64]) -> bool:
     """Whether all steps ended equally long after their namesakes of the iteration before."""
-    shift = np.subtract(ended, before)
+    shift = ended - before
     return bool(shift.max() - shift.min() <= TOLERANCE * shift.max())
 
 
@@ -109,11 +110,11 @@ def agree(period_s: float, before_s: float, tolerance: float) -> bool:
     return abs(period_s - before_s) <= tolerance * period_s
 
 
-def pace_s(program: Program, ended: Sequence[Sequence[float]], *, steady: bool) -> float:
-    """Seconds per iteration after the last of `ended`, rows of ends per iteration (at least two)."""
+def pace_s(program: Program, ended: NDArray[np.float64], *, steady: bool) -> float:
+    """Seconds per iteration after the last of `ended`, a row per iteration (at least two) and a column per step."""
     k = len(ended) - 1
     if steady:
         last = program.order[program.compute][-1]
-        return ended[k][last] - ended[k - 1][last]
+        return float(ended[k, last] - ended[k - 1, last])
     half = max(1, k // 2)
-    return max((ended[k][row[-1]] - ended[k - half][row[-1]]) / half for row in program.order)
+    return max(float(ended[k, row[-1]] - ended[k - half, row[-1]]) / half for row in program.order)

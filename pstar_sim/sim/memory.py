@@ -54,7 +54,7 @@ class Held:
 def held(moves: Moves, record: Record) -> Held:
     """The bytes of the record's last iteration. Raises PlanError for the first thing that went wrong in any."""
     changes = moves.book(record.events)
-    last = len(record.ended) - 1
+    last = record.iterations - 1
     low, high = np.searchsorted(changes.event, record.marks[last - 1 : last + 1])
     cells = list(moves.cells)
     for cell in range(len(cells)):

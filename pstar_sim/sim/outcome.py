@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from pstar_sim.core.follow import Record
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import ByteSample, Rows, Span, Timeline
@@ -29,26 +31,21 @@ __all__ = ["timeline"]
 def timeline(plan: Plan, record: Record, held: Held, moved_bytes: Mapping[str, int] | None = None) -> Timeline:
     """The timeline of a plan that was followed; the last iteration of the record is the one that counts. moved_bytes:
     by default those of the plan."""
-    program = record.program
-    k = len(record.ended) - 1
-    begun, ended = record.begun[k], record.ended[k]
-    previous = program.previous()
-    stall_s: dict[str, float] = defaultdict(float)
-    for i in program.order[program.compute]:
-        if begun[i] > record.ready[k][i]:
-            for name, seconds in _blame(record, previous, i, k).items():
-                stall_s[name] += seconds
+    program, times = record.program, record.times
+    k = record.iterations - 1
+    worked_s = times.ended[k] - times.begun[k]
+    waits = _Waits(record)
     return Timeline(
         source="simulated",
-        iterations=k + 1,
+        iterations=record.iterations,
         iteration_s=record.iteration_s,
-        spans=Rows(Span, partial(_spans, plan, record)),
+        spans=Rows(Span, partial(_spans, plan, record, waits)),
         samples=Rows(ByteSample, held.samples),
         peak_bytes=dict(held.peaks),
         moved_bytes=dict(moved_bytes or plan.moved_bytes),
-        stall_s=dict(stall_s),
+        stall_s=waits.stall_s(k),
         busy_s={
-            queue.value: sum(ended[i] - begun[i] for i in order) for queue, order in zip(program.queues, program.order)
+            queue.value: sum(worked_s[list(order)].tolist()) for queue, order in zip(program.queues, program.order)
         },
         label=plan.policy,
         phases=tuple(m.phase.value for m in plan.workload.moments),
@@ -56,9 +53,9 @@ def timeline(plan: Plan, record: Record, held: Held, moved_bytes: Mapping[str, i
     )
 
 
-def _spans(plan: Plan, record: Record) -> dict[str, list[Any]]:
+def _spans(plan: Plan, record: Record, waits: _Waits) -> dict[str, list[Any]]:
     """Columns of the spans: every step of every iteration, in the order of the plan."""
-    steps, count = plan.steps, len(record.ended)
+    steps, count, times = plan.steps, record.iterations, record.times
     return {
         "step": [step.id for step in steps] * count,
         "iteration": [k for k in range(count) for _ in steps],
@@ -67,55 +64,69 @@ def _spans(plan: Plan, record: Record) -> dict[str, list[Any]]:
         "chunk": [step.chunk for step in steps] * count,
         "moment": [step.moment for step in steps] * count,
         "bytes": [step.bytes for step in steps] * count,
-        "ready_s": [time_s for row in record.ready for time_s in row],
-        "start_s": [time_s for row in record.begun for time_s in row],
-        "end_s": [time_s for row in record.ended for time_s in row],
-        "cause": _causes(record),
+        "ready_s": times.ready.ravel().tolist(),
+        "start_s": times.begun.ravel().tolist(),
+        "end_s": times.ended.ravel().tolist(),
+        "cause": waits.causes(),
     }
 
 
-def _causes(record: Record) -> list[str]:
-    """What each step waited for, "" where it did not wait."""
-    program, previous = record.program, record.program.previous()
-    causes: list[str] = []
-    for k, (ready, begun, waited_for) in enumerate(zip(record.ready, record.begun, record.waited_for)):
-        for i in range(len(ready)):
-            cause = ""
-            if begun[i] > ready[i]:
-                if program.queue_of[i] == program.compute:
-                    blame = _blame(record, previous, i, k)
-                    cause = max(blame, key=lambda c: blame[c]) if blame else program.lanes[waited_for[i]]
-                else:  # a collective may also have waited for other ranks only
-                    cause = program.lanes[waited_for.get(i, i)]
-            causes.append(cause)
-    return causes
+class _Waits:
+    """What the steps of a record waited for: [Note: stall causes]."""
 
+    def __init__(self, record: Record) -> None:
+        times = record.times
+        self._record, self._program, self._previous = record, record.program, record.program.previous()
+        self._waited = times.begun > times.ready
+        self._ready, self._begun, self._ended = times.ready.tolist(), times.begun.tolist(), times.ended.tolist()
 
-def _blame(record: Record, previous: list[int], i: int, k: int) -> dict[str, float]:
-    """[Note: stall causes] Seconds by cause of the wait of step i of iteration k."""
-    program = record.program
-    since_s, at_s = record.ready[k][i], record.begun[k][i]
-    blame: dict[str, float] = defaultdict(float)
-    j = record.waited_for[k][i]
-    kj = k - program.backs(i, j)
-    while at_s > since_s:
-        start_s = max(record.arrived[kj][j], since_s)
-        if start_s < at_s:
-            whole = record.ended[kj][j] - record.arrived[kj][j]
-            lost = record.dram_lost[kj][j] * (at_s - start_s) / whole if record.dram_lost and whole > 0 else 0.0
-            blame[program.lanes[j]] += at_s - start_s - lost
-            if lost > 0:
-                blame["dram"] += lost
-            at_s = start_s
-        if at_s <= since_s:
-            break
-        if j in record.waited_for[kj]:
-            before = record.waited_for[kj][j]
-            j, kj = before, kj - program.backs(j, before)
-        elif previous[j] >= 0:
-            j = previous[j]
-        elif kj > 0:
-            j, kj = program.order[program.queue_of[j]][-1], kj - 1
-        else:
-            break
-    return blame
+    def stall_s(self, k: int) -> dict[str, float]:
+        """Cause -> seconds that the compute queue waited in iteration k."""
+        stall_s: dict[str, float] = defaultdict(float)
+        order = np.array(self._program.order[self._program.compute])
+        for i in order[self._waited[k][order]].tolist():
+            for cause, seconds in self._blame(i, k).items():
+                stall_s[cause] += seconds
+        return dict(stall_s)
+
+    def causes(self) -> list[str]:
+        """Of each step of each iteration, "" where it did not wait."""
+        program, causes = self._program, [""] * self._waited.size
+        for n in np.flatnonzero(self._waited).tolist():
+            k, i = divmod(n, len(program.ids))
+            blame = self._blame(i, k) if program.queue_of[i] == program.compute else {}
+            if blame:
+                causes[n] = max(blame, key=lambda c: blame[c])
+            else:  # a collective may also have waited for other ranks only
+                causes[n] = program.lanes[self._record.waited_for[k].get(i, i)]
+        return causes
+
+    def _blame(self, i: int, k: int) -> dict[str, float]:
+        """Seconds by cause of the wait of step i of iteration k."""
+        program, waited_for, dram_lost = self._program, self._record.waited_for, self._record.dram_lost
+        since_s, at_s = self._ready[k][i], self._begun[k][i]
+        blame: dict[str, float] = defaultdict(float)
+        j = waited_for[k][i]
+        kj = k - program.backs(i, j)
+        while at_s > since_s:
+            arrived_s = self._record.met_s[kj].get(j, self._begun[kj][j])
+            start_s = max(arrived_s, since_s)
+            if start_s < at_s:
+                whole = self._ended[kj][j] - arrived_s
+                lost = dram_lost[kj][j] * (at_s - start_s) / whole if dram_lost and whole > 0 else 0.0
+                blame[program.lanes[j]] += at_s - start_s - lost
+                if lost > 0:
+                    blame["dram"] += lost
+                at_s = start_s
+            if at_s <= since_s:
+                break
+            if j in waited_for[kj]:
+                before = waited_for[kj][j]
+                j, kj = before, kj - program.backs(j, before)
+            elif self._previous[j] >= 0:
+                j = self._previous[j]
+            elif kj > 0:
+                j, kj = program.order[program.queue_of[j]][-1], kj - 1
+            else:
+                break
+        return blame

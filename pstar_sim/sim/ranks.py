@@ -26,7 +26,7 @@ from pstar_sim.core.follow import Record, deadlock
 from pstar_sim.core.ledger import Moves
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.program import Program
-from pstar_sim.core.rules import Rates, is_steady
+from pstar_sim.core.rules import Rates
 from pstar_sim.core.step import COPIES, PAGEABLE, ROUTES, Kind, Queue, Step
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import CostModel, expected_link
@@ -202,10 +202,10 @@ class _Everyone:
     def iteration_ended(self, k: int) -> None:
         if any(run.through < k for run in self.runs):
             return
-        steady = k >= 1 and all(run.even(k) for run in self.runs)
+        steady = all([run.record.agrees(k) for run in self.runs])  # of every one: its times are read
         if steady or k == self.max_iterations - 1:
             for run in self.runs:
-                run.steady, run.stopped, run.last = steady, True, k
+                run.record.steady, run.stopped = steady, True
 
 
 class _RankRun:
@@ -229,13 +229,11 @@ class _RankRun:
         self.share = share
         self.everyone = everyone
         self.through = -1
-        self.steady = self.stopped = False
-        self.last = max_iterations - 1
+        self.stopped = False
         self.moves = Moves(plan)
         self.program = program = Program.of(plan)
         self.columns = cost.columns(plan.steps)
         self.record = record = Record.empty(program, max_iterations, shared=True)
-        record.arrived = [list(row) for row in record.begun]
         self.meets = frozenset(i for i, kind in enumerate(program.kinds) if ROUTES.get(kind) == "net")
         self.wire_s = [_wire_s(step, cost) for step in plan.steps]
         self.done = [-1] * len(program.ids)  # last iteration in which the step ended
@@ -252,7 +250,6 @@ class _RankRun:
             for i in self.program.order[q]:
                 if self.stopped:
                     return
-                record.ready[k][i] = env.now
                 self.at[q] = (i, k)
                 for j, back in self.program.waits[i]:
                     while done[j] < k - back:
@@ -263,12 +260,11 @@ class _RankRun:
                 duration = seconds[i]
                 if self.jitter is not None:
                     duration *= self.jitter(self.program.ids[i], k)
-                record.arrived[k][i] = env.now
                 if i in self.meets:
+                    record.met_s[k][i] = env.now
                     met = env.event()
                     self.everyone.meet(i, k, duration, met)
                     duration = yield met
-                record.begun[k][i] = env.now
                 record.events.append(2 * i)
                 record.at_s.append(env.now)
                 if duration > 0:
@@ -279,7 +275,6 @@ class _RankRun:
                         record.dram_lost[k][i] = self.node.dram_lost_s - lost
                     else:
                         yield env.timeout(duration)
-                record.ended[k][i] = env.now
                 record.events.append(2 * i + 1)
                 record.at_s.append(env.now)
                 done[i] += 1
@@ -294,15 +289,10 @@ class _RankRun:
                 self.everyone.iteration_ended(k)
         del self.at[q]
 
-    def even(self, k: int) -> bool:
-        return is_steady(self.record.ended[k], self.record.ended[k - 1])
-
     def deadlock(self) -> PlanError:
         return deadlock(self.record, self.at, self.done)
 
     def timeline(self) -> Timeline:
-        self.record.steady = self.steady
-        self.record.cut(self.last)
         return timeline(self.plan, self.record, held(self.moves, self.record))
 
 
