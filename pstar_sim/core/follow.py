@@ -82,9 +82,9 @@ class Record:
         return pace_s(self.program, self.times.ended, steady=self.steady)
 
     def agrees(self, k: int) -> bool:
-        """Whether iteration k, which every queue has ended, is steady ([Note: when an iteration is steady] in rules.py).
-        On a queue steps start and end in turns, in its order, and a queue comes to a step when the one before it ends;
-        so all times are read off the events."""
+        """Whether iteration k, which every queue has ended, is steady: [Note: when an iteration is steady] in rules.py.
+        Reads `times` off the events: the steps of a queue start and end in turns, in its order, and the queue comes to
+        a step when the one before it ends."""
         if k == 0:
             return False
         order, at_s = self.program.order, np.array(self.at_s)

@@ -202,7 +202,8 @@ class _Everyone:
     def iteration_ended(self, k: int) -> None:
         if any(run.through < k for run in self.runs):
             return
-        steady = all([run.record.agrees(k) for run in self.runs])  # of every one: its times are read
+        agreeing = [run.record.agrees(k) for run in self.runs]  # each reads its times
+        steady = all(agreeing)
         if steady or k == self.max_iterations - 1:
             for run in self.runs:
                 run.record.steady, run.stopped = steady, True
@@ -233,7 +234,7 @@ class _RankRun:
         self.moves = Moves(plan)
         self.program = program = Program.of(plan)
         self.columns = cost.columns(plan.steps)
-        self.record = record = Record.empty(program, max_iterations, shared=True)
+        self.record = Record.empty(program, max_iterations, shared=True)
         self.meets = frozenset(i for i, kind in enumerate(program.kinds) if ROUTES.get(kind) == "net")
         self.wire_s = [_wire_s(step, cost) for step in plan.steps]
         self.done = [-1] * len(program.ids)  # last iteration in which the step ended

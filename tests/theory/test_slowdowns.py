@@ -36,7 +36,8 @@ def ends(
         dram_bytes=[*(demand * seconds for _, seconds, _ in tasks), *nothing],
         duty=[*(duty for _, _, duty in tasks), *nothing],
     )
-    return follow(program, columns, Rates(dram_bytes_per_s=dram, slowdowns=slowdowns)).ended[0][:count]
+    record = follow(program, columns, Rates(dram_bytes_per_s=dram, slowdowns=slowdowns))
+    return list(record.times.ended[0, :count].tolist())
 
 
 def test_alone_nothing_is_slowed_down() -> None:
