@@ -71,6 +71,7 @@ __all__ = [
     "changes_nothing",
     "disown",
     "raw_grad",
+    "reader_left",
     "set_raw_grad",
     "tensor_of",
 ]
@@ -110,28 +111,33 @@ def set_raw_grad(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
 
 def tensor_of(parameter: torch.Tensor) -> int | None:
     """Index of the tensor that a prepared parameter is in its plan; None of any other."""
-    found: int | None = getattr(parameter, "_tensor", None)
+    found: int | None = getattr(parameter, "plan_tensor", None)
     return found
 
 
 class ChunkParameter(nn.Parameter):
     """A parameter whose data is a view of a chunk that the gpu holds. Costs nothing in torch's own calls: like
-    nn.Parameter it has torch functions disabled; only Python's own `.grad` and `.requires_grad` come through here."""
+    nn.Parameter it has torch functions disabled; only Python's own `.grad` and `.requires_grad` come through here.
 
-    _reader: weakref.ref[Any]
-    _tensor: int
+    Attributes:
+        plan_reader: the session's reader, held weakly.
+        plan_tensor: index of the tensor in the plan.
+    """
+
+    plan_reader: weakref.ref[Any]
+    plan_tensor: int
 
     @property
     def grad(self) -> torch.Tensor | None:
-        return reader_of(self).grad_of(self._tensor)
+        return reader_of(self).grad_of(self.plan_tensor)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        reader_of(self).set_grad_of(self._tensor, value)
+        reader_of(self).set_grad_of(self.plan_tensor, value)
 
     @grad.deleter
     def grad(self) -> None:
-        reader_of(self).set_grad_of(self._tensor, None)
+        reader_of(self).set_grad_of(self.plan_tensor, None)
 
     @property
     def requires_grad(self) -> bool:
@@ -143,13 +149,13 @@ class ChunkParameter(nn.Parameter):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> ChunkParameter:
-        reader_of(self).see_requires_grad(self._tensor, bool(requires_grad))
+        reader_of(self).see_requires_grad(self.plan_tensor, bool(requires_grad))
         with torch._C.DisableTorchFunctionSubclass():
             _BASE_REQUIRES_GRAD.__set__(self, bool(requires_grad))
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        copied = nn.Parameter(reader_of(self).current_value(self._tensor), requires_grad=self.requires_grad)
+        copied = nn.Parameter(reader_of(self).current_value(self.plan_tensor), requires_grad=self.requires_grad)
         memo[id(self)] = copied
         return copied
 
@@ -172,22 +178,27 @@ class ParkedParameter(ChunkParameter):
 
 
 def reader_of(parameter: Any) -> Reader:
-    reader: Reader | None = parameter._reader()
+    reader: Reader | None = parameter.plan_reader()
     if reader is None:
         raise ContractError("this parameter's session is gone; keep the optimizer that executor.prepare returned")
     return reader
 
 
+def reader_left(parameter: nn.Parameter) -> Any | None:
+    """The reader of a prepared parameter's session; None if the session is gone."""
+    return parameter.plan_reader()  # type: ignore[attr-defined]
+
+
 def adopt(parameter: nn.Parameter, reader: Reader, tensor: int) -> None:
     """Make a model's own parameter object a parked one of the session."""
-    parameter._reader = weakref.ref(reader)  # type: ignore[attr-defined]
-    parameter._tensor = tensor  # type: ignore[attr-defined]
+    parameter.plan_reader = weakref.ref(reader)  # type: ignore[attr-defined]
+    parameter.plan_tensor = tensor  # type: ignore[attr-defined]
     parameter.__class__ = ParkedParameter
 
 
 def disown(parameter: nn.Parameter) -> None:
     parameter.__class__ = nn.Parameter
-    del parameter._reader, parameter._tensor  # type: ignore[attr-defined]
+    del parameter.plan_reader, parameter.plan_tensor  # type: ignore[attr-defined]
 
 
 def _parameters_in(values: Iterable[Any], into: list[nn.Parameter]) -> None:

@@ -76,7 +76,7 @@ class Reads:
         if s.closed:
             raise refused(Refusal.CLOSED, s)
         if writes(func, kwargs) and args and isinstance(args[0], ChunkParameter):
-            raise write_refused(s.reader.name_of(args[0]._tensor))
+            raise write_refused(s.reader.name_of(args[0].plan_tensor))
         if func in _SHOWN:
             return self._shown(func, *args, **kwargs)
         if not s.clock.inside:
@@ -139,7 +139,7 @@ class Reads:
         """Debuggers and logs ask at any time, and have to get a text."""
         s = self.host
         try:
-            value = s.reader.current_value(parameter._tensor).to(s.backend.device)
+            value = s.reader.current_value(parameter.plan_tensor).to(s.backend.device)
         except ContractError as error:
             return f"tensor(..., size={tuple(parameter.shape)}, dtype={parameter.dtype})  # values not shown: {error}"
         return func(value.requires_grad_(parameter.requires_grad), *args, **kwargs)
@@ -149,10 +149,10 @@ class Reads:
         s = self.host
 
         def copy(parameter: ChunkParameter) -> torch.Tensor:
-            value = s.reader.current_value(parameter._tensor).to(s.backend.device)
+            value = s.reader.current_value(parameter.plan_tensor).to(s.backend.device)
             if torch.is_grad_enabled() and parameter.requires_grad:
                 value.requires_grad_()
-                value.register_hook(_refuse_gradient(s.reader.name_of(parameter._tensor)))  # type: ignore[no-untyped-call]
+                value.register_hook(_refuse_gradient(s.reader.name_of(parameter.plan_tensor)))  # type: ignore[no-untyped-call]
             return value.as_subclass(Snapshot)
 
         return func(*map_parameters(args, copy), **map_parameters(kwargs, copy))

@@ -24,7 +24,7 @@ import executor
 from executor.lifetime import holdings
 from executor.queues.threads import ThreadQueues
 from pstar_sim.core.plan import Plan, Settings
-from pstar_sim.errors import ContractError, DoesNotFit
+from pstar_sim.errors import ContractError, DoesNotFit, PlanError
 from pstar_sim.workload.mixing import block_names, offload_blocks
 
 DROPS = 20
@@ -369,3 +369,16 @@ def test_a_drop_seen_by_another_thread(plan: Plan) -> None:
     iteration(model, optimizer)
     del model, optimizer
     traces.assert_gone()
+
+
+@pytest.mark.parametrize("queues", ["fibres", ThreadQueues()])
+def test_queues_that_cannot_be_had_are_refused_and_nothing_stays_of_it(plan: Plan, queues: Any) -> None:
+    model = Wide()
+    with pytest.raises(PlanError, match=r"use 'threads' or a queues object|leave queues out, or give StreamQueues"):
+        executor.prepare(model, plan, executor.AdamW(), check=False, queues=queues, backend=executor.VirtualStreams())
+    assert torch.get_num_threads() == 2
+    assert not any(hasattr(p, "plan_tensor") for p in model.parameters())
+    optimizer = executor.prepare(model, plan, executor.AdamW(), check=False)[1]
+    assert torch.get_num_threads() == 1
+    optimizer.session.close()
+    assert torch.get_num_threads() == 2

@@ -295,7 +295,7 @@ def test_a_plan_that_the_accelerator_cannot_hold_is_refused_before_anything_is_t
     spec = executor.AdamW(max_grad_norm=0.5)
     with pytest.raises(DoesNotFit, match=r"plan again with --gpu-memory .*GB or less"):
         executor.prepare(model, plan, spec, backend=backend)
-    assert backend.payload_bytes == 0 and not any(hasattr(p, "_reader") for p in model.parameters())
+    assert backend.payload_bytes == 0 and not any(hasattr(p, "plan_reader") for p in model.parameters())
 
 
 class Refuses(nn.Module):

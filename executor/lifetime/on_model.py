@@ -1,0 +1,131 @@
+"""OnModel: what the modules of a prepared model carry: the module-level half of the contract, and who sees batches.
+
+A module may outlive its session, so that all of it holds the session weakly. The table of the contract is in
+`contract.py`.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from executor.contract import changes_nothing, tensor_of
+from executor.devices.torch_private import parameter_table
+from executor.moments.compiled import untraced
+from executor.moments.unseen import unseen
+from pstar_sim.errors import ContractError
+
+__all__ = ["Host", "guard_model", "watch_batches"]
+
+
+class Looping(Protocol):
+    """What is asked of the loop."""
+
+    def zero_grad(self, set_to_none: bool) -> None: ...
+
+    def see_batch(self, args: Any, kwargs: Any) -> None: ...
+
+
+class Reading(Protocol):
+    """What is asked of the reader."""
+
+    def current_value(self, tensor: int) -> torch.Tensor: ...
+
+
+class Host(Protocol):
+    """What is asked of the session."""
+
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def loop(self) -> Looping: ...
+    @property
+    def reader(self) -> Reading: ...
+
+
+def guard_model(model: nn.Module, session: Host) -> Callable[[], None]:
+    """Put the module-level half of the contract (contract.py) in place; returns what takes it away."""
+    keeper = weakref.ref(session)
+    undo: list[Callable[[], None]] = []
+
+    def moved(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        with unseen():
+            if changes_nothing(self, fn):
+                return self
+        raise ContractError(
+            f"{type(self).__name__}.to() and its like (half, float, cuda, cpu) cannot move a prepared model: its "
+            "memory is the plan's; convert the model before executor.prepare"
+        )
+
+    def loaded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        raise ContractError(
+            f"{type(self).__name__}.load_state_dict on a prepared model: the master copies would not know; load the "
+            "weights before executor.prepare"
+        )
+
+    def copied(self: nn.Module, memo: Any) -> Any:
+        raise ContractError(
+            f"copy.deepcopy of a prepared {type(self).__name__} would share its session; load model.state_dict() into "
+            "a second model instead"
+        )
+
+    def zeroed(self: nn.Module, set_to_none: bool = True) -> None:
+        held = keeper()
+        if held is not None:
+            held.loop.zero_grad(set_to_none)
+
+    for module in model.modules():
+        for name, function in (("_apply", moved), ("load_state_dict", loaded), ("__deepcopy__", copied)):
+            module.__dict__[name] = types.MethodType(function, module)
+            undo.append(_remover(module, name))
+        handle = module.register_state_dict_post_hook(_current_values(keeper))  # type: ignore[no-untyped-call]
+        undo.append(handle.remove)
+    model.__dict__["zero_grad"] = types.MethodType(zeroed, model)
+    undo.append(_remover(model, "zero_grad"))
+
+    def undo_all() -> None:
+        for action in undo:
+            action()
+
+    return undo_all
+
+
+def _remover(module: nn.Module, name: str) -> Callable[[], None]:
+    def remove() -> None:
+        module.__dict__.pop(name, None)
+
+    return remove
+
+
+def _current_values(keeper: Callable[[], Host | None]) -> Callable[..., None]:
+    """A state_dict hook: the module's own parameters are given as copies of their current values."""
+
+    def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        session = keeper()
+        if session is None or session.closed:
+            return
+        for name, parameter in parameter_table(module).items():
+            key = prefix + name
+            tensor = None if parameter is None else tensor_of(parameter)
+            if tensor is not None and key in state_dict:
+                state_dict[key] = session.reader.current_value(tensor)
+
+    return hook
+
+
+def watch_batches(model: nn.Module, session: Host) -> RemovableHandle:
+    """Show the loop each batch that the model is called with, before any other forward hook; returns what ends it."""
+    keeper = weakref.ref(session)
+
+    def see(module: nn.Module, args: Any, kwargs: Any) -> None:
+        held = keeper()
+        if held is not None and not held.closed:
+            held.loop.see_batch(args, kwargs)
+
+    return model.register_forward_pre_hook(untraced(see), prepend=True, with_kwargs=True)
