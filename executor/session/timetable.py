@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
 
-from pstar_sim.core.effects import gradient_list, needed
+from pstar_sim.core.effects import gradient_list, needed, tide_at_cut
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind, Place, Queue
 from pstar_sim.errors import PlanError
@@ -49,7 +49,7 @@ class Timetable:
         w, layout = plan.workload, plan.layout
         self.names = [m.name for m in w.moments]
         self.peaks = [m.peak_bytes for m in w.moments]
-        self.cut_tide = min(self.peaks[-1], self.peaks[0])
+        self.cut_tide = tide_at_cut(self.peaks)
         self.between = [min(here, self.peaks[(m + 1) % len(self.peaks)]) for m, here in enumerate(self.peaks)]
         self.cut = frozenset((r.place, r.chunk, r.list) for r in plan.initial)
         self.stashes = len(w.stashes)

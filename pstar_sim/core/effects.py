@@ -5,6 +5,8 @@ Used by ledger, slabs and policies; the checker has code of its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Plan, Resident
 from pstar_sim.core.step import EFFECTS, OTHERS, UPDATES, Kind, Place, Step, Touch
@@ -61,18 +63,17 @@ def _touched(step: Step, touch: Touch | None) -> tuple[Resident, bool] | None:
     return Resident(step.chunk, list_name, place), touch.lenient
 
 
-def tide_moves(workload: Workload) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(rise, fall) of the tide at each moment: non-model bytes taken when it starts, and freed when it ends."""
-    peaks = [m.peak_bytes for m in workload.moments]
-    count = len(peaks)
-    rise = tuple(max(0, peaks[m] - peaks[m - 1]) for m in range(count))
-    fall = tuple(max(0, peaks[m] - peaks[(m + 1) % count]) for m in range(count))
+def tide_moves(tide: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(rise, fall) of the tide at each moment: non-model bytes taken when it starts, and freed when it ends. tide: of
+    each moment of an iteration (or of each block of them)."""
+    rise = tuple(max(0, now - before) for before, now in zip((tide[-1], *tide), tide))
+    fall = tuple(max(0, now - following) for now, following in zip(tide, (*tide[1:], tide[0])))
     return rise, fall
 
 
-def tide_at_cut(workload: Workload) -> int:
+def tide_at_cut(tide: Sequence[int]) -> int:
     """Non-model bytes between two iterations: the last moment's fall has happened, the first one's rise has not."""
-    return min(workload.moments[-1].peak_bytes, workload.moments[0].peak_bytes)
+    return min(tide[-1], tide[0])
 
 
 def name_of(resident: Resident) -> str:

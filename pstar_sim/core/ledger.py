@@ -1,7 +1,8 @@
 """The ledger: who holds what in which place, in bytes.
 
-A payload is a list of a chunk at a place; it has a number, a size and a category. `Moves` books a whole run of a plan,
-whose steps are compiled once, by the table EFFECTS in core/step.py, to entries about payloads: the simulator's book.
+A payload is a list of a chunk at a place; it has a number, a size and a category. Three books are kept by the table
+EFFECTS in core/step.py. `Moves` books a whole run of a plan, whose steps are compiled once to entries about payloads:
+the simulator's. `Holdings` books steps that run one after the other: that of policies, while they write a plan.
 `Ledger` books one move at a time: the executor's. Numbers only: no memory, no clock.
 
 [Note: categories] A payload counts as "param", "grad" or "states" by its list, with one exception: once the last
@@ -16,8 +17,8 @@ says whether it was there, the last entry that gave it a category says which.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ from pstar_sim.core.step import EFFECTS, UPDATES, Kind, Place, Step
 from pstar_sim.errors import PlanError
 from pstar_sim.units import format_bytes
 
-__all__ = ["PLACES", "WIDTH", "Changes", "Ledger", "Moves", "Payloads"]
+__all__ = ["PLACES", "WIDTH", "Changes", "Holdings", "Ledger", "Moves", "Payloads"]
 
 PLACES = (Place.GPU, Place.HOST, Place.NVME)
 WIDTH = len(CATEGORIES)
@@ -135,7 +136,7 @@ class Moves:
         (what, who, value), counts = self._compile()
         sizes, peak = payloads.sizes, plan.workload.peak_non_model_bytes
         self.cells = [0] * (len(PLACES) * WIDTH)
-        self.cells[_GPU * WIDTH + _TIDE] = tide_at_cut(plan.workload)
+        self.cells[_GPU * WIDTH + _TIDE] = tide_at_cut([m.peak_bytes for m in plan.workload.moments])
         for payload in initial:
             self.cells[payloads.places[payload] * WIDTH + payloads.categories[payload]] += sizes[payload]
         for _, where, size in plan.buffers:
@@ -196,8 +197,9 @@ class Moves:
         plan, number = self.plan, self.payloads.number
         working = ("param", "remote") if plan.layout.ranks > 1 else ("param",)
         in_place = self._overwritten_in_place()
+        peaks = [m.peak_bytes for m in plan.workload.moments]
         found = []
-        for m, (rise, fall, read) in enumerate(zip(*tide_moves(plan.workload), needed(plan.layout, plan.workload))):
+        for m, (rise, fall, read) in enumerate(zip(*tide_moves(peaks), needed(plan.layout, plan.workload))):
             needs = [number(c, name, _GPU) for c in read for name in working]
             begins = [NEED] * len(needs), needs, [0] * len(needs)
             turned = [number(c, name, _GPU) for c in in_place.get(m, ()) for name in working]
@@ -350,6 +352,116 @@ class Moves:
         about = "" if step.chunk is None else f" of chunk {step.chunk}"
         at = "" if step.moment is None else f" at moment {step.moment}"
         return f"step {step.id} ({step.kind.value}{about}{at})"
+
+
+class Holdings:
+    """Who holds what while steps run one after the other.
+
+    residents, buffers: those of the cut. tide: non-model bytes of each moment, which the GPU holds as well; None leaves
+    them out.
+    used_bytes, peak_bytes: what each place holds now, and the most that it has held, in the order of PLACES.
+
+    A step that takes what is there, or frees what is not, changes nothing: the checker says whether it may.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        residents: Iterable[Resident],
+        buffers: Iterable[tuple[str, Place, int]] = (),
+        tide: Sequence[int] | None = None,
+    ) -> None:
+        self._layout = layout
+        self._lists: dict[tuple[str, int], _Listed] = {}  # (list, place) -> where it is written who has it there
+        self._touched: dict[tuple[int, str | None, int], tuple[_Listed | None, _Listed | None]] = {}
+        self._rises, self._falls = tide_moves(tide) if tide else ((), ())
+        self.used_bytes = [0] * len(PLACES)
+        if tide:
+            self.used_bytes[_GPU] += tide_at_cut(tide)
+        for _, place, size in buffers:
+            self.used_bytes[PLACES.index(place)] += size
+        for r in residents:
+            if r.chunk >= 0:  # else it stands for a buffer
+                self._listed(r.list, r.place).chunks.add(r.chunk)
+                self.used_bytes[PLACES.index(r.place)] += layout.payload_bytes(r.chunk, r.list)
+        self.peak_bytes = list(self.used_bytes)
+
+    def holds(self, chunk: int, list_name: str, place: Place) -> bool:
+        return chunk in self._listed(list_name, place).chunks
+
+    def chunks(self, list_name: str, place: Place) -> Set[int]:
+        """Those whose list is at the place, now and as it goes on."""
+        return self._listed(list_name, place).chunks
+
+    @property
+    def residents(self) -> frozenset[Resident]:
+        """Who is somewhere."""
+        return frozenset(Resident(c, x.name, PLACES[x.place]) for x in self._lists.values() for c in x.chunks)
+
+    def run(self, step: Step) -> None:
+        """A step starts and ends."""
+        taken, freed = self._of(step)
+        if taken is not None or self._rises:
+            self._take(step, taken)
+        if freed is not None or self._falls:
+            self._free(step, freed)
+
+    def begin(self, step: Step) -> None:
+        """A step starts: it takes."""
+        self._take(step, self._of(step)[0])
+
+    def end(self, step: Step) -> None:
+        """A step ends: it frees."""
+        self._free(step, self._of(step)[1])
+
+    def _take(self, step: Step, taken: _Listed | None) -> None:
+        if taken is not None and step.chunk is not None:
+            if step.chunk not in taken.chunks:
+                taken.chunks.add(step.chunk)
+                self._grow(taken.place, self._layout.payload_bytes(step.chunk, taken.name))
+        elif self._rises and step.moment is not None and step.kind is Kind.COMPUTE:
+            self._grow(_GPU, self._rises[step.moment])
+
+    def _free(self, step: Step, freed: _Listed | None) -> None:
+        if freed is not None and step.chunk is not None:
+            if step.chunk in freed.chunks:
+                freed.chunks.remove(step.chunk)
+                self.used_bytes[freed.place] -= self._layout.payload_bytes(step.chunk, freed.name)
+        elif self._falls and step.moment is not None and step.kind is Kind.COMPUTE:
+            self.used_bytes[_GPU] -= self._falls[step.moment]
+
+    def _grow(self, place: int, size_bytes: int) -> None:
+        used = self.used_bytes[place] = self.used_bytes[place] + size_bytes
+        if used > self.peak_bytes[place]:
+            self.peak_bytes[place] = used
+
+    def _of(self, step: Step) -> tuple[_Listed | None, _Listed | None]:
+        """The lists that steps like this take and free, by the table."""
+        key = (id(step.kind), step.list, id(step.place))  # members hash slowly
+        touched = self._touched.get(key)
+        if touched is None:
+            taken, freed = takes(step), frees(step)
+            touched = self._touched[key] = (
+                None if taken is None else self._listed(taken[0].list, taken[0].place),
+                None if freed is None else self._listed(freed[0].list, freed[0].place),
+            )
+        return touched
+
+    def _listed(self, list_name: str, place: Place) -> _Listed:
+        key = (list_name, PLACES.index(place))
+        listed = self._lists.get(key)
+        if listed is None:
+            listed = self._lists[key] = _Listed(*key)
+        return listed
+
+
+@dataclass(slots=True)
+class _Listed:
+    """Chunks that have this list at this place."""
+
+    name: str
+    place: int
+    chunks: set[int] = field(default_factory=set)
 
 
 class Ledger:

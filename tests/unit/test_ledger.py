@@ -10,7 +10,7 @@ import pytest
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.effects import CATEGORIES, frees, gradient_list, takes, tide_at_cut, tide_moves
 from pstar_sim.core.follow import follow
-from pstar_sim.core.ledger import PLACES, WIDTH, Changes, Ledger, Moves, Payloads
+from pstar_sim.core.ledger import PLACES, WIDTH, Changes, Holdings, Ledger, Moves, Payloads
 from pstar_sim.core.plan import Plan, Resident, Settings, steps_from_text
 from pstar_sim.core.program import Program
 from pstar_sim.core.step import EFFECTS, Kind, Place, from_text
@@ -167,8 +167,31 @@ def test_sums_beyond_64_bits_are_exact(hand_plan: MakePlan):
     assert int(moves.book(range(30)).held[0].max()) == 5 * 2**62 + 4116
 
 
-def test_both_books_say_the_same_of_random_runs():
-    """The one that takes a move at a time, driven by the table, and the one that takes all at once."""
+def test_a_book_of_steps_one_after_the_other(hand_plan: MakePlan):
+    """Bytes with the tide of 10, a rise of 20 in moment 1 and of 10 in moment 2; two chunks of 2,048."""
+    plan = hand_plan()
+    book = Holdings(plan.layout, plan.initial, [("staging", GPU, 100)], [m.peak_bytes for m in plan.workload.moments])
+    assert book.used_bytes == [110, 28_672, 0]
+    held = []
+    for step in plan.steps:
+        book.begin(step)
+        held.append(book.used_bytes[0])
+        book.end(step)
+        if step.id == 6:
+            assert (book.chunks("param", GPU), book.holds(0, "param", GPU), book.holds(1, "momentum", GPU)) == (
+                {0, 1}, True, False
+            )  # fmt: skip
+    assert [size - 100 for size in held[:7]] == [2058, 4106, 4106, 4106, 2078, 2088, 4116]
+    assert (book.used_bytes, book.peak_bytes) == ([110, 28_672, 0], [4216, 28_672, 0])
+    assert book.residents == plan.initial
+    book.run(plan.steps[3])  # the drop of what is not there
+    book.run(from_text("99 h2d fetch chunk=0 list=param moment=0 bytes=2048"))
+    book.run(from_text("99 h2d fetch chunk=0 list=param moment=0 bytes=2048"))
+    assert book.used_bytes[0] == 110 + 2048, "once"
+
+
+def test_all_books_say_the_same_of_random_runs():
+    """Those that take a move or a step at a time, and the one that takes all at once."""
     for seed in range(6):
         rng = random.Random(f"books {seed}")
         workload = random_workload(rng)
@@ -181,17 +204,20 @@ def test_both_books_say_the_same_of_random_runs():
             cost = CostModel(plan.workload, plan.machine, plan.layout)
             record = follow(Program.of(plan), cost.columns(plan.steps), cost.rates(), factor=jitter, most=3)
             ledger = Ledger(plan)
-            ledger.set_tide(tide_at_cut(workload))
+            peaks = [m.peak_bytes for m in workload.moments]
+            ledger.set_tide(tide_at_cut(peaks))
             for r in plan.initial:
                 if r.chunk >= 0:
                     ledger.claim(r.chunk, r.list, r.place)
                     ledger.hold(r.chunk, r.list, r.place)
             moves = Moves(plan)
-            rise, fall = tide_moves(workload)
+            rise, fall = tide_moves(peaks)
             booked = [bytes_after(moves.book(record.events), place, used, len(record.events))
                       for place, used in zip(PLACES, moves.used)]  # fmt: skip
+            steps = Holdings(plan.layout, plan.initial, plan.buffers, peaks)
             for n, event in enumerate(record.events):
                 step, ends = plan.steps[event // 2], event % 2
+                (steps.end if ends else steps.begin)(step)
                 if step.kind is Kind.COMPUTE:
                     ledger.set_tide(ledger.tide_bytes + (-fall[step.moment] if ends else rise[step.moment]))
                 elif ends and (freed := frees(step)) and (not freed[1] or ledger.holds(*astuple(freed[0]))):
@@ -201,12 +227,15 @@ def test_both_books_say_the_same_of_random_runs():
                     ledger.claim(*astuple(taken[0]))
                     ledger.hold(*astuple(taken[0]))
                 now = [ledger.used_bytes(GPU) + ledger.tide_bytes, *map(ledger.used_bytes, PLACES[1:])]
-                assert now == [row[n] for row in booked], (seed, plan.policy, n, step)
+                assert now == [row[n] for row in booked] == steps.used_bytes, (seed, plan.policy, n, step)
+            assert steps.residents == ledger.residents
 
 
 def test_the_tide_at_the_cut_is_the_lower_of_last_and_first_moment(hand_plan: MakePlan):
-    high_end = chain_workload(2, 1024, tide_bytes=[10, 30, 40, 20, 25])
-    assert tide_moves(high_end) == ((0, 20, 10, 0, 5), (0, 0, 20, 0, 15))
+    peaks = [10, 30, 40, 20, 25]
+    high_end = chain_workload(2, 1024, tide_bytes=peaks)
+    assert tide_at_cut(peaks) == 10
+    assert tide_moves(peaks) == ((0, 20, 10, 0, 5), (0, 0, 20, 0, 15))
     assert Moves(hand_plan(workload=high_end)).cells[0] == 10
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
 
 from pstar_sim.catalog.loader import load_machine
+from pstar_sim.core.effects import tide_at_cut
+from pstar_sim.core.ledger import Holdings
 from pstar_sim.core.plan import Settings
 from pstar_sim.core.step import Kind, Queue
+from pstar_sim.policy.family.attempt import play
 from pstar_sim.policy.family.course import Course, Knobs
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.schedule import Modes, Run, Schedule
 from pstar_sim.policy.passes import collectives, gradients, updates
+from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.policy.passes.collectives import Collectives
 from pstar_sim.policy.passes.floors import Floors
 from pstar_sim.policy.passes.gradients import Gradients
@@ -21,7 +26,7 @@ from pstar_sim.policy.passes.lowering import draft_of
 from pstar_sim.policy.passes.rows import Pass, Rows
 from pstar_sim.policy.passes.updates import Updates
 from pstar_sim.policy.passes.working_lists import WorkingLists
-from pstar_sim.testing import chain_workload
+from pstar_sim.testing import chain_workload, random_machine, random_ranks, random_settings, random_workload
 from pstar_sim.units import MIB
 
 PARAMS = MIB
@@ -169,3 +174,45 @@ def test_a_copy_waits_for_its_floor(prefetch: str | int, floor: int | None) -> N
     # A row of the compute queue belongs to the last position that stands before it. The list itself left behind 1.
     of = [sum(row.is_position for row in rows[: i + 1]) - 1 for i in waited_for]
     assert max(of) == (1 if floor is None else floor)
+
+
+def test_rows_are_charged_what_the_ledger_books() -> None:
+    """`choose` counts the bytes of charges alone. On random jobs they are those of the steps that the rows stand for,
+    booked one after the other from the residents of the plan; and what is free at the cut is what these leave."""
+    rows = 0
+    for number in range(40):
+        rng = random.Random(f"charges {number}")
+        workload = random_workload(rng)
+        machine = random_ranks(rng, random_machine(rng, workload), rng.choice((1, 1, 2, 3)))
+        job = Job("any", workload, machine, random_settings(rng), Point(capacity=rng.choice(("tide", "peak"))))
+        modes = [rng.choice(("pin", "stream", "cpu", "cpu")) for _ in job.candidates]
+        chosen = {way: frozenset(c for c, mode in zip(job.candidates, modes) if mode == way) for way in set(modes)}
+        none: frozenset[int] = frozenset()
+        course = Course(job, Modes(chosen.get("pin", none), chosen.get("stream", none)), Knobs())
+        made = play(course) if course.least_room_bytes >= 0 else None
+        if made is None or made.window.stuck is not None:
+            continue
+        plan, draft = made.plan(), made.draft
+        book = Holdings(job.layout, plan.initial, plan.buffers)
+        start = list(book.used_bytes)
+        assert draft.gpu_free_bytes + start[0] + tide_at_cut([b.tide_bytes for b in job.blocks]) == (
+            machine.gpu_budget_bytes
+        )
+        assert draft.host_free_bytes + start[1] == machine.host_budget_bytes
+        b = Builder("any", workload, machine, job.settings, layout=job.layout, stashes=False)
+        for row in draft.rows:
+            if row.block >= 0:
+                continue
+            step = b.steps[b.row(row, ())]
+            before = list(book.used_bytes)
+            book.begin(step)
+            most = list(book.used_bytes)
+            book.end(step)
+            charge = row.charge
+            assert (charge.gpu_take, charge.host_take) == (most[0] - before[0], most[1] - before[1]), (number, step)
+            assert (charge.gpu_free, charge.host_free) == (
+                most[0] - book.used_bytes[0], most[1] - book.used_bytes[1]
+            ), (number, step)  # fmt: skip
+            rows += 1
+        assert (book.used_bytes, book.residents) == (start, plan.initial)
+    assert rows > 1000

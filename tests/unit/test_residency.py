@@ -120,7 +120,7 @@ def test_a_gap_over_the_border_needs_room_at_both_ends() -> None:
 
 
 def test_facts_of_a_job_are_worked_out_once_for_policies_and_bounds() -> None:
-    """The same value, which says of each moment what it reads and how the tide turns."""
+    """The same value, which says of each moment what it reads."""
     w, machine = chain_workload(2, MIB, micro_batches=2), load_machine("t4")
     layout = build_layout(w, chunk_bytes=2 * MIB)
     facts = facts_of(w, layout)
@@ -128,4 +128,3 @@ def test_facts_of_a_job_are_worked_out_once_for_policies_and_bounds() -> None:
     assert BoundFacts(w, machine, layout, CostModel(w, machine, layout)).seen[0][1] is facts.reads[0]
     for m, read in enumerate(facts.read_in):
         assert all(m in facts.reads[c] for c in read)
-    assert sum(facts.rises) == sum(facts.falls)

@@ -165,13 +165,3 @@ class Facts:
         peaks = [m.peak_bytes for m in self.workload.moments]
         extra = max(0, peaks[-1] - peaks[0])
         return tuple(peak + extra for peak in peaks)
-
-    @cached_property
-    def rises(self) -> tuple[int, ...]:
-        """Bytes that the tide takes when each moment begins; before the first one is the last one."""
-        return tuple(max(0, tide - self.tide[m - 1]) for m, tide in enumerate(self.tide))
-
-    @cached_property
-    def falls(self) -> tuple[int, ...]:
-        """Bytes that the tide gives back when each moment ends."""
-        return tuple(max(0, tide - self.tide[(m + 1) % len(self.tide)]) for m, tide in enumerate(self.tide))

@@ -10,6 +10,7 @@ from functools import cached_property
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.draft import Charge
+from pstar_sim.core.effects import tide_moves
 from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.cost import CostModel
@@ -159,11 +160,8 @@ class Job:
     @cached_property
     def block_charges(self) -> list[Charge]:
         """Of each block: its seconds, and bytes by which the tide rises to it and falls behind it."""
-        tides = [block.tide_bytes for block in self.blocks]
-        return [
-            Charge(block.seconds, max(0, tide - tides[n - 1]), max(0, tide - tides[(n + 1) % len(tides)]))
-            for n, (block, tide) in enumerate(zip(self.blocks, tides))
-        ]
+        rises, falls = tide_moves([block.tide_bytes for block in self.blocks])
+        return [Charge(block.seconds, rise, fall) for block, rise, fall in zip(self.blocks, rises, falls)]
 
     def gradient_bytes(self, chunk: int) -> int:
         """Bytes on the GPU of a gradient list of its own, with several ranks that of the whole chunk."""

@@ -9,7 +9,7 @@ from pstar_sim.core.step import Place
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["budget_bytes", "cut_tide", "describe_moment", "worst_moment"]
+__all__ = ["budget_bytes", "describe_moment", "worst_moment"]
 
 
 def budget_bytes(machine: Machine, place: Place) -> int:
@@ -30,9 +30,3 @@ def describe_moment(workload: Workload, moment: int) -> str:
 def worst_moment(tide: Sequence[int]) -> int:
     """The moment of the highest tide (the first of several)."""
     return max(range(len(tide)), key=lambda m: tide[m])
-
-
-def cut_tide(tide: Sequence[int]) -> int:
-    """Non-model bytes reckoned with between two iterations: the last moment's fall has happened, the first one's rise
-    has not."""
-    return min(tide[-1], tide[0])

@@ -11,20 +11,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.choose import choose
 from pstar_sim.core.draft import Charge, Draft, Row
-from pstar_sim.core.effects import frees, takes
 from pstar_sim.core.layout import Layout, build_layout
+from pstar_sim.core.ledger import Holdings
 from pstar_sim.core.plan import STASHES, Plan, Resident, Settings
 from pstar_sim.core.rules import Rates
 from pstar_sim.core.step import UPDATES, Kind, Place, Queue, Ref, Step
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import DoesNotFit
-from pstar_sim.policy.kit.charges import charge_of, step_bytes
+from pstar_sim.policy.kit.charges import step_bytes
 from pstar_sim.policy.kit.facts import facts_of
-from pstar_sim.policy.kit.room import budget_bytes, cut_tide, describe_moment
+from pstar_sim.policy.kit.room import budget_bytes, describe_moment
 from pstar_sim.policy.kit.stashes import StashMoves
 from pstar_sim.policy.passes.edges import memory_edges, without_implied
 from pstar_sim.units import format_bytes
@@ -76,6 +77,7 @@ class Builder:
         self.choices: dict[str, object] = {}
         self.predictions: dict[str, float] = {}
         self._steps: list[Step] = []
+        self._holdings: Holdings | None = None
 
     # Residents at the cut.
 
@@ -94,6 +96,16 @@ class Builder:
         """What `initial` and `buffers` hold at a place, the tide left out."""
         held = sum(self.layout.payload_bytes(r.chunk, r.list) for r in self.initial if r.place is place)
         return held + sum(size for _, where, size in self.buffers if where is place)
+
+    @property
+    def holdings(self) -> Holdings:
+        """Who holds what once the steps so far have run, one after the other; the tide is left out. `initial` and
+        `buffers` are complete when this is asked for first."""
+        if self._holdings is None:
+            self._holdings = Holdings(self.layout, self.initial, self.buffers)
+            for step in self._steps:
+                self._holdings.run(step)
+        return self._holdings
 
     # Steps, in an order in which they could run one after the other.
 
@@ -114,7 +126,7 @@ class Builder:
         """Any step; returns its id. size_bytes: where it is not what the table of core/step.py says."""
         if size_bytes is None:
             size_bytes = step_bytes(self.cost, kind, chunk, list_name, stash)
-        refs = tuple(r if isinstance(r, Ref) else Ref(r) for r in after)
+        refs = tuple([r if isinstance(r, Ref) else Ref(r) for r in after])
         step = Step(
             id=len(self._steps),
             queue=queue,
@@ -129,6 +141,8 @@ class Builder:
             stash=stash,
         )
         self._steps.append(step)
+        if self._holdings is not None and chunk is not None:
+            self._holdings.run(step)
         return step.id
 
     def row(self, row: Row, after: After) -> int:
@@ -256,11 +270,9 @@ class Builder:
 
     def check_room(self, place: Place, needed_bytes: int, what: str) -> None:
         """Raise DoesNotFit if `needed_bytes`, which are those of `what`, are more than the place's budget."""
-        budget = budget_bytes(self.machine, place)
-        if needed_bytes > budget:
-            raise DoesNotFit(
-                policy=self.policy, place=place.value, needed_bytes=needed_bytes, available_bytes=budget, what=what
-            )
+        missing = needed_bytes - budget_bytes(self.machine, place)
+        if missing > 0:
+            raise self._no_room(place, missing, what)
 
     def wait(self, step: int, *refs: Ref) -> None:
         """Let a step wait for more: for what comes later in the program, of the previous iteration."""
@@ -302,79 +314,80 @@ class Builder:
         return any(s.queue is Queue.NVME for s in self._steps) or any(r.place is Place.NVME for r in self.initial)
 
     def _predicted_memory_edges(self) -> dict[int, list[Ref]]:
-        rows = self._rows()
-        free_gpu, free_host = self._free_bytes(Place.GPU), self._free_bytes(Place.HOST)
-        self._check_one_by_one(rows, free_gpu, free_host)
+        holdings = Holdings(self.layout, self.initial, self.buffers, self.uses.tide)
+        gpu, host, _ = holdings.used_bytes
+        free = (self.machine.gpu_budget_bytes - gpu, self.machine.host_budget_bytes - host)
+        rows, shortest = self._rows(holdings)
+        self._check_one_by_one(free, shortest)
         alone = Rates(dram_bytes_per_s=math.inf)
-        window = choose(Draft(rows=rows, gpu_free_bytes=free_gpu, host_free_bytes=free_host, rates=alone))
+        window = choose(Draft(rows=rows, gpu_free_bytes=free[0], host_free_bytes=free[1], rates=alone))
         if window.stuck is not None:
             stuck = self._steps[window.stuck[0]]
             raise ValueError(f"{self.policy}: step {stuck.id} ({stuck.kind}) can never start, in the order given")
         return memory_edges(self._steps, rows, [(i, i) for i in range(len(rows))], window)
 
-    def _rows(self) -> list[Row]:
-        """The steps as a draft whose queues run in the order given."""
-        present = set(self.initial)
+    def _rows(self, holdings: Holdings) -> tuple[list[Row], _Short]:
+        """The steps as a draft whose queues run in the order given, and which of them is shortest of room when they run
+        one after the other. holdings: at the cut; goes on to the end of the iteration."""
         rows: list[Row] = []
         last_on: dict[Queue, int] = {}
+        shortest = _Short(0, -1, Place.GPU)
+        budgets = self.machine.gpu_budget_bytes, self.machine.host_budget_bytes
+        gpu, host, _ = holdings.used_bytes
         for step in self._steps:
             before = ((last_on[step.queue], 0),) if step.queue in last_on else ()
             last_on[step.queue] = step.id
             after = (*((ref.id, ref.back) for ref in step.after), *before)
-            rows.append(Row(step.queue, step.kind, charge=self._charge(step, present), after=after))
-        if present != self.initial:
-            left = sorted(present ^ self.initial)[0]
-            raise ValueError(f"{self.policy}: {left} is not at the end of the iteration as it was at its beginning")
-        return rows
-
-    def _charge(self, step: Step, present: set[Resident]) -> Charge:
-        """What the step takes, beside those that are `present` when it starts; these become those behind it."""
-        if step.kind is Kind.COMPUTE:
-            assert step.moment is not None
-            rise, fall = self.uses.rises[step.moment], self.uses.falls[step.moment]
-            return Charge(self.cost.compute_s(step.moment), rise, fall)
-        touched = takes(step)
-        taken = touched[0] if touched is not None and touched[0] not in present else None
-        if taken is not None:
-            present.add(taken)
-        touched = frees(step)
-        freed = touched[0] if touched is not None and touched[0] in present else None
-        if freed is not None:
-            present.remove(freed)
-        return charge_of(self.cost, step, taken, freed)
-
-    def _free_bytes(self, place: Place) -> int:
-        """Bytes of a place at the cut that nobody holds. Raises DoesNotFit where the residents are too much for it."""
-        budget = budget_bytes(self.machine, place)
-        free = budget - self.held_bytes(place) - (cut_tide(self.uses.tide) if place is Place.GPU else 0)
-        if free < 0:
-            raise DoesNotFit(
-                policy=self.policy,
-                place=place.value,
-                needed_bytes=budget - free,
-                available_bytes=budget,
-                what="what is resident between iterations",
+            holdings.begin(step)
+            gpu_most, host_most, _ = holdings.used_bytes
+            if gpu_most - budgets[0] > shortest.missing_bytes:
+                shortest = _Short(gpu_most - budgets[0], step.id, Place.GPU)
+            if host_most - budgets[1] > shortest.missing_bytes:
+                shortest = _Short(host_most - budgets[1], step.id, Place.HOST)
+            holdings.end(step)
+            gpu_left, host_left, _ = holdings.used_bytes
+            charge = Charge(
+                seconds=self.cost.seconds(step),
+                gpu_take=gpu_most - gpu,
+                gpu_free=gpu_most - gpu_left,
+                host_take=host_most - host,
+                host_free=host_most - host_left,
+                dram_bytes=self.cost.dram_bytes(step),
             )
-        return free
+            rows.append(Row(step.queue, step.kind, charge=charge, after=after))
+            gpu, host = gpu_left, host_left
+        if changed := holdings.residents ^ self.initial:
+            raise ValueError(
+                f"{self.policy}: {min(changed)} is not at the end of the iteration as it was at its beginning"
+            )
+        return rows, shortest
 
-    def _check_one_by_one(self, rows: Sequence[Row], free_gpu: int, free_host: int) -> None:
-        """Raise DoesNotFit for the step that is shortest of room when the steps run one after the other."""
-        worst: tuple[int, int, str] = (0, -1, "gpu")  # bytes missing, step, place
-        for i, charge in enumerate(row.charge for row in rows):
-            free_gpu -= charge.gpu_take
-            free_host -= charge.host_take
-            worst = max(worst, (-free_gpu, i, "gpu"), (-free_host, i, "host"), key=lambda w: w[0])
-            free_gpu += charge.gpu_free
-            free_host += charge.host_free
-        short, i, place = worst
-        if short > 0:
-            step = self._steps[i]
-            budget = budget_bytes(self.machine, Place(place))
+    def _check_one_by_one(self, free: Iterable[int], shortest: _Short) -> None:
+        """Raise DoesNotFit where the residents are too much for GPU or host (free: bytes that they leave of each), or
+        else for the step that is shortest of room."""
+        for place, left in zip((Place.GPU, Place.HOST), free):
+            if left < 0:
+                raise self._no_room(place, -left, "what is resident between iterations")
+        if shortest.missing_bytes > 0:
+            step = self._steps[shortest.step]
             at = "" if step.moment is None else f", {describe_moment(self.workload, step.moment)}"
-            raise DoesNotFit(
-                policy=self.policy,
-                place=place,
-                needed_bytes=budget + short,
-                available_bytes=budget,
-                what=f"what is held when step {step.id} ({step.kind.value}) runs{at}",
-            )
+            what = f"what is held when step {step.id} ({step.kind.value}) runs{at}"
+            raise self._no_room(shortest.place, shortest.missing_bytes, what)
+
+    def _no_room(self, place: Place, missing_bytes: int, what: str) -> DoesNotFit:
+        budget = budget_bytes(self.machine, place)
+        return DoesNotFit(
+            policy=self.policy,
+            place=place.value,
+            needed_bytes=budget + missing_bytes,
+            available_bytes=budget,
+            what=what,
+        )
+
+
+class _Short(NamedTuple):
+    """A step that finds too little room when all run one after the other."""
+
+    missing_bytes: int
+    step: int
+    place: Place

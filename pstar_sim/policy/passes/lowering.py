@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pstar_sim.core.draft import Draft
+from pstar_sim.core.effects import tide_at_cut
 from pstar_sim.core.rules import Rates
 from pstar_sim.core.step import Kind, Queue
-from pstar_sim.policy.kit.room import cut_tide
 from pstar_sim.policy.kit.schedule import Schedule
 from pstar_sim.policy.passes.collectives import Collectives
 from pstar_sim.policy.passes.fits import held_on_host
@@ -72,7 +72,7 @@ def _draft(rows: Rows) -> Draft:
     gpu_free += sum(job.remote[c] for c in job.small_visits)  # reckoned with throughout, absent at the cut
     return Draft(
         rows=rows.rows,
-        gpu_free_bytes=gpu_free - cut_tide([block.tide_bytes for block in job.blocks]),
+        gpu_free_bytes=gpu_free - tide_at_cut([block.tide_bytes for block in job.blocks]),
         host_free_bytes=machine.host_budget_bytes - held_on_host(job, schedule.modes.pinned),
         room=schedule.room,
         lead_bytes=schedule.lead_bytes,

@@ -81,7 +81,7 @@ def patrickstar(workload: Workload, machine: Machine, settings: Settings, *, msc
     seen: list[frozenset[int]] = [frozenset()]
     for _ in range(MOST_ITERATIONS):
         iteration = play(seen[-1])
-        end = frozenset(iteration.moves.resident)
+        end = iteration.moves.resident
         if end == seen[-1]:
             break
         seen.append(end)
@@ -141,10 +141,10 @@ class _Iteration:
             moves.bring(c, needed)
         for c in self._gradients.opens.get(m, ()):
             self._open_gradient(c, needed)
-        held = moves.used_bytes + b.uses.tide[m]
-        if held > b.machine.gpu_budget_bytes:
-            stuck = format_bytes(moves.used_bytes)
-            b.check_room(Place.GPU, held, f"{describe_moment(b.workload, m)} beside {stuck} that cannot be evicted")
+        used = moves.used_bytes
+        if used + b.uses.tide[m] > moves.budget_bytes:
+            what = f"{describe_moment(b.workload, m)} beside {format_bytes(used)} that cannot be evicted"
+            b.check_room(Place.GPU, used + b.uses.tide[m], what)
         moves.last = b.compute(m, moves.then())
         for c in self._gradients.closes.get(m, ()):
             self._close_gradient(c)
@@ -156,15 +156,11 @@ class _Iteration:
         moves, size = self.moves, self._gradients.bytes_of(c)
         moves.make_room(size, needed)
         moves.last = self._gradients.open(c, moves.moment, moves.then())
-        moves.used_bytes += size
 
     def _close_gradient(self, c: int) -> None:
         """The gradient of a micro-batch is complete."""
-        moves, passing = self.moves, self._gradients.passing_bytes(c)
+        moves = self.moves
         moves.last = self._gradients.close(c, moves.moment, moves.then())
-        moves.hold_on_host(passing)
-        moves.hold_on_host(-passing)
-        moves.used_bytes -= self._gradients.bytes_of(c)
 
     def _give_up(self, chunks: Collection[int]) -> None:
         """The groups of these chunks are: reduced behind their last gradient, else dropped."""
@@ -219,12 +215,12 @@ class _Iteration:
             if not self._gradients.add_last:
                 self._send_last(c)
             moves.last = b.cpu_adam(c, moves.then())
-            if c in moves.resident:
+            if c in moves.on_gpu:
                 moves.fetch_updated(c)
 
     def _send_last(self, c: int) -> None:
         """The last gradient goes to the host, if it is not there."""
-        if c in self.moves.resident:
+        if c in self.moves.on_gpu:
             self.moves.send_gradient(c)
 
     def restore(self, start: frozenset[int]) -> None:

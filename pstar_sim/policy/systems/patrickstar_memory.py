@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import ceil
 from statistics import median_low
 
+from pstar_sim.core.ledger import PLACES
 from pstar_sim.core.step import Place, Queue
 from pstar_sim.policy.kit.facts import Facts
 from pstar_sim.policy.kit.room import describe_moment
@@ -20,6 +21,7 @@ from pstar_sim.units import format_bytes
 __all__ = ["MARGIN_RATIO", "Homes", "Moves", "homes_of"]
 
 MARGIN_RATIO = 0.8
+GPU, HOST = PLACES.index(Place.GPU), PLACES.index(Place.HOST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,31 +110,31 @@ def chunks_in_margin(margin_bytes: int, states_bytes: Sequence[int]) -> int:
 
 
 class Moves:
-    """Payloads that move one at a time: every step waits for the one before. Writes the steps into `b`.
+    """Payloads that move one at a time: every step waits for the one before. Writes the steps into `b`, whose holdings
+    say who is where.
 
-    resident: movable chunks whose working list is on the GPU.
-    whole: chunks (groups) whose remote chunks are on the GPU.
-    fixed_bytes: what the GPU holds that never moves. used_bytes: what it holds now, the tide left out.
-    host_peak_bytes: the most that the host has held.
+    on_gpu: chunks whose working list is on the GPU. whole: chunks (groups) whose remote chunks are on the GPU.
+    budget_bytes: of the GPU. fixed_bytes: what it holds that never moves.
     last: the latest step. moment: the moment that is prepared or has just run.
     unit: "chunk" or "group", for messages: what is communicated at a time, and what the reserve has room for.
     """
 
     def __init__(self, b: Builder, homes: Homes, resident: Collection[int], unit: str) -> None:
+        """resident: movable chunks whose working list is on the GPU between two iterations."""
         self.b = b
         self.homes = homes
         self.unit = unit
+        self.budget_bytes = b.machine.gpu_budget_bytes
         self._own = [b.layout.payload_bytes(c.index, "param") for c in b.layout.chunks]
-        self.resident = set(resident)
-        self.whole = set(homes.small) if b.ranks > 1 else set()
-        self._reside()
-        self.used_bytes = b.held_bytes(Place.GPU)
-        self.fixed_bytes = self.used_bytes - sum(self._own[c] for c in self.resident)
-        self._host_bytes = self.host_peak_bytes = b.held_bytes(Place.HOST)
+        self._reside(resident)
+        self._holdings = b.holdings
+        self.on_gpu = b.holdings.chunks("param", Place.GPU)
+        self.whole = b.holdings.chunks("remote", Place.GPU)
+        self.fixed_bytes = self.used_bytes - sum(self._own[c] for c in resident)
         self.last = -1
         self.moment = 0
 
-    def _reside(self) -> None:
+    def _reside(self, resident: Collection[int]) -> None:
         """Where everything is between two iterations."""
         b, homes = self.b, self.homes
         for c in (*homes.small, *homes.pinned):
@@ -141,7 +143,7 @@ class Moves:
             b.resident(c, Place.GPU, *b.whole)
         for c in homes.movable:
             b.resident(c, Place.HOST, *(name for name in b.uses.home_lists(c) if name != "param"))
-            b.resident(c, Place.GPU if c in self.resident else Place.HOST, "param")
+            b.resident(c, Place.GPU if c in resident else Place.HOST, "param")
         if homes.buffer_bytes:
             b.buffers.append(("fp32 chunk for CPU Adam", Place.GPU, homes.buffer_bytes))
 
@@ -149,52 +151,57 @@ class Moves:
         """What the next step waits for."""
         return [self.last] if self.last >= 0 else []
 
-    def hold_on_host(self, change_bytes: int) -> None:
-        self._host_bytes += change_bytes
-        self.host_peak_bytes = max(self.host_peak_bytes, self._host_bytes)
+    # Who holds what.
+
+    @property
+    def resident(self) -> frozenset[int]:
+        """Movable chunks whose working list is on the GPU."""
+        return frozenset(self.on_gpu - self.homes.small - self.homes.pinned)
+
+    @property
+    def used_bytes(self) -> int:
+        """What the GPU holds now, the tide left out. The room of small chunks stays their own while the gradients of
+        other ranks have left it."""
+        used = self._holdings.used_bytes[GPU]
+        if self.b.ranks == 1:
+            return used
+        return used + sum(self.homes.remote_bytes[c] for c in self.homes.small - self.whole)
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """The most that the host has held."""
+        return self._holdings.peak_bytes[HOST]
 
     # Working lists. A payload exists in one place.
 
     def fetch(self, c: int) -> None:
         self.b.fetch(c, self.moment, self.then())
         self.last = self.b.free(Queue.H2D, c, "param", Place.HOST, self.moment)
-        self.resident.add(c)
-        self.used_bytes += self._own[c]
-        self.hold_on_host(-self._own[c])
 
     def evict(self, c: int) -> None:
         """Clean or not, the working list is written back."""
         self.b.writeback(c, "param", self.moment, self.then())
         self.last = self.b.drop(Queue.D2H, c, self.moment)
-        self.resident.remove(c)
-        self.used_bytes -= self._own[c]
-        self.hold_on_host(self._own[c])
 
     def send_gradient(self, c: int) -> None:
         """The last gradient, which lies in the working list, goes down in it; its room on the GPU stays."""
         self.last = self.b.writeback(c, "param", self.b.uses.last_gradient(c), self.then())
-        self.hold_on_host(self._own[c])
 
     def fetch_updated(self, c: int) -> None:
         """Updated parameters come up in 4 bytes a parameter, through the fp32 buffer."""
         size = self.b.layout.slice_numel(c) * 4
         self.b.fetch(c, self.b.uses.last_gradient(c), self.then(), size_bytes=size)
         self.last = self.b.free(Queue.H2D, c, "param", Place.HOST)
-        self.hold_on_host(-self._own[c])
 
     # Groups.
 
     def gather(self, c: int) -> None:
         """The remote chunks of a group come."""
         self.last = self.b.gather(c, self.moment, self.then())
-        self.whole.add(c)
-        self.used_bytes += self.homes.remote_bytes[c]
 
     def disperse(self, c: int) -> None:
         """The remote chunks of a group are dropped."""
         self.last = self.b.drop(Queue.NET, c, self.moment, self.then(), "remote")
-        self.whole.remove(c)
-        self.used_bytes -= self.homes.remote_bytes[c]
 
     def disperse_all(self) -> None:
         for c in sorted(self.whole - self.homes.small):
@@ -203,15 +210,12 @@ class Moves:
     def reduce(self, c: int) -> None:
         """The gradients of a group, which lie in the working lists, are summed; the own chunk's stay."""
         self.last = self.b.reduce_scatter(c, self.moment, self.then())
-        self.whole.remove(c)
-        if c not in self.homes.small:  # the room of a small one stays its own
-            self.used_bytes -= self.homes.remote_bytes[c]
 
     # Room.
 
     def bring(self, c: int, needed: Collection[int]) -> None:
         """What is not there of a chunk that is used in the moment comes. needed: chunks that may not be evicted."""
-        if c not in self.homes.pinned and c not in self.resident:
+        if c not in self.on_gpu:
             self.make_room(self._own[c], needed)
             self.fetch(c)
         if self.b.ranks > 1 and c not in self.whole:
@@ -228,20 +232,20 @@ class Moves:
         or group. What is `needed` stays. Raises DoesNotFit where there is nothing else to evict."""
         b, m = self.b, self.moment
         total = size_bytes + self.non_model_bytes(m) + b.layout.chunk_bytes
-        budget = b.machine.gpu_budget_bytes
-        while self.used_bytes + total > budget and self._evict_farthest(needed):
+        while self.used_bytes + total > self.budget_bytes and self._evict_farthest(needed):
             pass
-        if self.used_bytes + total > budget:
+        used = self.used_bytes
+        if used + total > self.budget_bytes:
             b.check_room(
                 Place.GPU,
-                self.used_bytes + total,
+                used + total,
                 f"{describe_moment(b.workload, m)}; {len(needed)} chunks used in it, "
-                f"{format_bytes(self.used_bytes - self.fixed_bytes + size_bytes)}; {self.describe_fixed()}",
+                f"{format_bytes(used - self.fixed_bytes + size_bytes)}; {self.describe_fixed()}",
             )
 
     def trim(self, needed: Collection[int]) -> None:
         """Evict what is beyond budget - non-model of the moment. The reserve is left out, as in the original."""
-        capacity = self.b.machine.gpu_budget_bytes - self.b.uses.tide[self.moment]
+        capacity = self.budget_bytes - self.b.uses.tide[self.moment]
         while self.used_bytes > capacity and self._evict_farthest(needed):
             pass
 
