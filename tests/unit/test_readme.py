@@ -36,6 +36,17 @@ NOT_RUN = {
 }
 """How a command or a block of Python begins that is not run, and the reason."""
 
+IN_SMALL = {
+    "pstar fits --model 4B": "--policy tide",
+    "pstar compare --model 4B": "--policy zero_offload",
+    "pstar max-model ": "--policy zero_offload",
+    "pstar sensitivity ": "--policy zero_offload",
+    "pstar plan --model 1B --global-batch 8": "--policy zero_offload --global-batch 2",
+    "pstar run plan.json": "--steps 2",
+}
+"""How a command begins that takes long, and the flags that it gets beside its own without --whole. `max-batch`, which
+searches as `max-model` does, `cheapest` and the `compare` of CONTRIBUTING.md are asked about every policy."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
@@ -71,8 +82,9 @@ def pieces(path: Path) -> Iterator[Piece]:
             assert language in ("console", "text"), f"{where}: a block of {language or 'no language'!r} is not run"
 
 
-def run(piece: Piece) -> None:
-    """In the current folder. A command of pstar runs in this process, which has torch loaded already."""
+def run(piece: Piece, whole: bool) -> None:
+    """In the current folder. A command of pstar runs in this process, which has torch loaded already; with the flags of
+    IN_SMALL, unless whole."""
     if piece.language == "toml":
         (name,) = re.findall(r"\A# (\S+\.toml)\n", piece.text) or [None]
         assert name, f"{piece.where}: a block of TOML begins with the name of its file"
@@ -83,7 +95,8 @@ def run(piece: Piece) -> None:
         exec(compile(piece.text, piece.where, "exec"), {"__name__": "document"})
         pyplot.close("all")
     elif piece.text.startswith("pstar "):
-        words = shlex.split(piece.text, comments=True)
+        more = "" if whole else next((flags for begin, flags in IN_SMALL.items() if piece.text.startswith(begin)), "")
+        words = [*shlex.split(piece.text, comments=True), *more.split()]
         assert main(words[1:]) == 0, f"{piece.where}: {piece.text}"
     else:
         folder = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -97,8 +110,9 @@ def run(piece: Piece) -> None:
 @pytest.mark.timeout(1200)  # thirty commands, beside whatever else the machine does
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_command_runs_in_order_in_one_folder(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    path: Path, whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Without --whole, the commands of IN_SMALL are asked for less."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -106,7 +120,7 @@ def test_every_command_runs_in_order_in_one_folder(
     monkeypatch.chdir(tmp_path)
     for piece in pieces(path):
         if not piece.skipped:
-            run(piece)
+            run(piece, whole)
 
 
 def test_the_documents_have_what_is_looked_for_and_every_exception_is_needed() -> None:
@@ -119,7 +133,7 @@ def test_the_documents_have_what_is_looked_for_and_every_exception_is_needed() -
     }  # fmt: skip
     assert any(text.startswith("torchrun ") and "-m executor" in text for text in commands)
     assert sum(p.language == "python" for p in found if p.where.startswith("README.md")) >= 3
-    unused = [begin for begin in NOT_RUN if not any(p.text.startswith(begin) for p in found)]
+    unused = [begin for begin in [*NOT_RUN, *IN_SMALL] if not any(p.text.startswith(begin) for p in found)]
     assert not unused
     assert SESSIONS
 
