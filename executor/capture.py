@@ -278,18 +278,8 @@ class _RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _learn(self, func: Any, args: Any, out: Any, first: torch.Tensor | None) -> None:
         made = {storage_key(t) for t in tensors_of(out)}
         taken = {storage_key(t) for t in tensors_of(args)}
-        found = _MADE.get(func)
         known = None if first is None else self._range_of(first)
-        if known is not None and first is not None:
-            if func in _KEEP:
-                found = known
-            elif func is aten.sum.default:
-                found = (known[0] * first.numel(), known[1] * first.numel())
-            elif func is aten.eq.Scalar and known[0] == known[1]:
-                found = (float(known[0] == args[1]),) * 2
-            elif func in _ASKED:
-                answers = {float(_ASKED[func](value, *args[1:2])) for value in known}
-                found = (answers.pop(),) * 2 if len(answers) == 1 else None
+        found = _MADE.get(func) if known is None or first is None else _range_made(func, args, known, first.numel())
         for key in made - taken if not func._schema.is_mutable else made | taken:
             self._ranges.pop(key, None)  # a new storage where another was, or one that is written
             if found is not None:
@@ -323,6 +313,21 @@ _ASKED: dict[Any, Callable[..., Any]] = {
 _KEEP = frozenset({aten._to_copy.default, aten.clone.default, aten.index.Tensor})
 _BATCH_NORMS = {aten.native_batch_norm.default: 0, aten.native_batch_norm_backward.default: 1}
 """Which argument is the input whose memory format the first result has."""
+
+
+def _range_made(func: Any, args: Any, known: tuple[float, float], numel: int) -> tuple[float, float] | None:
+    """Smallest and largest value of what an operator makes; None where they are not known. known, numel: range and
+    number of elements of its first argument."""
+    if func in _KEEP:
+        return known
+    if func is aten.sum.default:
+        return known[0] * numel, known[1] * numel
+    if func is aten.eq.Scalar and known[0] == known[1]:
+        return (float(known[0] == args[1]),) * 2
+    if func in _ASKED:
+        answers = {float(_ASKED[func](value, *args[1:2])) for value in known}
+        return (answers.pop(),) * 2 if len(answers) == 1 else None
+    return _MADE.get(func)
 
 
 def _grouped_product(left: torch.Tensor, right: torch.Tensor, ends: Any) -> torch.Tensor:

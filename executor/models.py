@@ -316,30 +316,10 @@ def _check_arguments(*, batch: int, sequence: int, dtype: str | None, attention:
 def _from_factory(
     spec: str, batch: int, sequence: int, dtype: str | None, checkpointing: bool, attention: str | None
 ) -> BuiltModel:
-    where, _, function_name = spec.removeprefix("py:").partition(":")
-    if not where or not function_name:
-        raise ModelError(f"{spec!r} is not py:package.module:factory")
-    try:
-        with _current_folder_importable():
-            module = importlib.import_module(where)
-    except ImportError as error:
-        raise ModelError(f"{spec}: cannot import {where!r}: {error}") from error
-    except Exception as error:
-        raise ModelError(f"{spec}: importing {where!r} raised {type(error).__name__}: {_one_line(error)}") from error
-    factory = getattr(module, function_name, None)
-    if not callable(factory):
-        raise ModelError(f"{spec}: module {where!r} has no callable {function_name!r}")
+    factory = _factory_of(spec)
     wanted = {"batch": batch, "sequence": sequence, "dtype": dtype, "checkpointing": checkpointing}
     names = inspect.signature(factory).parameters
-    try:
-        made = factory(**{name: value for name, value in wanted.items() if name in names})
-    except PstarError:
-        raise
-    except Exception as error:
-        raise ModelError(f"{spec}: {function_name}() raised {type(error).__name__}: {_one_line(error)}") from error
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        raise ModelError(f"{spec}: {function_name}() returns {_describe(made)}; return (nn.Module, example batch)")
-    model, example = made
+    model, example = _made_by(spec, factory, {name: value for name, value in wanted.items() if name in names})
     if dtype is not None:
         model = model.to(TORCH_DTYPES[dtype])
         example = map_tensors(example, lambda t: t.to(TORCH_DTYPES[dtype]) if t.is_floating_point() else t)
@@ -358,6 +338,38 @@ def _from_factory(
         attention=attention,
         vocabulary=None,
     )
+
+
+def _factory_of(spec: str) -> Callable[..., Any]:
+    """What py:package.module:factory names. Raises ModelError if it cannot be imported."""
+    where, _, function_name = spec.removeprefix("py:").partition(":")
+    if not where or not function_name:
+        raise ModelError(f"{spec!r} is not py:package.module:factory")
+    try:
+        with _current_folder_importable():
+            module = importlib.import_module(where)
+    except ImportError as error:
+        raise ModelError(f"{spec}: cannot import {where!r}: {error}") from error
+    except Exception as error:
+        raise ModelError(f"{spec}: importing {where!r} raised {type(error).__name__}: {_one_line(error)}") from error
+    factory: Callable[..., Any] | None = getattr(module, function_name, None)
+    if not callable(factory):
+        raise ModelError(f"{spec}: module {where!r} has no callable {function_name!r}")
+    return factory
+
+
+def _made_by(spec: str, factory: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[nn.Module, Any]:
+    """Model and example batch. Raises ModelError if the factory fails or returns something else."""
+    function_name = spec.rpartition(":")[2]
+    try:
+        made = factory(**arguments)
+    except PstarError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{spec}: {function_name}() raised {type(error).__name__}: {_one_line(error)}") from error
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        raise ModelError(f"{spec}: {function_name}() returns {_describe(made)}; return (nn.Module, example batch)")
+    return made
 
 
 @contextlib.contextmanager
@@ -470,28 +482,13 @@ def _from_config(
         enable_checkpointing(spec, model)
     model.train()
     torch.manual_seed(seed)  # the batch is the same whether the parameters were initialised or are on meta
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
     names = inspect.signature(model.forward).parameters
     vocabulary: int | None = None
-    classes = int(getattr(config, "num_labels", 2) or 2)
     if cls.main_input_name == "pixel_values" and "labels" in names:
-        vision = getattr(config, "vision_config", config)
-        height, width = _pair(getattr(vision, "image_size", None) or IMAGE_SIZE)
-        patch = getattr(vision, "patch_size", None)
-        down, across = _pair(patch) if patch else (height, width)
-        sequence = (height // down) * (width // across) + 1 if patch else 1
-        channels = int(getattr(vision, "num_channels", 3))
-        pixels = torch.randn(batch, channels, height, width, dtype=TORCH_DTYPES[dtype], device=device)
-        example = {"pixel_values": pixels, "labels": torch.randint(0, classes, (batch,), device=device)}
+        example, sequence = _images(config, batch, TORCH_DTYPES[dtype], device)
     elif cls.main_input_name == "input_ids" and "labels" in names:
-        vocabulary = int(text.vocab_size)
-        longest = getattr(text, "max_position_embeddings", None)
-        if longest is not None and 0 < longest < sequence and not _rotary(text):
-            raise ModelError(f"{spec}: a sequence of {sequence} tokens is longer than the model's {longest} positions")
         per_sequence = cls.__name__.endswith("ForSequenceClassification")
-        tokens = torch.randint(0, vocabulary, (batch, sequence), device=device)
-        labels = torch.randint(0, classes, (batch,), device=device) if per_sequence else tokens.clone()
-        example = {"input_ids": tokens, "labels": labels}
+        example, vocabulary = _tokens(spec, config, batch, sequence, device, per_sequence=per_sequence)
     else:
         raise ModelError(
             f"{spec}: no batch is known for {cls.__name__} (inputs {', '.join(list(names)[:4])} ...); write a factory "
@@ -508,6 +505,38 @@ def _from_config(
         attention=attention,
         vocabulary=vocabulary,
     )
+
+
+def _images(config: Any, batch: int, dtype: torch.dtype, device: str) -> tuple[dict[str, torch.Tensor], int]:
+    """Random images with labels, and the number of patches of each with the class token (1 without patches)."""
+    vision = getattr(config, "vision_config", config)
+    height, width = _pair(getattr(vision, "image_size", None) or IMAGE_SIZE)
+    patch = getattr(vision, "patch_size", None)
+    down, across = _pair(patch) if patch else (height, width)
+    sequence = (height // down) * (width // across) + 1 if patch else 1
+    channels = int(getattr(vision, "num_channels", 3))
+    pixels = torch.randn(batch, channels, height, width, dtype=dtype, device=device)
+    labels = torch.randint(0, _classes(config), (batch,), device=device)
+    return {"pixel_values": pixels, "labels": labels}, sequence
+
+
+def _tokens(
+    spec: str, config: Any, batch: int, sequence: int, device: str, *, per_sequence: bool
+) -> tuple[dict[str, torch.Tensor], int]:
+    """Random tokens with labels (of tokens, or one per_sequence), and the number of tokens that the model knows.
+    Raises ModelError for sequences longer than the model takes."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    vocabulary = int(text.vocab_size)
+    longest = getattr(text, "max_position_embeddings", None)
+    if longest is not None and 0 < longest < sequence and not _rotary(text):
+        raise ModelError(f"{spec}: a sequence of {sequence} tokens is longer than the model's {longest} positions")
+    tokens = torch.randint(0, vocabulary, (batch, sequence), device=device)
+    labels = torch.randint(0, _classes(config), (batch,), device=device) if per_sequence else tokens.clone()
+    return {"input_ids": tokens, "labels": labels}, vocabulary
+
+
+def _classes(config: Any) -> int:
+    return int(getattr(config, "num_labels", 2) or 2)
 
 
 def _model_class(spec: str, config: Any, architecture: str | None) -> Any:

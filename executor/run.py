@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from executor.adamw import AdamW
 from executor.checks import check_processes, state_dtype_of
@@ -20,6 +21,7 @@ from executor.measuring.first import TideReport
 from executor.measuring.measured import Measured, with_tide
 from executor.measuring.status import Status
 from executor.models import BuiltModel, build, map_tensors, named_failures
+from executor.optimizer import OffloadedAdamW
 from executor.prepare import prepare
 from executor.recording.record import record
 from executor.running.data import ByteText, batches_like, open_data
@@ -233,9 +235,6 @@ class Job:
             gpu_memory=gpu_memory,
             weights=keeping.weights or self.weights,
         )
-        unread = ""
-        if keeping.weights is not None and self.weights is not None:
-            unread = f"{self.weights} was not read: the weights are the checkpoint's"
         session = optimizer.session
         batches = own_batches(on_device(batches, session.backend.device), session)
         each = plan.workload.micro_batches * built.batch * len(plan.machine.ranks)
@@ -264,17 +263,7 @@ class Job:
             session.drain()
             others = taken_by_others(before, ProcessorTime.now())
             sent_bytes = 0 if session.ranks is None else session.ranks.wire.sent_bytes
-            timeline = session.timeline() if any(log.on_plan for log in list(session.steps.logs)[-1:]) else None
-            measured = None
-            if timeline is not None and (order is not None or session.ranks is not None):
-                # Drawn before: the corpus lies in host memory and is no part of what the accelerator holds.
-                drawn = iter([next(batches) for _ in range(2 * plan.workload.micro_batches)])
-                measured = session.measure_iteration(
-                    lambda: train_step(model, optimizer, drawn, plan.workload.micro_batches),
-                    None if order is None else order(session.plan),
-                )
-                if measured.on_plan:
-                    timeline = with_tide(timeline, measured)
+            timeline, measured = _look_back(model, optimizer, batches, plan.workload.micro_batches, order)
             return RunResult(
                 reports=reports,
                 timeline=timeline,
@@ -282,12 +271,18 @@ class Job:
                 deviations=tuple(session.deviation_log),
                 plan=session.plan,
                 tide=session.status().tide,
-                notes=tuple(note for note in (at.note or session.weights_note, unread) if note),
+                notes=tuple(note for note in (at.note or session.weights_note, self._unread(keeping)) if note),
                 shared=share_results(session, reports, measured, sent_bytes),
                 taken_by_others=others,
             )
         finally:
             session.close(restore=False)
+
+    def _unread(self, keeping: Keeping) -> str:
+        """For the user: weights that were given and not read; "" for none."""
+        if keeping.weights is None or self.weights is None:
+            return ""
+        return f"{self.weights} was not read: the weights are the checkpoint's"
 
     def run_plain(
         self, plan: Plan, *, steps: int, on_step: Callable[[StepReport], None] | None = None
@@ -321,3 +316,26 @@ class Job:
             eager=plan.settings.update == "eager",
             state_dtype=state_dtype_of(plan),
         )
+
+
+def _look_back(
+    model: nn.Module,
+    optimizer: OffloadedAdamW,
+    batches: Iterator[Any],
+    micro_batches: int,
+    order: Callable[[Plan], Timeline] | None,
+) -> tuple[Timeline | None, Measured | None]:
+    """Timeline of a run's last iterations, None if the last was not on plan; and the bytes of one more iteration in the
+    order that `order` predicts (None: in its own, on several ranks alone)."""
+    session = optimizer.session
+    if not any(log.on_plan for log in list(session.steps.logs)[-1:]):
+        return None, None
+    timeline = session.timeline()
+    if order is None and session.ranks is None:
+        return timeline, None
+    # Drawn before: the corpus lies in host memory and is no part of what the accelerator holds.
+    drawn = iter([next(batches) for _ in range(2 * micro_batches)])
+    measured = session.measure_iteration(
+        lambda: train_step(model, optimizer, drawn, micro_batches), None if order is None else order(session.plan)
+    )
+    return with_tide(timeline, measured) if measured.on_plan else timeline, measured

@@ -195,6 +195,26 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         _collect(args, inputs)
         if kwargs:
             _collect(tuple(kwargs.values()), inputs)
+        self._see_inputs(inputs)
+        out = func(*args, **kwargs)
+        traits = self._traits.get(func) or self._look_up(func)
+        outputs: list[torch.Tensor] = []
+        _collect((out,), outputs)
+        self._see_outputs(outputs, resized=traits.resizes)
+        if self._costs:
+            if traits.flops is not None:
+                self.flops += int(traits.flops(*args, **kwargs, out_val=out))
+            self._count_traffic(traits.traffic, inputs, outputs)
+        return out
+
+    def _look_up(self, func: Any) -> _Traits:
+        traits = self._traits[func] = _Traits(func)
+        if "softmax" in str(func) or "attention" in str(func):
+            self.kernels.add(str(func))
+        return traits
+
+    def _see_inputs(self, inputs: Iterable[torch.Tensor]) -> None:
+        """An operator takes them: reads of parameters are reported, storages made earlier count from here on."""
         live, ours = self._live, self._ours
         for tensor in inputs:
             storage = tensor.untyped_storage()
@@ -204,34 +224,27 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._report_read(key, tensor)
                 else:
                     self._add(storage, key)
-        out = func(*args, **kwargs)
-        traits = self._traits.get(func)
-        if traits is None:
-            traits = self._traits[func] = _Traits(func)
-            if "softmax" in str(func) or "attention" in str(func):
-                self.kernels.add(str(func))
-        outputs: list[torch.Tensor] = []
-        _collect((out,), outputs)
+
+    def _see_outputs(self, outputs: Iterable[torch.Tensor], *, resized: bool) -> None:
+        """An operator made them, or changed the size of their storages (resized)."""
+        live, ours = self._live, self._ours
         for tensor in outputs:
             storage = tensor.untyped_storage()
             key = storage_key(storage)
             if key in live:
-                if traits.resizes:
+                if resized:
                     self._resized(live[key], storage)
             elif key not in ours:
                 self._add(storage, key)
         if self.current > self.peak:
             self.peak = self.current
-        if self._costs:
-            if traits.flops is not None:
-                self.flops += int(traits.flops(*args, **kwargs, out_val=out))
-            if traits.traffic:
-                written = sum([t.numel() * t.element_size() for t in outputs])
-                self.bytes_written += written
-                self.bytes_read += (
-                    written if traits.traffic == 2 else sum([t.numel() * t.element_size() for t in inputs])
-                )
-        return out
+
+    def _count_traffic(self, traffic: int, inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor]) -> None:
+        """traffic: see `_Traits`."""
+        if traffic:
+            written = sum([t.numel() * t.element_size() for t in outputs])
+            self.bytes_written += written
+            self.bytes_read += written if traffic == 2 else sum([t.numel() * t.element_size() for t in inputs])
 
     def _see(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()

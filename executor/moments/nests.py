@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,19 +18,27 @@ def change_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):
-        keys: list[Any] = list(value)
-    elif isinstance(value, (tuple, list)):
-        keys = list(range(len(value)))
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        keys = [f.name for f in dataclasses.fields(value)]
-        new = {key: change_tensors(getattr(value, key, None), change) for key in keys}
-        changed = {key: item for key, item in new.items() if item is not getattr(value, key, None)}
-        made = copy.copy(value) if changed else value
-        for key, item in changed.items():
-            object.__setattr__(made, key, item)
-        return made
-    else:
-        return value
+        return _with_items(value, list(value), change)
+    if isinstance(value, (tuple, list)):
+        return _with_items(value, range(len(value)), change)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _with_fields(value, change)
+    return value
+
+
+def _with_fields(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A dataclass with its tensors changed, also where it is frozen."""
+    old = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
+    new = {name: change_tensors(item, change) for name, item in old.items()}
+    changed = {name: item for name, item in new.items() if item is not old[name]}
+    made = copy.copy(value) if changed else value
+    for name, item in changed.items():
+        object.__setattr__(made, name, item)
+    return made
+
+
+def _with_items(value: Any, keys: Sequence[Any], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A mapping, list or tuple (named ones included) with its tensors changed."""
     items = [change_tensors(value[key], change) for key in keys]
     if all(item is value[key] for key, item in zip(keys, items)):
         return value

@@ -48,33 +48,50 @@ def _play(gaps: Sequence[Gap], sizes: Sequence[int], room: Sequence[int], first:
     opening, closing = _unrolled(gaps, length, laps)
     chunks = {gap.chunk for gap in gaps}
     arrived: dict[int, int] = {}
-    idle: set[tuple[int, Gap]] = set()
-    oldest: list[tuple[int, int, tuple[int, Gap]]] = []
+    idle = _Idle(sizes)
     kept: list[set[Gap]] = [set() for _ in range(laps + 1)]
-    held = 0
     for t in range((laps + 1) * length):
         if first is not None and t % length == 0:
             arrived.update((c, t + first[c]) for c in chunks if t == 0 or c not in over_border)
-        for entry in closing.get(t, ()):
-            lap, gap = entry
-            if entry in idle:
-                idle.discard(entry)
-                held -= sizes[gap.chunk]
+        for lap, gap in closing.get(t, ()):
+            if idle.take(lap, gap):
                 kept[lap].add(gap)
             else:
                 arrived[gap.chunk] = t
-        for entry in opening.get(t, ()):
-            lap, gap = entry
-            idle.add(entry)
-            held += sizes[gap.chunk]
-            age = lap * length + gap.start if first is None else arrived[gap.chunk]
-            heapq.heappush(oldest, (age, gap.chunk, entry))
-        while held > room[t % length] and oldest:
-            _, chunk, entry = heapq.heappop(oldest)
-            if entry in idle:
-                idle.discard(entry)
-                held -= sizes[chunk]
+        for lap, gap in opening.get(t, ()):
+            idle.add(lap, gap, since=lap * length + gap.start if first is None else arrived[gap.chunk])
+        idle.shrink(room[t % length])
     return _that_fit(kept[laps - 1], sizes, room)
+
+
+class _Idle:
+    """Chunks that are on the GPU and not in use: the (lap, gap) of each."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = sizes
+        self._held_bytes = 0
+        self._entries: set[tuple[int, Gap]] = set()
+        self._oldest: list[tuple[int, int, int, Gap]] = []  # (since, chunk, lap, gap), also of those that were taken
+
+    def add(self, lap: int, gap: Gap, *, since: int) -> None:
+        """The gap begins. since: point from which the chunk's age counts."""
+        self._entries.add((lap, gap))
+        self._held_bytes += self._sizes[gap.chunk]
+        heapq.heappush(self._oldest, (since, gap.chunk, lap, gap))
+
+    def take(self, lap: int, gap: Gap) -> bool:
+        """The chunk is idle no more; whether it still was."""
+        if (lap, gap) not in self._entries:
+            return False
+        self._entries.discard((lap, gap))
+        self._held_bytes -= self._sizes[gap.chunk]
+        return True
+
+    def shrink(self, room_bytes: int) -> None:
+        """The oldest go until the others fit."""
+        while self._held_bytes > room_bytes and self._oldest:
+            _, _, lap, gap = heapq.heappop(self._oldest)
+            self.take(lap, gap)
 
 
 _Entries = dict[int, list[tuple[int, Gap]]]
