@@ -22,6 +22,7 @@ __all__ = [
     "gradient_list",
     "name_of",
     "needed",
+    "overwritten_in_place",
     "reads",
     "takes",
     "tide_at_cut",
@@ -89,14 +90,9 @@ def gradient_list(plan: Plan) -> dict[tuple[int, int], str]:
     place, in the others: a plan that passes the checker has that in the last micro-batch only. Where lists are sliced
     gradients arrive whole, in that list and the one of the others' slices; "grad32" is then never such a list.
     """
-    w = plan.workload
-    chunk_of = plan.layout.chunk_of
     batches: dict[int, list[int]] = {}
-    for moment, tensors in zip(w.moments, w.gradients):
-        for tensor in tensors:
-            mine = batches.setdefault(chunk_of[tensor], [])
-            if moment.micro_batch not in mine:
-                mine.append(moment.micro_batch)
+    for chunk, batch in _last_gradients(plan):
+        batches.setdefault(chunk, []).append(batch)
     allocated: dict[int, int] = {}
     for step in plan.steps:
         if step.kind is Kind.ALLOC and step.list == "grad" and step.place is Place.GPU and step.chunk is not None:
@@ -112,6 +108,27 @@ def gradient_list(plan: Plan) -> dict[tuple[int, int], str]:
         for i, batch in enumerate(mine):
             target[chunk, batch] = where if i < count else "param"
     return target
+
+
+def overwritten_in_place(plan: Plan) -> list[list[int]]:
+    """Of each moment, the chunks whose working list holds nothing but final gradients when it ends."""
+    last = _last_gradients(plan)
+    rows: list[list[int]] = [[] for _ in plan.workload.moments]
+    for where, list_name in gradient_list(plan).items():
+        if list_name == "param":
+            rows[last[where]].append(where[0])
+    return rows
+
+
+def _last_gradients(plan: Plan) -> dict[tuple[int, int], int]:
+    """(chunk, micro-batch) -> the moment in which the chunk's last gradient of the micro-batch arrives, in the order in
+    which the first one does."""
+    w, chunk_of = plan.workload, plan.layout.chunk_of
+    last: dict[tuple[int, int], int] = {}
+    for m, (moment, tensors) in enumerate(zip(w.moments, w.gradients)):
+        for t in tensors:
+            last[chunk_of[t], moment.micro_batch] = m
+    return last
 
 
 def reads(step: Step) -> tuple[Resident, ...]:
@@ -130,4 +147,5 @@ def reads(step: Step) -> tuple[Resident, ...]:
 def needed(layout: Layout, workload: Workload) -> list[tuple[int, ...]]:
     """Chunks each moment reads, ascending."""
     chunk_of = layout.chunk_of
-    return [tuple(sorted({chunk_of[t] for t in tensors})) for tensors in workload.reads]
+    chunks = {tensors: tuple(sorted({chunk_of[t] for t in tensors})) for tensors in set(workload.reads)}
+    return [chunks[tensors] for tensors in workload.reads]

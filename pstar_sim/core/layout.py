@@ -146,6 +146,10 @@ class Layout:
         known = ", ".join(frozen if self.chunks[chunk].frozen else self.lists)
         raise PlanError(f"{kind} {chunk} has no list {list_name!r}; it has {known}")
 
+    def list_bytes(self, list_name: str) -> tuple[int | None, ...]:
+        """Bytes of a list of each chunk; None where a chunk has no such list."""
+        return tuple(self._payloads.get((c.index, list_name)) for c in self.chunks)
+
     def states_bytes(self, chunk: int) -> int:
         """Bytes of all optimizer state lists of a chunk (one rank's); 0 for a frozen one."""
         frozen = self.chunks[chunk].frozen

@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,9 @@ from pstar_sim.core.effects import (
     NON_MODEL,
     category_of,
     frees,
-    gradient_list,
     name_of,
     needed,
+    overwritten_in_place,
     reads,
     takes,
     tide_at_cut,
@@ -59,10 +60,8 @@ NEED, TIDE, TAKE, TAKE_ABSENT, FREE, FREE_PRESENT, READ, COPY, BECOME = range(9)
 _COPIES = frozenset({Kind.FETCH, Kind.WRITEBACK, Kind.NVME_READ, Kind.NVME_WRITE})
 
 _Ints = NDArray[np.int64]
-_Columns = tuple[list[int], list[Any], list[int]]
-"""Entries by column: what, payload, value (the bytes of TIDE, the category of BECOME)."""
 _Pattern = list[tuple[int, str, int, int]]
-"""(what, list, place, value): entries before the chunk is known."""
+"""(what, list, place, value): entries before the chunk is known. value: the bytes of TIDE, the category of BECOME."""
 
 
 class Payloads:
@@ -92,12 +91,11 @@ class Payloads:
         with self._lock:  # one that is met by two threads at once has one number
             if key not in self._number:
                 number = len(self._number)
-                category = CATEGORIES.index(category_of(list_name))
                 # Written from `number` on: an interruption may have left some of the columns longer.
                 self.names[number:] = [key]
                 self.sizes[number:] = [self._layout.payload_bytes(chunk, list_name)]
                 self.places[number:] = [place]
-                self.categories[number:] = [category]
+                self.categories[number:] = [_category(list_name)]
                 self._number[key] = number
             return self._number[key]
 
@@ -106,8 +104,15 @@ class Payloads:
         return Resident(chunk, list_name, PLACES[place])
 
 
-def _columns(entries: Sequence[tuple[int, Any, int]]) -> _Columns:
-    return [entry[0] for entry in entries], [entry[1] for entry in entries], [entry[2] for entry in entries]
+def _category(list_name: str) -> int:
+    return CATEGORIES.index(category_of(list_name))
+
+
+def _spread(first: _Ints, counts: _Ints) -> _Ints:
+    """first, first + 1, ..., as many of each as counts say, one behind the other."""
+    skipped = first - (np.cumsum(counts) - counts)
+    spread: _Ints = np.arange(counts.sum()) + np.repeat(skipped, counts)
+    return spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,88 +135,122 @@ class Moves:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.payloads = payloads = Payloads(plan.layout)
         self._budget = [plan.gpu_budget_bytes, plan.host_budget_bytes, plan.nvme_budget_bytes]
-        initial = [payloads.number(r.chunk, r.list, PLACES.index(r.place)) for r in plan.initial if r.chunk >= 0]
-        (what, who, value), counts = self._compile()
-        sizes, peak = payloads.sizes, plan.workload.peak_non_model_bytes
+        self._lists: dict[tuple[str, int], int] = {}
         self.cells = [0] * (len(PLACES) * WIDTH)
-        self.cells[_GPU * WIDTH + _TIDE] = tide_at_cut([m.peak_bytes for m in plan.workload.moments])
-        for payload in initial:
-            self.cells[payloads.places[payload] * WIDTH + payloads.categories[payload]] += sizes[payload]
+        self._tide = [m.peak_bytes for m in plan.workload.moments]
+        self.cells[_GPU * WIDTH + _TIDE] = tide_at_cut(self._tide)
+        initial = []
+        for r in plan.initial:
+            if r.chunk >= 0:
+                p = PLACES.index(r.place)
+                self.cells[p * WIDTH + _category(r.list)] += plan.layout.payload_bytes(r.chunk, r.list)
+                initial.append(self._first_of(r.list, p) + r.chunk)
         for _, where, size in plan.buffers:
             self.cells[PLACES.index(where) * WIDTH + _BUFFER] += size
         self.used = [sum(self.cells[p * WIDTH : (p + 1) * WIDTH]) for p in range(len(PLACES))]
-        exact = np.int64 if sum(self.cells) + sum(sizes) + peak < _LARGEST else np.object_
-        self._first = np.cumsum([0, *counts])  # of each event's entries
-        self._what, self._who = np.array(what, dtype=np.int64), np.array(who, dtype=np.int64)
-        self._value: NDArray[Any] = np.array(value, dtype=exact)
+        self._what, who, value, counts = self._compile()
+        self._first = np.append(0, np.cumsum(counts))  # of each event's entries
         # Payload -1, the last of these, stands for the tide.
-        self._size: NDArray[Any] = np.array([*sizes, 0], dtype=exact)
-        self._place, self._home = np.array([*payloads.places, _GPU]), np.array([*payloads.categories, _TIDE])
-        self._present = np.zeros(len(sizes) + 1, dtype=bool)
+        sizes = [size or 0 for name, _ in self._lists for size in plan.layout.list_bytes(name)] + [0]
+        exact = np.int64 if sum(self.cells) + sum(sizes) + plan.workload.peak_non_model_bytes < _LARGEST else np.object_
+        self._value: NDArray[Any] = value.astype(exact)
+        self._size: NDArray[Any] = np.array(sizes, dtype=exact)
+        chunks = len(plan.layout.chunks)
+        self._place = np.append(np.repeat([p for _, p in self._lists], chunks), _GPU).astype(int)
+        self._home = np.append(np.repeat([_category(name) for name, _ in self._lists], chunks), _TIDE).astype(int)
+        self._present = np.zeros(len(sizes), dtype=bool)
         self._present[initial] = True
+        self._who = who.astype(np.min_scalar_type(-len(sizes)))  # small numbers are sorted faster
         for p, used in enumerate(self.used):
             if used > self._budget[p]:
                 raise self._over("between two iterations the plan holds", p, used)
 
     # -- what each step does ------------------------------------------------------------------------------------------
 
-    def _compile(self) -> tuple[tuple[list[int], list[int], list[int]], list[int]]:
-        """Columns (what, who, value) of the entries of events 0, 1, 2, ... one behind the other, and how many each has:
-        event 2 * i is the start of step i, event 2 * i + 1 its end."""
-        moments = self._moments()
-        number, compute = self.payloads.number, Kind.COMPUTE
-        patterns: dict[tuple[int, str | None, int, bool], list[_Columns]] = {}
-        what: list[int] = []
-        who: list[int] = []
-        value: list[int] = []
-        counts: list[int] = []
-        for step in self.plan.steps:
-            chunk = step.chunk
-            if step.kind is compute:
-                if step.moment is None or step.moment >= len(moments):
-                    raise PlanError(f"step {step.id}: a compute step needs moment=, below {len(moments)}")
-                for columns in moments[step.moment]:
-                    what += columns[0]
-                    who += columns[1]
-                    value += columns[2]
-                    counts.append(len(columns[0]))
-                continue
-            key = (id(step.kind), step.list, id(step.place), chunk is None)  # members hash slowly
-            pattern_of = patterns.get(key)
-            if pattern_of is None:
-                pattern_of = patterns[key] = [
-                    _columns([(entry, (name, place), worth) for entry, name, place, worth in pattern])
-                    for pattern in self._pattern(step)
-                ]
-            for columns in pattern_of:
-                what += columns[0]
-                who += [number(chunk, name, place) for name, place in columns[1]]  # type: ignore[arg-type]
-                value += columns[2]
-                counts.append(len(columns[0]))
-        return (what, who, value), counts
+    def _first_of(self, list_name: str, place: int) -> int:
+        """The payload of chunk 0; those of the other chunks follow."""
+        return self._lists.setdefault((list_name, place), len(self._lists) * len(self.plan.layout.chunks))
 
-    def _moments(self) -> list[tuple[_Columns, _Columns]]:
-        """Of each moment, the entries of its start and of its end, by column."""
-        plan, number = self.plan, self.payloads.number
-        working = ("param", "remote") if plan.layout.ranks > 1 else ("param",)
-        in_place = self._overwritten_in_place()
-        peaks = [m.peak_bytes for m in plan.workload.moments]
-        found = []
-        for m, (rise, fall, read) in enumerate(zip(*tide_moves(peaks), needed(plan.layout, plan.workload))):
-            needs = [number(c, name, _GPU) for c in read for name in working]
-            begins = [NEED] * len(needs), needs, [0] * len(needs)
-            turned = [number(c, name, _GPU) for c in in_place.get(m, ()) for name in working]
-            ends = [BECOME] * len(turned), turned, [_GRAD] * len(turned)
-            if rise:
-                for column, entry in zip(begins, (TIDE, -1, rise)):
-                    column.append(entry)
-            if fall:
-                for column, entry in zip(ends, (TIDE, -1, -fall)):
-                    column.insert(0, entry)
-            found.append((begins, ends))
-        return found
+    def _resident(self, payload: int) -> Resident:
+        n, chunk = divmod(payload, len(self.plan.layout.chunks))
+        list_name, place = list(self._lists)[n]
+        return Resident(chunk, list_name, PLACES[place])
+
+    def _compile(self) -> tuple[_Ints, _Ints, _Ints, _Ints]:
+        """Columns (what, who, value) of the entries of events 0, 1, 2, ... one behind the other, and how many each has:
+        event 2 * i is the start of step i, event 2 * i + 1 its end.
+
+        Entries are written once for all steps that differ in their chunk alone, as if it were chunk 0, and once for all
+        steps of a moment. Those of number n are pattern 2 * n at their start, pattern 2 * n + 1 at their end.
+        """
+        moments, compute = len(self.plan.workload.moments), Kind.COMPUTE
+        patterns = self._moments()
+        alike: dict[tuple[int, str | None, int, bool], int] = {}
+        number: list[int] = []
+        chunk: list[int] = []
+        for step in self.plan.steps:
+            if step.kind is compute:
+                if step.moment is None or step.moment >= moments:
+                    raise PlanError(f"step {step.id}: a compute step needs moment=, below {moments}")
+                number.append(step.moment)
+                chunk.append(0)
+                continue
+            key = (id(step.kind), step.list, id(step.place), step.chunk is None)  # members hash slowly
+            n = alike.get(key)
+            if n is None:
+                n = alike[key] = moments + len(alike)
+                for at_end, pattern in enumerate(self._pattern(step)):
+                    entries = [
+                        (2 * n + at_end, what, self._first_of(name, p), value) for what, name, p, value in pattern
+                    ]
+                    patterns.append(np.array(entries, dtype=np.int64).reshape(-1, 4).T)
+            number.append(n)
+            chunk.append(step.chunk or 0)
+        pattern, what, who, value = np.concatenate(patterns, axis=1)
+        order = np.argsort(pattern, kind="stable")
+        counts = np.bincount(pattern, minlength=2 * (moments + len(alike)))
+        of_event = (2 * np.array(number)[:, np.newaxis] + (0, 1)).ravel()
+        entry = order[_spread((np.cumsum(counts) - counts)[of_event], counts[of_event])]
+        about = np.repeat(np.repeat(chunk, 2), counts[of_event])
+        self._know(who[entry], about)
+        return what[entry], who[entry] + about, value[entry], counts[of_event]
+
+    def _know(self, first: _Ints, chunk: _Ints) -> None:
+        """Raises PlanError for the first of these payloads that is not of the layout; first: that of chunk 0."""
+        layout, (lists, _) = self.plan.layout, zip(*self._lists)
+        chunks = len(layout.chunks)
+        there = np.array([[size is not None for size in layout.list_bytes(name)] for name in lists])
+        inside = (chunk >= 0) & (chunk < chunks)
+        known = (first < 0) | inside & there[first // chunks, np.where(inside, chunk, 0)]
+        if not known.all():
+            n = int(np.argmin(known))
+            layout.payload_bytes(int(chunk[n]), lists[int(first[n]) // chunks])
+
+    def _moments(self) -> list[_Ints]:
+        """Entries of the moments, by column (pattern, what, who, value)."""
+        plan = self.plan
+        lists = ("param", "remote") if plan.layout.ranks > 1 else ("param",)
+        working = np.array([self._first_of(name, _GPU) for name in lists])
+        rise, fall = map(np.array, tide_moves(self._tide))
+
+        def about(what: int, rows: Sequence[Sequence[int]], value: int, *, at_end: int) -> _Ints:
+            """An entry for each working list of the chunks of each moment."""
+            moment = np.repeat(np.arange(len(rows)), [len(row) * len(lists) for row in rows])
+            chunk = np.fromiter(chain.from_iterable(rows), np.int64)
+            who = (chunk[:, np.newaxis] + working).ravel()
+            return np.stack([2 * moment + at_end, np.full_like(who, what), who, np.full_like(who, value)])
+
+        def of_tide(change: _Ints, *, at_end: int) -> _Ints:
+            moment = np.flatnonzero(change)
+            return np.stack([2 * moment + at_end, np.full_like(moment, TIDE), np.full_like(moment, -1), change[moment]])
+
+        return [
+            about(NEED, needed(plan.layout, plan.workload), 0, at_end=0),
+            of_tide(rise, at_end=0),
+            of_tide(-fall, at_end=1),
+            about(BECOME, overwritten_in_place(plan), _GRAD, at_end=1),
+        ]
 
     def _pattern(self, step: Step) -> tuple[_Pattern, _Pattern]:
         """What the start and the end of a step like this do to the payloads of its chunk."""
@@ -240,19 +279,6 @@ class Moves:
             ends.append((FREE_PRESENT if lenient else FREE, resident.list, PLACES.index(resident.place), 0))
         return begins, ends
 
-    def _overwritten_in_place(self) -> dict[int, list[int]]:
-        """Moment -> chunks whose working list holds nothing but final gradients when it ends."""
-        w, chunk_of = self.plan.workload, self.plan.layout.chunk_of
-        last: dict[tuple[int, int], int] = {}
-        for m, tensors in enumerate(w.gradients):
-            for t in tensors:
-                last[chunk_of[t], w.moments[m].micro_batch] = m
-        rows: dict[int, list[int]] = {}
-        for where, list_name in gradient_list(self.plan).items():
-            if list_name == "param":
-                rows.setdefault(last[where], []).append(where[0])
-        return rows
-
     # -- what a run did -----------------------------------------------------------------------------------------------
 
     def book(self, events: Sequence[int]) -> Changes:
@@ -260,10 +286,9 @@ class Moves:
         first step that takes what is there, frees what is not, needs what is absent, or brings a place over the plan's
         budget."""
         run = np.array(events, dtype=np.int64)
-        first = self._first[run]
-        counts = self._first[run + 1] - first
+        counts = self._first[run + 1] - self._first[run]
         event = np.repeat(np.arange(len(run)), counts)  # of each entry of the run
-        entry = np.arange(len(event)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+        entry = _spread(self._first[run], counts)
         at, cell, size, wrong = self._changes(entry)
         place = cell // WIDTH
         held = tuple(used + np.cumsum(np.where(place == p, size, 0)) for p, used in enumerate(self.used))
@@ -327,7 +352,7 @@ class Moves:
     # -- words --------------------------------------------------------------------------------------------------------
 
     def _contradiction(self, step: int, entry: int) -> PlanError:
-        word, payload = self._word(step), name_of(self.payloads.resident(int(self._who[entry])))
+        word, payload = self._word(step), name_of(self._resident(int(self._who[entry])))
         if self._what[entry] == NEED:
             return PlanError(f"{word} needs {payload}, which is not there")
         if self._what[entry] == TAKE:
