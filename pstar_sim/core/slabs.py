@@ -14,7 +14,16 @@ from pstar_sim.core.effects import takes
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 
-__all__ = ["ALIGN_BYTES", "LARGEST_SLAB_BYTES", "HostRoom", "host_payloads", "host_room", "pack_slabs", "stash_key"]
+__all__ = [
+    "ALIGN_BYTES",
+    "LARGEST_SLAB_BYTES",
+    "HostRoom",
+    "host_payloads",
+    "host_room",
+    "pack_slabs",
+    "passing_payloads",
+    "stash_key",
+]
 
 ALIGN_BYTES = 256
 LARGEST_SLAB_BYTES = 1 << 30
@@ -101,17 +110,19 @@ def stash_key(block: str) -> tuple[int, str]:
     return -1, f"stash of {block}"
 
 
+def passing_payloads(plan: Plan) -> set[tuple[int, str]]:
+    """(chunk, list) of every payload that a step takes on the host."""
+    taken = (takes(step) for step in plan.steps if step.chunk is not None)
+    return {(t[0].chunk, t[0].list) for t in taken if t is not None and t[0].place is Place.HOST}
+
+
 def host_payloads(plan: Plan) -> dict[tuple[int, str], int]:
     """(chunk, list) -> bytes of every payload that the plan ever has on the host, room for stashes (`stash_key`)
     included."""
     sizes = {stash_key(block): size for block, size in plan.workload.stash_room}
-    for resident in plan.initial:
-        if resident.chunk >= 0 and resident.place is Place.HOST:
-            sizes[resident.chunk, resident.list] = plan.layout.payload_bytes(resident.chunk, resident.list)
-    for step in plan.steps:
-        taken = takes(step) if step.chunk is not None else None
-        if taken is not None and taken[0].place is Place.HOST:
-            sizes[taken[0].chunk, taken[0].list] = plan.layout.payload_bytes(taken[0].chunk, taken[0].list)
+    at_cut = {(r.chunk, r.list) for r in plan.initial if r.chunk >= 0 and r.place is Place.HOST}
+    for chunk, list_name in sorted(at_cut | passing_payloads(plan)):
+        sizes[chunk, list_name] = plan.layout.payload_bytes(chunk, list_name)
     return sizes
 
 

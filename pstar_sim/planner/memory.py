@@ -27,9 +27,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.core.effects import takes
 from pstar_sim.core.plan import STASHES, Plan, Settings
-from pstar_sim.core.slabs import host_payloads, pack_slabs, stash_key
+from pstar_sim.core.slabs import host_payloads, pack_slabs, passing_payloads, stash_key
 from pstar_sim.core.step import Place
 from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy.family.pins import most_pins_of
@@ -160,8 +159,7 @@ def _host_sizes(plan: Plan) -> dict[tuple[int, str], int]:
     sizes = host_payloads(plan)
     if not plan.nvme_budget_bytes:
         return sizes
-    taken = (takes(step) for step in plan.steps if step.chunk is not None)
-    passing = {(t[0].chunk, t[0].list) for t in taken if t is not None and t[0].place is Place.HOST}
+    passing = passing_payloads(plan)
     slot = max((sizes[key] for key in passing), default=0)
     if not slot:
         return sizes

@@ -28,6 +28,8 @@ from pstar_sim.policy.passes.updates import Updates
 from pstar_sim.policy.passes.working_lists import WorkingLists
 from pstar_sim.testing import chain_workload, random_machine, random_ranks, random_settings, random_workload
 from pstar_sim.units import MIB
+from pstar_sim.workload.mixing import block_names, offload_blocks
+from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
 PARAMS = MIB
 CHUNK = 2 * PARAMS  # bytes of a working list: a layer each
@@ -176,13 +178,21 @@ def test_a_copy_waits_for_its_floor(prefetch: str | int, floor: int | None) -> N
     assert max(of) == (1 if floor is None else floor)
 
 
+def with_stashes(rng: random.Random) -> Workload:
+    """A chain in which the activations of every second layer of the first half go to the host and come back."""
+    layers = 2 * rng.randint(2, 4) + 1
+    up = [n * MIB for n in range(1, layers + 1)]
+    workload = chain_workload(layers, PARAMS, tide_bytes=[*up, *up[::-1], 0])
+    return repeat_micro_batch(offload_blocks(workload, block_names(workload)[: layers // 2 : 2]), rng.randint(1, 3))
+
+
 def test_rows_are_charged_what_the_ledger_books() -> None:
     """`choose` counts the bytes of charges alone. On random jobs they are those of the steps that the rows stand for,
     booked one after the other from the residents of the plan; and what is free at the cut is what these leave."""
-    rows = 0
+    rows = stashes = 0
     for number in range(40):
         rng = random.Random(f"charges {number}")
-        workload = random_workload(rng)
+        workload = random_workload(rng) if number % 4 else with_stashes(rng)
         machine = random_ranks(rng, random_machine(rng, workload), rng.choice((1, 1, 2, 3)))
         job = Job("any", workload, machine, random_settings(rng), Point(capacity=rng.choice(("tide", "peak"))))
         modes = [rng.choice(("pin", "stream", "cpu", "cpu")) for _ in job.candidates]
@@ -214,5 +224,6 @@ def test_rows_are_charged_what_the_ledger_books() -> None:
                 most[0] - book.used_bytes[0], most[1] - book.used_bytes[1]
             ), (number, step)  # fmt: skip
             rows += 1
+            stashes += row.stash >= 0
         assert (book.used_bytes, book.residents) == (start, plan.initial)
-    assert rows > 1000
+    assert rows > 1000 and stashes > 20

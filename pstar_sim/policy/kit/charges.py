@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pstar_sim.core.draft import Charge
-from pstar_sim.core.effects import OTHERS, frees, takes
+from pstar_sim.core.effects import frees, takes
 from pstar_sim.core.plan import Resident
-from pstar_sim.core.step import ROUTES, Kind, Place, Queue, Step
+from pstar_sim.core.step import OTHERS, ROUTES, Kind, Place, Queue, Step
 from pstar_sim.cost import CostModel
 
-__all__ = ["Charges", "charge_of", "step_bytes"]
+__all__ = ["Charges", "step_bytes"]
 
 
 def step_bytes(cost: CostModel, kind: Kind, chunk: int | None, list_name: str | None, stash: int | None = None) -> int:
@@ -27,22 +27,6 @@ def step_bytes(cost: CostModel, kind: Kind, chunk: int | None, list_name: str | 
     if ROUTES.get(kind) == "net":
         return layout.payload_bytes(chunk, OTHERS.get(list_name, list_name)) * layout.ranks
     return layout.payload_bytes(chunk, list_name)
-
-
-def charge_of(cost: CostModel, step: Step, taken: Resident | None, freed: Resident | None) -> Charge:
-    """What a step takes. taken, freed: the payloads that it takes when it starts and frees when it ends, if any."""
-
-    def size(who: Resident | None, place: Place) -> int:
-        return cost.layout.payload_bytes(who.chunk, who.list) if who is not None and who.place is place else 0
-
-    return Charge(
-        seconds=cost.seconds(step),
-        gpu_take=size(taken, Place.GPU),
-        gpu_free=size(freed, Place.GPU),
-        host_take=size(taken, Place.HOST),
-        host_free=size(freed, Place.HOST),
-        dram_bytes=cost.dram_bytes(step),
-    )
 
 
 class Charges:
@@ -67,7 +51,7 @@ class Charges:
     def of_stash(self, kind: Kind, stash: int) -> Charge:
         """Of a stash's copy; its room on the host is a buffer of the plan's."""
         size = step_bytes(self._cost, kind, None, None, stash)
-        return charge_of(self._cost, Step(id=0, queue=Queue.D2H, kind=kind, bytes=size, stash=stash), None, None)
+        return self._charge(Step(id=0, queue=Queue.D2H, kind=kind, bytes=size, stash=stash), None, None)
 
     def _make(self, kind: Kind, chunk: int, list_name: str) -> Charge:
         step = Step(
@@ -81,9 +65,21 @@ class Charges:
         )
         taken, freed = takes(step), frees(step)
         at_home = taken is not None and taken[1] and taken[0].place is Place.HOST and taken[0].list != "grad"
-        return charge_of(
-            self._cost,
-            step,
-            taken[0] if taken is not None and not at_home else None,
-            freed[0] if freed is not None else None,
+        return self._charge(
+            step, taken[0] if taken is not None and not at_home else None, freed[0] if freed is not None else None
+        )
+
+    def _charge(self, step: Step, taken: Resident | None, freed: Resident | None) -> Charge:
+        """taken, freed: the payloads that the step takes when it starts and frees when it ends, if any."""
+
+        def size(who: Resident | None, place: Place) -> int:
+            return self._cost.layout.payload_bytes(who.chunk, who.list) if who and who.place is place else 0
+
+        return Charge(
+            seconds=self._cost.seconds(step),
+            gpu_take=size(taken, Place.GPU),
+            gpu_free=size(freed, Place.GPU),
+            host_take=size(taken, Place.HOST),
+            host_free=size(freed, Place.HOST),
+            dram_bytes=self._cost.dram_bytes(step),
         )
