@@ -5,6 +5,10 @@ policy may decide; `follow` then times the plan, by the same rules (rules.py).
 The compute queue always runs in the order of the draft; the others take, among the steps that are ready, the one with
 the smallest key.
 
+[Note: what follows at once] A row that follows another one at once (`Row.behind`) frees its bytes and lets others go in
+the instant in which that one ends. So it is a part of that one while the draft is played, and is told apart only in
+the window.
+
 [Note: fetching ahead] A fetch (or a gather, on the net queue) for the use at compute position u may start when, at
 every position from the running one up to u, the room that is not needed otherwise (`Draft.room`) still holds it, plus
 a lead unless it is the earliest of its queue not yet started: memory is reserved when a copy starts, never before it is
@@ -78,7 +82,7 @@ def choose(draft: Draft, *, tolerance: float = 1e-6, limit_s: float = math.inf) 
 class _Loop:
     """Plain numbers stand for steps, since there are hundreds of thousands: op i of iteration k is k * count + i where
     it runs, k * count + rank (place of its key among all) where it is ready, and in the log twice the former, plus 1
-    where it ends."""
+    where it ends. An op is a row and its parts ([Note: what follows at once]); it has the row's number."""
 
     def __init__(self, draft: Draft) -> None:
         assert not draft.rates.slowdowns
@@ -91,15 +95,16 @@ class _Loop:
         self.gpu_free: list[int] = _column(charges, "gpu_free")
         self.host_take: list[int] = _column(charges, "host_take")
         self.host_free: list[int] = _column(charges, "host_free")
-        self.then: list[int | None] = _column(rows, "then")
         self.use: list[int | None] = _column(rows, "use")
         self.is_position: list[bool] = _column(rows, "is_position")
-        self._link(rows)
+        self.parts: dict[int, list[int]] = {}  # op -> rows that follow it at once
+        op_of = self._join(rows)
+        self._link(rows, op_of)
         self.queue_of = [_INDEX[row.queue] for row in rows]
-        self.compute = [i for i, q in enumerate(self.queue_of) if q == COMPUTE]
-        # Steps that start when they are ready: neither in the order of the draft nor behind another one at once.
-        chained = set(self.then)
-        free = [i for i, q in enumerate(self.queue_of) if q != COMPUTE and i not in chained]
+        ops = [i for i, op in enumerate(op_of) if i == op]
+        self.ops = len(ops)
+        self.compute = [i for i in ops if self.queue_of[i] == COMPUTE]
+        free = [i for i in ops if self.queue_of[i] != COMPUTE]  # start when they are ready, in whatever order
         self.queues = max(ADAM, *self.queue_of) + 1
         self.on_dram = (H2D, D2H, ADAM, NVME) if self.queues > NVME else (H2D, D2H, ADAM)
         self.lengths = [0] * self.queues
@@ -120,7 +125,18 @@ class _Loop:
         ]
         self._reserve(free)
 
-    def _link(self, rows: Sequence[Row]) -> None:
+    def _join(self, rows: Sequence[Row]) -> list[int]:
+        """The op that each row is, or is a part of."""
+        op_of = list(range(len(rows)))
+        for i, row in enumerate(rows):
+            if row.behind is not None:
+                op = op_of[i] = op_of[row.behind]
+                self.parts.setdefault(op, []).append(i)
+                self.gpu_free[op] += self.gpu_free[i]
+                self.host_free[op] += self.host_free[i]
+        return op_of
+
+    def _link(self, rows: Sequence[Row], op_of: Sequence[int]) -> None:
         """Who waits for whom."""
         self.followers: list[list[int]] = [[] for _ in rows]  # in the same iteration
         self.successors: dict[int, list[int]] = {}  # in the next one
@@ -129,10 +145,10 @@ class _Loop:
         for i, row in enumerate(rows):
             for j, back in row.after:
                 if back:
-                    self.successors.setdefault(j, []).append(i)
+                    self.successors.setdefault(op_of[j], []).append(i)
                     self.first_waits[i] -= 1
                 else:
-                    self.followers[j].append(i)
+                    self.followers[op_of[j]].append(i)
 
     def _reserve(self, free: Sequence[int]) -> None:
         """Queues whose steps take bytes ahead of their use, and these in the order of use. free: steps that start when
@@ -158,7 +174,7 @@ class _Loop:
     def run(self, tolerance: float, limit_s: float) -> Window:
         draft, count = self.draft, len(self.queue_of)
         gpu_take, gpu_give, host_take, host_give = self.gpu_take, self.gpu_free, self.host_take, self.host_free
-        seconds_of, then, use, is_position = self.seconds, self.then, self.use, self.is_position
+        seconds_of, use, is_position = self.seconds, self.use, self.is_position
         followers, successors, rank, by_rank = self.followers, self.successors, self.rank, self.by_rank
         queue_of, queues, others, on_dram = self.queue_of, self.queues, self.others, self.on_dram
         gpu_free, host_free = draft.gpu_free_bytes, draft.host_free_bytes
@@ -186,7 +202,8 @@ class _Loop:
         base: NDArray[np.int64] = np.asarray(draft.room if ahead else (), dtype=np.int64)
         least = np.minimum.reduce
         urgent = [(0, 0)] * queues  # per queue: index into fetch_order of the earliest not started, its iteration
-        refused = [(-1, -1)] * queues  # per queue: (step, position) without room ahead
+        # Per queue: step without room ahead, and the last position that has none. Room only shrinks.
+        refused = [(-1, -1)] * queues
         latest_s = limit_s * (1 + ROUNDING)  # when the compute queue has to be done with its iteration
         now = 0.0
 
@@ -212,42 +229,32 @@ class _Loop:
                 slack = np.concatenate((slack, base))
 
         def finish(i: int, k: int) -> None:
-            """And what follows at once."""
             nonlocal gpu_free, host_free, position
-            while True:
-                gpu_free += gpu_give[i]
-                host_free += host_give[i]
-                ended[k][i] = 1
-                log.append(2 * (k * count + i) + 1)
-                if is_position[i]:
-                    position += 1
-                row = waits[k]
-                for j in followers[i]:
+            gpu_free += gpu_give[i]
+            host_free += host_give[i]
+            ended[k][i] = 1
+            log.append(2 * (k * count + i) + 1)
+            if is_position[i]:
+                position += 1
+            row = waits[k]
+            for j in followers[i]:
+                row[j] -= 1
+                if not row[j] and rank[j] >= 0:
+                    heapq.heappush(ready[queue_of[j]], k * count + rank[j])
+            if i in successors and k + 1 < len(waits):
+                row = waits[k + 1]
+                for j in successors[i]:
                     row[j] -= 1
                     if not row[j] and rank[j] >= 0:
-                        heapq.heappush(ready[queue_of[j]], k * count + rank[j])
-                if i in successors and k + 1 < len(waits):
-                    row = waits[k + 1]
-                    for j in successors[i]:
-                        row[j] -= 1
-                        if not row[j] and rank[j] >= 0:
-                            heapq.heappush(ready[queue_of[j]], (k + 1) * count + rank[j])
-                behind = then[i]
-                if behind is None:
-                    return
-                i = behind
-                begin(i, k)
+                        heapq.heappush(ready[queue_of[j]], (k + 1) * count + rank[j])
 
-        def begin(i: int, k: int) -> None:
+        def start(q: int, i: int, k: int) -> bool:
+            """Whether it has ended already, since it takes no time."""
             nonlocal gpu_free, host_free
             gpu_free -= gpu_take[i]
             host_free -= host_take[i]
             started[k][i] = 1
             log.append(2 * (k * count + i))
-
-        def start(q: int, i: int, k: int) -> bool:
-            """Whether it has ended already, since it takes no time."""
-            begin(i, k)
             seconds = seconds_of[i]
             if seconds <= 0.0:
                 finish(i, k)
@@ -323,10 +330,10 @@ class _Loop:
                     again |= start(q, i, k)
             for q in self.reserving:
                 while ready[q] and running[q] < 0:
-                    this = (ready[q][0], position)
-                    if refused[q] == this:
+                    first_ready = ready[q][0]
+                    if refused[q][0] == first_ready and position <= refused[q][1]:
                         break
-                    k, place = divmod(ready[q][0], count)
+                    k, place = divmod(first_ready, count)
                     i = by_rank[place]
                     if k > current[q]:
                         break
@@ -348,7 +355,7 @@ class _Loop:
                             wanted = size if (lap_of, first[n]) == (k, i) else size + draft.lead_bytes
                             span = slack[low:high]
                             if least(span) < wanted:
-                                refused[q] = this
+                                refused[q] = (first_ready, low + int(np.flatnonzero(span < wanted)[-1]))
                                 break
                             span -= size
                     elif size > gpu_free or not (ahead or self._safe(i, k, gpu_free, started, ended)):
@@ -401,14 +408,14 @@ class _Loop:
         if not give_up and (len(periods) < 2 or not agree(period, periods[-2], tolerance)):
             return None
         whole = 2 * len(self.queue_of)
-        closed = high - low == whole == len({entry % whole for entry in log[low:high]})
+        closed = high - low == 2 * self.ops == len({entry % whole for entry in log[low:high]})
         if not closed:
             if not give_up:
                 return None
             # [Note: a window that does not repeat] One iteration by itself is always a legal schedule of a cyclic
             # plan, begun at the cut: what other iterations held beside it only made it wait longer.
             shown: list[int] = []
-            while len(shown) < whole:
+            while len(shown) < 2 * self.ops:
                 lap -= 1
                 shown = [entry for entry in log if entry // whole == lap]
             gpu_free, host_free = self.draft.gpu_free_bytes, self.draft.host_free_bytes
@@ -416,11 +423,26 @@ class _Loop:
             shown = log[low:high]
         return Window(
             iteration_s=period,
-            events=[(entry % whole // 2, entry // whole - lap, entry % 2 == 1) for entry in shown],
+            events=self._events(shown, lap),
             gpu_free_bytes=gpu_free,
             host_free_bytes=host_free,
             periods_s=periods,
         )
+
+    def _events(self, log: Sequence[int], lap: int) -> list[tuple[int, int, bool]]:
+        """Events of a stretch of the log, iterations relative to `lap`: of each op, and behind its end of its parts."""
+        count, parts = len(self.queue_of), self.parts
+        events: list[tuple[int, int, bool]] = []
+        for entry in log:
+            k, i = divmod(entry // 2, count)
+            k -= lap
+            if entry % 2:
+                events.append((i, k, True))
+                for part in parts.get(i, ()):
+                    events += ((part, k, False), (part, k, True))
+            else:
+                events.append((i, k, False))
+        return events
 
     def _stuck(
         self,

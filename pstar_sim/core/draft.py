@@ -45,8 +45,9 @@ class Row:
     charge: what the row takes.
     after: (row, back) pairs that have to end first, in this iteration (back 0) or the one before (back 1).
     key: order among the rows of a queue that are ready, smallest first (None: the order of the draft).
-    then: a row of the same queue that follows at once (a drop behind its write-back). Nothing else starts that row, and
-        it has no `after` of its own.
+    behind: an earlier row of the same queue that the row follows at once (a drop, behind its write-back or behind the
+        moment that used the list last). The row then takes no time and no bytes, waits for nothing else, and has no
+        key.
     use: position that a fetch or a gather serves.
     is_position: the row is the next position of the compute queue.
     block: block of moments that the row is.
@@ -61,7 +62,7 @@ class Row:
     charge: Charge = FREE
     after: tuple[tuple[int, int], ...] = ()
     key: tuple[float, ...] | None = None
-    then: int | None = None
+    behind: int | None = None
     use: int | None = None
     is_position: bool = False
     block: int = -1

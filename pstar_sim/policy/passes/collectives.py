@@ -74,7 +74,7 @@ class Collectives:
         rows, job = self._rows, self._rows.schedule.job
         for c in self._dropped_behind.get(n, ()):
             moment = job.blocks[rows.schedule.positions[n].block].last
-            rows.others_gone[c] = rows.add(Queue.COMPUTE, Kind.DROP, c, "remote", moment)
+            rows.others_gone[c] = rows.drop(c, "remote", moment)
         for c in self._summed_behind.get(n, ()):
             moment = job.uses.last_gradient(c)
             rows.summed[c] = rows.others_gone[c] = reduce(rows, c, "remote", moment, n, ((here, 0),))

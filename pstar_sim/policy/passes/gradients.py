@@ -79,13 +79,13 @@ class Gradients:
         if job.ranks > 1:
             done = reduce(rows, c, "grad_remote", moment, n, ((here, 0),))
         if rows.schedule.is_resident(c):
-            rows.rows[done].then = len(rows.rows)  # the sum is added where it is
-            self._freed[c] = rows.add(Queue.NET, Kind.FREE, c, "grad", moment)
+            # The sum is added where it is.
+            self._freed[c] = rows.add(Queue.NET, Kind.FREE, c, "grad", moment, behind=done)
             return
         key = (0.0, rows.next_number())
         after: After = ((done, 0),) if number == 0 else ((done, 0), (rows.added[c], 0))
-        rows.add(Queue.D2H, Kind.WRITEBACK, c, "grad", moment, after=after, key=key, then=len(rows.rows) + 1)
-        freed = self._freed[c] = rows.add(Queue.D2H, Kind.FREE, c, "grad", moment)
+        down = rows.add(Queue.D2H, Kind.WRITEBACK, c, "grad", moment, after=after, key=key)
+        freed = self._freed[c] = rows.add(Queue.D2H, Kind.FREE, c, "grad", moment, behind=down)
         rows.added[c] = rows.add(Queue.ADAM, Kind.CPU_ADD, c, "grad", moment, after=((freed, 0),), key=key)
 
     def _send_last(self, c: int, here: int, *, drop: bool = True) -> int:

@@ -83,7 +83,7 @@ class Rows:
         charge: Charge | None = None,
         after: After = (),
         key: tuple[float, ...] | None = None,
-        then: int | None = None,
+        behind: int | None = None,
         use: int | None = None,
         is_position: bool = False,
         block: int = -1,
@@ -94,7 +94,7 @@ class Rows:
         if charge is None:
             charge = self._charges.of(kind, chunk, list_name)
         self.rows.append(
-            Row(queue, kind, chunk, list_name, moment, charge, after, key, then, use, is_position, block, stash)
+            Row(queue, kind, chunk, list_name, moment, charge, after, key, behind, use, is_position, block, stash)
         )
         if queue is Queue.COMPUTE:
             self._last_computed = here
@@ -104,11 +104,14 @@ class Rows:
         self, chunk: int, list_name: str, moment: int, after: After, key: tuple[float, ...], drop: bool
     ) -> int:
         """A list goes down and, with `drop`, is given up on the GPU at once."""
-        then = len(self.rows) + 1 if drop else None
-        down = self.add(Queue.D2H, Kind.WRITEBACK, chunk, list_name, moment, after=after, key=key, then=then)
+        down = self.add(Queue.D2H, Kind.WRITEBACK, chunk, list_name, moment, after=after, key=key)
         if drop:
-            self.gone[chunk, list_name] = self.add(Queue.D2H, Kind.DROP, chunk, list_name, moment)
+            self.gone[chunk, list_name] = self.add(Queue.D2H, Kind.DROP, chunk, list_name, moment, behind=down)
         return down
+
+    def drop(self, chunk: int, list_name: str, moment: int) -> int:
+        """The compute queue gives a list up, as soon as the row before is done."""
+        return self.add(Queue.COMPUTE, Kind.DROP, chunk, list_name, moment, behind=self._last_computed)
 
     def wait(self, row: int, *after: tuple[int, int]) -> None:
         """Let a row wait for more, of the previous iteration."""

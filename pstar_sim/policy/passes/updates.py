@@ -94,7 +94,7 @@ class Updates:
         job = schedule.job
         moment = job.uses.last_gradient(c)
         if job.several:
-            rows.gone[c, "grad32"] = rows.add(Queue.COMPUTE, Kind.DROP, c, "grad32", moment)
+            rows.gone[c, "grad32"] = rows.drop(c, "grad32", moment)
         key, ready = rows.down_key(c), ((here, 0),)
         for number, name in enumerate(job.layout.state_lists):
             rows.writeback(c, name, moment, ready, (*key, 1.0 + number), drop=True)

@@ -67,7 +67,7 @@ class WorkingLists:
                 key, after = (-2.0, float(n)), ((here, 0),)
                 row = rows.first_drop[c] = rows.add(Queue.D2H, Kind.DROP, c, moment=moment, after=after, key=key)
             else:
-                row = rows.add(Queue.COMPUTE, Kind.DROP, c, moment=moment)
+                row = rows.drop(c, "param", moment)
             rows.gone[c, "param"] = row
 
     def close(self) -> None:
