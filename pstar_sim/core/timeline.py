@@ -6,6 +6,7 @@ pictures are made on demand, so that importing this imports neither pandas nor m
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -141,6 +142,12 @@ class Timeline:
             f"<Timeline {self.label or 'of a plan'}, {self.source}: {self.iteration_s:.6g} s, "
             f"{len(self.columns('spans')['step'])} spans>"
         )
+
+    def labelled(self, label: str) -> Timeline:
+        """The same timeline under another label. Makes no row."""
+        twin = copy.copy(self)
+        object.__setattr__(twin, "label", label)
+        return twin
 
     def columns(self, name: str) -> dict[str, list[Any]]:
         """ "spans" or "samples" by column: field of `Span` or `ByteSample` -> its values. Makes no row."""

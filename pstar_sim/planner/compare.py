@@ -21,12 +21,12 @@ from pstar_sim.errors import CannotPlan, DoesNotFit, NothingFits, PlanError, Pst
 from pstar_sim.planner.asked import asked_policies, settings_of
 from pstar_sim.planner.binding import bound_by
 from pstar_sim.planner.collection import Collection
-from pstar_sim.planner.collector import without_garbage_collection
 from pstar_sim.planner.confidence import confidence
 from pstar_sim.planner.explain import explain
 from pstar_sim.planner.nearest import nearest
 from pstar_sim.planner.ranks import Share, machine_of, share_out, unmodelled_notes
 from pstar_sim.planner.trust import trust
+from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.kit.ties import burden, least_of
 from pstar_sim.policy.registry import Policy, find_policy, is_built_in, policy_name
 from pstar_sim.renderers import render_html, render_text
@@ -240,14 +240,14 @@ def _compare(
     for name, policy in asked:
         try:
             if name in made:
-                plan, timeline = made[name][0], replace(made[name][1], label=name)
+                plan, timeline = made[name][0], made[name][1].labelled(name)
             else:
                 plan, timeline = plan_and_play(policy, workload, machine, settings, label=name, workloads=ranked)
         except CannotPlan as reason:
             rows.append(_unfit(name, usual, reason=str(reason)))
             continue
         except DoesNotFit as short:
-            failures[name] = (policy, short)
+            failures[name] = (policy, short.with_traceback(None))  # whose frames hold everything up to here
             rows.append(_unfit(name, usual))
             continue
         barrier_cost_s = None if only_best else _barrier_cost(policy, timeline, free)
@@ -361,7 +361,7 @@ def play_plan(plan: Plan, *, label: str = "", workloads: Sequence[Workload] | No
     """The plan's simulated timeline, labelled."""
     instance("plan", plan, Plan, "a Plan")
     timeline = play(plan, workloads=workloads)
-    return replace(timeline, label=label) if label else timeline
+    return timeline.labelled(label) if label else timeline
 
 
 def without_barrier(workload: Workload, machine: Machine, settings: Settings) -> tuple[Workload, Machine, Settings]:

@@ -15,11 +15,11 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.planner.asked import asked_names, settings_of
 from pstar_sim.planner.collection import Collection
-from pstar_sim.planner.collector import without_garbage_collection
 from pstar_sim.planner.memory import LOADING, least_gpu_bytes, memory_need
 from pstar_sim.planner.nearest import nearest
 from pstar_sim.planner.ranks import Share, machine_of, share_out
 from pstar_sim.planner.trust import trust
+from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.renderers import render_text
 from pstar_sim.sim.play import play

@@ -36,11 +36,11 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import CannotPlan, DoesNotFit, TraceError
-from pstar_sim.planner.collector import without_garbage_collection
 from pstar_sim.planner.compare import plan_and_play
 from pstar_sim.planner.memory import shortage
 from pstar_sim.planner.nearest import nearest
 from pstar_sim.planner.tried import Cap, Outcome, Tried
+from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.ties import AS_FAST, burden, least_of
 from pstar_sim.policy.registry import Policy, built_in, can, find_policy, named, policy_at

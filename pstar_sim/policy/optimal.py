@@ -22,6 +22,7 @@ from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.family.searched import Found, own_plans
 from pstar_sim.policy.kit.capabilities import Capabilities, capabilities_of
+from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.kit.options import specified
 from pstar_sim.policy.kit.points import Coordinates, Point, point_options
 from pstar_sim.policy.kit.ties import burden, least_of
@@ -38,6 +39,7 @@ OPTIONS = point_options(Point(streams=True))
 CAPABILITIES = Capabilities(point=Point(streams=True), tries_others=True)
 
 
+@without_garbage_collection()
 def optimal(workload: Workload, machine: Machine, settings: Settings, **changes: Unpack[Coordinates]) -> Plan:
     """The fastest plan this project knows how to make. changes: coordinates of another point; with any, the other
     policies are left out of it.

@@ -17,6 +17,7 @@ from pstar_sim.policy.family.attempt import Attempt, attempt, burden_of
 from pstar_sim.policy.family.course import Knobs
 from pstar_sim.policy.family.pins import iteration_bounds, most_pins_of, pin_facts
 from pstar_sim.policy.family.residency import gaps_of
+from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.schedule import Modes
@@ -56,6 +57,7 @@ class Asynchronous:
         self.point = point = point or Point()
         self.job = Job(name, workload, machine, settings, point)
 
+    @without_garbage_collection()
     def plan(self) -> Plan:
         check_gpu(self.job)
         best, most, bound_s = self._scan()

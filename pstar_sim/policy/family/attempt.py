@@ -11,7 +11,6 @@ from pstar_sim.core.draft import Draft
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Queue
 from pstar_sim.policy.family.course import Course, Knobs
-from pstar_sim.policy.kit.collector import collector_paused
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import Modes, Schedule
 from pstar_sim.policy.passes.lowering import draft_of
@@ -64,8 +63,7 @@ def attempt(job: Job, modes: Modes, knobs: Knobs | None = None) -> Attempt:
 
 def play(course: Course, *, limit_s: float = math.inf, tolerance: float = 1e-6) -> Attempt:
     """As `attempt`, of a course that is laid out already. limit_s, tolerance: see `choose`."""
-    with collector_paused():
-        schedule = course.schedule()
-        draft = draft_of(schedule)
-        fetched = sum(row.charge.gpu_take for row in draft.rows if row.queue is Queue.H2D)
-        return Attempt(course, schedule, draft, choose(draft, limit_s=limit_s, tolerance=tolerance), fetched)
+    schedule = course.schedule()
+    draft = draft_of(schedule)
+    fetched = sum(row.charge.gpu_take for row in draft.rows if row.queue is Queue.H2D)
+    return Attempt(course, schedule, draft, choose(draft, limit_s=limit_s, tolerance=tolerance), fetched)

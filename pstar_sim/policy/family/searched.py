@@ -19,6 +19,7 @@ from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.family.attempt import Attempt
 from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.family.search import Search
+from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.ties import burden, least_of
@@ -46,6 +47,7 @@ class Found:
     pins_alone_s: float = 0.0
 
 
+@without_garbage_collection()
 def searched(name: str, workload: Workload, machine: Machine, settings: Settings, point: Point) -> Plan:
     """The plan of another policy of the family where it may stream: the best of the search, at the usual chunk size.
     Raises DoesNotFit."""

@@ -1,23 +1,26 @@
-"""Python's collector of reference circles, paused while many objects without circles are made at once."""
+"""Collector: planning without Python's cycle collector.
+
+What a search tries, plans, workloads and timelines are hundreds of thousands of small objects without circles; the
+cycle collector walks them again and again and finds nothing, for a third of the CPU time. Reference counts still free
+what is dropped.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
 
-__all__ = ["collector_paused"]
+__all__ = ["without_garbage_collection"]
 
 
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """For milliseconds: every few hundred new objects the collector would look through all young ones in vain, a tenth
-    of the time of a search. What other threads leave behind is found afterwards."""
-    if not gc.isenabled():
-        yield
-        return
+@contextlib.contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """The collector is left as it was found. Also a decorator: `@without_garbage_collection()`."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
