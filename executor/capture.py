@@ -30,7 +30,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from executor.adamw import AdamW, check_groups, group_of
 from executor.contract import changes_nothing
-from executor.devices.torch_private import buffer_table, parameter_table, storage_key
+from executor.devices.torch_private import (
+    GROUPED_MM,
+    LOCAL_SCALAR,
+    TO_COPY,
+    buffer_table,
+    parameter_table,
+    storage_key,
+    writes_in_place,
+)
 from executor.models import (
     TORCH_DTYPES,
     BuiltModel,
@@ -54,7 +62,7 @@ from pstar_sim.errors import ModelError, PstarError
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
 aten = torch.ops.aten
-_GROUPED_MM = aten._grouped_mm.default if hasattr(aten, "_grouped_mm") else None  # torch 2.6 lacks it
+_GROUPED_MM = GROUPED_MM.default if GROUPED_MM is not None else None
 _RECORD = "record a real iteration instead (executor.record, or pstar trace --device virtual)"
 
 __all__ = ["capture", "capture_module", "capture_variants", "fake_module"]
@@ -266,7 +274,7 @@ class _RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        if func is aten._local_scalar_dense.default and first is not None:
+        if func is LOCAL_SCALAR.default and first is not None:
             known = self.value_of(first)
             if known is not None:
                 return {torch.bool: bool, torch.int64: int}.get(first.dtype, float)(known)
@@ -280,7 +288,7 @@ class _RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         taken = {storage_key(t) for t in tensors_of(args)}
         known = None if first is None else self._range_of(first)
         found = _MADE.get(func) if known is None or first is None else _range_made(func, args, known, first.numel())
-        for key in made - taken if not func._schema.is_mutable else made | taken:
+        for key in made - taken if not writes_in_place(func) else made | taken:
             self._ranges.pop(key, None)  # a new storage where another was, or one that is written
             if found is not None:
                 self._ranges[key] = found
@@ -310,7 +318,7 @@ _ASKED: dict[Any, Callable[..., Any]] = {
     aten.all.default: bool,
 }  # fmt: skip
 """Questions that the ends of a range answer for all of it where their answers are the same."""
-_KEEP = frozenset({aten._to_copy.default, aten.clone.default, aten.index.Tensor})
+_KEEP = frozenset({TO_COPY.default, aten.clone.default, aten.index.Tensor})
 _BATCH_NORMS = {aten.native_batch_norm.default: 0, aten.native_batch_norm_backward.default: 1}
 """Which argument is the input whose memory format the first result has."""
 

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from executor.activations.stashes import Stashes
 from executor.devices.backend import Backend
 from executor.devices.torch26 import saved_tensor_hooks
+from executor.devices.torch_private import call_of, replace_call
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import ModelError, PlanError, TraceError
 from pstar_sim.workload.mixing import offload_blocks
@@ -169,17 +170,12 @@ def _switch_off(module: nn.Module) -> list[Callable[[], None]]:
 
 
 def _around(module: nn.Module, how: Callable[[_Call, nn.Module, Any, Any], Any]) -> Callable[[], None]:
-    plain: _Call = module._call_impl
+    plain: _Call = call_of(module)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return how(plain, module, args, kwargs)
 
-    module.__dict__["_call_impl"] = call
-
-    def remove() -> None:
-        module.__dict__.pop("_call_impl", None)
-
-    return remove
+    return replace_call(module, call)
 
 
 def _recomputed_on(device: torch.device) -> Callable[[_Call, nn.Module, Any, Any], Any]:

@@ -56,6 +56,7 @@ from typing import Any
 import torch
 
 from executor.devices.adam import scratch_bytes
+from executor.devices.torch26 import allocating_in
 from executor.devices.torch_private import storage_key
 from pstar_sim.core.effects import OTHERS, frees, takes
 from pstar_sim.core.plan import Plan
@@ -368,19 +369,8 @@ class Blocks:
         if not pooled:
             yield
             return
-        c: Any = torch._C
-        if hasattr(c, "_cuda_beginAllocateCurrentThreadToPool"):
-            with torch.cuda.use_mem_pool(self._pool, self.device):
-                yield
-            return
-        index = self.device.index
-        c._cuda_beginAllocateCurrentStreamToPool(index, self._pool.id)
-        try:
+        with allocating_in(self._pool, self.device):
             yield
-        finally:
-            end = getattr(c, "_cuda_endAllocateCurrentStreamToPool", None) or c._cuda_endAllocateToPool
-            end(index, self._pool.id)
-            c._cuda_releasePool(index, self._pool.id)
 
     def close(self) -> None:
         """Every payload is gone: the pool's memory goes back to the driver."""

@@ -1,19 +1,21 @@
-"""What torch 2.6 and 2.7 have not yet: asking which hooks on saved tensors are in force in this thread.
+"""What torch 2.6 and 2.7 have not yet.
 
-Newer ones answer themselves; for the older ones the two functions through which every such hook comes and goes are
-watched, thread by thread, from the import of the executor on.
+Asking which hooks on saved tensors are in force in this thread: newer ones answer themselves; for the older ones the
+two functions through which every such hook comes and goes are watched, thread by thread, from the import of the
+executor on. A CUDA memory pool for the allocations of one thread alone: the older ones have one for those of a stream.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-__all__ = ["saved_tensor_hooks", "watch_hooks"]
+__all__ = ["allocating_in", "saved_tensor_hooks", "watch_hooks"]
 
 _PUSH, _POP = "_push_saved_tensors_default_hooks", "_pop_saved_tensors_default_hooks"
 
@@ -55,3 +57,21 @@ if hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
 
 else:
     saved_tensor_hooks = watch_hooks(torch._C._autograd)
+
+
+@contextlib.contextmanager
+def allocating_in(pool: Any, device: torch.device) -> Iterator[None]:
+    """What this thread allocates on the device inside comes from the pool (torch.cuda.MemPool): of the current stream,
+    where torch is older than 2.8."""
+    c: Any = torch._C
+    if hasattr(c, "_cuda_beginAllocateCurrentThreadToPool"):
+        with torch.cuda.use_mem_pool(pool, device):
+            yield
+        return
+    c._cuda_beginAllocateCurrentStreamToPool(device.index, pool.id)
+    try:
+        yield
+    finally:
+        end = getattr(c, "_cuda_endAllocateCurrentStreamToPool", None) or c._cuda_endAllocateToPool
+        end(device.index, pool.id)
+        c._cuda_releasePool(device.index, pool.id)

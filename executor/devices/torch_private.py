@@ -1,14 +1,48 @@
-"""What torch keeps under private names and the executor needs, each in one function.
+"""What torch keeps under private names and the executor needs, each in one function or constant.
 
-All of it has been there since before torch 2.6, the oldest that the executor runs on.
+All of it has been there since before torch 2.6, the oldest that the executor runs on, but for what says otherwise.
+What 2.6 and 2.7 do in another way than later ones is in torch26.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import nn
 
-__all__ = ["buffer_table", "non_persistent_buffers", "parameter_table", "storage_key", "version_of"]
+__all__ = [
+    "EMBEDDING_BAG",
+    "GROUPED_MM",
+    "LOCAL_SCALAR",
+    "RESHAPE_ALIAS",
+    "TO_COPY",
+    "UNSAFE_VIEW",
+    "all_gather",
+    "buffer_table",
+    "call_of",
+    "default_store",
+    "limit_nccl",
+    "node_class",
+    "non_persistent_buffers",
+    "parameter_table",
+    "reduce_scatter",
+    "replace_call",
+    "storage_key",
+    "version_of",
+    "writes_in_place",
+]
+
+# Operators as a dispatch mode sees them. ATen begins the names of those that no user calls with an underscore.
+LOCAL_SCALAR = torch.ops.aten._local_scalar_dense  # tensor.item()
+TO_COPY = torch.ops.aten._to_copy  # tensor.to() another dtype or device
+UNSAFE_VIEW = torch.ops.aten._unsafe_view
+RESHAPE_ALIAS = torch.ops.aten._reshape_alias
+EMBEDDING_BAG = torch.ops.aten._embedding_bag
+GROUPED_MM: Any = getattr(torch.ops.aten, "_grouped_mm", None)  # torch 2.6 lacks it
 
 
 def storage_key(of: torch.Tensor | torch.UntypedStorage) -> int:
@@ -37,3 +71,58 @@ def buffer_table(module: nn.Module) -> dict[str, torch.Tensor | None]:
 def non_persistent_buffers(module: nn.Module) -> set[str]:
     """Names of buffers that its state_dict leaves out."""
     return module._non_persistent_buffers_set
+
+
+def writes_in_place(operator: Any) -> bool:
+    """The operator writes one of its arguments."""
+    return bool(operator._schema.is_mutable)
+
+
+def node_class(function: type[torch.autograd.Function]) -> type:
+    """Class of the nodes that the function puts into a graph."""
+    found: type = function._backward_cls
+    return found
+
+
+_CALL = "_call_impl"
+
+
+def call_of(module: nn.Module) -> Callable[..., Any]:
+    """What `module(...)` calls: its hooks and its forward. Wrapping that, unlike wrapping `forward`, has the hooks
+    inside."""
+    found: Callable[..., Any] = getattr(module, _CALL)
+    return found
+
+
+def replace_call(module: nn.Module, call: Callable[..., Any]) -> Callable[[], None]:
+    """`module(...)` calls this instead; returns what takes it back."""
+    module.__dict__[_CALL] = call
+
+    def remove() -> None:
+        module.__dict__.pop(_CALL, None)
+
+    return remove
+
+
+# -- torch.distributed: a process group that was made without `new_group` is unknown to the public functions ----------
+
+
+def all_gather(group: Any, into: torch.Tensor, mine: torch.Tensor, options: Any) -> Any:
+    """Begin to fill `into` [ranks * n] with every rank's `mine` [n]; returns the work."""
+    return group._allgather_base(into, mine, options)
+
+
+def reduce_scatter(group: Any, into: torch.Tensor, whole: torch.Tensor, options: Any) -> Any:
+    """Begin to fill `into` [n] with the sum of this rank's slice of every rank's `whole` [ranks * n]; returns the
+    work."""
+    return group._reduce_scatter_base(into, whole, options)
+
+
+def default_store() -> Any:
+    """The key-value store that the processes of the job met in."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def limit_nccl(options: Any, limit: timedelta) -> None:
+    """How long a collective may take; NCCL's group takes it in its options alone."""
+    options._timeout = limit

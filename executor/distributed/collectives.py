@@ -28,6 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from executor.devices.torch_private import all_gather, default_store, limit_nccl, reduce_scatter
+
 __all__ = ["Wire", "open_group"]
 
 log = logging.getLogger("executor")
@@ -77,7 +79,7 @@ class Wire:
         """Each rank's slice of `flat` becomes that rank's own, in place. Returns when it is there."""
         even, mine, _ = self._slice(flat)
         if even.numel():
-            self._do(lambda: self._group._allgather_base(even, mine, self._options("AllgatherOptions")))
+            self._do(lambda: all_gather(self._group, even, mine, self._options("AllgatherOptions")))
             self.sent_bytes += mine.numel() * mine.element_size() * (self.ranks - 1)
 
     def reduce_scatter(self, flat: torch.Tensor) -> None:
@@ -85,7 +87,7 @@ class Wire:
         even, mine, rest = self._slice(flat)
         if even.numel():
             if self._nccl:
-                self._do(lambda: self._group._reduce_scatter_base(mine, even, self._options("ReduceScatterOptions")))
+                self._do(lambda: reduce_scatter(self._group, mine, even, self._options("ReduceScatterOptions")))
             else:
                 self.sum(even)
             self.sent_bytes += mine.numel() * mine.element_size() * (self.ranks - 1)
@@ -110,7 +112,7 @@ class Wire:
         if self._nccl and row.device.type == "cpu":
             return self.on_host.exchange(row)
         rows = torch.empty(self.ranks * row.numel(), dtype=row.dtype, device=row.device)
-        self._do(lambda: self._group._allgather_base(rows, row.contiguous(), self._options("AllgatherOptions")))
+        self._do(lambda: all_gather(self._group, rows, row.contiguous(), self._options("AllgatherOptions")))
         return rows.reshape(self.ranks, -1)
 
     def _do(self, begin: Callable[[], Any]) -> None:
@@ -234,10 +236,10 @@ def open_group(backend: str, name: str, rank: int, ranks: int, timeout_s: float)
     """A process group ("gloo" or "nccl") of `ranks` processes that know `name`. Not by torch's `new_group`, in which
     every process of the job has to take part and whose names come apart where the processes have made other groups
     before."""
-    store = dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    store = dist.distributed_c10d.PrefixStore(name, default_store())
     limit = timedelta(seconds=timeout_s + TORCH_LATER_S)  # `check` comes first
     if backend == "gloo":
         return dist.ProcessGroupGloo(store, rank, ranks, limit)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = limit
+    limit_nccl(options, limit)
     return dist.ProcessGroupNCCL(store, rank, ranks, options)

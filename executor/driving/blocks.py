@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from executor.devices.torch_private import node_class
 from executor.moments.compiled import untraced
 from executor.moments.nests import change_tensors
 
@@ -109,7 +110,7 @@ class _Root(torch.autograd.Function):
 
 _BEFORE = "before "
 _LEAF = "torch::autograd::AccumulateGrad"
-_CUT_NODE = _Cut._backward_cls
+_CUT_NODE = node_class(_Cut)
 
 
 @dataclass(slots=True)

@@ -26,6 +26,10 @@ class ByteChange(NamedTuple):
     list: str
     mark: tuple[str, int]
 
+    def happened(self, time_s: float) -> ByteChange:
+        """The change at another time."""
+        return self._replace(time_s=time_s)
+
 
 class ByteLog:
     """lock: under which the ledger changes; whoever calls `note` holds it. clock: seconds.

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from executor.devices.torch_private import storage_key
+from executor.devices.torch_private import EMBEDDING_BAG, storage_key
 from executor.moments.unseen import unseen
 from pstar_sim.units import format_bytes
 
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 SEEN_SMALLER: dict[Any, str] = {
     aten.mkldnn_rnn_layer.default: "keeps a workspace for its backward (LSTM in fp32 on a CPU)",
     aten.col2im.default: "shrinks its result from a padded one (fold)",
-    aten._embedding_bag.default: "has an end offset more",
+    EMBEDDING_BAG.default: "has an end offset more",
     aten.mse_loss.default: "keeps the memory of the loss before its mean",
     aten.smooth_l1_loss.default: "keeps the memory of the loss before its mean",
     aten.soft_margin_loss.default: "keeps the memory of the loss before its mean",

@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from executor.devices.torch_private import storage_key
+from executor.devices.torch_private import LOCAL_SCALAR, RESHAPE_ALIAS, UNSAFE_VIEW, storage_key
 
 __all__ = ["LiveStorages"]
 
@@ -72,15 +72,15 @@ _FLOPS: dict[Any, Callable[..., int]] = {
 # Return (part of) an input's storage although their schema does not say so, or only reserve memory.
 _NO_TRAFFIC = frozenset(
     {
-        aten._unsafe_view,
-        aten._reshape_alias,
+        UNSAFE_VIEW,
+        RESHAPE_ALIAS,
         aten.lift_fresh,
         aten.empty,
         aten.empty_like,
         aten.empty_strided,
         aten.new_empty,
         aten.new_empty_strided,
-        aten._local_scalar_dense,
+        LOCAL_SCALAR,
     }
 )
 _ROWS_ONLY = frozenset({aten.embedding, aten.index_select, aten.index, aten.gather})

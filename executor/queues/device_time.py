@@ -83,7 +83,7 @@ class DeviceTimes:
         for row in steps:
             key = position[row.step.id], row.iteration
             found = self._seconds.get(key)
-            moved[key] = row if found is None else row._replace(start_s=found[0], end_s=found[1], ready_s=found[0])
+            moved[key] = row if found is None else row.happened(*found)
         last: dict[Queue, float] = {}
         for key in sorted(moved, key=lambda key: (moved[key].start_s, moved[key].end_s)):
             row = moved[key]
@@ -95,7 +95,7 @@ class DeviceTimes:
             cause = row.cause
             if queue is Queue.COMPUTE and not cause and row.start_s > ready_s:
                 cause = self._cause(key, moved, ready_s)
-            moved[key] = row._replace(ready_s=ready_s, cause=cause)
+            moved[key] = row.waited(ready_s, cause)
         ends: dict[int, float] = {}
         for (_, iteration), row in moved.items():
             if row.step.queue is Queue.COMPUTE:
@@ -150,4 +150,4 @@ class DeviceTimes:
                     return happened.start_s if change.change > 0 else happened.end_s
             return change.time_s
 
-        return sorted((change._replace(time_s=time_of(change)) for change in changes), key=lambda row: row.time_s)
+        return sorted((change.happened(time_of(change)) for change in changes), key=lambda row: row.time_s)

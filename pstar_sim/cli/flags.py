@@ -7,7 +7,7 @@ import argparse
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from pstar_sim.errors import PstarError, UnknownName
 from pstar_sim.files import check_writable
@@ -34,7 +34,8 @@ class Parser(argparse.ArgumentParser):
     known, the nearest ones."""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+        """argparse has no public place for a message of one's own."""
+        if action.nargs == argparse.PARSER and action.choices is not None and value not in action.choices:
             raise UnknownName(str(action.metavar).lower(), str(value), tuple(action.choices))
         super()._check_value(action, value)
 
@@ -53,10 +54,22 @@ def call_of(where: str) -> Callable[[argparse.Namespace], int]:
     return call
 
 
+class Adding(Protocol):
+    """What `ArgumentParser.add_subparsers` returns."""
+
+    def add_parser(self, name: str, **options: Any) -> argparse.ArgumentParser: ...
+
+
+class Taking(Protocol):
+    """A parser, or a group of its flags."""
+
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action: ...
+
+
 class Commands:
     """Adds a command: its name, its help, an example, and the function "module:name" of pstar_sim.cli that runs it."""
 
-    def __init__(self, commands: argparse._SubParsersAction[Parser]) -> None:
+    def __init__(self, commands: Adding) -> None:
         self._commands = commands
 
     def __call__(self, name: str, help_: str, example: str, where: str) -> argparse.ArgumentParser:
@@ -114,7 +127,7 @@ def global_batch_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def checkpointing_flag(group: argparse._ActionsContainer, *, default: bool | None, note: str) -> None:
+def checkpointing_flag(group: Taking, *, default: bool | None, note: str) -> None:
     group.add_argument(
         "--checkpointing",
         action=argparse.BooleanOptionalAction,
