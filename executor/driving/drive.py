@@ -39,6 +39,7 @@ from executor.driving.blocks import Borders, Tape, find_blocks, shared_part
 from executor.memory.update import Update
 from executor.models import forward_loss, quiet, unpacked_sequences, unread_padding
 from executor.moments.hooks import tensors_of
+from executor.queues.interface import Stillness
 from executor.session.batches import Shapes
 from executor.session.following import Following
 from executor.session.hosting import BytesHost, LoopHost
@@ -83,6 +84,8 @@ class Recovering(Protocol):
 class Host(BytesHost, LoopHost, Protocol):
     """What is asked of the session."""
 
+    @property
+    def queues(self) -> Stillness: ...
     @property
     def following(self) -> Following: ...
     @property

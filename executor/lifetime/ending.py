@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from executor.queues.interface import Health, Lifetime
 from executor.session.hosting import BytesHost, LoopHost
 from executor.session.loop import Loop
 from executor.session.reader import Reader
@@ -27,11 +28,17 @@ class Holding(Protocol):
     def end(self) -> None: ...
 
 
+class QueuesAsked(Lifetime, Health, Protocol):
+    """What is asked of the queues."""
+
+
 class Host(BytesHost, LoopHost, Protocol):
     """What is asked of the session."""
 
     closed: bool
 
+    @property
+    def queues(self) -> QueuesAsked: ...
     @property
     def reader(self) -> Reader: ...
     @property

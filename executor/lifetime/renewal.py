@@ -10,7 +10,7 @@ from torch import nn
 from executor.devices.backend import available_host_bytes
 from executor.lifetime.loading import load_parameters
 from executor.memory.arena import Arena, check_host_memory
-from executor.queues.interface import Queues
+from executor.queues.interface import Lifetime, Queues, Stillness
 from executor.session.hosting import BytesHost
 from executor.session.loop import Loop
 from executor.session.reader import Reader
@@ -21,12 +21,18 @@ from pstar_sim.errors import DoesNotFit
 __all__ = ["Host", "renew"]
 
 
+class QueuesAsked(Lifetime, Stillness, Protocol):
+    """What is asked of the queues."""
+
+
 class Host(BytesHost, Protocol):
     """What is asked of the session."""
 
     held: bool
     renewing: bool
 
+    @property
+    def queues(self) -> QueuesAsked: ...
     @property
     def reader(self) -> Reader: ...
     @property

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from executor.devices.backend import VirtualBackend
 from executor.measuring.first import FirstIteration, TideReport
+from executor.queues.interface import Timing
 from executor.queues.logs import IterationLog, StepLog
 from executor.session.hosting import BytesHost
 from executor.session.steps import Steps
@@ -75,6 +76,8 @@ class Status:
 class Host(BytesHost, Protocol):
     """What is asked of the session."""
 
+    @property
+    def queues(self) -> Timing: ...
     @property
     def steps(self) -> Steps: ...
     @property

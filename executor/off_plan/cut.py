@@ -8,6 +8,7 @@ from executor.memory.shares import Shares
 from executor.off_plan.in_use import InUse
 from executor.off_plan.inline import Inline
 from executor.off_plan.states import States
+from executor.queues.interface import Stillness
 from executor.session.following import Following
 from executor.session.hosting import BytesHost, LoopHost
 from executor.session.reader import Reader
@@ -37,6 +38,8 @@ class Host(BytesHost, LoopHost, Protocol):
 
     held: bool
 
+    @property
+    def queues(self) -> Stillness: ...
     @property
     def following(self) -> Following: ...
     @property

@@ -24,7 +24,7 @@ from executor.moments.hooks import Event
 from executor.moments.unseen import unseen
 from executor.off_plan.guard import Guard
 from executor.off_plan.rungs import RUNGS, Rung, asked_bytes, spec_of_rung, tide_of, with_gpu_budget
-from executor.queues.interface import without_locals
+from executor.queues.interface import Health, without_locals
 from executor.session.hosting import BytesHost, LoopHost
 from executor.session.loop import Loop
 from executor.session.reader import Reader
@@ -62,6 +62,8 @@ class Host(BytesHost, LoopHost, Protocol):
 
     held: bool
 
+    @property
+    def queues(self) -> Health: ...
     @property
     def reader(self) -> Reader: ...
     @property

@@ -17,6 +17,7 @@ from executor.off_plan.cut import Cut
 from executor.off_plan.gradients import Gradients
 from executor.off_plan.states import States
 from executor.off_plan.update import Stepping
+from executor.queues.interface import Stillness
 from executor.session.following import Following
 from executor.session.hosting import BytesHost, LoopHost
 from executor.session.reader import Reader
@@ -29,6 +30,8 @@ __all__ = ["Host", "Mending"]
 class Host(BytesHost, LoopHost, Protocol):
     """What is asked of the session."""
 
+    @property
+    def queues(self) -> Stillness: ...
     @property
     def ending(self) -> Ending: ...
     @property

@@ -23,6 +23,7 @@ from executor.devices.torch26 import saved_tensor_hooks
 from executor.devices.torch_private import storage_key
 from executor.moments.hooks import tensors_of
 from executor.moments.unseen import unseen
+from executor.queues.interface import Landing
 from executor.session.hosting import BytesHost, LoopHost
 from executor.session.loop import Loop
 from executor.session.reader import Reader
@@ -50,6 +51,8 @@ class OnDemand(Protocol):
 class Host(BytesHost, LoopHost, Protocol):
     """What is asked of the session."""
 
+    @property
+    def queues(self) -> Landing: ...
     @property
     def reader(self) -> Reader: ...
     @property

@@ -24,7 +24,21 @@ if TYPE_CHECKING:
     from executor.memory.byte_log import ByteChange
     from executor.queues.logs import IterationLog, StepLog
 
-__all__ = ["SIDE_QUEUES", "Program", "Queues", "QueuesBase", "Work", "without_locals"]
+__all__ = [
+    "SIDE_QUEUES",
+    "ComputeSide",
+    "Handover",
+    "Health",
+    "Landing",
+    "Lifetime",
+    "Program",
+    "Queues",
+    "QueuesBase",
+    "Stillness",
+    "Timing",
+    "Work",
+    "without_locals",
+]
 
 SIDE_QUEUES = (Queue.H2D, Queue.D2H, Queue.ADAM, Queue.NET)
 """The queues besides compute."""
@@ -95,12 +109,33 @@ class Work(Protocol):
     def enter_thread(self, queue: Queue) -> None: ...
 
 
-class Queues(Protocol):
-    """The side queues. All methods are called from the user's thread."""
+class Lifetime(Protocol):
+    """How queues begin and end."""
+
+    @property
+    def program(self) -> Program | None:
+        """What `start` was given; None before."""
+        ...
 
     def start(self, program: Program, work: Work) -> None:
         """Begin; nothing runs before the first `allow`. The work is held weakly, but while a step of it runs."""
         ...
+
+    def stop(self) -> None:
+        """End the queues; returns when they have."""
+        ...
+
+    def stopper(self) -> Callable[[], object]:
+        """What ends their threads when nobody holds the work any more. Holds neither the work nor the queues."""
+        ...
+
+    def renew(self) -> Queues:
+        """Queues of the same kind that have not been started."""
+        ...
+
+
+class ComputeSide(Protocol):
+    """What the compute queue, which is the user's thread, tells the others and asks of them."""
 
     def allow(self, iteration: int) -> None:
         """Steps of iterations up to this one may run."""
@@ -126,6 +161,23 @@ class Queues(Protocol):
         """Return when these steps of the iteration have ended. For a step that is being executed, in any thread."""
         ...
 
+
+class Landing(Protocol):
+    """Copies to the gpu, as those see them that read what was copied."""
+
+    @property
+    def in_flight(self) -> Container[int]:
+        """Chunks whose copy to the gpu is issued and that the compute queue has not `land`ed yet."""
+        ...
+
+    def land(self, chunk: int) -> None:
+        """What the compute queue does from now on comes after the chunk's copy, if one is in flight."""
+        ...
+
+
+class Stillness(Protocol):
+    """How somebody else than the queues gets to move bytes."""
+
     def settle(self, iteration: int) -> None:
         """Return when every step of iterations up to this one has ended."""
         ...
@@ -140,21 +192,9 @@ class Queues(Protocol):
         """While paused: every step of iterations up to this one counts as done, the queues stand at the next."""
         ...
 
-    def stop(self) -> None:
-        """End the queues; returns when they have."""
-        ...
 
-    def stopper(self) -> Callable[[], object]:
-        """What ends their threads when nobody holds the work any more. Holds neither the work nor the queues."""
-        ...
-
-    def renew(self) -> Queues:
-        """Queues of the same kind that have not been started."""
-        ...
-
-    def waited(self, seconds: float) -> None:
-        """The training thread has waited so long for the device or the other ranks, outside these queues."""
-        ...
+class Handover(Protocol):
+    """While paused: where the queues stand, for other queues to go on from."""
 
     def standing(self) -> dict[Queue, tuple[int, int]]:
         """While paused: (iteration, index in the queue's order) of each queue's next step."""
@@ -164,13 +204,12 @@ class Queues(Protocol):
         """While paused: go on from there."""
         ...
 
-    @property
-    def in_flight(self) -> Container[int]:
-        """Chunks whose copy to the gpu is issued and that the compute queue has not `land`ed yet."""
-        ...
 
-    def land(self, chunk: int) -> None:
-        """What the compute queue does from now on comes after the chunk's copy, if one is in flight."""
+class Timing(Protocol):
+    """What is known of the time that a run takes."""
+
+    def waited(self, seconds: float) -> None:
+        """The training thread has waited so long for the device or the other ranks, outside these queues."""
         ...
 
     def measured(
@@ -185,10 +224,9 @@ class Queues(Protocol):
         not happened yet (else it keeps the time it was issued at)."""
         ...
 
-    @property
-    def program(self) -> Program | None:
-        """What `start` was given; None before."""
-        ...
+
+class Health(Protocol):
+    """What keeps queues from going on."""
 
     @property
     def failure(self) -> BaseException | None:
@@ -203,6 +241,11 @@ class Queues(Protocol):
     def fail(self, error: BaseException) -> None:
         """From any thread: the run is over, whoever waits raises this."""
         ...
+
+
+class Queues(Lifetime, ComputeSide, Landing, Stillness, Handover, Timing, Health, Protocol):
+    """The side queues: whoever needs less asks for one of the parts. All methods but `fail` are called from the user's
+    thread."""
 
 
 class QueuesBase:

@@ -16,6 +16,7 @@ from torch import nn
 from executor.contract import raw_grad, set_raw_grad
 from executor.moments.hooks import Event
 from executor.moments.unseen import unrecorded, unseen
+from executor.queues.interface import ComputeSide, Landing, Timing
 from executor.scaling import LossScaling
 from executor.session.batches import Batches
 from executor.session.cursor import Answer
@@ -69,12 +70,18 @@ class WarmUp(Protocol):
     def gradient_is_final(self, tensor: int) -> bool: ...
 
 
+class QueuesAsked(ComputeSide, Landing, Timing, Protocol):
+    """What is asked of the queues."""
+
+
 class Host(BytesHost, LoopHost, Protocol):
     """What is asked of the session."""
 
     now: Iteration
     iteration: int
 
+    @property
+    def queues(self) -> QueuesAsked: ...
     @property
     def reader(self) -> Reader: ...
     @property

@@ -12,7 +12,6 @@ from executor.devices.backend import Backend
 from executor.memory.arena import Arena
 from executor.memory.contents import Contents
 from executor.moments.hooks import MomentClock
-from executor.queues.interface import Queues
 from executor.session.at_work import AtWork
 from executor.session.cursor import Cursor
 from executor.session.iteration import Iteration
@@ -49,8 +48,6 @@ class BytesHost(PlanHost, Protocol):
     def contents(self) -> Contents: ...
     @property
     def backend(self) -> Backend: ...
-    @property
-    def queues(self) -> Queues: ...
 
 
 class LoopHost(PlanHost, Protocol):

@@ -14,6 +14,7 @@ import torch
 
 from executor.moments.hooks import Event
 from executor.moments.unseen import Watching, unseen
+from executor.queues.interface import Health, Stillness, Timing
 from executor.session.batches import Batches
 from executor.session.cursor import Act, Answer, State, act_of, answer
 from executor.session.facts import ActFacts
@@ -89,9 +90,15 @@ class WarmUp(Protocol):
     def on_event(self, event: Event, found: Answer) -> None: ...
 
 
+class QueuesAsked(Stillness, Timing, Health, Protocol):
+    """What is asked of the queues."""
+
+
 class Host(BytesHost, LoopHost, Protocol):
     """What is asked of the session."""
 
+    @property
+    def queues(self) -> QueuesAsked: ...
     @property
     def held(self) -> bool: ...
     @property

@@ -16,6 +16,7 @@ from torch import nn
 
 from executor.contract import ChunkParameter, ParkedParameter, disown, raw_grad, set_raw_grad
 from executor.moments.unseen import unseen
+from executor.queues.interface import Landing
 from executor.session.cursor import Act, Answer
 from executor.session.hosting import BytesHost, LoopHost
 from executor.session.updates import Updates
@@ -44,6 +45,8 @@ class Joining(Protocol):
 class Host(BytesHost, LoopHost, Protocol):
     """What is asked of the session."""
 
+    @property
+    def queues(self) -> Landing: ...
     @property
     def updates(self) -> Updates: ...
     @property

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from executor.queues.interface import ComputeSide, Stillness, Timing
 from executor.queues.logs import IterationLog, StepLog
 from executor.queues.moved import Moved
 from executor.queues.timeline import build_timeline
@@ -35,9 +36,15 @@ class Stashing(Protocol):
     def move(self, step: Step) -> int: ...
 
 
+class QueuesAsked(ComputeSide, Stillness, Timing, Protocol):
+    """What is asked of the queues."""
+
+
 class Host(BytesHost, Protocol):
     """What is asked of the session."""
 
+    @property
+    def queues(self) -> QueuesAsked: ...
     @property
     def reader(self) -> Reader: ...
     @property

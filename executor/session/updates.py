@@ -10,7 +10,7 @@ import torch
 from executor.devices.adam import Hyper
 from executor.devices.backend import StreamBackend
 from executor.memory.update import Update
-from executor.queues.interface import Program
+from executor.queues.interface import ComputeSide, Program, Stillness, Timing
 from executor.scaling import LossScaling
 from executor.session.hosting import BytesHost, LoopHost
 from pstar_sim.core.step import Kind, Queue
@@ -19,9 +19,15 @@ from pstar_sim.errors import PlanError
 __all__ = ["Host", "Updates"]
 
 
+class QueuesAsked(ComputeSide, Stillness, Timing, Protocol):
+    """What is asked of the queues."""
+
+
 class Host(BytesHost, LoopHost, Protocol):
     """What is asked of the session."""
 
+    @property
+    def queues(self) -> QueuesAsked: ...
     @property
     def program(self) -> Program: ...
     @property
