@@ -17,9 +17,9 @@ from pstar_sim.core.step import PAGEABLE, Kind, Place, Queue, Step
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import DoesNotFit, PlanError, PstarError
 from pstar_sim.policy import find_policy
+from pstar_sim.policy.kit.visits import Visit
 from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.policy.systems.sharded_visits import (
-    Visit,
     block_visits,
     operators_before,
     params_before,
@@ -144,7 +144,7 @@ def test_what_is_used_again_soon_is_kept() -> None:
     """Between F2 and B2 lie the reads of F3 and B3, two layers; between F1 and B1 four."""
     uses = Builder("x", chain(), machine(), SETTINGS).uses
     kept = {v.chunk: v for v in traced_visits(uses, 2 * LAYER) if v.last - v.first > 1}
-    assert kept == {2: Visit(2, 5, 2)}
+    assert kept == {2: Visit(2, 2, 5)}
     assert len(traced_visits(uses, 2 * LAYER - 1)) == 7
     assert len(traced_visits(uses, 6 * LAYER)) == 4
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import replace
-from typing import NamedTuple
 
 from pstar_sim.core.choose import choose
 from pstar_sim.core.plan import Plan
@@ -17,20 +16,12 @@ from pstar_sim.policy.family.course import Course, Knobs
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.room import budget_bytes, describe_moment
 from pstar_sim.policy.kit.schedule import Modes
+from pstar_sim.policy.kit.visits import Visit
 from pstar_sim.policy.passes.fits import check_gpu, check_host
 from pstar_sim.policy.passes.lowering import draft_of
 from pstar_sim.policy.passes.plan import plan_of
 
-__all__ = ["Visit", "plan_visits"]
-
-
-class Visit(NamedTuple):
-    """The working list of `chunk` is on the GPU from moment `first` to moment `last`, both included. On several ranks
-    the chunk is whole then."""
-
-    chunk: int
-    first: int
-    last: int
+__all__ = ["plan_visits"]
 
 
 def plan_visits(

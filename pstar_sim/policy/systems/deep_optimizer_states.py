@@ -70,7 +70,7 @@ def deep_optimizer_states(
     o.hold(host_bytes_per_param=BUFFER_FACTOR * optimizer_bytes(workload) + PREFETCH_BYTES_PER_PARAM)
     o.check_room()
     b.choices["capacity"] = o.describe()
-    b.choices["moves"] = o.s.describe_moves()
+    b.choices["moves"] = o.sharded.describe_moves()
     b.choices["flush"] = "gradients go to pinned host memory as fp32, beside the backward pass"
     b.choices["adam"] = (
         f"after the barrier, {len(o.groups)} sub-groups: states of {staged} of them (every {every}.) are staged up, "
@@ -80,29 +80,32 @@ def deep_optimizer_states(
 
 
 def _optimizer_step(o: Offloaded) -> int:
-    """All sub-groups; returns how many of them were staged. A staged one comes up before what the CPU updates in its
-    period goes up, and one period ahead."""
-    s = o.s
+    """All sub-groups; returns how many of them were staged.
+
+    A period is the sub-groups up to a staged one, which stands behind those that the CPU updates. Its states come up
+    before the parameters of its own period and of the one before go up.
+    """
+    s = o.sharded
     updated: dict[int, list[int]] = {}
     ends: list[int] = []
-    gone: list[int] = []  # staged sub-group -> the step with which its states have left the GPU
+    gone: list[int] = []  # of each staged sub-group so far, the step with which its states have left the GPU
     staged = [group for group in o.groups if group[0] in o.staged]
-    due = 0
+    periods = 0  # that are over
 
     def stage_up_to(count: int) -> None:
         for group in staged[len(gone) : count]:
             left = -1
             for c in group:
-                update, left = s.stage(c, gone[-2:-1])  # two sub-groups at most are on the GPU
+                update, left = s.stage(c, gone[-2:-1])  # behind the last but one: two at most are on the GPU
                 updated[c] = [update]
                 ends.append(update)
             gone.append(left)
             ends.append(left)
 
     for group in o.groups:
-        stage_up_to(due + 2)
+        stage_up_to(periods + 2)  # this period's and the next one's
         if group[0] in o.staged:
-            due += 1
+            periods += 1
             continue
         for c in group:
             updated[c] = [s.gpu_adam(c)] if c in o.resident else s.copy_up(c, [s.cpu_adam(c)])

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 
 from pstar_sim.core.step import Place, Queue
+from pstar_sim.policy.kit.visits import Visit
 from pstar_sim.policy.passes.step_by_step.disks import read_in
-from pstar_sim.policy.systems.sharded_visits import Visit
 from pstar_sim.policy.systems.shards import Shards
 
 __all__ = ["Gathers"]
@@ -31,7 +31,7 @@ class Gathers:
         self._b = shards.b
         self.opening: list[int] = []
         self.bytes_gathered = 0
-        self._asked: list[int] = []  # the moment before
+        self._asked: list[int] = []  # what a copy that is asked for waits for: the moment before
         self._ready: dict[int, int] = {}  # chunk -> the step that made it whole for the visit that is open
         self._left_host: dict[int, int] = {}  # chunk -> the step that freed what was read from the disks for a fetch
         self._gone: dict[int, list[int]] = {}  # chunk -> the steps that freed what a visit had brought
@@ -49,14 +49,14 @@ class Gathers:
         for v in scheme.visits:
             if not shards.comes(v.chunk):
                 continue
-            free = latest[v.chunk].last + 1 if v.chunk in latest else 0  # not before the visit before has ended
+            earliest = latest[v.chunk].last + 1 if v.chunk in latest else 0  # behind the chunk's visit before
             latest[v.chunk] = v
             if not shards.lives_on_gpu(v.chunk):
                 if scheme.home is Place.NVME:
-                    self._reads[max(free, scheme.read_at[v.first])].append(v)
-                self._fetches[max(free, scheme.fetch_at[v.first])].append(v)
+                    self._reads[max(earliest, scheme.read_at[v.first])].append(v)
+                self._fetches[max(earliest, scheme.fetch_at[v.first])].append(v)
             if shards.ranks > 1:
-                self._gathers[max(free, scheme.gather_at[v.first])].append(v)
+                self._gathers[max(earliest, scheme.gather_at[v.first])].append(v)
             self._opens[v.first].append(v)
             self._closes[v.last].append(v)
         for v in latest.values():

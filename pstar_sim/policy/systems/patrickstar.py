@@ -46,7 +46,7 @@ from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.policy.passes.step_by_step.gradient_lists import GradientLists
 from pstar_sim.policy.passes.step_by_step.on_all_ranks import gathered
 from pstar_sim.policy.systems.patrickstar_groups import Groups
-from pstar_sim.policy.systems.patrickstar_memory import Homes, Moves, homes_of
+from pstar_sim.policy.systems.patrickstar_memory import Homes, Memory, homes_of
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 
@@ -81,7 +81,7 @@ def patrickstar(workload: Workload, machine: Machine, settings: Settings, *, msc
     seen: list[frozenset[int]] = [frozenset()]
     for _ in range(MOST_ITERATIONS):
         iteration = play(seen[-1])
-        end = iteration.moves.resident
+        end = iteration.memory.resident
         if end == seen[-1]:
             break
         seen.append(end)
@@ -113,7 +113,7 @@ class _Iteration:
     def __init__(self, b: Builder, homes: Homes, resident: Collection[int], unit: str) -> None:
         self._b = b
         self._homes = homes
-        self.moves = Moves(b, homes, resident, unit)
+        self.memory = Memory(b, homes, resident, unit)
         self._groups = Groups(b.uses) if b.ranks > 1 else None
         updated = [c.index for c in b.layout.chunks if b.uses.updated(c.index)]
         stay = homes.small | homes.pinned
@@ -127,25 +127,25 @@ class _Iteration:
         except DoesNotFit as short:
             raise self._shortest(short) from None
         if self._groups is not None:
-            self.moves.disperse_all()
+            self.memory.disperse_all()
         self._adam()
 
     def _moment(self, m: int) -> None:
-        b, moves, groups = self._b, self.moves, self._groups
-        moves.moment = m
+        b, memory, groups = self._b, self.memory, self._groups
+        memory.moment = m
         if groups is not None and groups.begin(m):
-            moves.disperse_all()
+            memory.disperse_all()
         needed = tuple(c for c in b.uses.by_moment[m] if c in self._homes.brought_bytes)
-        moves.trim(needed)
+        memory.trim(needed)
         for c in needed:
-            moves.bring(c, needed)
+            memory.bring(c, needed)
         for c in self._gradients.opens.get(m, ()):
             self._open_gradient(c, needed)
-        used = moves.used_bytes
-        if used + b.uses.tide[m] > moves.budget_bytes:
+        used = memory.used_bytes
+        if used + b.uses.tide[m] > memory.budget_bytes:
             what = f"{describe_moment(b.workload, m)} beside {format_bytes(used)} that cannot be evicted"
             b.check_room(Place.GPU, used + b.uses.tide[m], what)
-        moves.last = b.compute(m, moves.then())
+        memory.last = b.compute(m, memory.then())
         for c in self._gradients.closes.get(m, ()):
             self._close_gradient(c)
         if groups is not None:
@@ -153,22 +153,22 @@ class _Iteration:
 
     def _open_gradient(self, c: int, needed: Collection[int]) -> None:
         """The list of a micro-batch's gradient opens."""
-        moves, size = self.moves, self._gradients.bytes_of(c)
-        moves.make_room(size, needed)
-        moves.last = self._gradients.open(c, moves.moment, moves.then())
+        memory, size = self.memory, self._gradients.bytes_of(c)
+        memory.make_room(size, needed)
+        memory.last = self._gradients.open(c, memory.moment, memory.then())
 
     def _close_gradient(self, c: int) -> None:
         """The gradient of a micro-batch is complete."""
-        moves = self.moves
-        moves.last = self._gradients.close(c, moves.moment, moves.then())
+        memory = self.memory
+        memory.last = self._gradients.close(c, memory.moment, memory.then())
 
     def _give_up(self, chunks: Collection[int]) -> None:
         """The groups of these chunks are: reduced behind their last gradient, else dropped."""
         for c in chunks:
-            if self.moves.moment == self._b.uses.last_gradient(c):
-                self.moves.reduce(c)
-            elif c in self.moves.whole and c not in self._homes.small:
-                self.moves.disperse(c)
+            if self.memory.moment == self._b.uses.last_gradient(c):
+                self.memory.reduce(c)
+            elif c in self.memory.whole and c not in self._homes.small:
+                self.memory.disperse(c)
 
     def _shortest(self, short: DoesNotFit) -> DoesNotFit:
         """The refusal for the moment that needs most, where that is more than the one that is `short`."""
@@ -181,7 +181,7 @@ class _Iteration:
             needed_bytes=needed_bytes,
             available_bytes=short.available_bytes,
             what=f"{describe_moment(self._b.workload, m)}; its chunks and gradient lists; "
-            f"{self.moves.describe_fixed()}",
+            f"{self.memory.describe_fixed()}",
         )
 
     def _most_needed(self) -> tuple[int, int]:
@@ -192,55 +192,55 @@ class _Iteration:
             gradients += sum(lists.bytes_of(c) for c in lists.opens.get(m, ()))
             chunks = sum(self._homes.brought_bytes.get(c, 0) for c in needed)
             reserve = b.layout.chunk_bytes if chunks or gradients else 0
-            beside = self.moves.non_model_bytes(m) + reserve
-            most = max(most, (self.moves.fixed_bytes + chunks + gradients + beside, m))
+            beside = self.memory.non_model_bytes(m) + reserve
+            most = max(most, (self.memory.fixed_bytes + chunks + gradients + beside, m))
             gradients -= sum(lists.bytes_of(c) for c in lists.closes.get(m, ()))
         return most
 
     def _adam(self) -> None:
         """After the backward pass, in chunk order, one chunk after the other."""
-        b, moves, uses = self._b, self.moves, self._b.uses
+        b, memory, uses = self._b, self.memory, self._b.uses
         homes = self._homes
         offloaded = [c for c in homes.movable if uses.updated(c)]
         if self._gradients.add_last:
             for c in offloaded:
                 self._send_last(c)
-                moves.last = self._gradients.add_last_of(c, moves.then())
+                memory.last = self._gradients.add_last_of(c, memory.then())
         for c in sorted((*filter(uses.updated, homes.small), *homes.pinned, *offloaded)):
             if c in homes.small or c in homes.pinned:
-                moves.last = b.gpu_adam(c, moves.then())
+                memory.last = b.gpu_adam(c, memory.then())
                 if c in homes.small:
-                    moves.last = gathered(b, c, 0, moves.last)
+                    memory.last = gathered(b, c, 0, memory.last)
                 continue
             if not self._gradients.add_last:
                 self._send_last(c)
-            moves.last = b.cpu_adam(c, moves.then())
-            if c in moves.on_gpu:
-                moves.fetch_updated(c)
+            memory.last = b.cpu_adam(c, memory.then())
+            if c in memory.on_gpu:
+                memory.fetch_updated(c)
 
     def _send_last(self, c: int) -> None:
         """The last gradient goes to the host, if it is not there."""
-        if c in self.moves.on_gpu:
-            self.moves.send_gradient(c)
+        if c in self.memory.on_gpu:
+            self.memory.send_gradient(c)
 
     def restore(self, start: frozenset[int]) -> None:
         """Moves working lists until those on the GPU are `start`."""
-        for c in sorted(self.moves.resident - start):
-            self.moves.evict(c)
-        for c in sorted(start - self.moves.resident):
-            self.moves.fetch(c)
+        for c in sorted(self.memory.resident - start):
+            self.memory.evict(c)
+        for c in sorted(start - self.memory.resident):
+            self.memory.fetch(c)
 
     def plan(self, rounds: int) -> Plan:
         """The plan. rounds: iterations played until the chunks on the GPU repeated. Raises DoesNotFit for the host."""
-        b, homes, moves = self._b, self._homes, self.moves
+        b, homes, memory = self._b, self._homes, self.memory
         b.check_room(
             Place.HOST,
-            moves.host_peak_bytes,
+            memory.host_peak_bytes,
             f"optimizer states of {len(homes.movable)} chunks and the working lists that are not on the GPU",
         )
-        b.wait(b.steps[0].id, Ref(moves.last, 1))
+        b.wait(b.steps[0].id, Ref(memory.last, 1))
         b.predictions["policy_iteration_s"] = sum(b.cost.seconds(step) for step in b.steps if step.stash is None)
-        b.choices.update(_choices(b, homes, moves.unit))
+        b.choices.update(_choices(b, homes, memory.unit))
         if rounds > MOST_ITERATIONS:
             b.choices["cycle"] = "its residents repeat only after several iterations; moved back at the end of each one"
         return b.plan()

@@ -18,7 +18,7 @@ from pstar_sim.policy.kit.room import describe_moment
 from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.units import format_bytes
 
-__all__ = ["MARGIN_RATIO", "Homes", "Moves", "homes_of"]
+__all__ = ["MARGIN_RATIO", "Homes", "Memory", "homes_of"]
 
 MARGIN_RATIO = 0.8
 GPU, HOST = PLACES.index(Place.GPU), PLACES.index(Place.HOST)
@@ -109,7 +109,7 @@ def chunks_in_margin(margin_bytes: int, states_bytes: Sequence[int]) -> int:
     return count
 
 
-class Moves:
+class Memory:
     """Payloads that move one at a time: every step waits for the one before. Writes the steps into `b`, whose holdings
     say who is where.
 

@@ -1,5 +1,5 @@
-"""Visits of the ZeRO-3 family: when a chunk is whole on the GPU, and how far ahead of a visit it is asked for; and the
-sub-groups in which its optimizers go.
+"""Visits of the ZeRO-3 family, how far ahead of a visit its chunk is asked for, and the sub-groups in which the
+optimizer goes.
 
 [Note: visits of ZeRO-3] FSDP's follow the blocks of the model, DeepSpeed's the order traced in a first iteration. Pure:
 everything here is a function of the job's facts.
@@ -10,23 +10,14 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from pstar_sim.core.layout import Layout
 from pstar_sim.policy.kit.facts import Facts
+from pstar_sim.policy.kit.visits import Visit
 from pstar_sim.workload.workload import Phase, Workload
 
-__all__ = ["Visit", "block_visits", "operators_before", "params_before", "sub_groups", "traced_visits"]
-
-
-@dataclass(frozen=True, slots=True)
-class Visit:
-    """Chunk is whole on the GPU from the start of moment `first` to the end of moment `last`."""
-
-    first: int
-    last: int
-    chunk: int
+__all__ = ["block_visits", "operators_before", "params_before", "sub_groups", "traced_visits"]
 
 
 def block_visits(uses: Facts) -> list[Visit]:
@@ -40,7 +31,7 @@ def block_visits(uses: Facts) -> list[Visit]:
         begin = 0
         for n in range(1, len(mine) + 1):
             if n == len(mine) or mine[n] > mine[n - 1] + 1:
-                out.append(Visit(runs[mine[begin]][0], runs[mine[n - 1]][1], chunk))
+                out.append(Visit(chunk, runs[mine[begin]][0], runs[mine[n - 1]][1]))
                 begin = n
     return sorted(out, key=lambda v: (v.first, v.chunk))
 
@@ -77,9 +68,9 @@ def traced_visits(uses: Facts, reuse_params: int) -> list[Visit]:
         first = touched[0]
         for a, b in pairwise(touched):
             if b > a + 1 and read[b] - read[a + 1] > reuse_params:
-                out.append(Visit(first, a, chunk))
+                out.append(Visit(chunk, first, a))
                 first = b
-        out.append(Visit(first, touched[-1], chunk))
+        out.append(Visit(chunk, first, touched[-1]))
     return sorted(out, key=lambda v: (v.first, v.chunk))
 
 

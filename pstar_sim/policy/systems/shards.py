@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from pstar_sim.core.step import PAGEABLE, Place
+from pstar_sim.policy.kit.visits import Visit
 from pstar_sim.policy.passes.builder import Builder
-from pstar_sim.policy.systems.sharded_visits import Visit
 
 __all__ = ["Flush", "Scheme", "Shards"]
 

@@ -42,7 +42,7 @@ __all__ = [
 ]  # fmt: skip
 
 GRADIENT_BYTES_PER_PARAM = 4
-"""The optimizer's gradient, in fp32: with AdamW's states 16 bytes a parameter, wherever the optimizer is."""
+"""The optimizer's gradient, in fp32: with AdamW's states 16 bytes per parameter, wherever the optimizer is."""
 
 BUFFER_FACTOR = 1.5
 """What DeepSpeed's memory estimators multiply host use by. 16 x 1.5 = 24 bytes a parameter is what nodes that run it
@@ -95,7 +95,7 @@ def zero3_offload(
         prefetch=prefetch,
     )
     o = Offloaded(b, choice)
-    s = o.s
+    s = o.sharded
     _optimizer_step(o, pinned=pinned)
     width = 0 if params == "gpu" else DTYPE_BYTES[workload.dtype]
     o.hold(host_bytes_per_param=BUFFER_FACTOR * (optimizer_bytes(workload) + width))
@@ -118,8 +118,9 @@ def zero3_offload(
 
 
 def _optimizer_step(o: Offloaded, *, pinned: bool) -> None:
-    """Sub-groups one after the other: Adam on the CPU, then the updated parameters up, then the next."""
-    s = o.s
+    """Sub-groups one after the other: Adam on the CPU, then the updated parameters up, then the next. The steps of a
+    sub-group end in its order, so the last one's stand for all."""
+    s = o.sharded
     ends: list[int] = []
     updated: dict[int, list[int]] = {}
     behind: list[int] = []  # what the next sub-group's update waits for
@@ -168,7 +169,7 @@ class Offloading:
 class Offloaded:
     """One iteration of zero3_offload or a successor, up to the update, written into `b`.
 
-    s: what it has in common with all of ZeRO-3.
+    sharded: what it has in common with all of ZeRO-3.
     groups: sub-groups of the optimizer, in order.
     resident, staged: chunks of the sub-groups whose Adam is on the GPU, and whose states live there or come for it.
     """
@@ -197,11 +198,11 @@ class Offloaded:
             bucket_params=choice.bucket,
             flush=choice.flush,
         )
-        self.s = Sharded(b, scheme)
+        self.sharded = Sharded(b, scheme)
 
     def hold(self, *, host_bytes_per_param: float) -> None:
         """Buffers: what the system holds beyond the plan's lists, on the host and on the GPU."""
-        b, s = self.b, self.s
+        b, s = self.b, self.sharded
         s.hold_on_host("the optimizer's own host buffers", int(host_bytes_per_param * self.offloaded_params))
         s.hold_bucket()
         listed = sum(b.uses.home_bytes(c) - b.layout.payload_bytes(c, "param") for c in self.resident)
@@ -210,7 +211,7 @@ class Offloaded:
 
     def check_room(self) -> None:
         """Raise DoesNotFit where what is held all the time is too much; the rest is found by playing the plan."""
-        s = self.s
+        s = self.sharded
         offloaded, resident = (f"{n / 1e9:.2f} B parameters" for n in (self.offloaded_params, self.resident_params))
         what = f"a rank's optimizer of {offloaded} with its buffers"
         self.b.check_room(Place.HOST, self.b.held_bytes(Place.HOST), what)
@@ -222,7 +223,7 @@ class Offloaded:
         """For `choices["capacity"]`."""
         b = self.b
         share = self.offloaded_params / max(1, self.offloaded_params + self.resident_params)
-        where = "the GPU" if self.s.shards.scheme.home is Place.GPU else "the host"
+        where = "the GPU" if self.sharded.shards.scheme.home is Place.GPU else "the host"
         return (
             f"parameters live on {where}; {share:.0%} of the optimizer on the host, "
             f"{format_bytes(b.held_bytes(Place.HOST))} a rank with its buffers"

@@ -2,7 +2,8 @@
 
 A block's parameters are gathered one block ahead of their use and given up behind it, in forward and again in backward
 (recomputation included); gradients are reduce-scattered as they are complete, each rank updates its own slice on its
-GPU in optimizer.step(). Nothing crosses the link. With one rank it is all_on_gpu with the real systems' bytes.
+GPU in optimizer.step(). A rank's slice of the gradients is kept in fp32: with 2-byte parameters and 12 bytes of states
+that makes the 18 bytes per parameter of DeepSpeed's memory estimator. Nothing crosses the link. With one rank it is all_on_gpu with the real systems' bytes.
 """
 
 from __future__ import annotations
@@ -15,14 +16,11 @@ from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.policy.systems.sharded import Sharded
 from pstar_sim.policy.systems.sharded_visits import block_visits, operators_before, traced_visits
 from pstar_sim.policy.systems.shards import Scheme
+from pstar_sim.policy.systems.zero3_offload import GRADIENT_BYTES_PER_PARAM
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["GRADIENT_BYTES_PER_PARAM", "OPTIONS", "zero3_resident"]
-
-GRADIENT_BYTES_PER_PARAM = 4
-"""ZeRO keeps a rank's slice of the gradients in fp32: with 2-byte parameters and 12 bytes of states that makes the 18
-bytes a parameter of DeepSpeed's memory estimator."""
+__all__ = ["OPTIONS", "zero3_resident"]
 
 OPTIONS = {
     "reshard": Option(switch(), "give parameters up after forward and gather them again for backward", True),

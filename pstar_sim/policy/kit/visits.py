@@ -1,0 +1,16 @@
+"""Visit: a chunk on the GPU for a run of moments. What policies of every family decide."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["Visit"]
+
+
+class Visit(NamedTuple):
+    """The working list of `chunk` is on the GPU from moment `first` to moment `last`, both included. On several ranks
+    the chunk is whole then."""
+
+    chunk: int
+    first: int
+    last: int
