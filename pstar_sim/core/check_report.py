@@ -11,10 +11,17 @@ __all__ = ["CheckReport"]
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """What was proved. peak_bytes: the most each place can hold in any legal interleaving (exact). peak_at: the moment
-    it holds that in (-1: at the cut). running: the steps under way then. iterations: how many had to be unrolled (2
-    unless a queue may run further ahead). figures: names of what the plan states that was computed again and is so.
-    not_checked: a line for each kind of thing that it states and that was not ([Note: what a check says])."""
+    """What was proved.
+
+    iterations: how many had to be unrolled, 2 unless a queue may run further ahead.
+    peak_bytes: place -> the most that it can hold in any legal interleaving (exact).
+    peak_at: place -> the moment in which it holds that, -1 for the cut.
+    running: place -> ids of the steps under way then.
+    budget_bytes: place -> what the plan may take of it.
+    figures: names of the plan's figures that were computed again and are right.
+    not_checked: a line for each kind of thing that the plan states and that was not computed again ([Note: what a check
+        says] in figures.py).
+    """
 
     steps: int
     moments: int

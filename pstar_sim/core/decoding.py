@@ -26,7 +26,8 @@ __all__ = [
 
 
 class Wrong(Exception):
-    """A field that is missing or of the wrong kind; becomes a PlanError that names the file."""
+    """A field that is missing or of the wrong kind. Whoever reads the file turns it into an error that names the
+    file."""
 
 
 def parse_json(text: str) -> object:
@@ -60,6 +61,7 @@ def to_columns(cls: type, rows: Iterable[Any]) -> dict[str, list[Any]]:
 
 
 def from_columns(cls: type, table: object, where: str) -> tuple[Any, ...]:
+    """Rows of a dataclass from its columns. where: the name of the field, for messages. Raises Wrong."""
     if not isinstance(table, dict):
         raise Wrong(f"field {where!r} is {brief(table)}; it must be an object of columns")
     hints = typing.get_type_hints(cls)
@@ -79,7 +81,8 @@ def from_columns(cls: type, table: object, where: str) -> tuple[Any, ...]:
 
 
 def decode(hint: Any, value: object, where: str) -> Any:
-    """`value` as the type `hint` says (plain types, enums, dataclasses, X | None, tuples, Mapping[str, X])."""
+    """`value` as the type `hint` says (plain types, enums, dataclasses, X | None, tuples, Mapping[str, X]). where: the
+    name of the field, for messages. Raises Wrong."""
     if hint in _PLAIN:
         test, want = _PLAIN[hint]
         if not test(value):
@@ -138,6 +141,7 @@ _PLAIN: dict[object, tuple[Callable[[object], bool], str]] = {
 
 
 def as_dataclass(cls: type, value: object, where: str, ready: frozenset[str] = frozenset()) -> object:
+    """An object of JSON as a dataclass. ready: fields that are decoded already. Raises Wrong."""
     if not isinstance(value, dict):
         raise Wrong(f"field {where!r} is {brief(value)}; it must be an object")
     hints = typing.get_type_hints(cls)
@@ -155,5 +159,6 @@ def as_dataclass(cls: type, value: object, where: str, ready: frozenset[str] = f
 
 
 def brief(value: object) -> str:
+    """A value in a message, cut to 60 characters."""
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -45,9 +45,12 @@ MODES = ("cpu", "pin", "stream", "frozen")
 class Settings:
     """What the caller asked of every policy.
 
-    update: "step" (no Adam before optimizer.step()) or "eager" (inside backward). clip: gradients are clipped by their
-    global norm. chunk_bytes: payload of one working-list chunk, None = searched; a size such as "128MiB" is turned into
-    bytes. prefetch etc. belong to policies. Raises PlanError for anything else.
+    update: "step" (no Adam before optimizer.step()) or "eager" (inside backward).
+    clip: gradients are clipped by their global norm.
+    chunk_bytes: bytes of the working list of one chunk; None searches for the best. A size such as "128MiB" is turned
+        into bytes.
+
+    Raises PlanError for other values. What is asked of one policy is an option in the policy's name.
     """
 
     update: str = "step"
@@ -72,7 +75,8 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Resident:
-    """One list of one chunk at one place. chunk is -1 for a buffer of the policy's own (its bytes: Plan.buffers)."""
+    """One list of one chunk at one place. chunk is -1 for a buffer of the policy's own: `list` is then its name, and
+    its bytes are in Plan.buffers."""
 
     chunk: int
     list: str
@@ -81,10 +85,17 @@ class Resident:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """modes: per chunk "cpu", "pin", "stream" or "frozen". initial: residents at the cut. buffers: (name, place, bytes)
-    the policy holds throughout, the room for stashes (STASHES) among them. Budgets are those of one rank; all ranks run
-    the same steps. predictions: figures by name (iteration_s, peak_gpu_bytes, lower_bound_s ...), may be empty.
-    choices: what the policy decided and why, for `explain` (capacity rule, pins tried, kept gaps ...)."""
+    """One iteration, as every rank runs it.
+
+    modes: per chunk "cpu", "pin", "stream" or "frozen".
+    initial: residents at the cut.
+    steps: those of each queue in the order in which they run.
+    gpu_budget_bytes, host_budget_bytes, nvme_budget_bytes: what one rank may take of each place; 0 for disks that the
+        plan does not use.
+    buffers: (name, place, bytes) that the policy holds throughout, the room for stashes (STASHES) among them.
+    predictions: figures by name (iteration_s, peak_gpu_bytes, lower_bound_s ...), may be empty.
+    choices: what the policy decided and why, for `explain` (capacity rule, pins tried, kept gaps ...).
+    """
 
     policy: str
     workload: Workload
@@ -174,12 +185,12 @@ class Plan:
 
 
 def moved_bytes(steps: Iterable[Step], ranks: int) -> dict[str, int]:
-    """What `Plan.moved_bytes` says, of any steps on a machine of so many ranks."""
+    """Bytes that one rank moves with these steps, by route, as `Plan.moved_bytes`. ranks: of the machine."""
     moved = {"h2d": 0, "d2h": 0}
     for step in steps:
         route = ROUTES.get(step.kind)
         if route is not None:
-            # Of what a collective is about, a rank sends all but its own slice, whichever ring or tree it goes along.
+            # In a collective a rank sends every slice but its own, whichever ring or tree they go along.
             moved[route] = moved.get(route, 0) + (step.bytes * (ranks - 1) // ranks if route == "net" else step.bytes)
     return moved
 

@@ -39,6 +39,24 @@ FORMAT = "pstar-sim plan"
 VERSION = 1
 
 _COLUMNS: dict[str, type] = {"tensors": Tensor, "moments": Moment, "uses": Use, "stashes": Stash}
+_FIELDS = (
+    "format",
+    "version",
+    "policy",
+    "settings",
+    "gpu_budget_bytes",
+    "host_budget_bytes",
+    "predictions",
+    "choices",
+    "machine",
+    "workload",
+    "layout",
+    "modes",
+    "buffers",
+    "initial",
+    "steps",
+)
+_LATER = {"nvme_budget_bytes": 0}  # fields that older files of this version do not have -> what that means
 _ONLY_IF_ANY = ("activations", "stashes", "dtype_open")  # fields of the workload that are left out where they are empty
 
 
@@ -117,34 +135,12 @@ def read_plan(path: Path) -> Plan:
     return plan
 
 
-_TOP = (
-    "format",
-    "version",
-    "policy",
-    "settings",
-    "gpu_budget_bytes",
-    "host_budget_bytes",
-    "predictions",
-    "choices",
-    "machine",
-    "workload",
-    "layout",
-    "modes",
-    "buffers",
-    "initial",
-    "steps",
-)
-
-
-_LATER = {"nvme_budget_bytes": 0}  # fields that older files of this version do not have, and what they mean then
-
-
 def _from_values(values: dict[str, Any], text: str) -> Plan:
-    for name in _TOP:
+    for name in _FIELDS:
         if name not in values:
             raise Wrong(f"field {name!r} is missing")
     for name in values:
-        if name not in _TOP and name not in _LATER:
+        if name not in _FIELDS and name not in _LATER:
             raise Wrong(f"field {name!r} is not known")
     return Plan(
         policy=decode(str, values["policy"], "policy"),

@@ -29,6 +29,10 @@ ALIGN_BYTES = 256
 LARGEST_SLAB_BYTES = 1 << 30
 
 
+_Held = list[tuple[int, tuple[int, str]]]
+"""What lies in one slab: (byte offset, payload)."""
+
+
 @dataclass(frozen=True)
 class HostRoom:
     """Where each host payload lies: (chunk, list) -> (slab, byte offset); bytes of each slab, powers of two."""
@@ -53,9 +57,8 @@ def pack_slabs(sizes: Iterable[tuple[tuple[int, str], int]], *, largest_bytes: i
     used: list[int] = []
     where: dict[tuple[int, str], tuple[int, int]] = {}
     held: list[_Held] = []  # of each slab, ascending
-    first_open = last = 0
-    # Slabs before first_open have no room for any payload. Where payloads are of one size, one goes behind the other.
-    size_before = 0
+    first_open = 0  # slabs before it have no room for any payload
+    last = size_before = 0  # slab and size of the payload before: one of the same size fits no earlier slab
     for size, key in rows:
         for i in range(last if size == size_before else first_open, len(used)):
             if used[i] + size <= slab:
@@ -71,10 +74,6 @@ def pack_slabs(sizes: Iterable[tuple[tuple[int, str], int]], *, largest_bytes: i
         while first_open < len(used) and slab - used[first_open] < rows[-1][0]:
             first_open += 1
     return HostRoom(where, _shrink(used, held, where))
-
-
-_Held = list[tuple[int, tuple[int, str]]]
-"""What lies in one slab: (byte offset, payload)."""
 
 
 def _shrink(used: list[int], held: list[_Held], where: dict[tuple[int, str], tuple[int, int]]) -> tuple[int, ...]:

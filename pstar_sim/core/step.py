@@ -1,16 +1,17 @@
 """Step: one action of a plan on one queue, and its one-line text form.
 
-[Note: what a step does to memory] is the table EFFECTS, which simulator, ledger, slabs and executor all follow: what a
-step reads has to be there when it starts; what it takes it takes when it starts, what it frees it frees when it ends.
-Besides: a compute step takes the tide's rise when it starts and frees the tide's fall when it ends, and its chunks are
-on the gpu. alloc zeroes what it takes; a copy (fetch, writeback, nvme_read, nvme_write) leaves there what it read;
-cpu_add adds the gradient to grad32; cpu_adam and gpu_adam read the states as well and leave updated parameters in the
-working list; after gather the chunk is whole on this gpu, after reduce_scatter the own slice is the reduced gradient.
+[Note: what a step does to memory] The table EFFECTS says it; simulator, ledger, slabs, policies and executor follow the
+table. What a step reads has to be there when the step starts. What it takes it takes when it starts, what it frees it
+frees when it ends. The table leaves out three things:
 
-(A cpu_add with list=param adds the last gradient, which lies in place in the host's working list, and frees nothing.)
-
-(A stash, what a block's forward left behind, is no list of a chunk: its bytes on the gpu are part of the tide, and its
-room on the host is a buffer of the plan's, held throughout. [Note: stashes] in workload/workload.py.)
+- Moments: a compute step needs its chunks on the gpu, takes the tide's rise when it starts and frees the tide's fall
+  when it ends.
+- Contents: alloc zeroes what it takes; a copy (fetch, writeback, nvme_read, nvme_write) leaves there what it read;
+  cpu_add adds the gradient to grad32 (with list=param the last gradient, which lies in the host's working list and
+  stays there); cpu_adam and gpu_adam read the states as well and leave updated parameters in the working list; after
+  gather the chunk is whole on this gpu, after reduce_scatter the own slice is the reduced gradient.
+- Stashes: what a block's forward left behind is no list of a chunk. Its bytes on the gpu are part of the tide, its room
+  on the host is a buffer of the plan that is held throughout. [Note: stashes] in workload/workload.py.
 
 [Note: several ranks] Every rank runs the same program. With Layout.ranks = P > 1 a list of a chunk is this rank's own
 slice of it, 1/P; "remote" (beside "param") and "grad_remote" (beside "grad") are the slices of all others. A chunk is
@@ -109,7 +110,7 @@ ROUTES = {
 """Kinds that move bytes -> the way that the bytes go."""
 
 COPIES = frozenset(kind for kind, route in ROUTES.items() if route in ("h2d", "d2h"))
-"""What crosses the link between host and gpu."""
+"""Kinds that cross the link between host and gpu; copies from and to the disks do not."""
 
 UPDATES = frozenset({Kind.CPU_ADAM, Kind.GPU_ADAM})
 """Adam, at the place where it reads the states."""
@@ -123,8 +124,11 @@ OTHERS = {"remote": "param", "grad_remote": "grad"}
 class Touch:
     """A list of the step's chunk that a step takes or frees.
 
-    place, list: None for the step's own. lenient: only if absent (taken) or present (freed); else that is an error.
-    only, but: the lists of the step for which it does so; None for all, and for none left out.
+    place: where; None for the step's own place.
+    list: which; None for the step's own list.
+    lenient: to take what is there already, or to free what is not there, does nothing; else it is an error.
+    only: the step does so for these lists of its own; None for all.
+    but: the step does not do so for this list of its own; None for none.
     """
 
     place: Place | None
@@ -139,8 +143,12 @@ class Touch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """What a kind of step does to the payloads of its chunk. reads: where its list has to be; for Adam that of the
-    working list and the states."""
+    """What a kind of step does to the payloads of its chunk.
+
+    reads: where the step's list has to be when it starts; for Adam, where the working list and the states have to be.
+    takes: what the step takes when it starts.
+    frees: what the step frees when it ends.
+    """
 
     reads: Place | None = None
     takes: Touch | None = None
@@ -173,7 +181,8 @@ EFFECTS: dict[Kind, Effect] = {
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A step that has to end first: in this iteration (back = 0) or the previous one (back = 1; done in the first)."""
+    """A step that has to end first: in this iteration (back = 0) or in the one before it (back = 1), which counts as
+    done when the first iteration begins."""
 
     id: int
     back: int = 0
@@ -184,9 +193,16 @@ class Ref:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One action. moment: the moment it is (compute), serves (fetch: first use) or comes from (writeback, Adam: last
-    gradient; stash_out, stash_in: the one that makes or needs it). via: how a copy goes, None for pinned and
-    asynchronous or "pageable" (host memory that is not pinned). stash: index into the workload's stashes."""
+    """One action.
+
+    bytes: see the module's docstring.
+    chunk, list, place: what the step is about; place of an alloc or a free alone.
+    moment: of compute, which moment it is; of fetch, the first use; of writeback and Adam, the last gradient; of
+        stash_out and stash_in, the moment that makes or needs the stash.
+    after: steps that have to end first.
+    via: how a copy goes: None for pinned memory and asynchronous, "pageable" for host memory that is not pinned.
+    stash: index into the workload's stashes.
+    """
 
     id: int
     queue: Queue

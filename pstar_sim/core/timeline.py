@@ -34,8 +34,12 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One step of one iteration. ready_s: when its queue came to it; it waited [ready_s, start_s) for `cause` ("" if it
-    did not wait; else the queue name of the step it waited for last: "h2d", "d2h", "adam", "compute", "barrier")."""
+    """One step of one iteration.
+
+    ready_s: when the queue came to the step, which then waited until start_s.
+    cause: what the step waited for last: the queue of a step ("h2d", "d2h", "adam", "compute") or "barrier"; "" if it
+        did not wait.
+    """
 
     step: int
     iteration: int
@@ -118,11 +122,19 @@ class _Kept(Generic[_Row]):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Timeline:
-    """source: "simulated" or "measured". spans cover `iterations` iterations; the last is the steady one, whose period
-    is iteration_s. samples cover the steady iteration, times relative to its start. peak_bytes: per place, over the
-    steady iteration. moved_bytes: per direction ("h2d", "d2h"), one steady iteration. stall_s: cause -> seconds the
-    compute queue waited in it. busy_s: queue -> seconds it worked in it. For pictures, optional: label (the policy),
-    phases (of each moment), budget_bytes (per place, what the plan may take)."""
+    """What a plan's steps and bytes did.
+
+    source: "simulated" or "measured".
+    iterations: how many `spans` cover; the last of them is the steady one.
+    iteration_s: period of the steady iteration.
+    samples: bytes in the steady iteration, times relative to its start.
+    peak_bytes: place -> most bytes in the steady iteration.
+    moved_bytes: direction ("h2d", "d2h") -> bytes in the steady iteration.
+    stall_s: cause -> seconds for which the compute queue waited in the steady iteration.
+    busy_s: queue -> seconds for which it worked in the steady iteration.
+    label, phases, budget_bytes: for pictures, optional: the policy, the phase of each moment, and place -> what the
+        plan may take of it.
+    """
 
     source: str
     iterations: int

@@ -43,7 +43,16 @@ def _key_name(key: _Key) -> str:
 
 
 class Walk:
-    """Plays all unrolled iterations in one legal order. takes, frees: per instance, (place, bytes)."""
+    """Plays all unrolled iterations in one legal order. An instance is a step in one of these iterations.
+
+    takes, frees: instance -> (place, bytes).
+    content: what each list says that is somewhere now; None for one that nothing has filled.
+    last_change: list -> the latest instance that changed it.
+    looks: list -> queue -> the latest instance that read it since.
+    finals: moment -> tensors whose gradient becomes final in it.
+    expected: chunk -> (micro-batch, tensor) of all gradients that it gets in an iteration.
+    target: (chunk, micro-batch) -> list on the gpu in which its gradients arrive.
+    """
 
     def __init__(self, plan: Plan, program: Unrolled) -> None:
         self.plan = plan
@@ -75,6 +84,9 @@ class Walk:
             self.finals[m].append(t)
             self.expected.setdefault(layout.chunk_of[t], set()).add((u, t))
         self.target = self._targets()
+        peaks = [m.peak_bytes for m in w.moments]
+        self._rise = [max(0, peak - peaks[m - 1]) for m, peak in enumerate(peaks)]
+        self._fall = [max(0, peak - peaks[(m + 1) % len(peaks)]) for m, peak in enumerate(peaks)]
 
     def _targets(self) -> dict[tuple[int, int], str]:
         """Where the gradients of (chunk, micro-batch) arrive on the gpu."""
@@ -97,7 +109,7 @@ class Walk:
         return target
 
     def run(self) -> None:
-        program, w = self.program, self.plan.workload
+        program = self.program
         play: dict[Kind, Callable[[int, int, Step], None]] = {
             Kind.COMPUTE: self._compute,
             Kind.ALLOC: self._alloc,
@@ -115,9 +127,6 @@ class Walk:
             Kind.STASH_OUT: self._nothing,
             Kind.STASH_IN: self._nothing,
         }
-        peaks = [m.peak_bytes for m in w.moments]
-        self._rise = [max(0, peak - peaks[m - 1]) for m, peak in enumerate(peaks)]
-        self._fall = [max(0, peak - peaks[(m + 1) % len(peaks)]) for m, peak in enumerate(peaks)]
         before: dict[_Key, object] = {}
         self._check_nothing_lost(-1)
         for k in range(program.iterations):

@@ -3,7 +3,8 @@
 A block's parameters are gathered one block ahead of their use and given up behind it, in forward and again in backward
 (recomputation included); gradients are reduce-scattered as they are complete, each rank updates its own slice on its
 GPU in optimizer.step(). A rank's slice of the gradients is kept in fp32: with 2-byte parameters and 12 bytes of states
-that makes the 18 bytes per parameter of DeepSpeed's memory estimator. Nothing crosses the link. With one rank it is all_on_gpu with the real systems' bytes.
+that makes the 18 bytes per parameter of DeepSpeed's memory estimator. Nothing crosses the link. With one rank it is
+all_on_gpu with the real systems' bytes.
 """
 
 from __future__ import annotations
