@@ -27,7 +27,7 @@ from executor.devices.torch_private import storage_key
 from executor.distributed.ranks import Ranks, count_of, join, share_values
 from executor.engine import Session, SessionOptions
 from executor.lifetime.holdings import ask_torch_threads
-from executor.lifetime.loading import load_parameters
+from executor.lifetime.loading import load_parameters, unload_parameters
 from executor.lifetime.on_model import guard_model, watch_batches
 from executor.memory.arena import Arena, check_gpu_memory, check_host_memory
 from executor.moments.recorder import describe_parameters
@@ -41,7 +41,7 @@ from executor.session.others import CountOf
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.checker.check import check_plan
 from pstar_sim.core.plan import Plan
-from pstar_sim.errors import ContractError, PlanError, WeightsError
+from pstar_sim.errors import ContractError, PlanError
 from pstar_sim.workload.workload import Tensor
 
 __all__ = ["prepare"]
@@ -97,12 +97,12 @@ def prepare(
 
     made = backend or open_backend(device, plan, options)
     mine = made if backend is None else None
-    with _closed(mine, []):
+    with _given_back_on_error(mine, []):
         home = check_placement(model, made.device)
         check_gpu_memory(plan, made, worst_bytes)
         ranks = join(plan, group, device=made.device, timeout_s=timeout_s)
     sessions: list[Session] = []
-    with _heard(ranks), _closed(mine, sessions), contextlib.ExitStack() as undo:
+    with _announced_on_error(ranks), _given_back_on_error(mine, sessions, given.source), contextlib.ExitStack() as undo:
         if ranks is not None:
             _require_same(ranks, given)
         arena = _arena_that_fits(given, made, ranks)
@@ -129,7 +129,8 @@ def prepare(
         torch_optimizer.session = session
         session.optimizer = weakref.ref(torch_optimizer)
         _load(session, given.source)
-        session.on_close += [guard_model(model, session), carry_out(session)]
+        session.on_close.append(guard_model(model, session))
+        session.on_close.append(carry_out(session))
         session.hooks.append(watch_batches(model, session))
         session.guard_memory()
         if checked:
@@ -279,15 +280,10 @@ def _skeleton(model: nn.Module) -> nn.Module | None:
 
 
 def _load(session: Session, source: Weights | None) -> None:
-    """The values move into the chunks. Raises WeightsError for a file that changed after its header was read; the
-    session is closed then."""
+    """The values move into the chunks. Raises WeightsError for a file that changed after its header was read."""
     session.weights_note = source.note if source is not None else ""
-    try:
-        with torch.no_grad():
-            load_parameters(session, source)
-    except WeightsError:
-        session.close(restore=False)
-        raise
+    with torch.no_grad():
+        load_parameters(session, source)
 
 
 def _stop_at_exit(session: Session) -> None:
@@ -305,23 +301,37 @@ def _stop_at_exit(session: Session) -> None:
 
 
 @contextlib.contextmanager
-def _closed(backend: Backend | None, sessions: Sequence[Session]) -> Iterator[None]:
-    """What was taken of the device for a run that does not begin is given back; a session does so itself."""
+def _given_back_on_error(
+    backend: Backend | None, sessions: Sequence[Session], source: Weights | None = None
+) -> Iterator[None]:
+    """An error inside gives back what was taken for the run, which does not begin. backend: None where the caller made
+    it. sessions: the run's, once there is one; it gives the backend back itself. source: of the model's values."""
     try:
         yield
     except BaseException as error:
-        if sessions and not isinstance(error, Exception):
-            sessions[0].ending.interrupt(
-                "executor.prepare was interrupted while values moved into the chunks; build or load the model again"
-            )
+        for session in sessions:
+            _call_off(session, error, source)
         if backend is not None and not sessions:
             backend.close()
         raise
 
 
+def _call_off(session: Session, error: BaseException, source: Weights | None) -> None:
+    """End a session that `prepare` does not return. The model gets its values back, unless they came from a source or
+    ranks hold slices of them. An interruption ends the run as it stands: the values may be in no one place."""
+    if not isinstance(error, Exception):
+        session.ending.interrupt(
+            "executor.prepare was interrupted while values moved into the chunks; build or load the model again"
+        )
+        return
+    if source is None and session.ranks is None:
+        unload_parameters(session, session.home)
+    session.close(restore=False)
+
+
 @contextlib.contextmanager
-def _heard(ranks: Ranks | None) -> Iterator[None]:
-    """What is raised inside reaches the other ranks, which would wait for this one."""
+def _announced_on_error(ranks: Ranks | None) -> Iterator[None]:
+    """An error inside reaches the other ranks, which would wait for this one."""
     try:
         yield
     except BaseException as error:

@@ -78,12 +78,15 @@ class Ending:
             host.ranks.announce(host.queues.failure or error, host.iteration)
 
     def close(self, *, restore: bool) -> None:
-        """Queues stop, hooks go, and (restore) parameters become plain ones with their current values. Raises, once all
-        of that is done, what a queue died of if nobody has been told yet."""
+        """Queues stop, hooks go, and (restore) parameters become plain ones with their current values. Does nothing
+        when called again.
+
+        Raises, once all of that is done, what a queue died of if nobody has been told yet."""
         host = self.host
         if host.closed:
             return
         values: dict[int, torch.Tensor] = {}
+        untold: Exception | None = None
         host.at_work.outermost()
         if restore and host.at_work.torn and host.queues.failure is None:
             try:
@@ -97,8 +100,12 @@ class Ending:
                     "the update of iteration %d, others do not have it",
                     host.iteration,
                 )
-            values = {t: host.reader.value_now(t) for t in host.timetable.chunk_of}
-        elif restore:
+            try:
+                values = {t: host.reader.value_now(t) for t in host.timetable.chunk_of}
+            except Exception as error:  # raised below: the session ends first
+                host.queues.fail(error)
+                untold = error
+        if restore and host.queues.failure is not None:
             log.warning("the parameters are left without values: the run ended with %s", host.queues.failure)
         self.tell_ranks(sys.exc_info()[1])
         host.closed = True
@@ -107,6 +114,8 @@ class Ending:
             host.queues.stop()
         finally:
             self._let_go(values)
+        if untold is not None:
+            raise untold
 
     def _let_go(self, values: Mapping[int, torch.Tensor]) -> None:
         """values: tensor -> what its parameter holds from now on."""

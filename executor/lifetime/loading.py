@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from executor.contract import adopt
+from executor.contract import ChunkParameter, adopt, disown
 from executor.memory.arena import Arena
 from executor.memory.contents import Contents
 from executor.session.hosting import BytesHost
@@ -17,7 +17,7 @@ from pstar_sim.core.effects import OTHERS
 from pstar_sim.core.layout import Chunk, Slot
 from pstar_sim.core.step import Place
 
-__all__ = ["Host", "Source", "load_parameters", "views_of"]
+__all__ = ["Host", "Source", "load_parameters", "unload_parameters", "views_of"]
 
 
 class Source(Protocol):
@@ -69,6 +69,27 @@ def _put_everywhere(contents: Contents, chunk: int, tensor: int, value: torch.Te
         for list_name in ("param", "param32"):
             if contents.arena.has(place, chunk, list_name):
                 contents.slots.put(place, tensor, list_name, value)
+
+
+def unload_parameters(host: Host, home: torch.device) -> None:
+    """The opposite of `load_parameters`, also of one that stopped halfway: parameters that have moved into a chunk are
+    plain ones again, on `home`, with the values that they came with. Only on one rank and before the first step."""
+    for tensor, chunk in host.timetable.chunk_of.items():
+        parameter = host.reader.parameters[tensor]
+        if not isinstance(parameter, ChunkParameter):
+            continue  # still plain
+        shape, value = parameter.shape, _loaded_value(host, chunk, tensor)
+        disown(parameter)
+        parameter.data = value.to(home, copy=True).reshape(shape)
+
+
+def _loaded_value(host: Host, chunk: int, tensor: int) -> torch.Tensor:
+    """What `_put_everywhere` wrote, flat, in the working dtype."""
+    for list_name in ("param", "param32"):
+        for place in (Place.HOST, Place.GPU):
+            if host.arena.has(place, chunk, list_name):
+                return host.contents.slots.at(place, tensor, list_name).to(host.arena.dtype(chunk, "param"))
+    raise AssertionError(f"tensor {tensor} has moved into chunk {chunk}, of which no list has memory")
 
 
 def views_of(arena: Arena, chunk: Chunk, parameters: Sequence[nn.Parameter]) -> list[tuple[Slot, torch.Tensor]]:
