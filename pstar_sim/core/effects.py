@@ -5,6 +5,7 @@ Used by ledger, slabs and policies; the checker has code of its own.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from pstar_sim.core.layout import Layout
@@ -67,8 +68,9 @@ def _touched(step: Step, touch: Touch | None) -> tuple[Resident, bool] | None:
 def tide_moves(tide: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(rise, fall) of the tide at each moment: non-model bytes taken when it starts, and freed when it ends. tide: of
     each moment of an iteration (or of each block of them)."""
-    rise = tuple(max(0, now - before) for before, now in zip((tide[-1], *tide), tide))
-    fall = tuple(max(0, now - following) for now, following in zip(tide, (*tide[1:], tide[0])))
+    changes = [now - before for before, now in zip((tide[-1], *tide), tide)]
+    rise = tuple(change if change > 0 else 0 for change in changes)
+    fall = tuple(-change if change < 0 else 0 for change in (*changes[1:], changes[0]))
     return rise, fall
 
 
@@ -90,21 +92,22 @@ def gradient_list(plan: Plan) -> dict[tuple[int, int], str]:
     place, in the others: a plan that passes the checker has that in the last micro-batch only. Where lists are sliced
     gradients arrive whole, in that list and the one of the others' slices; "grad32" is then never such a list.
     """
+    alloc, gpu = Kind.ALLOC, Place.GPU
+    allocated = Counter(
+        [step.chunk for step in plan.steps if step.kind is alloc and step.list == "grad" and step.place is gpu]
+    )
+    stays = {(r.list, r.chunk) for r in plan.initial if r.place is gpu}
     batches: dict[int, list[int]] = {}
     for chunk, batch in _last_gradients(plan):
         batches.setdefault(chunk, []).append(batch)
-    allocated: dict[int, int] = {}
-    for step in plan.steps:
-        if step.kind is Kind.ALLOC and step.list == "grad" and step.place is Place.GPU and step.chunk is not None:
-            allocated[step.chunk] = allocated.get(step.chunk, 0) + 1
     target: dict[tuple[int, int], str] = {}
     for chunk, mine in batches.items():
-        if Resident(chunk, "grad32", Place.GPU) in plan.initial and plan.layout.ranks == 1:
+        if ("grad32", chunk) in stays and plan.layout.ranks == 1:
             count, where = len(mine), "grad32"
-        elif Resident(chunk, "grad", Place.GPU) in plan.initial:
+        elif ("grad", chunk) in stays:
             count, where = len(mine), "grad"
         else:
-            count, where = allocated.get(chunk, 0), "grad"
+            count, where = allocated[chunk], "grad"
         for i, batch in enumerate(mine):
             target[chunk, batch] = where if i < count else "param"
     return target

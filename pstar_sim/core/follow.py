@@ -92,7 +92,7 @@ class Record:
         self.times = times = Times(*np.zeros((3, k + 1, len(self.program.ids))))
         for q, steps in enumerate(order):
             begun, ended = at_s[queue == q][: 2 * (k + 1) * len(steps)].reshape(-1, 2).T
-            columns, shape = list(steps), (k + 1, len(steps))
+            columns, shape = np.array(steps), (k + 1, len(steps))
             times.begun[:, columns] = begun.reshape(shape)
             times.ended[:, columns] = ended.reshape(shape)
             times.ready[:, columns] = np.append(0.0, ended[:-1]).reshape(shape)
@@ -193,9 +193,12 @@ class _Follow:
                     if takes_s > 0:
                         if shared and shares(takes_s, dram[i]):
                             self._join(i, takes_s, dram[i] / takes_s, now)
-                        else:
-                            push(heap, (now + takes_s, next(number), _END, i))
-                        break
+                            break
+                        end_s = now + takes_s
+                        if heap and heap[0][0] <= end_s:
+                            push(heap, (end_s, next(number), _END, i))
+                            break
+                        now = end_s  # nothing else happens before
                     what = _END
                     continue
                 break

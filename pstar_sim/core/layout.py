@@ -121,6 +121,11 @@ class Layout:
                     table[c.index, name] = numel * each
         return table
 
+    @cached_property
+    def _lists_bytes(self) -> dict[str, tuple[int | None, ...]]:
+        payloads = self._payloads
+        return {name: tuple([payloads.get((c.index, name)) for c in self.chunks]) for name in self.lists}
+
     def slice_numel(self, chunk: int) -> int:
         """Elements of one rank's slice of a list, rounded up so that all slices are equal and aligned."""
         numel = self.chunks[chunk].numel
@@ -148,7 +153,7 @@ class Layout:
 
     def list_bytes(self, list_name: str) -> tuple[int | None, ...]:
         """Bytes of a list of each chunk; None where a chunk has no such list."""
-        return tuple(self._payloads.get((c.index, list_name)) for c in self.chunks)
+        return self._lists_bytes.get(list_name, (None,) * len(self.chunks))
 
     def states_bytes(self, chunk: int) -> int:
         """Bytes of all optimizer state lists of a chunk (one rank's); 0 for a frozen one."""

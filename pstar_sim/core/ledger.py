@@ -17,6 +17,7 @@ says whether it was there, the last entry that gave it a category says which.
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain
@@ -140,12 +141,16 @@ class Moves:
         self.cells = [0] * (len(PLACES) * WIDTH)
         self._tide = [m.peak_bytes for m in plan.workload.moments]
         self.cells[_GPU * WIDTH + _TIDE] = tide_at_cut(self._tide)
-        initial = []
+        at_cut: defaultdict[tuple[str, Place], list[int]] = defaultdict(list)
         for r in plan.initial:
             if r.chunk >= 0:
-                p = PLACES.index(r.place)
-                self.cells[p * WIDTH + _category(r.list)] += plan.layout.payload_bytes(r.chunk, r.list)
-                initial.append(self._first_of(r.list, p) + r.chunk)
+                at_cut[r.list, r.place].append(r.chunk)
+        initial: list[int] = []
+        for (name, place), chunks in at_cut.items():
+            p = PLACES.index(place)
+            self.cells[p * WIDTH + _category(name)] += sum([plan.layout.payload_bytes(c, name) for c in chunks])
+            first = self._first_of(name, p)
+            initial += [first + c for c in chunks]
         for _, where, size in plan.buffers:
             self.cells[PLACES.index(where) * WIDTH + _BUFFER] += size
         self.used = [sum(self.cells[p * WIDTH : (p + 1) * WIDTH]) for p in range(len(PLACES))]
@@ -156,9 +161,9 @@ class Moves:
         exact = np.int64 if sum(self.cells) + sum(sizes) + plan.workload.peak_non_model_bytes < _LARGEST else np.object_
         self._value: NDArray[Any] = value.astype(exact)
         self._size: NDArray[Any] = np.array(sizes, dtype=exact)
-        chunks = len(plan.layout.chunks)
-        self._place = np.append(np.repeat([p for _, p in self._lists], chunks), _GPU).astype(int)
-        self._home = np.append(np.repeat([_category(name) for name, _ in self._lists], chunks), _TIDE).astype(int)
+        count = len(plan.layout.chunks)
+        self._place = np.append(np.repeat([p for _, p in self._lists], count), _GPU).astype(int)
+        self._home = np.append(np.repeat([_category(name) for name, _ in self._lists], count), _TIDE).astype(int)
         self._present = np.zeros(len(sizes), dtype=bool)
         self._present[initial] = True
         self._who = who.astype(np.min_scalar_type(-len(sizes)))  # small numbers are sorted faster
@@ -186,7 +191,7 @@ class Moves:
         """
         moments, compute = len(self.plan.workload.moments), Kind.COMPUTE
         patterns = self._moments()
-        alike: dict[tuple[int, str | None, int, bool], int] = {}
+        alike: dict[tuple[Kind, str | None, Place | None, bool], int] = {}
         number: list[int] = []
         chunk: list[int] = []
         for step in self.plan.steps:
@@ -196,7 +201,7 @@ class Moves:
                 number.append(step.moment)
                 chunk.append(0)
                 continue
-            key = (id(step.kind), step.list, id(step.place), step.chunk is None)  # members hash slowly
+            key = (step.kind, step.list, step.place, step.chunk is None)
             n = alike.get(key)
             if n is None:
                 n = alike[key] = moments + len(alike)

@@ -5,9 +5,10 @@ A step is its position in `plan.steps`; a queue is its position in `queues`. Kno
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+
+import numpy as np
 
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import COPIES, Kind, Queue
@@ -47,50 +48,49 @@ class Program:
         index = {step.id: i for i, step in enumerate(steps)}
         if len(index) < len(steps):
             raise PlanError(f"plan of {plan.policy!r} gives one id to several steps")
-        number: dict[Queue, int] = {}
-        order: list[list[int]] = []
-        queue_of: list[int] = []
-        waits: list[tuple[tuple[int, int], ...]] = []
-        for i, step in enumerate(steps):
-            q = number.setdefault(step.queue, len(number))
-            if q == len(order):
-                order.append([])
+        queues = tuple(dict.fromkeys(step.queue for step in steps))
+        number = {queue: q for q, queue in enumerate(queues)}
+        queue_of = tuple([number[step.queue] for step in steps])
+        order: list[list[int]] = [[] for _ in queues]
+        for i, q in enumerate(queue_of):
             order[q].append(i)
-            queue_of.append(q)
-            for ref in step.after:
-                if ref.id not in index:
-                    raise PlanError(f"step {step.id} waits for step {ref}, which is not in the plan")
-            waits.append(tuple((index[ref.id], ref.back) for ref in step.after))
+        try:
+            waits = tuple([tuple([(index[ref.id], ref.back) for ref in step.after]) for step in steps])
+        except KeyError:
+            step, ref = next((step, ref) for step in steps for ref in step.after if ref.id not in index)
+            raise PlanError(f"step {step.id} waits for step {ref}, which is not in the plan") from None
         if Queue.COMPUTE not in number:
             raise PlanError(f"plan of {plan.policy!r} has no compute steps")
+        names = [queue.value for queue in queues]
+        lanes = [names[q] for q in queue_of]
+        for i in _behind_the_barrier(plan, order[number[Queue.ADAM]] if Queue.ADAM in number else (), waits):
+            lanes[i] = "barrier"
         return cls(
             ids=tuple(index),
             position=index,
-            kinds=tuple(step.kind for step in steps),
-            queues=tuple(number),
-            queue_of=tuple(queue_of),
+            kinds=tuple([step.kind for step in steps]),
+            queues=queues,
+            queue_of=queue_of,
             order=tuple(map(tuple, order)),
-            waits=tuple(waits),
-            copies=tuple(step.kind in COPIES for step in steps),
-            lanes=_lanes(plan, order[number[Queue.ADAM]] if Queue.ADAM in number else ()),
+            waits=waits,
+            copies=tuple([step.kind in COPIES for step in steps]),
+            lanes=tuple(lanes),
             compute=number[Queue.COMPUTE],
         )
 
     def previous(self) -> list[int]:
         """Of each step, the one before it on its queue; -1 for the first."""
-        before = [-1] * len(self.ids)
-        for row in self.order:
-            for a, b in pairwise(row):
-                before[b] = a
-        return before
+        before = np.full(len(self.ids), -1)
+        for row in map(np.array, self.order):
+            before[row[1:]] = row[:-1]
+        return before.tolist()
 
     def following(self) -> list[int]:
         """Of each step, the next one on its queue; behind the last comes the first, of the next iteration."""
-        behind = [-1] * len(self.ids)
-        for row in self.order:
-            for a, b in zip(row, (*row[1:], row[0])):
-                behind[a] = b
-        return behind
+        behind = np.zeros(len(self.ids), dtype=int)
+        for row in map(np.array, self.order):
+            behind[row] = np.roll(row, -1)
+        return behind.tolist()
 
     def missing(self, i: int, iteration: int, done: Sequence[int]) -> list[tuple[int, int]]:
         """[Note: readiness] Step i may start in an iteration when each (step, back) that it waits for has ended in the
@@ -103,17 +103,16 @@ class Program:
         return min(back for other, back in self.waits[i] if other == j)
 
 
-def _lanes(plan: Plan, adam: list[int] | tuple[()]) -> tuple[str, ...]:
-    lanes = [step.queue.value for step in plan.steps]
-    last_moment = len(plan.workload.moments) - 1
-    ends = {step.id for step in plan.steps if step.kind is Kind.COMPUTE and step.moment == last_moment}
+def _behind_the_barrier(plan: Plan, adam: Sequence[int], waits: Sequence[Sequence[tuple[int, int]]]) -> Iterator[int]:
+    """CPU Adam that waits for the last moment, or follows a step of its queue that does."""
+    steps, last_moment = plan.steps, len(plan.workload.moments) - 1
     behind = False
     for i in adam:
-        step = plan.steps[i]
-        behind = behind or any(ref.id in ends and not ref.back for ref in step.after)
-        if behind and step.kind is Kind.CPU_ADAM:
-            lanes[i] = "barrier"
-    return tuple(lanes)
+        behind = behind or any(
+            steps[j].kind is Kind.COMPUTE and steps[j].moment == last_moment and not back for j, back in waits[i]
+        )
+        if behind and steps[i].kind is Kind.CPU_ADAM:
+            yield i
 
 
 NO_STEPS = Program(

@@ -56,9 +56,9 @@ def held(moves: Moves, record: Record) -> Held:
     changes = moves.book(record.events)
     last = record.iterations - 1
     low, high = np.searchsorted(changes.event, record.marks[last - 1 : last + 1])
-    cells = list(moves.cells)
-    for cell in range(len(cells)):
-        cells[cell] += int(np.sum(changes.size[:low][changes.cell[:low] == cell]))
+    at_start = np.array(moves.cells, dtype=changes.size.dtype)
+    np.add.at(at_start, changes.cell[:low], changes.size[:low])
+    cells = at_start.tolist()
     peaks = {}
     for p, place in enumerate(PLACES):
         if p < 2 or moves.used[p] or np.any(changes.cell // WIDTH == p):

@@ -24,6 +24,7 @@ from pstar_sim.core.follow import Record
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import ByteSample, Rows, Span, Timeline
 from pstar_sim.sim.memory import Held
+from pstar_sim.workload.workload import Phase
 
 __all__ = ["timeline"]
 
@@ -35,6 +36,7 @@ def timeline(plan: Plan, record: Record, held: Held, moved_bytes: Mapping[str, i
     k = record.iterations - 1
     worked_s = times.ended[k] - times.begun[k]
     waits = _Waits(record)
+    phases = {phase: phase.value for phase in Phase}
     return Timeline(
         source="simulated",
         iterations=record.iterations,
@@ -48,7 +50,7 @@ def timeline(plan: Plan, record: Record, held: Held, moved_bytes: Mapping[str, i
             queue.value: sum(worked_s[list(order)].tolist()) for queue, order in zip(program.queues, program.order)
         },
         label=plan.policy,
-        phases=tuple(m.phase.value for m in plan.workload.moments),
+        phases=tuple([phases[m.phase] for m in plan.workload.moments]),
         budget_bytes={place.value: size for place, size in plan.budgets.items()},
     )
 
