@@ -60,7 +60,7 @@ _LARGEST = 1 << 62  # sums of bytes beyond are kept as Python's integers
 NEED, TIDE, TAKE, TAKE_ABSENT, FREE, FREE_PRESENT, READ, COPY, BECOME = range(9)
 _COPIES = frozenset({Kind.FETCH, Kind.WRITEBACK, Kind.NVME_READ, Kind.NVME_WRITE})
 
-_Ints = NDArray[np.int64]
+_Ints = NDArray[np.signedinteger[Any]]
 _Pattern = list[tuple[int, str, int, int]]
 """(what, list, place, value): entries before the chunk is known. value: the bytes of TIDE, the category of BECOME."""
 
@@ -111,8 +111,8 @@ def _category(list_name: str) -> int:
 
 def _spread(first: _Ints, counts: _Ints) -> _Ints:
     """first, first + 1, ..., as many of each as counts say, one behind the other."""
-    skipped = first - (np.cumsum(counts) - counts)
-    spread: _Ints = np.arange(counts.sum()) + np.repeat(skipped, counts)
+    spread: _Ints = np.repeat(first - (np.cumsum(counts, dtype=counts.dtype) - counts), counts)
+    spread += np.arange(len(spread), dtype=spread.dtype)
     return spread
 
 
@@ -154,16 +154,17 @@ class Moves:
         for _, where, size in plan.buffers:
             self.cells[PLACES.index(where) * WIDTH + _BUFFER] += size
         self.used = [sum(self.cells[p * WIDTH : (p + 1) * WIDTH]) for p in range(len(PLACES))]
-        self._what, who, value, counts = self._compile()
-        self._first = np.append(0, np.cumsum(counts))  # of each event's entries
+        what, who, value, counts = self._compile()
+        self._what = what.astype(np.int8)
+        self._first = np.append(0, np.cumsum(counts)).astype(np.int32)  # of each event's entries
         # Payload -1, the last of these, stands for the tide.
         sizes = [size or 0 for name, _ in self._lists for size in plan.layout.list_bytes(name)] + [0]
         exact = np.int64 if sum(self.cells) + sum(sizes) + plan.workload.peak_non_model_bytes < _LARGEST else np.object_
         self._value: NDArray[Any] = value.astype(exact)
         self._size: NDArray[Any] = np.array(sizes, dtype=exact)
         count = len(plan.layout.chunks)
-        self._place = np.append(np.repeat([p for _, p in self._lists], count), _GPU).astype(int)
-        self._home = np.append(np.repeat([_category(name) for name, _ in self._lists], count), _TIDE).astype(int)
+        self._place = np.append(np.repeat([p for _, p in self._lists], count), _GPU).astype(np.int8)
+        self._home = np.append(np.repeat([_category(name) for name, _ in self._lists], count), _TIDE).astype(np.int8)
         self._present = np.zeros(len(sizes), dtype=bool)
         self._present[initial] = True
         self._who = who.astype(np.min_scalar_type(-len(sizes)))  # small numbers are sorted faster
@@ -292,7 +293,7 @@ class Moves:
         budget."""
         run = np.array(events, dtype=np.int64)
         counts = self._first[run + 1] - self._first[run]
-        event = np.repeat(np.arange(len(run)), counts)  # of each entry of the run
+        event = np.repeat(np.arange(len(run), dtype=np.int32), counts)  # of each entry of the run
         entry = _spread(self._first[run], counts)
         at, cell, size, wrong = self._changes(entry)
         place = cell // WIDTH
@@ -312,14 +313,16 @@ class Moves:
         home, size = self._home, self._size
         order = np.argsort(self._who[entry], kind="stable")
         which = entry[order]
-        what, who, value = self._what[which], self._who[which], self._value[which]
-        here = np.arange(len(order))
+        what, who = self._what[which], self._who[which]
+        here = np.arange(len(order), dtype=np.int32)
         opens = np.maximum.accumulate(np.where(np.diff(who, prepend=-2) != 0, here, 0))  # first entry of the payload
 
         def last(rows: NDArray[np.bool_]) -> _Ints:
             """Of each entry, the last one of `rows` before it about the same payload, -1 for none."""
-            before = np.concatenate(([-1], np.maximum.accumulate(np.where(rows, here, -1))[:-1]))
-            return np.where(before >= opens, before, -1)
+            before = np.full_like(here, -1)
+            np.maximum.accumulate(np.where(rows, here, before)[:-1], out=before[1:])
+            before[before < opens] = -1
+            return before
 
         takes, frees = (what == TAKE) | (what == TAKE_ABSENT), (what == FREE) | (what == FREE_PRESENT)
         moved = last(takes | frees)
@@ -329,7 +332,9 @@ class Moves:
         # Categories. A copy gives the one that its READ, the entry before in the run, found: it points to the entry
         # that had given it to the source, which may be a copy itself.
         given = last(takes | turns)
-        category = np.where(what == BECOME, value, home[who]).astype(np.int64)
+        category = home[who]
+        become = np.flatnonzero(what == BECOME)
+        category[become] = self._value[which[become]]
         copies = np.flatnonzero((what == COPY) & turns)
         position = np.empty_like(order)
         position[order] = here
@@ -345,7 +350,7 @@ class Moves:
         turned, tide = np.flatnonzero(turns & (old != category)), np.flatnonzero(what == TIDE)
         rows = np.concatenate((taken, freed, turned, turned, tide))
         sizes = np.concatenate(
-            (size[who[taken]], -size[who[freed]], -size[who[turned]], size[who[turned]], value[tide])
+            (size[who[taken]], -size[who[freed]], -size[who[turned]], size[who[turned]], self._value[which[tide]])
         )
         kinds = np.concatenate((category[taken], old[freed], old[turned], category[turned], 0 * tide + _TIDE))
         places = self._place[who[rows]]

@@ -30,7 +30,7 @@ class Held:
 
     cells: tuple[int, ...]
     time_s: NDArray[np.float64]
-    cell: NDArray[np.int64]
+    cell: NDArray[np.signedinteger[Any]]
     size: NDArray[Any]
     peaks: dict[str, int]
 
