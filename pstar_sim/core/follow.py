@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -156,7 +157,7 @@ class _Follow:
         lasts = frozenset(row[-1] for row in program.order)
         seconds, dram, shared, shares = self.columns.seconds, self.columns.dram_bytes, self.shared, self.rates.shares
         event, time, pop, push = record.events.append, record.at_s.append, heapq.heappop, heapq.heappush
-        waiters: list[list[int]] = [[] for _ in ids]  # steps
+        waiters: defaultdict[int, list[int]] = defaultdict(list)  # of a step, the steps that wait for it
         for row in program.order:
             push(heap, (0.0, next(number), _WAKE, row[0]))
         while heap:
@@ -170,10 +171,9 @@ class _Follow:
                     event(2 * i + 1)
                     time(now)
                     done[i] += 1
-                    if waiters[i]:
-                        for other in waiters[i]:
+                    if i in waiters:
+                        for other in waiters.pop(i):
                             push(heap, (now, next(number), _WAKE, other))
-                        waiters[i].clear()
                     if i in lasts and self._ends_all(i, most):
                         break
                     if self.over:
@@ -203,7 +203,7 @@ class _Follow:
                     continue
                 break
         if not self.over:
-            at = {program.queue_of[i]: (i, done[i] + 1) for row in waiters for i in row}
+            at = {program.queue_of[i]: (i, done[i] + 1) for row in waiters.values() for i in row}
             raise deadlock(record, at, done)
         return record
 
