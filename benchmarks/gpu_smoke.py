@@ -27,7 +27,8 @@ from preflight import cannot_run, report
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB, MIB = 1 << 30, 1 << 20
-LAYERS, WIDTH, ROWS = 12, 2048, 64
+LAYERS, ROWS = 12, 64
+WIDTH = {"cuda": 2048, "virtual": 256}  # a CPU is to try the script
 Say = Callable[[str], object]
 
 
@@ -189,11 +190,11 @@ def training(device: str, say: Say) -> dict[str, Any]:
     from pstar_sim.core.plan import Settings
     from pstar_sim.policy.registry import find_policy
 
-    where = "cuda" if device == "cuda" else "cpu"
+    where, width = "cuda" if device == "cuda" else "cpu", WIDTH[device]
 
     def model() -> nn.Module:
         torch.manual_seed(0)
-        layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU())]
+        layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(width, width, bias=False), nn.ReLU())]
         return nn.Sequential(*layers)
 
     class Loss(nn.Module):
@@ -204,7 +205,7 @@ def training(device: str, say: Say) -> dict[str, Any]:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layers(x).square().mean()
 
-    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(1))
     workload = capture_module(Loss(), (x,), name="wide", batch=ROWS, sequence=1)
     x = x.to(where)
     plain = Loss().to(where)
@@ -223,7 +224,7 @@ def training(device: str, say: Say) -> dict[str, Any]:
     expected = steps(plain, adam)
     say(f"plain torch: losses {expected}")
     reference = {name: value.detach().cpu() for name, value in plain.named_parameters()}
-    machine = load_machine("virtual", gpu_memory=workload.peak_non_model_bytes + 5 * WIDTH * WIDTH * 4)
+    machine = load_machine("virtual", gpu_memory=workload.peak_non_model_bytes + 5 * width * width * 4)
     found: dict[str, Any] = {}
     for policy in ("static_partition", "tide"):
         plan = find_policy(policy)(workload, machine, Settings(clip=False))

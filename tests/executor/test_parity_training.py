@@ -19,11 +19,12 @@ TOLD_APART = (True, "step")  # checkpointing, update: what is run of each transf
 
 def steps_of(policy: str, model: str, checkpointing: bool, update: str, micro_batches: int, whole: bool) -> int:
     """Twenty; where four micro-batches a step make twenty of them, five for most of the transformers. Without --whole
-    only small layers and tide on GPT-2 go that far: what a plan gets wrong it gets wrong within two iterations, and
-    what is left of a rounding shows in `distance` at any length."""
+    only tide on small layers and on GPT-2 goes that far: what a plan gets wrong it gets wrong within two iterations,
+    and what is left of a rounding shows in `distance` at any length."""
     most = model == "mlp" or (model == "gpt2" and checkpointing == (update == "step"))
     steps = STEPS if micro_batches == 1 or most else STEPS // micro_batches
-    if whole or model == "mlp" or (policy == "tide" and (model, checkpointing, update) == ("gpt2", *TOLD_APART)):
+    far = model == "mlp" or (model, checkpointing, update) == ("gpt2", *TOLD_APART)
+    if whole or (policy == "tide" and far):
         return steps
     return FEW[micro_batches]
 

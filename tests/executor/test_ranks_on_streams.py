@@ -19,25 +19,40 @@ SHORT: list[dict[str, Any]] = [
     {"name": "tide-clip", "ranks": 2, "policy": "tide", "clip": 0.05},
     {"name": "offload-accumulated", "ranks": 2, "policy": f"zero3_offload:{SMALL}", **ACCUMULATED},
 ]
-LONG: list[dict[str, Any]] = [
-    {"name": f"{policy.split(':')[0]}-{ranks}-{setting}", "ranks": ranks, "policy": policy, **options}
-    for ranks in (2, 4)
-    for policy in (
-        "tide",
-        "optimal",
-        "zero_offload",
-        "patrickstar",
-        "all_on_gpu",
-        "zero3_resident",
-        f"zero3_offload:{SMALL}",
-    )
-    for setting, options in (("accumulated", ACCUMULATED), ("eager", {"eager": True}))
-]
-LONG += [
+POLICIES = (
+    "tide",
+    "optimal",
+    "zero_offload",
+    "patrickstar",
+    "all_on_gpu",
+    "zero3_resident",
+    f"zero3_offload:{SMALL}",
+)
+SETTINGS: dict[str, dict[str, Any]] = {"accumulated": ACCUMULATED, "eager": {"eager": True}}
+OTHERS: list[dict[str, Any]] = [
     {"name": "gpt2", "ranks": 2, "policy": "tide", "model": "gpt2", "checkpointing": True, "clip": 0.05},
     {"name": "gpt2-offload", "ranks": 2, "policy": "tide", "model": "gpt2", "offload": [1], **ACCUMULATED},
     {"name": "unequal", "ranks": 2, "policy": "tide", "sequences": [2, 1], "clip": 0.05, "evaluate": True},
 ]
+
+
+def long_cases(whole: bool) -> list[dict[str, Any]]:
+    """Every policy on two and on four ranks, in both settings; without --whole two ranks in one setting and four in the
+    other, by turns."""
+    every = [
+        {"name": f"{policy.split(':')[0]}-{ranks}-{setting}", "ranks": ranks, "policy": policy, **SETTINGS[setting]}
+        for ranks in (2, 4)
+        for number, policy in enumerate(POLICIES)
+        for setting in SETTINGS
+        if whole or (setting == "eager") == ((number + ranks // 2) % 2 == 0)
+    ]
+    return every + OTHERS
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "long_case" in metafunc.fixturenames:
+        cases = long_cases(bool(metafunc.config.getoption("--whole")))
+        metafunc.parametrize("long_case", cases, ids=[case["name"] for case in cases])
 
 
 def trained(folder: Path, cases: list[dict[str, Any]], processes: int, limit_s: int) -> dict[str, list[dict[str, Any]]]:
@@ -72,8 +87,8 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
 
 
 @pytest.fixture(scope="module")
-def long(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    return trained(tmp_path_factory.mktemp("streams"), LONG, 4, 300)
+def long(whole: bool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    return trained(tmp_path_factory.mktemp("streams"), long_cases(whole), 4, 300)
 
 
 @pytest.mark.parametrize("case", SHORT, ids=lambda case: case["name"])
@@ -117,6 +132,6 @@ def test_a_rank_that_lives_and_stands_still(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", LONG, ids=lambda case: case["name"])
-def test_every_policy_on_two_and_four(long: dict[str, list[dict[str, Any]]], case: dict[str, Any]) -> None:
-    check(case, long[case["name"]])
+def test_every_policy_on_two_and_four(long: dict[str, list[dict[str, Any]]], long_case: dict[str, Any]) -> None:
+    """Thinned (long_cases) but for --whole."""
+    check(long_case, long[long_case["name"]])
