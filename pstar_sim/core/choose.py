@@ -89,14 +89,10 @@ class _Loop:
         self.draft = draft
         rows = draft.rows
         count = len(rows)
-        charges = [row.charge for row in rows]
-        self.seconds: list[float] = _column(charges, "seconds")
-        self.gpu_take: list[int] = _column(charges, "gpu_take")
-        self.gpu_free: list[int] = _column(charges, "gpu_free")
-        self.host_take: list[int] = _column(charges, "host_take")
-        self.host_free: list[int] = _column(charges, "host_free")
-        self.use: list[int | None] = _column(rows, "use")
-        self.is_position: list[bool] = _column(rows, "is_position")
+        charges, self.use, self.is_position = _columns(rows, "charge", "use", "is_position")
+        self.seconds, self.gpu_take, self.gpu_free, self.host_take, self.host_free, dram_bytes = _columns(
+            charges, "seconds", "gpu_take", "gpu_free", "host_take", "host_free", "dram_bytes"
+        )
         self.parts: dict[int, list[int]] = {}  # op -> rows that follow it at once
         op_of = self._join(rows)
         self._link(rows, op_of)
@@ -118,10 +114,10 @@ class _Loop:
         self.at_once = [i for i in free if not self.base_waits[i]]  # wait for nothing
         self.positions = sum(self.is_position)
         self._look_ahead()
-        columns = Columns(self.seconds, _column(charges, "dram_bytes"), ())
-        self.shared = draft.rates.may_be_short(self.queue_of, columns)
-        self.demand = [  # of DRAM, bytes/s
-            charge.dram_bytes / charge.seconds if charge.seconds > 0.0 else 0.0 for charge in charges
+        self.shared = draft.rates.may_be_short(self.queue_of, Columns(self.seconds, dram_bytes, ()))
+        # Of DRAM, bytes/s.
+        self.demand = [
+            size / seconds if size and seconds > 0.0 else 0.0 for size, seconds in zip(dram_bytes, self.seconds)
         ]
         self._reserve(free)
 
@@ -466,8 +462,9 @@ class _Loop:
         )
 
 
-def _column(things: Sequence[object], name: str) -> list[Any]:
-    return list(map(attrgetter(name), things))
+def _columns(things: Sequence[object], *names: str) -> list[list[Any]]:
+    """Attributes of things, by column."""
+    return [list(column) for column in zip(*map(attrgetter(*names), things))]
 
 
 def _too_long(marks: Sequence[tuple[float, int, int, int]], limit_s: float) -> Window | None:

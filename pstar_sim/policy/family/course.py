@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from pstar_sim.policy.family.eviction import keep_set
-from pstar_sim.policy.family.residency import Gap, gaps_of
+from pstar_sim.policy.family.residency import Gap, gaps_of, held_over
 from pstar_sim.policy.kit.job import SUMS_TAKE, Job
 from pstar_sim.policy.kit.schedule import Modes, Position, Run, Schedule
 from pstar_sim.policy.passes import collectives, gradients, updates
@@ -63,7 +63,7 @@ class Course:
         self._take(self._leaving() if knobs.linger else [0] * len(self.room))
         self.least_room_bytes = min(self.room)
         self.kept = self._keep() if blocks is None else set()
-        self.room = [room - held for room, held in zip(self.room, _held(self.kept, job.sizes, len(self.room)))]
+        self.room = [room - held for room, held in zip(self.room, held_over(self.kept, job.sizes, len(self.room)))]
         self.stays = frozenset(c for c in self.moving if self._stays(c))
         self.kept_whole = self._keep_whole() if blocks is None else set()
 
@@ -161,7 +161,7 @@ class Course:
         ahead = (self.knobs.lead_chunks + 1) * max(job.whole_bytes(c) for c in self.needed_whole)
         first = [self.needed_whole[c][0][0] if c in self.needed_whole else 0 for c in range(len(job.sizes))]
         kept = keep_set(job.point.eviction, gaps, job.remote, [max(0, room - ahead) for room in self.room], first)
-        self.room = [r - held for r, held in zip(self.room, _held(kept, job.remote, len(self.room)))]
+        self.room = [r - held for r, held in zip(self.room, held_over(kept, job.remote, len(self.room)))]
         return kept
 
     def border(self, chunk: int) -> Gap:
@@ -244,18 +244,6 @@ class Course:
                     left_s -= positions[n].seconds
                     n -= 1
         return rows
-
-
-def _held(gaps: Iterable[Gap], sizes: Sequence[int], count: int) -> list[int]:
-    """Bytes at each of `count` positions of the chunks that stay over these gaps."""
-    change = [0] * (count + 1)
-    for begin, end, chunk in gaps:
-        change[begin + 1] += sizes[chunk]
-        if end > count:  # and goes on at the beginning
-            change[count] -= sizes[chunk]
-            change[0] += sizes[chunk]
-        change[end if end <= count else end - count] -= sizes[chunk]
-    return list(accumulate(change[:count]))
 
 
 def _runs(positions: Sequence[int]) -> list[Run]:

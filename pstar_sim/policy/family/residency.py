@@ -7,13 +7,13 @@ bytes. Knows no clock and no queue; costs are not its matter.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Gap", "belady", "gaps_of"]
+__all__ = ["Gap", "belady", "gaps_of", "held_over"]
 
 
 class Gap(NamedTuple):
@@ -28,6 +28,18 @@ class Gap(NamedTuple):
 def gaps_of(chunk: int, uses: Sequence[int]) -> list[Gap]:
     """Gaps within the iteration between successive uses (ascending) that are not neighbours."""
     return [Gap(a, b, chunk) for a, b in pairwise(uses) if b > a + 1]
+
+
+def held_over(gaps: Iterable[Gap], sizes: Sequence[int], count: int) -> list[int]:
+    """Bytes at each of `count` positions of the chunks that stay over these gaps."""
+    change = [0] * (count + 1)
+    for begin, end, chunk in gaps:
+        change[begin + 1] += sizes[chunk]
+        if end > count:  # and goes on at the beginning
+            change[count] -= sizes[chunk]
+            change[0] += sizes[chunk]
+        change[end if end <= count else end - count] -= sizes[chunk]
+    return list(accumulate(change[:count]))
 
 
 def belady(gaps: Sequence[Gap], sizes: Sequence[int], room: Sequence[int]) -> set[Gap]:
@@ -80,7 +92,9 @@ def _offered_again(gaps: Sequence[Gap], sizes: Sequence[int], room: Sequence[int
     """The gaps but those given up; of these the shortest that fit what is left are taken back."""
     length = len(room)
     dropped, gone = list(given_up), set(given_up)
-    left = np.array((*room, *room), dtype=np.int64)  # twice: gaps may pass the end
+    kept = [gap for gap in gaps if gap not in gone]
+    free = np.array(room, dtype=np.int64) - held_over(kept, sizes, length)
+    left = np.concatenate((free, free))  # twice: gaps may pass the end
 
     def book(gap: Gap, size: int) -> None:
         """Take `size` bytes of the room for the whole gap; both copies of a point are the same point."""
@@ -89,21 +103,15 @@ def _offered_again(gaps: Sequence[Gap], sizes: Sequence[int], room: Sequence[int
         left[low + length : min(high + length, 2 * length)] -= size
         left[max(0, low - length) : max(0, high - length)] -= size
 
-    over_border: list[Gap] = []
-    for gap in gaps:
-        if gap not in gone:
-            book(gap, sizes[gap.chunk])
-            if gap.end > length:
-                over_border.append(gap)
     # Gaps over the border that do not fit at the beginning (where they were not on the heap yet) go first.
-    for gap in sorted(over_border, key=lambda g: -g.end):
+    for gap in sorted((gap for gap in kept if gap.end > length), key=lambda g: -g.end):
         if left[gap.start + 1 : gap.end].min(initial=0) < 0:
             book(gap, -sizes[gap.chunk])
             gone.add(gap)
             dropped.append(gap)
     for gap in sorted(dropped, key=lambda g: (g.end - g.start, g)):
         span = left[gap.start + 1 : gap.end]
-        if span.size and span.min() >= sizes[gap.chunk]:
+        if span.size and np.minimum.reduce(span) >= sizes[gap.chunk]:
             book(gap, sizes[gap.chunk])
             gone.discard(gap)
     return {gap for gap in gaps if gap not in gone}
