@@ -48,7 +48,16 @@ from pstar_sim.core.step import PAGEABLE, ROUTES, Kind, Step
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["ADAM_TRAFFIC_BYTES_PER_PARAM", "CostModel", "expected_link", "flops_rate", "gradient_traffic_bytes"]
+__all__ = [
+    "ADAM_TRAFFIC_BYTES_PER_PARAM",
+    "CostModel",
+    "cost_of",
+    "expected_link",
+    "flops_rate",
+    "gradient_traffic_bytes",
+]
+
+_COST = ("cost",)  # of what a workload keeps (`Workload.derived`)
 
 ADAM_TRAFFIC_BYTES_PER_PARAM = 28
 """Host memory traffic of AdamW with fp32 states for which `Host.adam_params_per_s` is quoted."""
@@ -87,6 +96,15 @@ def expected_link(machine: Machine) -> Link:
 def gradient_traffic_bytes(w: Workload, moment: int) -> int:
     """GPU memory traffic of gradients that arrive in a moment: each is copied into its chunk, and its norm taken."""
     return 3 * sum(w.tensors[t].bytes for t in w.gradients[moment])
+
+
+def cost_of(workload: Workload, machine: Machine, layout: Layout) -> CostModel:
+    """The cost model that policies reckon with. The same three objects asked again give the same one, so that the
+    policies of one job, and whoever plays their plans, share what it has worked out."""
+    known = workload.derived.get(_COST)
+    if not (isinstance(known, CostModel) and known.machine is machine and known.layout is layout):
+        workload.derived[_COST] = known = CostModel(workload, machine, layout)
+    return known
 
 
 class CostModel:

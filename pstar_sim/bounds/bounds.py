@@ -20,7 +20,7 @@ from pstar_sim.bounds.stashes import stash_bound_s
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Settings
-from pstar_sim.cost import CostModel
+from pstar_sim.cost import CostModel, cost_of
 from pstar_sim.errors import PlanError
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload, activations_text
@@ -47,7 +47,7 @@ def lower_bound(
     reason = bound_reason(machine)
     if reason is not None:
         raise PlanError(reason)
-    cost = cost or CostModel(workload, machine, layout)
+    cost = cost or cost_of(workload, machine, layout)
     bound = _without_stashes(workload, machine, settings, layout, cost, max_pinned=max_pinned, stream=stream)
     if workload.stashes:
         seconds = stash_bound_s(workload, cost)

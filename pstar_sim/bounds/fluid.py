@@ -43,7 +43,7 @@ from pstar_sim.bounds.linear import Program, Solution, Unsolved
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Settings
-from pstar_sim.cost import CostModel
+from pstar_sim.cost import CostModel, cost_of
 from pstar_sim.policy.kit.facts import facts_of
 from pstar_sim.workload.workload import Workload
 
@@ -69,7 +69,7 @@ def fluid_bound(
 ) -> Bound:
     """The larger of joint bound and [Note: the fluid program]; `method` says which program was solved. If HiGHS does
     not solve it, the joint bound, and `notes` say so. Raises PlanError for a machine of several gpus."""
-    cost = cost or CostModel(workload, machine, layout)
+    cost = cost or cost_of(workload, machine, layout)
     joint = lower_bound(workload, machine, settings, layout, cost=cost)
     try:
         fluid = _Fluid(workload, machine, settings, layout, cost, most_points, joint.seconds)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.cost import CostModel
+from pstar_sim.cost import CostModel, cost_of
 from pstar_sim.errors import PlanError
 from pstar_sim.sim.one import Jitter, play_one
 from pstar_sim.workload.workload import Workload
@@ -41,4 +41,4 @@ def play(
         from pstar_sim.sim.ranks import play_ranks
 
         return play_ranks(plan, cost, max_iterations, jitter, every_rank=every_rank, workloads=workloads)
-    return play_one(plan, cost or CostModel(plan.workload, plan.machine, plan.layout), max_iterations, jitter)
+    return play_one(plan, cost or cost_of(plan.workload, plan.machine, plan.layout), max_iterations, jitter)

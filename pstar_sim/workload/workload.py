@@ -193,8 +193,9 @@ class Workload:
 
     @cached_property
     def derived(self) -> dict[tuple[object, ...], object]:
-        """What others have worked out from this workload alone and would work out again: it never changes. A key begins
-        with the name of what was worked out. Equal workloads do not share it."""
+        """What others have worked out from this workload and would work out again. A key begins with the name of what
+        was worked out; a value that depends on more than the workload says of what else. Equal workloads do not share
+        it."""
         return {}
 
     @cached_property

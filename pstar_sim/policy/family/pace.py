@@ -9,12 +9,12 @@ from __future__ import annotations
 from pstar_sim.core.follow import follow
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.program import Program
-from pstar_sim.cost import CostModel
+from pstar_sim.cost import CostModel, cost_of
 
 __all__ = ["period_s"]
 
 
 def period_s(plan: Plan, cost: CostModel | None = None) -> float:
     """Seconds per iteration of one rank, once the plan is steady. Raises PlanError for a plan that deadlocks."""
-    cost = cost or CostModel(plan.workload, plan.machine, plan.layout)
+    cost = cost or cost_of(plan.workload, plan.machine, plan.layout)
     return follow(Program.of(plan), cost.columns(plan.steps), cost.rates()).iteration_s

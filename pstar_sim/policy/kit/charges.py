@@ -8,7 +8,9 @@ from pstar_sim.core.plan import Resident
 from pstar_sim.core.step import OTHERS, ROUTES, Kind, Place, Queue, Step
 from pstar_sim.cost import CostModel
 
-__all__ = ["Charges", "step_bytes"]
+__all__ = ["Charges", "charges_of", "step_bytes"]
+
+_CHARGES = ("charges",)  # of what a workload keeps (`Workload.derived`)
 
 
 def step_bytes(cost: CostModel, kind: Kind, chunk: int | None, list_name: str | None, stash: int | None = None) -> int:
@@ -29,6 +31,14 @@ def step_bytes(cost: CostModel, kind: Kind, chunk: int | None, list_name: str | 
     return layout.payload_bytes(chunk, list_name)
 
 
+def charges_of(cost: CostModel) -> Charges:
+    """The charges by a cost model. The same one asked again gives the same ones."""
+    known = cost.workload.derived.get(_CHARGES)
+    if not (isinstance(known, Charges) and known.cost is cost):
+        cost.workload.derived[_CHARGES] = known = Charges(cost)
+    return known
+
+
 class Charges:
     """Charges of the rows of a job whose moving chunks have their home on the host. Each is worked out once.
 
@@ -37,7 +47,7 @@ class Charges:
     """
 
     def __init__(self, cost: CostModel) -> None:
-        self._cost = cost
+        self.cost = cost
         self._known: dict[tuple[Kind, int, str], Charge] = {}
 
     def of(self, kind: Kind, chunk: int, list_name: str = "param") -> Charge:
@@ -50,7 +60,7 @@ class Charges:
 
     def of_stash(self, kind: Kind, stash: int) -> Charge:
         """Of a stash's copy; its room on the host is a buffer of the plan's."""
-        size = step_bytes(self._cost, kind, None, None, stash)
+        size = step_bytes(self.cost, kind, None, None, stash)
         return self._charge(Step(id=0, queue=Queue.D2H, kind=kind, bytes=size, stash=stash), None, None)
 
     def _make(self, kind: Kind, chunk: int, list_name: str) -> Charge:
@@ -58,7 +68,7 @@ class Charges:
             id=0,
             queue=Queue.COMPUTE,  # nothing of a charge depends on it
             kind=kind,
-            bytes=step_bytes(self._cost, kind, chunk, list_name),
+            bytes=step_bytes(self.cost, kind, chunk, list_name),
             chunk=chunk,
             list=list_name,
             place=Place.GPU if kind in (Kind.ALLOC, Kind.FREE) else None,
@@ -73,13 +83,13 @@ class Charges:
         """taken, freed: the payloads that the step takes when it starts and frees when it ends, if any."""
 
         def size(who: Resident | None, place: Place) -> int:
-            return self._cost.layout.payload_bytes(who.chunk, who.list) if who and who.place is place else 0
+            return self.cost.layout.payload_bytes(who.chunk, who.list) if who and who.place is place else 0
 
         return Charge(
-            seconds=self._cost.seconds(step),
+            seconds=self.cost.seconds(step),
             gpu_take=size(taken, Place.GPU),
             gpu_free=size(freed, Place.GPU),
             host_take=size(taken, Place.HOST),
             host_free=size(freed, Place.HOST),
-            dram_bytes=self._cost.dram_bytes(step),
+            dram_bytes=self.cost.dram_bytes(step),
         )

@@ -13,9 +13,9 @@ from pstar_sim.core.draft import Charge
 from pstar_sim.core.effects import tide_moves
 from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.plan import Settings
-from pstar_sim.cost import CostModel
+from pstar_sim.cost import cost_of
 from pstar_sim.policy.kit.blocks import Block, blocks_of
-from pstar_sim.policy.kit.charges import Charges
+from pstar_sim.policy.kit.charges import charges_of
 from pstar_sim.policy.kit.facts import facts_of
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.stashes import stash_cuts
@@ -65,8 +65,8 @@ class Job:
         self.ranks = self.layout.ranks
         self.uses = uses = facts_of(workload, self.layout)
         uses.check()
-        self.cost = CostModel(workload, machine, self.layout)
-        self.charges = Charges(self.cost)
+        self.cost = cost_of(workload, machine, self.layout)
+        self.charges = charges_of(self.cost)
         self.several = workload.micro_batches > 1
         self.barrier = settings.barrier(workload.dtype) or ("barrier=on" if point.barrier else None)
         self.add_last = self.several and settings.clip

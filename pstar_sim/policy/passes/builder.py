@@ -21,7 +21,7 @@ from pstar_sim.core.ledger import Holdings
 from pstar_sim.core.plan import STASHES, Plan, Resident, Settings
 from pstar_sim.core.rules import Rates
 from pstar_sim.core.step import UPDATES, Kind, Place, Queue, Ref, Step
-from pstar_sim.cost import CostModel
+from pstar_sim.cost import cost_of
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.kit.charges import step_bytes
 from pstar_sim.policy.kit.facts import facts_of
@@ -66,7 +66,7 @@ class Builder:
         self.whole = ("param", "remote") if self.layout.ranks > 1 else ("param",)
         self.uses = facts_of(workload, self.layout)
         self.uses.check()
-        self.cost = CostModel(workload, machine, self.layout)
+        self.cost = cost_of(workload, machine, self.layout)
         self.modes = ["frozen" if not self.uses.updated(c.index) else "cpu" for c in self.layout.chunks]
         self.initial: set[Resident] = set()
         self.buffers: list[tuple[str, Place, int]] = []
