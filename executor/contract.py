@@ -70,6 +70,7 @@ __all__ = [
     "adopt",
     "changes_nothing",
     "disown",
+    "drop_raw_grads",
     "raw_grad",
     "reader_left",
     "set_raw_grad",
@@ -99,14 +100,27 @@ class Reader(Protocol):
 
 def raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """What autograd accumulated in `parameter`, past the contract."""
+    if type(parameter) is ChunkParameter:  # has no torch function
+        found: torch.Tensor | None = _BASE_GRAD.__get__(parameter)
+        return found
     with torch._C.DisableTorchFunctionSubclass():
         grad: torch.Tensor | None = _BASE_GRAD.__get__(parameter)
         return grad
 
 
 def set_raw_grad(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
+    if type(parameter) is ChunkParameter:
+        _BASE_GRAD.__set__(parameter, value)
+        return
     with torch._C.DisableTorchFunctionSubclass():
         _BASE_GRAD.__set__(parameter, value)
+
+
+def drop_raw_grads(parameters: Iterable[torch.Tensor]) -> None:
+    """No parameter has a gradient of autograd's any more."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for parameter in parameters:
+            _BASE_GRAD.__set__(parameter, None)
 
 
 def tensor_of(parameter: torch.Tensor) -> int | None:

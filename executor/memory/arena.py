@@ -175,6 +175,12 @@ class Arena:
             self._ledger.mend()
         self.payloads.recount()
 
+    def tide(self, word: str, moment: int, size_bytes: int) -> None:
+        """`log.mark(word, moment)`, then `set_tide(size_bytes)`."""
+        self.log.mark(word, moment)
+        if size_bytes != self._ledger.tide_bytes:
+            self.set_tide(size_bytes)
+
     def set_tide(self, size_bytes: int) -> None:
         """Non-model bytes the gpu has to leave room for from now on. Raises PlanError if it cannot."""
         if size_bytes == self._ledger.tide_bytes:  # only the compute queue changes it
@@ -182,7 +188,7 @@ class Arena:
         with self._lock:
             change = self._ledger.set_tide(size_bytes)
             self.log.note(Place.GPU, "non-model", change, -1, "")
-        self.backend.room(self.gpu_budget_bytes - self._buffer_bytes - size_bytes)
+        self.backend.room(self._ledger.budget_bytes[0] - self._buffer_bytes - size_bytes)
 
     def empty(self) -> None:
         """Give all memory back; the arena is of no further use."""

@@ -32,30 +32,32 @@ class Gradients:
     def accept(self, tensor: int, gradient: torch.Tensor, list_name: str) -> None:
         """Move a gradient that just became final into `list_name` of its chunk on the gpu; adds to one that is
         there."""
-        chunk = self.slots.chunk_of(tensor)
-        if not self.arena.has(GPU, chunk, list_name):
+        chunk, arena = self.slots.chunk_of(tensor), self.arena
+        if not arena.has(GPU, chunk, list_name):
             raise PlanError(
                 f"the gradient of tensor {tensor} goes to {list_name} of chunk {chunk}, which is not on the gpu"
             )
-        state = self.chunks[chunk]
-        mine = state.where(GPU, list_name)
+        mine = self.chunks[chunk].where(GPU, list_name)
         if self.arena.sliced:
             if not self.arena.has(GPU, chunk, "remote" if list_name == "param" else "grad_remote"):
                 raise PlanError(
                     f"the gradient of tensor {tensor} goes to all of chunk {chunk}, which is not on the gpu"
                 )
-            target = self.slots.whole(tensor, list_name)
+            self.put(chunk, mine, tensor, self.slots.whole(tensor, list_name), gradient.reshape(-1))
         else:
             target = self._slot(tensor, list_name)
-        self.put(chunk, mine, tensor, target, gradient.reshape(-1))
+            same = gradient.shape == target.shape
+            self.put(chunk, mine, tensor, target, gradient if same else gradient.reshape(target.shape))
         if list_name == "param":
             self.values.changed(chunk, (tensor,))
 
     def _slot(self, tensor: int, list_name: str) -> torch.Tensor:
-        """The slot on the gpu, made once: views stay valid whether the payload has memory or not."""
+        """The slot on the gpu in the shape of the tensor, made once: views stay valid whether the payload has memory or
+        not."""
         found = self._slots.get((tensor, list_name))
         if found is None:
-            found = self._slots[tensor, list_name] = self.slots.at(GPU, tensor, list_name)
+            shape = self.arena.plan.workload.tensors[tensor].shape
+            found = self._slots[tensor, list_name] = self.slots.at(GPU, tensor, list_name).view(shape)
         return found
 
     def put(self, chunk: int, mine: set[int], tensor: int, target: torch.Tensor, gradient: torch.Tensor) -> None:

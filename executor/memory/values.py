@@ -34,7 +34,8 @@ class Values:
 
     def holds(self, chunk: int) -> bool:
         """The gpu holds the current values of the chunk, all of them."""
-        return self.readable(chunk) and self.arena.has(GPU, chunk, "param")
+        state, arena = self.chunks[chunk], self.arena
+        return GPU in state.current and (state.whole or not arena.sliced) and arena.has(GPU, chunk, "param")
 
     def readable(self, chunk: int) -> bool:
         """The gpu's working list holds current values, but for those of `overwritten`."""

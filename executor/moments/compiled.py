@@ -7,6 +7,7 @@ cut, because chunks come and go there. Nothing here imports torch's compiler (se
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -23,15 +24,27 @@ def untraced(function: Callable[..., R]) -> Callable[..., R]:
     this.
 
     The compiler's own wrapper sets it aside and back at every call. Where it is not at work, `function` is called as it
-    is: a step calls hooks by the hundred.
+    is: a step calls hooks by the hundred, those of fixed arguments (modules' and tensors') without unpacking any.
     """
     aside: Callable[..., R] = torch._dynamo.disable(function)  # type: ignore[no-untyped-call]
     compiler: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
-    def call(*args: Any) -> R:
+    def call_1(a: Any) -> R:
+        return function(a) if compiler() is None else aside(a)
+
+    def call_2(a: Any, b: Any) -> R:
+        return function(a, b) if compiler() is None else aside(a, b)
+
+    def call_3(a: Any, b: Any, c: Any) -> R:
+        return function(a, b, c) if compiler() is None else aside(a, b, c)
+
+    def call_any(*args: Any) -> R:
         return function(*args) if compiler() is None else aside(*args)
 
-    return torch._dynamo.decorators.skip(call)
+    takes = inspect.signature(function).parameters.values()
+    fixed = all(one.kind is one.POSITIONAL_OR_KEYWORD and one.default is one.empty for one in takes)
+    calls: dict[int, Callable[..., R]] = {1: call_1, 2: call_2, 3: call_3} if fixed else {}
+    return torch._dynamo.decorators.skip(calls.get(len(takes), call_any))
 
 
 def eagerly() -> contextlib.AbstractContextManager[Any]:

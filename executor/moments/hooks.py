@@ -74,14 +74,6 @@ def units(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-@dataclass(slots=True)
-class _Call:
-    """One call of a unit: whether a gradient has reached one of its outputs."""
-
-    micro_batch: int
-    fired: bool = False
-
-
 @dataclass
 class _Link:
     """From hooks on outputs to their clock. They hold it weakly: what hangs on a graph is not collected with a model
@@ -109,7 +101,6 @@ class MomentClock:
     ) -> None:
         self.units = units(model)
         self._trains = trains
-        self._wrap = wrap
         self.micro_batch = 0
         self._on_event = on_event
         self._turns = 0  # backwards that ended since the last step
@@ -118,6 +109,7 @@ class MomentClock:
         self._in_one = False  # several calls of autograd are one backward
         self._handles: list[Any] = []
         self._link = _Link(weakref.ref(self))
+        self._hear = wrap(_hearing(self._link))
         for name, module in self.units.items():
             self._handles.append(module.register_forward_pre_hook(wrap(self._begin_hook(name)), prepend=True))
             self._handles.append(module.register_forward_hook(wrap(self._end_hook(name))))
@@ -192,31 +184,30 @@ class MomentClock:
 
     def _end_hook(self, name: str) -> Callable[..., None]:
         forward, recompute = _Events("end", name, Phase.FWD), _Events("end", name, Phase.RECOMPUTE)
-        gradient = self._wrap(_gradient_hook(name, self._link))
+        gradients, hear = _Events("grad", name, Phase.BWD), self._hear
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
             if _graph_task() != -1:
                 self.watch_backward()
                 event = recompute[self.micro_batch]
             else:
-                self._open = 0 if name == "" else max(0, self._open - 1)
+                self._open = self._open - 1 if self._open > 0 and name else 0
                 event = forward[self.micro_batch]
             self._on_event(event)
             if torch.is_grad_enabled():
-                self._hook_outputs(gradient, output)
+                hook = functools.partial(hear, gradients[self.micro_batch if self._trains() else -1], [])
+                if isinstance(output, torch.Tensor):
+                    _hook_output(output, hook)
+                else:
+                    for tensor in {id(t): t for t in tensors_of(output)}.values():
+                        _hook_output(tensor, hook)
 
         return end
 
-    def _hook_outputs(self, gradient: Callable[[_Call, torch.Tensor], None], output: Any) -> None:
-        hook = functools.partial(gradient, _Call(self.micro_batch if self._trains() else -1))
-        outputs = (output,) if isinstance(output, torch.Tensor) else {id(t): t for t in tensors_of(output)}.values()
-        for tensor in outputs:
-            # A leaf would keep the hook for ever; it is a parameter or an input, whose gradient is no output's.
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-
-    def tell(self, event: Event) -> None:
-        """Call `on_event`; nothing after `close`."""
+    def tell_gradient(self, event: Event) -> None:
+        """A gradient has reached an output: call `on_event`; nothing after `close`."""
+        if not self._callback_due:
+            self.watch_backward()
         self._on_event(event)
 
     def watch_backward(self) -> None:
@@ -234,21 +225,27 @@ class MomentClock:
             self._on_event(Event("backward-end", "", "backward-end", Phase.BWD, self.micro_batch))
 
 
-def _gradient_hook(name: str, link: _Link) -> Callable[[_Call, torch.Tensor], None]:
-    events = _Events("grad", name, Phase.BWD)
+def _hearing(link: _Link) -> Callable[[Event, list[bool], torch.Tensor], None]:
+    """What hooks on the outputs of one call of a unit do: the first gradient is the event. heard: shared by them; not
+    empty once one has come."""
 
-    def gradient(call: _Call, _: torch.Tensor) -> None:
-        if call.fired:
+    def hear(event: Event, heard: list[bool], _: torch.Tensor) -> None:
+        if heard:
             return
-        call.fired = True
+        heard.append(True)
         clock = link.clock()
         if clock is not None:
-            clock.watch_backward()
-            clock.tell(events[call.micro_batch])
+            clock.tell_gradient(event)
         elif not link.closed:
             raise ContractError("a backward through a prepared model that nobody holds any more; keep its optimizer")
 
-    return gradient
+    return hear
+
+
+def _hook_output(output: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    # A leaf would keep the hook for ever; it is a parameter or an input, whose gradient is no output's.
+    if output.requires_grad and not output.is_leaf:
+        output.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:

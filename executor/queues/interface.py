@@ -238,6 +238,11 @@ class Health(Protocol):
         """What holds a queue back: see [Note: short of memory]."""
         ...
 
+    @property
+    def troubled(self) -> bool:
+        """There is a `failure`, or a queue is `short`."""
+        ...
+
     def fail(self, error: BaseException) -> None:
         """From any thread: the run is over, whoever waits raises this."""
         ...
@@ -279,6 +284,10 @@ class QueuesBase:
     @property
     def short(self) -> OutOfMemory | None:
         return next(iter(self._short.values())) if self._short else None
+
+    @property
+    def troubled(self) -> bool:
+        return self._failure is not None or bool(self._short)
 
     @property
     def program(self) -> Program | None:

@@ -204,9 +204,13 @@ class ThreadQueues(QueuesBase):
             self._notify_all()
 
     def wait(self, i: int, iteration: int) -> int | None:
-        program = self._program
-        if self._failure is None and program.ready(i, iteration):
+        if self._failure is None and (not self._program.after[i] or self._program.ready(i, iteration)):
             return None  # without the lock: what has ended has ended
+        return self._wait_for(i, iteration)
+
+    def _wait_for(self, i: int, iteration: int) -> int | None:
+        """Return when step i may start; the step that it waited for last."""
+        program = self._program
         waited_for: int | None = None
 
         def ready() -> bool:

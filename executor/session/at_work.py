@@ -28,9 +28,14 @@ class AtWork:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None and not issubclass(kind, Exception):
-            self.torn = True
+        if error is not None:
+            self.note(error)
         self.depth -= 1
+
+    def note(self, error: BaseException) -> None:
+        """A block is left by this."""
+        if not isinstance(error, Exception):
+            self.torn = True
 
     def outermost(self) -> None:
         """No block is open where this is called; one that seems to be was interrupted as it was entered or left."""

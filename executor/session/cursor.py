@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from executor.session.refusals import Refusal, refused
 from pstar_sim.workload.workload import Phase
 
-__all__ = ["TABLE", "Act", "Answer", "Cursor", "Fact", "Facts", "State", "act_of", "answer"]
+__all__ = ["ACTS", "TABLE", "Act", "Answer", "Cursor", "Fact", "Facts", "State", "answer"]
 
 
 class _Word(Enum):
@@ -276,14 +276,13 @@ TABLE: Mapping[tuple[State, Act], tuple[Row, ...]] = MappingProxyType(
 """(where the loop stands, what it does) -> rows, the first that holds counts."""
 
 
-def act_of(kind: str, phase: Phase) -> Act:
-    """What an event of the clock is, by its kind and the phase of the moment it opens."""
-    if kind == "begin":
-        return Act.FORWARD if phase is Phase.FWD else Act.RECOMPUTE
-    return _KINDS[kind]
-
-
 _KINDS = {"end": Act.END, "grad": Act.GRADIENT, "backward-end": Act.BACKWARD_END, "step": Act.STEP}
+
+ACTS: Mapping[tuple[str, Phase], Act] = MappingProxyType(
+    {(kind, phase): act for kind, act in _KINDS.items() for phase in Phase}
+    | {("begin", phase): Act.FORWARD if phase is Phase.FWD else Act.RECOMPUTE for phase in Phase}
+)
+"""(kind of an event of the clock, phase of the moment it opens) -> what the event is."""
 
 
 def answer(state: State, act: Act, facts: Facts) -> Answer:

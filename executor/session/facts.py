@@ -46,20 +46,17 @@ class ActFacts:
     """See `cursor.Facts`. event: the clock's, None for a call. tensor: the parameter that the call is about. what: for
     messages. keeps: gradient tensors are to be kept."""
 
-    __slots__ = ("_what", "event", "host", "keeps", "tensor")
+    __slots__ = ("_what", "asks", "event", "host", "keeps", "tensor")
 
     def __init__(
         self, host: Host, event: Event | None = None, *, tensor: int = -1, what: str = "", keeps: bool = False
     ) -> None:
+        self.asks: Mapping[Fact, Callable[[ActFacts], bool]] = _FACTS
         self.host = host
         self.event = event
         self.tensor = tensor
         self.keeps = keeps
         self._what = what
-
-    @property
-    def asks(self) -> Mapping[Fact, Callable[[ActFacts], bool]]:
-        return _FACTS
 
     # -- words --------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from executor.contract import raw_grad, set_raw_grad
 from executor.moments.hooks import Event
-from executor.moments.unseen import unrecorded, unseen
+from executor.moments.unseen import modes_standing, unrecorded, unseen
 from executor.queues.interface import ComputeSide, Landing, Timing
 from executor.scaling import LossScaling
 from executor.session.batches import Batches
@@ -165,39 +165,36 @@ class Following:
     def advance(self, moment: int) -> None:
         """End the open moment, run the compute queue up to `moment`, begin it."""
         host = self.host
-        k, table, queues, arena, steps = host.iteration, host.timetable, host.queues, host.arena, host.steps
+        k, queues, steps, values = host.iteration, host.queues, host.steps, host.contents.values
         ready_s = self._clock()
         if host.cursor.moment >= 0:
             self._end_moment(ready_s)
         else:
             self.begin_iteration()
-        for i in table.before[moment]:
-            steps.run_inline(i, k)
-        i = table.compute[moment]
+        before, i, reads, peak_bytes, due = host.timetable.rows[moment]
+        for other in before:
+            steps.run_inline(other, k)
         waited_for = queues.wait(i, k)
-        reads = table.reads[moment]
         for chunk in reads:
             queues.land(chunk)
-        arena.log.mark("in", moment)
-        arena.set_tide(table.peaks[moment])
-        if table.stashes:
+        host.arena.tide("in", moment, peak_bytes)
+        if host.timetable.stashes:
             host.stashes.at(moment)
         for chunk in reads:
-            if not host.contents.values.holds(chunk):
-                raise PlanError(
-                    f"moment {moment} ({table.names[moment]}) reads chunk {chunk}, which the gpu does not hold"
-                )
+            if not values.holds(chunk):
+                name = host.timetable.names[moment]
+                raise PlanError(f"moment {moment} ({name}) reads chunk {chunk}, which the gpu does not hold")
         host.cursor.moment = moment
-        host.now.outstanding = set(table.due[moment])
+        if due or host.now.outstanding:
+            host.now.outstanding = set(due)
         steps.begin(i, k, ready_s, waited_for, take=False)
 
     def _end_moment(self, now_s: float) -> None:
         host = self.host
-        k, table, queues, arena, moment = host.iteration, host.timetable, host.queues, host.arena, host.cursor.moment
+        k, table, queues, moment = host.iteration, host.timetable, host.queues, host.cursor.moment
         i = table.compute[moment]
         queues.before_end(i, k)
-        arena.log.mark("after", moment)
-        arena.set_tide(table.between[moment])
+        host.arena.tide("after", moment, table.between[moment])
         host.steps.ended(i, k, now_s)
         queues.ended(i, k)
 
@@ -251,52 +248,70 @@ class Following:
 
         def hook(parameter: torch.Tensor) -> None:
             held = keeper()
-            if held is not None and not held.host.closed:
-                with held.host.at_work:
-                    held.on_gradient(tensor, parameter)
+            if held is None or held.host.closed:
+                return
+            at_work = held.host.at_work
+            at_work.depth += 1  # `with at_work`, without two calls per gradient
+            try:
+                held.on_gradient(tensor, parameter)
+            except BaseException as error:
+                at_work.note(error)
+                raise
+            finally:
+                at_work.depth -= 1
 
         return hook
 
     def on_gradient(self, tensor: int, parameter: torch.Tensor) -> None:
         """A gradient was accumulated into `parameter`."""
         host = self.host
-        if not host.cursor.off_plan and not self._is_final(tensor):
+        cursor = host.cursor
+        as_planned = cursor.moment >= 0 and tensor in host.timetable.due[cursor.moment]
+        if not (as_planned or cursor.off_plan or self._is_final(tensor)):
             return
         if host.warming is not None and not host.warming.gradient_is_final(tensor):
             return
         grad = raw_grad(parameter)
         assert grad is not None
-        with unseen(), unrecorded():
-            if host.cursor.off_plan:
-                if self.takes_norms:
-                    torch.linalg.vector_norm(grad, dtype=torch.float32)
-                host.demand.accept(tensor, grad)
-            else:
-                self._accept(tensor, grad)
-            if host.scaling is not None:
-                host.scaling.see(grad)
-            if not host.cursor.off_plan:
-                host.now.outstanding.discard(tensor)
-            host.backend.touch()
-            host.reader.consumed.add(tensor)
-            host.now.arrived.add(tensor)
-            host.cursor.stepped = False
+        if modes_standing() or torch.is_grad_enabled():
+            with unseen(), unrecorded():
+                self._take(tensor, grad)
+        else:
+            self._take(tensor, grad)
         set_raw_grad(parameter, None)
 
+    def _take(self, tensor: int, grad: torch.Tensor) -> None:
+        """The gradient is whole: it leaves autograd."""
+        host = self.host
+        if host.cursor.off_plan:
+            if self.takes_norms:
+                torch.linalg.vector_norm(grad, dtype=torch.float32)
+            host.demand.accept(tensor, grad)
+        else:
+            self._accept(tensor, grad)
+        if host.scaling is not None:
+            host.scaling.see(grad)
+        if not host.cursor.off_plan:
+            host.now.outstanding.discard(tensor)
+        host.backend.touch()
+        host.reader.consumed.add(tensor)
+        host.now.arrived.add(tensor)
+        host.cursor.stepped = False
+
     def _is_final(self, tensor: int) -> bool:
-        """Whether the gradient that has arrived is whole. One that the plan has in no such moment leaves the plan."""
+        """Whether a gradient that is not due in the open moment is whole. One that the plan does not have there leaves
+        the plan."""
         host = self.host
         table, moment = host.timetable, host.cursor.moment
         if moment >= 0 and tensor in table.early[moment]:
             return False  # it fires again in this micro-batch
         if self.in_parts and table.final_in(moment, tensor) > moment:
             return False  # the same: each part that uses it gives its share
-        if moment < 0 or tensor not in table.due[moment]:
-            if host.absent is not None and host.absent.waits(tensor):
-                return False
-            host.demand.leave(
-                f"gradient of {host.reader.name_of(tensor)!r} arrives in moment {moment}, the plan has it elsewhere"
-            )
+        if host.absent is not None and host.absent.waits(tensor):
+            return False
+        host.demand.leave(
+            f"gradient of {host.reader.name_of(tensor)!r} arrives in moment {moment}, the plan has it elsewhere"
+        )
         return True
 
     def _accept(self, tensor: int, grad: torch.Tensor) -> None:

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import torch
 
 from executor.moments.hooks import Event
-from executor.moments.unseen import Watching, unseen
+from executor.moments.unseen import Watching, modes_standing, unseen
 from executor.queues.interface import Health, Stillness, Timing
 from executor.session.batches import Batches
-from executor.session.cursor import Act, Answer, State, act_of, answer
+from executor.session.cursor import ACTS, Act, Answer, State, answer
 from executor.session.facts import ActFacts
 from executor.session.following import Following
 from executor.session.hosting import BytesHost, LoopHost
@@ -114,6 +114,8 @@ class Host(BytesHost, LoopHost, Protocol):
     @property
     def scaling(self) -> object | None: ...
     @property
+    def guard(self) -> object | None: ...
+    @property
     def watches(self) -> Sequence[Watching]: ...
     @property
     def absent(self) -> Absence | None: ...
@@ -135,20 +137,24 @@ class Loop:
     def __init__(self, host: Host, clock: Callable[[], float]) -> None:
         self.host = host
         self._now = clock
+        self._of_event = ActFacts(host)  # of the event that is told
         self._standing = False  # inside `still`
+        self._alone = host.ranks is None and host.scaling is None
 
-    def ask(
-        self, act: Act, event: Event | None = None, *, tensor: int = -1, what: str = "", keeps: bool = False
-    ) -> Answer:
-        """What comes of an act of the loop: see `cursor.py`. Raises ContractError where it is refused."""
+    def ask(self, act: Act, *, tensor: int = -1, what: str = "", keeps: bool = False) -> Answer:
+        """What comes of a call of the loop: see `cursor.py`. Raises ContractError where it is refused."""
+        return answer(self._state(), act, ActFacts(self.host, tensor=tensor, what=what, keeps=keeps))
+
+    def _ask_of(self, event: Event, act: Act) -> Answer:
+        """The same of an event of the clock."""
+        self._of_event.event = event
+        return answer(self._state(), act, self._of_event)
+
+    def _state(self) -> State:
         host = self.host
         if host.closed:
-            state = State.CLOSED
-        elif host.at_work.torn:
-            state = State.INTERRUPTED
-        else:
-            state = host.cursor.state
-        return answer(state, act, ActFacts(host, event, tensor=tensor, what=what, keeps=keeps))
+            return State.CLOSED
+        return State.INTERRUPTED if host.at_work.torn else host.cursor.state
 
     def refuse_while_updating(self, what: str) -> None:
         """Raise ContractError where `what` would see some parameters updated and others not."""
@@ -166,9 +172,12 @@ class Loop:
     def on_event(self, event: Event) -> None:
         """The clock's only caller. Between events the user's thread computes."""
         host = self.host
+        if self._as_planned(event):
+            self._next_moment(event)
+            return
         if host.closed:
             return
-        act = act_of(event.kind, event.phase)
+        act = ACTS[event.kind, event.phase]
         at_work = host.at_work
         if act is not Act.STEP:
             if at_work.depth:
@@ -176,16 +185,53 @@ class Loop:
             if at_work.torn:
                 self.require_running()
         try:
-            found = self.ask(act, event)
+            found = self._ask_of(event, act)
         except ContractError:
             if host.queues.failure is not None:
                 raise host.queues.failure from None  # what the run died of comes before what the loop does wrong
             raise
         if found is Answer.MEND:
             self.mend()
-            found = self.ask(act, event)
+            found = self._ask_of(event, act)
         with at_work:
             self._carry_out(event, act, found)
+
+    def _as_planned(self, event: Event) -> bool:
+        """The event is the plan's next, nothing stands in its way and nobody watches: whatever the act, the table
+        answers FOLLOW, and to follow is all there is to do. A step has hundreds of these. What is left out here takes
+        the way through the table, and so do the events of the root and of calls."""
+        host = self.host
+        at_work, cursor, now, reader, table = host.at_work, host.cursor, host.now, host.reader, host.timetable
+        return (
+            event.name == table.following[cursor.moment]
+            and event.module != ""
+            and event.micro_batch >= 0
+            and not (host.closed or at_work.torn or at_work.depth)
+            and not (cursor.off_plan or cursor.visiting or cursor.stepped)
+            and not (now.outstanding or now.backwards >= table.micro_batches)
+            and reader.is_open
+            and not (reader.switched or host.ladder.given_up or host.queues.troubled)
+            and self._alone
+            and host.guard is None
+            and host.warming is None
+            and not (host.watches or modes_standing())
+        )
+
+    def _next_moment(self, event: Event) -> None:
+        """The event is as planned. The outer block is `with at_work`, without two calls per event."""
+        host = self.host
+        at_work = host.at_work
+        at_work.depth += 1
+        try:
+            try:
+                host.following.advance(host.cursor.moment + 1)
+            except OutOfMemory as error:
+                self._climb(event, error)
+        except BaseException as error:
+            at_work.note(error)
+            raise
+        finally:
+            at_work.depth -= 1
 
     def _carry_out(self, event: Event, act: Act, found: Answer) -> None:
         host = self.host
@@ -196,23 +242,13 @@ class Loop:
         if host.warming is not None:
             host.warming.on_event(event, found)
             return
-        with unseen():
-            if host.queues.failure is not None:
-                raise host.queues.failure
-            if host.ladder.on_event(event):
-                found = self.ask(act, event)
-            if found is Answer.END_VISIT:
-                host.demand.end_visit()
-                found = self.ask(act, event)
-            if found is Answer.STAY:
-                host.demand.on_event(event, found)
-                return
-            if host.ranks is not None:
-                host.following.weigh(event, found)
-            if found is Answer.FOLLOW:
-                found = self._follow(event, act)
-            if found is not Answer.FOLLOW:
-                host.demand.on_event(event, found)
+        if modes_standing():
+            with unseen():
+                found = self._go_on(event, act, found)
+        else:
+            found = self._go_on(event, act, found)
+        if found is Answer.STAY:
+            return
         if host.timetable.stashes:
             host.stashes.settle()
         if act is Act.BACKWARD_END:
@@ -220,18 +256,37 @@ class Loop:
         for watch in watches:
             watch.opens()
 
-    def _follow(self, event: Event, act: Act) -> Answer:
-        """Go to the event's moment. Where memory runs out on the way, what comes of the event on the ladder's rung."""
+    def _go_on(self, event: Event, act: Act, found: Answer) -> Answer:
+        """Do what was found to come of the event; what has come of it in the end."""
         host = self.host
+        if host.queues.failure is not None:
+            raise host.queues.failure
+        if host.ladder.on_event(event):
+            found = self._ask_of(event, act)
+        if found is Answer.END_VISIT:
+            host.demand.end_visit()
+            found = self._ask_of(event, act)
+        if host.ranks is not None and found is not Answer.STAY:
+            host.following.weigh(event, found)
+        if found is not Answer.FOLLOW:
+            host.demand.on_event(event, found)
+            return found
         try:
             host.following.follow(event)
         except OutOfMemory as error:
-            host.ladder.climb(error)
-            found = self.ask(act, event)
-            if found is Answer.FOLLOW:
-                host.following.follow(event)
-            return found
-        return Answer.FOLLOW
+            return self._climb(event, error)
+        return found
+
+    def _climb(self, event: Event, error: OutOfMemory) -> Answer:
+        """Memory ran out on the way to the event's moment: do what comes of the event on the ladder's rung."""
+        host = self.host
+        host.ladder.climb(error)
+        found = self._ask_of(event, ACTS[event.kind, event.phase])
+        if found is Answer.FOLLOW:
+            host.following.follow(event)
+        else:
+            host.demand.on_event(event, found)
+        return found
 
     def see_batch(self, args: Any, kwargs: Any) -> None:
         """The root's forward is about to begin with this batch."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from executor.contract import ChunkParameter, ParkedParameter, disown, raw_grad, set_raw_grad
+from executor.contract import ChunkParameter, ParkedParameter, disown, drop_raw_grads, raw_grad, set_raw_grad
 from executor.moments.unseen import unseen
 from executor.queues.interface import Landing
 from executor.session.cursor import Act, Answer
@@ -212,8 +212,7 @@ class Reader:
 
     def forget_gradients(self) -> None:
         """No parameter has a gradient any more, as far as the loop sees."""
-        for t in self.host.timetable.chunk_of:
-            set_raw_grad(self.parameters[t], None)
+        drop_raw_grads(self.parameters[t] for t in self.host.timetable.chunk_of)
         self.consumed.clear()
 
     def make_plain(self, value: Callable[[int], torch.Tensor | None]) -> None:

@@ -33,6 +33,10 @@ class Timetable:
         compute: moment -> its compute step.
         on_demand_only: the plan has no steps; every chunk comes when it is read.
         before: moment -> other steps of the compute queue that come before it.
+        rows: moment -> what it takes to open it: `before`, `compute`, `reads`, `peaks` and `due` of it.
+        following: moment -> event that opens the next one; "" behind the last, and everywhere in a plan with stashes,
+            where opening a moment takes more than what is in its row.
+        micro_batches: number of backwards per iteration.
         tail: steps of the compute queue behind the last moment.
         chunk_of: tensor -> chunk.
         tensors_of: chunk -> tensors.
@@ -61,11 +65,14 @@ class Timetable:
         self.uses = _uses(self.reads, len(layout.chunks))
         self.compute, self.before, self.tail = _compute_steps(plan)
         self.on_demand_only = not self.compute
+        self.following = [*(name if not w.stashes else "" for name in self.names[1:]), ""]
+        self.micro_batches = w.micro_batches
         self.goes_to = gradient_list(plan)
         self.sums = _sums(plan)
         self._final = {(self.micro_batch[m], t): m for m, tensors in enumerate(w.gradients) for t in tensors}
         self.due = [{t for t in tensors if self.final_in(m, t) == m} for m, tensors in enumerate(w.gradients)]
         self.early = [set(tensors) - self.due[m] for m, tensors in enumerate(w.gradients)]
+        self.rows = list(zip(self.before, self.compute, self.reads, self.peaks, self.due))
         self.first_complete = min(_complete(self._final, self.chunk_of).values(), default=len(w.moments))
         self.permanent_bytes = _permanent_bytes(plan, self.cut)
         self._by_name = _by_name(self.names, self.reads)

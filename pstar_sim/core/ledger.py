@@ -66,13 +66,13 @@ _Pattern = list[tuple[int, str, int, int]]
 
 
 class Payloads:
-    """Numbers for (chunk, list, place), given as they are met. names, sizes, places, categories: of each; the category
-    is that of the list."""
+    """`numbers`: of each (chunk, list, place), given as they are met. names, sizes, places, categories: of each number;
+    the category is that of the list."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._lock = threading.Lock()
-        self._number: dict[tuple[int, str, int], int] = {}
+        self.numbers: dict[tuple[int, str, int], int] = {}
         self.names: list[tuple[int, str, int]] = []
         self.sizes: list[int] = []
         self.places: list[int] = []
@@ -80,25 +80,21 @@ class Payloads:
 
     def number(self, chunk: int, list_name: str, place: int) -> int:
         key = (chunk, list_name, place)
-        number = self._number.get(key)
+        number = self.numbers.get(key)
         return self._new(key) if number is None else number
-
-    def find(self, chunk: int, list_name: str, place: int) -> int:
-        """Its number; -1 for what was never met."""
-        return self._number.get((chunk, list_name, place), -1)
 
     def _new(self, key: tuple[int, str, int]) -> int:
         chunk, list_name, place = key
         with self._lock:  # one that is met by two threads at once has one number
-            if key not in self._number:
-                number = len(self._number)
+            if key not in self.numbers:
+                number = len(self.numbers)
                 # Written from `number` on: an interruption may have left some of the columns longer.
                 self.names[number:] = [key]
                 self.sizes[number:] = [self._layout.payload_bytes(chunk, list_name)]
                 self.places[number:] = [place]
                 self.categories[number:] = [_category(list_name)]
-                self._number[key] = number
-            return self._number[key]
+                self.numbers[key] = number
+            return self.numbers[key]
 
     def resident(self, number: int) -> Resident:
         chunk, list_name, place = self.names[number]
@@ -524,7 +520,7 @@ class Ledger:
         self._unfinished: set[int] = set()
 
     def holds(self, chunk: int, list_name: str, place: Place) -> bool:
-        return self._payloads.find(chunk, list_name, PLACES.index(place)) in self._held
+        return self._payloads.numbers.get((chunk, list_name, PLACES.index(place)), -1) in self._held
 
     @property
     def residents(self) -> frozenset[Resident]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from executor.session.cursor import TABLE, Act, Answer, Cursor, Fact, State, act_of, answer
+from executor.session.cursor import ACTS, TABLE, Act, Answer, Cursor, Fact, State, answer
 from executor.session.facts import _FACTS, ActFacts
 from executor.session.refusals import TEXTS, Refusal, refused
 from pstar_sim.errors import ContractError
@@ -176,6 +176,6 @@ def test_where_a_cursor_stands() -> None:
 
 
 def test_events_are_acts() -> None:
-    assert act_of("begin", Phase.FWD) is Act.FORWARD and act_of("begin", Phase.RECOMPUTE) is Act.RECOMPUTE
-    assert act_of("end", Phase.FWD) is act_of("end", Phase.RECOMPUTE) is Act.END
-    assert [act_of(kind, Phase.BWD) for kind in ("grad", "backward-end", "step")] == [*EVENTS[3:]]
+    assert ACTS["begin", Phase.FWD] is Act.FORWARD and ACTS["begin", Phase.RECOMPUTE] is Act.RECOMPUTE
+    assert ACTS["end", Phase.FWD] is ACTS["end", Phase.RECOMPUTE] is Act.END
+    assert [ACTS[kind, Phase.BWD] for kind in ("grad", "backward-end", "step")] == [*EVENTS[3:]]

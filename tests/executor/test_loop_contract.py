@@ -13,8 +13,28 @@ from torch import nn
 
 import executor
 from executor import contract
+from executor.moments.hooks import Event
+from executor.session.cursor import ACTS, Answer
+from executor.session.loop import Loop
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import ContractError
+
+
+@pytest.fixture(autouse=True)
+def as_planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of events that did not go through the table. In every test here: the table would have said FOLLOW, and
+    memory was not short."""
+    names: list[str] = []
+    go = Loop._next_moment
+
+    def check(loop: Loop, event: Event) -> None:
+        assert loop._ask_of(event, ACTS[event.kind, event.phase]) is Answer.FOLLOW
+        assert not loop.host.ladder.on_event(event)
+        names.append(event.name)
+        go(loop, event)
+
+    monkeypatch.setattr(Loop, "_next_moment", check)
+    return names
 
 
 @pytest.fixture(params=["tide", "zero_offload"])
@@ -64,6 +84,15 @@ def finish(kit: Any, run: Any) -> None:
 
 def first(run: Any) -> nn.Parameter:
     return next(iter(run.model.parameters()))
+
+
+def test_events_of_modules_do_not_go_through_the_table(kit: Any, run: Any, as_planned: list[str]) -> None:
+    """Of a usual iteration, all but the root's and the calls'. The first iteration is watched."""
+    steps(kit, run)
+    as_planned.clear()
+    steps(kit, run)
+    assert as_planned == [m.name for m in run.plan.workload.moments if m.module]
+    assert len(as_planned) > 10 and run.session.deviations == 0
 
 
 class TestGradients:

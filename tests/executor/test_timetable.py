@@ -45,6 +45,8 @@ def test_moments_of_a_chain() -> None:
     assert table.tensors_of == [[0], [1], [2]] and table.trainable == {0, 1, 2}
     assert table.read_in("grad:layers.1") == {1} and table.read_behind("grad:layers.1") == {0}
     assert table.read_in("begin:elsewhere") == table.read_behind("step") == set()
+    assert table.following == [*table.names[1:], ""]
+    assert table.rows[3] == (table.before[3], table.compute[3], (2,), 3 * MIB, {2}) and table.before[3]
 
 
 def test_gradients_of_a_chain() -> None:
