@@ -1,12 +1,13 @@
 """What a step does to memory, as pure functions: the table of [Note: what a step does to memory] in core/step.py, and
 what moments do. Whether a fetch, write-back or cpu_add takes anything depends on who is resident already (ledger.py).
-Used by ledger, slabs and policies; the checker has code of its own.
+Used by ledger, slabs, policies and executor; the checker has code of its own.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Plan, Resident
@@ -18,6 +19,7 @@ __all__ = [
     "CATEGORIES",
     "NON_MODEL",
     "OTHERS",
+    "Touched",
     "category_of",
     "frees",
     "gradient_list",
@@ -41,18 +43,37 @@ def category_of(list_name: str) -> str:
     return _CATEGORY.get(list_name, "states")
 
 
-def takes(step: Step) -> tuple[Resident, bool] | None:
-    """The resident a step takes at its start and whether it takes it only if absent; None if it takes none.
-    The tide's rise of a compute step is in `tide_moves`."""
+class Touched(NamedTuple):
+    """A payload that a step takes or frees. lenient: only if the payload is absent (taken) or present (freed)."""
+
+    resident: Resident
+    lenient: bool
+
+
+def takes(step: Step) -> Touched | None:
+    """What a step takes when it starts; None if it takes nothing. The tide's rise is in `tide_moves`."""
     return _touched(step, EFFECTS[step.kind].takes)
 
 
-def frees(step: Step) -> tuple[Resident, bool] | None:
-    """The resident a step frees at its end and whether it frees it only if present; None if it frees none."""
+def frees(step: Step) -> Touched | None:
+    """What a step frees when it ends; None if it frees nothing."""
     return _touched(step, EFFECTS[step.kind].frees)
 
 
-def _touched(step: Step, touch: Touch | None) -> tuple[Resident, bool] | None:
+def reads(step: Step) -> tuple[Resident, ...]:
+    """Lists that have to be there when a step starts and that it copies or reduces; none for moments and Adam."""
+    if step.list is None or step.chunk is None:
+        return ()
+    there = EFFECTS[step.kind].reads
+    if there is None or step.kind in UPDATES:
+        return ()
+    own = OTHERS.get(step.list, step.list)
+    if step.kind is Kind.REDUCE_SCATTER and own != step.list:
+        return Resident(step.chunk, own, there), Resident(step.chunk, step.list, there)
+    return (Resident(step.chunk, own, there),)
+
+
+def _touched(step: Step, touch: Touch | None) -> Touched | None:
     if touch is None or not touch.concerns(step.list):
         return None
     list_name, place = touch.list or step.list, touch.place or step.place
@@ -62,7 +83,7 @@ def _touched(step: Step, touch: Touch | None) -> tuple[Resident, bool] | None:
         raise PlanError(f"step {step.id}: a {step.kind.value} step needs place=")
     if step.chunk is None:
         raise PlanError(f"step {step.id}: a {step.kind.value} step needs chunk=")
-    return Resident(step.chunk, list_name, place), touch.lenient
+    return Touched(Resident(step.chunk, list_name, place), touch.lenient)
 
 
 def tide_moves(tide: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -132,19 +153,6 @@ def _last_gradients(plan: Plan) -> dict[tuple[int, int], int]:
         for t in tensors:
             last[chunk_of[t], moment.micro_batch] = m
     return last
-
-
-def reads(step: Step) -> tuple[Resident, ...]:
-    """Lists that have to be there when a step starts and that it copies or reduces; none for moments and Adam."""
-    if step.list is None or step.chunk is None:
-        return ()
-    there = EFFECTS[step.kind].reads
-    if there is None or step.kind in UPDATES:
-        return ()
-    own = OTHERS.get(step.list, step.list)
-    if step.kind is Kind.REDUCE_SCATTER and own != step.list:
-        return Resident(step.chunk, own, there), Resident(step.chunk, step.list, there)
-    return (Resident(step.chunk, own, there),)
 
 
 def needed(layout: Layout, workload: Workload) -> list[tuple[int, ...]]:

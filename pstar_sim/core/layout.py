@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, log2, sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,11 +61,6 @@ class Chunk:
     def params(self) -> int:
         """Parameters it holds, padding left out."""
         return sum(slot.numel for slot in self.slots)
-
-    def payload_bytes(self, list_name: str) -> int:
-        """Bytes of one of its lists, all ranks' slices together: "param" and "grad" in the working dtype, every other
-        list 4 bytes an element (state lists of another width: see Layout.payload_bytes)."""
-        return self.numel * (DTYPE_BYTES[self.dtype] if list_name in ("param", "grad") else 4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +134,8 @@ class Layout:
         return self.payload_bytes(chunk, "param") * self.ranks
 
     def payload_bytes(self, chunk: int, list_name: str) -> int:
-        """Bytes of a list of a chunk; a frozen one has only "param". Raises PlanError for an unknown chunk or list."""
+        """Bytes of a list of a chunk, of one rank's slice ("remote", "grad_remote": of all the others'). A frozen chunk
+        has only "param" and "remote". Raises PlanError for an unknown chunk or list."""
         try:
             return self._payloads[chunk, list_name]
         except KeyError:
@@ -234,10 +230,26 @@ def _known_dtype(value: object) -> str:
     return value
 
 
-# One tensor on its way into a chunk: (first use, index, elements, elements rounded up to ALIGN).
-_Item = tuple[int, int, int, int]
-_NUMEL, _PADDED = 2, 3  # columns of an item
-_Class = tuple[bool, str, int]  # frozen, dtype, optimizer group
+class _Item(NamedTuple):
+    """A tensor on its way into a chunk. padded: its elements, rounded up to ALIGN."""
+
+    first_use: int
+    tensor: int
+    numel: int
+    padded: int
+
+
+class _Class(NamedTuple):
+    """What tensors of one chunk have in common."""
+
+    frozen: bool
+    dtype: str
+    group: int
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element."""
+        return DTYPE_BYTES[self.dtype]
 
 
 def build_layout(workload: Workload, *, chunk_bytes: int | None = None, ranks: int = 1) -> Layout:
@@ -274,12 +286,12 @@ def _built(workload: Workload, chunk_bytes: int | None, ranks: int) -> Layout:
     if chunk_bytes is None:
         chunk_bytes = _search(large)
 
-    packed: list[tuple[int, _Class, list[_Item], int]] = []  # first use, class, items, elements
+    packed: list[tuple[_Class, list[_Item], int]] = []  # class, items, elements
     for key, items in large.items():
-        packed.extend((row[0][0], key, row, numel) for row, numel in _pack(items, chunk_bytes // DTYPE_BYTES[key[1]]))
-    packed.sort(key=lambda row: (row[0], row[2][0][1]))
-    rows = [(key, items, sum(item[3] for item in items), True) for key, items in small.items()]
-    rows += [(key, items, numel, False) for _, key, items, numel in packed]
+        packed.extend((key, row, numel) for row, numel in _pack(items, chunk_bytes // key.width))
+    packed.sort(key=lambda row: row[1][0])  # by the first use of its first tensor
+    rows = [(key, items, sum(item.padded for item in items), True) for key, items in small.items()]
+    rows += [(key, items, numel, False) for key, items, numel in packed]
     return Layout(
         chunk_bytes=chunk_bytes,
         chunks=tuple(_chunk(index, *row) for index, row in enumerate(rows)),
@@ -291,11 +303,10 @@ def _built(workload: Workload, chunk_bytes: int | None, ranks: int) -> Layout:
 def _chunk(index: int, key: _Class, items: Iterable[_Item], numel: int, small: bool) -> Chunk:
     slots: list[Slot] = []
     offset = 0
-    for _, tensor, size, padded in items:
-        slots.append(Slot(tensor=tensor, offset=offset, numel=size))
-        offset += padded
-    frozen, dtype, group = key
-    return Chunk(index=index, dtype=dtype, numel=numel, slots=tuple(slots), frozen=frozen, small=small, group=group)
+    for item in items:
+        slots.append(Slot(tensor=item.tensor, offset=offset, numel=item.numel))
+        offset += item.padded
+    return Chunk(index=index, numel=numel, slots=tuple(slots), small=small, **key._asdict())
 
 
 def _in_order_of_first_use(workload: Workload) -> dict[_Class, list[_Item]]:
@@ -316,33 +327,34 @@ def _in_order_of_first_use(workload: Workload) -> dict[_Class, list[_Item]]:
                 f"tensor {tensor.name!r} has dtype {tensor.dtype!r}; chunks can hold {', '.join(DTYPE_BYTES)}"
             )
         numel = tensor.numel
-        key = (tensor.frozen, tensor.dtype, tensor.group)
-        classes.setdefault(key, []).append((first[index], index, numel, -(-numel // ALIGN) * ALIGN))
+        key = _Class(tensor.frozen, tensor.dtype, tensor.group)
+        classes.setdefault(key, []).append(_Item(first[index], index, numel, -(-numel // ALIGN) * ALIGN))
     return classes
 
 
 def _by_size(classes: Mapping[_Class, Sequence[_Item]]) -> tuple[dict[_Class, list[_Item]], dict[_Class, list[_Item]]]:
     """(too small to be worth moving, all others)."""
-    limit = _small_limit(classes, _bytes_of(classes, _PADDED))
+    limit = _small_limit(classes)
     small: dict[_Class, list[_Item]] = {}
     large: dict[_Class, list[_Item]] = {}
     for key, items in classes.items():
-        width = DTYPE_BYTES[key[1]]
+        width = key.width
         for item in items:
-            (small if item[2] * width < limit else large).setdefault(key, []).append(item)
+            (small if item.numel * width < limit else large).setdefault(key, []).append(item)
     return small, large
 
 
-def _bytes_of(classes: Mapping[_Class, Sequence[_Item]], column: int) -> int:
-    """Bytes of all items, each with the elements in that column of its row."""
-    return sum(item[column] * DTYPE_BYTES[key[1]] for key, items in classes.items() for item in items)
+def _padded_bytes(classes: Mapping[_Class, Sequence[_Item]]) -> int:
+    return sum(key.width * sum([item.padded for item in items]) for key, items in classes.items())
 
 
-def _small_limit(classes: Mapping[_Class, Sequence[_Item]], total_bytes: int) -> float:
+def _small_limit(classes: Mapping[_Class, Sequence[_Item]]) -> float:
     """Below this many bytes a tensor is not worth moving: 1 MiB, or 1/400 of a small model; less where tensors that
     small make up more than 5 % of a model (hundreds of equal thin layers must not all become resident)."""
+    total_bytes = _padded_bytes(classes)
     limit = min(float(SMALL_BYTES), total_bytes / 400)
-    sizes = np.array(sorted(item[2] * DTYPE_BYTES[key[1]] for key, items in classes.items() for item in items))
+    widths = [(key.width, items) for key, items in classes.items()]
+    sizes = np.array(sorted(item.numel * width for width, items in widths for item in items))
     held = np.concatenate(([0], np.cumsum(sizes)))
     while limit >= 1 and held[np.searchsorted(sizes, limit)] > 0.05 * total_bytes:
         limit /= 2
@@ -353,18 +365,18 @@ def _search(classes: Mapping[_Class, Sequence[_Item]]) -> int:
     """Payload bytes of the uniform chunk: little waste (2 % at most if any size reaches it), few bytes in oversize
     chunks and a size near 64 to 128 MiB (smaller for models of less than 4 GB), at least about 24 chunks. The granule
     is halved while nothing good is found."""
-    widths = {key: DTYPE_BYTES[key[1]] for key in classes}
-    total, used = _bytes_of(classes, _PADDED), _bytes_of(classes, _NUMEL)
+    total = _padded_bytes(classes)
+    used = sum(key.width * sum([item.numel for item in items]) for key, items in classes.items())
     if total == 0:
         return GRANULE_BYTES
     granule = _coarsest(total)
     finest = max(4 * KIB, granule // 32)
     prefixes = {
-        key: np.concatenate(([0], np.cumsum([item[3] * widths[key] for item in items]))).astype(np.int64)
+        key: np.concatenate(([0], np.cumsum([item.padded for item in items]) * key.width)).astype(np.int64)
         for key, items in classes.items()
     }
-    padded = {key: [item[3] for item in items] for key, items in classes.items()}
-    rows = [(numels, _ends(numels), widths[key]) for key, numels in padded.items()]
+    padded = {key: [item.padded for item in items] for key, items in classes.items()}
+    rows = [(numels, _ends(numels), key.width) for key, numels in padded.items()]
     best = (inf, 0)
     while True:
         tried = ((_score(rows, size, total, used), size) for size in _candidates(prefixes, granule, total))
@@ -403,17 +415,18 @@ def _waste(classes: Mapping[_Class, Sequence[_Item]], size: int) -> float:
     """Share of padding if chunks are that large, to 1e-3: less does not matter."""
     used = held = 0
     for key, items in classes.items():
-        width = DTYPE_BYTES[key[1]]
-        used += sum(item[2] for item in items) * width
-        held += sum(numel for _, numel in _pack(items, size // width)) * width
+        used += sum(item.numel for item in items) * key.width
+        held += sum(numel for _, numel in _pack(items, size // key.width)) * key.width
     return round(1 - used / held, 3) if held else 0.0
 
 
 def _score(classes: Iterable[tuple[Sequence[int], Sequence[int], int]], size: int, total: int, used: int) -> float:
     """Badness of a chunk size: waste, bytes in oversize chunks, and the mean distance (in octaves, weighted by bytes)
     of its chunks from 64 to 128 MiB (from 1/64 to 1/32 of a smaller model). 1 and more where it wastes too much.
-    classes: of each its items' elements, their running sum, bytes an element. total, used: bytes of all items with and
-    without rounding."""
+
+    classes: per class the padded elements of its items, their running sum, and bytes per element.
+    total, used: bytes of all items with and without padding.
+    """
     held = oversize = 0
     octaves = 0.0
     high = min(128 * MIB, total / 32)
@@ -437,10 +450,10 @@ def _pack(items: Sequence[_Item], capacity: int) -> list[tuple[list[_Item], int]
     """Fill chunks of `capacity` elements in order. A larger tensor gets a chunk of its own size and leaves the open
     chunk open; the last chunk is trimmed to what it holds. Returns (items, elements) a chunk."""
     capacity = _aligned(capacity)
-    oversize = [([item], item[3]) for item in items if item[3] > capacity]
-    rest = [item for item in items if item[3] <= capacity] if oversize else items
+    oversize = [([item], item.padded) for item in items if item.padded > capacity]
+    rest = [item for item in items if item.padded <= capacity] if oversize else items
     chunks = [
-        (list(rest[begin:end]), numel) for begin, end, numel in _cuts(_ends([item[3] for item in rest]), capacity)
+        (list(rest[begin:end]), numel) for begin, end, numel in _cuts(_ends([item.padded for item in rest]), capacity)
     ]
     return chunks + oversize
 

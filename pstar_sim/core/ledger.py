@@ -473,8 +473,8 @@ class Holdings:
         if touched is None:
             taken, freed = takes(step), frees(step)
             touched = self._touched[key] = (
-                None if taken is None else self._listed(taken[0].list, taken[0].place),
-                None if freed is None else self._listed(freed[0].list, freed[0].place),
+                None if taken is None else self._listed(taken.resident.list, taken.resident.place),
+                None if freed is None else self._listed(freed.resident.list, freed.resident.place),
             )
         return touched
 

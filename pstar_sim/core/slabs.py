@@ -112,7 +112,8 @@ def stash_key(block: str) -> tuple[int, str]:
 def passing_payloads(plan: Plan) -> set[tuple[int, str]]:
     """(chunk, list) of every payload that a step takes on the host."""
     taken = (takes(step) for step in plan.steps if step.chunk is not None)
-    return {(t[0].chunk, t[0].list) for t in taken if t is not None and t[0].place is Place.HOST}
+    residents = (touched.resident for touched in taken if touched is not None)
+    return {(r.chunk, r.list) for r in residents if r.place is Place.HOST}
 
 
 def host_payloads(plan: Plan) -> dict[tuple[int, str], int]:

@@ -171,8 +171,8 @@ def test_little_is_wasted_on_real_shapes_and_there_is_something_to_schedule(w: W
     layout = build_layout(w)
     assert layout.waste <= 0.02
     assert len(layout.chunks) >= 24
-    small = sum(c.payload_bytes("param") for c in layout.chunks if c.small)
-    assert small <= 0.005 * sum(c.payload_bytes("param") for c in layout.chunks)
+    small = sum(layout.payload_bytes(c.index, "param") for c in layout.chunks if c.small)
+    assert small <= 0.005 * sum(layout.payload_bytes(c.index, "param") for c in layout.chunks)
 
 
 @pytest.mark.parametrize("seed", range(40))

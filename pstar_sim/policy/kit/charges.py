@@ -74,10 +74,9 @@ class Charges:
             place=Place.GPU if kind in (Kind.ALLOC, Kind.FREE) else None,
         )
         taken, freed = takes(step), frees(step)
-        at_home = taken is not None and taken[1] and taken[0].place is Place.HOST and taken[0].list != "grad"
-        return self._charge(
-            step, taken[0] if taken is not None and not at_home else None, freed[0] if freed is not None else None
-        )
+        if taken is not None and taken.lenient and taken.resident.place is Place.HOST and taken.resident.list != "grad":
+            taken = None  # at home
+        return self._charge(step, taken and taken.resident, freed and freed.resident)
 
     def _charge(self, step: Step, taken: Resident | None, freed: Resident | None) -> Charge:
         """taken, freed: the payloads that the step takes when it starts and frees when it ends, if any."""
