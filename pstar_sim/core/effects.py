@@ -134,14 +134,10 @@ def gradient_list(plan: Plan) -> dict[tuple[int, int], str]:
     return target
 
 
-def overwritten_in_place(plan: Plan) -> list[list[int]]:
-    """Of each moment, the chunks whose working list holds nothing but final gradients when it ends."""
+def overwritten_in_place(plan: Plan) -> list[tuple[int, int]]:
+    """(moment, chunk) of every working list that holds nothing but final gradients when the moment ends."""
     last = _last_gradients(plan)
-    rows: list[list[int]] = [[] for _ in plan.workload.moments]
-    for where, list_name in gradient_list(plan).items():
-        if list_name == "param":
-            rows[last[where]].append(where[0])
-    return rows
+    return [(last[where], where[0]) for where, list_name in gradient_list(plan).items() if list_name == "param"]
 
 
 def _last_gradients(plan: Plan) -> dict[tuple[int, int], int]:

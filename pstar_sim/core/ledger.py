@@ -236,10 +236,9 @@ class Moves:
         working = np.array([self._first_of(name, _GPU) for name in lists])
         rise, fall = map(np.array, tide_moves(self._tide))
 
-        def about(what: int, rows: Sequence[Sequence[int]], value: int, *, at_end: int) -> _Ints:
-            """An entry for each working list of the chunks of each moment."""
-            moment = np.repeat(np.arange(len(rows)), [len(row) * len(lists) for row in rows])
-            chunk = np.fromiter(chain.from_iterable(rows), np.int64)
+        def about(what: int, moment: _Ints, chunk: _Ints, value: int, *, at_end: int) -> _Ints:
+            """An entry for each working list of these chunks at these moments."""
+            moment = np.repeat(moment, len(working))
             who = (chunk[:, np.newaxis] + working).ravel()
             return np.stack([2 * moment + at_end, np.full_like(who, what), who, np.full_like(who, value)])
 
@@ -247,11 +246,14 @@ class Moves:
             moment = np.flatnonzero(change)
             return np.stack([2 * moment + at_end, np.full_like(moment, TIDE), np.full_like(moment, -1), change[moment]])
 
+        read = needed(plan.layout, plan.workload)
+        reading = np.repeat(np.arange(len(read)), list(map(len, read)))
+        overwriting, overwritten = np.array(overwritten_in_place(plan), dtype=np.int64).reshape(-1, 2).T
         return [
-            about(NEED, needed(plan.layout, plan.workload), 0, at_end=0),
+            about(NEED, reading, np.fromiter(chain.from_iterable(read), np.int64), 0, at_end=0),
             of_tide(rise, at_end=0),
             of_tide(-fall, at_end=1),
-            about(BECOME, overwritten_in_place(plan), _GRAD, at_end=1),
+            about(BECOME, overwriting, overwritten, _GRAD, at_end=1),
         ]
 
     def _pattern(self, step: Step) -> tuple[_Pattern, _Pattern]:
