@@ -122,8 +122,9 @@ class Course:
         free = job.machine.gpu_budget_bytes - self.resident_bytes
         room = [free - position.tide_bytes - self._beside(position) for position in self.positions]
         for c, mine in self.touched.items():
+            size = job.sizes[c]
             for n in mine:
-                room[n] -= job.sizes[c]
+                room[n] -= size
         others = collectives.room(job, self.needed_whole, len(room))
         return [left - held for left, held in zip(room, others)]
 

@@ -63,9 +63,13 @@ def without_implied(steps: Sequence[Step], memory: Mapping[int, Sequence[Ref]]) 
     waited: dict[tuple[str, str], int] = {}
     out: list[Step] = []
     for step in steps:
+        refs = (*step.after, *memory.get(step.id, ()))
+        if not refs:
+            out.append(step)
+            continue
         mine = slots[step.id]
         best: dict[str, tuple[int, Ref]] = {}
-        for ref in (*step.after, *memory.get(step.id, ())):
+        for ref in refs:
             if ref.back > 1:
                 ref = Ref(first[slots[ref.id].queue], 1)
             slot = slots[ref.id]

@@ -17,7 +17,8 @@ __all__ = ["Gradients", "room"]
 def room(job: Job, block: int, pinned: frozenset[int] = frozenset()) -> int:
     """Bytes of the gradient lists that a block needs. A pinned chunk adds its gradients in place, unless they have to
     be summed over the ranks first."""
-    return sum(size for c, size in job.gradient_lists[block] if job.ranks > 1 or c not in pinned)
+    lists = job.gradient_lists[block]
+    return sum(size for c, size in lists if job.ranks > 1 or c not in pinned) if lists else 0
 
 
 class Gradients:
