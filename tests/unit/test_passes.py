@@ -23,6 +23,7 @@ from pstar_sim.policy.passes.collectives import Collectives
 from pstar_sim.policy.passes.floors import Floors
 from pstar_sim.policy.passes.gradients import Gradients
 from pstar_sim.policy.passes.lowering import draft_of
+from pstar_sim.policy.passes.plan import step_of
 from pstar_sim.policy.passes.rows import Pass, Rows
 from pstar_sim.policy.passes.updates import Updates
 from pstar_sim.policy.passes.working_lists import WorkingLists
@@ -213,7 +214,7 @@ def test_rows_are_charged_what_the_ledger_books() -> None:
         for row in draft.rows:
             if row.block >= 0:
                 continue
-            step = b.steps[b.row(row, ())]
+            step = b.steps[step_of(b, row, ())]
             before = list(book.used_bytes)
             book.begin(step)
             most = list(book.used_bytes)

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pstar_sim.core.step import Kind
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["StashMoves", "stash_cuts"]
+__all__ = ["StashMoves", "moment_of", "stash_cuts"]
 
 
 class StashMoves:
@@ -37,6 +38,12 @@ class StashMoves:
         """The copies that a moment waits for."""
         out = [self.out_of[n] for n in self.gone.get(moment, ())]
         return out + [self.in_of[n] for n in self.needed.get(moment, ())]
+
+
+def moment_of(workload: Workload, kind: Kind, stash: int) -> int:
+    """The moment that a copy of a stash is about: a stash_out's makes it, a stash_in's needs it."""
+    own = workload.stashes[stash]
+    return own.made if kind is Kind.STASH_OUT else own.needed
 
 
 def stash_cuts(workload: Workload) -> Iterable[int]:

@@ -20,13 +20,13 @@ from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.ledger import Holdings
 from pstar_sim.core.plan import STASHES, Plan, Resident, Settings
 from pstar_sim.core.rules import Rates
-from pstar_sim.core.step import UPDATES, Kind, Place, Queue, Ref, Step
+from pstar_sim.core.step import Kind, Place, Queue, Ref, Step
 from pstar_sim.cost import cost_of
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.kit.charges import step_bytes
 from pstar_sim.policy.kit.facts import facts_of
 from pstar_sim.policy.kit.room import budget_bytes, describe_moment
-from pstar_sim.policy.kit.stashes import StashMoves
+from pstar_sim.policy.kit.stashes import StashMoves, moment_of
 from pstar_sim.policy.passes.edges import memory_edges, without_implied
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
@@ -42,8 +42,8 @@ class Builder:
     `buffers`, `choices`, `predictions`.
 
     layout: another one than the settings and the machine's ranks lead to. stashes: `compute` also writes the copies of
-    the workload's stashes; False for a policy that places them itself (`row`); their room on the host
-    is among the buffers either way. Offers the facts policies decide by: `ranks`, `layout`, `uses` (Facts), `cost`
+    the workload's stashes; False for a policy that places them itself; their room on the host is among the buffers
+    either way. Offers the facts policies decide by: `ranks`, `layout`, `uses` (Facts), `cost`
     (CostModel), `whole` (lists of a chunk that is whole on a GPU). Everything is one rank's; all ranks run these steps.
     """
 
@@ -145,19 +145,6 @@ class Builder:
             self._holdings.run(step)
         return step.id
 
-    def row(self, row: Row, after: After) -> int:
-        """The step that a row of a draft stands for."""
-        stash = row.stash if row.stash >= 0 else None
-        if stash is not None:
-            return self._stash(row.kind, stash, after)
-        if row.kind in UPDATES:
-            moment = self.uses.last_gradient(row.chunk)
-            return self.add(row.queue, row.kind, chunk=row.chunk, moment=moment, after=after)
-        place = Place.GPU if row.kind in (Kind.ALLOC, Kind.FREE) else None
-        return self.add(
-            row.queue, row.kind, chunk=row.chunk, list_name=row.list_name, place=place, moment=row.moment, after=after
-        )
-
     def compute(self, moment: int, after: After = ()) -> int:
         """A moment, and the copies of stashes that begin behind it."""
         moves = self._stash_moves
@@ -172,9 +159,8 @@ class Builder:
 
     def _stash(self, kind: Kind, stash: int, after: After) -> int:
         """A stash of the workload, GPU to host (stash_out) or back (stash_in)."""
-        own = self.workload.stashes[stash]
-        queue, moment = (Queue.D2H, own.made) if kind is Kind.STASH_OUT else (Queue.H2D, own.needed)
-        return self.add(queue, kind, stash=stash, moment=moment, after=after)
+        queue = Queue.D2H if kind is Kind.STASH_OUT else Queue.H2D
+        return self.add(queue, kind, stash=stash, moment=moment_of(self.workload, kind, stash), after=after)
 
     def alloc(
         self, queue: Queue, chunk: int, list_name: str, place: Place, moment: int | None = None, after: After = ()

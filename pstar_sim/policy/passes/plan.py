@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pstar_sim.core.choose import Window
-from pstar_sim.core.draft import Draft
+from pstar_sim.core.draft import Draft, Row
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.step import Place, Ref
+from pstar_sim.core.step import UPDATES, Kind, Place, Ref
 from pstar_sim.policy.kit.schedule import Schedule
-from pstar_sim.policy.passes.builder import Builder
+from pstar_sim.policy.kit.stashes import moment_of
+from pstar_sim.policy.passes.builder import After, Builder
 from pstar_sim.policy.passes.edges import memory_edges
 
-__all__ = ["plan_of"]
+__all__ = ["plan_of", "step_of"]
 
 
 def plan_of(schedule: Schedule, draft: Draft, window: Window, choices: Mapping[str, object] | None = None) -> Plan:
@@ -60,9 +61,22 @@ def _steps(b: Builder, schedule: Schedule, draft: Draft, window: Window) -> list
     for i in order:
         after = [Ref(ends[j][1], back) for j, back in rows[i].after]
         if rows[i].block < 0:
-            b.row(rows[i], after)
+            step_of(b, rows[i], after)
             continue
         block = blocks[rows[i].block]
         for m in range(block.first, block.last + 1):
             b.compute(m, after if m == block.first else ())
     return ends
+
+
+def step_of(b: Builder, row: Row, after: After) -> int:
+    """Write the step that a row stands for, which is no block of moments; returns the step's id."""
+    if row.stash >= 0:
+        moment = moment_of(b.workload, row.kind, row.stash)
+        return b.add(row.queue, row.kind, stash=row.stash, moment=moment, after=after)
+    if row.kind in UPDATES:
+        return b.add(row.queue, row.kind, chunk=row.chunk, moment=b.uses.last_gradient(row.chunk), after=after)
+    place = Place.GPU if row.kind in (Kind.ALLOC, Kind.FREE) else None
+    return b.add(
+        row.queue, row.kind, chunk=row.chunk, list_name=row.list_name, place=place, moment=row.moment, after=after
+    )
