@@ -381,6 +381,7 @@ class Loop:
                 host.demand.discard()
         host.reader.forget_gradients()
         host.now.arrived.clear()
+        host.now.missed.clear()
         host.cursor.stepped = False
 
     # -- interruptions, and standing still ----------------------------------------------------------------------------

@@ -136,6 +136,7 @@ def train(case: dict[str, Any], plan: Plan, rank: int, group: Any) -> dict[str, 
                 (kit.loss_of(twin, joined) / micro_batches).backward()
         optimizer.step()
         optimizer.zero_grad()
+        optimizer.step()  # without a backward: nothing happens, on whatever this rank left out
         if rank == 0:
             reference.step()
             reference.optimizer.zero_grad()
