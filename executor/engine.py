@@ -67,8 +67,9 @@ log = logging.getLogger("executor")
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOptions:
-    """hyper: settings of the optimizer's groups as they are now. capture, skeleton: see `session.batches.Shapes`.
-    replan_after: see `executor.prepare`. clock: seconds."""
+    """hyper: gives the settings of the optimizer's groups as they are now. max_grad_norm: see `session.updates`.
+    eager: updates run inside backward. capture, skeleton: see `session.batches.Shapes`. scaling: None without loss
+    scaling. replan_after, count: see `executor.prepare`. clock: gives seconds."""
 
     hyper: Callable[[], list[Hyper]]
     max_grad_norm: float | None
@@ -84,7 +85,12 @@ class SessionOptions:
 class Session:
     """One model being trained under one plan. Made by `executor.prepare`; ended by `close()`.
 
-    deviations: iterations or events that left the plan, counted. iteration: number of the current or next one, from 0.
+    Attributes:
+        deviations: number of iterations or events that left the plan.
+        deviation_log: the last of them, in words.
+        iteration: number of the current or next one, from 0.
+        hooks, on_close: what `close` undoes; see `lifetime/ending.py`.
+        watches: who hears of each moment on plan.
     """
 
     def __init__(
@@ -105,13 +111,13 @@ class Session:
         self.backend = backend
         self.options = options
         self.scaling = scaling = options.scaling
-        self.home = torch.device("cpu")  # where the model was, and will be after `close`
+        self.home = torch.device("cpu")  # where the model was, and will be after `close`; prepare sets it
         self.iteration = 0
         self.iterations_before = 0  # done by runs that this one goes on from
         self.now = Iteration(number=-1)  # the current one; between two, the one that ended last
         self.cursor = Cursor()
         self.at_work = AtWork()
-        self.held = False  # nothing moves until there is a new plan
+        self.held = False  # the queues stay paused until there is a new plan
         self.renewing = False  # values are on their way into the chunks of a new plan
         self.closed = False
         self.replan_after = options.replan_after
@@ -148,7 +154,8 @@ class Session:
             self.hooks += guard_boundary(model, lambda: scaling.scale, wrap=untraced)
 
     def install(self, plan: Plan, arena: Arena, queues: Queues) -> None:
-        """Everything that belongs to one plan."""
+        """Everything that belongs to one plan, each part behind those it reads as it is made. `start` comes next, when
+        the values are in the chunks."""
         self.plan = plan
         self.arena = arena
         self.queues = queues
@@ -169,7 +176,7 @@ class Session:
             self.first.bind()
 
     def start(self) -> None:
-        """Begin the next iteration: the queues may fetch what its first moments need."""
+        """Start the plan's queues, once per plan: they may fetch what the first moments of the next iteration need."""
         self.arena.set_tide(self.timetable.cut_tide)
         self.queues.pause()
         self.steps.start()
@@ -250,13 +257,13 @@ class Session:
         return self.loop.still()
 
     def renew(self, plan: Plan) -> None:
-        """Go on under another plan: see `lifetime.renewal`. An evaluation that was under way has ended then."""
+        """Go on under another plan: see `lifetime.renewal`. Ends an evaluation that is under way first."""
         if self.cursor.visiting:
             self.demand.end_visit()
         renew(self, plan)
 
     def use_queues(self, queues: Queues) -> None:
-        """Go on with other queues from where these stand. Both may be used again."""
+        """Go on with other queues from where the present ones stand, which pause. Both may be used again."""
         self.queues.pause()
         standing = self.queues.standing()
         queues.pause()
@@ -269,6 +276,7 @@ class Session:
         queues.resume()
 
     def note_deviation(self, reason: str) -> None:
+        """Count what left the plan, and log it."""
         self.deviations += 1
         self.deviation_log.append(f"iteration {self.iteration}: {reason}")
         log.info("iteration %d left the plan: %s", self.iteration, reason)

@@ -182,7 +182,7 @@ class Driver:
         if skeleton is None:
             self.whole = f"{type(s.model).__name__} cannot be copied to look at its structure"
             return
-        s.shapes.follow()
+        s.shapes.copy_attributes()
         borders = Borders(skeleton, find_blocks(skeleton))
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         guard = s.model.register_forward_pre_hook(_not_this_one, prepend=True)

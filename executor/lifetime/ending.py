@@ -1,4 +1,9 @@
-"""Ending: the run is over: by `close()`, by an interruption that cannot be mended, or with the process."""
+"""Ending: the run is over: by `close()`, by an interruption that cannot be mended, or with the process.
+
+Three lists say what there is to undo. `Session.hooks`: hooks on the model's modules and parameters. `Session.on_close`:
+what else was changed on the model. `Holdings.at_end`: what was changed in the process; it holds no session, and is also
+done where the session was dropped without `close()`.
+"""
 
 from __future__ import annotations
 
@@ -56,14 +61,15 @@ class Host(BytesHost, LoopHost, Protocol):
 
 
 class Ending:
-    """dropped: what is done where nobody holds the session any more."""
+    """dropped: calls `Holdings.let_go` where the session is collected without `close()`."""
 
     def __init__(self, host: Host, dropped: weakref.finalize[..., Any]) -> None:
         self.host = host
         self._dropped = dropped
 
     def interrupt(self, why: str) -> Interrupted:
-        """What to raise, now and whatever is asked of the session from now on."""
+        """End the run: queues and other ranks fail with Interrupted(why). Returns that error for the caller to raise;
+        whatever is asked of the session later raises it too."""
         host = self.host
         error = Interrupted(why)
         host.queues.fail(error)
@@ -118,7 +124,8 @@ class Ending:
             raise untold
 
     def _let_go(self, values: Mapping[int, torch.Tensor]) -> None:
-        """values: tensor -> what its parameter holds from now on."""
+        """Undo the three lists. Parameters become plain before memory goes, as they are views of it. values: tensor ->
+        what its parameter holds from now on; other parameters are left without a value."""
         host = self.host
         if host.ranks is not None:
             host.ranks.close()

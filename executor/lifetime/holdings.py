@@ -24,12 +24,17 @@ __all__ = ["Holdings", "ask_torch_threads"]
 
 log = logging.getLogger("executor")
 
-_before: dict[int, int] = {}  # thread -> torch's threads there before the first that asked
-_asked: dict[object, tuple[int, int]] = {}  # who asks -> (thread, how many), the last one last
+_before: dict[int, int] = {}  # thread -> number of torch's threads there before the first that asked
+_asked: dict[object, tuple[int, int]] = {}  # who asks -> (thread, number asked for), the last one last
 
 
 class Holdings:
-    """stoppers: end queues' threads. at_end: undo what was done to the process."""
+    """
+    Attributes:
+        arena: the plan's memory, which the end empties; None before the session has a plan.
+        stoppers: end the queues' threads, of all queues that the session uses.
+        at_end: undo what was done to the process. None may hold the session.
+    """
 
     def __init__(self, backend: Backend, ranks: Others | None) -> None:
         self._backend = backend
@@ -64,9 +69,11 @@ class Holdings:
 
 
 def ask_torch_threads(count: int) -> Callable[[], None]:
-    """Set torch's threads, which each thread has a number of; returns what takes that back. The last that asks counts;
-    when none is left, there are as many as before the first. Taken back in another thread (a collection of garbage),
-    that is for the next one here to do."""
+    """Set the number of torch's threads, which torch keeps per thread of the process. Returns what takes that back.
+
+    The number asked for last counts. When the last is taken back, the number is that before the first. Where another
+    thread takes a number back (a collection of garbage), it stays set until this thread asks or takes back again.
+    """
     thread = threading.get_ident()
     _before.setdefault(thread, torch.get_num_threads())
     who = object()

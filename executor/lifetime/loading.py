@@ -1,4 +1,4 @@
-"""Loading: the parameters' values move into their chunks, and the parameters become views of them."""
+"""Loading: the parameters' values move into their chunks, and the parameters become views of the chunks."""
 
 from __future__ import annotations
 
@@ -23,9 +23,13 @@ __all__ = ["Host", "Source", "load_parameters", "unload_parameters", "views_of"]
 class Source(Protocol):
     """Where values come from instead of the model: `saving.weights.Weights`."""
 
-    def holds(self, tensor: int) -> bool: ...
+    def holds(self, tensor: int) -> bool:
+        """The tensor's value comes from here."""
+        ...
 
-    def fill(self, arena: Arena, contents: Contents) -> None: ...
+    def fill(self, arena: Arena, contents: Contents) -> None:
+        """Write those values into every list that has memory."""
+        ...
 
 
 class Host(BytesHost, Protocol):
@@ -36,14 +40,17 @@ class Host(BytesHost, Protocol):
 
 
 def load_parameters(host: Host, source: Source | None = None) -> None:
-    """Move the parameters' values into their chunks, one chunk at a time, and make the parameters views of them.
-    source: where the values come from instead."""
+    """Take memory for what the plan has resident between two iterations, move the parameters' values into it, one
+    chunk at a time, and make the parameters views of their chunks' working lists. Before the queues start.
+
+    source: where the values come from instead.
+    """
     plan, arena, contents = host.plan, host.arena, host.contents
     present = sorted(plan.initial)
     for resident in present:
-        if resident.chunk >= 0:
+        if resident.chunk >= 0:  # buffers of modules have -1: their memory is not the arena's
             arena.take(resident.place, resident.chunk, resident.list)
-            if resident.list in OTHERS:
+            if resident.list in OTHERS:  # the other ranks' slices: not a list of their own, but the rest of one
                 arena.payloads.whole(resident.chunk, OTHERS[resident.list]).zero_()
             else:
                 arena.at(resident.place, resident.chunk, resident.list).zero_()

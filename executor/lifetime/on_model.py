@@ -1,4 +1,4 @@
-"""OnModel: what the modules of a prepared model carry: the module-level half of the contract, and who sees batches.
+"""What the modules of a prepared model carry: the module-level half of the contract, and a hook that sees batches.
 
 A module may outlive its session, so that all of it holds the session weakly. The table of the contract is in
 `contract.py`.

@@ -44,9 +44,11 @@ class Host(BytesHost, Protocol):
 
 
 def renew(host: Host, plan: Plan) -> None:
-    """Go on under another plan of the same model, between two iterations; values and states move into its chunks.
+    """Go on under another plan of the same model, between two iterations, on one rank; values and optimizer states move
+    into its chunks.
 
-    Raises DoesNotFit, before anything changes, if the host cannot hold both while they move.
+    Raises DoesNotFit, before anything changes, if the host cannot hold both plans' memory while values move.
+    `host.renewing` stays set where the move itself is left by an error: values may then be in no one place.
     """
     assert not host.cursor.inside
     arena = Arena(plan, host.backend)
@@ -57,7 +59,7 @@ def renew(host: Host, plan: Plan) -> None:
         arena.room,
         available_bytes=available_host_bytes(),
         gpu_is_host=host.backend.device.type == "cpu",
-        model_bytes=-moving,  # between two sets of chunks every value has a third place
+        model_bytes=-moving,  # needed besides: all values are copied out of one plan's chunks first
     )
     with torch.no_grad():
         host.loop.drain()

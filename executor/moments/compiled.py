@@ -1,7 +1,8 @@
 """torch.compile beside the engine: the engine's hooks are never traced, and a capture runs compiled blocks eagerly.
 
 A compiled block under a plan keeps its graphs; where a hook of the engine is called between two modules the graph is
-cut, because chunks come and go there. Nothing here imports torch's compiler (seconds) unless somebody did.
+cut, because chunks come and go there. torch's compiler takes seconds to import: `untraced` imports it, as every torch
+optimizer does; `eagerly` does not.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ R = TypeVar("R")
 
 
 def untraced(function: Callable[..., R]) -> Callable[..., R]:
-    """`function`, which torch.compile calls and never looks into. Every torch optimizer imports the compiler; so does
-    this.
+    """`function`, with positional arguments only, which torch.compile calls and never looks into.
 
     The compiler's own wrapper sets it aside and back at every call. Where it is not at work, `function` is called as it
     is: a step calls hooks by the hundred, those of fixed arguments (modules' and tensors') without unpacking any.

@@ -64,7 +64,7 @@ class Standing(LiveStorages, Generic[HostType]):  # type: ignore[no-untyped-call
     @property
     def _session(self) -> HostType:
         session = self._keeper()
-        assert session is not None  # `watches` has asked
+        assert session is not None  # subclasses count only while it runs: `watches` in guard.py, `_watches` in first.py
         return session
 
     def begin(self) -> None:

@@ -1,4 +1,7 @@
-"""What the engine does beside the model: its operators are not counted, and who counts hears where a moment ends."""
+"""What the engine does beside the model: its operators are neither counted nor recorded by autograd.
+
+Who counts the model's operators (`Watching`) hears where a moment ends and the next begins.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,17 @@ modes_standing: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def unseen() -> contextlib.AbstractContextManager[object]:
-    """The engine's own operators must not be counted: no dispatch mode sees what runs inside."""
+    """No dispatch mode sees the operators that run inside: they are the engine's own and must not be counted."""
     return _disable_current_modes() if modes_standing() else _AS_IT_IS
 
 
 class Watching(Protocol):
-    """Told by a session of its moments."""
+    """Somebody who counts operators moment by moment; the session's loop calls."""
 
-    def closes(self, moment: int) -> None: ...
+    def closes(self, moment: int) -> None:
+        """The open moment, by its index in the plan, ends. The engine's own work comes next."""
+        ...
 
-    def opens(self) -> None: ...
+    def opens(self) -> None:
+        """The engine's own work is done; what runs now belongs to the moment that has just begun."""
+        ...

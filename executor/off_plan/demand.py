@@ -225,7 +225,7 @@ class Demand:
         self.in_a_row = 0
         try:
             policy = find_policy(s.plan.policy)
-            s.renew(policy(s.batches.lasting(s.now.backwards), s.plan.machine, s.plan.settings))
+            s.renew(policy(s.batches.workload_of_last(s.now.backwards), s.plan.machine, s.plan.settings))
         except PstarError as error:
             # Training goes on, on demand: slower, not wrong.
             log.warning("no new plan after %d iterations off plan: %s", s.replan_after, error)

@@ -1,8 +1,9 @@
 """AtWork: whether an interruption came while the engine changed what it keeps.
 
 An error of the engine's own (any `Exception`) leaves what it keeps in order; Ctrl-C may come between any two lines.
-Every way into the engine from the user's thread is `with at_work:`, and an interruption inside leaves `torn`, whatever
-line it came at. Where it is left the loop stands in `State.INTERRUPTED` of the contract's table (`session/cursor.py`).
+Every way into the engine from the user's thread is a block `with at_work:`, and an interruption inside sets `torn`,
+whatever line the interruption came at. While `torn` is set the loop stands in `State.INTERRUPTED` of the contract's
+table (`session/cursor.py`).
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ __all__ = ["AtWork"]
 
 
 class AtWork:
-    """depth: how many of these blocks are open. torn: one was left by an interruption, and nothing has been mended
-    since."""
+    """
+    Attributes:
+        depth: number of `with at_work:` blocks that are open.
+        torn: an interruption left a block, and nothing has been mended since. `Loop.mend` clears it.
+    """
 
     __slots__ = ("depth", "torn")
 
@@ -38,7 +42,8 @@ class AtWork:
             self.torn = True
 
     def outermost(self) -> None:
-        """No block is open where this is called; one that seems to be was interrupted as it was entered or left."""
+        """Called where no block can be open. One that is counted all the same was interrupted as it was entered or
+        left: it is closed, and `torn` is set."""
         if self.depth:
             self.torn = True
             self.depth = 0

@@ -1,4 +1,4 @@
-"""Batches: what the next forward's batch is beside the one the plan was made for.
+"""Batches: how the next forward's batch compares with the one that the plan was made for.
 
 A batch of another shape is looked at under fake tensors, on a copy of the model without memory: if its tide is nowhere
 higher than the plan's it runs on plan, if it fits the budget it runs on demand, and else it is refused before anything
@@ -46,7 +46,7 @@ def movable(arena: Arena, chunk: int) -> bool:
 
 
 class Capture(Protocol):
-    """`executor.capture.capture_module`, which knows what is above a session."""
+    """`executor.capture.capture_module`: lies above this file, and comes in as an argument."""
 
     def __call__(
         self, model: nn.Module, batch: Any, /, *, name: str, loss: Callable[[nn.Module, Any], torch.Tensor]
@@ -73,13 +73,14 @@ class Shapes:
                 f"a batch of another shape than planned, and {type(self.model).__name__} cannot be copied to look at "
                 "it under fake tensors; make a plan for this shape"
             )
-        self.follow()
+        self.copy_attributes()
         with recomputing(self.skeleton, planned):
             captured = self._capture(self.skeleton, (args, kwargs), name=planned.model, loss=_some_loss)
         return as_planned(captured, planned)
 
-    def follow(self) -> None:
-        """Give the skeleton the plain attributes the model has by now (`training`, switches of its own)."""
+    def copy_attributes(self) -> None:
+        """Give the skeleton the plain attributes that the model's modules have now (`training`, switches of their
+        own)."""
         assert self.skeleton is not None
         copies = dict(self.skeleton.named_modules())
         for name, module in self.model.named_modules():
@@ -92,12 +93,13 @@ class Shapes:
 
 
 class Batches:
-    """The batches of one plan. count: over how many the loss of a batch is a mean.
+    """The batches of one plan. count: see `others.CountOf`.
 
     Attributes:
-        samples: that number for the last batch; 1 on one rank.
-        moments: of the last batch, under fake tensors; None where it has the plan's shape.
-        last: the form of the last batch of a training forward.
+        samples: over how many (sequences, tokens) the loss of the last batch is a mean; 1 on one rank.
+        moments: of the last batch, under fake tensors; None where the batch has the plan's shape, or is none to compare
+            (an evaluation, an empty batch, a plan without steps).
+        last: (args, kwargs) of the last training forward, tensors on meta; None before the first.
     """
 
     def __init__(self, host: Host, count: CountOf) -> None:
@@ -106,7 +108,7 @@ class Batches:
         self.moments: tuple[Moment, ...] | None = None
         self.last: tuple[Any, Any] | None = None
         self._count = count
-        self._known: dict[Any, tuple[Moment, ...] | None] = {}  # shapes -> moments if not the plan's
+        self._known: dict[Any, tuple[Moment, ...] | None] = {}  # shapes -> moments; None: the plan's own shapes
 
     def see(self, args: Any, kwargs: Any) -> None:
         """The root's forward is about to begin with this batch. Raises DoesNotFit before anything changes."""
@@ -165,8 +167,9 @@ class Batches:
             a.name == b.name and a.peak_bytes <= b.peak_bytes for a, b in zip(moments, body)
         )
 
-    def lasting(self, micro_batches: int) -> Workload:
-        """The workload of an iteration of so many micro-batches like the last one, captured anew."""
+    def workload_of_last(self, micro_batches: int) -> Workload:
+        """The workload of an iteration of `micro_batches` batches like the last one, captured anew. Raises PlanError
+        before the first training forward, ModelError where the model cannot be captured."""
         if self.last is None:
             raise PlanError("no forward of the whole model with gradients was seen")
         planned = self.host.plan.workload
@@ -175,7 +178,8 @@ class Batches:
         return repeat_micro_batch(replace(captured, tensors=planned.tensors), max(1, micro_batches))
 
     def _is_planned(self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> bool:
-        """The first batch of the planned size sets the shapes; any other is looked at."""
+        """Whether the first tensor with dimensions has the plan's batch and (of tokens) sequence. Only the first batch
+        that does so counts: its shapes are the plan's, other shapes are captured."""
         w = self.host.plan.workload
         if None in self._known.values():
             return False
@@ -186,6 +190,8 @@ class Batches:
         return True
 
     def _check_fits(self, shapes: Any, moments: tuple[Moment, ...]) -> None:
+        """Raises DoesNotFit where a moment needs more than the gpu budget: what never leaves, the chunks that the
+        moment reads, and its non-model data."""
         plan, table = self.host.plan, self.host.timetable
         worst, at = 0, 0
         for m, moment in enumerate(moments):

@@ -1,9 +1,8 @@
 """Cursor: where the loop stands, and the loop contract as one table.
 
-`TABLE[state, act]` says what comes of it when the loop does something (`Act`) where it stands (`State`): rows are
-looked through from the first on, and the first whose conditions all hold counts. Conditions are names of `Fact`, "!"
-before one that must not hold; a row without any always counts. What comes of it is an `Answer`, or a `Refusal`, whose
-ContractError is in `refusals.py`.
+`TABLE[state, act]` has rows for an `Act` of the loop where the loop stands in a `State`. The first row whose conditions
+all hold counts. Conditions are names of `Fact`, "!" before one that must not hold; a row without conditions always
+holds. A row gives an `Answer`, or a `Refusal`, whose ContractError is in `refusals.py`.
 
 Nothing is done here, and nothing is known of torch: whoever asks carries out what is answered. The contract in words is
 in `contract.py`.
@@ -24,13 +23,13 @@ __all__ = ["ACTS", "TABLE", "Act", "Answer", "Cursor", "Fact", "Facts", "State",
 
 
 class _Word(Enum):
-    """Members are single objects: hashed as such, which the table is asked with at every event."""
+    """Members are hashed by identity, which is fast: the table is looked up at every event."""
 
     __hash__ = object.__hash__
 
 
 class State(_Word):
-    """Where the loop stands.
+    """Where the loop stands. `Cursor.state` tells the first four apart; `Loop.ask` puts the last two before them.
 
     BETWEEN: no iteration is open: from the end of `optimizer.step()` to the next first event.
     VISITING: an evaluation runs between two iterations.
@@ -49,7 +48,7 @@ class State(_Word):
 
 
 class Act(_Word):
-    """What the loop does: the clock's events, then what is called."""
+    """What the loop does: six events of the clock, from FORWARD to STEP, then calls of the user's code."""
 
     FORWARD = "a module's forward begins"
     RECOMPUTE = "a module's forward begins inside backward"
@@ -68,7 +67,7 @@ class Act(_Word):
 
 
 class Answer(_Word):
-    """What comes of it.
+    """What the engine does about an act.
 
     FOLLOW: go to the moment of the plan that the event opens.
     LEAVE: leave the plan, then go on on demand.
@@ -78,11 +77,11 @@ class Answer(_Word):
     END_VISIT: end the evaluation, then ask again.
     MEND: mend what the interruption left, then ask again.
     FINISH: mend, which ends the step that was interrupted.
-    NOTHING: as if it had not been done.
-    STEP: update, as the plan has it or on demand.
+    NOTHING: ignore the act.
+    STEP: update, as the plan has the update or on demand.
     DROP: drop the iteration's gradients, then allow.
     HALF: end the run: a backward ended in the middle of its eager updates.
-    ALLOW: do it.
+    ALLOW: do what the call says.
     """
 
     FOLLOW = "follow"
@@ -101,20 +100,20 @@ class Answer(_Word):
 
 
 class Fact(_Word):
-    """What the table asks, beside the state."""
+    """What the table asks, beside the state. `session/facts.py` says how each is found out."""
 
     TRAINS = "trains"
     """A forward that runs now is one of training."""
     BEGINS = "begins"
-    """It begins a module's forward that no other module's called, or is no event at all."""
+    """The act begins a module's forward that no other module's forward called, or is a call."""
     SWITCHED = "switched"
     """Requires_grad of a parameter is not what it was at `prepare`."""
     OUTSIDE = "outside"
-    """Under loss scaling, it begins outside a forward of the prepared model."""
+    """Under loss scaling, the event begins a module's forward outside a forward of the prepared model."""
     EXPECTED = "expected"
-    """The plan has its event next, or further on where this rank has nothing to compute before."""
+    """The plan has the event next, or further on where this rank has nothing to compute before it."""
     FITS = "fits"
-    """It begins no micro-batch, or one whose batch may run on plan."""
+    """The event begins no micro-batch, or one whose batch may run on plan."""
     OUTSTANDING = "outstanding"
     """A gradient that the plan counts on has not come."""
     OF_EVALUATION = "of_evaluation"
@@ -148,13 +147,14 @@ class Fact(_Word):
     SEVERAL = "several"
     """There are several ranks."""
     INSIDE = "inside"
-    """An iteration is open."""
+    """A moment of an iteration is open."""
     FROZEN = "frozen"
     """The parameter is not trained."""
 
 
 class Facts(Protocol):
-    """Answers what the table asks, each only where a row needs it. Words of `refusals.TEXTS` are attributes besides."""
+    """Facts of one act, each found out only where a row needs it. The words that `refusals.TEXTS` fills in are
+    attributes."""
 
     @property
     def asks(self) -> Mapping[Fact, Callable[[Any], bool]]:
@@ -164,7 +164,7 @@ class Facts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """when: (fact, whether it must hold). then: what comes of it."""
+    """when: (fact, whether it must hold), all of which must be so for the row to hold. then: what the row gives."""
 
     when: tuple[tuple[Fact, bool], ...]
     then: Answer | Refusal
@@ -273,7 +273,7 @@ _ROWS: dict[State, dict[Act, tuple[Row, ...]]] = {
 TABLE: Mapping[tuple[State, Act], tuple[Row, ...]] = MappingProxyType(
     {(state, act): rows for state, mine in _ROWS.items() for act, rows in {**_CALLS, **mine}.items()}
 )
-"""(where the loop stands, what it does) -> rows, the first that holds counts."""
+"""(where the loop stands, what the loop does) -> rows; the first that holds counts."""
 
 
 _KINDS = {"end": Act.END, "grad": Act.GRADIENT, "backward-end": Act.BACKWARD_END, "step": Act.STEP}
@@ -286,7 +286,7 @@ ACTS: Mapping[tuple[str, Phase], Act] = MappingProxyType(
 
 
 def answer(state: State, act: Act, facts: Facts) -> Answer:
-    """What comes of it. Raises ContractError where the table refuses."""
+    """What the table gives for `act` in `state`. Raises ContractError where the table refuses."""
     asks = facts.asks
     for row in TABLE[state, act]:
         for fact, wanted in row.when:

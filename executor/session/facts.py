@@ -1,4 +1,7 @@
-"""What one act of the loop is, for the cursor's table: its facts and its words, asked of the session."""
+"""Facts: what the cursor's table may ask about one act of the loop, and the words that its refusals fill in.
+
+Both are read off the session when they are asked for.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +46,11 @@ class Host(LoopHost, Protocol):
 
 
 class ActFacts:
-    """See `cursor.Facts`. event: the clock's, None for a call. tensor: the parameter that the call is about. what: for
-    messages. keeps: gradient tensors are to be kept."""
+    """`cursor.Facts` of one act.
+
+    event: the clock's; None for a call. tensor: index of the parameter that the call is about; -1 for none. what: the
+    call in words, for messages. keeps: `zero_grad` is to keep gradient tensors.
+    """
 
     __slots__ = ("_what", "asks", "event", "host", "keeps", "tensor")
 
@@ -58,7 +64,7 @@ class ActFacts:
         self.keeps = keeps
         self._what = what
 
-    # -- words --------------------------------------------------------------------------------------------------------
+    # -- words of refusals.TEXTS --------------------------------------------------------------------------------------
 
     @property
     def what(self) -> str:
@@ -88,10 +94,12 @@ class ActFacts:
 
     @property
     def planned(self) -> int:
+        """Micro-batches of the plan."""
         return self.host.plan.workload.micro_batches
 
     @property
     def backward(self) -> int:
+        """Number of the backward that begins, from 1."""
         return self.host.now.backwards + 1
 
     @property

@@ -39,8 +39,6 @@ class Absence(Protocol):
 
     def pass_to(self, moment: int) -> None: ...
 
-    def settle(self) -> None: ...
-
     def waits(self, tensor: int) -> bool: ...
 
 
@@ -111,7 +109,8 @@ class Following:
 
     Attributes:
         in_parts: a backward runs part by part (driving/drive.py).
-        takes_norms: a warm-up of a run that will clip does the same work.
+        takes_norms: off the plan, a norm is taken of each gradient and thrown away: a recording of a run that will clip
+            is to take as long as that run.
     """
 
     def __init__(self, host: Host, clock: Callable[[], float]) -> None:
@@ -214,6 +213,8 @@ class Following:
     # -- iterations ---------------------------------------------------------------------------------------------------
 
     def begin_iteration(self) -> None:
+        """The first event of an iteration has come, on plan or off: `host.now` is a new value, whose number
+        `host.iteration` is already."""
         host = self.host
         host.now = host.now.next(host.iteration, host.updates.new() if host.updates.eager else None)
         if host.first is not None:

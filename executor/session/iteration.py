@@ -26,7 +26,7 @@ class Iteration:
         missed: tensors whose gradient counted as zero in some micro-batch.
         passed_over: a moment was passed over in which this rank had nothing to compute.
         early: tensors whose eager update has begun.
-        norms: tensor -> norm of its gradient, where it was taken as the gradient arrived.
+        norms: tensor -> norm of its gradient (one element, fp32), where the norm was taken as the gradient arrived.
         backwards: number of backwards that have ended.
         update: what the Adam steps need; None until `optimizer.step()` (with eager updates: from the beginning).
     """
@@ -56,5 +56,6 @@ class Iteration:
         return found
 
     def update_of(self, number: int) -> Update | None:
+        """The update of iteration `number`; None if it has none, has not begun or has been let go."""
         found = self.of(number)
         return None if found is None else found.update

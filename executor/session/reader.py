@@ -1,7 +1,8 @@
 """Reader: parameters, gradients and optimizer states as the user's code sees them.
 
-A parameter is readable as it stands while a module runs and the gpu holds its current value; at any other time it is
-parked, and what asks for it gets a copy. Gradients have left for their chunks. Copies are taken while nothing moves.
+A parameter is readable as it stands (`contract.ChunkParameter`) while a module runs and the gpu holds its current
+value. At any other time it is parked (`contract.ParkedParameter`), and what asks for its value gets a copy. Gradients
+have left for their chunks. Copies are taken while nothing moves.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class Reader:
         consumed: tensors whose gradient left autograd and that no `zero_grad` has cleared yet.
         switched: tensors whose requires_grad is not the plan's at present.
         is_open: a module runs, so that parameters may be read as they stand, where they are readable.
-        on_demand: what a torch function that takes parked parameters is given to.
+        on_demand: called with a torch function that takes parked parameters, as `touch` is; the session sets it for
+            each plan.
     """
 
     def __init__(self, host: Host, parameters: Sequence[nn.Parameter]) -> None:
@@ -88,7 +90,7 @@ class Reader:
                 parameters[t].__class__ = ChunkParameter if as_it_stands else ParkedParameter
 
     def set_open(self, open_: bool) -> None:
-        """Whether a module runs."""
+        """A module runs from now on, or none does: every chunk's parameters change class with that."""
         if open_ != self.is_open:
             self.is_open = open_
             for chunk in range(len(self.host.timetable.tensors_of)):
@@ -106,10 +108,13 @@ class Reader:
         return self.host.plan.workload.tensors[tensor].name
 
     def grad_of(self, tensor: int) -> torch.Tensor | None:
+        """What `p.grad` gives. Raises ContractError where the gradient has left for its chunk."""
         self.host.loop.ask(Act.READ_GRAD, tensor=tensor)
         return raw_grad(self.parameters[tensor])
 
     def set_grad_of(self, tensor: int, value: torch.Tensor | None) -> None:
+        """`p.grad = value`. Raises ContractError for a tensor, and for None while the gradient is in its chunk and not
+        used by `optimizer.step()` yet."""
         self.host.loop.ask(Act.DROP_GRAD if value is None else Act.SET_GRAD, tensor=tensor)
         self.consumed.discard(tensor)
         set_raw_grad(self.parameters[tensor], None)
@@ -122,6 +127,7 @@ class Reader:
             self.switched.add(tensor)
 
     def touch(self, func: Any, parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
+        """The result of `func(*args, **kwargs)`, a torch function with parked parameters among its arguments."""
         return self.on_demand(func, parameters, args, kwargs)
 
     def current_value(self, tensor: int) -> torch.Tensor:
@@ -132,7 +138,7 @@ class Reader:
     # -- copies of values and states ----------------------------------------------------------------------------------
 
     def value_now(self, tensor: int) -> torch.Tensor:
-        """As `current_value`, whatever the loop may read."""
+        """As `current_value`, also where the contract does not let the loop read."""
         host = self.host
         chunk = host.timetable.chunk_of[tensor]
         row = host.plan.workload.tensors[tensor]
@@ -187,6 +193,7 @@ class Reader:
     # -- what is written from outside ---------------------------------------------------------------------------------
 
     def set_state_value(self, tensor: int, list_name: str, value: torch.Tensor) -> None:
+        """Write a tensor's part (any shape) of an optimizer state list, wherever the list has memory."""
         with unseen(), torch.no_grad(), self.host.loop.still():
             self.put_state(tensor, list_name, value)
 

@@ -1,4 +1,4 @@
-"""Refusals: what of the loop contract raises ContractError, and in which words."""
+"""Refusals: acts of the loop that raise ContractError, and in which words. Which act is refused where: `cursor.py`."""
 
 from __future__ import annotations
 
@@ -35,10 +35,6 @@ class Refusal(Enum):
     BORDER = "border"
 
 
-_EAGER_GRADIENTS = (
-    "zero_grad() before step() with eager updates, in the last backward or after it: parameters are updated in that "
-    "backward and their gradients cannot be dropped any more; call step(), or use AdamW(eager=False)"
-)
 _SWITCHED = (
     " while requires_grad of {f.switched_name!r} ({f.switched_count} parameters) is not what it was at prepare: the "
     "plan was made for what was trainable then; put it back after the evaluation it was changed for, or freeze before "
@@ -89,7 +85,10 @@ TEXTS: Mapping[Refusal, str] = MappingProxyType(
         Refusal.KEEPS: (
             "zero_grad(set_to_none=False) keeps gradient tensors, which live in chunks here; call zero_grad()"
         ),
-        Refusal.UPDATED: _EAGER_GRADIENTS,
+        Refusal.UPDATED: (
+            "zero_grad() before step() with eager updates, in the last backward or after it: parameters are updated in "
+            "that backward and their gradients cannot be dropped any more; call step(), or use AdamW(eager=False)"
+        ),
         Refusal.SUMMED: (
             "zero_grad() before step() on several ranks: the gradients are summed already, and the other ranks count "
             "on the update; call step()"
@@ -116,5 +115,5 @@ TEXTS: Mapping[Refusal, str] = MappingProxyType(
 
 
 def refused(refusal: Refusal, facts: object) -> ContractError:
-    """The error of a refusal. facts: has the words of its text."""
+    """The error of a refusal. facts: has an attribute for each word `{f.WORD}` in the refusal's text."""
     return ContractError(TEXTS[refusal].format(f=facts))

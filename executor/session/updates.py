@@ -1,4 +1,7 @@
-"""Updates: what the Adam steps of an iteration need, and whether they have begun."""
+"""Updates: what the Adam steps of an iteration need (`memory.update.Update`), and whether they have begun.
+
+Eager updates run inside backward, each as soon as a chunk's gradients are complete; others in `optimizer.step()`.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +38,13 @@ class Host(BytesHost, LoopHost, Protocol):
 
 
 class Updates:
-    """hyper: settings of the optimizer's groups as they are now. eager: updates run inside backward. clock: seconds.
+    """hyper: gives the settings of the optimizer's groups as they are now. clock: gives seconds.
 
     Attributes:
-        last: the update of the last iteration that had one.
-        max_grad_norm: None without clipping.
+        eager: updates run inside backward.
+        max_grad_norm: the global norm that gradients are clipped at; None without clipping.
+        last: the update of the last finished iteration that had one. Those of the current one and the one before:
+            `Iteration.update_of`.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class Updates:
         self._clock = clock
 
     def new(self) -> Update:
+        """The update of an iteration, with the optimizer's settings as they are now."""
         host = self.host
         sliced = host.ranks is not None and host.contents.sliced
         agree = self._agreed if sliced else None
@@ -66,7 +72,8 @@ class Updates:
         return Update(hyper=self._hyper(), max_grad_norm=self.max_grad_norm, agree=agree, streams=streams)
 
     def _agreed(self, norm: torch.Tensor) -> torch.Tensor:
-        """`Others.agree`, whose wait is the training thread's where an update on the accelerator asks first."""
+        """`Others.agree`. Where an update on the accelerator asks first, it is the training thread that waits, which
+        the queues are told."""
         host = self.host
         assert host.ranks is not None
         begun_s = self._clock()
@@ -94,7 +101,8 @@ class Updates:
         return self.eager and (self.host.cursor.moment > self.host.timetable.first_complete or bool(self.begun))
 
     def decide_scaling(self, update: Update) -> None:
-        """All gradients of the iteration are there: whether it updates, and what undoes the scale."""
+        """Under loss scaling, once all gradients of the iteration are there: set what undoes the scale, and skip the
+        update where a gradient on any rank is not finite. Every rank calls this in the same place."""
         host = self.host
         if host.scaling is None:
             return
