@@ -1,16 +1,21 @@
-"""A row of a draft becomes a step whose bytes are those of the table in core/step.py."""
+"""A row of a draft becomes a step whose bytes are those of the table in core/step.py; what follows another row at once
+is played as a part of it."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from pstar_sim.catalog.loader import load_machine
-from pstar_sim.core.draft import Row
+from pstar_sim.core.choose import choose
+from pstar_sim.core.draft import Charge, Draft, Row
 from pstar_sim.core.plan import Settings
+from pstar_sim.core.rules import Rates
 from pstar_sim.core.step import Kind, Place, Queue, Step
 from pstar_sim.policy import Builder
+from pstar_sim.policy.passes.plan import step_of
 from pstar_sim.testing import chain_workload
 from pstar_sim.units import MIB
 
@@ -29,7 +34,7 @@ PARAMS = MIB  # of each of two layers, a chunk each: 2 bytes a parameter in the 
 )
 def test_bytes_come_from_the_table(row: Row, size: int) -> None:
     b = Builder("any", chain_workload(2, PARAMS, micro_batches=2), load_machine("t4"), Settings(chunk_bytes=2 * PARAMS))
-    b.row(row, ())
+    step_of(b, row, ())
     place = Place.GPU if row.kind is Kind.ALLOC else None
     want = Step(id=0, queue=row.queue, kind=row.kind, bytes=size, chunk=row.chunk, list=row.list_name, place=place)
     assert b.steps[0] == replace(want, moment=row.moment)
@@ -39,9 +44,26 @@ def test_what_is_summed_over_the_ranks_has_the_bytes_of_all_slices() -> None:
     """On four ranks each holds a quarter of a chunk, a collective moves all of it; Adam's bytes are traffic."""
     machine = load_machine("h100-80x4")
     b = Builder("any", chain_workload(2, PARAMS), machine, Settings(chunk_bytes=2 * PARAMS))
-    b.row(Row(Queue.NET, Kind.GATHER, 0, "remote", moment=0), ())
-    b.row(Row(Queue.H2D, Kind.FETCH, 0, moment=0), ())
-    b.row(Row(Queue.ADAM, Kind.CPU_ADAM, 0), ())
+    step_of(b, Row(Queue.NET, Kind.GATHER, 0, "remote", moment=0), ())
+    step_of(b, Row(Queue.H2D, Kind.FETCH, 0, moment=0), ())
+    step_of(b, Row(Queue.ADAM, Kind.CPU_ADAM, 0), ())
     gather, fetch, adam = b.steps
     assert gather.bytes == 4 * fetch.bytes == b.layout.whole_bytes(0)
     assert (adam.bytes, adam.moment, adam.list) == (b.cost.cpu_adam_bytes(0), b.uses.last_gradient(0), None)
+
+
+def test_what_follows_at_once_frees_its_bytes_with_the_row_before() -> None:
+    """A copy down of 2 s and its drop, which frees 4 bytes; a fetch takes 4 of the 6 bytes and waits for the drop. The
+    window shows the drop by itself, behind the end of the copy."""
+    rows = [
+        Row(Queue.COMPUTE, Kind.COMPUTE, charge=Charge(seconds=1.0), after=((3, 1),), is_position=True),
+        Row(Queue.D2H, Kind.WRITEBACK, 0, charge=Charge(seconds=2.0), after=((0, 0),), key=(0.0,)),
+        Row(Queue.D2H, Kind.DROP, 0, charge=Charge(gpu_free=4), behind=1),
+        Row(Queue.H2D, Kind.FETCH, 0, charge=Charge(seconds=1.0, gpu_take=4), after=((2, 0),), key=(0.0,)),
+    ]
+    window = choose(Draft(rows, gpu_free_bytes=2, host_free_bytes=0, rates=Rates(dram_bytes_per_s=math.inf)))
+    assert window.iteration_s == 4.0
+    assert [(row, ended) for row, _, ended in window.events] == [
+        (i, ended) for i in range(4) for ended in (False, True)
+    ]
+    assert {iteration for _, iteration, _ in window.events} == {0}

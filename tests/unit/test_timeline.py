@@ -97,6 +97,7 @@ def test_spans_and_samples_of_a_simulation_are_made_when_they_are_asked_for(hand
     before = rows()
     timeline = play(plan)
     assert (f"{len(plan.steps) * timeline.iterations} spans" in repr(timeline), rows()) == (True, before)
+    assert (timeline.labelled("mine").label, timeline.label, rows()) == ("mine", plan.policy, before)
     columns = timeline.to_dict()
     assert (len(columns["spans"]["step"]), rows()) == (len(plan.steps) * timeline.iterations, before)
     assert [span.step for span in timeline.spans] == columns["spans"]["step"] and rows() > before
