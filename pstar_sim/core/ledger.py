@@ -418,6 +418,7 @@ class Holdings:
                 self._listed(r.list, r.place).chunks.add(r.chunk)
                 self.used_bytes[PLACES.index(r.place)] += layout.payload_bytes(r.chunk, r.list)
         self.peak_bytes = list(self.used_bytes)
+        self._at_cut = {key: frozenset(listed.chunks) for key, listed in self._lists.items()}
 
     def holds(self, chunk: int, list_name: str, place: Place) -> bool:
         return chunk in self._listed(list_name, place).chunks
@@ -427,9 +428,13 @@ class Holdings:
         return self._listed(list_name, place).chunks
 
     @property
-    def residents(self) -> frozenset[Resident]:
-        """Who is somewhere."""
-        return frozenset(Resident(c, x.name, PLACES[x.place]) for x in self._lists.values() for c in x.chunks)
+    def changed(self) -> frozenset[Resident]:
+        """Who is there and was not at the cut, and the other way round."""
+        return frozenset(
+            Resident(c, name, PLACES[p])
+            for (name, p), listed in self._lists.items()
+            for c in listed.chunks ^ self._at_cut.get((name, p), frozenset())
+        )
 
     def run(self, step: Step) -> None:
         """A step starts and ends."""

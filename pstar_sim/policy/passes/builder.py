@@ -342,7 +342,7 @@ class Builder:
             )
             rows.append(Row(step.queue, step.kind, charge=charge, after=after))
             gpu, host = gpu_left, host_left
-        if changed := holdings.residents ^ self.initial:
+        if changed := holdings.changed:
             raise ValueError(
                 f"{self.policy}: {min(changed)} is not at the end of the iteration as it was at its beginning"
             )
