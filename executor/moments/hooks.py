@@ -113,6 +113,7 @@ class MomentClock:
         for name, module in self.units.items():
             self._handles.append(module.register_forward_pre_hook(wrap(self._begin_hook(name)), prepend=True))
             self._handles.append(module.register_forward_hook(wrap(self._end_hook(name))))
+        self._handles.append(model.register_forward_hook(wrap(self._over), always_call=True))
 
     @property
     def inside(self) -> bool:
@@ -203,6 +204,11 @@ class MomentClock:
                         _hook_output(tensor, hook)
 
         return end
+
+    def _over(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The root's forward is over, also where it raised and no unit in it has its end."""
+        if _graph_task() == -1:
+            self._open = 0
 
     def tell_gradient(self, event: Event) -> None:
         """A gradient has reached an output: call `on_event`; nothing after `close`."""

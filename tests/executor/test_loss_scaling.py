@@ -218,6 +218,24 @@ def test_a_part_of_the_model_on_its_own_is_refused(prepared: Callable[..., Any])
     assert optimizer.session.iteration == 1
 
 
+def test_a_part_on_its_own_is_refused_also_behind_a_forward_that_raised(prepared: Callable[..., Any]) -> None:
+    model, optimizer = prepared(Head().half())
+    x = torch.randn(2, 8).half()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no forward of body today")
+
+    handle = model.body.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="no forward of body today"):
+        model(x)
+    handle.remove()
+    with pytest.raises(ContractError, match="'body' is called with gradients outside a forward"):
+        model.body(x)
+    model(x)["loss"].backward()
+    optimizer.step()
+    assert optimizer.session.iteration == 1
+
+
 def test_gradscaler_is_refused_and_named(prepared: Callable[..., Any]) -> None:
     model, optimizer = prepared(Head().half())
     scaler = torch.amp.GradScaler("cpu")
