@@ -91,7 +91,7 @@ def measure(plan_path: Path, weights: Path, meta: bool, folder: Path) -> dict[st
     after = status("VmHWM")
     terms = {
         "baseline": baseline,
-        "slabs": session.arena.room.total_bytes,
+        "slabs": session.arena.slabs.room.total_bytes,
         "virtual_gpu": session.arena.peak_gpu_payload_bytes,
         "buffers": sum(b.numel() * b.element_size() for b in model.buffers()),
     }

@@ -207,7 +207,7 @@ def _arena_that_fits(given: _Given, backend: Backend, ranks: Ranks | None) -> Ar
     arena = Arena(given.plan, backend, rank=0 if ranks is None else ranks.rank)
     check_host_memory(
         given.plan,
-        arena.room,
+        arena.slabs.room,
         available_bytes=available_host_bytes(),
         gpu_is_host=backend.device.type == "cpu",
         model_bytes=_host_bytes(given.parameters),

@@ -119,7 +119,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             "max_memory_allocated_bytes": torch.cuda.max_memory_allocated() if on_card else None,
             "max_memory_reserved_bytes": torch.cuda.max_memory_reserved() if on_card else None,
             "host_bytes": {
-                "predicted": sum(session.arena.room.slab_bytes),
+                "predicted": sum(session.arena.slabs.room.slab_bytes),
                 **{f"measured_{when}": NOT_MEASURABLE if size is None else size for when, size in measured.items()},
             },
         }

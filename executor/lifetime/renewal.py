@@ -56,7 +56,7 @@ def renew(host: Host, plan: Plan) -> None:
     moving = sum(layout.payload_bytes(c.index, "param") + layout.states_bytes(c.index) for c in layout.chunks)
     check_host_memory(
         plan,
-        arena.room,
+        arena.slabs.room,
         available_bytes=available_host_bytes(),
         gpu_is_host=host.backend.device.type == "cpu",
         model_bytes=-moving,  # needed besides: all values are copied out of one plan's chunks first

@@ -62,11 +62,6 @@ class Arena:
 
     # -- addresses ----------------------------------------------------------------------------------------------------
 
-    @property
-    def room(self) -> HostRoom:
-        """On the host."""
-        return self.slabs.room
-
     def dtype(self, chunk: int, list_name: str) -> torch.dtype:
         return dtype_of(self.layout, chunk, list_name)
 

@@ -201,14 +201,22 @@ class Loop:
         answers FOLLOW, and to follow is all there is to do. A step has hundreds of these. What is left out here takes
         the way through the table, and so do the events of the root and of calls."""
         host = self.host
-        at_work, cursor, now, reader, table = host.at_work, host.cursor, host.now, host.reader, host.timetable
+        cursor, now, table = host.cursor, host.now, host.timetable
         return (
             event.name == table.following[cursor.moment]
             and event.module != ""
             and event.micro_batch >= 0
-            and not (host.closed or at_work.torn or at_work.depth)
             and not (cursor.off_plan or cursor.visiting or cursor.stepped)
             and not (now.outstanding or now.backwards >= table.micro_batches)
+            and self._undisturbed()
+        )
+
+    def _undisturbed(self) -> bool:
+        """The session works as it was made, and nobody but the plan's rows looks at an event."""
+        host = self.host
+        at_work, reader = host.at_work, host.reader
+        return (
+            not (host.closed or at_work.torn or at_work.depth)
             and reader.is_open
             and not (reader.switched or host.ladder.given_up or host.queues.troubled)
             and self._alone

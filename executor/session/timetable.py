@@ -70,13 +70,16 @@ class Timetable:
         self.goes_to = gradient_list(plan)
         self.sums = _sums(plan)
         self._final = {(self.micro_batch[m], t): m for m, tensors in enumerate(w.gradients) for t in tensors}
-        self.due = [{t for t in tensors if self.final_in(m, t) == m} for m, tensors in enumerate(w.gradients)]
+        self.due = self._due(w.gradients)
         self.early = [set(tensors) - self.due[m] for m, tensors in enumerate(w.gradients)]
         self.rows = list(zip(self.before, self.compute, self.reads, self.peaks, self.due))
         self.first_complete = min(_complete(self._final, self.chunk_of).values(), default=len(w.moments))
         self.permanent_bytes = _permanent_bytes(plan, self.cut)
         self._by_name = _by_name(self.names, self.reads)
         self._by_name_next = _by_name(self.names, self.reads[1:])
+
+    def _due(self, gradients: Sequence[Iterable[int]]) -> list[set[int]]:
+        return [{t for t in tensors if self.final_in(m, t) == m} for m, tensors in enumerate(gradients)]
 
     def final_in(self, moment: int, tensor: int) -> int:
         """The moment in which the tensor's gradient is final in the micro-batch of `moment`; -1 if it has none."""

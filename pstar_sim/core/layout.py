@@ -306,7 +306,9 @@ def _chunk(index: int, key: _Class, items: Iterable[_Item], numel: int, small: b
     for item in items:
         slots.append(Slot(tensor=item.tensor, offset=offset, numel=item.numel))
         offset += item.padded
-    return Chunk(index=index, numel=numel, slots=tuple(slots), small=small, **key._asdict())
+    return Chunk(
+        index=index, numel=numel, slots=tuple(slots), small=small, frozen=key.frozen, dtype=key.dtype, group=key.group
+    )
 
 
 def _in_order_of_first_use(workload: Workload) -> dict[_Class, list[_Item]]:

@@ -137,16 +137,7 @@ class Moves:
         self.cells = [0] * (len(PLACES) * WIDTH)
         self._tide = [m.peak_bytes for m in plan.workload.moments]
         self.cells[_GPU * WIDTH + _TIDE] = tide_at_cut(self._tide)
-        at_cut: defaultdict[tuple[str, Place], list[int]] = defaultdict(list)
-        for r in plan.initial:
-            if r.chunk >= 0:
-                at_cut[r.list, r.place].append(r.chunk)
-        initial: list[int] = []
-        for (name, place), chunks in at_cut.items():
-            p = PLACES.index(place)
-            self.cells[p * WIDTH + _category(name)] += sum([plan.layout.payload_bytes(c, name) for c in chunks])
-            first = self._first_of(name, p)
-            initial += [first + c for c in chunks]
+        initial = self._book_initial()
         for _, where, size in plan.buffers:
             self.cells[PLACES.index(where) * WIDTH + _BUFFER] += size
         self.used = [sum(self.cells[p * WIDTH : (p + 1) * WIDTH]) for p in range(len(PLACES))]
@@ -167,6 +158,21 @@ class Moves:
         for p, used in enumerate(self.used):
             if used > self._budget[p]:
                 raise self._over("between two iterations the plan holds", p, used)
+
+    def _book_initial(self) -> list[int]:
+        """Payloads that are there at the cut; `cells` have their bytes then."""
+        plan = self.plan
+        at_cut: defaultdict[tuple[str, Place], list[int]] = defaultdict(list)
+        for r in plan.initial:
+            if r.chunk >= 0:
+                at_cut[r.list, r.place].append(r.chunk)
+        payloads: list[int] = []
+        for (name, place), chunks in at_cut.items():
+            p = PLACES.index(place)
+            self.cells[p * WIDTH + _category(name)] += sum([plan.layout.payload_bytes(c, name) for c in chunks])
+            first = self._first_of(name, p)
+            payloads += [first + c for c in chunks]
+        return payloads
 
     # -- what each step does ------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.step import COPIES, Kind, Queue
+from pstar_sim.core.step import COPIES, Kind, Queue, Step
 from pstar_sim.errors import PlanError
 
 __all__ = ["NO_STEPS", "Program"]
@@ -54,11 +54,7 @@ class Program:
         order: list[list[int]] = [[] for _ in queues]
         for i, q in enumerate(queue_of):
             order[q].append(i)
-        try:
-            waits = tuple([tuple([(index[ref.id], ref.back) for ref in step.after]) for step in steps])
-        except KeyError:
-            step, ref = next((step, ref) for step in steps for ref in step.after if ref.id not in index)
-            raise PlanError(f"step {step.id} waits for step {ref}, which is not in the plan") from None
+        waits = _waits(steps, index)
         if Queue.COMPUTE not in number:
             raise PlanError(f"plan of {plan.policy!r} has no compute steps")
         names = [queue.value for queue in queues]
@@ -101,6 +97,15 @@ class Program:
     def backs(self, i: int, j: int) -> int:
         """How many iterations before its own the step i waits for step j."""
         return min(back for other, back in self.waits[i] if other == j)
+
+
+def _waits(steps: Sequence[Step], index: Mapping[int, int]) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """`Program.waits`. index: id of a step -> its position."""
+    try:
+        return tuple([tuple([(index[ref.id], ref.back) for ref in step.after]) for step in steps])
+    except KeyError:
+        step, ref = next((step, ref) for step in steps for ref in step.after if ref.id not in index)
+        raise PlanError(f"step {step.id} waits for step {ref}, which is not in the plan") from None
 
 
 def _behind_the_barrier(plan: Plan, adam: Sequence[int], waits: Sequence[Sequence[tuple[int, int]]]) -> Iterator[int]:

@@ -144,7 +144,7 @@ def test_states_of_pinned_chunks_take_no_host_room_and_get_their_values(kit: Any
     folder = saved(model, tmp_path / "w")
     _, optimizer = executor.prepare(empty_twin(kit, "gpt2"), plan, executor.AdamW(), weights=folder)
     arena = optimizer.session.arena
-    assert arena.room.total_bytes == 0 and arena.payload_bytes(Place.HOST) == 0
+    assert arena.slabs.room.total_bytes == 0 and arena.payload_bytes(Place.HOST) == 0
     assert torch.equal(optimizer.session.reader.state_value(0, "param32"), model.transformer.wte.weight)
     optimizer.session.close()
 
