@@ -486,7 +486,7 @@ class Bench:
             except SystemExit as left:
                 status = int(left.code or 0)
         lines = [line for line in err.getvalue().splitlines() if line.strip()]
-        if status == 2:
+        if status in (2, 3):  # refused; or the answer is no, as for a trace that no policy can plan
             if len(lines) != 1 or not lines[0].startswith("pstar: "):
                 raise Wrong(f"refused with {len(lines)} lines: {lines[:3]}")
             if len(lines[0]) > 2000:

@@ -193,9 +193,10 @@ def test_an_update_with_this_ranks_own_gradient(two: Machine) -> None:
 
 
 def test_the_ledger_follows_the_steps(two: Machine) -> None:
-    moves = Moves(make(two))
+    plan = make(two)
+    moves = Moves(plan)
     brought = int(moves.book([0, 1, 2, 3]).size.sum())
-    assert brought == moves.payloads.sizes[moves.payloads.number(0, "param", 0)] * 2, "own slice and the other's"
+    assert brought == plan.layout.payload_bytes(0, "param") * 2, "own slice and the other's"
     with pytest.raises(PlanError, match=r"step 3 .* frees the remote list of chunk 0 on the gpu, which is not there"):
         moves.book([0, 1, 6, 7])  # the drop of the other rank's slice, which is not gathered yet
 
