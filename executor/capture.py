@@ -220,6 +220,7 @@ def _run(
         )
         clock = MomentClock(module, lambda event: recorder.on_event(event))
         stack.callback(clock.close)
+        clock.listen()
         recorder = MomentRecorder(tensors, live, inside=lambda: clock.inside)
         if needs_loss_scaling(tensors):
             for handle in guard_boundary(module, lambda: 1.0):

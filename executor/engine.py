@@ -110,7 +110,7 @@ class Session:
         self.parameters = parameters
         self.backend = backend
         self.options = options
-        self.scaling = scaling = options.scaling
+        self.scaling = options.scaling
         self.home = torch.device("cpu")  # where the model was, and will be after `close`; prepare sets it
         self.iteration = 0
         self.iterations_before = 0  # done by runs that this one goes on from
@@ -149,9 +149,15 @@ class Session:
             ranks.giver = weakref.ref(self.reader)
         self.install(plan, arena, queues)
         self.clock = MomentClock(model, self.loop.on_event, trains=lambda: self.reader.trains, wrap=untraced)
-        self.hooks: list[Any] = self.following.hook_gradients(parameters, untraced)  # that go when the session ends
+        self.hooks: list[Any] = []  # that go when the session ends
+
+    def listen(self) -> None:
+        """Hook the model. `close` takes the hooks away, also after a part of them."""
+        self.clock.listen()
+        self.hooks += self.following.hook_gradients(self.parameters, untraced)
+        scaling = self.scaling
         if scaling is not None:
-            self.hooks += guard_boundary(model, lambda: scaling.scale, wrap=untraced)
+            self.hooks += guard_boundary(self.model, lambda: scaling.scale, wrap=untraced)
 
     def install(self, plan: Plan, arena: Arena, queues: Queues) -> None:
         """Everything that belongs to one plan, each part behind those it reads as it is made. `start` comes next, when

@@ -87,7 +87,8 @@ def prepare(
 
     Raises PlanError for a plan that fails its check or was made for another model, dtype, optimizer setting or machine,
     ContractError for a model that is prepared already, DoesNotFit if host memory is short, WeightsError for weights
-    that are broken or not of this model; the model is then unchanged.
+    that are broken or not of this model; the model is then unchanged. Where it is the reading of weights, or what comes
+    behind it, that fails, parameters whose values are in the weights are left without memory.
     """
     options = DeviceOptions(bandwidth=bandwidth, adam_threads=adam_threads, gpu_memory_bytes=gpu_memory)
     _require_unprepared(model)
@@ -123,6 +124,7 @@ def prepare(
         )
         sessions.append(session)
         undo.pop_all()  # the session's matter from here on
+        session.listen()
         session.holdings.at_end.append(take_threads_back)
         session.on_close.append(put_buffers_back)
         session.home = home
@@ -229,6 +231,8 @@ def _queues_on(backend: Backend, queues: Queues | str, *, watchdog_s: float) -> 
         queues = queues_for(backend, watchdog_s=watchdog_s)
     if isinstance(queues, str):
         raise PlanError(f"queues={queues!r} is not known; use 'threads' or a queues object such as SerialQueues")
+    if isinstance(queues, ThreadQueues) and queues.stopped:
+        raise PlanError("the queues have been stopped with an earlier run; give new ones (queues.renew() makes them)")
     if hasattr(backend, "record") and isinstance(queues, ThreadQueues) and not isinstance(queues, StreamQueues):
         raise PlanError(
             f"queues={type(queues).__name__} on {backend.name}: a copy is only issued when its step has ended there, "
@@ -317,16 +321,21 @@ def _given_back_on_error(
 
 
 def _call_off(session: Session, error: BaseException, source: Weights | None) -> None:
-    """End a session that `prepare` does not return. The model gets its values back, unless they came from a source or
-    ranks hold slices of them. An interruption ends the run as it stands: the values may be in no one place."""
+    """End a session that `prepare` does not return. The model gets its values back, but for those that came from a
+    source, and not where ranks hold slices of them. An interruption ends the run as it stands: the values may be in no
+    one place."""
     if not isinstance(error, Exception):
         session.ending.interrupt(
             "executor.prepare was interrupted while values moved into the chunks; build or load the model again"
         )
         return
-    if source is None and session.ranks is None:
-        unload_parameters(session, session.home)
-    session.close(restore=False)
+    try:
+        if session.ranks is None:
+            unload_parameters(session, session.home, source)
+    except Exception as second:  # the device may be lost; the error that prepare ends with is the first
+        log.warning("the parameters are left without values: %s: %s", type(second).__name__, second)
+    finally:
+        session.close(restore=False)
 
 
 @contextlib.contextmanager

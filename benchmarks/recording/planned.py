@@ -159,6 +159,7 @@ def _moments(session: Any, plan: Plan, model: Any, step: Callable[[], None]) -> 
     begun, log_at = session.arena.payload_bytes(Place.GPU), len(session.arena.log.changes)
     peaks = Peaks()
     clock = MomentClock(model, peaks)
+    clock.listen()
     try:
         step()
         clock.step()

@@ -70,6 +70,7 @@ def record_tide(model: nn.Module, batch: Any) -> Tide:
     torch.cuda.synchronize()
     torch.cuda.memory._record_memory_history(context=None, stacks="python", max_entries=200_000)
     clock = MomentClock(model, peaks)
+    clock.listen()
     try:
         forward_loss(model, batch).backward()
         clock.step()

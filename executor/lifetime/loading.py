@@ -78,13 +78,16 @@ def _put_everywhere(contents: Contents, chunk: int, tensor: int, value: torch.Te
                 contents.slots.put(place, tensor, list_name, value)
 
 
-def unload_parameters(host: Host, home: torch.device) -> None:
+def unload_parameters(host: Host, home: torch.device, source: Source | None = None) -> None:
     """The opposite of `load_parameters`, also of one that stopped halfway: parameters that have moved into a chunk are
-    plain ones again, on `home`, with the values that they came with. Only on one rank and before the first step."""
+    plain ones again, on `home`, with the values that they came with. Those that a source holds came with none. Only on
+    one rank and before the first step."""
     for tensor, chunk in host.timetable.chunk_of.items():
         parameter = host.reader.parameters[tensor]
         if not isinstance(parameter, ChunkParameter):
             continue  # still plain
+        if source is not None and source.holds(tensor):
+            continue
         shape, value = parameter.shape, _loaded_value(host, chunk, tensor)
         disown(parameter)
         parameter.data = value.to(home, copy=True).reshape(shape)

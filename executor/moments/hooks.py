@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from executor.devices.torch_private import call_of, replace_call
 from pstar_sim.errors import ContractError
 from pstar_sim.workload.workload import Phase
 
@@ -84,7 +85,8 @@ class _Link:
 
 
 class MomentClock:
-    """Calls `on_event(event)` at every event of `model` until `close()`. Costs a few microseconds an event.
+    """Calls `on_event(event)` at every event of `model`, from `listen()` until `close()`. An event costs a few
+    microseconds.
 
     trains(): whether the forward that runs is no evaluation. wrap: applied to each hook (`moments.compiled.untraced`).
     micro_batch: of the current moment, from 0; `step()` starts the count anew. All forwards up to a backward are of one
@@ -110,10 +112,17 @@ class MomentClock:
         self._handles: list[Any] = []
         self._link = _Link(weakref.ref(self))
         self._hear = wrap(_hearing(self._link))
+        self._wrap = wrap
+        self._take_call_back: Callable[[], None] | None = None
+
+    def listen(self) -> None:
+        """Hook the model's units, and the root's call."""
+        wrap = self._wrap
         for name, module in self.units.items():
             self._handles.append(module.register_forward_pre_hook(wrap(self._begin_hook(name)), prepend=True))
             self._handles.append(module.register_forward_hook(wrap(self._end_hook(name))))
-        self._handles.append(model.register_forward_hook(wrap(self._over), always_call=True))
+        model = self.units[""]
+        self._take_call_back = replace_call(model, self._around_root(call_of(model)))
 
     @property
     def inside(self) -> bool:
@@ -155,10 +164,14 @@ class MomentClock:
         self._backward_end()
 
     def close(self) -> None:
-        """Remove every hook of modules. Hooks on outputs go with their graph and do nothing from now on."""
+        """Remove every hook of modules, and what is around the root's call. Hooks on outputs go with their graph and do
+        nothing from now on."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._take_call_back is not None:
+            self._take_call_back()
+            self._take_call_back = None
         self._on_event = _ignore
         self._link.closed = True
 
@@ -205,10 +218,16 @@ class MomentClock:
 
         return end
 
-    def _over(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The root's forward is over, also where it raised and no unit in it has its end."""
-        if _graph_task() == -1:
-            self._open = 0
+    def _around_root(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return plain(*args, **kwargs)
+            except BaseException:
+                if _graph_task() == -1:
+                    self._open = 0  # no unit in it has its end; a hook would not hear of Ctrl-C
+                raise
+
+        return call
 
     def tell_gradient(self, event: Event) -> None:
         """A gradient has reached an output: call `on_event`; nothing after `close`."""

@@ -73,6 +73,11 @@ class ThreadQueues(QueuesBase):
         self._awaited = 0  # calls of `await_steps` that have not returned
         self._ended_steps = 0
 
+    @property
+    def stopped(self) -> bool:
+        """They do not start again."""
+        return self._crew.stopping
+
     def renew(self) -> ThreadQueues:
         return ThreadQueues(watchdog_s=self._watchdog_s, join_s=self._join_s, clock=self._clock)
 

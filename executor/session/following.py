@@ -257,9 +257,9 @@ class Following:
                 held.on_gradient(tensor, parameter)
             except BaseException as error:
                 at_work.note(error)
-                raise
-            finally:
                 at_work.depth -= 1
+                raise
+            at_work.depth -= 1  # as in `Loop._next_moment`
 
         return hook
 

@@ -237,9 +237,9 @@ class Loop:
                 self._climb(event, error)
         except BaseException as error:
             at_work.note(error)
-            raise
-        finally:
             at_work.depth -= 1
+            raise
+        at_work.depth -= 1  # not in a `finally`: interrupted before it is noted, the block stays open and is found
 
     def _carry_out(self, event: Event, act: Act, found: Answer) -> None:
         host = self.host

@@ -28,6 +28,7 @@ def real(module: nn.Module, batch: Any, *, name: str = "model") -> Workload:
     live = LiveStorages([parameters[i] for i in own], module.buffers(), on_param_read=lambda i: recorder.read(own[i]))
     last = plain_firings(module, batch, [parameters[i] for i in own])
     clock = MomentClock(module, lambda event: recorder.on_event(event))
+    clock.listen()
     recorder = MomentRecorder(tensors, live, inside=lambda: clock.inside)
     handles = []
     for place, index in enumerate(own):
@@ -379,6 +380,7 @@ def test_model_without_a_loss() -> None:
 def test_clock_recovers_from_a_backward_that_raised_and_counts_micro_batches() -> None:
     model, events = Mlp(), []
     clock = MomentClock(model, events.append)
+    clock.listen()
     loss = forward_loss(model, torch.zeros(32, 8))
 
     def fail(_: torch.Tensor) -> None:

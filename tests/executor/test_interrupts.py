@@ -10,12 +10,14 @@ import copy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
 import executor
+from pstar_sim.core.plan import Settings
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import ContractError, Interrupted
 
@@ -170,3 +172,49 @@ def test_an_interrupted_prepare_says_so_from_then_on() -> None:
     ):
         with pytest.raises(Interrupted, match=r"prepare was interrupted .* build or load the model again"):
             asks()
+
+
+@pytest.mark.parametrize("place", ["between moments", "in a gradient"])
+def test_a_second_ctrl_c_where_the_first_is_noted(place: str, kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block that the first one left stays open, and whatever comes next finds it."""
+    model, draw = kit.build("mlp")
+    generator = torch.Generator().manual_seed(3)
+    plan = kit.tight_plan("tide", kit.workload_of(model, draw(generator)), Settings())
+    model, optimizer = executor.prepare(model, plan, executor.AdamW(), watchdog_s=10)
+    session = optimizer.session
+    for _ in range(2):
+        kit.train_alone(model, optimizer, iter([draw(generator)]), 1)
+
+    def strike_again(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_name == "note" and frame.f_code.co_filename.endswith("at_work.py"):
+            raise KeyboardInterrupt("second")
+
+    def strike() -> None:
+        sys.settrace(strike_again)
+        raise KeyboardInterrupt("first")
+
+    owner, name = (session.following, "advance") if place == "between moments" else (session.contents.gradients, "put")
+    plain, calls = getattr(owner, name), iter(range(100))
+
+    def struck(*args: Any, **kwargs: Any) -> Any:
+        result = plain(*args, **kwargs)
+        if next(calls) == 2:
+            strike()
+        return result
+
+    before = sys.gettrace()
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(owner, name, struck)
+        try:
+            with pytest.raises(KeyboardInterrupt, match="second"):
+                kit.loss_of(model, draw(generator)).backward()
+        finally:
+            sys.settrace(before)
+    assert session.at_work.depth, "the block is open"
+    if place == "in a gradient":
+        with pytest.raises(ContractError, match="was interrupted"):
+            optimizer.step()
+    optimizer.zero_grad()
+    assert not (session.at_work.depth or session.at_work.torn)
+    kit.train_alone(model, optimizer, iter([draw(generator)]), 1)
+    session.close()

@@ -5,14 +5,20 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import executor
+import executor.lifetime.loading
+import executor.saving.weights
+import executor.session.following
 from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.errors import PlanError
 
 
 class Refusing(executor.VirtualBackend):
@@ -52,7 +58,9 @@ def is_plain(model: nn.Module) -> bool:
     return (
         all(type(p) is nn.Parameter for p in model.parameters())
         and not any(m._forward_pre_hooks or m._forward_hooks or m._state_dict_hooks for m in modules)
-        and not any(name in m.__dict__ for m in modules for name in ("_apply", "__deepcopy__", "zero_grad"))
+        and not any(
+            name in m.__dict__ for m in modules for name in ("_apply", "_call_impl", "__deepcopy__", "zero_grad")
+        )
     )
 
 
@@ -114,3 +122,74 @@ def test_a_queue_that_dies_while_the_session_closes_is_told_once_it_is_closed(
     assert run.session.closed and is_plain(run.model) and not run.session.arena.present
     assert not [t for t in queues._crew.threads if t.is_alive()]
     run.session.close()
+
+
+def test_a_prepare_with_weights_that_fails_gives_back_what_the_weights_lack(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters: their values are the model's own, also where the others come from a folder."""
+    model, plan = model_and_plan(kit, torch.float32)
+    adapter = "layers.0.weight"
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    save_file({name: value for name, value in before.items() if name != adapter}, tmp_path / "model.safetensors")
+    monkeypatch.setattr(executor.saving.weights, "_is_adapter", lambda model, name: name == adapter)
+
+    def start(session: Any) -> None:
+        raise MemoryError("no thread can be started")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(executor.Session, "start", start)
+        with pytest.raises(MemoryError, match="no thread can be started"):
+            executor.prepare(model, plan, executor.AdamW(), weights=tmp_path)
+    assert is_plain(model)
+    assert torch.equal(dict(model.named_parameters())[adapter], before[adapter])
+    _, optimizer = executor.prepare(model, plan, executor.AdamW(), weights=tmp_path)
+    optimizer.session.close()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_prepare_whose_values_cannot_come_back_ends_its_session_all_the_same(
+    kit: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, plan = model_and_plan(kit, torch.float32)
+    threads = torch.get_num_threads()
+
+    def start(session: Any) -> None:
+        raise MemoryError("no thread can be started")
+
+    def lost(*_: Any) -> torch.Tensor:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(executor.Session, "start", start)
+    monkeypatch.setattr(executor.lifetime.loading, "_loaded_value", lost)
+    with pytest.raises(MemoryError, match="no thread can be started"):
+        executor.prepare(model, plan, executor.AdamW(), threads=threads + 1)
+    assert "left without values: RuntimeError: the device is gone" in caplog.text
+    assert is_plain(model)
+    assert torch.get_num_threads() == threads
+
+
+def test_a_session_that_cannot_hook_the_model_leaves_it_as_it_was(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plan = model_and_plan(kit, torch.float32)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def refuse(*_: Any) -> Any:
+        raise MemoryError("no more hooks")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(executor.session.following.Following, "hook_gradients", refuse)
+        with pytest.raises(MemoryError, match="no more hooks"):
+            executor.prepare(model, plan, executor.AdamW())
+    assert is_plain(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    executor.prepare(model, plan, executor.AdamW())[1].session.close()
+
+
+def test_queues_that_were_stopped_are_refused_in_words(kit: Any) -> None:
+    model, plan = model_and_plan(kit, torch.float32)
+    queues = executor.ThreadQueues(watchdog_s=3)
+    executor.prepare(model, plan, executor.AdamW(), queues=queues)[1].session.close()
+    with pytest.raises(PlanError, match="the queues have been stopped with an earlier run; give new ones"):
+        executor.prepare(model, plan, executor.AdamW(), queues=queues)
+    assert is_plain(model)
+    executor.prepare(model, plan, executor.AdamW(), queues=queues.renew())[1].session.close()

@@ -218,15 +218,18 @@ def test_a_part_of_the_model_on_its_own_is_refused(prepared: Callable[..., Any])
     assert optimizer.session.iteration == 1
 
 
-def test_a_part_on_its_own_is_refused_also_behind_a_forward_that_raised(prepared: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+def test_a_part_on_its_own_is_refused_also_behind_a_forward_that_raised(
+    kind: type[BaseException], prepared: Callable[..., Any]
+) -> None:
     model, optimizer = prepared(Head().half())
     x = torch.randn(2, 8).half()
 
     def fail(*_: Any) -> None:
-        raise RuntimeError("no forward of body today")
+        raise kind("no forward of body today")
 
     handle = model.body.register_forward_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="no forward of body today"):
+    with pytest.raises(kind, match="no forward of body today"):
         model(x)
     handle.remove()
     with pytest.raises(ContractError, match="'body' is called with gradients outside a forward"):
