@@ -100,7 +100,8 @@ def gradient_traffic_bytes(w: Workload, moment: int) -> int:
 
 def cost_of(workload: Workload, machine: Machine, layout: Layout) -> CostModel:
     """The cost model that policies reckon with. The same three objects asked again give the same one, so that the
-    policies of one job, and whoever plays their plans, share what it has worked out."""
+    policies of one job, and whoever plays their plans, share what it has worked out. A machine with other rates is
+    another object (`dataclasses.replace`): rates that are written into a machine's tables are not seen."""
     known = workload.derived.get(_COST)
     if not (isinstance(known, CostModel) and known.machine is machine and known.layout is layout):
         workload.derived[_COST] = known = CostModel(workload, machine, layout)

@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from pstar_sim.core.draft import Draft, Row
 from pstar_sim.core.rules import Columns, agree
 from pstar_sim.core.step import Queue
+from pstar_sim.errors import PlanError
 
 __all__ = ["Window", "choose"]
 
@@ -97,6 +98,7 @@ class _Loop:
         op_of = self._join(rows)
         self._link(rows, op_of)
         self.queue_of = [_INDEX[row.queue] for row in rows]
+        self.is_part = bytes(i != op for i, op in enumerate(op_of))
         ops = [i for i, op in enumerate(op_of) if i == op]
         self.ops = len(ops)
         self.compute = [i for i in ops if self.queue_of[i] == COMPUTE]
@@ -122,10 +124,12 @@ class _Loop:
         self._reserve(free)
 
     def _join(self, rows: Sequence[Row]) -> list[int]:
-        """The op that each row is, or is a part of."""
+        """The op that each row is, or is a part of. Raises ValueError for a row that cannot be a part."""
         op_of = list(range(len(rows)))
         for i, row in enumerate(rows):
             if row.behind is not None:
+                if not 0 <= row.behind < i or rows[row.behind].queue is not row.queue or row.after:
+                    raise ValueError(f"row {i}: behind={row.behind} is no earlier row of its queue, or the row waits")
                 op = op_of[i] = op_of[row.behind]
                 self.parts.setdefault(op, []).append(i)
                 self.gpu_free[op] += self.gpu_free[i]
@@ -220,7 +224,7 @@ class _Loop:
                                 heapq.heappush(ready[queue_of[i]], k * count + rank[i])
             waits.append(row)
             started.append(bytearray(count))
-            ended.append(bytearray(count))
+            ended.append(bytearray(self.is_part))
             if ahead:
                 slack = np.concatenate((slack, base))
 
@@ -413,6 +417,8 @@ class _Loop:
             shown: list[int] = []
             while len(shown) < 2 * self.ops:
                 lap -= 1
+                if lap < 0:
+                    raise PlanError(f"no iteration is whole within {MOST_WINDOWS}: a queue falls behind for ever")
                 shown = [entry for entry in log if entry // whole == lap]
             gpu_free, host_free = self.draft.gpu_free_bytes, self.draft.host_free_bytes
         else:

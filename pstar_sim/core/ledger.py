@@ -199,7 +199,7 @@ class Moves:
         chunk: list[int] = []
         for step in self.plan.steps:
             if step.kind is compute:
-                if step.moment is None or step.moment >= moments:
+                if step.moment is None or not 0 <= step.moment < moments:
                     raise PlanError(f"step {step.id}: a compute step needs moment=, below {moments}")
                 number.append(step.moment)
                 chunk.append(0)

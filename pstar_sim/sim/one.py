@@ -28,8 +28,8 @@ def play_one(
     moved_bytes: Mapping[str, int] | None = None,
 ) -> Timeline:
     """One rank that has DRAM and link of the plan's machine to itself. moved_bytes: by default those of the plan."""
-    moves = Moves(plan)
     program = Program.of(plan)
+    moves = Moves(plan)
     columns = cost.columns(plan.steps)
     try:
         record = follow(program, columns, cost.rates(), factor=jitter, most=max_iterations)

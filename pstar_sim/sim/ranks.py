@@ -231,8 +231,8 @@ class _RankRun:
         self.everyone = everyone
         self.through = -1
         self.stopped = False
-        self.moves = Moves(plan)
         self.program = program = Program.of(plan)
+        self.moves = Moves(plan)
         self.columns = cost.columns(plan.steps)
         self.record = Record.empty(program, max_iterations, shared=True)
         self.meets = frozenset(i for i, kind in enumerate(program.kinds) if ROUTES.get(kind) == "net")

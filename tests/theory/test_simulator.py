@@ -431,6 +431,20 @@ def test_a_step_that_waits_for_nobody_known_is_refused() -> None:
         play(h.plan())
 
 
+def test_a_plan_without_steps_is_refused() -> None:
+    with pytest.raises(PlanError, match="has no compute steps"):
+        play(Hand(1).plan())
+
+
+@pytest.mark.parametrize("moment", [-1, -20, 3])
+def test_a_compute_step_of_no_moment_is_refused(moment: int) -> None:
+    h = Hand(1)
+    h.on_gpu(0)
+    h.compute(moment)
+    with pytest.raises(PlanError, match="step 0: a compute step needs moment=, below 3"):
+        play(h.plan())
+
+
 def test_no_interleaving_goes_over_budget() -> None:
     """200 random timings (each step 0.2 to 5 times its time) of a plan with memory edges, in exactly its room: `play`
     itself refuses any that goes over. Without the edges some do."""

@@ -13,6 +13,7 @@ import pytest
 from pstar_sim import files
 from pstar_sim.cli import main
 from pstar_sim.errors import DoesNotFit, PstarError
+from pstar_sim.policy.kit.collector import without_garbage_collection
 
 SMALL = ["--model", "1B", "--batch", "1", "--seq", "128"]
 MACHINE = '[machines.mine]\ngpu = "v100-32"\ngpus = 1\nlink = "pcie3-x16"\nhost = "xeon-ddr4-2666"\n'
@@ -189,6 +190,21 @@ def test_a_plan_for_other_hardware_is_not_run(plan_file: Path, capsys: pytest.Ca
     pytest.importorskip("torch")
     said = complaint(capsys, "run", str(plan_file), "--model", "1B")
     assert "made for machine 'v100-32'" in said and "--machine virtual" in said
+
+
+def test_the_garbage_collector_stays_off_until_the_last_thread_has_planned() -> None:
+    before = gc.isenabled()
+    gc.enable()
+    try:
+        first, second = without_garbage_collection(), without_garbage_collection()
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert not gc.isenabled(), "the second still plans"
+        second.__exit__(None, None, None)
+        assert gc.isenabled()
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -14,6 +14,7 @@ from pstar_sim.core.draft import Charge, Draft, Row
 from pstar_sim.core.plan import Settings
 from pstar_sim.core.rules import Rates
 from pstar_sim.core.step import Kind, Place, Queue, Step
+from pstar_sim.errors import PlanError
 from pstar_sim.policy import Builder
 from pstar_sim.policy.passes.plan import step_of
 from pstar_sim.testing import chain_workload
@@ -50,6 +51,44 @@ def test_what_is_summed_over_the_ranks_has_the_bytes_of_all_slices() -> None:
     gather, fetch, adam = b.steps
     assert gather.bytes == 4 * fetch.bytes == b.layout.whole_bytes(0)
     assert (adam.bytes, adam.moment, adam.list) == (b.cost.cpu_adam_bytes(0), b.uses.last_gradient(0), None)
+
+
+def test_bytes_of_what_follows_at_once_count_once_for_the_room_of_what_comes_later() -> None:
+    """The fetch may not take the 4 bytes that the drop frees: the compute step behind the slow Adam needs them first,
+    and the fetched chunk gives them back only in the next iteration."""
+    rows = [
+        Row(Queue.COMPUTE, Kind.COMPUTE, charge=Charge(seconds=1.0)),
+        Row(Queue.D2H, Kind.WRITEBACK, 0, charge=Charge(seconds=1.0), after=((0, 0),), key=(0.0,)),
+        Row(Queue.D2H, Kind.DROP, 0, charge=Charge(gpu_free=4), behind=1),
+        Row(Queue.ADAM, Kind.CPU_ADAM, 0, charge=Charge(seconds=5.0), after=((2, 0),), key=(0.0,)),
+        Row(Queue.COMPUTE, Kind.COMPUTE, charge=Charge(seconds=1.0, gpu_take=4, gpu_free=4), after=((3, 0),)),
+        Row(Queue.H2D, Kind.FETCH, 0, charge=Charge(seconds=1.0, gpu_take=4), after=((2, 0),), key=(0.0,)),
+        Row(Queue.COMPUTE, Kind.COMPUTE, charge=Charge(seconds=1.0), after=((5, 0),)),
+    ]
+    window = choose(Draft(rows, gpu_free_bytes=0, host_free_bytes=0, rates=Rates(dram_bytes_per_s=math.inf)))
+    assert (window.iteration_s, window.stuck) == (10.0, None)
+
+
+@pytest.mark.parametrize(("behind", "after"), [(-1, ()), (2, ()), (0, ()), (1, ((0, 0),))])
+def test_a_row_that_cannot_follow_at_once_is_refused(behind: int, after: tuple[tuple[int, int], ...]) -> None:
+    rows = [
+        Row(Queue.COMPUTE, Kind.COMPUTE, charge=Charge(seconds=1.0), is_position=True),
+        Row(Queue.D2H, Kind.WRITEBACK, 0, charge=Charge(seconds=1.0), after=((0, 0),), key=(0.0,)),
+        Row(Queue.D2H, Kind.DROP, 0, charge=Charge(gpu_free=4), behind=behind, after=after),
+    ]
+    with pytest.raises(ValueError, match=f"row 2: behind={behind} is no earlier row of its queue, or the row waits"):
+        choose(Draft(rows, gpu_free_bytes=0, host_free_bytes=0, rates=Rates(dram_bytes_per_s=math.inf)))
+
+
+def test_a_queue_that_falls_behind_for_ever_is_refused() -> None:
+    """Nothing waits for Adam, which takes seven times as long as the moments."""
+    rows = [
+        Row(Queue.COMPUTE, Kind.COMPUTE, charge=Charge(seconds=1.0), is_position=True),
+        Row(Queue.D2H, Kind.WRITEBACK, 0, charge=Charge(seconds=2.0), after=((0, 0),), key=(0.0,)),
+        Row(Queue.ADAM, Kind.CPU_ADAM, 0, charge=Charge(seconds=7.0), after=((1, 0),), key=(0.0,)),
+    ]
+    with pytest.raises(PlanError, match="a queue falls behind for ever"):
+        choose(Draft(rows, gpu_free_bytes=0, host_free_bytes=0, rates=Rates(dram_bytes_per_s=math.inf)))
 
 
 def test_what_follows_at_once_frees_its_bytes_with_the_row_before() -> None:
