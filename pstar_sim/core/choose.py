@@ -98,7 +98,6 @@ class _Loop:
         op_of = self._join(rows)
         self._link(rows, op_of)
         self.queue_of = [_INDEX[row.queue] for row in rows]
-        self.is_part = bytes(i != op for i, op in enumerate(op_of))
         ops = [i for i, op in enumerate(op_of) if i == op]
         self.ops = len(ops)
         self.compute = [i for i in ops if self.queue_of[i] == COMPUTE]
@@ -126,11 +125,13 @@ class _Loop:
     def _join(self, rows: Sequence[Row]) -> list[int]:
         """The op that each row is, or is a part of. Raises ValueError for a row that cannot be a part."""
         op_of = list(range(len(rows)))
+        self.is_part = bytearray(len(rows))
         for i, row in enumerate(rows):
             if row.behind is not None:
                 if not 0 <= row.behind < i or rows[row.behind].queue is not row.queue or row.after:
                     raise ValueError(f"row {i}: behind={row.behind} is no earlier row of its queue, or the row waits")
                 op = op_of[i] = op_of[row.behind]
+                self.is_part[i] = 1
                 self.parts.setdefault(op, []).append(i)
                 self.gpu_free[op] += self.gpu_free[i]
                 self.host_free[op] += self.host_free[i]
