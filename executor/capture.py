@@ -4,7 +4,8 @@ No memory, no GPU, no weights (but for an operator of which fake tensors tell to
 parameters, buffers and batch become fake CPU tensors, a forward and a backward run on them, and the same clock,
 storages and recorder that a real run uses write down moments, bytes, flops and uses. One micro-batch is captured; the
 others are the same. Gradients are taken out of the parameters as they become final, as the executor does. Bytes are
-logical; the attention kernel they rest on is named in the workload."""
+logical; the attention kernel they rest on is named in the workload.
+"""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ __all__ = [
     "limit_nccl",
     "node_class",
     "non_persistent_buffers",
+    "override",
     "parameter_table",
     "reduce_scatter",
     "replace_call",
@@ -96,10 +97,15 @@ def call_of(module: nn.Module) -> Callable[..., Any]:
 
 def replace_call(module: nn.Module, call: Callable[..., Any]) -> Callable[[], None]:
     """`module(...)` calls this instead; returns what takes it back."""
-    module.__dict__[_CALL] = call
+    return override(module, _CALL, call)
+
+
+def override(module: nn.Module, name: str, value: object) -> Callable[[], None]:
+    """The module has an attribute of its own in place of its class's; returns what takes it back."""
+    module.__dict__[name] = value
 
     def remove() -> None:
-        module.__dict__.pop(_CALL, None)
+        module.__dict__.pop(name, None)
 
     return remove
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from executor.contract import changes_nothing, tensor_of
-from executor.devices.torch_private import parameter_table
+from executor.devices.torch_private import override, parameter_table
 from executor.moments.compiled import untraced
 from executor.moments.unseen import unseen
 from pstar_sim.errors import ContractError
@@ -82,25 +82,16 @@ def guard_model(model: nn.Module, session: Host) -> Callable[[], None]:
 
     for module in model.modules():
         for name, function in (("_apply", moved), ("load_state_dict", loaded), ("__deepcopy__", copied)):
-            module.__dict__[name] = types.MethodType(function, module)
-            undo.append(_remover(module, name))
+            undo.append(override(module, name, types.MethodType(function, module)))
         handle = module.register_state_dict_post_hook(_current_values(keeper))  # type: ignore[no-untyped-call]
         undo.append(handle.remove)
-    model.__dict__["zero_grad"] = types.MethodType(zeroed, model)
-    undo.append(_remover(model, "zero_grad"))
+    undo.append(override(model, "zero_grad", types.MethodType(zeroed, model)))
 
     def undo_all() -> None:
         for action in undo:
             action()
 
     return undo_all
-
-
-def _remover(module: nn.Module, name: str) -> Callable[[], None]:
-    def remove() -> None:
-        module.__dict__.pop(name, None)
-
-    return remove
 
 
 def _current_values(keeper: Callable[[], Host | None]) -> Callable[..., None]:

@@ -173,8 +173,7 @@ class Arena:
     def tide(self, word: str, moment: int, size_bytes: int) -> None:
         """`log.mark(word, moment)`, then `set_tide(size_bytes)`."""
         self.log.mark(word, moment)
-        if size_bytes != self._ledger.tide_bytes:
-            self.set_tide(size_bytes)
+        self.set_tide(size_bytes)
 
     def set_tide(self, size_bytes: int) -> None:
         """Non-model bytes the gpu has to leave room for from now on. Raises PlanError if it cannot."""

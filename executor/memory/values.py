@@ -34,8 +34,7 @@ class Values:
 
     def holds(self, chunk: int) -> bool:
         """The gpu holds the current values of the chunk, all of them."""
-        state, arena = self.chunks[chunk], self.arena
-        return GPU in state.current and (state.whole or not arena.sliced) and arena.has(GPU, chunk, "param")
+        return self.readable(chunk) and self.arena.has(GPU, chunk, "param")
 
     def readable(self, chunk: int) -> bool:
         """The gpu's working list holds current values, but for those of `overwritten`."""
