@@ -8,11 +8,11 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := executor,hf,notebooks,test
+EXTRAS := executor,hf,notebooks,docs,test
 # The versions of constraints.txt are of Python 3.11 and newer; on 3.10 pip chooses.
 export CONSTRAINTS := import sys; print("-c constraints.txt" if sys.version_info >= (3, 11) else "")
 
-.PHONY: help install demo test check notebooks bench results peers clean gpu-smoke gpu-test gpu-parity gpu-record gpu-steady \
+.PHONY: help install demo test check docs notebooks bench results peers clean gpu-smoke gpu-test gpu-parity gpu-record gpu-steady \
 	gpu-7b gpu-peers gpu-largest gpu-mirror
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make demo       trace, compare, plan and run GPT-2 124M; writes demo-out/"
 	@echo "make test       the whole test suite"
 	@echo "make check      ruff format and lint, mypy --strict, import contracts"
+	@echo "make docs       builds the documentation into site/ and checks its links; needs no network"
 	@echo "make notebooks  runs the notebooks in place"
 	@echo "make bench      runs benchmarks/*.py, but for those below"
 	@echo "make results    lists the results under benchmarks/results whose code has changed since"
@@ -58,6 +59,10 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# --strict: a link or an anchor that leads nowhere is an error. Links to other sites are not looked at.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 notebooks: install
 	$(BIN)/python notebooks/execute.py notebooks/*.ipynb
@@ -119,4 +124,4 @@ gpu-mirror: $(MIRROR)/.installed
 	@PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(MIRROR)/bin/python benchmarks/gpu_mirror.py $(if $(OUT),--out $(OUT))
 
 clean:
-	rm -rf dist demo-out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf dist demo-out site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
