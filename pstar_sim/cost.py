@@ -43,7 +43,7 @@ from functools import cached_property
 from pstar_sim.catalog.curves import best_rate, rate_at
 from pstar_sim.catalog.machine import Gpu, Link, Machine
 from pstar_sim.core.layout import Layout
-from pstar_sim.core.rules import Columns, Rates
+from pstar_sim.core.rules import StepCosts, Rates
 from pstar_sim.core.step import PAGEABLE, ROUTES, Kind, Step
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.workload import Workload
@@ -296,10 +296,10 @@ class CostModel:
         """Bytes that the step moves through host DRAM: a copy's bytes once, Adam's `step.bytes`, otherwise 0."""
         return step.bytes if step.kind in _ON_HOST else 0
 
-    def columns(self, steps: Sequence[Step]) -> Columns:
+    def step_costs(self, steps: Sequence[Step]) -> StepCosts:
         """What each of the steps takes, for `follow`."""
         slowed = bool(self.machine.slowdowns)
-        return Columns(
+        return StepCosts(
             seconds=[self.seconds(step) for step in steps],
             dram_bytes=[self.dram_bytes(step) for step in steps],
             duty=[self.duty(step) for step in steps] if slowed else [1.0] * len(steps),

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pstar_sim.core.draft import Draft, Row
-from pstar_sim.core.rules import Columns, agree
+from pstar_sim.core.rules import StepCosts, agree
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import PlanError
 
@@ -115,7 +115,7 @@ class _Loop:
         self.at_once = [i for i in free if not self.base_waits[i]]  # wait for nothing
         self.positions = sum(self.is_position)
         self._look_ahead()
-        self.shared = draft.rates.may_be_short(self.queue_of, Columns(self.seconds, dram_bytes, ()))
+        self.shared = draft.rates.may_be_short(self.queue_of, StepCosts(self.seconds, dram_bytes, ()))
         # Of DRAM, bytes/s.
         self.demand = [
             size / seconds if size and seconds > 0.0 else 0.0 for size, seconds in zip(dram_bytes, self.seconds)

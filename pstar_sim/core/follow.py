@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pstar_sim.core.program import Program
-from pstar_sim.core.rules import Columns, Rates, is_steady, pace_s
+from pstar_sim.core.rules import StepCosts, Rates, is_steady, pace_s
 from pstar_sim.errors import PlanError
 
 __all__ = ["Deadlock", "Factor", "Record", "Times", "deadlock", "follow"]
@@ -102,7 +102,7 @@ class Record:
 
 def follow(
     program: Program,
-    columns: Columns,
+    costs: StepCosts,
     rates: Rates,
     *,
     factor: Factor | None = None,
@@ -110,7 +110,7 @@ def follow(
 ) -> Record:
     """Play the program until it is steady, `most` (>= 2) iterations at most. Raises Deadlock for one that deadlocks,
     naming the step at which each queue stands."""
-    return _Follow(program, columns, rates, jitter=factor is not None, most=most).run(factor, most)
+    return _Follow(program, costs, rates, jitter=factor is not None, most=most).run(factor, most)
 
 
 class Deadlock(PlanError):
@@ -136,10 +136,10 @@ class _Share:
 class _Follow:
     """One run. Events are (time, number in which it was set off, what, step): [Note: events at equal times]."""
 
-    def __init__(self, program: Program, columns: Columns, rates: Rates, *, jitter: bool, most: int) -> None:
-        self.program, self.columns, self.rates = program, columns, rates
+    def __init__(self, program: Program, costs: StepCosts, rates: Rates, *, jitter: bool, most: int) -> None:
+        self.program, self.costs, self.rates = program, costs, rates
         self.over = False
-        self.shared = rates.may_be_short(program.queue_of, columns, jitter=jitter)
+        self.shared = rates.may_be_short(program.queue_of, costs, jitter=jitter)
         self.record = Record.empty(program, most, shared=self.shared)
         self.names = [queue.value for queue in program.queues]
         self.heap: list[tuple[float, int, int, int]] = []
@@ -155,7 +155,7 @@ class _Follow:
         program, record, heap, number, done = self.program, self.record, self.heap, self.number, self.done
         waits, ids, following = program.waits, program.ids, program.following()
         lasts = frozenset(row[-1] for row in program.order)
-        seconds, dram, shared, shares = self.columns.seconds, self.columns.dram_bytes, self.shared, self.rates.shares
+        seconds, dram, shared, shares = self.costs.seconds, self.costs.dram_bytes, self.shared, self.rates.shares
         event, time, pop, push = record.events.append, record.at_s.append, heapq.heappop, heapq.heappush
         waiters: defaultdict[int, list[int]] = defaultdict(list)  # of a step, the steps that wait for it
         for row in program.order:
@@ -245,7 +245,7 @@ class _Follow:
 
     def _retime(self, now: float) -> None:
         """New speeds, and another end for each step whose speed changed."""
-        queue_of, copies, duty = self.program.queue_of, self.program.copies, self.columns.duty
+        queue_of, copies, duty = self.program.queue_of, self.program.copies, self.costs.duty
         speeds, self.share = self.rates.speeds(
             [self.names[queue_of[i]] for i in self.sharing],
             [step.demand for step in self.sharing.values()],

@@ -30,13 +30,13 @@ from numpy.typing import NDArray
 
 from pstar_sim.core.program import Program
 
-__all__ = ["TOLERANCE", "Columns", "Rates", "agree", "is_steady", "pace_s"]
+__all__ = ["TOLERANCE", "StepCosts", "Rates", "agree", "is_steady", "pace_s"]
 
 TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Columns:
+class StepCosts:
     """What the steps of a program take: nominal seconds, bytes through host DRAM, and the busy part of the seconds."""
 
     seconds: Sequence[float]
@@ -53,13 +53,13 @@ class Rates:
     duplex: bool = True
     slowdowns: Mapping[str, float] = field(default_factory=dict)
 
-    def may_be_short(self, queue_of: Sequence[int], columns: Columns, *, jitter: bool = False) -> bool:
+    def may_be_short(self, queue_of: Sequence[int], costs: StepCosts, *, jitter: bool = False) -> bool:
         """Whether anything could ever be short, so that shared rates have to be followed at all. queue_of: of each
         step. jitter: whether steps may take other seconds than those."""
         if not self.duplex or self.slowdowns:
             return True
         most = [0.0] * (1 + max(queue_of, default=0))
-        for q, size, seconds in zip(queue_of, columns.dram_bytes, columns.seconds):
+        for q, size, seconds in zip(queue_of, costs.dram_bytes, costs.seconds):
             if size and seconds > 0:
                 if jitter:
                     return True

@@ -30,9 +30,9 @@ def play_one(
     """One rank that has DRAM and link of the plan's machine to itself. moved_bytes: by default those of the plan."""
     program = Program.of(plan)
     moves = Moves(plan)
-    columns = cost.columns(plan.steps)
+    costs = cost.step_costs(plan.steps)
     try:
-        record = follow(program, columns, cost.rates(), factor=jitter, most=max_iterations)
+        record = follow(program, costs, cost.rates(), factor=jitter, most=max_iterations)
     except Deadlock as error:  # what went wrong before comes first
         if error.record is not None:
             moves.book(error.record.events)

@@ -233,7 +233,7 @@ class _RankRun:
         self.stopped = False
         self.program = program = Program.of(plan)
         self.moves = Moves(plan)
-        self.columns = cost.columns(plan.steps)
+        self.costs = cost.step_costs(plan.steps)
         self.record = Record.empty(program, max_iterations, shared=True)
         self.meets = frozenset(i for i, kind in enumerate(program.kinds) if ROUTES.get(kind) == "net")
         self.wire_s = [_wire_s(step, cost) for step in plan.steps]
@@ -246,7 +246,7 @@ class _RankRun:
 
     def _run_queue(self, q: int) -> Generator[simpy.Event, float, None]:
         env, record, done, waiters = self.env, self.record, self.done, self.waiters
-        seconds, dram = self.columns.seconds, self.columns.dram_bytes
+        seconds, dram = self.costs.seconds, self.costs.dram_bytes
         for k in range(self.max_iterations):
             for i in self.program.order[q]:
                 if self.stopped:

@@ -6,7 +6,7 @@ import pytest
 
 from pstar_sim.core.follow import follow
 from pstar_sim.core.program import Program
-from pstar_sim.core.rules import Columns, Rates
+from pstar_sim.core.rules import StepCosts, Rates
 from pstar_sim.core.step import Kind, Queue
 
 
@@ -31,12 +31,12 @@ def ends(
         compute=0,
     )
     nothing = [0.0] * count
-    columns = Columns(
+    costs = StepCosts(
         seconds=[*(seconds for _, seconds, _ in tasks), *nothing],
         dram_bytes=[*(demand * seconds for _, seconds, _ in tasks), *nothing],
         duty=[*(duty for _, _, duty in tasks), *nothing],
     )
-    record = follow(program, columns, Rates(dram_bytes_per_s=dram, slowdowns=slowdowns))
+    record = follow(program, costs, Rates(dram_bytes_per_s=dram, slowdowns=slowdowns))
     return list(record.times.ended[0, :count].tolist())
 
 

@@ -203,7 +203,7 @@ def test_all_books_say_the_same_of_random_runs():
                 continue
             jitter = random_jitter(rng, plan)
             cost = CostModel(plan.workload, plan.machine, plan.layout)
-            record = follow(Program.of(plan), cost.columns(plan.steps), cost.rates(), factor=jitter, most=3)
+            record = follow(Program.of(plan), cost.step_costs(plan.steps), cost.rates(), factor=jitter, most=3)
             ledger = Ledger(plan)
             peaks = [m.peak_bytes for m in workload.moments]
             ledger.set_tide(tide_at_cut(peaks))
