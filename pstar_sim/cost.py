@@ -43,7 +43,7 @@ from functools import cached_property
 from pstar_sim.catalog.curves import best_rate, rate_at
 from pstar_sim.catalog.machine import Gpu, Link, Machine
 from pstar_sim.core.layout import Layout
-from pstar_sim.core.rules import StepCosts, Rates
+from pstar_sim.core.rules import Rates, StepCosts
 from pstar_sim.core.step import PAGEABLE, ROUTES, Kind, Step
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.workload import Workload

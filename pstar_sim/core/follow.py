@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pstar_sim.core.program import Program
-from pstar_sim.core.rules import StepCosts, Rates, is_steady, pace_s
+from pstar_sim.core.rules import Rates, StepCosts, is_steady, pace_s
 from pstar_sim.errors import PlanError
 
 __all__ = ["Deadlock", "Factor", "Record", "Times", "deadlock", "follow"]
@@ -34,32 +34,37 @@ Factor = Callable[[int, int], float]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Times:
-    """Seconds, a row per iteration and a column per step. ready: when the queue came to the step. begun, ended: when
-    the step began and ended."""
+    """Seconds since the run began, one row per iteration and one column per step.
+
+    ready: when the queue came to the step.
+    begin: when the step began.
+    end: when the step ended.
+    """
 
     ready: NDArray[np.float64]
-    begun: NDArray[np.float64]
-    ended: NDArray[np.float64]
+    begin: NDArray[np.float64]
+    end: NDArray[np.float64]
 
 
 @dataclass(slots=True, eq=False)
 class Record:
     """What happened. The last of `iterations` is the one that counts; there may be events of later ones, cut off.
 
-    events, at_s: every start (2 * step) and end (2 * step + 1) in the order in which they happened, and when.
+    events: every start (2 * step) and end (2 * step + 1), in the order in which they happened.
+    at_s: when each event happened.
     marks: number of events when the compute queue had ended each iteration.
-    waited_for: by iteration, the step that a step waited for last, of those that waited.
-    met_s: by iteration, when a step could have started that then had to meet the same step of other ranks. Every other
-        step began when it could.
-    dram_lost: by iteration and step, seconds that it lost because DRAM was short; no rows where it never can be.
-    times: of the iterations that every queue has ended, when it was last asked whether they agree.
+    last_wait: per iteration, step -> the step that it waited for last. Steps that did not wait are left out.
+    arrival_s: per iteration, step that meets the same step of other ranks -> when this rank was ready for it. Every
+        other step began when it was ready.
+    dram_loss_s: per iteration and step, seconds lost because DRAM was short; no rows where DRAM never is.
+    times: of the iterations that every queue had ended at the last `end_iteration`.
     steady: whether the last two iterations agree.
     """
 
     program: Program
-    waited_for: list[dict[int, int]]
-    met_s: list[dict[int, float]]
-    dram_lost: list[list[float]]
+    last_wait: list[dict[int, int]]
+    arrival_s: list[dict[int, float]]
+    dram_loss_s: list[list[float]]
     times: Times
     steady: bool = False
     events: array[int] = field(default_factory=lambda: array("q"))
@@ -76,16 +81,18 @@ class Record:
 
     @property
     def iterations(self) -> int:
-        return len(self.times.ended)
+        return len(self.times.end)
 
     @property
     def iteration_s(self) -> float:
-        return pace_s(self.program, self.times.ended, steady=self.steady)
+        return pace_s(self.program, self.times.end, steady=self.steady)
 
-    def agrees(self, k: int) -> bool:
-        """Whether iteration k, which every queue has ended, is steady: [Note: when an iteration is steady] in rules.py.
-        Reads `times` off the events: the steps of a queue start and end in turns, in its order, and the queue comes to
-        a step when the one before it ends."""
+    def end_iteration(self, k: int) -> bool:
+        """Every queue has ended iteration k: read `times` off the events. Returns whether iteration k is steady ([Note:
+        when an iteration is steady] in rules.py).
+
+        The steps of a queue start and end in turns, in its order; the queue comes to a step when the one before ends.
+        """
         if k == 0:
             return False
         order, at_s = self.program.order, np.array(self.at_s)
@@ -94,10 +101,10 @@ class Record:
         for q, steps in enumerate(order):
             begun, ended = at_s[queue == q][: 2 * (k + 1) * len(steps)].reshape(-1, 2).T
             columns, shape = np.array(steps), (k + 1, len(steps))
-            times.begun[:, columns] = begun.reshape(shape)
-            times.ended[:, columns] = ended.reshape(shape)
+            times.begin[:, columns] = begun.reshape(shape)
+            times.end[:, columns] = ended.reshape(shape)
             times.ready[:, columns] = np.append(0.0, ended[:-1]).reshape(shape)
-        return is_steady(times.ended[k], times.ended[k - 1])
+        return is_steady(times.end[k], times.end[k - 1])
 
 
 def follow(
@@ -124,11 +131,11 @@ class Deadlock(PlanError):
 @dataclass(slots=True, eq=False)
 class _Share:
     """A running step that shares something. demand: bytes per second that it wants of DRAM. end: number of the end that
-    was set off when its speed changed last; the ones before are void. lost_before_s: lost to DRAM before it began."""
+    was set off when its speed changed last; the ones before are void. loss_before_s: lost to DRAM before it began."""
 
     left_s: float
     demand: float
-    lost_before_s: float
+    loss_before_s: float
     speed: float = 0.0
     end: int = -1
 
@@ -148,7 +155,7 @@ class _Follow:
         self.done = [-1] * len(program.ids)
         self.queues_done = [0] * most  # of each iteration
         self.sharing: dict[int, _Share] = {}  # steps, in the order in which they joined
-        self.settled_s = self.lost_s = 0.0
+        self.settled_s = self.loss_s = 0.0
         self.share = 1.0
 
     def run(self, factor: Factor | None, most: int) -> Record:
@@ -182,7 +189,7 @@ class _Follow:
                 for j, back in waits[i]:
                     if done[j] + back <= done[i]:  # [Note: readiness] in program.py, one wait at a time
                         waiters[j].append(i)
-                        record.waited_for[done[i] + 1][i] = j
+                        record.last_wait[done[i] + 1][i] = j
                         break
                 else:
                     takes_s = seconds[i]
@@ -215,7 +222,7 @@ class _Follow:
             record.marks.append(len(record.events))
         self.queues_done[k] += 1
         if self.queues_done[k] == len(program.order):  # [Note: when an iteration is steady]
-            record.steady = record.agrees(k)
+            record.steady = record.end_iteration(k)
             self.over = record.steady or k == most - 1
         return k == most - 1
 
@@ -224,21 +231,21 @@ class _Follow:
     def _join(self, i: int, takes_s: float, demand: float, now: float) -> None:
         """The step shares something from now on."""
         self._settle(now)
-        self.sharing[i] = _Share(takes_s, demand, self.lost_s)
+        self.sharing[i] = _Share(takes_s, demand, self.loss_s)
         self._retime(now)
 
     def _leave(self, i: int, now: float) -> None:
         """The step has done all its work; its end is set off behind the new ends of the others."""
         self._settle(now)
-        self.record.dram_lost[self.done[i] + 1][i] = self.lost_s - self.sharing.pop(i).lost_before_s
+        self.record.dram_loss_s[self.done[i] + 1][i] = self.loss_s - self.sharing.pop(i).loss_before_s
         self._retime(now)
         heapq.heappush(self.heap, (now, next(self.number), _END, i))
 
     def _settle(self, now: float) -> None:
-        """Book the progress made at the old speeds. lost_s: integral over time of (1 - share of DRAM)."""
+        """Book the progress made at the old speeds. loss_s: integral over time of (1 - share of DRAM)."""
         elapsed_s = now - self.settled_s
         if elapsed_s > 0:
-            self.lost_s += elapsed_s * (1.0 - self.share)
+            self.loss_s += elapsed_s * (1.0 - self.share)
             for step in self.sharing.values():
                 step.left_s -= elapsed_s * step.speed
         self.settled_s = now

@@ -34,7 +34,7 @@ def timeline(plan: Plan, record: Record, held: Held, moved_bytes: Mapping[str, i
     by default those of the plan."""
     program, times = record.program, record.times
     k = record.iterations - 1
-    worked_s = times.ended[k] - times.begun[k]
+    worked_s = times.end[k] - times.begin[k]
     waits = _Waits(record)
     phases = {phase: phase.value for phase in Phase}
     return Timeline(
@@ -67,8 +67,8 @@ def _spans(plan: Plan, record: Record, waits: _Waits) -> dict[str, list[Any]]:
         "moment": [step.moment for step in steps] * count,
         "bytes": [step.bytes for step in steps] * count,
         "ready_s": times.ready.ravel().tolist(),
-        "start_s": times.begun.ravel().tolist(),
-        "end_s": times.ended.ravel().tolist(),
+        "start_s": times.begin.ravel().tolist(),
+        "end_s": times.end.ravel().tolist(),
         "cause": waits.causes(),
     }
 
@@ -79,8 +79,8 @@ class _Waits:
     def __init__(self, record: Record) -> None:
         times = record.times
         self._record, self._program, self._previous = record, record.program, record.program.previous()
-        self._waited = times.begun > times.ready
-        self._ready, self._begun, self._ended = times.ready.tolist(), times.begun.tolist(), times.ended.tolist()
+        self._waited = times.begin > times.ready
+        self._ready, self._begin, self._end = times.ready.tolist(), times.begin.tolist(), times.end.tolist()
 
     def stall_s(self, k: int) -> dict[str, float]:
         """Cause -> seconds that the compute queue waited in iteration k."""
@@ -100,30 +100,30 @@ class _Waits:
             if blame:
                 causes[n] = max(blame, key=lambda c: blame[c])
             else:  # a collective may also have waited for other ranks only
-                causes[n] = program.lanes[self._record.waited_for[k].get(i, i)]
+                causes[n] = program.lanes[self._record.last_wait[k].get(i, i)]
         return causes
 
     def _blame(self, i: int, k: int) -> dict[str, float]:
         """Seconds by cause of the wait of step i of iteration k."""
-        program, waited_for, dram_lost = self._program, self._record.waited_for, self._record.dram_lost
-        since_s, at_s = self._ready[k][i], self._begun[k][i]
+        program, last_wait, dram_loss_s = self._program, self._record.last_wait, self._record.dram_loss_s
+        since_s, at_s = self._ready[k][i], self._begin[k][i]
         blame: dict[str, float] = defaultdict(float)
-        j = waited_for[k][i]
+        j = last_wait[k][i]
         kj = k - program.backs(i, j)
         while at_s > since_s:
-            arrived_s = self._record.met_s[kj].get(j, self._begun[kj][j])
+            arrived_s = self._record.arrival_s[kj].get(j, self._begin[kj][j])
             start_s = max(arrived_s, since_s)
             if start_s < at_s:
-                whole = self._ended[kj][j] - arrived_s
-                lost = dram_lost[kj][j] * (at_s - start_s) / whole if dram_lost and whole > 0 else 0.0
+                whole = self._end[kj][j] - arrived_s
+                lost = dram_loss_s[kj][j] * (at_s - start_s) / whole if dram_loss_s and whole > 0 else 0.0
                 blame[program.lanes[j]] += at_s - start_s - lost
                 if lost > 0:
                     blame["dram"] += lost
                 at_s = start_s
             if at_s <= since_s:
                 break
-            if j in waited_for[kj]:
-                before = waited_for[kj][j]
+            if j in last_wait[kj]:
+                before = last_wait[kj][j]
                 j, kj = before, kj - program.backs(j, before)
             elif self._previous[j] >= 0:
                 j = self._previous[j]

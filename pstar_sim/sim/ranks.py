@@ -199,11 +199,11 @@ class _Everyone:
             for each, _ in self._waiting.pop((i, k)):
                 each.succeed(longest)
 
-    def iteration_ended(self, k: int) -> None:
+    def end_iteration(self, k: int) -> None:
         if any(run.through < k for run in self.runs):
             return
-        agreeing = [run.record.agrees(k) for run in self.runs]  # each reads its times
-        steady = all(agreeing)
+        verdicts = [run.record.end_iteration(k) for run in self.runs]  # all of them: each reads its times
+        steady = all(verdicts)
         if steady or k == self.max_iterations - 1:
             for run in self.runs:
                 run.record.steady, run.stopped = steady, True
@@ -257,12 +257,12 @@ class _RankRun:
                         wake = env.event()
                         waiters[j].append(wake)
                         yield wake
-                        record.waited_for[k][i] = j
+                        record.last_wait[k][i] = j
                 duration = seconds[i]
                 if self.jitter is not None:
                     duration *= self.jitter(self.program.ids[i], k)
                 if i in self.meets:
-                    record.met_s[k][i] = env.now
+                    record.arrival_s[k][i] = env.now
                     met = env.event()
                     self.everyone.meet(i, k, duration, met)
                     duration = yield met
@@ -270,10 +270,10 @@ class _RankRun:
                 record.at_s.append(env.now)
                 if duration > 0:
                     if dram[i]:
-                        lost = self.node.dram_lost_s
+                        lost = self.node.dram_loss_s
                         wire_s = self.wire_s[i] * (duration / seconds[i])
                         yield self.node.join(_Task(self, self.plan.steps[i], duration, wire_s, dram[i], env.event()))
-                        record.dram_lost[k][i] = self.node.dram_lost_s - lost
+                        record.dram_loss_s[k][i] = self.node.dram_loss_s - lost
                     else:
                         yield env.timeout(duration)
                 record.events.append(2 * i + 1)
@@ -287,7 +287,7 @@ class _RankRun:
             self.queues_done[k] += 1
             if self.queues_done[k] == len(self.program.queues):
                 self.through = k
-                self.everyone.iteration_ended(k)
+                self.everyone.end_iteration(k)
         del self.at[q]
 
     def deadlock(self) -> PlanError:
@@ -329,7 +329,7 @@ class _Task:
 
 class _Node:
     """What runs on the ranks of one node, and how fast: [Note: shared rates] of core/rules.py for all of them together,
-    and [Note: PCIe switches]. dram_lost_s: integral over time of (1 - DRAM share), which tells how much of any interval
+    and [Note: PCIe switches]. dram_loss_s: integral over time of (1 - DRAM share), which tells how much of any interval
     was lost to DRAM being short."""
 
     def __init__(self, env: simpy.Environment, dram_bytes_per_s: float, root_bytes_per_s: float | None) -> None:
@@ -339,11 +339,11 @@ class _Node:
         self._tasks: list[_Task] = []
         self._since_s = 0.0
         self._share = 1.0
-        self._lost_s = 0.0
+        self._loss_s = 0.0
 
     @property
-    def dram_lost_s(self) -> float:
-        return self._lost_s + (self.env.now - self._since_s) * (1.0 - self._share)
+    def dram_loss_s(self) -> float:
+        return self._loss_s + (self.env.now - self._since_s) * (1.0 - self._share)
 
     def join(self, task: _Task) -> simpy.Event:
         """Start the task; the event succeeds when it has ended."""
@@ -357,7 +357,7 @@ class _Node:
         now = self.env.now
         elapsed = now - self._since_s
         if elapsed > 0:
-            self._lost_s += elapsed * (1.0 - self._share)
+            self._loss_s += elapsed * (1.0 - self._share)
             for task in self._tasks:
                 task.left_s -= elapsed * task.speed
         self._since_s = now

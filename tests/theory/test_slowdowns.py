@@ -6,7 +6,7 @@ import pytest
 
 from pstar_sim.core.follow import follow
 from pstar_sim.core.program import Program
-from pstar_sim.core.rules import StepCosts, Rates
+from pstar_sim.core.rules import Rates, StepCosts
 from pstar_sim.core.step import Kind, Queue
 
 
@@ -37,7 +37,7 @@ def ends(
         duty=[*(duty for _, _, duty in tasks), *nothing],
     )
     record = follow(program, costs, Rates(dram_bytes_per_s=dram, slowdowns=slowdowns))
-    return list(record.times.ended[0, :count].tolist())
+    return list(record.times.end[0, :count].tolist())
 
 
 def test_alone_nothing_is_slowed_down() -> None:
