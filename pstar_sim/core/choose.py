@@ -5,9 +5,9 @@ policy may decide; `follow` then times the plan, by the same rules (rules.py).
 The compute queue always runs in the order of the draft; the others take, among the steps that are ready, the one with
 the smallest key.
 
-[Note: what follows at once] A row that follows another one at once (`Row.behind`) frees its bytes and lets others go in
-the instant in which that one ends. So it is a part of that one while the draft is played, and is told apart only in
-the window.
+[Note: what follows at once] A row that follows another one at once (`DraftRow.behind`) frees its bytes and lets others
+go in the instant in which that one ends. So it is a part of that one while the draft is played, and is told apart only
+in the window.
 
 [Note: fetching ahead] A fetch (or a gather, on the net queue) for the use at compute position u may start when, at
 every position from the running one up to u, the room that is not needed otherwise (`Draft.room`) still holds it, plus
@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pstar_sim.core.draft import Draft, Row
+from pstar_sim.core.draft import Draft, DraftRow
 from pstar_sim.core.rules import StepCosts, agree
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import PlanError
@@ -122,7 +122,7 @@ class _Loop:
         ]
         self._reserve(free)
 
-    def _join(self, rows: Sequence[Row]) -> list[int]:
+    def _join(self, rows: Sequence[DraftRow]) -> list[int]:
         """The op that each row is, or is a part of. Raises ValueError for a row that cannot be a part."""
         op_of = list(range(len(rows)))
         self.is_part = bytearray(len(rows))
@@ -137,7 +137,7 @@ class _Loop:
                 self.host_free[op] += self.host_free[i]
         return op_of
 
-    def _link(self, rows: Sequence[Row], op_of: Sequence[int]) -> None:
+    def _link(self, rows: Sequence[DraftRow], op_of: Sequence[int]) -> None:
         """Who waits for whom."""
         self.followers: list[list[int]] = [[] for _ in rows]  # in the same iteration
         self.successors: dict[int, list[int]] = {}  # in the next one

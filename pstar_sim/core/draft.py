@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pstar_sim.core.rules import Rates
 from pstar_sim.core.step import Kind, Queue
 
-__all__ = ["FREE", "Charge", "Draft", "Row"]
+__all__ = ["FREE", "Charge", "Draft", "DraftRow"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ FREE = Charge()
 
 
 @dataclass(slots=True)
-class Row:
+class DraftRow:
     """One step, or a block of moments. -1: none.
 
     chunk, list_name, moment: as of the step; the moment of a block, an Adam or a stash is known without.
@@ -79,7 +79,7 @@ class Draft:
     lead_bytes: see [Note: fetching ahead] in choose.py.
     """
 
-    rows: Sequence[Row]
+    rows: Sequence[DraftRow]
     gpu_free_bytes: int
     host_free_bytes: int
     rates: Rates

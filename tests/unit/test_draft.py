@@ -10,7 +10,7 @@ import pytest
 
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.choose import choose
-from pstar_sim.core.draft import Charge, Draft, Row
+from pstar_sim.core.draft import Charge, Draft, DraftRow
 from pstar_sim.core.plan import Settings
 from pstar_sim.core.rules import Rates
 from pstar_sim.core.step import Kind, Place, Queue, Step
@@ -26,14 +26,14 @@ PARAMS = MIB  # of each of two layers, a chunk each: 2 bytes a parameter in the 
 @pytest.mark.parametrize(
     "row, size",
     [
-        (Row(Queue.H2D, Kind.FETCH, 0, moment=0), 2 * PARAMS),
-        (Row(Queue.D2H, Kind.WRITEBACK, 0, "grad", moment=3), 2 * PARAMS),
-        (Row(Queue.H2D, Kind.FETCH, 0, "momentum", moment=3), 4 * PARAMS),
-        (Row(Queue.D2H, Kind.DROP, 1, "grad32", moment=2), 4 * PARAMS),
-        (Row(Queue.COMPUTE, Kind.ALLOC, 1, "grad", moment=2), 2 * PARAMS),
+        (DraftRow(Queue.H2D, Kind.FETCH, 0, moment=0), 2 * PARAMS),
+        (DraftRow(Queue.D2H, Kind.WRITEBACK, 0, "grad", moment=3), 2 * PARAMS),
+        (DraftRow(Queue.H2D, Kind.FETCH, 0, "momentum", moment=3), 4 * PARAMS),
+        (DraftRow(Queue.D2H, Kind.DROP, 1, "grad32", moment=2), 4 * PARAMS),
+        (DraftRow(Queue.COMPUTE, Kind.ALLOC, 1, "grad", moment=2), 2 * PARAMS),
     ],
 )
-def test_bytes_come_from_the_table(row: Row, size: int) -> None:
+def test_bytes_come_from_the_table(row: DraftRow, size: int) -> None:
     b = Builder("any", chain_workload(2, PARAMS, micro_batches=2), load_machine("t4"), Settings(chunk_bytes=2 * PARAMS))
     step_of(b, row, ())
     place = Place.GPU if row.kind is Kind.ALLOC else None
@@ -45,9 +45,9 @@ def test_what_is_summed_over_the_ranks_has_the_bytes_of_all_slices() -> None:
     """On four ranks each holds a quarter of a chunk, a collective moves all of it; Adam's bytes are traffic."""
     machine = load_machine("h100-80x4")
     b = Builder("any", chain_workload(2, PARAMS), machine, Settings(chunk_bytes=2 * PARAMS))
-    step_of(b, Row(Queue.NET, Kind.GATHER, 0, "remote", moment=0), ())
-    step_of(b, Row(Queue.H2D, Kind.FETCH, 0, moment=0), ())
-    step_of(b, Row(Queue.ADAM, Kind.CPU_ADAM, 0), ())
+    step_of(b, DraftRow(Queue.NET, Kind.GATHER, 0, "remote", moment=0), ())
+    step_of(b, DraftRow(Queue.H2D, Kind.FETCH, 0, moment=0), ())
+    step_of(b, DraftRow(Queue.ADAM, Kind.CPU_ADAM, 0), ())
     gather, fetch, adam = b.steps
     assert gather.bytes == 4 * fetch.bytes == b.layout.whole_bytes(0)
     assert (adam.bytes, adam.moment, adam.list) == (b.cost.cpu_adam_bytes(0), b.uses.last_gradient(0), None)
@@ -57,13 +57,13 @@ def test_bytes_of_what_follows_at_once_count_once_for_the_room_of_what_comes_lat
     """The fetch may not take the 4 bytes that the drop frees: the compute step behind the slow Adam needs them first,
     and the fetched chunk gives them back only in the next iteration."""
     rows = [
-        Row(Queue.COMPUTE, Kind.COMPUTE, charge=Charge(seconds=1.0)),
-        Row(Queue.D2H, Kind.WRITEBACK, 0, charge=Charge(seconds=1.0), after=((0, 0),), key=(0.0,)),
-        Row(Queue.D2H, Kind.DROP, 0, charge=Charge(gpu_free=4), behind=1),
-        Row(Queue.ADAM, Kind.CPU_ADAM, 0, charge=Charge(seconds=5.0), after=((2, 0),), key=(0.0,)),
-        Row(Queue.COMPUTE, Kind.COMPUTE, charge=Charge(seconds=1.0, gpu_take=4, gpu_free=4), after=((3, 0),)),
-        Row(Queue.H2D, Kind.FETCH, 0, charge=Charge(seconds=1.0, gpu_take=4), after=((2, 0),), key=(0.0,)),
-        Row(Queue.COMPUTE, Kind.COMPUTE, charge=Charge(seconds=1.0), after=((5, 0),)),
+        DraftRow(Queue.COMPUTE, Kind.COMPUTE, charge=Charge(seconds=1.0)),
+        DraftRow(Queue.D2H, Kind.WRITEBACK, 0, charge=Charge(seconds=1.0), after=((0, 0),), key=(0.0,)),
+        DraftRow(Queue.D2H, Kind.DROP, 0, charge=Charge(gpu_free=4), behind=1),
+        DraftRow(Queue.ADAM, Kind.CPU_ADAM, 0, charge=Charge(seconds=5.0), after=((2, 0),), key=(0.0,)),
+        DraftRow(Queue.COMPUTE, Kind.COMPUTE, charge=Charge(seconds=1.0, gpu_take=4, gpu_free=4), after=((3, 0),)),
+        DraftRow(Queue.H2D, Kind.FETCH, 0, charge=Charge(seconds=1.0, gpu_take=4), after=((2, 0),), key=(0.0,)),
+        DraftRow(Queue.COMPUTE, Kind.COMPUTE, charge=Charge(seconds=1.0), after=((5, 0),)),
     ]
     window = choose(Draft(rows, gpu_free_bytes=0, host_free_bytes=0, rates=Rates(dram_bytes_per_s=math.inf)))
     assert (window.iteration_s, window.stuck) == (10.0, None)
@@ -72,9 +72,9 @@ def test_bytes_of_what_follows_at_once_count_once_for_the_room_of_what_comes_lat
 @pytest.mark.parametrize(("behind", "after"), [(-1, ()), (2, ()), (0, ()), (1, ((0, 0),))])
 def test_a_row_that_cannot_follow_at_once_is_refused(behind: int, after: tuple[tuple[int, int], ...]) -> None:
     rows = [
-        Row(Queue.COMPUTE, Kind.COMPUTE, charge=Charge(seconds=1.0), is_position=True),
-        Row(Queue.D2H, Kind.WRITEBACK, 0, charge=Charge(seconds=1.0), after=((0, 0),), key=(0.0,)),
-        Row(Queue.D2H, Kind.DROP, 0, charge=Charge(gpu_free=4), behind=behind, after=after),
+        DraftRow(Queue.COMPUTE, Kind.COMPUTE, charge=Charge(seconds=1.0), is_position=True),
+        DraftRow(Queue.D2H, Kind.WRITEBACK, 0, charge=Charge(seconds=1.0), after=((0, 0),), key=(0.0,)),
+        DraftRow(Queue.D2H, Kind.DROP, 0, charge=Charge(gpu_free=4), behind=behind, after=after),
     ]
     with pytest.raises(ValueError, match=f"row 2: behind={behind} is no earlier row of its queue, or the row waits"):
         choose(Draft(rows, gpu_free_bytes=0, host_free_bytes=0, rates=Rates(dram_bytes_per_s=math.inf)))
@@ -83,9 +83,9 @@ def test_a_row_that_cannot_follow_at_once_is_refused(behind: int, after: tuple[t
 def test_a_queue_that_falls_behind_for_ever_is_refused() -> None:
     """Nothing waits for Adam, which takes seven times as long as the moments."""
     rows = [
-        Row(Queue.COMPUTE, Kind.COMPUTE, charge=Charge(seconds=1.0), is_position=True),
-        Row(Queue.D2H, Kind.WRITEBACK, 0, charge=Charge(seconds=2.0), after=((0, 0),), key=(0.0,)),
-        Row(Queue.ADAM, Kind.CPU_ADAM, 0, charge=Charge(seconds=7.0), after=((1, 0),), key=(0.0,)),
+        DraftRow(Queue.COMPUTE, Kind.COMPUTE, charge=Charge(seconds=1.0), is_position=True),
+        DraftRow(Queue.D2H, Kind.WRITEBACK, 0, charge=Charge(seconds=2.0), after=((0, 0),), key=(0.0,)),
+        DraftRow(Queue.ADAM, Kind.CPU_ADAM, 0, charge=Charge(seconds=7.0), after=((1, 0),), key=(0.0,)),
     ]
     with pytest.raises(PlanError, match="a queue falls behind for ever"):
         choose(Draft(rows, gpu_free_bytes=0, host_free_bytes=0, rates=Rates(dram_bytes_per_s=math.inf)))
@@ -95,10 +95,10 @@ def test_what_follows_at_once_frees_its_bytes_with_the_row_before() -> None:
     """A copy down of 2 s and its drop, which frees 4 bytes; a fetch takes 4 of the 6 bytes and waits for the drop. The
     window shows the drop by itself, behind the end of the copy."""
     rows = [
-        Row(Queue.COMPUTE, Kind.COMPUTE, charge=Charge(seconds=1.0), after=((3, 1),), is_position=True),
-        Row(Queue.D2H, Kind.WRITEBACK, 0, charge=Charge(seconds=2.0), after=((0, 0),), key=(0.0,)),
-        Row(Queue.D2H, Kind.DROP, 0, charge=Charge(gpu_free=4), behind=1),
-        Row(Queue.H2D, Kind.FETCH, 0, charge=Charge(seconds=1.0, gpu_take=4), after=((2, 0),), key=(0.0,)),
+        DraftRow(Queue.COMPUTE, Kind.COMPUTE, charge=Charge(seconds=1.0), after=((3, 1),), is_position=True),
+        DraftRow(Queue.D2H, Kind.WRITEBACK, 0, charge=Charge(seconds=2.0), after=((0, 0),), key=(0.0,)),
+        DraftRow(Queue.D2H, Kind.DROP, 0, charge=Charge(gpu_free=4), behind=1),
+        DraftRow(Queue.H2D, Kind.FETCH, 0, charge=Charge(seconds=1.0, gpu_take=4), after=((2, 0),), key=(0.0,)),
     ]
     window = choose(Draft(rows, gpu_free_bytes=2, host_free_bytes=0, rates=Rates(dram_bytes_per_s=math.inf)))
     assert window.iteration_s == 4.0

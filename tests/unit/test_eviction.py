@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from pstar_sim.policy.family.eviction import fifo, keep_set, lru
-from pstar_sim.policy.family.residency import Gap, belady
+from pstar_sim.policy.family.residency import UseGap, belady
 from pstar_sim.policy.passes.floors import fetch_floors
 
 ONE = [1, 1, 1, 1]
@@ -17,7 +17,7 @@ ONE = [1, 1, 1, 1]
 def test_lru_gives_up_the_chunk_that_belady_keeps() -> None:
     """Chunk 0 is used at 0 and 3, chunk 1 at 1 and 5; at 2 there is room for one. The older use is chunk 0's, the
     farther next one chunk 1's."""
-    zero, one = Gap(0, 3, 0), Gap(1, 5, 1)
+    zero, one = UseGap(0, 3, 0), UseGap(1, 5, 1)
     room = [9, 9, 1, 9, 9, 9]
     assert belady([zero, one], ONE, room) == {zero}
     assert lru([zero, one], ONE, room) == {one}
@@ -26,7 +26,7 @@ def test_lru_gives_up_the_chunk_that_belady_keeps() -> None:
 
 def test_fifo_gives_up_what_came_first_however_lately_it_was_used() -> None:
     """Chunk 0 comes at 0 and is used at 3 and 7, chunk 1 comes at 1 and is used at 6. At 4 there is room for one."""
-    early, late, other = Gap(0, 3, 0), Gap(3, 7, 0), Gap(1, 6, 1)
+    early, late, other = UseGap(0, 3, 0), UseGap(3, 7, 0), UseGap(1, 6, 1)
     room = [9, 9, 9, 9, 1, 9, 9, 9]
     assert fifo([early, late, other], ONE, room, [0, 1]) == {early, other}
     assert lru([early, late, other], ONE, room) == {early, late}
@@ -34,15 +34,15 @@ def test_fifo_gives_up_what_came_first_however_lately_it_was_used() -> None:
 
 def test_what_was_given_up_comes_anew() -> None:
     """At 2 nothing may stay: chunk 0 comes again at 3, after chunk 1, which came at 1 and was given up too, at 4."""
-    a, b = Gap(0, 3, 0), Gap(1, 4, 1)
-    again_a, again_b = Gap(3, 7, 0), Gap(4, 8, 1)
+    a, b = UseGap(0, 3, 0), UseGap(1, 4, 1)
+    again_a, again_b = UseGap(3, 7, 0), UseGap(4, 8, 1)
     room = [9, 9, 0, 9, 9, 1, 9, 9, 9]
     assert fifo([a, b, again_a, again_b], ONE, room, [0, 1]) == {again_b}  # chunk 0 came at 3, chunk 1 at 4
 
 
 def test_bytes_count_not_chunks() -> None:
     """Room for 4 bytes: the oldest is given up although it is small, then the next, until the rest fits."""
-    gaps = [Gap(0, 6, 0), Gap(1, 6, 1), Gap(2, 6, 2)]
+    gaps = [UseGap(0, 6, 0), UseGap(1, 6, 1), UseGap(2, 6, 2)]
     assert lru(gaps, [1, 3, 4], [9, 9, 9, 4, 9, 9, 9]) == {gaps[2]}
     assert lru(gaps, [1, 3, 1], [9, 9, 9, 4, 9, 9, 9]) == {gaps[1], gaps[2]}
 
@@ -50,11 +50,11 @@ def test_bytes_count_not_chunks() -> None:
 def test_over_the_border_they_are_played_until_iterations_repeat() -> None:
     """Chunk 0 (never updated) is used at 3 and at 1 of the next iteration, chunk 1 at 0 and 2. At 1 there is room for
     one beside what is needed: in a steady iteration chunk 0 was used last before it."""
-    border, inner = Gap(3, 4 + 1, 0), Gap(0, 2, 1)
+    border, inner = UseGap(3, 4 + 1, 0), UseGap(0, 2, 1)
     room = [1, 1, 9, 9]
     assert lru([border, inner], ONE, room) == {border, inner}  # never idle at the same time
-    border = Gap(2, 4 + 3, 0)
-    inner = Gap(0, 2, 1)
+    border = UseGap(2, 4 + 3, 0)
+    inner = UseGap(0, 2, 1)
     assert lru([border, inner], ONE, [9, 1, 9, 9]) == {inner}  # at 1, chunk 0 was used the longest ago
 
 
@@ -64,8 +64,8 @@ def test_what_they_keep_fits_and_belady_keeps_no_less(seed: int) -> None:
     rng = random.Random(seed)
     length, chunks = rng.randint(4, 14), rng.randint(1, 6)
     uses = [sorted(rng.sample(range(length), rng.randint(1, min(4, length)))) for _ in range(chunks)]
-    gaps = [Gap(a, b, c) for c, row in enumerate(uses) for a, b in pairwise(row) if b > a + 1]
-    borders = [Gap(row[-1], row[0] + length, c) for c, row in enumerate(uses) if rng.random() < 0.5]
+    gaps = [UseGap(a, b, c) for c, row in enumerate(uses) for a, b in pairwise(row) if b > a + 1]
+    borders = [UseGap(row[-1], row[0] + length, c) for c, row in enumerate(uses) if rng.random() < 0.5]
     gaps += [g for g in borders if g.end > g.start + 1]
     room = [rng.randint(0, chunks) for _ in range(length)]
     first = [row[0] for row in uses]

@@ -16,7 +16,7 @@ from pstar_sim.policy.family.attempt import play
 from pstar_sim.policy.family.course import Course, Knobs
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
-from pstar_sim.policy.kit.schedule import Modes, Run, Schedule
+from pstar_sim.policy.kit.schedule import Modes, Schedule, Stretch
 from pstar_sim.policy.passes import collectives, gradients, updates
 from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.policy.passes.collectives import Collectives
@@ -79,9 +79,9 @@ def test_working_lists_come_for_their_visits_and_clean_ones_leave() -> None:
     rows = Rows(s)
     # Positions: forward of 0, 1, 2 (with the backward of 2 in a block of its own), backward of 1 and 0, the step.
     assert {c: list(runs) for c, runs in s.visits.items()} == {
-        0: [Run(0, 0), Run(4, 4)],
-        1: [Run(1, 1), Run(3, 3)],
-        2: [Run(2, 2)],
+        0: [Stretch(0, 0), Stretch(4, 4)],
+        1: [Stretch(1, 1), Stretch(3, 3)],
+        2: [Stretch(2, 2)],
     }
     fetch, drop = Kind.FETCH, Kind.DROP
     assert write(rows, WorkingLists(rows, Floors(rows))) == [

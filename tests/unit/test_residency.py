@@ -11,7 +11,7 @@ from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.cost import CostModel
 from pstar_sim.policy import Builder
-from pstar_sim.policy.family.residency import Gap, belady, gaps_of
+from pstar_sim.policy.family.residency import UseGap, belady, gaps_of
 from pstar_sim.policy.kit.blocks import Block, blocks_of
 from pstar_sim.policy.kit.facts import Facts, facts_of
 from pstar_sim.testing import chain_workload
@@ -82,11 +82,11 @@ def test_a_moment_that_needs_nothing_joins_only_where_nothing_is_lost() -> None:
 
 
 def test_gaps_are_between_uses_that_are_not_neighbours() -> None:
-    assert gaps_of(3, [0, 1, 4, 5, 9]) == [Gap(1, 4, 3), Gap(5, 9, 3)]
+    assert gaps_of(3, [0, 1, 4, 5, 9]) == [UseGap(1, 4, 3), UseGap(5, 9, 3)]
     assert gaps_of(3, [7]) == []
 
 
-A, B, C = Gap(0, 6, 0), Gap(1, 4, 1), Gap(2, 5, 2)
+A, B, C = UseGap(0, 6, 0), UseGap(1, 4, 1), UseGap(2, 5, 2)
 
 
 def test_the_farthest_end_is_given_up() -> None:
@@ -113,7 +113,7 @@ def test_bytes_are_counted_and_room_left_over_is_offered_again() -> None:
 
 def test_a_gap_over_the_border_needs_room_at_both_ends() -> None:
     """Moments 0-5; away over moment 5 and moment 0 of the next iteration."""
-    over = Gap(4, 7, 0)
+    over = UseGap(4, 7, 0)
     assert belady([over], [1], [1, 0, 0, 0, 0, 1]) == {over}
     assert belady([over], [1], [0, 1, 1, 1, 1, 1]) == set()
     assert belady([over], [1], [1, 1, 1, 1, 1, 0]) == set()

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from pstar_sim.policy.family.eviction import keep_set
-from pstar_sim.policy.family.residency import Gap, gaps_of, held_over
+from pstar_sim.policy.family.residency import UseGap, gaps_of, held_over
 from pstar_sim.policy.kit.job import SUMS_TAKE, Job
-from pstar_sim.policy.kit.schedule import Modes, Position, Run, Schedule
+from pstar_sim.policy.kit.schedule import Modes, Position, Schedule, Stretch
 from pstar_sim.policy.passes import collectives, gradients, updates
 
 __all__ = ["Course", "Knobs"]
@@ -43,8 +43,8 @@ class Knobs:
 
 class Course:
     """positions, at, updates, stays, room: as of a schedule. touched: chunk that is not resident -> positions that need
-    its working list. kept: gaps a chunk stays over. On several ranks, needed_whole: chunk -> runs of positions that
-    need it whole, resident chunks included; kept_whole: gaps between these over which the others' slices stay.
+    its working list. kept: gaps a chunk stays over. On several ranks, needed_whole: chunk -> stretches of positions
+    that need it whole, resident chunks included; kept_whole: gaps between these over which the others' slices stay.
     least_room_bytes: what is left at the tightest position before anything is kept.
     """
 
@@ -76,8 +76,8 @@ class Course:
             positions=self.positions,
             at=self.at,
             updates=self.updates,
-            visits={c: _joined(c, _runs(self.touched[c]), self.kept) for c in self.moving},
-            whole={c: _joined(c, runs, self.kept_whole) for c, runs in self.needed_whole.items()},
+            visits={c: _joined(c, _stretches(self.touched[c]), self.kept) for c in self.moving},
+            whole={c: _joined(c, stretches, self.kept_whole) for c, stretches in self.needed_whole.items()},
             stays=self.stays,
             room=self.room,
             resident_bytes=self.resident_bytes,
@@ -88,20 +88,20 @@ class Course:
             states_first=knobs.states_first,
         )
 
-    def _needs(self) -> tuple[dict[int, list[int]], dict[int, list[Run]]]:
+    def _needs(self) -> tuple[dict[int, list[int]], dict[int, list[Stretch]]]:
         """`touched` and `needed_whole`."""
         job = self.job
         touched: dict[int, list[int]] = {}
-        whole: dict[int, list[Run]] = {}
+        whole: dict[int, list[Stretch]] = {}
         if job.ranks > 1:
             for c, (first_block, last_block) in job.small_visits.items():
-                whole[c] = [Run(self.at[first_block], self.at[last_block])]
+                whole[c] = [Stretch(self.at[first_block], self.at[last_block])]
             for c in self.modes.pinned:
-                whole[c] = _runs([self.at[n] for n in job.touched[c]])
+                whole[c] = _stretches([self.at[n] for n in job.touched[c]])
         for c in self.moving:
             mine = self._positions_of((self._blocks or job.touched)[c])
             if job.ranks > 1:
-                whole[c] = _runs(mine)
+                whole[c] = _stretches(mine)
             if c in self.updates:
                 update = self.updates[c]
                 # Its gradient lies in the working list until then; behind a barrier a gap like others.
@@ -134,7 +134,7 @@ class Course:
             return updates.room(self.job, position)
         return gradients.room(self.job, position.block, self.modes.pinned)
 
-    def _keep(self) -> set[Gap]:
+    def _keep(self) -> set[UseGap]:
         """Gaps over which a chunk stays, where there is room for it."""
         job, knobs = self.job, self.knobs
         gaps = [gap for c in self.moving for gap in gaps_of(c, self.touched[c])]
@@ -148,15 +148,15 @@ class Course:
         first = [self.touched[c][0] if c in self.touched else 0 for c in range(len(job.sizes))]
         return keep_set(job.point.eviction, gaps, job.sizes, room, first)
 
-    def _keep_whole(self) -> set[Gap]:
+    def _keep_whole(self) -> set[UseGap]:
         """The others' slices stay where their own ones left room, but for some that gathers ahead will want."""
         job = self.job
         if not self.needed_whole:
             return set()
         gaps = [
-            Gap(end, begin, c)
-            for c, runs in self.needed_whole.items()
-            for (_, end), (begin, _) in pairwise(runs)
+            UseGap(end, begin, c)
+            for c, stretches in self.needed_whole.items()
+            for (_, end), (begin, _) in pairwise(stretches)
             if begin > end + 1
         ]
         ahead = (self.knobs.lead_chunks + 1) * max(job.whole_bytes(c) for c in self.needed_whole)
@@ -165,10 +165,10 @@ class Course:
         self.room = [r - held for r, held in zip(self.room, held_over(kept, job.remote, len(self.room)))]
         return kept
 
-    def border(self, chunk: int) -> Gap:
+    def border(self, chunk: int) -> UseGap:
         """From the last use of a chunk to its first one of the next iteration."""
         mine = self.touched[chunk]
-        return Gap(mine[-1], mine[0] + len(self.positions), chunk)
+        return UseGap(mine[-1], mine[0] + len(self.positions), chunk)
 
     def _stays(self, chunk: int) -> bool:
         if self.job.uses.updated(chunk) and chunk not in self.updates:
@@ -247,23 +247,23 @@ class Course:
         return rows
 
 
-def _runs(positions: Sequence[int]) -> list[Run]:
-    """Runs of neighbours among ascending positions."""
-    out: list[Run] = []
+def _stretches(positions: Sequence[int]) -> list[Stretch]:
+    """Stretches of neighbours among ascending positions."""
+    out: list[Stretch] = []
     for n in positions:
         if out and n <= out[-1].last + 1:
-            out[-1] = Run(out[-1].first, n)
+            out[-1] = Stretch(out[-1].first, n)
         else:
-            out.append(Run(n, n))
+            out.append(Stretch(n, n))
     return out
 
 
-def _joined(chunk: int, runs: Sequence[Run], kept: set[Gap]) -> list[Run]:
-    """The runs, those over whose gap the chunk stays joined to one."""
-    out: list[Run] = []
-    for run in runs:
-        if out and Gap(out[-1].last, run.first, chunk) in kept:
-            out[-1] = Run(out[-1].first, run.last)
+def _joined(chunk: int, stretches: Sequence[Stretch], kept: set[UseGap]) -> list[Stretch]:
+    """The stretches, those over whose gap the chunk stays joined to one."""
+    out: list[Stretch] = []
+    for stretch in stretches:
+        if out and UseGap(out[-1].last, stretch.first, chunk) in kept:
+            out[-1] = Stretch(out[-1].first, stretch.last)
         else:
-            out.append(run)
+            out.append(stretch)
     return out

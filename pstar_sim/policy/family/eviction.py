@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from pstar_sim.policy.family.residency import Gap, belady
+from pstar_sim.policy.family.residency import UseGap, belady
 
 __all__ = ["fifo", "keep_set", "lru"]
 
@@ -18,8 +18,8 @@ LAPS = 4  # iterations played where chunks may stay over the border, so that the
 
 
 def keep_set(
-    eviction: str, gaps: Sequence[Gap], sizes: Sequence[int], room: Sequence[int], first: Sequence[int]
-) -> set[Gap]:
+    eviction: str, gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], first: Sequence[int]
+) -> set[UseGap]:
     """Gaps between two uses over which their chunk stays on the GPU; arguments as `belady`, first: chunk -> point of
     its first use."""
     if eviction == "lru":
@@ -29,18 +29,20 @@ def keep_set(
     return belady(gaps, sizes, room)
 
 
-def lru(gaps: Sequence[Gap], sizes: Sequence[int], room: Sequence[int]) -> set[Gap]:
+def lru(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int]) -> set[UseGap]:
     """Gaps to keep: on overload the chunk goes that was used the longest ago (of several, that of the lowest index)."""
     return _play(gaps, sizes, room, None)
 
 
-def fifo(gaps: Sequence[Gap], sizes: Sequence[int], room: Sequence[int], first: Sequence[int]) -> set[Gap]:
+def fifo(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], first: Sequence[int]) -> set[UseGap]:
     """Gaps to keep: on overload the chunk goes that has been on the GPU the longest without a break. first: chunk ->
     point of its first use, with which it comes."""
     return _play(gaps, sizes, room, first)
 
 
-def _play(gaps: Sequence[Gap], sizes: Sequence[int], room: Sequence[int], first: Sequence[int] | None) -> set[Gap]:
+def _play(
+    gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], first: Sequence[int] | None
+) -> set[UseGap]:
     """first None: the age of an idle chunk is that of its last use, else that of its arrival."""
     length = len(room)
     over_border = {gap.chunk for gap in gaps if gap.end >= length}
@@ -49,7 +51,7 @@ def _play(gaps: Sequence[Gap], sizes: Sequence[int], room: Sequence[int], first:
     chunks = {gap.chunk for gap in gaps}
     arrived: dict[int, int] = {}
     idle = _Idle(sizes)
-    kept: list[set[Gap]] = [set() for _ in range(laps + 1)]
+    kept: list[set[UseGap]] = [set() for _ in range(laps + 1)]
     for t in range((laps + 1) * length):
         if first is not None and t % length == 0:
             arrived.update((c, t + first[c]) for c in chunks if t == 0 or c not in over_border)
@@ -70,16 +72,16 @@ class _Idle:
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = sizes
         self._held_bytes = 0
-        self._entries: set[tuple[int, Gap]] = set()
-        self._oldest: list[tuple[int, int, int, Gap]] = []  # (since, chunk, lap, gap), also of those that were taken
+        self._entries: set[tuple[int, UseGap]] = set()
+        self._oldest: list[tuple[int, int, int, UseGap]] = []  # (since, chunk, lap, gap), also of those that were taken
 
-    def add(self, lap: int, gap: Gap, *, since: int) -> None:
+    def add(self, lap: int, gap: UseGap, *, since: int) -> None:
         """The gap begins. since: point from which the chunk's age counts."""
         self._entries.add((lap, gap))
         self._held_bytes += self._sizes[gap.chunk]
         heapq.heappush(self._oldest, (since, gap.chunk, lap, gap))
 
-    def take(self, lap: int, gap: Gap) -> bool:
+    def take(self, lap: int, gap: UseGap) -> bool:
         """The chunk is idle no more; whether it still was."""
         if (lap, gap) not in self._entries:
             return False
@@ -94,10 +96,10 @@ class _Idle:
             self.take(lap, gap)
 
 
-_Entries = dict[int, list[tuple[int, Gap]]]
+_Entries = dict[int, list[tuple[int, UseGap]]]
 
 
-def _unrolled(gaps: Sequence[Gap], length: int, laps: int) -> tuple[_Entries, _Entries]:
+def _unrolled(gaps: Sequence[UseGap], length: int, laps: int) -> tuple[_Entries, _Entries]:
     """Point of time -> (lap, gap) that open then, and that close then."""
     opening: _Entries = {}
     closing: _Entries = {}
@@ -108,7 +110,7 @@ def _unrolled(gaps: Sequence[Gap], length: int, laps: int) -> tuple[_Entries, _E
     return opening, closing
 
 
-def _that_fit(kept: set[Gap], sizes: Sequence[int], room: Sequence[int]) -> set[Gap]:
+def _that_fit(kept: set[UseGap], sizes: Sequence[int], room: Sequence[int]) -> set[UseGap]:
     """Where iterations do not repeat, one played by itself may hold too much over its border: the oldest go."""
     length = len(room)
     left = list(room)

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Gap", "belady", "gaps_of", "held_over"]
+__all__ = ["UseGap", "belady", "gaps_of", "held_over"]
 
 
-class Gap(NamedTuple):
+class UseGap(NamedTuple):
     """Chunk is used at `start` and next at `end`; strictly between them it may be away. end >= length of the
     iteration: the next use is in the next iteration (only clean chunks can be kept over that)."""
 
@@ -25,12 +25,12 @@ class Gap(NamedTuple):
     chunk: int
 
 
-def gaps_of(chunk: int, uses: Sequence[int]) -> list[Gap]:
+def gaps_of(chunk: int, uses: Sequence[int]) -> list[UseGap]:
     """Gaps within the iteration between successive uses (ascending) that are not neighbours."""
-    return [Gap(a, b, chunk) for a, b in pairwise(uses) if b > a + 1]
+    return [UseGap(a, b, chunk) for a, b in pairwise(uses) if b > a + 1]
 
 
-def held_over(gaps: Iterable[Gap], sizes: Sequence[int], count: int) -> list[int]:
+def held_over(gaps: Iterable[UseGap], sizes: Sequence[int], count: int) -> list[int]:
     """Bytes at each of `count` positions of the chunks that stay over these gaps."""
     change = [0] * (count + 1)
     for begin, end, chunk in gaps:
@@ -42,7 +42,7 @@ def held_over(gaps: Iterable[Gap], sizes: Sequence[int], count: int) -> list[int
     return list(accumulate(change[:count]))
 
 
-def belady(gaps: Sequence[Gap], sizes: Sequence[int], room: Sequence[int]) -> set[Gap]:
+def belady(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int]) -> set[UseGap]:
     """Gaps to keep: on overload give up the gap with the farthest end (Belady, with a capacity that varies).
 
     sizes: bytes of each chunk. room: bytes that kept gaps may take at each point of time (what the points need anyway
@@ -54,16 +54,16 @@ def belady(gaps: Sequence[Gap], sizes: Sequence[int], room: Sequence[int]) -> se
     return _offered_again(gaps, sizes, room, gone)
 
 
-def _given_up(gaps: Sequence[Gap], sizes: Sequence[int], room: Sequence[int]) -> list[Gap]:
+def _given_up(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int]) -> list[UseGap]:
     """Gaps with the farthest end, wherever those that are open hold too much."""
     length = len(room)
-    opening: dict[int, list[Gap]] = {}
+    opening: dict[int, list[UseGap]] = {}
     for gap in gaps:
         opening.setdefault(gap.start + 1, []).append(gap)
     held = 0
-    open_gaps: list[tuple[int, int, Gap]] = []  # farthest end first
+    open_gaps: list[tuple[int, int, UseGap]] = []  # farthest end first
     closing = [0] * (2 * length + 1)
-    gone: list[Gap] = []
+    gone: list[UseGap] = []
     wrapped = [0] * length  # what gaps over the border hold at the beginning of the iteration
     for gap in gaps:
         if gap.end > length:
@@ -88,7 +88,9 @@ def _given_up(gaps: Sequence[Gap], sizes: Sequence[int], room: Sequence[int]) ->
     return gone
 
 
-def _offered_again(gaps: Sequence[Gap], sizes: Sequence[int], room: Sequence[int], given_up: Sequence[Gap]) -> set[Gap]:
+def _offered_again(
+    gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], given_up: Sequence[UseGap]
+) -> set[UseGap]:
     """The gaps but those given up; of these the shortest that fit what is left are taken back."""
     length = len(room)
     dropped, gone = list(given_up), set(given_up)
@@ -96,7 +98,7 @@ def _offered_again(gaps: Sequence[Gap], sizes: Sequence[int], room: Sequence[int
     free = np.array(room, dtype=np.int64) - held_over(kept, sizes, length)
     left = np.concatenate((free, free))  # twice: gaps may pass the end
 
-    def book(gap: Gap, size: int) -> None:
+    def book(gap: UseGap, size: int) -> None:
         """Take `size` bytes of the room for the whole gap; both copies of a point are the same point."""
         low, high = gap.start + 1, gap.end
         left[low:high] -= size

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pstar_sim.policy.kit.job import Job
 
-__all__ = ["Modes", "Position", "Run", "Schedule"]
+__all__ = ["Modes", "Position", "Schedule", "Stretch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Position(NamedTuple):
     seconds: float
 
 
-class Run(NamedTuple):
+class Stretch(NamedTuple):
     """From one position to another, both included."""
 
     first: int
@@ -44,9 +44,9 @@ class Schedule:
     """positions: in order.
     at: block -> its position.
     updates: streamed chunk -> position of its update.
-    visits: chunk that is not resident -> runs over which its working list is on the GPU, ascending.
-    whole: on several ranks, chunk -> runs over which the others' slices are there, resident chunks included.
-    stays: chunks whose working list is also on the GPU between the last run and the first of the next iteration.
+    visits: chunk that is not resident -> stretches over which its working list is on the GPU, ascending.
+    whole: on several ranks, chunk -> stretches over which the others' slices are there, resident chunks included.
+    stays: chunks whose working list is also on the GPU between the last stretch and the first of the next iteration.
     room: bytes at each position that nobody is known to need.
     resident_bytes: what small and pinned chunks hold on the GPU for ever.
     lead_bytes: room that fetches ahead leave to urgent ones.
@@ -61,8 +61,8 @@ class Schedule:
     positions: Sequence[Position]
     at: Sequence[int]
     updates: Mapping[int, int]
-    visits: Mapping[int, Sequence[Run]]
-    whole: Mapping[int, Sequence[Run]]
+    visits: Mapping[int, Sequence[Stretch]]
+    whole: Mapping[int, Sequence[Stretch]]
     stays: frozenset[int]
     room: Sequence[int]
     resident_bytes: int
@@ -72,10 +72,10 @@ class Schedule:
     down: str = "edf"
     states_first: bool = False
 
-    def fetched(self, chunk: int) -> Sequence[Run]:
+    def fetched(self, chunk: int) -> Sequence[Stretch]:
         """The visits for which its working list comes: all, but for the first where it stays over the border."""
-        runs = self.visits[chunk]
-        return runs[1:] if chunk in self.stays else runs
+        stretches = self.visits[chunk]
+        return stretches[1:] if chunk in self.stays else stretches
 
     def is_resident(self, chunk: int) -> bool:
         """Its working list and states are always on the GPU."""

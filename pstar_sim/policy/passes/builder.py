@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.choose import choose
-from pstar_sim.core.draft import Charge, Draft, Row
+from pstar_sim.core.draft import Charge, Draft, DraftRow
 from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.ledger import Holdings
 from pstar_sim.core.plan import STASHES, Plan, Resident, Settings
@@ -312,10 +312,10 @@ class Builder:
             raise ValueError(f"{self.policy}: step {stuck.id} ({stuck.kind}) can never start, in the order given")
         return memory_edges(self._steps, rows, [(i, i) for i in range(len(rows))], window)
 
-    def _rows(self, holdings: Holdings) -> tuple[list[Row], _Short]:
+    def _rows(self, holdings: Holdings) -> tuple[list[DraftRow], _Short]:
         """The steps as a draft whose queues run in the order given, and which of them is shortest of room when they run
         one after the other. holdings: at the cut; goes on to the end of the iteration."""
-        rows: list[Row] = []
+        rows: list[DraftRow] = []
         last_on: dict[Queue, int] = {}
         shortest = _Short(0, -1, Place.GPU)
         budgets = self.machine.gpu_budget_bytes, self.machine.host_budget_bytes
@@ -340,7 +340,7 @@ class Builder:
                 host_free=host_most - host_left,
                 dram_bytes=self.cost.dram_bytes(step),
             )
-            rows.append(Row(step.queue, step.kind, charge=charge, after=after))
+            rows.append(DraftRow(step.queue, step.kind, charge=charge, after=after))
             gpu, host = gpu_left, host_left
         if changed := holdings.changed:
             raise ValueError(

@@ -8,20 +8,20 @@ from collections.abc import Mapping, Sequence
 
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.policy.kit.job import Job
-from pstar_sim.policy.kit.schedule import Run
+from pstar_sim.policy.kit.schedule import Stretch
 from pstar_sim.policy.passes.floors import Floors
 from pstar_sim.policy.passes.rows import After, Rows
 
 __all__ = ["Collectives", "reduce", "room"]
 
 
-def room(job: Job, whole: Mapping[int, Sequence[Run]], count: int) -> list[int]:
+def room(job: Job, whole: Mapping[int, Sequence[Stretch]], count: int) -> list[int]:
     """Bytes of the others' slices at each of `count` positions; those of small chunks are reckoned with throughout."""
     held = [0] * count
-    for c, runs in whole.items():
+    for c, stretches in whole.items():
         if c not in job.small:
-            for run in runs:
-                for n in range(run.first, run.last + 1):
+            for stretch in stretches:
+                for n in range(stretch.first, stretch.last + 1):
                     held[n] += job.remote[c]
     return held
 
@@ -32,7 +32,7 @@ def reduce(rows: Rows, c: int, list_name: str, moment: int, n: int, after: After
 
 
 class Collectives:
-    """Gathers a chunk for each run in which it has to be whole, and sums its last gradient behind the last one."""
+    """Gathers a chunk for each stretch in which it has to be whole, and sums its last gradient behind the last one."""
 
     def __init__(self, rows: Rows, floors: Floors) -> None:
         self._rows = rows
@@ -42,13 +42,13 @@ class Collectives:
         self._gathered_for: defaultdict[int, list[int]] = defaultdict(list)  # position -> chunks
         self._dropped_behind: defaultdict[int, list[int]] = defaultdict(list)
         self._summed_behind: defaultdict[int, list[int]] = defaultdict(list)
-        for c, runs in rows.schedule.whole.items():
-            for run in runs:
-                self._gathered_for[run.first].append(c)
-                self._dropped_behind[run.last].append(c)
+        for c, stretches in rows.schedule.whole.items():
+            for stretch in stretches:
+                self._gathered_for[stretch.first].append(c)
+                self._dropped_behind[stretch.last].append(c)
             if rows.schedule.job.uses.updated(c):
-                self._dropped_behind[runs[-1].last].remove(c)
-                self._summed_behind[runs[-1].last].append(c)
+                self._dropped_behind[stretches[-1].last].remove(c)
+                self._summed_behind[stretches[-1].last].append(c)
 
     def before(self, n: int) -> Sequence[int]:
         waits = [self._gather(c, n) for c in self._gathered_for.get(n, ())]

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from pstar_sim.core.choose import Window
-from pstar_sim.core.draft import Row
+from pstar_sim.core.draft import DraftRow
 from pstar_sim.core.step import Ref, Step
 from pstar_sim.policy.passes.memory_edges import Event, Slot, fifo_edges
 
@@ -32,7 +32,7 @@ def slots_of(steps: Sequence[Step]) -> tuple[dict[int, Slot], dict[str, int], di
 
 
 def memory_edges(
-    steps: Sequence[Step], rows: Sequence[Row], ends: Sequence[tuple[int, int]], window: Window
+    steps: Sequence[Step], rows: Sequence[DraftRow], ends: Sequence[tuple[int, int]], window: Window
 ) -> dict[int, list[Ref]]:
     """Step -> what it has to wait for so that GPU and host keep their budgets in every legal interleaving. ends: row ->
     the first and the last step that the row stands for. window: the predicted schedule of the rows."""

@@ -37,9 +37,9 @@ class Floors:
         self._count = len(schedule.positions)
         served = {(n, c) for c, n in schedule.updates.items()}
         for c in schedule.visits:
-            served.update((run.first, c) for run in schedule.fetched(c))
-        for c, runs in schedule.whole.items():
-            served.update((run.first, c) for run in runs)
+            served.update((stretch.first, c) for stretch in schedule.fetched(c))
+        for c, stretches in schedule.whole.items():
+            served.update((stretch.first, c) for stretch in stretches)
         order = sorted(served)
         self._floor_of = dict(zip(order, fetch_floors(schedule.prefetch, [n for n, _ in order], self._count)))
         self._earlier: list[tuple[int, int]] = []  # (row, position of the previous iteration that it waits for)

@@ -36,12 +36,12 @@ class Gradients:
         job = schedule.job
         uses, at = job.uses, schedule.at
         for c in filter(uses.updated, schedule.visits):
-            runs, update = schedule.visits[c], schedule.updates.get(c)
+            stretches, update = schedule.visits[c], schedule.updates.get(c)
             self._plan_lists(c)
             if update is None:
-                self._sent_behind[runs[-1].last].append(c)
-            elif len(runs) > 1 and runs[-1].first == update:
-                self._parked_behind[runs[-2].last].append(c)
+                self._sent_behind[stretches[-1].last].append(c)
+            elif len(stretches) > 1 and stretches[-1].first == update:
+                self._parked_behind[stretches[-2].last].append(c)
             elif job.add_last:
                 self._added_behind[at[job.block_of[uses.last_gradient(c)]]].append(c)
         for c in filter(uses.updated, schedule.whole):  # what is summed over the ranks arrives in a list of its own

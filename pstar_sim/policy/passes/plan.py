@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pstar_sim.core.choose import Window
-from pstar_sim.core.draft import Draft, Row
+from pstar_sim.core.draft import Draft, DraftRow
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import UPDATES, Kind, Place, Ref
 from pstar_sim.policy.kit.schedule import Schedule
@@ -69,7 +69,7 @@ def _steps(b: Builder, schedule: Schedule, draft: Draft, window: Window) -> list
     return ends
 
 
-def step_of(b: Builder, row: Row, after: After) -> int:
+def step_of(b: Builder, row: DraftRow, after: After) -> int:
     """Write the step that a row stands for, which is no block of moments; returns the step's id."""
     if row.stash >= 0:
         moment = moment_of(b.workload, row.kind, row.stash)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from pstar_sim.core.draft import Charge, Row
+from pstar_sim.core.draft import Charge, DraftRow
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.policy.kit.schedule import Schedule
 
@@ -56,7 +56,7 @@ class Rows:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self._charges = schedule.job.charges
-        self.rows: list[Row] = []
+        self.rows: list[DraftRow] = []
         self.end_of: list[int] = []
         self.passed: list[int] = []
         self.fetched: dict[int, tuple[int, int]] = {}
@@ -94,7 +94,7 @@ class Rows:
         if charge is None:
             charge = self._charges.of(kind, chunk, list_name)
         self.rows.append(
-            Row(queue, kind, chunk, list_name, moment, charge, after, key, behind, use, is_position, block, stash)
+            DraftRow(queue, kind, chunk, list_name, moment, charge, after, key, behind, use, is_position, block, stash)
         )
         if queue is Queue.COMPUTE:
             self._last_computed = here

@@ -25,16 +25,18 @@ class WorkingLists:
         self._dropped_behind: defaultdict[int, list[int]] = defaultdict(list)
         schedule = rows.schedule
         job = schedule.job
-        for c, runs in schedule.visits.items():
+        for c, stretches in schedule.visits.items():
             update = schedule.updates.get(c)
-            for run in schedule.fetched(c):
-                if not (job.add_last and run.first == update):  # all of the gradient is in grad32: only room is needed
-                    self._fetched_for[run.first].append(c)
-            for run, following in pairwise(runs):
+            for stretch in schedule.fetched(c):
+                if not (
+                    job.add_last and stretch.first == update
+                ):  # all of the gradient is in grad32: only room is needed
+                    self._fetched_for[stretch.first].append(c)
+            for stretch, following in pairwise(stretches):
                 if following.first != update:
-                    self._dropped_behind[run.last].append(c)
+                    self._dropped_behind[stretch.last].append(c)
             if c not in schedule.stays and not job.uses.updated(c):
-                self._dropped_behind[runs[-1].last].append(c)
+                self._dropped_behind[stretches[-1].last].append(c)
 
     def before(self, n: int) -> Sequence[int]:
         fetched = []
