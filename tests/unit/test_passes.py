@@ -20,11 +20,11 @@ from pstar_sim.policy.kit.schedule import Modes, Schedule, Stretch
 from pstar_sim.policy.passes import collectives, gradients, updates
 from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.policy.passes.collectives import Collectives
+from pstar_sim.policy.passes.draft_rows import DraftRows, Pass
 from pstar_sim.policy.passes.floors import Floors
 from pstar_sim.policy.passes.gradients import Gradients
 from pstar_sim.policy.passes.lowering import draft_of
 from pstar_sim.policy.passes.plan import step_of
-from pstar_sim.policy.passes.rows import Pass, Rows
 from pstar_sim.policy.passes.updates import Updates
 from pstar_sim.policy.passes.working_lists import WorkingLists
 from pstar_sim.testing import chain_workload, random_machine, random_ranks, random_settings, random_workload
@@ -54,12 +54,12 @@ def schedule(
     return Course(job, Modes(frozenset(pinned), frozenset(streamed)), Knobs(linger=False), blocks).schedule()
 
 
-def moment(rows: Rows) -> int:
+def moment(rows: DraftRows) -> int:
     """Any moment, as the next position."""
     return rows.add(Queue.COMPUTE, Kind.COMPUTE, charge=rows.schedule.job.block_charges[0], is_position=True)
 
 
-def write(rows: Rows, one: Pass) -> list[tuple[int, Kind, int, str]]:
+def write(rows: DraftRows, one: Pass) -> list[tuple[int, Kind, int, str]]:
     """(position, kind, chunk, list) of the rows that a pass writes by itself; a moment stands for itself."""
     written: list[tuple[int, Kind, int, str]] = []
     for n in range(len(rows.schedule.positions)):
@@ -76,7 +76,7 @@ def write(rows: Rows, one: Pass) -> list[tuple[int, Kind, int, str]]:
 
 def test_working_lists_come_for_their_visits_and_clean_ones_leave() -> None:
     s = schedule()
-    rows = Rows(s)
+    rows = DraftRows(s)
     # Positions: forward of 0, 1, 2 (with the backward of 2 in a block of its own), backward of 1 and 0, the step.
     assert {c: list(runs) for c, runs in s.visits.items()} == {
         0: [Stretch(0, 0), Stretch(4, 4)],
@@ -96,7 +96,7 @@ def test_working_lists_come_for_their_visits_and_clean_ones_leave() -> None:
 
 
 def test_a_second_fetch_waits_for_the_first_list_to_be_gone() -> None:
-    rows = Rows(schedule())
+    rows = DraftRows(schedule())
     write(rows, WorkingLists(rows, Floors(rows)))
     again = next(row for row in rows.rows if row.kind is Kind.FETCH and row.use == 4)
     drop = next(i for i, row in enumerate(rows.rows) if row.kind is Kind.DROP and row.chunk == 0)
@@ -105,16 +105,16 @@ def test_a_second_fetch_waits_for_the_first_list_to_be_gone() -> None:
 
 def test_gradients_of_early_micro_batches_have_a_list_and_the_last_one_takes_the_working_list() -> None:
     s = schedule(micro_batches=2)
-    rows = Rows(s)
+    rows = DraftRows(s)
     mine = [(kind, name) for _, kind, c, name in write(rows, Gradients(rows)) if c == 1]
     early = [(Kind.ALLOC, "grad"), (Kind.WRITEBACK, "grad"), (Kind.FREE, "grad"), (Kind.CPU_ADD, "grad")]
     assert mine == [*early, (Kind.WRITEBACK, "param"), (Kind.DROP, "param")]
-    assert set(rows.sent) == {0, 1, 2}
+    assert set(rows.send_of) == {0, 1, 2}
 
 
 def test_on_several_ranks_a_gradient_is_whole_until_it_is_summed_and_a_pinned_one_stays() -> None:
     s = schedule(micro_batches=2, machine="h100-80x4", pinned=[0])
-    rows = Rows(s)
+    rows = DraftRows(s)
     written = write(rows, Gradients(rows))
     opened = [(Kind.ALLOC, "grad"), (Kind.ALLOC, "grad_remote"), (Kind.REDUCE_SCATTER, "grad_remote")]
     assert [(kind, name) for _, kind, c, name in written if c == 0] == [*opened, (Kind.FREE, "grad")]
@@ -127,7 +127,7 @@ def test_on_several_ranks_a_gradient_is_whole_until_it_is_summed_and_a_pinned_on
 
 def test_collectives_make_a_chunk_whole_for_each_visit_and_sum_behind_the_last() -> None:
     s = schedule(machine="h100-80x4")
-    rows = Rows(s)
+    rows = DraftRows(s)
     written = write(rows, Collectives(rows, Floors(rows)))
     assert [(n, kind) for n, kind, c, _ in written if c == 1] == [
         (1, Kind.GATHER),
@@ -141,7 +141,7 @@ def test_collectives_make_a_chunk_whole_for_each_visit_and_sum_behind_the_last()
 
 def test_states_of_a_streamed_chunk_come_and_go() -> None:
     s = schedule(streamed=[1], pinned=[0])
-    rows = Rows(s)
+    rows = DraftRows(s)
     floors = Floors(rows)
     one = Updates(rows, WorkingLists(rows, floors))
     update = s.updates[1]
@@ -156,7 +156,7 @@ def test_states_of_a_streamed_chunk_come_and_go() -> None:
     assert [row.list_name for row in mine if row.kind is Kind.FETCH] == lists
     assert [row.list_name for row in mine if row.kind is Kind.WRITEBACK] == [*lists, "param"]
     adam = next(i for i, row in enumerate(rows.rows) if row.kind is Kind.GPU_ADAM and row.chunk == 1)
-    assert rows.updated_on_gpu[1] == adam
+    assert rows.gpu_update_of[1] == adam
     assert updates.room(s.job, s.positions[update]) == sum(s.job.layout.payload_bytes(1, name) for name in lists)
 
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import Stretch
+from pstar_sim.policy.passes.draft_rows import After, DraftRows
 from pstar_sim.policy.passes.floors import Floors
-from pstar_sim.policy.passes.rows import After, Rows
 
 __all__ = ["Collectives", "reduce", "room"]
 
@@ -26,7 +26,7 @@ def room(job: Job, whole: Mapping[int, Sequence[Stretch]], count: int) -> list[i
     return held
 
 
-def reduce(rows: Rows, c: int, list_name: str, moment: int, n: int, after: After) -> int:
+def reduce(rows: DraftRows, c: int, list_name: str, moment: int, n: int, after: After) -> int:
     """A gradient that is complete is summed over the ranks; the others' slices of it are gone then."""
     return rows.add(Queue.NET, Kind.REDUCE_SCATTER, c, list_name, moment, after=after, key=(float(n), -1.0))
 
@@ -34,36 +34,36 @@ def reduce(rows: Rows, c: int, list_name: str, moment: int, n: int, after: After
 class Collectives:
     """Gathers a chunk for each stretch in which it has to be whole, and sums its last gradient behind the last one."""
 
-    def __init__(self, rows: Rows, floors: Floors) -> None:
+    def __init__(self, rows: DraftRows, floors: Floors) -> None:
         self._rows = rows
         self._floors = floors
         # chunk -> its first gather, and whether its own slice was fetched for that
         self._first_gathers: dict[int, tuple[int, bool]] = {}
-        self._gathered_for: defaultdict[int, list[int]] = defaultdict(list)  # position -> chunks
-        self._dropped_behind: defaultdict[int, list[int]] = defaultdict(list)
-        self._summed_behind: defaultdict[int, list[int]] = defaultdict(list)
+        self._gathers_before: defaultdict[int, list[int]] = defaultdict(list)  # position -> chunks
+        self._drops_behind: defaultdict[int, list[int]] = defaultdict(list)
+        self._sums_behind: defaultdict[int, list[int]] = defaultdict(list)
         for c, stretches in rows.schedule.whole.items():
             for stretch in stretches:
-                self._gathered_for[stretch.first].append(c)
-                self._dropped_behind[stretch.last].append(c)
+                self._gathers_before[stretch.first].append(c)
+                self._drops_behind[stretch.last].append(c)
             if rows.schedule.job.uses.updated(c):
-                self._dropped_behind[stretches[-1].last].remove(c)
-                self._summed_behind[stretches[-1].last].append(c)
+                self._drops_behind[stretches[-1].last].remove(c)
+                self._sums_behind[stretches[-1].last].append(c)
 
     def before(self, n: int) -> Sequence[int]:
-        waits = [self._gather(c, n) for c in self._gathered_for.get(n, ())]
+        waits = [self._gather(c, n) for c in self._gathers_before.get(n, ())]
         if n == self._rows.schedule.at[-1]:  # the step: gradients of all ranks are there
-            waits += self._rows.summed.values()
+            waits += self._rows.sum_of.values()
         return waits
 
     def _gather(self, c: int, n: int) -> int:
         """The other ranks' slices come for position n, behind this rank's own one."""
         rows = self._rows
-        at, row = rows.fetched.get(c, (-1, -1))
+        at, row = rows.fetch_of.get(c, (-1, -1))
         fetched = at == n
         after: After = (*(((row, 0),) if fetched else ()), *self._floors.of(c, n))
-        if c in rows.others_gone:
-            after += ((rows.others_gone[c], 0),)
+        if c in rows.others_release_of:
+            after += ((rows.others_release_of[c], 0),)
         moment, deadline = rows.moment_of(n), (float(n), float(c))
         gather = rows.add(Queue.NET, Kind.GATHER, c, "remote", moment, after=after, key=deadline, use=n)
         self._floors.serve(c, n, gather)
@@ -72,18 +72,18 @@ class Collectives:
 
     def behind(self, n: int, here: int) -> None:
         rows, job = self._rows, self._rows.schedule.job
-        for c in self._dropped_behind.get(n, ()):
+        for c in self._drops_behind.get(n, ()):
             moment = job.blocks[rows.schedule.positions[n].block].last
-            rows.others_gone[c] = rows.drop(c, "remote", moment)
-        for c in self._summed_behind.get(n, ()):
+            rows.others_release_of[c] = rows.drop(c, "remote", moment)
+        for c in self._sums_behind.get(n, ()):
             moment = job.uses.last_gradient(c)
-            rows.summed[c] = rows.others_gone[c] = reduce(rows, c, "remote", moment, n, ((here, 0),))
+            rows.sum_of[c] = rows.others_release_of[c] = reduce(rows, c, "remote", moment, n, ((here, 0),))
 
     def close(self) -> None:
         """A first gather waits for the slices of the previous iteration to be gone, and for the update where no fetch
         does."""
         rows = self._rows
         for c, (gather, fetched) in self._first_gathers.items():
-            rows.wait(gather, (rows.others_gone[c], 1))
-            if not fetched and c in rows.updated_on_gpu:
-                rows.wait(gather, (rows.updated_on_gpu[c], 1))
+            rows.wait(gather, (rows.others_release_of[c], 1))
+            if not fetched and c in rows.gpu_update_of:
+                rows.wait(gather, (rows.gpu_update_of[c], 1))

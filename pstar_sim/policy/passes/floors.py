@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pstar_sim.policy.passes.rows import After, Rows
+from pstar_sim.policy.passes.draft_rows import After, DraftRows
 
 __all__ = ["Floors", "fetch_floors"]
 
@@ -31,7 +31,7 @@ def fetch_floors(prefetch: str | int, served: Sequence[int], count: int) -> list
 class Floors:
     """Of each copy that serves a position, the position that it waits for lest it go too far ahead."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: DraftRows) -> None:
         schedule = rows.schedule
         self._rows = rows
         self._count = len(schedule.positions)
@@ -47,7 +47,7 @@ class Floors:
     def of(self, c: int, n: int) -> After:
         """What a copy of chunk c for position n waits for."""
         floor = self._floor_of[n, c]
-        return ((self._rows.passed[floor], 0),) if floor is not None and floor >= 0 else ()
+        return ((self._rows.last_rows[floor], 0),) if floor is not None and floor >= 0 else ()
 
     def serve(self, c: int, n: int, row: int) -> None:
         """The copy is written."""
@@ -58,4 +58,4 @@ class Floors:
     def close(self) -> None:
         """Copies that wait for positions of the previous iteration."""
         for row, floor in self._earlier:
-            self._rows.wait(row, (self._rows.passed[floor + self._count], 1))
+            self._rows.wait(row, (self._rows.last_rows[floor + self._count], 1))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.passes.collectives import reduce
-from pstar_sim.policy.passes.rows import After, Rows
+from pstar_sim.policy.passes.draft_rows import After, DraftRows
 
 __all__ = ["Gradients", "room"]
 
@@ -24,13 +24,13 @@ def room(job: Job, block: int, pinned: frozenset[int] = frozenset()) -> int:
 class Gradients:
     """Of chunks that are updated, wherever that is."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: DraftRows) -> None:
         self._rows = rows
         self._freed: dict[int, int] = {}  # chunk -> row that freed its gradient list on the GPU
         self._opens: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # position -> (chunk, its micro-batch)
         self._closes: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-        self._sent_behind: defaultdict[int, list[int]] = defaultdict(list)  # position -> chunks updated on the CPU
-        self._parked_behind: defaultdict[int, list[int]] = defaultdict(list)  # streamed ones that wait on the host
+        self._sends_behind: defaultdict[int, list[int]] = defaultdict(list)  # position -> chunks updated on the CPU
+        self._parks_behind: defaultdict[int, list[int]] = defaultdict(list)  # streamed ones that wait on the host
         self._added_behind: defaultdict[int, list[int]] = defaultdict(list)  # streamed ones that stay
         schedule = rows.schedule
         job = schedule.job
@@ -39,9 +39,9 @@ class Gradients:
             stretches, update = schedule.visits[c], schedule.updates.get(c)
             self._plan_lists(c)
             if update is None:
-                self._sent_behind[stretches[-1].last].append(c)
+                self._sends_behind[stretches[-1].last].append(c)
             elif len(stretches) > 1 and stretches[-1].first == update:
-                self._parked_behind[stretches[-2].last].append(c)
+                self._parks_behind[stretches[-2].last].append(c)
             elif job.add_last:
                 self._added_behind[at[job.block_of[uses.last_gradient(c)]]].append(c)
         for c in filter(uses.updated, schedule.whole):  # what is summed over the ranks arrives in a list of its own
@@ -66,9 +66,9 @@ class Gradients:
     def behind(self, n: int, here: int) -> None:
         for c, number in self._closes.get(n, ()):
             self._close_list(c, number, n, here)
-        for c in self._sent_behind.get(n, ()):
-            self._rows.sent[c] = self._send_last(c, here)
-        for c in self._parked_behind.get(n, ()):
+        for c in self._sends_behind.get(n, ()):
+            self._rows.send_of[c] = self._send_last(c, here)
+        for c in self._parks_behind.get(n, ()):
             self._send_last(c, here)
         for c in self._added_behind.get(n, ()):
             self._send_last(c, here, drop=False)
@@ -84,22 +84,22 @@ class Gradients:
             self._freed[c] = rows.add(Queue.NET, Kind.FREE, c, "grad", moment, behind=done)
             return
         key = (0.0, rows.next_number())
-        after: After = ((done, 0),) if number == 0 else ((done, 0), (rows.added[c], 0))
+        after: After = ((done, 0),) if number == 0 else ((done, 0), (rows.add_of[c], 0))
         down = rows.add(Queue.D2H, Kind.WRITEBACK, c, "grad", moment, after=after, key=key)
         freed = self._freed[c] = rows.add(Queue.D2H, Kind.FREE, c, "grad", moment, behind=down)
-        rows.added[c] = rows.add(Queue.ADAM, Kind.CPU_ADD, c, "grad", moment, after=((freed, 0),), key=key)
+        rows.add_of[c] = rows.add(Queue.ADAM, Kind.CPU_ADD, c, "grad", moment, after=((freed, 0),), key=key)
 
     def _send_last(self, c: int, here: int, *, drop: bool = True) -> int:
         """The last gradient goes down in the working list that it has overwritten; where the norm is that of the sum,
         the gradient is added there."""
         rows, job = self._rows, self._rows.schedule.job
         moment = job.uses.last_gradient(c)
-        ready: After = ((rows.summed.get(c, here), 0),)
+        ready: After = ((rows.sum_of.get(c, here), 0),)
         down = rows.writeback(c, "param", moment, ready, rows.down_key(c), drop=drop)
         if job.add_last:
             key = (0.0, rows.next_number())
             # Also behind the chunk's earlier gradients: one of them may still be on its way down.
-            after: After = ((down, 0), (rows.added[c], 0)) if c in rows.added else ((down, 0),)
-            rows.added[c] = rows.add(Queue.ADAM, Kind.CPU_ADD, c, "param", moment, after=after, key=key)
-            rows.last_added.append(rows.added[c])
+            after: After = ((down, 0), (rows.add_of[c], 0)) if c in rows.add_of else ((down, 0),)
+            rows.add_of[c] = rows.add(Queue.ADAM, Kind.CPU_ADD, c, "param", moment, after=after, key=key)
+            rows.last_adds.append(rows.add_of[c])
         return down

@@ -10,10 +10,10 @@ from pstar_sim.core.rules import Rates
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.policy.kit.schedule import Schedule
 from pstar_sim.policy.passes.collectives import Collectives
+from pstar_sim.policy.passes.draft_rows import DraftRows, Pass, ends_of
 from pstar_sim.policy.passes.fits import held_on_host
 from pstar_sim.policy.passes.floors import Floors
 from pstar_sim.policy.passes.gradients import Gradients
-from pstar_sim.policy.passes.rows import Pass, Rows, ends_of
 from pstar_sim.policy.passes.stash_copies import StashCopies
 from pstar_sim.policy.passes.updates import Updates
 from pstar_sim.policy.passes.working_lists import WorkingLists
@@ -28,7 +28,7 @@ def draft_of(schedule: Schedule) -> Draft:
     gradient goes down once it is summed, so Collectives comes before Gradients; WorkingLists closes behind Updates,
     whose CPU Adam the first fetches wait for.
     """
-    rows = Rows(schedule)
+    rows = DraftRows(schedule)
     floors = Floors(rows)
     working, collectives = WorkingLists(rows, floors), Collectives(rows, floors)
     stashes, gradients, updates = StashCopies(rows), Gradients(rows), Updates(rows, working)
@@ -52,7 +52,7 @@ def draft_of(schedule: Schedule) -> Draft:
     return _draft(rows)
 
 
-def _moments(rows: Rows, n: int, waits: Sequence[int]) -> int:
+def _moments(rows: DraftRows, n: int, waits: Sequence[int]) -> int:
     """The moments of a block."""
     job, position = rows.schedule.job, rows.schedule.positions[n]
     return rows.add(
@@ -65,7 +65,7 @@ def _moments(rows: Rows, n: int, waits: Sequence[int]) -> int:
     )
 
 
-def _draft(rows: Rows) -> Draft:
+def _draft(rows: DraftRows) -> Draft:
     schedule = rows.schedule
     job, machine = schedule.job, schedule.job.machine
     gpu_free = machine.gpu_budget_bytes - schedule.resident_bytes - sum(job.sizes[c] for c in schedule.stays)

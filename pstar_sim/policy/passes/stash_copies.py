@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.policy.kit.stashes import StashMoves
-from pstar_sim.policy.passes.rows import Rows
+from pstar_sim.policy.passes.draft_rows import DraftRows
 
 __all__ = ["StashCopies"]
 
@@ -16,7 +16,7 @@ class StashCopies:
     """The forward pass of the next but one block waits for a copy on its way out, so that copy goes first; one on its
     way in has its deadline like a fetch."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: DraftRows) -> None:
         self._rows = rows
         self._moves = StashMoves(rows.schedule.job.workload)
 

@@ -10,7 +10,7 @@ from pstar_sim.core.step import Kind, Queue
 from pstar_sim.policy.kit.facts import Facts
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import Position
-from pstar_sim.policy.passes.rows import After, Rows, ends_of
+from pstar_sim.policy.passes.draft_rows import After, DraftRows, ends_of
 from pstar_sim.policy.passes.working_lists import WorkingLists
 
 __all__ = ["Updates", "adam_key", "adam_waits_for_backward", "room"]
@@ -36,7 +36,7 @@ def adam_waits_for_backward(adam: str) -> bool:
 class Updates:
     """Every chunk that has a gradient, once."""
 
-    def __init__(self, rows: Rows, working: WorkingLists) -> None:
+    def __init__(self, rows: DraftRows, working: WorkingLists) -> None:
         self._rows = rows
         self._working = working
         self._parameters_down: dict[int, int] = {}  # streamed chunk -> write-back of its updated parameters
@@ -58,19 +58,19 @@ class Updates:
         job, c = schedule.job, schedule.positions[n].chunk
         if c < 0:
             return ()
-        added: After = ((rows.added[c], 0),) if c in rows.added else ()
+        added: After = ((rows.add_of[c], 0),) if c in rows.add_of else ()
         arriving = [self._working.fetch(c, n, name, added if name == "grad32" else ()) for name in job.visiting_lists]
         if job.add_last and schedule.visits[c][-1].first == n:  # its working list has left: only room is needed
-            gone: After = ((rows.gone[c, "param"], 0),)
+            gone: After = ((rows.release_of[c, "param"], 0),)
             rows.add(Queue.COMPUTE, Kind.ALLOC, c, "param", job.uses.last_gradient(c), after=gone)
         return arriving
 
     def update(self, n: int, c: int, waits: Sequence[int]) -> int:
         """GPU Adam of a streamed chunk, which is position n."""
         rows = self._rows
-        after = ends_of((*waits, *rows.last_added, *((rows.summed[c],) if c in rows.summed else ())))
+        after = ends_of((*waits, *rows.last_adds, *((rows.sum_of[c],) if c in rows.sum_of else ())))
         here = rows.add(Queue.COMPUTE, Kind.GPU_ADAM, c, after=after, is_position=True)
-        rows.updated_on_gpu[c] = here
+        rows.gpu_update_of[c] = here
         return here
 
     def behind(self, n: int, here: int) -> None:
@@ -94,7 +94,7 @@ class Updates:
         job = schedule.job
         moment = job.uses.last_gradient(c)
         if job.several:
-            rows.gone[c, "grad32"] = rows.drop(c, "grad32", moment)
+            rows.release_of[c, "grad32"] = rows.drop(c, "grad32", moment)
         key, ready = rows.down_key(c), ((here, 0),)
         for number, name in enumerate(job.layout.state_lists):
             rows.writeback(c, name, moment, ready, (*key, 1.0 + number), drop=True)
@@ -107,14 +107,14 @@ class Updates:
         """Adam of the resident chunks, of the first `until` of them in all. Those of streamed chunks, whose states are
         a queue on the link, go between them: the copies down begin at once, and the link finds room."""
         for c in self._residents[self._resident : until]:
-            self._update_resident(c, () if self._resident else ends_of(self._rows.last_added))
+            self._update_resident(c, () if self._resident else ends_of(self._rows.last_adds))
             self._resident += 1
 
     def _update_resident(self, c: int, after: After = ()) -> None:
         rows = self._rows
-        if c in rows.summed:
-            after += ((rows.summed[c], 0),)
-        rows.updated_on_gpu[c] = rows.add(Queue.COMPUTE, Kind.GPU_ADAM, c, after=after)
+        if c in rows.sum_of:
+            after += ((rows.sum_of[c], 0),)
+        rows.gpu_update_of[c] = rows.add(Queue.COMPUTE, Kind.GPU_ADAM, c, after=after)
 
     def close(self) -> None:
         """CPU Adam; and gradients of the next iteration wait for updated parameters that stay and are on their way down
@@ -123,13 +123,17 @@ class Updates:
         job, uses = schedule.job, schedule.job.uses
         behind_backward = job.barrier is not None or adam_waits_for_backward(schedule.adam)
         last_block = rows.end_of[schedule.at[-1]]
-        for c, down in rows.sent.items():
-            waits = [down, *((rows.added[c],) if c in rows.added else ()), *((last_block,) if behind_backward else ())]
+        for c, down in rows.send_of.items():
+            waits = [
+                down,
+                *((rows.add_of[c],) if c in rows.add_of else ()),
+                *((last_block,) if behind_backward else ()),
+            ]
             if job.add_last:
-                waits += [row for row in rows.last_added if row != rows.added[c]]
+                waits += [row for row in rows.last_adds if row != rows.add_of[c]]
             key = adam_key(schedule.adam, uses, c)
-            rows.updated_on_host[c] = rows.add(Queue.ADAM, Kind.CPU_ADAM, c, after=ends_of(waits), key=key)
+            rows.cpu_update_of[c] = rows.add(Queue.ADAM, Kind.CPU_ADAM, c, after=ends_of(waits), key=key)
         for c, down in self._parameters_down.items():
             if c in schedule.stays:
                 first = schedule.at[job.block_of[uses.spans[c][-1][1]]]  # position of its first last gradient
-                rows.wait(rows.first_drop.get(c, rows.end_of[first]), (down, 1))
+                rows.wait(rows.first_drop_of.get(c, rows.end_of[first]), (down, 1))

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from pstar_sim.core.step import Kind, Queue
+from pstar_sim.policy.passes.draft_rows import After, DraftRows
 from pstar_sim.policy.passes.floors import Floors
-from pstar_sim.policy.passes.rows import After, Rows
 
 __all__ = ["WorkingLists"]
 
@@ -17,12 +17,12 @@ class WorkingLists:
     """Fetches a chunk for each visit, and drops a copy that is the host's, too. Dirty ones are gradients (gradients.py)
     or updated parameters (updates.py)."""
 
-    def __init__(self, rows: Rows, floors: Floors) -> None:
+    def __init__(self, rows: DraftRows, floors: Floors) -> None:
         self._rows = rows
         self._floors = floors
         self._first_fetches: list[tuple[int, str, int]] = []  # rows that take what the previous iteration left behind
-        self._fetched_for: defaultdict[int, list[int]] = defaultdict(list)  # position -> chunks
-        self._dropped_behind: defaultdict[int, list[int]] = defaultdict(list)
+        self._fetches_before: defaultdict[int, list[int]] = defaultdict(list)  # position -> chunks
+        self._drops_behind: defaultdict[int, list[int]] = defaultdict(list)
         schedule = rows.schedule
         job = schedule.job
         for c, stretches in schedule.visits.items():
@@ -31,18 +31,18 @@ class WorkingLists:
                 if not (
                     job.add_last and stretch.first == update
                 ):  # all of the gradient is in grad32: only room is needed
-                    self._fetched_for[stretch.first].append(c)
+                    self._fetches_before[stretch.first].append(c)
             for stretch, following in pairwise(stretches):
                 if following.first != update:
-                    self._dropped_behind[stretch.last].append(c)
+                    self._drops_behind[stretch.last].append(c)
             if c not in schedule.stays and not job.uses.updated(c):
-                self._dropped_behind[stretches[-1].last].append(c)
+                self._drops_behind[stretches[-1].last].append(c)
 
     def before(self, n: int) -> Sequence[int]:
         fetched = []
-        for c in self._fetched_for.get(n, ()):
+        for c in self._fetches_before.get(n, ()):
             row = self.fetch(c, n)
-            self._rows.fetched[c] = (n, row)
+            self._rows.fetch_of[c] = (n, row)
             fetched.append(row)
         return fetched
 
@@ -50,12 +50,12 @@ class WorkingLists:
         """A list comes to the GPU for position n, once the list that was there before is gone."""
         rows, key = self._rows, (c, list_name)
         after += self._floors.of(c, n)
-        if key in rows.gone:
-            after = ((rows.gone[key], 0), *after)
+        if key in rows.release_of:
+            after = ((rows.release_of[key], 0), *after)
         moment, deadline = rows.moment_of(n), (float(n), float(c))
         row = rows.add(Queue.H2D, Kind.FETCH, c, list_name, moment, after=after, key=deadline, use=n)
         self._floors.serve(c, n, row)
-        if key not in rows.gone:
+        if key not in rows.release_of:
             self._first_fetches.append((c, list_name, row))
         return row
 
@@ -63,18 +63,18 @@ class WorkingLists:
         """The list of a streamed chunk that has stayed over the border may still be on its way down from there: its
         drop goes behind that copy, and the compute queue does not wait for it."""
         rows, schedule = self._rows, self._rows.schedule
-        for c in self._dropped_behind.get(n, ()):
+        for c in self._drops_behind.get(n, ()):
             moment = schedule.job.blocks[schedule.positions[n].block].last
-            if (c, "param") not in rows.gone and c in schedule.stays and c in schedule.updates:
+            if (c, "param") not in rows.release_of and c in schedule.stays and c in schedule.updates:
                 key, after = (-2.0, float(n)), ((here, 0),)
-                row = rows.first_drop[c] = rows.add(Queue.D2H, Kind.DROP, c, moment=moment, after=after, key=key)
+                row = rows.first_drop_of[c] = rows.add(Queue.D2H, Kind.DROP, c, moment=moment, after=after, key=key)
             else:
                 row = rows.drop(c, "param", moment)
-            rows.gone[c, "param"] = row
+            rows.release_of[c, "param"] = row
 
     def close(self) -> None:
         """A first fetch waits for the update of the previous iteration, and for the list that was there to be gone."""
         rows = self._rows
         for c, name, row in self._first_fetches:
-            updated: After = ((rows.updated_on_host[c], 1),) if c in rows.updated_on_host else ()
-            rows.wait(row, (rows.gone[c, name], 1), *updated)
+            updated: After = ((rows.cpu_update_of[c], 1),) if c in rows.cpu_update_of else ()
+            rows.wait(row, (rows.release_of[c, name], 1), *updated)

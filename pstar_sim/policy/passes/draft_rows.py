@@ -4,8 +4,8 @@
 updates. `before(n)` writes what has to be there for position n and returns the rows that the position waits for.
 `behind(n, here)` writes what follows the position, whose row is `here`. Where there are edges over the border of the
 iteration, `close()` adds them once all rows are there; Adam on the CPU is written there, too. A pass finds the rows of
-others by what they mean (`Rows`). What a pass needs beside the working lists (bytes per block or position) says the
-function `room` of its module, so that it is known before it is decided who stays.
+others by what they mean (`DraftRows`). What a pass needs beside the working lists (bytes per block or position) says
+the function `room` of its module, so that it is known before it is decided who stays.
 
 [Note: keys] Among the rows of a queue that are ready the smallest key goes first. To the GPU: the position served, then
 the chunk. To the host: stashes on their way out (-1, since a forward pass waits for them) and drops (-2) before
@@ -22,7 +22,7 @@ from pstar_sim.core.draft import Charge, DraftRow
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.policy.kit.schedule import Schedule
 
-__all__ = ["After", "Pass", "Rows", "ends_of"]
+__all__ = ["After", "DraftRows", "Pass", "ends_of"]
 
 After = tuple[tuple[int, int], ...]
 """(row, back) pairs to wait for."""
@@ -36,21 +36,21 @@ class Pass(Protocol):
     def behind(self, n: int, here: int) -> None: ...
 
 
-class Rows:
+class DraftRows:
     """The rows written so far, and which of them later rows wait for.
 
     end_of: position -> its row.
-    passed: position -> last row of the compute queue before those of the next position.
-    fetched: chunk -> position and row of the latest fetch of its working list.
-    gone: (chunk, list) -> row that last freed the list on the GPU.
-    others_gone: chunk -> row that last gave up the others' slices.
-    summed: chunk -> sum of its last gradient over the ranks.
-    added: chunk -> sum on the host of its latest gradient.
-    last_added: sums on the host of last gradients, where the norm needs them.
-    sent: chunk by CPU Adam -> write-back of its last gradient.
-    first_drop: streamed chunk that stays -> row that gives up its parameters, behind their copy down.
-    updated_on_gpu: chunk -> its GPU Adam.
-    updated_on_host: chunk -> its CPU Adam.
+    last_rows: position -> the last row of the compute queue before those of the next position.
+    fetch_of: chunk -> position and row of the latest fetch of its working list.
+    release_of: (chunk, list) -> the row that last freed the list on the GPU.
+    others_release_of: chunk -> the row that last freed the others' slices.
+    sum_of: chunk -> the row that sums its last gradient over the ranks.
+    add_of: chunk -> the row that adds its latest gradient on the host.
+    last_adds: rows that add last gradients on the host, where the norm needs them.
+    send_of: chunk by CPU Adam -> write-back of its last gradient.
+    first_drop_of: streamed chunk that stays -> the row that drops its parameters, behind their copy down.
+    gpu_update_of: chunk -> its GPU Adam.
+    cpu_update_of: chunk -> its CPU Adam.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -58,17 +58,17 @@ class Rows:
         self._charges = schedule.job.charges
         self.rows: list[DraftRow] = []
         self.end_of: list[int] = []
-        self.passed: list[int] = []
-        self.fetched: dict[int, tuple[int, int]] = {}
-        self.gone: dict[tuple[int, str], int] = {}
-        self.others_gone: dict[int, int] = {}
-        self.summed: dict[int, int] = {}
-        self.added: dict[int, int] = {}
-        self.last_added: list[int] = []
-        self.sent: dict[int, int] = {}
-        self.first_drop: dict[int, int] = {}
-        self.updated_on_gpu: dict[int, int] = {}
-        self.updated_on_host: dict[int, int] = {}
+        self.last_rows: list[int] = []
+        self.fetch_of: dict[int, tuple[int, int]] = {}
+        self.release_of: dict[tuple[int, str], int] = {}
+        self.others_release_of: dict[int, int] = {}
+        self.sum_of: dict[int, int] = {}
+        self.add_of: dict[int, int] = {}
+        self.last_adds: list[int] = []
+        self.send_of: dict[int, int] = {}
+        self.first_drop_of: dict[int, int] = {}
+        self.gpu_update_of: dict[int, int] = {}
+        self.cpu_update_of: dict[int, int] = {}
         self._last_computed = -1
         self._number = 0
 
@@ -106,7 +106,7 @@ class Rows:
         """A list goes down and, with `drop`, is given up on the GPU at once."""
         down = self.add(Queue.D2H, Kind.WRITEBACK, chunk, list_name, moment, after=after, key=key)
         if drop:
-            self.gone[chunk, list_name] = self.add(Queue.D2H, Kind.DROP, chunk, list_name, moment, behind=down)
+            self.release_of[chunk, list_name] = self.add(Queue.D2H, Kind.DROP, chunk, list_name, moment, behind=down)
         return down
 
     def drop(self, chunk: int, list_name: str, moment: int) -> int:
@@ -128,7 +128,7 @@ class Rows:
 
     def leave(self) -> None:
         """All rows of a position are written."""
-        self.passed.append(self._last_computed)
+        self.last_rows.append(self._last_computed)
 
     def moment_of(self, n: int) -> int:
         """The moment that a copy for position n serves."""
