@@ -34,7 +34,7 @@ from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy.family.pins import most_pins_of
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
-from pstar_sim.policy.passes.fits import check_gpu, check_host
+from pstar_sim.policy.passes.feasibility import check_gpu, check_host
 from pstar_sim.policy.registry import Policy, built_in, can, find_policy, policy_name
 from pstar_sim.sim.play import play
 from pstar_sim.units import format_bytes

@@ -1,6 +1,6 @@
 """Policies: pure functions from a workload, a machine and settings to a plan, and the rules they share."""
 
-from pstar_sim.policy.family.visits import plan_visits
+from pstar_sim.policy.family.plan_visits import plan_visits
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.visits import Visit
 from pstar_sim.policy.passes.builder import Builder

@@ -13,7 +13,7 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy import find_policy
-from pstar_sim.policy.family.attempt import play as play_course
+from pstar_sim.policy.family.attempt import attempt_course as play_course
 from pstar_sim.policy.family.course import Course, Knobs
 from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.family.search import Search
@@ -21,9 +21,9 @@ from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.kit.ties import AS_FAST
-from pstar_sim.policy.passes.fits import check_gpu, check_host
+from pstar_sim.policy.passes.feasibility import check_gpu, check_host
 from pstar_sim.policy.registry import built_in
-from pstar_sim.sim.play import play
+from pstar_sim.sim.play import attempt_course
 from pstar_sim.testing import check_policy, random_machine, random_ranks, random_settings, random_workload
 
 
@@ -46,7 +46,7 @@ def test_never_behind_another_policy(seed: int) -> None:
             plan = policy(workload, machine, settings)
         except PstarError:
             continue
-        fastest[name] = play(plan).iteration_s
+        fastest[name] = attempt_course(plan).iteration_s
         assert period_s(plan) == pytest.approx(fastest[name], rel=1e-9)
         if name == "optimal":
             plan.check()
@@ -67,7 +67,7 @@ def test_on_several_ranks(policy: str, seed: int) -> None:
     except DoesNotFit:
         return
     plan.check(workload, machine)
-    alone, everyone = play(plan), play(plan, every_rank=True)
+    alone, everyone = attempt_course(plan), attempt_course(plan, every_rank=True)
     assert alone.iteration_s == pytest.approx(everyone.iteration_s, rel=1e-3)
     assert period_s(plan) == pytest.approx(alone.iteration_s, rel=1e-9)
 
@@ -106,7 +106,7 @@ def test_any_choice_of_modes_that_has_room_makes_a_correct_plan(seed: int, ranks
     assert made.window.stuck is None
     plan = made.plan()
     plan.check()
-    timeline = play(plan)
+    timeline = attempt_course(plan)
     assert timeline.peak_bytes["gpu"] <= machine.gpu_budget_bytes
     assert timeline.peak_bytes["host"] <= machine.host_budget_bytes
 

@@ -16,7 +16,7 @@ from pstar_sim.core.rules import Rates
 from pstar_sim.core.step import Kind, Place, Queue, Step
 from pstar_sim.errors import PlanError
 from pstar_sim.policy import Builder
-from pstar_sim.policy.passes.plan import step_of
+from pstar_sim.policy.passes.write_plan import step_of
 from pstar_sim.testing import chain_workload
 from pstar_sim.units import MIB
 

@@ -12,7 +12,7 @@ from pstar_sim.core.effects import tide_at_cut
 from pstar_sim.core.ledger import Holdings
 from pstar_sim.core.plan import Settings
 from pstar_sim.core.step import Kind, Queue
-from pstar_sim.policy.family.attempt import play
+from pstar_sim.policy.family.attempt import attempt_course
 from pstar_sim.policy.family.course import Course, Knobs
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
@@ -24,9 +24,9 @@ from pstar_sim.policy.passes.draft_rows import DraftRows, Pass
 from pstar_sim.policy.passes.floors import Floors
 from pstar_sim.policy.passes.gradients import Gradients
 from pstar_sim.policy.passes.lowering import draft_of
-from pstar_sim.policy.passes.plan import step_of
 from pstar_sim.policy.passes.updates import Updates
 from pstar_sim.policy.passes.working_lists import WorkingLists
+from pstar_sim.policy.passes.write_plan import step_of
 from pstar_sim.testing import chain_workload, random_machine, random_ranks, random_settings, random_workload
 from pstar_sim.units import MIB
 from pstar_sim.workload.mixing import block_names, offload_blocks
@@ -200,7 +200,7 @@ def test_rows_are_charged_what_the_ledger_books() -> None:
         chosen = {way: frozenset(c for c, mode in zip(job.candidates, modes) if mode == way) for way in set(modes)}
         none: frozenset[int] = frozenset()
         course = Course(job, Modes(chosen.get("pin", none), chosen.get("stream", none)), Knobs())
-        made = play(course) if course.least_room_bytes >= 0 else None
+        made = attempt_course(course) if course.least_room_bytes >= 0 else None
         if made is None or made.window.stuck is not None:
             continue
         plan, draft = made.plan(), made.draft

@@ -2,7 +2,7 @@
 
 tide, static_partition and optimal are points of one space (points.py). Chunks that are used first are pinned, as many
 as a closed form and then `choose` find best (attempt.py). The window that `choose` found fixes the order on each queue
-and the memory edges (passes/plan.py).
+and the memory edges (passes/write_plan.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.kit.ties import least_of
-from pstar_sim.policy.passes.fits import check_gpu, check_host
+from pstar_sim.policy.passes.feasibility import check_gpu, check_host
 from pstar_sim.units import format_bytes, format_s
 from pstar_sim.workload.workload import Workload
 

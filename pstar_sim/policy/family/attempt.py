@@ -14,9 +14,9 @@ from pstar_sim.policy.family.course import Course, Knobs
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import Modes, Schedule
 from pstar_sim.policy.passes.lowering import draft_of
-from pstar_sim.policy.passes.plan import plan_of
+from pstar_sim.policy.passes.write_plan import plan_of
 
-__all__ = ["Attempt", "attempt", "burden_of", "play"]
+__all__ = ["Attempt", "attempt", "attempt_course", "burden_of"]
 
 
 @dataclass(slots=True)
@@ -58,10 +58,10 @@ def burden_of(made: Attempt) -> tuple[int, int]:
 
 def attempt(job: Job, modes: Modes, knobs: Knobs | None = None) -> Attempt:
     """The attempt with these modes. Its window is stuck where a step never finds room."""
-    return play(Course(job, modes, knobs or Knobs()))
+    return attempt_course(Course(job, modes, knobs or Knobs()))
 
 
-def play(course: Course, *, limit_s: float = math.inf, tolerance: float = 1e-6) -> Attempt:
+def attempt_course(course: Course, *, limit_s: float = math.inf, tolerance: float = 1e-6) -> Attempt:
     """As `attempt`, of a course that is laid out already. limit_s, tolerance: see `choose`."""
     schedule = course.schedule()
     draft = draft_of(schedule)

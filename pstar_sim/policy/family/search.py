@@ -1,4 +1,4 @@
-"""Search: how many chunks to pin, how many to stream, and the knobs around them, each choice tried by `choose`.
+"""Search: how many chunks to pin, how many to stream, and the knobs around them, each trial tried by `choose`.
 
 It begins where the roofline (modes.py) and the closed form for pins alone (pins.py) say, and goes from the best of
 these downhill, one thing at a time; then again from places that the best one does not reach so (another knob, other
@@ -16,16 +16,16 @@ from itertools import product
 import numpy as np
 
 from pstar_sim.errors import DoesNotFit
-from pstar_sim.policy.family.attempt import Attempt, burden_of, play
+from pstar_sim.policy.family.attempt import Attempt, attempt_course, burden_of
 from pstar_sim.policy.family.course import Course, Knobs
 from pstar_sim.policy.family.modes import interleave, mode_facts, roofline
 from pstar_sim.policy.family.pins import iteration_bounds, most_pins_of
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.kit.ties import least_of
-from pstar_sim.policy.passes.fits import check_host
+from pstar_sim.policy.passes.feasibility import check_host
 
-__all__ = ["Choice", "Search"]
+__all__ = ["Search", "Trial"]
 
 OVERHEAD_OPS = 300  # effort that an attempt costs beside its ops
 GOOD_ENOUGH = 1e-3  # relative distance from the floor of the roofline at which nothing more is tried
@@ -45,7 +45,7 @@ TURNS: tuple[Mapping[str, object], ...] = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class Trial:
     """pins, streams: numbers of chunks. head: so many of the pins are the chunks used first. front: so many of the
     streams are, before these. large: what becomes of each chunk much larger than the usual ("cpu", "pin" or "stream",
     in order of first use); it counts as so many chunks as it is large."""
@@ -59,21 +59,21 @@ class Choice:
 
 
 class Search:
-    """tried: choices that were looked at, and their seconds (inf: does not fit, or given up as too slow). fastest: the
+    """tried: trials that were looked at, and their seconds (inf: does not fit, or given up as too slow). fastest: the
     attempts among them that fit, the least of the fastest first (ties.py), KEPT at most. best: seconds of the fastest
-    and its choice. here: those of the one that is gone downhill from. effort_ops: ops that may still be played."""
+    and its trial. here: those of the one that is gone downhill from. effort_ops: ops that may still be played."""
 
     def __init__(self, job: Job, effort_ops: int) -> None:
         self.job = job
         self.effort_ops = effort_ops
-        self.tried: dict[Choice, float] = {}
+        self.tried: dict[Trial, float] = {}
         self.fastest: list[Attempt] = []
-        self._played: dict[tuple[Modes, Knobs], float] = {}  # what different choices may come to
-        self.best: tuple[float, Choice] | None = None
-        self.here: tuple[float, Choice] | None = None
+        self._seconds_of: dict[tuple[Modes, Knobs], float] = {}  # what different trials may come to
+        self.best: tuple[float, Trial] | None = None
+        self.here: tuple[float, Trial] | None = None
         self.begun = False  # whether all starts were looked at
         self.least_short_bytes = 0
-        self.reason: DoesNotFit | None = None  # why the first choice that did not fit did not
+        self.reason: DoesNotFit | None = None  # why the first trial that did not fit did not
         self.count = len(job.candidates)
         usual = sorted(job.sizes[c] for c in job.candidates)[self.count // 2] if self.count else 1
         # Chunks (a vocabulary matrix) much larger than the usual one, and how many of those they are worth.
@@ -127,50 +127,50 @@ class Search:
     def spent(self) -> bool:
         return self.effort_ops <= 0
 
-    def try_one(self, choice: Choice) -> bool:
-        """Whether the choice is better than where the search is."""
-        if not (self.fewest <= choice.pins <= self.most) or choice.streams < 0:
+    def try_one(self, trial: Trial) -> bool:
+        """Whether the trial is better than where the search is."""
+        if not (self.fewest <= trial.pins <= self.most) or trial.streams < 0:
             return False
-        if choice.pins + choice.streams > self.count + (self.surplus if choice.large else 0):
+        if trial.pins + trial.streams > self.count + (self.surplus if trial.large else 0):
             return False
-        if choice.streams and not self.job.point.streams:
+        if trial.streams and not self.job.point.streams:
             return False
-        if choice not in self.tried:
+        if trial not in self.tried:
             if self.spent:
                 return False
-            self.tried[choice] = self._seconds(choice)
-        seconds = self.tried[choice]
+            self.tried[trial] = self._seconds(trial)
+        seconds = self.tried[trial]
         if seconds == math.inf or (self.here is not None and seconds > self.here[0] * (1 - BETTER)):
             return False
-        self.here = (seconds, choice)
+        self.here = (seconds, trial)
         if self.best is None or seconds <= self.best[0] * (1 - BETTER):
             self.best = self.here
         return True
 
-    def _seconds(self, choice: Choice) -> float:
-        key = (self._modes(choice), choice.knobs)
-        if key not in self._played:
+    def _seconds(self, trial: Trial) -> float:
+        key = (self._modes(trial), trial.knobs)
+        if key not in self._seconds_of:
             found = self._fit(*key)
-            self._played[key] = math.inf if found is None else found.iteration_s
+            self._seconds_of[key] = math.inf if found is None else found.iteration_s
             if found is not None:
                 known = sorted((*self.fastest, found), key=lambda a: a.iteration_s)
                 # The least of the fast ones, and the fastest of the others: no faster one is ever lost.
                 first = least_of(known, seconds=lambda a: a.iteration_s, burden=burden_of)
                 self.fastest = [first, *(a for a in known if a is not first)][:KEPT]
-        return self._played[key]
+        return self._seconds_of[key]
 
-    def _modes(self, choice: Choice) -> Modes:
+    def _modes(self, trial: Trial) -> Modes:
         g = self.job
-        order, pins, streams = g.candidates, choice.pins, choice.streams
+        order, pins, streams = g.candidates, trial.pins, trial.streams
         beside: dict[str, list[int]] = {"cpu": [], "pin": [], "stream": []}
-        if choice.large:
+        if trial.large:
             order = [c for c in order if c not in self.large]
-            for (c, times), mode in zip(self.large.items(), choice.large):
+            for (c, times), mode in zip(self.large.items(), trial.large):
                 beside[mode].append(c)
                 pins -= times if mode == "pin" else 0
                 streams -= times if mode == "stream" else 0
             pins, streams = max(0, pins), max(0, streams)
-        pinned, streamed = interleave(order, g.sizes, pins, streams, choice.head, choice.front)
+        pinned, streamed = interleave(order, g.sizes, pins, streams, trial.head, trial.front)
         return Modes(frozenset((*pinned, *beside["pin"])), frozenset((*streamed, *beside["stream"])))
 
     def _fit(self, modes: Modes, knobs: Knobs) -> Attempt | None:
@@ -187,7 +187,7 @@ class Search:
             limit_s = self.here[0] * HOPELESS
         else:
             limit_s = self.best[0] * AGAIN if self.best is not None else math.inf
-        found = play(course, limit_s=limit_s, tolerance=BETTER * 5)
+        found = attempt_course(course, limit_s=limit_s, tolerance=BETTER * 5)
         self.effort_ops -= len(found.draft.rows) * (len(found.window.periods_s) + 1) + OVERHEAD_OPS
         return found if found.window.stuck is None and found.window.events else None
 
@@ -196,18 +196,18 @@ class Search:
         self.effort_ops += effort_ops
         self.here = self.best
         if not self.begun:
-            for choice in self._starts():
-                self.try_one(choice)
+            for trial in self._starts():
+                self.try_one(trial)
             self.begun = not self.spent
         self._downhill()
         before = None
         while self.best is not None and self.best[1] != before:
             before = self.best[1]
-            for choice in self._elsewhere(before):
+            for trial in self._elsewhere(before):
                 if self.good_enough or self.spent:
                     return self.fastest
                 self.here = None
-                if self.try_one(choice):
+                if self.try_one(trial):
                     self._downhill()
         return self.fastest
 
@@ -229,18 +229,18 @@ class Search:
         needed = budget + max(1, self.least_short_bytes)
         return DoesNotFit(policy=self.job.name, place="gpu", needed_bytes=needed, available_bytes=budget, what=what)
 
-    def _starts(self) -> Iterator[Choice]:
+    def _starts(self) -> Iterator[Trial]:
         alone = int(iteration_bounds(self.facts.pins, self.first_fit).argmin())
         alone = max(self.fewest, min(alone, self.most))
-        yield Choice(pins=alone, streams=0, head=alone)
+        yield Trial(pins=alone, streams=0, head=alone)
         if self.first_fit == self.count:
-            yield Choice(pins=self.count, streams=0, head=self.count)
+            yield Trial(pins=self.count, streams=0, head=self.count)
         if self.good_enough:
             return
         # Behind a barrier all streamed chunks are updated at once, and what has room there decides.
         knobs = replace(USUAL, linger=False, states_first=True) if self.facts.pins.barrier else USUAL
         for n, (pins, streams) in enumerate(self.starts):
-            yield Choice(pins=pins, streams=streams, head=pins // 5 if n else 0, front=min(2, streams), knobs=knobs)
+            yield Trial(pins=pins, streams=streams, head=pins // 5 if n else 0, front=min(2, streams), knobs=knobs)
         if self.best is not None and self.best[1].streams:
             yield replace(self.best[1], knobs=replace(USUAL, linger=not knobs.linger))
             yield replace(self.best[1], knobs=replace(self.best[1].knobs, down="fifo"))
@@ -249,11 +249,11 @@ class Search:
         if self.best is not None and self.best[1].streams and self.large:
             yield self._beside(self.best[1], ("stream", *("cpu",) * (len(self.large) - 1)))
         if self.best is None:
-            yield Choice(pins=self.fewest, streams=0, head=0)
-            yield Choice(pins=self.most, streams=0, head=self.most)
+            yield Trial(pins=self.fewest, streams=0, head=0)
+            yield Trial(pins=self.most, streams=0, head=self.most)
 
-    def _elsewhere(self, best: Choice) -> Iterator[Choice]:
-        """Places near a choice from which the way downhill may end lower."""
+    def _elsewhere(self, best: Trial) -> Iterator[Trial]:
+        """Places near a trial from which the way downhill may end lower."""
         knobs = best.knobs
         yield replace(best, knobs=replace(knobs, linger=not knobs.linger))
         if best.streams:
@@ -264,14 +264,14 @@ class Search:
         for head in (0, best.pins // 4, best.pins // 2):
             yield replace(best, head=head)
 
-    def _beside(self, choice: Choice, large: tuple[str, ...]) -> Choice:
-        """The choice with these modes of the large chunks, as many bytes pinned and streamed as before."""
-        if choice.large:
-            return replace(choice, large=large)
-        modes = self._modes(choice)
-        pins = choice.pins + sum(times - 1 for c, times in self.large.items() if c in modes.pinned)
-        streams = choice.streams + sum(times - 1 for c, times in self.large.items() if c in modes.streamed)
-        return replace(choice, pins=min(pins, self.most), streams=streams, large=large)
+    def _beside(self, trial: Trial, large: tuple[str, ...]) -> Trial:
+        """The trial with these modes of the large chunks, as many bytes pinned and streamed as before."""
+        if trial.large:
+            return replace(trial, large=large)
+        modes = self._modes(trial)
+        pins = trial.pins + sum(times - 1 for c, times in self.large.items() if c in modes.pinned)
+        streams = trial.streams + sum(times - 1 for c, times in self.large.items() if c in modes.streamed)
+        return replace(trial, pins=min(pins, self.most), streams=streams, large=large)
 
     def _descend(self, step: int) -> bool:
         """Whether some change by `step` was better (on the last round, step 1, also of a knob). A change that is good

@@ -23,7 +23,7 @@ from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.ties import burden, least_of
-from pstar_sim.policy.passes.fits import check_gpu
+from pstar_sim.policy.passes.feasibility import check_gpu
 from pstar_sim.units import format_bytes, format_s
 from pstar_sim.workload.workload import Workload
 

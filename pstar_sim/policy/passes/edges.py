@@ -11,14 +11,14 @@ from dataclasses import replace
 from pstar_sim.core.choose import Window
 from pstar_sim.core.draft import DraftRow
 from pstar_sim.core.step import Ref, Step
-from pstar_sim.policy.passes.memory_edges import Event, Slot, fifo_edges
+from pstar_sim.policy.passes.memory_edges import ByteMove, QueueSlot, fifo_edges
 
 __all__ = ["memory_edges", "without_implied"]
 
 
-def slots_of(steps: Sequence[Step]) -> tuple[dict[int, Slot], dict[str, int], dict[str, int]]:
+def slots_of(steps: Sequence[Step]) -> tuple[dict[int, QueueSlot], dict[str, int], dict[str, int]]:
     """(step -> queue and position, steps on each queue, first step of each queue)."""
-    slots: dict[int, Slot] = {}
+    slots: dict[int, QueueSlot] = {}
     lengths: dict[str, int] = {}
     first: dict[str, int] = {}
     for step in steps:
@@ -26,7 +26,7 @@ def slots_of(steps: Sequence[Step]) -> tuple[dict[int, Slot], dict[str, int], di
         position = lengths.get(queue, 0)
         if position == 0:
             first[queue] = step.id
-        slots[step.id] = Slot(queue, position)
+        slots[step.id] = QueueSlot(queue, position)
         lengths[queue] = position + 1
     return slots, lengths, first
 
@@ -45,7 +45,7 @@ def memory_edges(
         takes = [getattr(row.charge, take) for row in rows]
         frees = [getattr(row.charge, free) for row in rows]
         events = [
-            Event(ends[i][1], k, -frees[i]) if done else Event(ends[i][0], k, takes[i])
+            ByteMove(ends[i][1], k, -frees[i]) if done else ByteMove(ends[i][0], k, takes[i])
             for i, k, done in window.events
             if (frees[i] if done else takes[i])
         ]

@@ -31,7 +31,7 @@ class Gradients:
         self._closes: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         self._sends_behind: defaultdict[int, list[int]] = defaultdict(list)  # position -> chunks updated on the CPU
         self._parks_behind: defaultdict[int, list[int]] = defaultdict(list)  # streamed ones that wait on the host
-        self._added_behind: defaultdict[int, list[int]] = defaultdict(list)  # streamed ones that stay
+        self._adds_behind: defaultdict[int, list[int]] = defaultdict(list)  # streamed ones that stay
         schedule = rows.schedule
         job = schedule.job
         uses, at = job.uses, schedule.at
@@ -43,7 +43,7 @@ class Gradients:
             elif len(stretches) > 1 and stretches[-1].first == update:
                 self._parks_behind[stretches[-2].last].append(c)
             elif job.add_last:
-                self._added_behind[at[job.block_of[uses.last_gradient(c)]]].append(c)
+                self._adds_behind[at[job.block_of[uses.last_gradient(c)]]].append(c)
         for c in filter(uses.updated, schedule.whole):  # what is summed over the ranks arrives in a list of its own
             if schedule.is_resident(c):
                 self._plan_lists(c)
@@ -70,7 +70,7 @@ class Gradients:
             self._rows.send_of[c] = self._send_last(c, here)
         for c in self._parks_behind.get(n, ()):
             self._send_last(c, here)
-        for c in self._added_behind.get(n, ()):
+        for c in self._adds_behind.get(n, ()):
             self._send_last(c, here, drop=False)
 
     def _close_list(self, c: int, number: int, n: int, here: int) -> None:

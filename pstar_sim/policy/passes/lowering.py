@@ -1,4 +1,4 @@
-"""Lowering: a schedule becomes a draft, position by position ([Note: passes] in rows.py)."""
+"""Lowering: a schedule becomes a draft, position by position ([Note: passes] in draft_rows.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pstar_sim.core.step import Kind, Queue
 from pstar_sim.policy.kit.schedule import Schedule
 from pstar_sim.policy.passes.collectives import Collectives
 from pstar_sim.policy.passes.draft_rows import DraftRows, Pass, ends_of
-from pstar_sim.policy.passes.fits import held_on_host
+from pstar_sim.policy.passes.feasibility import held_on_host
 from pstar_sim.policy.passes.floors import Floors
 from pstar_sim.policy.passes.gradients import Gradients
 from pstar_sim.policy.passes.stash_copies import StashCopies

@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 from pstar_sim.core.step import Ref
 
-__all__ = ["Event", "Slot", "fifo_edges"]
+__all__ = ["ByteMove", "QueueSlot", "fifo_edges"]
 
 
-class Event(NamedTuple):
+class ByteMove(NamedTuple):
     """In the window, step `step` of iteration w + `iteration` takes (take > 0) or frees (take < 0) bytes."""
 
     step: int
@@ -31,7 +31,7 @@ class Event(NamedTuple):
     take: int
 
 
-class Slot(NamedTuple):
+class QueueSlot(NamedTuple):
     """Where a step stands: its queue and its position there in one iteration."""
 
     queue: str
@@ -39,7 +39,7 @@ class Slot(NamedTuple):
 
 
 def fifo_edges(
-    window: Sequence[Event], free_bytes: int, slots: Mapping[int, Slot], lengths: Mapping[str, int]
+    window: Sequence[ByteMove], free_bytes: int, slots: Mapping[int, QueueSlot], lengths: Mapping[str, int]
 ) -> dict[int, list[Ref]]:
     """Edges (step -> steps it has to wait for) that keep one place within its budget in every legal interleaving.
 
@@ -69,14 +69,14 @@ def fifo_edges(
 class _Frees:
     """The frees of a window as tokens in the order in which they end. volume: bytes of one window."""
 
-    def __init__(self, window: Sequence[Event], slots: Mapping[int, Slot], lengths: Mapping[str, int]) -> None:
+    def __init__(self, window: Sequence[ByteMove], slots: Mapping[int, QueueSlot], lengths: Mapping[str, int]) -> None:
         self._slots, self._lengths = slots, lengths
         self._order = {id(e): n for n, e in enumerate(window)}
         self._events = [e for e in window if e.take < 0]
         self._ends = list(accumulate(-e.take for e in self._events))  # byte ordinal behind each free
         self.volume = self._ends[-1] if self._ends else 0
 
-    def latest(self, take: Event, low: int, high: int) -> list[Ref]:
+    def latest(self, take: ByteMove, low: int, high: int) -> list[Ref]:
         """Of each queue the latest step that frees one of the bytes low .. high (ordinals), which a take gets."""
         found: dict[str, tuple[int, Ref]] = {}
         # Frees of windows 0 (this one), 1 and 2 back; what was free before those never needs an edge.
@@ -92,7 +92,7 @@ class _Frees:
                     found[slot.queue] = (absolute, ref)
         return [ref for _, ref in found.values()]
 
-    def _ref(self, take: Event, free: Event, back: int) -> Ref:
+    def _ref(self, take: ByteMove, free: ByteMove, back: int) -> Ref:
         if back == 0 and self._order[id(free)] > self._order[id(take)]:
             raise ValueError(f"step {take.step} takes bytes before step {free.step} has freed them")
         behind = take.iteration - free.iteration + back

@@ -17,9 +17,9 @@ from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.room import budget_bytes, describe_moment
 from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.kit.visits import Visit
-from pstar_sim.policy.passes.fits import check_gpu, check_host
+from pstar_sim.policy.passes.feasibility import check_gpu, check_host
 from pstar_sim.policy.passes.lowering import draft_of
-from pstar_sim.policy.passes.plan import plan_of
+from pstar_sim.policy.passes.write_plan import plan_of
 
 __all__ = ["plan_visits"]
 
