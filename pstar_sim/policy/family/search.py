@@ -1,4 +1,4 @@
-"""Search: how many chunks to pin, how many to stream, and the knobs around them, each trial tried by `choose`.
+"""Search: how many chunks to pin, how many to stream, and the knobs around them. `choose` times each trial.
 
 It begins where the roofline (modes.py) and the closed form for pins alone (pins.py) say, and goes from the best of
 these downhill, one thing at a time; then again from places that the best one does not reach so (another knob, other
@@ -46,9 +46,15 @@ TURNS: tuple[Mapping[str, object], ...] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """pins, streams: numbers of chunks. head: so many of the pins are the chunks used first. front: so many of the
-    streams are, before these. large: what becomes of each chunk much larger than the usual ("cpu", "pin" or "stream",
-    in order of first use); it counts as so many chunks as it is large."""
+    """One setting of everything that the search varies.
+
+    pins: number of pinned chunks.
+    streams: number of streamed chunks.
+    head: number of pins taken from the chunks used first.
+    front: number of streams taken from the chunks used first, before the head.
+    large: mode of each chunk much larger than the usual one, "cpu", "pin" or "stream", in order of first use. A large
+        chunk counts as several chunks, in proportion to its size.
+    """
 
     pins: int
     streams: int
@@ -59,9 +65,14 @@ class Trial:
 
 
 class Search:
-    """tried: trials that were looked at, and their seconds (inf: does not fit, or given up as too slow). fastest: the
-    attempts among them that fit, the least of the fastest first (ties.py), KEPT at most. best: seconds of the fastest
-    and its trial. here: those of the one that is gone downhill from. effort_ops: ops that may still be played."""
+    """The search in one job.
+
+    effort_ops: ops that the search may still schedule.
+    tried: trial -> its seconds; inf if the trial does not fit or was given up as too slow.
+    fastest: at most KEPT attempts that fit; the first one has the least burden of those that are as fast (ties.py).
+    best: seconds and trial of the fastest attempt.
+    here: seconds and trial from which the search goes downhill.
+    """
 
     def __init__(self, job: Job, effort_ops: int) -> None:
         self.job = job
