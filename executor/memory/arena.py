@@ -154,11 +154,13 @@ class Arena:
     def free(self, place: Place, chunk: int, list_name: str) -> None:
         """Take a payload's memory away. Raises PlanError if it has none."""
         with self._lock:
-            self._ledger.leave(chunk, list_name, place)
+            self._ledger.begin_release(chunk, list_name, place)
         if place is Place.GPU:
             self.payloads.give(chunk, list_name)
         with self._lock:
-            self.log.note(place, category_of(list_name), -self._ledger.left(chunk, list_name, place), chunk, list_name)
+            self.log.note(
+                place, category_of(list_name), -self._ledger.end_release(chunk, list_name, place), chunk, list_name
+            )
 
     def mend(self) -> None:
         """While nothing moves, after an interruption inside `take` or `free`: the payload it was about has no memory,

@@ -58,7 +58,7 @@ class Window:
     events: (row, iteration relative to the window, ended?) in the order in which they happened.
     gpu_free_bytes, host_free_bytes: free when the window opens.
     stuck: None, or (row, place, bytes wanted, bytes free) of the step that can never start.
-    periods_s: seconds of each iteration that was played.
+    periods_s: seconds of each iteration that was tried.
     """
 
     iteration_s: float
@@ -70,17 +70,17 @@ class Window:
 
 
 def choose(draft: Draft, *, tolerance: float = 1e-6, limit_s: float = math.inf) -> Window:
-    """Play the draft from the cut until its window repeats and two successive periods agree within the relative
+    """Advance the draft from the cut until its window repeats and two successive periods agree within the relative
     tolerance, for MOST_WINDOWS windows at most.
 
     Gives up, without events, once a window is certain to take longer than limit_s and no less than the one before (the
     first window, which waits for nothing of an iteration before it, is the shortest as a rule). `iteration_s` is then
     the least that the window takes.
     """
-    return _Loop(draft).run(tolerance, limit_s)
+    return _Chooser(draft).choose(tolerance, limit_s)
 
 
-class _Loop:
+class _Chooser:
     """Plain numbers stand for steps, since there are hundreds of thousands: op i of iteration k is k * count + i where
     it runs, k * count + rank (place of its key among all) where it is ready, and in the log twice the former, plus 1
     where it ends. An op is a row and its parts ([Note: what follows at once]); it has the row's number."""
@@ -172,7 +172,7 @@ class _Loop:
             rest_s += self.seconds[i]
             self.upcoming[n], self.rest_s[n] = need, rest_s
 
-    def run(self, tolerance: float, limit_s: float) -> Window:
+    def choose(self, tolerance: float, limit_s: float) -> Window:
         draft, count = self.draft, len(self.queue_of)
         gpu_take, gpu_give, host_take, host_give = self.gpu_take, self.gpu_free, self.host_take, self.host_free
         seconds_of, use, is_position = self.seconds, self.use, self.is_position

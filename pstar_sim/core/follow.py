@@ -115,9 +115,9 @@ def follow(
     factor: Factor | None = None,
     most: int = 8,
 ) -> Record:
-    """Play the program until it is steady, `most` (>= 2) iterations at most. Raises Deadlock for one that deadlocks,
+    """Follow the program until it is steady, `most` (>= 2) iterations at most. Raises Deadlock for one that deadlocks,
     naming the step at which each queue stands."""
-    return _Follow(program, costs, rates, jitter=factor is not None, most=most).run(factor, most)
+    return _Follower(program, costs, rates, jitter=factor is not None, most=most).follow(factor, most)
 
 
 class Deadlock(PlanError):
@@ -129,9 +129,15 @@ class Deadlock(PlanError):
 
 
 @dataclass(slots=True, eq=False)
-class _Share:
-    """A running step that shares something. demand: bytes per second that it wants of DRAM. end: number of the end that
-    was set off when its speed changed last; the ones before are void. loss_before_s: lost to DRAM before it began."""
+class _Sharer:
+    """A running step that shares something.
+
+    left_s: nominal seconds still to do.
+    demand: bytes per second that the step wants of DRAM.
+    loss_before_s: seconds that DRAM had cost the run when the step began.
+    speed: nominal seconds per second.
+    end: number of the end that was set off when the speed changed last; earlier ends are void.
+    """
 
     left_s: float
     demand: float
@@ -140,7 +146,7 @@ class _Share:
     end: int = -1
 
 
-class _Follow:
+class _Follower:
     """One run. Events are (time, number in which it was set off, what, step): [Note: events at equal times]."""
 
     def __init__(self, program: Program, costs: StepCosts, rates: Rates, *, jitter: bool, most: int) -> None:
@@ -154,11 +160,11 @@ class _Follow:
         # Of each step, the last iteration in which it ended; the next one is that in which it waits or runs.
         self.done = [-1] * len(program.ids)
         self.queues_done = [0] * most  # of each iteration
-        self.sharing: dict[int, _Share] = {}  # steps, in the order in which they joined
+        self.sharing: dict[int, _Sharer] = {}  # steps, in the order in which they joined
         self.settled_s = self.loss_s = 0.0
         self.share = 1.0
 
-    def run(self, factor: Factor | None, most: int) -> Record:
+    def follow(self, factor: Factor | None, most: int) -> Record:
         program, record, heap, number, done = self.program, self.record, self.heap, self.number, self.done
         waits, ids, following = program.waits, program.ids, program.following()
         lasts = frozenset(row[-1] for row in program.order)
@@ -231,7 +237,7 @@ class _Follow:
     def _join(self, i: int, takes_s: float, demand: float, now: float) -> None:
         """The step shares something from now on."""
         self._settle(now)
-        self.sharing[i] = _Share(takes_s, demand, self.loss_s)
+        self.sharing[i] = _Sharer(takes_s, demand, self.loss_s)
         self._retime(now)
 
     def _leave(self, i: int, now: float) -> None:

@@ -58,7 +58,7 @@ _LARGEST = 1 << 62  # sums of bytes beyond are kept as Python's integers
 # What an entry says of its payload: it has to be there; the tide changes (no payload); it is taken, or only if absent;
 # it is freed, or only if present; a copy reads it; it is what that copy left there; it is of another category now.
 NEED, TIDE, TAKE, TAKE_ABSENT, FREE, FREE_PRESENT, READ, COPY, BECOME = range(9)
-_COPIES = frozenset({Kind.FETCH, Kind.WRITEBACK, Kind.NVME_READ, Kind.NVME_WRITE})
+_LIST_COPIES = frozenset({Kind.FETCH, Kind.WRITEBACK, Kind.NVME_READ, Kind.NVME_WRITE})
 
 _Ints = NDArray[np.signedinteger[Any]]
 _Pattern = list[tuple[int, str, int, int]]
@@ -66,8 +66,14 @@ _Pattern = list[tuple[int, str, int, int]]
 
 
 class Payloads:
-    """`numbers`: of each (chunk, list, place), given as they are met. names, sizes, places, categories: of each number;
-    the category is that of the list."""
+    """Payloads by number.
+
+    numbers: (chunk, list, place) -> number, counted in order of first use.
+    names: number -> (chunk, list, place).
+    sizes: number -> bytes.
+    places: number -> index into PLACES.
+    categories: number -> index into CATEGORIES, by the payload's list.
+    """
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -114,8 +120,13 @@ def _spread(first: _Ints, counts: _Ints) -> _Ints:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Columns of changes of bytes, in the order in which they happened. event: index into the events of the run. held:
-    of each place, its bytes after each change."""
+    """Changes of bytes by column, in the order in which they happened.
+
+    event: index into the events of the run.
+    cell: place * WIDTH + category.
+    size: bytes added; negative when freed.
+    held: per place, its bytes after each change.
+    """
 
     event: _Ints
     cell: _Ints
@@ -126,8 +137,10 @@ class Changes:
 class Moves:
     """What every step of a plan does to the bytes of each place.
 
-    cells: bytes of each cell at the cut. used: of each place. Raises PlanError for a step that lacks what its kind
-    needs, and where the plan is over a budget at the cut.
+    cells: bytes of each cell at the cut.
+    used: bytes of each place at the cut.
+
+    Raises PlanError for a step that lacks a field its kind needs, and for a plan that is over a budget at the cut.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -280,7 +293,7 @@ class Moves:
             resident, lenient = taken
             name, place = resident.list, PLACES.index(resident.place)
             begins.append((TAKE_ABSENT if lenient else TAKE, name, place, 0))
-            if step.kind in _COPIES:
+            if step.kind in _LIST_COPIES:
                 ends += [(READ, *begins[0][1:]), (COPY, name, place, 0)]
             elif step.kind is Kind.GATHER:
                 ends.append((BECOME, name, place, _PARAM))
@@ -396,11 +409,13 @@ class Moves:
 class Holdings:
     """Who holds what while steps run one after the other.
 
-    residents, buffers: those of the cut. tide: non-model bytes of each moment, which the GPU holds as well; None leaves
-    them out.
-    used_bytes, peak_bytes: what each place holds now, and the most that it has held, in the order of PLACES.
+    residents: payloads held at the cut.
+    buffers: buffers held at the cut.
+    tide: non-model bytes of each moment, which the GPU holds as well; None leaves them out.
+    used_bytes: bytes held in each place now, in the order of PLACES.
+    peak_bytes: most bytes held in each place so far.
 
-    A step that takes what is there, or frees what is not, changes nothing: the checker says whether it may.
+    A step that takes a payload already there, or frees an absent one, changes nothing: the checker says whether it may.
     """
 
     def __init__(
@@ -430,12 +445,12 @@ class Holdings:
         return chunk in self._listed(list_name, place).chunks
 
     def chunks(self, list_name: str, place: Place) -> Set[int]:
-        """Those whose list is at the place, now and as it goes on."""
+        """Chunks whose list is at the place: a live view, which changes as steps run."""
         return self._listed(list_name, place).chunks
 
     @property
     def changed(self) -> frozenset[Resident]:
-        """Who is there and was not at the cut, and the other way round."""
+        """Payloads that came since the cut, and payloads that went."""
         return frozenset(
             Resident(c, name, PLACES[p])
             for (name, p), listed in self._lists.items()
@@ -511,8 +526,9 @@ class _Listed:
 class Ledger:
     """Who holds what now, one move at a time; a move that is refused changes nothing.
 
-    budget_bytes: of each place (in the order of PLACES); may be lowered. tide_bytes: non-model bytes on the gpu.
-    peak_bytes: the most that payloads and buffers held of each place.
+    budget_bytes: of each place, in the order of PLACES; may be lowered.
+    tide_bytes: non-model bytes on the gpu.
+    peak_bytes: of each place, the most bytes that payloads and buffers held.
 
     [Note: claims] A payload is claimed, then its memory is asked for, then it is held. A claim counts against the
     budget, so that two threads are never promised the same room, and is withdrawn where memory is refused. A payload
@@ -537,12 +553,12 @@ class Ledger:
 
     @property
     def residents(self) -> frozenset[Resident]:
-        """Who is somewhere."""
+        """All payloads that are held."""
         return frozenset(self._payloads.resident(number) for number in self._held)
 
     @property
     def unfinished(self) -> list[Resident]:
-        """What was claimed and not held yet, or is leaving."""
+        """Payloads that are claimed but not held yet, or held but about to be released."""
         return [self._payloads.resident(number) for number in self._unfinished]
 
     def used_bytes(self, place: Place) -> int:
@@ -560,7 +576,8 @@ class Ledger:
         return self.budget_bytes[p] - self._used[p] - (self.tide_bytes if p == _GPU else 0)
 
     def claim(self, chunk: int, list_name: str, place: Place) -> int:
-        """Its bytes. Raises PlanError where it is held or claimed already, or the place would go over its budget."""
+        """Claim a payload's bytes and return them. Raises PlanError if the payload is held or claimed already, or if
+        the place would go over its budget."""
         number = self._number(chunk, list_name, place)
         if number in self._held or number in self._unfinished:
             raise PlanError(f"{list_name} of chunk {chunk} already has memory on the {place.value}")
@@ -576,7 +593,7 @@ class Ledger:
         return size
 
     def hold(self, chunk: int, list_name: str, place: Place) -> None:
-        """What was claimed has its memory."""
+        """A claimed payload has its memory now."""
         number, p = self._number(chunk, list_name, place), PLACES.index(place)
         self._claimed[p] -= self._payloads.sizes[number]
         self._held.add(number)
@@ -584,22 +601,22 @@ class Ledger:
         self.peak_bytes[p] = max(self.peak_bytes[p], self._used[p] - self._claimed[p])
 
     def withdraw(self, chunk: int, list_name: str, place: Place) -> None:
-        """What was claimed gets no memory."""
+        """A claimed payload gets no memory."""
         number, p = self._number(chunk, list_name, place), PLACES.index(place)
         size = self._payloads.sizes[number]
         self._used[p] -= size
         self._claimed[p] -= size
         self._unfinished.discard(number)
 
-    def leave(self, chunk: int, list_name: str, place: Place) -> None:
-        """Its memory is about to be given back. Raises PlanError where it is not held."""
+    def begin_release(self, chunk: int, list_name: str, place: Place) -> None:
+        """The payload's memory is about to be given back. Raises PlanError if the payload is not held."""
         number = self._number(chunk, list_name, place)
         if number not in self._held:
             raise PlanError(f"{list_name} of chunk {chunk} has no memory on the {place.value} to free")
         self._unfinished.add(number)
 
-    def left(self, chunk: int, list_name: str, place: Place) -> int:
-        """Its memory is given back; its bytes."""
+    def end_release(self, chunk: int, list_name: str, place: Place) -> int:
+        """The payload's memory is given back. Returns the payload's bytes."""
         number = self._number(chunk, list_name, place)
         size = self._payloads.sizes[number]
         self._held.remove(number)
@@ -608,7 +625,7 @@ class Ledger:
         return size
 
     def set_tide(self, tide_bytes: int) -> int:
-        """By how much the tide changes. Raises PlanError where a rise does not fit."""
+        """Set the tide; returns its change in bytes. Raises PlanError if a rise does not fit."""
         held = self._used[_GPU] + tide_bytes
         if tide_bytes > self.tide_bytes and held > self.budget_bytes[_GPU]:
             raise PlanError(
@@ -619,7 +636,7 @@ class Ledger:
         return change
 
     def mend(self) -> None:
-        """After an interruption: nobody holds what is unfinished, and the bytes are counted anew."""
+        """After an interruption: unfinished payloads are not held, and all bytes are counted anew."""
         self._held -= self._unfinished
         self._unfinished.clear()
         self._used, self._claimed = list(self._buffers), [0] * len(PLACES)
@@ -627,8 +644,8 @@ class Ledger:
             self._used[self._payloads.places[number]] += self._payloads.sizes[number]
 
     def clear(self) -> None:
-        """Nobody holds anything from now on. The bytes stay: they are those of the end, from which the past is counted
-        back."""
+        """No payload is held from now on. `used_bytes` stays as it was at the end, because earlier samples are counted
+        back from it."""
         self._held.clear()
         self._unfinished.clear()
 

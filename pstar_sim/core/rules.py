@@ -37,7 +37,12 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepCosts:
-    """What the steps of a program take: nominal seconds, bytes through host DRAM, and the busy part of the seconds."""
+    """What each step of a program takes.
+
+    seconds: nominal, running alone.
+    dram_bytes: bytes through host DRAM.
+    duty: part of the seconds in which the step keeps busy what it shares, 0 to 1.
+    """
 
     seconds: Sequence[float]
     dram_bytes: Sequence[float]
@@ -46,8 +51,12 @@ class StepCosts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What the steps of one rank share. dram_bytes_per_s: of the rank. slowdowns: "A_while_B" -> factor, A and B being
-    names of queues."""
+    """What the steps of one rank share.
+
+    dram_bytes_per_s: bandwidth of the rank's part of host DRAM.
+    duplex: whether the link copies both ways at full speed at once.
+    slowdowns: "A_while_B" -> factor by which a step of queue A slows down beside one of queue B.
+    """
 
     dram_bytes_per_s: float
     duplex: bool = True

@@ -1,4 +1,4 @@
-"""Bytes at each place while a plan is played: what the ledger books of a run, seen over the iteration that counts.
+"""Bytes at each place over the iteration that counts, as the ledger books them.
 
 Kept apart from the checker on purpose: this follows one interleaving as it happened and refuses the first thing that
 went wrong; it proves nothing about the others.
@@ -23,9 +23,11 @@ __all__ = ["Held", "held"]
 class Held:
     """Bytes over one iteration.
 
-    cells: of each cell (place * WIDTH + category) when it began. time_s (relative to that), cell, size: of each change,
-    in the order in which they happened. peaks: most bytes of each place, of those that ever held anything (gpu and
-    host always among them).
+    cells: bytes of each cell (place * WIDTH + category) when the iteration began.
+    time_s: of each change, seconds since then. Changes are in the order in which they happened.
+    cell: of each change, its cell.
+    size: of each change, the bytes added; negative when freed.
+    peaks: place -> most bytes. Includes gpu and host, and other places that ever held anything.
     """
 
     cells: tuple[int, ...]

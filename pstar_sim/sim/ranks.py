@@ -1,7 +1,7 @@
 """play_ranks: a plan on a machine of several ranks, which all run its steps.
 
-Collectives are a rendezvous: each starts on all ranks when the last one has come to it, and ends on all at once. What
-the ranks of a node share (host DRAM, PCIe switches) is shared by what runs on them at the time.
+Collectives are a rendezvous: each starts on all ranks when the last rank has come to it, and ends on all at once. The
+ranks of a node share host DRAM and PCIe switches with whatever runs on the node at the time.
 
 [Note: representative ranks] Ranks with the same GPU, link and workload, in nodes and on PCIe switches of the same
 make-up, do the same at the same time, so one of each such class is simulated and counts for as many as there are. If
@@ -9,7 +9,7 @@ all ranks are of one class they also always share evenly, so one rank with its p
 to simulate. `every_rank` simulates each rank by itself; tests hold the two against each other.
 
 [Note: PCIe switches] What all copies of one direction through a switch want together may be more than it passes. Then
-it is divided max-min fairly: nobody gets less than another who wants more. A copy's fixed part (latency) is not
+it is divided max-min fairly: no copy gets less than another that wants more. A copy's fixed part (latency) is not
 stretched by it, its bytes are. What a calibrated machine measured of queues slowing each other down
 (`Machine.slowdowns`) is followed where all ranks are of one class; where they differ, only DRAM and links are shared.
 """
@@ -53,7 +53,7 @@ def play_ranks(
 ) -> Timeline:
     """The timeline of the slowest class of ranks (the first of equally slow ones), whose period is the machine's.
 
-    Raises PlanError as `play` does, and where `workloads` are not one a rank, of the plan's own moments and uses.
+    Raises PlanError as `play` does, and for `workloads` that are not one per rank with the plan's moments and uses.
     """
     machine = plan.machine
     count = len(machine.ranks)
@@ -70,21 +70,21 @@ def play_ranks(
     members = range(count) if every_rank else [classes.index(c) for c in sorted(set(classes))]
     env = new_environment()
     nodes: dict[Hashable, _Node] = {}
-    everyone = _Everyone(env, max_iterations, jitter)
+    simulation = _Simulation(env, max_iterations, jitter)
     for r in members:
-        share = _share_of(machine, classes, r, alone=every_rank)
+        share = _commons_of(machine, classes, r, alone=every_rank)
         node = nodes.setdefault(share.node, _Node(env, machine.host.dram_bytes_per_s, machine.root_bytes_per_s))
         own = plan if workloads is None else replace(plan, workload=workloads[r])
         own = replace(own, gpu_budget_bytes=max(plan.gpu_budget_bytes, machine.ranks[r].gpu.budget_bytes))
         seconds = CostModel(own.workload, machine, plan.layout, rank=r)
-        everyone.join(_RankRun(own, seconds, machine.ranks[r], node, share, everyone))
+        simulation.join(_RankRun(own, seconds, machine.ranks[r], node, share, simulation))
     env.run()
-    for run in everyone.runs:
+    for run in simulation.runs:
         if not run.stopped:
-            for each in everyone.runs:  # what went wrong before comes first
+            for each in simulation.runs:  # what went wrong before comes first
                 each.moves.book(each.record.events)
             raise run.deadlock()
-    timelines = [run.timeline() for run in everyone.runs]
+    timelines = [run.timeline() for run in simulation.runs]
     return max(timelines, key=lambda t: t.iteration_s)
 
 
@@ -155,8 +155,14 @@ def _counted(colours: Sequence[Hashable]) -> Hashable:
 
 
 @dataclass(frozen=True)
-class _Share:
-    """What a simulated rank shares: its node and its PCIe switch (None: none), and for how many it counts there."""
+class _Commons:
+    """What a simulated rank shares with others.
+
+    node: its node.
+    root: its PCIe switch; None without one.
+    in_node: number of ranks of the node for which it stands.
+    in_root: number of ranks on the switch for which it stands.
+    """
 
     node: Hashable
     root: Hashable
@@ -164,21 +170,21 @@ class _Share:
     in_root: int = 1
 
 
-def _share_of(machine: Machine, classes: Sequence[int], r: int, *, alone: bool) -> _Share:
+def _commons_of(machine: Machine, classes: Sequence[int], r: int, *, alone: bool) -> _Commons:
     local = machine.local_ranks
     n, root = r // local, machine.ranks[r].root
     if alone:
-        return _Share(n, None if root is None else (n, root))
+        return _Commons(n, None if root is None else (n, root))
     mates = range(n * local, (n + 1) * local)
     here = [classes[i] for i in mates]
     if root is None:
-        return _Share(_counted(here), None, here.count(classes[r]))
+        return _Commons(_counted(here), None, here.count(classes[r]))
     beside = [classes[i] for i in mates if machine.ranks[i].root == root]
-    return _Share(_counted(here), _counted(beside), here.count(classes[r]), beside.count(classes[r]))
+    return _Commons(_counted(here), _counted(beside), here.count(classes[r]), beside.count(classes[r]))
 
 
-class _Everyone:
-    """All runs of one simulation: their clock and jitter, where they meet, and when they are through."""
+class _Simulation:
+    """All ranks of one simulation: their clock and jitter, where they meet, and when the simulation ends."""
 
     def __init__(self, env: simpy.Environment, max_iterations: int, jitter: Jitter | None) -> None:
         self.env = env
@@ -218,17 +224,17 @@ class _RankRun:
         cost: CostModel,
         rank: Rank,
         node: _Node,
-        share: _Share,
-        everyone: _Everyone,
+        share: _Commons,
+        simulation: _Simulation,
     ) -> None:
         self.plan = plan
-        self.env = env = everyone.env
-        self.jitter = everyone.jitter
-        self.max_iterations = max_iterations = everyone.max_iterations
+        self.env = env = simulation.env
+        self.jitter = simulation.jitter
+        self.max_iterations = max_iterations = simulation.max_iterations
         self.rank = rank
         self.node = node
         self.share = share
-        self.everyone = everyone
+        self.simulation = simulation
         self.through = -1
         self.stopped = False
         self.program = program = Program.of(plan)
@@ -242,9 +248,9 @@ class _RankRun:
         self.at: dict[int, tuple[int, int]] = {}  # where a queue stands: (step, iteration)
         self.queues_done = [0] * max_iterations
         for q in range(len(program.queues)):
-            env.process(self._run_queue(q))
+            env.process(self._follow_queue(q))
 
-    def _run_queue(self, q: int) -> Generator[simpy.Event, float, None]:
+    def _follow_queue(self, q: int) -> Generator[simpy.Event, float, None]:
         env, record, done, waiters = self.env, self.record, self.done, self.waiters
         seconds, dram = self.costs.seconds, self.costs.dram_bytes
         for k in range(self.max_iterations):
@@ -264,7 +270,7 @@ class _RankRun:
                 if i in self.meets:
                     record.arrival_s[k][i] = env.now
                     met = env.event()
-                    self.everyone.meet(i, k, duration, met)
+                    self.simulation.meet(i, k, duration, met)
                     duration = yield met
                 record.events.append(2 * i)
                 record.at_s.append(env.now)
@@ -287,7 +293,7 @@ class _RankRun:
             self.queues_done[k] += 1
             if self.queues_done[k] == len(self.program.queues):
                 self.through = k
-                self.everyone.end_iteration(k)
+                self.simulation.end_iteration(k)
         del self.at[q]
 
     def deadlock(self) -> PlanError:
@@ -413,7 +419,7 @@ class _Node:
 
 
 def fair_rates(wanted: Sequence[float], counts: Sequence[int], capacity: float) -> list[float]:
-    """Max-min fair division of `capacity` (bytes/s) among flows that want so much each and stand for so many each."""
+    """Max-min fair division of `capacity` (bytes/s) among flows by demand (bytes/s), each counted `counts` times."""
     rates = [0.0] * len(wanted)
     left, flows = capacity, sum(counts)
     for n in sorted(range(len(wanted)), key=lambda n: wanted[n]):

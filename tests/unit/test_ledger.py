@@ -40,9 +40,9 @@ def test_a_claim_counts_before_memory_is_there_and_is_withdrawn_where_it_is_refu
     ledger.claim(0, "param", GPU)
     ledger.hold(0, "param", GPU)
     assert (ledger.peak_bytes[0], ledger.residents) == (2148, {Resident(0, "param", GPU)})
-    ledger.leave(0, "param", GPU)
+    ledger.begin_release(0, "param", GPU)
     assert ledger.used_bytes(GPU) == 2148, "until its memory is given back"
-    assert ledger.left(0, "param", GPU) == 2048
+    assert ledger.end_release(0, "param", GPU) == 2048
     assert (ledger.used_bytes(GPU), ledger.residents) == (100, frozenset())
 
 
@@ -89,7 +89,7 @@ def test_what_is_refused_changes_nothing(ledger: Ledger):
     for move, said in [
         (lambda: ledger.claim(0, "param", GPU), "param of chunk 0 already has memory on the gpu"),
         (lambda: ledger.claim(1, "param", GPU), r"would make it 4196 bytes, 1124 more than the plan's 3072"),
-        (lambda: ledger.leave(1, "param", GPU), "param of chunk 1 has no memory on the gpu to free"),
+        (lambda: ledger.begin_release(1, "param", GPU), "param of chunk 1 has no memory on the gpu to free"),
         (lambda: ledger.set_tide(925), "2148 bytes of payloads and 925 of non-model data are 1 more than the plan's"),
         (lambda: ledger.claim(0, "param", Place.NVME), "nvme over budget"),
     ]:
@@ -103,7 +103,7 @@ def test_what_is_refused_changes_nothing(ledger: Ledger):
 def test_what_an_interruption_left_unfinished_is_nobodys(ledger: Ledger):
     ledger.claim(0, "param", GPU)
     ledger.hold(0, "param", GPU)
-    ledger.leave(0, "param", GPU)
+    ledger.begin_release(0, "param", GPU)
     ledger.claim(1, "momentum", HOST)
     assert {r.chunk for r in ledger.unfinished} == {0, 1}
     ledger.mend()
@@ -222,8 +222,8 @@ def test_all_books_say_the_same_of_random_runs():
                 if step.kind is Kind.COMPUTE:
                     ledger.set_tide(ledger.tide_bytes + (-fall[step.moment] if ends else rise[step.moment]))
                 elif ends and (freed := frees(step)) and (not freed[1] or ledger.holds(*astuple(freed[0]))):
-                    ledger.leave(*astuple(freed[0]))
-                    ledger.left(*astuple(freed[0]))
+                    ledger.begin_release(*astuple(freed[0]))
+                    ledger.end_release(*astuple(freed[0]))
                 elif not ends and (taken := takes(step)) and (not taken[1] or not ledger.holds(*astuple(taken[0]))):
                     ledger.claim(*astuple(taken[0]))
                     ledger.hold(*astuple(taken[0]))
