@@ -317,15 +317,13 @@ def refused_accelerator_memory() -> str:
         return str(run.optimizer.session.ladder[-1])
 
 
-_LOST_RANKS = Path(__file__).resolve().parent.parent / "tests" / "executor" / "test_lost_ranks.py"
+_LOST_RANKS = Path(__file__).resolve().parent.parent / "tests" / "executor" / "distributed" / "test_lost_ranks.py"
 
 
 def lost_rank() -> str:
     """One of several processes dies: the others end with a message, in bounded time. The test that kills it says so."""
     argv = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(_LOST_RANKS), "-k", "end_soon"]
-    done = subprocess.run(
-        argv, cwd=_LOST_RANKS.parent.parent.parent, capture_output=True, text=True, timeout=600, check=False
-    )
+    done = subprocess.run(argv, cwd=_LOST_RANKS.parents[3], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-2000:]
     return done.stdout.strip().splitlines()[-1]
 

@@ -279,7 +279,7 @@ def test_an_evaluation_and_another_shape_between_steps(kit: Any, on_cuda: Callab
 # -- the loop contract, line by line, on the device -------------------------------------------------------------------
 
 _SPEC = importlib.util.spec_from_file_location(
-    "loop_contract_on_cuda", Path(__file__).parents[1] / "executor" / "test_loop_contract.py"
+    "loop_contract_on_cuda", Path(__file__).parents[1] / "executor" / "session" / "test_loop_contract.py"
 )
 assert _SPEC is not None and _SPEC.loader is not None
 _CONTRACT: Any = importlib.util.module_from_spec(_SPEC)

@@ -1,6 +1,6 @@
 """The rows of the semantics table: what a training loop may contain, each as a small run beside plain PyTorch.
 
-Loaded by path, from tests/executor/test_semantics_matrix.py (a covering subset) and benchmarks/semantics.py (every row
+Loaded by path, from test_semantics_matrix.py (a covering subset) and benchmarks/semantics.py (every row
 x dtype x policy). A cell trains one model twice, by a plan at a budget where chunks have to move and in plain PyTorch,
 and gives the largest relative difference of losses, parameters, master copies, both moments and buffers.
 

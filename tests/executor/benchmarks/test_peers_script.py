@@ -14,7 +14,7 @@ import pytest
 
 from pstar_sim.core.step import Place
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
 
 @pytest.fixture

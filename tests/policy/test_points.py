@@ -1,6 +1,6 @@
 """What each coordinate of a point does, with the figures worked out by hand.
 
-The chain of four layers of tests/unit/test_policies.py: 2 MiB a chunk, 2 s a copy either way; a layer's forward takes 1
+The chain of four layers of test_policies.py: 2 MiB a chunk, 2 s a copy either way; a layer's forward takes 1
 s, its backward 2 s, so an iteration computes for 12 s; Adam takes 1 s a chunk unless said otherwise. Eager, no
 clipping. Backward of layer 3 follows its forward at once, so chunk 3 comes once an iteration.
 """

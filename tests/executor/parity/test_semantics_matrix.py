@@ -16,7 +16,7 @@ import torch
 
 from executor.devices.virtual_streams import VirtualStreams
 
-_spec = importlib.util.spec_from_file_location("semantics_rows", Path(__file__).parent / "semantics_rows.py")
+_spec = importlib.util.spec_from_file_location("semantics_rows", Path(__file__).parents[1] / "semantics_rows.py")
 assert _spec is not None and _spec.loader is not None
 rows: Any = importlib.util.module_from_spec(_spec)
 sys.modules["semantics_rows"] = rows

@@ -74,7 +74,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "cases.json").write_text(json.dumps(CASES))
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("rank_worker.py")), "4", str(folder), "260"],
+        [sys.executable, "-W", "ignore", str(Path(__file__).parents[1] / "rank_worker.py"), "4", str(folder), "260"],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,

@@ -20,7 +20,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     """Policy -> what both ranks wrote."""
     folder = tmp_path_factory.mktemp("ranks")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("checkpoint_worker.py")), str(folder), "200"],
+        [sys.executable, "-W", "ignore", str(Path(__file__).parents[1] / "checkpoint_worker.py"), str(folder), "200"],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,

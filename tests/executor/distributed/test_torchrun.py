@@ -23,7 +23,7 @@ from pstar_sim.workload.trace import load_trace
 
 pytestmark = pytest.mark.slow
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+README = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
 (LINE,) = re.findall(r"^torchrun (.*)$", README, re.MULTILINE)  # of two.json and small.json, in two processes
 CONFIG = {
     "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 2, "n_head": 2, "n_embd": 64,

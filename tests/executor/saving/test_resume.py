@@ -315,7 +315,7 @@ def test_killed_at_random_times_every_run_goes_on(tmp_path: Path) -> None:
     import subprocess
     import sys
 
-    script = Path(__file__).parents[2] / "benchmarks" / "kills.py"
+    script = Path(__file__).parents[3] / "benchmarks" / "kills.py"
     done = subprocess.run(
         [sys.executable, str(script), "--count", "4", "--cases", "1", "--seed", "5", "--no-write"],
         capture_output=True,

@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases += [{"name": name, "ranks": 2} for name in ("reads alone", "read apart", "waits elsewhere", *COUNTS)]
     (place / "cases.json").write_text(json.dumps(cases))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("rank_trouble.py")), str(place), "60"],
+        [sys.executable, "-W", "ignore", str(Path(__file__).parents[1] / "rank_trouble.py"), str(place), "60"],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,

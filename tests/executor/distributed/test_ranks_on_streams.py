@@ -59,7 +59,7 @@ def trained(folder: Path, cases: list[dict[str, Any]], processes: int, limit_s: 
     """Case -> what each of its ranks wrote."""
     (folder / "cases.json").write_text(json.dumps([{**case, "streams": True} for case in cases]))
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("rank_worker.py")), str(processes), str(folder),
+        [sys.executable, "-W", "ignore", str(Path(__file__).parents[1] / "rank_worker.py"), str(processes), str(folder),
          str(limit_s)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True, text=True, timeout=limit_s + 20,
@@ -110,7 +110,7 @@ def end_of_rank_0(tmp_path: Path, name: str) -> tuple[float, str]:
     """(seconds after rank 1's trouble, what it said) of a run of two ranks on streams."""
     (tmp_path / "cases.json").write_text(json.dumps([{"name": name, "ranks": 2, "streams": True}]))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("rank_trouble.py")), str(tmp_path), "60"],
+        [sys.executable, "-W", "ignore", str(Path(__file__).parents[1] / "rank_trouble.py"), str(tmp_path), "60"],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True, text=True, timeout=90,
     )  # fmt: skip

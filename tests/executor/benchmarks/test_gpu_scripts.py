@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 BENCHMARKS = ROOT / "benchmarks"
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device: these would run for minutes")
 

@@ -21,7 +21,7 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import ContractError, Interrupted
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 try:
     import _interrupts  # type: ignore[import-not-found]

@@ -35,7 +35,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     cases = [{**case, "save": str(folder / "kept")} if "save" in case else case for case in CASES]
     (folder / "cases.json").write_text(json.dumps([{**case, "clip": 0.05} for case in cases]))
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("rank_worker.py")), "3", str(folder), "180"],
+        [sys.executable, "-W", "ignore", str(Path(__file__).parents[1] / "rank_worker.py"), "3", str(folder), "180"],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,

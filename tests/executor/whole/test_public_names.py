@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 _NAME = re.compile(r"\bexecutor(?:\.[A-Za-z_]\w*)+")
 
 
