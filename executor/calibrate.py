@@ -337,7 +337,7 @@ def _gpu_name(device: Device) -> str:
     """The catalog's name of the GPU, or the one its driver gives it."""
     if isinstance(device, VirtualDevice) or device.kind == "virtual":
         return "virtual"
-    known = {alias: name for name, entry in load_catalog().gpus.items() for alias in entry.texts("device_names")}
+    known = {alias: name for name, entry in load_catalog().gpus.items() for alias in entry.values.device_names}
     return known.get(device.title, device.title)
 
 

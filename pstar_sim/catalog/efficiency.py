@@ -13,25 +13,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
+from typing import Annotated
 
-from pstar_sim.catalog.fields import Date, Entry, Field, Number, Text, parse_toml
 from pstar_sim.catalog.machine import Gpu, Host, Link
+from pstar_sim.schema.fields import Checked, Table, Text, between, says
+from pstar_sim.schema.files import parse_toml
+from pstar_sim.schema.reading import read_table
 from pstar_sim.units import GB
 
 __all__ = ["Efficiency", "fitted", "fitted_gpu", "fitted_host", "fitted_link", "read_efficiency"]
 
 ADAM_BYTES_PER_PARAM = 28
-_SHARE = Number(0.01, 1)
-_FIELDS: dict[str, Field] = {
-    "matmul": _SHARE,
-    "hbm": _SHARE,
-    "launch_us": Number(0, 1e5),
-    "adam_dram": _SHARE,
-    "adam_gparams_core": Number(1e-4, 10),
-    "pageable_gb_per_s": Number(0.01, 1e3),
-    "source": Text(),
-    "checked": Date(),
-}
+_Share = Annotated[float, between(0.01, 1)]
+
+
+class FittedRates(Table, frozen=True, kw_only=True):
+    """The table [fitted] of efficiency.toml."""
+
+    matmul: Annotated[_Share, says("share of the peak matrix rate that large products run at")]
+    hbm: Annotated[_Share, says("share of the memory bandwidth that element-wise operators reach")]
+    launch_us: Annotated[float, between(0, 1e5), says("kernels and hooks of one moment, whatever their size")]
+    adam_dram: Annotated[_Share, says("share of a node's DRAM bandwidth that CPU Adam reaches")]
+    adam_gparams_core: Annotated[float, between(1e-4, 10), says("billion parameters per second of one core")]
+    pageable_gb_per_s: Annotated[float, between(0.01, 1e3), says("copies from or to memory that is not pinned")]
+    source: Annotated[Text, says("where the figures come from")]
+    checked: Annotated[Checked, says("when somebody looked")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +55,15 @@ class Efficiency:
 
 def read_efficiency(file: str, text: str) -> Efficiency:
     """The parameters of a file like efficiency.toml. Raises CatalogError for a field that is missing or wrong."""
-    e = Entry.read(file, "fitted", parse_toml(file, text).get("fitted", {}), _FIELDS)
+    e = read_table(FittedRates, file, "fitted", parse_toml(file, text).get("fitted", {}))
     return Efficiency(
-        matmul=e.number("matmul"),
-        hbm=e.number("hbm"),
-        launch_s=e.number("launch_us") * 1e-6,
-        adam_dram=e.number("adam_dram"),
-        adam_params_per_core_s=e.number("adam_gparams_core") * 1e9,
-        pageable_bytes_per_s=e.number("pageable_gb_per_s") * GB,
-        source=f"{e.text('source')} (checked {e.values['checked']})",
+        matmul=e.matmul,
+        hbm=e.hbm,
+        launch_s=e.launch_us * 1e-6,
+        adam_dram=e.adam_dram,
+        adam_params_per_core_s=e.adam_gparams_core * 1e9,
+        pageable_bytes_per_s=e.pageable_gb_per_s * GB,
+        source=f"{e.source} (checked {e.checked})",
     )
 
 

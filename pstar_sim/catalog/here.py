@@ -63,7 +63,7 @@ def _rank(catalog: Catalog, line: str, share: float, notes: list[str]) -> Rank:
     if len(words) != 5:
         raise CatalogError(f"nvidia-smi: {line!r} has {len(words)} fields; five were asked for ({_QUERY})")
     device, total, free, generation, width = words
-    known = {alias: name for name, entry in catalog.gpus.items() for alias in entry.texts("device_names")}
+    known = {alias: name for name, entry in catalog.gpus.items() for alias in entry.values.device_names}
     if device not in known:
         raise CatalogError(
             f"this machine's GPU {device!r} is not in the catalog; describe it in a file, with "
@@ -90,8 +90,8 @@ def _link(catalog: Catalog, gpu: Gpu, generation: str, width: str, notes: list[s
     """The catalog's link of that PCIe generation, narrowed to the lanes there are; a virtual machine may hide both."""
     name = f"pcie{generation}-x16"
     if name not in catalog.links or not width.isdigit() or int(width) < 1:
-        like = next((e for e in catalog.machines.values() if e.text("gpu") == gpu.name), None)
-        name = "pcie4-x16" if like is None else like.text("link")
+        like = next((e for e in catalog.machines.values() if e.values.gpu == gpu.name), None)
+        name = "pcie4-x16" if like is None or like.values.link is None else like.values.link
         notes.append(f"PCIe generation and width are hidden: {name} assumed")
         return catalog.link(name)
     link = catalog.link(name)

@@ -5,35 +5,42 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Annotated, Literal
+
+from msgspec import structs
 
 from pstar_sim.arguments import spelled, text
-from pstar_sim.catalog.fields import Choice, Date, Entry, Field, Flag, Number, Text, Texts, parse_toml
+from pstar_sim.catalog.entries import Entry
 from pstar_sim.errors import CatalogError, ModelError, UnknownName
+from pstar_sim.schema.fields import Checked, Table, Text, between, says
+from pstar_sim.schema.files import parse_toml
 
-__all__ = ["ModelEntry", "count_params", "model_entry", "model_names", "read_models"]
+__all__ = ["ModelEntry", "ModelShape", "count_params", "model_entry", "model_names", "read_models"]
 
-_COUNT = Number(1, 1e6, whole=True)
-_SOME = Number(1, 1e6, whole=True, required=False)
-_FIELDS: dict[str, Field] = {
-    "family": Choice(("gpt", "llama", "bert", "vit")),
-    "layers": _COUNT,
-    "hidden": _COUNT,
-    "heads": _COUNT,
-    "kv_heads": _COUNT,
-    "ffn": _COUNT,
-    "vocab": Number(0, 1e7, whole=True),
-    "max_seq": Number(1, 1e8, whole=True),
-    "tied": Flag(),
-    "attention_bias": Flag(required=False),
-    "patch": _SOME,
-    "image": _SOME,
-    "classes": _SOME,
-    "params": Number(1, 1e15, whole=True),
-    "aliases": Texts(required=False),
-    "notes": Text(required=False),
-    "source": Text(),
-    "checked": Date(),
-}
+_Count = Annotated[int, between(1, 10**6)]
+
+
+class ModelShape(Table, frozen=True, kw_only=True):
+    """An entry of models.toml; families are described at the head of that file."""
+
+    family: Annotated[Literal["gpt", "llama", "bert", "vit"], says("which blocks the model is made of")]
+    layers: Annotated[_Count, says("number of blocks")]
+    hidden: Annotated[_Count, says("width of the residual stream")]
+    heads: Annotated[_Count, says("attention heads")]
+    kv_heads: Annotated[_Count, says("heads of keys and values; equal to heads outside the llama family")]
+    ffn: Annotated[_Count, says("width of the feed-forward layer")]
+    vocab: Annotated[int, between(0, 10**7), says("tokens of the vocabulary, 0 for a ViT")]
+    max_seq: Annotated[int, between(1, 10**8), says("positions the model has")]
+    tied: Annotated[bool, says("the head is the token embedding")]
+    attention_bias: Annotated[bool, says("biases of q, k and v in the llama family")] = False
+    patch: Annotated[_Count | None, says("pixels of a patch's side, ViT only")] = None
+    image: Annotated[_Count | None, says("pixels of an image's side, ViT only")] = None
+    classes: Annotated[_Count | None, says("outputs of the head, ViT only")] = None
+    params: Annotated[int, between(1, 10**15), says("true parameter count, tied weights once")]
+    aliases: Annotated[tuple[Text, ...], says("other names of the same model")] = ()
+    notes: Annotated[Text | None, says("what `pstar models` prints")] = None
+    source: Annotated[Text, says("where the figures come from")]
+    checked: Annotated[Checked, says("when somebody looked")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,32 +96,15 @@ def count_params(m: ModelEntry) -> int:
 
 
 def _entry(file: str, name: str, raw: object) -> ModelEntry:
-    e = Entry.read(file, name, raw, _FIELDS)
-    m = ModelEntry(
-        name=name,
-        family=e.text("family"),
-        layers=e.whole("layers"),
-        hidden=e.whole("hidden"),
-        heads=e.whole("heads"),
-        kv_heads=e.whole("kv_heads"),
-        ffn=e.whole("ffn"),
-        vocab=e.whole("vocab"),
-        max_seq=e.whole("max_seq"),
-        tied=e.flag("tied"),
-        params=e.whole("params"),
-        source=e.text("source"),
-        attention_bias=e.flag("attention_bias"),
-        patch=e.whole("patch"),
-        image=e.whole("image"),
-        classes=e.whole("classes"),
-        aliases=e.texts("aliases"),
-        notes=e.text("notes"),
-    )
+    e = Entry.read(file, name, raw, ModelShape)
+    given = {field: value for field, value in structs.asdict(e.values).items() if value is not None}
+    del given["checked"]
+    m = ModelEntry(name=name, **{**given, "aliases": e.values.aliases})
     _check_shape(e, m)
     return m
 
 
-def _check_shape(e: Entry, m: ModelEntry) -> None:
+def _check_shape(e: Entry[ModelShape], m: ModelEntry) -> None:
     """Raises CatalogError, naming the field, for a shape that contradicts itself or does not have its parameters."""
     if m.hidden % m.heads:
         raise e.refuse("heads", f"a divisor of hidden = {m.hidden}")
@@ -127,7 +117,7 @@ def _check_shape(e: Entry, m: ModelEntry) -> None:
         raise e.refuse("params", f"{count_params(m)}, which is what the shape has")
 
 
-def _check_image(e: Entry, m: ModelEntry) -> None:
+def _check_image(e: Entry[ModelShape], m: ModelEntry) -> None:
     """Patches, image and classes are a ViT's alone, a vocabulary everybody else's."""
     if m.family == "vit":
         if not (m.patch and m.image and m.classes) or m.image % m.patch:

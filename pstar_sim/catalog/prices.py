@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
 from importlib.resources import files
 from pathlib import Path
+from typing import Annotated
 
-from pstar_sim.catalog.fields import Date, Entry, Field, Number, Text, parse_toml, read_toml
+from pstar_sim.schema.fields import Checked, Table, Text, between, says
+from pstar_sim.schema.files import parse_toml, read_toml
+from pstar_sim.schema.reading import read_table
 
 __all__ = ["Price", "load_prices"]
 
-_USD = Number(1e-3, 1e6)
-_SHIPPED: dict[str, Field] = {
-    "usd_per_hour": _USD,
-    "as_of": Date(),
-    "offer": Text(),
-    "source": Text(),
-    "checked": Date(),
-}
-_OWN: dict[str, Field] = {
-    "usd_per_hour": _USD,
-    "as_of": Date(required=False),
-    "offer": Text(required=False),
-    "source": Text(required=False),
-    "checked": Date(required=False),
-}
+VERSION = 1
+"""Of a user's file of prices; `version` at its head says another one, and a file of the first edition has none."""
+
+
+class OwnPrice(Table, frozen=True, kw_only=True):
+    """What a machine costs, in a user's file."""
+
+    usd_per_hour: Annotated[
+        float, between(1e-3, 1e6), says("list price of one node, on demand if nothing else is said")
+    ]
+    as_of: Annotated[Checked | None, says("when the source gives it")] = None
+    offer: Annotated[Text | None, says("what is offered at that price")] = None
+    source: Annotated[Text | None, says("where the price comes from; default: the file")] = None
+    checked: Annotated[Checked | None, says("when somebody looked")] = None
+
+
+class ShippedPrice(OwnPrice, frozen=True, kw_only=True):
+    """What a machine costs, in prices.toml."""
+
+    as_of: Checked
+    offer: Text
+    source: Text
+    checked: Checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,26 +56,23 @@ def load_prices(user_file: str | Path | None = None) -> dict[str, Price]:
     """Price by machine. user_file: entries [MACHINE] usd_per_hour = ... that come before the shipped ones; only that
     field is needed. Raises CatalogError for an entry that is wrong."""
     text = (files("pstar_sim.catalog") / "prices.toml").read_text(encoding="utf-8")
-    prices = {name: _price(Entry.read("prices.toml", name, raw, _SHIPPED), own=False) for name, raw in _entries(text)}
+    prices = {
+        name: _price("prices.toml", name, read_table(ShippedPrice, "prices.toml", name, raw), own=False)
+        for name, raw in parse_toml("prices.toml", text).items()
+    }
     if user_file is not None:
         file = str(user_file)
-        for name, raw in read_toml(Path(user_file)).items():
-            prices[name] = _price(Entry.read(file, name, raw, _OWN), own=True)
+        for name, raw in read_toml(Path(user_file), "price file", VERSION).items():
+            prices[name] = _price(file, name, read_table(OwnPrice, file, name, raw), own=True)
     return prices
 
 
-def _entries(text: str) -> list[tuple[str, object]]:
-    content: Mapping[str, object] = parse_toml("prices.toml", text)
-    return list(content.items())
-
-
-def _price(e: Entry, *, own: bool) -> Price:
-    when = e.values.get("as_of")
+def _price(file: str, name: str, given: OwnPrice, *, own: bool) -> Price:
     return Price(
-        machine=e.name,
-        usd_per_hour=e.number("usd_per_hour"),
-        as_of=when if isinstance(when, date) else None,
-        offer=e.text("offer"),
-        source=e.text("source", e.file),
+        machine=name,
+        usd_per_hour=given.usd_per_hour,
+        as_of=given.as_of,
+        offer=given.offer or "",
+        source=given.source or file,
         own=own,
     )

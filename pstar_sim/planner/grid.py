@@ -25,7 +25,6 @@ from itertools import product
 from pathlib import Path
 
 from pstar_sim.arguments import file_path, parse_bytes
-from pstar_sim.catalog.fields import read_toml
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.models import model_entry
@@ -34,6 +33,7 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.ranks import shares_of_batch
 from pstar_sim.policy.registry import find_policy
+from pstar_sim.schema.files import read_toml
 from pstar_sim.version import __version__
 from pstar_sim.workload.lora import Adapter
 from pstar_sim.workload.optimizers import optimizer_spec, with_optimizer
@@ -127,7 +127,7 @@ def load_grid(source: str | Path | Mapping[str, object]) -> Grid:
         file, content = "grid", dict(source)
     else:
         file = str(file_path("grid", source))
-        content = read_toml(Path(file))
+        content = read_toml(Path(file), "grid", SCHEMA)
     table = content.pop("set", {})
     if not isinstance(table, Mapping):
         raise PstarError(f'{file}: set = {table!r}; write a table: [set] and "gpu.memory" = ["24GB", "48GB"] below it')

@@ -91,11 +91,11 @@ def test_every_machine_is_positive_and_finite(name: str) -> None:
 @pytest.mark.parametrize("table", ["gpus", "links", "hosts", "machines"])
 def test_every_entry_names_its_source_and_date(table: str) -> None:
     for entry in getattr(load_catalog(), table).values():
-        assert len(entry.text("source")) > 10, entry.name
-        assert entry.values["checked"].year >= 2015
-        calibrated = entry.table("calibrated") if table != "machines" else None
+        assert len(entry.values.source) > 10, entry.name
+        assert entry.values.checked.year >= 2015
+        calibrated = entry.values.calibrated if table != "machines" else None
         if calibrated is not None:
-            assert calibrated.text("source") != entry.text("source")
+            assert calibrated.source != entry.values.source
 
 
 # C GB, B GB/s, F TFLOPS, R Gparam/s, HBM TB/s: the effective values these four machines are calibrated with.
@@ -120,7 +120,7 @@ def test_calibrated_machines(name: str, usable: float, link: float, flops: float
     assert m.host.memory_bytes == 512 * GB
     assert m.confidence == "calibrated"
     # The datasheet is kept beside the calibration: the peak is above the effective rate.
-    assert load_catalog().gpus[m.gpu.name].number("fp16_tflops") > flops
+    assert load_catalog().gpus[m.gpu.name].values.fp16_tflops > flops
 
 
 def test_cards_without_bf16_have_no_rate_for_it() -> None:
@@ -217,6 +217,16 @@ def test_a_bad_file(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(CatalogError, match=message) as error:
         load_machine(write(tmp_path, text))
     assert "my.toml" in str(error.value)
+
+
+def test_a_file_may_say_its_version(tmp_path: Path) -> None:
+    assert load_machine(write(tmp_path, "version = 1\n" + complete())).name == "mine"
+    with pytest.raises(
+        CatalogError, match=r"my\.toml: was written by a newer pstar-sim \(machine file version 2; this"
+    ):
+        load_machine(write(tmp_path, "version = 2\n" + complete()))
+    with pytest.raises(CatalogError, match=r"my\.toml: field 'version' is '1', not a version number"):
+        load_machine(write(tmp_path, 'version = "1"\n' + complete()))
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:

@@ -1,0 +1,249 @@
+"""The tables of catalog files, field by field: what an entry of gpus.toml or of a user's file may say.
+
+Units are in the names: gb is 1e9 bytes, gb_per_s 1e9 bytes per second, tflops 1e12 flops per second, us 1e-6 s. A
+`calibrated` table holds effective values with a source of their own; what is preferred is in catalog.py
+([Note: which figure is used]).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+from pstar_sim.catalog import curves
+from pstar_sim.errors import CatalogError
+from pstar_sim.schema.fields import Checked, Curve, Table, Text, between, curve, says
+from pstar_sim.schema.reading import nearest, read_table
+
+__all__ = ["TABLES", "DiskEntry", "Entry", "GpuEntry", "HostEntry", "LinkEntry", "MachineEntry", "scaled"]
+
+_Gigabytes = Annotated[float, between(0.001, 1e5)]
+_Rate = Annotated[float, between(0.01, 2e4)]
+_LinkRate = Annotated[float, between(0.001, 2e3)]
+_Tflops = Annotated[float, between(1e-4, 1e5)]
+_Efficiency = Annotated[float, between(0.01, 1)]
+_Adam = Annotated[float, between(1e-3, 1e3)]
+_Latency = Annotated[float, between(0, 1e5)]
+_SlowDown = Annotated[float, between(1, 1000)] | None
+
+
+class _Origin(Table, frozen=True, kw_only=True):
+    """Where the figures of a table come from."""
+
+    source: Annotated[Text, says("where the figures come from; a user's file is its own source")]
+    checked: Annotated[Checked, says("when somebody looked; of a user's file, when it was last written")]
+
+
+class CalibratedGpu(_Origin, frozen=True, kw_only=True):
+    """Effective values of a card, which were measured."""
+
+    usable_gb: Annotated[_Gigabytes | None, says("what a process can count on")] = None
+    hbm_gb_per_s: Annotated[_Rate | None, says("memory bandwidth")] = None
+    fp32_tflops: Annotated[_Tflops | None, says("matrix rate")] = None
+    fp16_tflops: Annotated[_Tflops | None, says("matrix rate")] = None
+    bf16_tflops: Annotated[_Tflops | None, says("matrix rate")] = None
+    fp32_table: Annotated[Curve | None, curve("GFLOP of a product", "TFLOP/s"), says("rate by size of a product")] = (
+        None
+    )
+    fp16_table: Annotated[Curve | None, curve("GFLOP of a product", "TFLOP/s"), says("rate by size of a product")] = (
+        None
+    )
+    bf16_table: Annotated[Curve | None, curve("GFLOP of a product", "TFLOP/s"), says("rate by size of a product")] = (
+        None
+    )
+    operators_gb_per_s: Annotated[_Rate | None, says("bandwidth that the operators of a moment reach")] = None
+    launch_us: Annotated[_Latency | None, says("kernels and hooks of one moment, whatever their size")] = None
+
+
+class GpuEntry(_Origin, frozen=True, kw_only=True):
+    """A card."""
+
+    memory_gb: Annotated[_Gigabytes, says("what the card is sold with")]
+    usable_gb: Annotated[_Gigabytes, says("what a process can count on")]
+    context_gb: Annotated[float, between(0, 100), says("driver context, libraries, fragmentation; part of usable_gb")]
+    hbm_gb_per_s: Annotated[_Rate, says("memory bandwidth, from the datasheet")]
+    hbm_efficiency: Annotated[_Efficiency, says("effective memory bandwidth over the peak")]
+    fp32_tflops: Annotated[_Tflops, says("peak matrix rate, dense, no TF32")]
+    fp16_tflops: Annotated[_Tflops | None, says("peak of the tensor cores; left out where the card has no fp16")] = None
+    bf16_tflops: Annotated[_Tflops | None, says("peak of the tensor cores; left out where the card has no bf16")] = None
+    fp32_efficiency: Annotated[_Efficiency, says("effective fp32 rate over the peak")]
+    tensor_core_efficiency: Annotated[_Efficiency, says("effective 16-bit rate over the peak")]
+    device_names: Annotated[tuple[Text, ...], says("what nvidia-smi calls the card")] = ()
+    calibrated: Annotated[CalibratedGpu | None, says("effective values; they are used as they are")] = None
+
+
+class CalibratedLink(_Origin, frozen=True, kw_only=True):
+    """Effective values of a link, which were measured."""
+
+    h2d_gb_per_s: Annotated[_LinkRate | None, says("large pinned copies to the GPU")] = None
+    d2h_gb_per_s: Annotated[_LinkRate | None, says("large pinned copies from the GPU")] = None
+    pageable_gb_per_s: Annotated[_LinkRate | None, says("copies from or to memory that is not pinned")] = None
+    h2d_table: Annotated[Curve | None, curve("MB of a copy", "GB/s"), says("rate by size of a copy")] = None
+    d2h_table: Annotated[Curve | None, curve("MB of a copy", "GB/s"), says("rate by size of a copy")] = None
+
+
+class LinkEntry(_Origin, frozen=True, kw_only=True):
+    """What joins a host and a GPU, the GPUs of a node, or the nodes."""
+
+    connects: Annotated[Literal["host-gpu", "gpu-gpu", "node-node"], says("a machine's link, peer_link or network")]
+    h2d_gb_per_s: Annotated[_LinkRate, says("line rate to the GPU; between nodes, out of a whole node")]
+    d2h_gb_per_s: Annotated[_LinkRate, says("line rate from the GPU; between nodes, into a whole node")]
+    efficiency: Annotated[_Efficiency, says("what a large pinned copy gets of the line rate")]
+    latency_us: Annotated[_Latency, says("of one asynchronous copy")]
+    duplex: Annotated[bool, says("whether both directions run at full rate at once")]
+    pageable_gb_per_s: Annotated[_LinkRate | None, says("a copy from or to memory that is not pinned, either way")] = (
+        None
+    )
+    calibrated: Annotated[CalibratedLink | None, says("effective values; they are used as they are")] = None
+
+
+class CalibratedHost(_Origin, frozen=True, kw_only=True):
+    """Effective values of a host, which were measured."""
+
+    adam_gparams_per_s: Annotated[_Adam | None, says("fused AdamW over fp32 states, all cores")] = None
+    adam_table: Annotated[Curve | None, curve("threads", "billion parameters/s"), says("rate by threads")] = None
+    dram_gb_per_s: Annotated[_Rate | None, says("bandwidth of DRAM, used as it is")] = None
+
+
+class HostEntry(_Origin, frozen=True, kw_only=True):
+    """Memory and processors of a node."""
+
+    memory_gb: Annotated[_Gigabytes, says("DRAM")]
+    reserved_gb: Annotated[float, between(0, 1e4), says("left for the system and the training process itself")]
+    dram_peak_gb_per_s: Annotated[_Rate, says("channels x transfer rate x 8 bytes, of the memory that copies reach")]
+    dram_efficiency: Annotated[_Efficiency, says("what streaming reads and writes get of the peak")]
+    cores: Annotated[int, between(1, 4096), says("physical cores that Adam may use")]
+    adam_gparams_per_s: Annotated[_Adam, says("fused AdamW over fp32 states, alone on the host")]
+    calibrated: Annotated[CalibratedHost | None, says("effective values; they are used as they are")] = None
+
+
+class CalibratedDisk(_Origin, frozen=True, kw_only=True):
+    """Effective values of a node's disks, which were measured."""
+
+    read_gb_per_s: Annotated[_LinkRate | None, says("large sequential reads")] = None
+    write_gb_per_s: Annotated[_LinkRate | None, says("large sequential writes")] = None
+
+
+class DiskEntry(_Origin, frozen=True, kw_only=True):
+    """The solid-state disks of a node, all together."""
+
+    size_gb: Annotated[float, between(1, 1e7), says("what a training job may fill")]
+    read_gb_per_s: Annotated[_LinkRate, says("large sequential reads of all disks at once, from the datasheet")]
+    write_gb_per_s: Annotated[_LinkRate, says("large sequential writes of all disks at once, from the datasheet")]
+    efficiency: Annotated[_Efficiency, says("what such accesses get of the datasheet's rates")]
+    latency_us: Annotated[_Latency, says("of one access")]
+    calibrated: Annotated[CalibratedDisk | None, says("effective values; they are used as they are")] = None
+
+
+class RankGroup(Table, frozen=True, kw_only=True):
+    """GPUs of a node that differ from the others: one group of equal ones."""
+
+    gpu: Annotated[Text, says("name of an entry of gpus")]
+    gpus: Annotated[int, between(1, 1024), says("number of such GPUs")] = 1
+    link: Annotated[Text, says("name of an entry of links")]
+    batch: Annotated[float, between(1, 1e6), says("sequences of a micro-batch for each; only the proportion counts")]
+
+
+class Slowdowns(Table, frozen=True, kw_only=True):
+    """How many times as long one queue takes while another one works."""
+
+    compute_while_adam: _SlowDown = None
+    compute_while_h2d: _SlowDown = None
+    compute_while_d2h: _SlowDown = None
+    adam_while_compute: _SlowDown = None
+    adam_while_h2d: _SlowDown = None
+    adam_while_d2h: _SlowDown = None
+    h2d_while_compute: _SlowDown = None
+    h2d_while_adam: _SlowDown = None
+    h2d_while_d2h: _SlowDown = None
+    d2h_while_compute: _SlowDown = None
+    d2h_while_adam: _SlowDown = None
+    d2h_while_h2d: _SlowDown = None
+
+
+class MachineEntry(_Origin, frozen=True, kw_only=True):
+    """A node's parts by name, and how many such nodes there are."""
+
+    gpu: Annotated[Text | None, says("name of an entry of gpus; left out where ranks are listed")] = None
+    gpus: Annotated[
+        Annotated[int, between(1, 1024)] | None, says("GPUs of a node; left out where ranks are listed")
+    ] = None
+    link: Annotated[Text | None, says("name of an entry of links, host-gpu; left out where ranks are listed")] = None
+    ranks: Annotated[tuple[RankGroup, ...] | None, says("GPUs that differ, instead of gpu, gpus and link")] = None
+    peer_link: Annotated[Text | None, says("joins the GPUs of a node; without one they use their links")] = None
+    gpus_per_root: Annotated[Annotated[int, between(1, 64)] | None, says("GPUs that share one PCIe switch")] = None
+    root_gb_per_s: Annotated[_LinkRate | None, says("what a switch passes to and from the host; default: one link")] = (
+        None
+    )
+    nodes: Annotated[int, between(1, 4096), says("number of such nodes")] = 1
+    network: Annotated[Text | None, says("joins the nodes")] = None
+    disks: Annotated[Text | None, says("name of an entry of disks")] = None
+    host: Annotated[Text, says("name of an entry of hosts")]
+    rates: Annotated[
+        Literal["catalog", "fitted"], says("fitted: by the efficiency model instead of the parts' own rates")
+    ] = "catalog"
+    notes: Annotated[Text | None, says("what `pstar machines` prints")] = None
+    price_usd_per_hour: Annotated[Annotated[float, between(1e-3, 1e4)] | None, says("of one node")] = None
+    slowdowns: Annotated[Slowdowns | None, says("compute_while_adam = 1.2: compute takes 1.2 times as long then")] = (
+        None
+    )
+
+
+TABLES: dict[str, type[Table]] = {
+    "gpus": GpuEntry,
+    "links": LinkEntry,
+    "hosts": HostEntry,
+    "disks": DiskEntry,
+    "machines": MachineEntry,
+}
+"""Table of a catalog file -> what its entries are."""
+
+_E = TypeVar("_E", bound=Table, covariant=True)
+
+
+@dataclass(frozen=True)
+class Entry(Generic[_E]):
+    """One entry whose fields have been checked.
+
+    file: where it was written, for messages.
+    raw: what was written.
+    values: its fields.
+    """
+
+    file: str
+    name: str
+    raw: object
+    values: _E
+
+    @classmethod
+    def read(cls, file: str, name: str, raw: object, table: type[_E]) -> Entry[_E]:
+        """Raises CatalogError for a missing, unknown or absurd field."""
+        return cls(file, name, raw, read_table(table, file, name, raw))
+
+    def refuse(self, field: str, want: str) -> CatalogError:
+        """The error for a value that is in range but contradicts another field. field: "calibrated.usable_gb" for one
+        of a table below."""
+        *tables, last = field.split(".")
+        place = ".".join((self.name, *tables))
+        return CatalogError(f"{self.file}: [{place}] {last} = {self.written(field)!r}; must be {want}")
+
+    def known(self, what: str, field: str, names: tuple[str, ...]) -> str:
+        """The value of a field that names an entry of another table. Raises CatalogError if there is none so named."""
+        name = str(self.written(field))
+        if name not in names:
+            raise self.refuse(field, f"the name of a {what}, such as {nearest(name, names) or ', '.join(names)}")
+        return name
+
+    def written(self, field: str) -> Any:
+        """The value of a field as it was written, None where it was not. field: as for `refuse`; "ranks[0].gpu"."""
+        value: Any = self.raw
+        for part in field.split("."):
+            part, _, index = part.removesuffix("]").partition("[")
+            value = value.get(part)
+            value = value[int(index)] if index else value
+        return value
+
+
+def scaled(points: Curve | None, size_unit: float, rate_unit: float) -> curves.Curve:
+    """A curve in base units; () where it is not given."""
+    return tuple((size * size_unit, rate * rate_unit) for size, rate in points or ())

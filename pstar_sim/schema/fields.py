@@ -1,0 +1,176 @@
+"""What a field may be, declared at the field, and the words for it: in an error and on the page of a format.
+
+    class Host(Table, frozen=True, kw_only=True):
+        memory_gb: Annotated[float, between(0.001, 1e5), says("DRAM")]
+
+A bound, a choice or a `Rule` is checked when the field is read; `want` puts it into words.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import date
+from enum import Enum
+from functools import cache
+from itertools import pairwise
+from typing import Annotated, Any, Literal
+
+from msgspec import NODEFAULT, Meta, Struct, UnsetType, structs
+
+__all__ = [
+    "Checked",
+    "Curve",
+    "Field",
+    "Rule",
+    "Table",
+    "Text",
+    "between",
+    "curve",
+    "fields_of",
+    "is_table",
+    "least",
+    "meaning",
+    "rule_of",
+    "says",
+    "split",
+    "want",
+]
+
+
+class Table(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of TOML (or an object of JSON) with fields of its own and no others."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What no bound can say of a value of the right type. want: what the value must be, in words."""
+
+    test: Callable[[Any], bool]
+    want: str
+
+
+def says(meaning: str) -> Meta:
+    """The meaning of a field, for its page."""
+    return Meta(description=meaning)
+
+
+def between(low: float, high: float) -> Meta:
+    """A number from `low` to `high`, both included; not a number (NaN) is outside."""
+    return Meta(ge=low, le=high)
+
+
+def least(low: float) -> Meta:
+    return Meta(ge=low)
+
+
+def _recent(day: date) -> bool:
+    return day.year >= 2015
+
+
+def _ascending(points: tuple[tuple[float, float], ...]) -> bool:
+    return bool(points) and all(a[0] < b[0] for a, b in pairwise(points))
+
+
+Text = Annotated[str, Meta(pattern=r"\S")]
+"""A text that is not empty."""
+Checked = Annotated[
+    date, Meta(extra={"rule": Rule(_recent, "a date from 2015 on, without quotes, such as 2026-11-21")})
+]
+"""The day on which somebody looked a figure up."""
+_Positive = Annotated[float, Meta(gt=0, lt=1e15)]
+Curve = tuple[tuple[_Positive, _Positive], ...]
+"""A measured curve: [size, rate] pairs, sizes ascending."""
+
+
+def curve(size: str, rate: str) -> Meta:
+    """Of a field that is a `Curve`. size, rate: what its pairs hold, with their units."""
+    words = f"a list of [{size}, {rate}] pairs of positive numbers, sizes ascending"
+    return Meta(extra={"rule": Rule(_ascending, words)})
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of a table: its type as declared, whether it has to be given, and its default where it need not be."""
+
+    name: str
+    kind: Any
+    required: bool
+    default: object = None
+
+
+@cache
+def fields_of(table: type[Struct]) -> dict[str, Field]:
+    """The fields of a table by name, in the order in which they are declared."""
+    hints = typing.get_type_hints(table, include_extras=True)
+    found = {}
+    for f in structs.fields(table):
+        default = f.default if f.default is not NODEFAULT else f.default_factory
+        default = default() if callable(default) and f.default is NODEFAULT and default is not NODEFAULT else default
+        found[f.encode_name] = Field(f.encode_name, hints[f.name], f.required, default)
+    return found
+
+
+def split(kind: Any) -> tuple[Any, tuple[Any, ...], tuple[Meta, ...]]:
+    """(what the type is, its arguments, the bounds and words declared with it). Of "X or nothing" that of X."""
+    metas: tuple[Meta, ...] = ()
+    while True:
+        if typing.get_origin(kind) is Annotated:
+            kind, *more = typing.get_args(kind)
+            metas += tuple(m for m in more if isinstance(m, Meta))
+            continue
+        if typing.get_origin(kind) in (typing.Union, types.UnionType):
+            arms = [arm for arm in typing.get_args(kind) if arm not in (type(None), UnsetType)]
+            if len(arms) == 1:
+                kind = arms[0]
+                continue
+        return typing.get_origin(kind) or kind, typing.get_args(kind), metas
+
+
+def is_table(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Struct)
+
+
+def meaning(kind: Any) -> str:
+    """What was said of a field; "" where nothing was."""
+    return next((m.description for m in split(kind)[2] if m.description), "")
+
+
+def rule_of(kind: Any) -> Rule | None:
+    rules = (m.extra.get("rule") for m in split(kind)[2] if m.extra)
+    return next((r for r in rules if isinstance(r, Rule)), None)
+
+
+def want(kind: Any, table: str = "an object") -> str:
+    """What a value of this type must be, in words. table: the word for a table in this kind of file."""
+    rule = rule_of(kind)
+    if rule is not None:
+        return rule.want
+    base, args, metas = split(kind)
+    if base in (typing.Union, types.UnionType):
+        return " | ".join(want(arm, table) for arm in args)
+    if base is Literal:
+        return f"one of {', '.join(str(word) for word in args)}"
+    if is_table(base) or base in (dict, Mapping):
+        return table
+    if base in (list, tuple):
+        if table == "a table" and args:
+            return f"a list of {'tables' if is_table(split(args[0])[0]) else 'texts'}"
+        return "a list"
+    if isinstance(base, type) and issubclass(base, Enum):
+        return f"one of {', '.join(str(member.value) for member in base)}"
+    if base in (int, float):
+        return _number("a whole number" if base is int else "a number", base, metas)
+    return {str: "a text that is not empty" if metas else "a text", bool: "true or false"}.get(base, str(base))
+
+
+def _number(words: str, base: type, metas: tuple[Meta, ...]) -> str:
+    low = next((m.ge for m in metas if m.ge is not None), None)
+    high = next((m.le for m in metas if m.le is not None), None)
+    if (low is None and high is None) or low == -(2**63):
+        return f"{words} of at most 64 bits" if base is int else "a finite number"
+    if high is None:
+        return f"{words} of at least {low:g}"
+    return f"{words} from {low:g} to {high:g}"

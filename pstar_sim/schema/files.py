@@ -1,0 +1,83 @@
+"""The text of TOML and JSON files as plain values, and the version at the head of a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pstar_sim.errors import CatalogError, PstarError
+from pstar_sim.python310 import TOMLDecodeError, toml_loads
+from pstar_sim.schema.reading import REFUSED, Fault
+
+__all__ = ["parse_json", "parse_toml", "read_toml", "without_head"]
+
+
+def parse_toml(file: str, text: str) -> dict[str, object]:
+    """Raises CatalogError for a text that is not TOML."""
+    try:
+        return toml_loads(text)
+    except TOMLDecodeError as error:
+        raise CatalogError(f"{file}: not a TOML file: {error}") from None
+
+
+def read_toml(path: Path, what: str, version: int) -> dict[str, object]:
+    """The content of a file without its `version`, which need not be given: the first edition had none.
+
+    what: the format, for messages. version: the newest that this package reads. Raises CatalogError for a file that
+    cannot be read, is not TOML, or is of a newer version.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise CatalogError(f"{path}: not a text file in UTF-8") from None
+    except OSError as error:
+        raise CatalogError(f"{path}: cannot be read: {error.strerror}") from None
+    content = parse_toml(str(path), text)
+    if not isinstance(content.get("version"), dict):
+        _check_version(content.pop("version", 1), what, version, CatalogError, f"{path}: ")
+    return content
+
+
+def parse_json(text: str) -> object:
+    """The value that the text of a file stands for. Raises Fault saying what is not JSON in it, and where."""
+    try:
+        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_key_twice)
+    except json.JSONDecodeError as error:
+        raise _not_json(f"line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except RecursionError:
+        raise _not_json("its lists or objects are nested too deeply") from None
+    except ValueError as error:  # Python refuses to read a number of thousands of digits
+        raise _not_json(f"a number has too many digits: {error}") from None
+
+
+def _not_json(why: str) -> Fault:
+    return Fault((), REFUSED, why)
+
+
+def _no_constant(name: str) -> object:
+    raise _not_json(f"{name} is not a number this file may contain")
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _not_json(f"field {next(key for key in keys if keys.count(key) > 1)!r} is given twice")
+    return values
+
+
+def without_head(values: object, *, what: str, format: str, version: int, error: type[PstarError]) -> dict[str, Any]:
+    """A JSON object without its fields `format` and `version`. what: the kind of file, for messages. version: the
+    newest that this package reads. Raises `error` for another format, and for a newer version."""
+    if not isinstance(values, dict) or values.get("format") != format:
+        raise error(f"is not {what} (field 'format' is not {format!r})")
+    _check_version(values.get("version"), format.removeprefix("pstar-sim "), version, error)
+    return {name: value for name, value in values.items() if name not in ("format", "version")}
+
+
+def _check_version(found: object, what: str, newest: int, error: type[PstarError], place: str = "") -> None:
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise error(f"{place}field 'version' is {found!r}, not a version number")
+    if found > newest:
+        raise error(f"{place}was written by a newer pstar-sim ({what} version {found}; this one reads {newest})")

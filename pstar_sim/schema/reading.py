@@ -1,0 +1,180 @@
+"""Values into declared types: msgspec where all is well, and where it refuses, the first `Fault` from the top down."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import date, datetime
+from functools import cache
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from pstar_sim.errors import CatalogError
+from pstar_sim.schema.fields import Field, fields_of, is_table, rule_of, split, want
+
+__all__ = ["Fault", "Path", "brief", "convert", "nearest", "read_table"]
+
+T = TypeVar("T")
+Path = tuple[str | int, ...]
+_PLAIN = (date, datetime)  # what TOML has beside JSON: a text is not a date there
+
+
+class Fault(Exception):
+    """The first thing that does not fit. Whoever reads the file turns it into an error that names the file.
+
+    path: keys and indices that lead to it.
+    value: what is there; `MISSING` where nothing is.
+    want: what it must be.
+    known: the keys that there are, where it is a key that is not one of them.
+    """
+
+    def __init__(self, path: Path, value: object, want: str, known: tuple[str, ...] | None = None) -> None:
+        super().__init__(path, value, want)
+        self.path = path
+        self.value = value
+        self.want = want
+        self.known = known
+
+    def under(self, key: str | int) -> Fault:
+        """The same, seen from one table or list above."""
+        return Fault((key, *self.path), self.value, self.want, self.known)
+
+    def in_json(self) -> str:
+        """In words, for a file of JSON: "field 'machine.host.cores' is 0; it must be ..."."""
+        where = dotted(self.path)
+        if self.value is REFUSED:
+            return f"field {where!r}: {self.want}" if where else self.want
+        if self.value is MISSING:
+            return f"field {where!r} is missing"
+        if self.known is not None:
+            near = nearest(str(self.path[-1]), self.known)
+            return f"field {where!r} is not known" + (f"; did you mean {near}?" if near else "")
+        return f"field {where!r} is {brief(self.value)}; it {self.want}"
+
+    def in_toml(self, file: str, name: str) -> str:
+        """In words, for the entry `name` of a file of TOML: "my.toml: [mine.calibrated] usable_gb = 0; must be ..."."""
+        if not self.path:
+            return f"{file}: {name} = {self.value!r}; must be a table: [{name}] and its fields below it"
+        *above, field = self.path
+        place = f"{file}: [{dotted((name, *above))}] {field}"
+        if self.value is MISSING:
+            return f"{place} is missing; it {self.want}"
+        if self.known is not None:
+            near = nearest(str(field), self.known)
+            hint = f"did you mean {near}?" if near else f"it takes {', '.join(self.known)}"
+            return f"{place} = {self.value!r} is not a known field; {hint}"
+        return f"{place} = {self.value!r}; {self.want}"
+
+
+MISSING = object()
+REFUSED = object()
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known word that is most like this one."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
+    return near[0] if near else None
+
+
+def dotted(path: Path) -> str:
+    text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
+    return text.removeprefix(".")
+
+
+def brief(value: object) -> str:
+    """A value in a message, as JSON and cut to 60 characters."""
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def convert(kind: type[T] | Any, value: object, *, whole_fields: bool = False) -> T:
+    """`value`, made of plain values, as the type says. whole_fields: a fault names the field of a table, not a place
+    within it. Raises Fault."""
+    try:
+        found = msgspec.convert(value, kind, builtin_types=_PLAIN)
+    except msgspec.ValidationError as error:
+        word = "a table" if whole_fields else "an object"
+        for fault in _faults(kind, value, (), word, whole_fields):
+            raise fault from None
+        raise Fault((), REFUSED, str(error)) from None
+    _check_rules(found)
+    return typing.cast(T, found)
+
+
+def read_table(kind: type[T], file: str, name: str, raw: object) -> T:
+    """The entry `name` of a TOML file. Raises CatalogError, naming file, entry, field, value and what would do."""
+    try:
+        return convert(kind, raw, whole_fields=True)
+    except Fault as fault:
+        raise CatalogError(fault.in_toml(file, name)) from None
+
+
+def _faults(kind: Any, value: object, path: Path, word: str, whole: bool) -> Iterator[Fault]:
+    """What msgspec refuses in the value, from the top down; nothing where it takes it."""
+    try:
+        msgspec.convert(value, kind, builtin_types=_PLAIN)
+        return
+    except msgspec.ValidationError:
+        pass
+    base, args, _ = split(kind)
+    must = f"must be {want(kind, word)}"
+    if is_table(base) and isinstance(value, dict):
+        yield from _table_faults(base, value, path, word, whole)
+    elif base in (list, tuple) and isinstance(value, list) and not (whole and not is_table(split(args[0])[0])):
+        if base is tuple and args[-1] is not Ellipsis and len(value) != len(args):
+            yield Fault(path, value, f"has {len(value)} parts; it must have {len(args)}")
+        kinds = [args[0]] * len(value) if base is list or args[-1] is Ellipsis else args
+        for i, (inner, item) in enumerate(zip(kinds, value)):
+            yield from _faults(inner, item, (*path, i), word, whole)
+    elif base in (dict, Mapping) and isinstance(value, dict) and not whole:
+        for key, item in value.items():
+            yield from _faults(args[1], item, (*path, key), word, whole)
+    yield Fault(path, value, must)
+
+
+def _table_faults(table: type[Struct], value: dict[str, Any], path: Path, word: str, whole: bool) -> Iterator[Fault]:
+    fields = fields_of(table)
+    for key, item in value.items():
+        if key not in fields:
+            yield Fault((*path, key), item, "", tuple(fields))
+    for key, field in fields.items():
+        if key in value:
+            yield from _faults(field.kind, value[key], (*path, key), word, whole)
+        elif field.required:
+            yield Fault((*path, key), MISSING, f"must be {want(field.kind, word)}")
+
+
+@cache
+def _ruled(table: type[Struct]) -> tuple[Field, ...]:
+    """Fields with a rule, or with tables below them that may have some."""
+
+    def concerned(kind: Any) -> bool:
+        base, args, _ = split(kind)
+        return rule_of(kind) is not None or is_table(base) or (base is tuple and is_table(split(args[0])[0]))
+
+    return tuple(f for f in fields_of(table).values() if concerned(f.kind))
+
+
+def _check_rules(value: object) -> None:
+    if not isinstance(value, Struct):
+        return
+    for field in _ruled(type(value)):
+        held = getattr(value, field.name)
+        rule = rule_of(field.kind)
+        if held is None:
+            continue
+        if rule is not None:
+            if not rule.test(held):
+                shown = [list(row) for row in held] if isinstance(held, tuple) else held
+                raise Fault((field.name,), shown, f"must be {rule.want}")
+            continue
+        rows = enumerate(held) if isinstance(held, tuple) else [(None, held)]
+        for i, row in rows:
+            try:
+                _check_rules(row)
+            except Fault as fault:
+                raise (fault if i is None else fault.under(i)).under(field.name) from None
