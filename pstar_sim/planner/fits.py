@@ -1,6 +1,7 @@
-"""Fits: does this job fit this machine, by policy; with how much room to spare, or what is short and the nearest yes.
+"""Fits: does this job fit this machine, by policy; with how much room to spare, or what is short and the smallest
+change that would do.
 
-Asks memory.py for room (pinned rounding and start-up included), nearest.py for what would do, and simulates what fits.
+Asks memory.py for room (pinned rounding and start-up included), nearest.py for changes, and simulates what fits.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.planner.asked import asked_names, settings_of
 from pstar_sim.planner.collection import Collection
-from pstar_sim.planner.memory import LOADING, least_gpu_bytes, memory_need
-from pstar_sim.planner.nearest import nearest
+from pstar_sim.planner.memory import LOADING, Need, host_shortage, least_gpu_bytes, memory_need, need_with_room
+from pstar_sim.planner.nearest import Ask, Remedy, in_words, remedies
 from pstar_sim.planner.ranks import Share, machine_of, share_out
 from pstar_sim.planner.trust import trust
 from pstar_sim.policy.kit.collector import without_garbage_collection
-from pstar_sim.policy.registry import find_policy
+from pstar_sim.policy.registry import built_in, can, find_policy
 from pstar_sim.renderers import render_text
 from pstar_sim.sim.play import play
 from pstar_sim.workload.workload import Workload
@@ -28,19 +29,29 @@ from pstar_sim.workload.workload import Workload
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Fit", "Fits", "fits"]
+__all__ = ["Fit", "Fits", "SmallestChange", "fits"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
     """One policy's answer; bytes are those of one rank.
 
-    gpu_needed_bytes: the least GPU budget with which it would still fit on this host. host_needed_bytes: payloads,
-    pinned rounding and start-up, with as few chunks pinned as the host allows. Headroom is what is left beside them.
-    Where it does not fit: short_of ("gpu" or "host"), short_bytes, reason (with the nearest yes), and no figures but
-    that place's; reason alone where the policy has no plan for such a machine at all. iteration_s, tokens_per_s:
-    simulated. error: median relative error of such times that validation found for this class of machine; trust says
-    where it comes from, or that there is none.
+    gpu_needed_bytes: least GPU budget with which the policy fits on this host; where it does not fit, what it needs of
+        the GPU when the place that is short has just enough.
+    gpu_available_bytes: GPU budget of the machine.
+    host_needed_bytes: payloads, pinned rounding and start-up, with as few chunks pinned as the host allows; where the
+        policy does not fit, as for the GPU.
+    host_available_bytes: host budget of the machine.
+    host_payload_bytes, host_rounding_bytes: parts of host_needed_bytes.
+    host_startup_bytes, host_buffer_bytes: weights while they are loaded, buffers of the policy's own; the larger of the
+        two is the rest of host_needed_bytes.
+    short_of: place that is short ("gpu", "host" or "nvme"), where the policy does not fit.
+    short_bytes: by how much.
+    reason: why the policy does not fit, and which changes would make it fit. A policy that has no plan for such a
+        machine at all has a reason and no figures.
+    iteration_s, tokens_per_s: simulated, where the policy fits.
+    error: median relative error of such times that validation found for this class of machine.
+    trust: where error comes from, or that there is none.
     """
 
     policy: str
@@ -52,6 +63,7 @@ class Fit:
     host_payload_bytes: int | None = None
     host_rounding_bytes: int | None = None
     host_startup_bytes: int | None = None
+    host_buffer_bytes: int | None = None
     short_of: str | None = None
     short_bytes: int | None = None
     reason: str | None = None
@@ -62,15 +74,13 @@ class Fit:
 
     @property
     def gpu_headroom_bytes(self) -> int | None:
-        return (
-            None if not self.fits or self.gpu_needed_bytes is None else self.gpu_available_bytes - self.gpu_needed_bytes
-        )
+        """What is left of the GPU's budget; below 0 where it is short."""
+        return None if self.gpu_needed_bytes is None else self.gpu_available_bytes - self.gpu_needed_bytes
 
     @property
     def host_headroom_bytes(self) -> int | None:
-        if not self.fits or self.host_needed_bytes is None:
-            return None
-        return self.host_available_bytes - self.host_needed_bytes
+        """What is left of the host's budget; below 0 where it is short."""
+        return None if self.host_needed_bytes is None else self.host_available_bytes - self.host_needed_bytes
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -80,26 +90,48 @@ class Fit:
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class SmallestChange:
+    """The smallest change with which a job fits that fits under none of the policies asked.
+
+    words: the change as flags, "with --host-memory 128GB" or "with --policy optimal".
+    policies: names of the policies that fit with the change.
+    """
+
+    words: str
+    policies: tuple[str, ...]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Fits(Collection):
-    """One `Fit` a policy, in the order asked for. workload: what one rank does. batch: sequences per micro-batch, of
-    all GPUs together."""
+    """One `Fit` per policy, in the order asked for.
+
+    workload: what one rank does.
+    machine, settings: as asked.
+    batch: sequences per micro-batch, of all GPUs together.
+    rows: the answers.
+    near: whether changes were looked for.
+    change: the smallest change that would do, where nothing fits; None where something does or nothing tried helps.
+    """
 
     workload: Workload
     machine: Machine
     settings: Settings
     batch: int
     rows: tuple[Fit, ...]
+    near: bool = True
+    change: SmallestChange | None = None
 
     @property
     def any(self) -> bool:
+        """Whether the job fits under at least one policy."""
         return any(row.fits for row in self.rows)
 
     def to_json(self) -> list[dict[str, object]]:
         return [row.to_json() for row in self.rows]
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row a policy, columns as in `Fit`."""
+        """One row per policy, columns as in `Fit`."""
         import pandas
 
         return pandas.DataFrame(self.to_json())
@@ -122,8 +154,8 @@ def fits(
     """Whether each policy (all known ones if none is named) has room for the job, start-up and rounding included.
 
     workload, machine: as in `compare`. loading: how the weights come ([Note: what the host really has to give] in
-    memory.py). times: also plan and simulate what fits. near: look for the nearest yes of what does not. Raises
-    UnknownName for a policy nobody knows.
+    memory.py). times: also plan and simulate what fits. near: look for changes that would make the others fit, and for
+    what these need of the place that is not short. Raises UnknownName for a policy that does not exist.
     """
     machine, settings = machine_of(machine), settings_of(settings)
     choice("loading", loading, LOADING)
@@ -131,34 +163,76 @@ def fits(
     flag("near", near)
     names = asked_names(policies)
     share = share_out(workload, machine)
-    rows = [_fit(name, share, machine, settings, loading=loading, times=times) for name in names]
-    answers = [row for row, _ in rows]
-    fitting = [row.policy for row in sorted(answers, key=lambda r: r.iteration_s or 0.0) if row.fits]
-    for i, (row, error) in enumerate(rows):
-        if error is not None:
-            hint = ""
-            if near:
-                hint = "; " + _nearest(row.policy, share.workload, machine, settings, error, loading, fitting)
-            answers[i] = replace(row, reason=str(error) + hint)
-    return Fits(workload=share.workload, machine=machine, settings=settings, batch=share.batch, rows=tuple(answers))
+    job = Asked(workload=share.workload, machine=machine, settings=settings, loading=loading)
+    answers = [_fit(name, share, job, times=times) for name in names]
+    rows = [row for row, _ in answers]
+    fitting = [row.policy for row in sorted(rows, key=lambda r: r.iteration_s or 0.0) if row.fits]
+    change = None
+    if near:
+        found: list[tuple[Remedy, str]] = []
+        for i, (row, error) in enumerate(answers):
+            if error is not None:
+                ways = remedies(
+                    find_policy(row.policy), share.workload, machine, settings, error, ask=job.of(row.policy)
+                )
+                found += [(way, row.policy) for way in ways]
+                row, error = _with_room(row, job, error)
+                rows[i] = replace(row, reason=f"{error}; {in_words(ways, fitting)}")
+        if not fitting:
+            change = _smallest(found, job, names)
+    return Fits(
+        workload=share.workload,
+        machine=machine,
+        settings=settings,
+        batch=share.batch,
+        rows=tuple(rows),
+        near=near,
+        change=change,
+    )
 
 
-def _fit(
-    name: str, share: Share, machine: Machine, settings: Settings, *, loading: str, times: bool
-) -> tuple[Fit, DoesNotFit | None]:
-    workload = share.workload
-    gpu, host = machine.gpu_budget_bytes, machine.host_budget_bytes
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The job that was asked about. loading: how the weights come."""
+
+    workload: Workload
+    machine: Machine
+    settings: Settings
+    loading: str
+
+    def of(self, policy: str, *, others: bool = True) -> Ask:
+        """Why the policy has no room for a job, None if it has. others: as of `memory_need`."""
+
+        def ask(workload: Workload, machine: Machine, settings: Settings) -> DoesNotFit | None:
+            try:
+                memory_need(policy, workload, machine, settings, loading=self.loading, others=others, fewest=False)
+            except DoesNotFit as short:
+                return short
+            return None
+
+        return ask
+
+    def least_gpu_bytes(self, policy: str, machine: Machine, *, others: bool = True) -> int | None:
+        """With which the policy fits the machine; None if it does not fit now."""
+        ask = self.of(policy, others=others)
+        return least_gpu_bytes(lambda where: ask(self.workload, where, self.settings), machine)
+
+
+def _fit(name: str, share: Share, job: Asked, *, times: bool) -> tuple[Fit, DoesNotFit | None]:
+    workload, machine, settings = job.workload, job.machine, job.settings
+    row = Fit(
+        policy=name,
+        fits=False,
+        gpu_available_bytes=machine.gpu_budget_bytes,
+        host_available_bytes=machine.host_budget_bytes,
+    )
     try:
-        need = memory_need(name, workload, machine, settings, loading=loading)
+        need = memory_need(name, workload, machine, settings, loading=job.loading)
     except CannotPlan as reason:
-        row = Fit(policy=name, fits=False, gpu_available_bytes=gpu, host_available_bytes=host, reason=str(reason))
-        return row, None
+        return replace(row, reason=str(reason)), None
     except DoesNotFit as error:
-        row = Fit(
-            policy=name,
-            fits=False,
-            gpu_available_bytes=gpu,
-            host_available_bytes=host,
+        row = replace(
+            row,
             gpu_needed_bytes=error.needed_bytes if error.place == "gpu" else None,
             host_needed_bytes=error.needed_bytes if error.place == "host" else None,
             short_of=error.place,
@@ -166,17 +240,7 @@ def _fit(
             reason=str(error),
         )
         return row, error
-    row = Fit(
-        policy=name,
-        fits=True,
-        gpu_available_bytes=gpu,
-        host_available_bytes=host,
-        gpu_needed_bytes=least_gpu_bytes(lambda where: _asked(name, workload, where, settings, loading), machine),
-        host_needed_bytes=need.host_bytes,
-        host_payload_bytes=need.payload_bytes,
-        host_rounding_bytes=need.pinned_bytes - need.payload_bytes,
-        host_startup_bytes=need.startup_bytes,
-    )
+    row = _filled(replace(row, fits=True), job.least_gpu_bytes(name, machine), need)
     if times:
         plan = need.plan or find_policy(name)(workload, machine, settings)
         seconds = play(plan, workloads=share.ranked).iteration_s
@@ -191,25 +255,44 @@ def _fit(
     return row, None
 
 
-def _nearest(
-    name: str,
-    workload: Workload,
-    machine: Machine,
-    settings: Settings,
-    error: DoesNotFit,
-    loading: str,
-    fitting: list[str],
-) -> str:
-    def ask(other: Workload, where: Machine, with_settings: Settings) -> DoesNotFit | None:
-        return _asked(name, other, where, with_settings, loading)
-
-    return nearest(find_policy(name), workload, machine, settings, error, fitting=fitting, ask=ask)
+def _filled(row: Fit, gpu_needed_bytes: int | None, need: Need) -> Fit:
+    return replace(
+        row,
+        gpu_needed_bytes=gpu_needed_bytes,
+        host_needed_bytes=need.host_bytes,
+        host_payload_bytes=need.payload_bytes,
+        host_rounding_bytes=need.pinned_bytes - need.payload_bytes,
+        host_startup_bytes=need.startup_bytes,
+        host_buffer_bytes=need.buffer_bytes,
+    )
 
 
-def _asked(name: str, workload: Workload, machine: Machine, settings: Settings, loading: str) -> DoesNotFit | None:
-    """Why the policy has no room, None if it has."""
-    try:
-        memory_need(name, workload, machine, settings, loading=loading, fewest=False)
-    except DoesNotFit as short:
-        return short
-    return None
+def _with_room(row: Fit, job: Asked, error: DoesNotFit) -> tuple[Fit, DoesNotFit]:
+    """The row of a policy that does not fit, with what it needs of both places, and why it does not fit: of the host
+    with rounding and start-up, which a policy that is refused before it plans has not counted."""
+    machine = job.machine
+    found = need_with_room(row.policy, job.workload, machine, job.settings, error, loading=job.loading)
+    if found is None:
+        return row, error
+    roomy, need = found
+    gpu_bytes: int | None = roomy.gpu_budget_bytes
+    if roomy.gpu_budget_bytes == machine.gpu_budget_bytes:
+        gpu_bytes = job.least_gpu_bytes(row.policy, roomy, others=False)
+    if error.place == "host":
+        error = host_shortage(need, machine) or error
+    return replace(_filled(row, gpu_bytes, need), short_bytes=error.short_bytes), error
+
+
+def _smallest(found: Sequence[tuple[Remedy, str]], job: Asked, asked: Sequence[str]) -> SmallestChange | None:
+    """Another policy where one fits; else the smallest of the changes found, with all policies that it helps."""
+    for name in built_in():
+        if (
+            can(name).tries_others
+            and name not in asked
+            and job.of(name)(job.workload, job.machine, job.settings) is None
+        ):
+            return SmallestChange(words=f"with --policy {name}", policies=(name,))
+    if not found:
+        return None
+    least = min((way for way, _ in found), key=lambda way: way.rank)
+    return SmallestChange(words=least.words, policies=tuple(name for way, name in found if way == least))

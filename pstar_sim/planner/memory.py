@@ -5,9 +5,11 @@ that can be told without.
 reckon with it:
 
 - pinned rounding: payloads are carved from slabs that are powers of two (core/slabs.py, the executor's own rule);
-- start-up: the weights, loaded once a node in the working dtype, lie in host memory beside the slabs until they have
+- start-up: the weights, loaded once per node in the working dtype, lie in host memory beside the slabs until they have
   been handed out to their chunks (the executor's check before a run counts the same). `loading="in-place"` leaves this
-  out: a model that is initialised chunk by chunk, as PatrickStar's is, never lies there whole.
+  out: a model that is initialised chunk by chunk, as PatrickStar's is, never lies there whole;
+- the policy's own buffers on the host, which are taken when the weights have been handed out: the larger of the two
+  counts.
 
 [Note: payloads that pass through the host] With disks most payloads are on the host only on their way, and a place of
 its own for each would be as large as what lies on the disks. A plan that uses disks is therefore asked for slabs of the
@@ -26,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from pstar_sim.catalog.machine import Machine
+from pstar_sim.catalog.machine import Gpu, Machine
 from pstar_sim.core.plan import STASHES, Plan, Settings
 from pstar_sim.core.slabs import host_payloads, pack_slabs, passing_payloads, stash_key
 from pstar_sim.core.step import Place
@@ -40,28 +42,45 @@ from pstar_sim.sim.play import play
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import DTYPE_BYTES, Workload
 
-__all__ = ["LOADING", "Need", "least_gpu_bytes", "memory_need", "shortage", "startup_bytes"]
+__all__ = [
+    "LOADING",
+    "Need",
+    "host_shortage",
+    "least_gpu_bytes",
+    "memory_need",
+    "need_with_room",
+    "shortage",
+    "startup_bytes",
+]
 
 LOADING = ("whole", "in-place")
+MOST_SHORT = 6  # places found short one after the other: payloads, rounding and start-up of the host, then the GPU
 
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What a policy needs of the host of each rank. payload_bytes: what its plan counts. pinned_bytes: those in slabs.
-    startup_bytes: see [Note: what the host really has to give]. pins: chunks on the GPU for ever, None where only the
-    policy's plan knows. plan: the plan, if one had to be made."""
+    """What a policy needs of the host of each rank, see [Note: what the host really has to give].
+
+    payload_bytes: payloads that its plan counts.
+    pinned_bytes: the payloads in slabs.
+    startup_bytes: weights while they are loaded.
+    buffer_bytes: buffers of the policy's own.
+    pins: chunks on the GPU for ever, None where only the policy's plan knows.
+    plan: the plan, if one had to be made.
+    """
 
     policy: str
     payload_bytes: int
     pinned_bytes: int
     startup_bytes: int
+    buffer_bytes: int = 0
     pins: int | None = None
     plan: Plan | None = None
 
     @property
     def host_bytes(self) -> int:
-        """All of it."""
-        return self.pinned_bytes + self.startup_bytes
+        """All of it, when it is most."""
+        return self.pinned_bytes + max(self.startup_bytes, self.buffer_bytes)
 
 
 def startup_bytes(workload: Workload, machine: Machine, loading: str = "whole") -> int:
@@ -149,6 +168,7 @@ def _need_of_plan(name: str, plan: Plan, startup: int) -> Need:
         payload_bytes=payload,
         pinned_bytes=pack_slabs(sizes.items()).total_bytes,
         startup_bytes=startup if payload else 0,
+        buffer_bytes=_buffer_bytes(plan),
         pins=plan.modes.count("pin"),
         plan=plan,
     )
@@ -164,28 +184,41 @@ def _host_sizes(plan: Plan) -> dict[tuple[int, str], int]:
     if not slot:
         return sizes
     permanent = {key: size for key, size in sizes.items() if key not in passing}
-    buffers = sum(size for name, place, size in plan.buffers if place is Place.HOST and name != STASHES)
-    most = play(plan).peak_bytes["host"] - buffers - sum(permanent.values())
+    most = play(plan).peak_bytes["host"] - _buffer_bytes(plan) - sum(permanent.values())
     pool = permanent | {(-1 - i, "passing"): slot for i in range(-(-most // slot))}
     return min(pool, sizes, key=lambda places: sum(places.values()))
 
 
-def _check_host(need: Need, machine: Machine) -> None:
+def _buffer_bytes(plan: Plan) -> int:
+    """The policy's own buffers on the host; stashes are payloads."""
+    return sum(size for name, place, size in plan.buffers if place is Place.HOST and name != STASHES)
+
+
+def host_shortage(need: Need, machine: Machine) -> DoesNotFit | None:
+    """Why the host has no room for a need, with each of its parts; None where it has."""
     budget = machine.host_budget_bytes
     if need.host_bytes <= budget:
-        return
+        return None
     parts = [f"{format_bytes(need.payload_bytes)} of payloads"]
     if need.pinned_bytes > need.payload_bytes:
         parts.append(f"{format_bytes(need.pinned_bytes - need.payload_bytes)} by which pinning rounds them up")
-    if need.startup_bytes:
+    if need.buffer_bytes > need.startup_bytes:
+        parts.append(f"{format_bytes(need.buffer_bytes)} of the policy's own buffers")
+    elif need.startup_bytes:
         parts.append(f"{format_bytes(need.startup_bytes)} of weights while they are loaded")
-    raise DoesNotFit(
+    return DoesNotFit(
         policy=need.policy,
         place="host",
         needed_bytes=need.host_bytes,
         available_bytes=budget,
         what=", ".join(parts),
     )
+
+
+def _check_host(need: Need, machine: Machine) -> None:
+    short = host_shortage(need, machine)
+    if short is not None:
+        raise short
 
 
 # The asynchronous policies.
@@ -248,6 +281,37 @@ def _payloads(job: Job, pins: int) -> dict[tuple[int, str], int]:
     return sizes
 
 
+# Where there is no room.
+
+
+def need_with_room(
+    policy: str | Policy,
+    workload: Workload,
+    machine: Machine,
+    settings: Settings,
+    short: DoesNotFit,
+    *,
+    loading: str = "whole",
+) -> tuple[Machine, Need] | None:
+    """The machine with just enough more of each place that is short for the job to fit, and what the job then needs of
+    the host. None where no memory that is added helps. short: why the job does not fit."""
+    roomy, error = machine, short
+    for _ in range(MOST_SHORT):
+        if error.place == "gpu":
+            roomy = _with_gpu_budget(roomy, error.needed_bytes)
+        elif error.place == "host":
+            roomy = _with_host_budget(roomy, error.needed_bytes)
+        else:
+            return None
+        try:
+            need = memory_need(policy, workload, roomy, settings, loading=loading, others=False)
+        except DoesNotFit as still:
+            error = still
+            continue
+        return roomy, need
+    return None
+
+
 # The GPU's side.
 
 
@@ -278,8 +342,14 @@ def least_gpu_bytes(ask: Callable[[Machine], DoesNotFit | None], machine: Machin
 
 
 def _with_gpu_budget(machine: Machine, budget_bytes: int) -> Machine:
-    ranks = tuple(
-        replace(rank, gpu=replace(rank.gpu, usable_bytes=rank.gpu.context_bytes + budget_bytes))
-        for rank in machine.ranks
-    )
-    return replace(machine, ranks=ranks)
+    def resized(gpu: Gpu) -> Gpu:
+        usable = gpu.context_bytes + budget_bytes
+        return replace(gpu, usable_bytes=usable, memory_bytes=max(usable, gpu.memory_bytes))
+
+    return replace(machine, ranks=tuple(replace(rank, gpu=resized(rank.gpu)) for rank in machine.ranks))
+
+
+def _with_host_budget(machine: Machine, budget_bytes: int) -> Machine:
+    """budget_bytes: of each rank."""
+    memory = budget_bytes * machine.local_ranks + machine.host.reserved_bytes
+    return replace(machine, host=replace(machine.host, memory_bytes=memory))

@@ -1,4 +1,4 @@
-"""Nearest: what would make a policy fit that does not, found by trying.
+"""Nearest: which changes would make a policy fit that does not, found by trying.
 
 Tried in this order, stopping at the first success of each kind: a catalog machine with more GPU memory, more host
 memory, smaller micro-batches at the same global batch, checkpointing; then the other policies that are known to fit.
@@ -9,7 +9,7 @@ comes from a trace is not changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from pstar_sim.catalog.loader import load_machine, machine_names, resize
 from pstar_sim.catalog.machine import Machine
@@ -21,7 +21,31 @@ from pstar_sim.units import GB
 from pstar_sim.workload.presets import variant
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["Ask", "nearest"]
+__all__ = ["KINDS", "Ask", "Remedy", "in_words", "nearest", "remedies"]
+
+KINDS = ("policy", "checkpointing", "micro-batches", "host memory", "GPU memory", "machine")
+"""What a remedy changes, smallest change first: flags of the job cost nothing, memory for the host less than a GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """One change that was tried and makes a job fit.
+
+    kind: what it changes, one of KINDS.
+    size: by which two changes of one kind are compared: bytes of memory, of a machine those of its GPU, or a number of
+        micro-batches.
+    words: the change as flags, "with --host-memory 128GB" or "on a100-80".
+    """
+
+    kind: str
+    size: int
+    words: str
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Smaller changes first."""
+        return KINDS.index(self.kind), self.size
+
 
 Ask = Callable[[Workload, Machine, Settings], DoesNotFit | None]
 """Why a job does not fit; None if it does."""
@@ -38,30 +62,44 @@ def nearest(
     ask: Ask | None = None,
     shape: ModelEntry | None = None,
 ) -> str:
-    """What would do, in words ("fits on a100-80, or with --batch 4 --micro-batches 2"); "" if nothing tried does.
+    """What would do, in words ("fits on a100-80, or with --batch 4 --micro-batches 2").
 
-    fitting: policies known to fit this very job, best first. ask: what says whether a job fits (None) or why not, by
-    default the policy's own planning. shape: of a preset that is not in the catalog.
+    fitting: policies known to fit this very job, best first. ask, shape: as of `remedies`.
+    """
+    return in_words(remedies(policy, workload, machine, settings, error, ask=ask, shape=shape), fitting)
+
+
+def in_words(found: Sequence[Remedy], fitting: Sequence[str] = ()) -> str:
+    """The remedies and the best policy that fits, as the end of a sentence."""
+    ways = [one.words for one in found] + [f"with --policy {name}" for name in fitting[:1]]
+    return f"fits {', or '.join(ways)}" if ways else "nothing tried would make it fit"
+
+
+def remedies(
+    policy: Policy,
+    workload: Workload,
+    machine: Machine,
+    settings: Settings,
+    error: DoesNotFit,
+    *,
+    ask: Ask | None = None,
+    shape: ModelEntry | None = None,
+) -> tuple[Remedy, ...]:
+    """Changes that make the policy fit, at most one of each kind; none where nothing tried does.
+
+    ask: what says whether a job fits (None) or why not, by default the policy's own planning. shape: of a preset that
+    is not in the catalog.
     """
     ask = ask or _planned(policy)
-    found: list[str] = []
     if error.place == "host":
         more = _host_memory(ask, workload, machine, settings, error)
-        if more:
-            found.append(more)
-    else:
-        other = _gpu_memory(ask, workload, machine, settings, error)
-        other = other or next(_machines(ask, workload, machine, settings, error), None)
-        if other:
-            found.append(other)
-        # No batch is small enough where the model data alone are too large.
-        possible = error.needed_bytes - workload.peak_non_model_bytes <= error.available_bytes
-        smaller = next(_workloads(ask, workload, machine, settings, error, shape), None) if possible else None
-        if smaller:
-            found.append(smaller)
-    if fitting:
-        found.append(f"with --policy {fitting[0]}")
-    return f"fits {', or '.join(found)}" if found else "nothing tried would make it fit"
+        return () if more is None else (more,)
+    bigger = _gpu_memory(ask, workload, machine, settings, error)
+    bigger = bigger or next(_machines(ask, workload, machine, settings, error), None)
+    # No batch is small enough where the model data alone are too large.
+    possible = error.needed_bytes - workload.peak_non_model_bytes <= error.available_bytes
+    smaller = next(_workloads(ask, workload, machine, settings, error, shape), None) if possible else None
+    return tuple(one for one in (bigger, smaller) if one is not None)
 
 
 def _planned(policy: Policy) -> Ask:
@@ -75,7 +113,9 @@ def _planned(policy: Policy) -> Ask:
     return ask
 
 
-def _machines(ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit) -> Iterator[str]:
+def _machines(
+    ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit
+) -> Iterator[Remedy]:
     """Catalog machines with as many GPUs, each with room enough, smallest GPU first; with more host memory where that
     is short.
     """
@@ -94,25 +134,29 @@ def _machines(ask: Ask, workload: Workload, machine: Machine, settings: Settings
     for one in sorted(known, key=lambda m: (m.gpu_budget_bytes, -m.host_budget_bytes)):
         short = ask(workload, one, settings)
         if short is None:
-            yield f"on {one.name}"
+            yield Remedy(kind="machine", size=one.gpu_budget_bytes, words=f"on {one.name}")
         elif short.place == "host":
             more = _host_memory(ask, workload, one, settings, short)
-            if more:
-                yield f"on {one.name} {more}"
+            if more is not None:
+                yield Remedy(kind="machine", size=one.gpu_budget_bytes, words=f"on {one.name} {more.words}")
 
 
-def _gpu_memory(ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit) -> str | None:
+def _gpu_memory(ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit) -> Remedy | None:
     """The smallest multiple of a tenth of a GB that does, where GPU memory is a figure of the user's own: on
     "virtual".
     """
     if machine.name != "virtual":
         return None
     tenths = -(-(error.needed_bytes + machine.gpu.context_bytes) * 10 // GB)
-    bigger = resize(machine, gpu_memory=tenths * GB // 10)
-    return f"with --gpu-memory {tenths / 10:g}GB" if ask(workload, bigger, settings) is None else None
+    size = tenths * GB // 10
+    if ask(workload, resize(machine, gpu_memory=size), settings) is not None:
+        return None
+    return Remedy(kind="GPU memory", size=size, words=f"with --gpu-memory {tenths / 10:g}GB")
 
 
-def _host_memory(ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit) -> str | None:
+def _host_memory(
+    ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit
+) -> Remedy | None:
     """The smallest multiple of 16 GB that does."""
     short: DoesNotFit | None = error
     for _ in range(3):  # what was short first may not be all that is
@@ -122,7 +166,7 @@ def _host_memory(ask: Ask, workload: Workload, machine: Machine, settings: Setti
         bigger = replace(machine, host=replace(machine.host, memory_bytes=size * GB))
         short = ask(workload, bigger, settings)
         if short is None:
-            return f"with --host-memory {size}GB"
+            return Remedy(kind="host memory", size=size * GB, words=f"with --host-memory {size}GB")
         if short.place != "host":
             return None
     return None
@@ -130,7 +174,7 @@ def _host_memory(ask: Ask, workload: Workload, machine: Machine, settings: Setti
 
 def _workloads(
     ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit, shape: ModelEntry | None
-) -> Iterator[str]:
+) -> Iterator[Remedy]:
     if workload.source != "preset":
         return
 
@@ -142,10 +186,11 @@ def _workloads(
     if not workload.checkpointing:
         changed = variant(workload, checkpointing=True, shape=shape)
         if promising(changed) and ask(changed, machine, settings) is None:
-            yield "with --checkpointing"
+            yield Remedy(kind="checkpointing", size=0, words="with --checkpointing")
     for batch in (workload.batch // n for n in range(2, min(workload.batch, 1024) + 1) if workload.batch % n == 0):
         if not promising(variant(workload, batch=batch, micro_batches=1, shape=shape)):
             continue
         micro_batches = workload.micro_batches * (workload.batch // batch)
         if ask(variant(workload, batch=batch, micro_batches=micro_batches, shape=shape), machine, settings) is None:
-            yield f"with --batch {batch * len(machine.ranks)} --micro-batches {micro_batches}"
+            flags = f"--batch {batch * len(machine.ranks)} --micro-batches {micro_batches}"
+            yield Remedy(kind="micro-batches", size=micro_batches, words=f"with {flags}")

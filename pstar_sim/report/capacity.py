@@ -53,18 +53,17 @@ def _memory(machine: Machine) -> str:
 
 
 def fits_text(answer: Fits, *, width: int | None = None) -> str:
-    """A line a policy, then why the others do not fit and what would do."""
+    """Yes or no, why, and the smallest change that would do; then a line per policy, and why the others do not fit."""
     width = terminal_width() if width is None else width
     w, m = answer.workload, answer.machine
     each = "" if len(m.ranks) == 1 else f" for each of {len(m.ranks)} GPUs"
-    lines = [
+    job = (
         f"{w.model}, {_params(w.params)} parameters, {batch_words(answer)}"
         f", sequence {w.sequence}, {w.dtype}"
         + (f", {w.notes}" if w.notes else "")
-        + ("" if w.optimizer.name == "adamw" else f", {w.optimizer.name}"),
-        f"on {m.name}: {_memory(m)}{each}",
-    ]
-    lines = [*_folded(lines, width), ""]
+        + ("" if w.optimizer.name == "adamw" else f", {w.optimizer.name}")
+    )
+    lines = [*_folded((*_verdict(answer), "", job, f"on {m.name}: {_memory(m)}{each}"), width), ""]
     columns = (
         "policy",
         "fits",
@@ -74,6 +73,7 @@ def fits_text(answer: Fits, *, width: int | None = None) -> str:
         "host left",
         "rounding",
         "start-up",
+        "buffers",
         "iteration",
     )
     lines.append(table_text(columns, [_fit_cells(row) for row in answer.rows], width=width).rstrip())
@@ -85,21 +85,92 @@ def fits_text(answer: Fits, *, width: int | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _verdict(answer: Fits) -> list[str]:
+    """Sentences: yes or no, why, what would do."""
+    return _yes(answer) if answer.any else _no(answer)
+
+
+def _yes(answer: Fits) -> list[str]:
+    fitting = sorted((row for row in answer.rows if row.fits), key=lambda row: row.iteration_s or 0.0)
+    best, total = fitting[0], len(answer.rows)
+    under = best.policy if total == 1 else f"{len(fitting)} of the {total} policies"
+    said = [f"Yes: {answer.workload.model} fits on {answer.machine.name} under {under}."]
+    if best.iteration_s is not None:
+        belief = "" if best.error is None else f" ({_error(best.error)})"
+        fastest = f"The fastest is {best.policy}: it" if total > 1 else "It"
+        said[0] += (
+            f" {fastest} takes {format_s(best.iteration_s)} per iteration{belief}, {best.tokens_per_s:,.0f} tokens/s."
+        )
+    gpu = f"{_gb(best.gpu_needed_bytes)} of {_gb(best.gpu_available_bytes)} of GPU memory"
+    host = f"{_gb(best.host_needed_bytes)} of {_gb(best.host_available_bytes)} of host memory"
+    said.append(f"{best.policy} needs at least {gpu} and {host}{_each(answer.machine)}.")
+    return said
+
+
+def _no(answer: Fits) -> list[str]:
+    name, total, change = answer.machine.name, len(answer.rows), answer.change
+    under = answer.rows[0].policy if total == 1 else f"any of the {total} policies"
+    said = [f"No: {answer.workload.model} does not fit on {name} under {under}."]
+    short = [row for row in answer.rows if row.short_bytes is not None]
+    helped = [row for row in short if change is not None and row.policy in change.policies]
+    least = min(helped or short, key=lambda row: row.short_bytes or 0, default=None)
+    if least is None:
+        return [*said, f"Why: {answer.rows[0].reason}."]
+    who = "it" if total == 1 else f"{least.policy}{'' if helped else ', which lacks least,'}"
+    said.append(f"Why: {who} {_lack(least, answer.machine)}.")
+    if change is not None:
+        others = "" if change.policies == tuple(row.policy for row in answer.rows) else _under(change.policies)
+        alone = change.words.startswith("with --policy")
+        said.append(
+            f"Smallest change that makes it fit: {change.words.removeprefix('with ')}{'' if alone else others}."
+        )
+    elif answer.near:
+        said.append("No change that was tried makes it fit.")
+    return said
+
+
+def _under(policies: Sequence[str]) -> str:
+    names = policies[0] if len(policies) == 1 else f"{', '.join(policies[:-1])} or {policies[-1]}"
+    return f", under {names}"
+
+
+def _lack(row: Fit, machine: Machine) -> str:
+    """What a policy needs of the place that is short, what there is of it, and by how much that is too little."""
+    needed = {"gpu": row.gpu_needed_bytes, "host": row.host_needed_bytes}.get(row.short_of or "")
+    if needed is None:
+        return f"lacks {format_bytes(row.short_bytes or 0)} on {row.short_of}"
+    ranks = machine.local_ranks
+    if row.short_of == "gpu":
+        place, available, whole = "GPU", row.gpu_available_bytes, machine.gpu.memory_bytes
+        kept, who, shared = whole - available, "the driver and for what the allocator cannot use", ""
+    else:
+        place, available, whole = "host", row.host_available_bytes, machine.host.memory_bytes
+        kept, who = machine.host.reserved_bytes, "the operating system"
+        shared = f", {ranks} GPUs share the rest" if ranks > 1 else ""
+    besides = f" ({format_bytes(kept)} of {format_bytes(whole)} are kept for {who}{shared})" if kept else ""
+    need = f"{format_bytes(needed)} of {place} memory{_each(machine)}"
+    short = format_bytes(needed - available)
+    return f"needs {need}, but only {format_bytes(available)} can be used{besides}: {short} too little"
+
+
+def _each(machine: Machine) -> str:
+    return " per GPU" if len(machine.ranks) > 1 else ""
+
+
 def _fit_cells(row: Fit) -> tuple[str, ...]:
-    if not row.fits:
-        return (row.policy, f"no: {row.short_of}" if row.short_of else "-", *[""] * 7)
     seconds = "" if row.iteration_s is None else format_s(row.iteration_s)
-    return (
-        row.policy,
-        "yes",
+    figures = (
         _gb(row.gpu_needed_bytes),
         _gb(row.gpu_headroom_bytes),
         _gb(row.host_needed_bytes),
         _gb(row.host_headroom_bytes),
         _gb(row.host_rounding_bytes),
         _gb(row.host_startup_bytes),
+        _gb(row.host_buffer_bytes),
         f"{seconds} {_error(row.error)}" if seconds and row.error is not None else seconds,
     )
+    fits = "yes" if row.fits else f"no: {row.short_of}" if row.short_of else "no"
+    return (row.policy, fits, *(figure or "-" for figure in figures))
 
 
 def limits_text(answer: Limits, *, width: int | None = None) -> str:
