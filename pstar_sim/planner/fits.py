@@ -284,15 +284,23 @@ def _with_room(row: Fit, job: Asked, error: DoesNotFit) -> tuple[Fit, DoesNotFit
 
 
 def _smallest(found: Sequence[tuple[Remedy, str]], job: Asked, asked: Sequence[str]) -> SmallestChange | None:
-    """Another policy where one fits; else the smallest of the changes found, with all policies that it helps."""
-    for name in built_in():
-        if (
-            can(name).tries_others
-            and name not in asked
-            and job.of(name)(job.workload, job.machine, job.settings) is None
-        ):
+    """Another policy where one fits; else the smallest of the changes found, with all policies that it helps; else
+    another policy together with a change."""
+    others = {
+        name: job.of(name)(job.workload, job.machine, job.settings)
+        for name in built_in()
+        if can(name).tries_others and name not in asked
+    }
+    for name, error in others.items():
+        if error is None:
             return SmallestChange(words=f"with --policy {name}", policies=(name,))
-    if not found:
-        return None
-    least = min((way for way, _ in found), key=lambda way: way.rank)
-    return SmallestChange(words=least.words, policies=tuple(name for way, name in found if way == least))
+    if found:
+        least = min((way for way, _ in found), key=lambda way: way.rank)
+        return SmallestChange(words=least.words, policies=tuple(name for way, name in found if way == least))
+    for name, error in others.items():
+        assert error is not None
+        ways = remedies(find_policy(name), job.workload, job.machine, job.settings, error, ask=job.of(name))
+        if ways:
+            least = min(ways, key=lambda way: way.rank)
+            return SmallestChange(words=f"with --policy {name} {least.words.removeprefix('with ')}", policies=(name,))
+    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -13,10 +14,11 @@ from pstar_sim.core.slabs import host_payloads, pack_slabs
 from pstar_sim.core.step import Place
 from pstar_sim.errors import PstarError
 from pstar_sim.planner import memory
-from pstar_sim.planner.fits import fits
+from pstar_sim.planner.fits import SmallestChange, fits
 from pstar_sim.planner.limits import Written, _largest, _others_go_on, deeper, max_batch, max_model
 from pstar_sim.planner.memory import least_gpu_bytes, memory_need, shortage, startup_bytes
 from pstar_sim.policy.registry import find_policy
+from pstar_sim.report.capacity import fits_text
 from pstar_sim.workload.presets import preset, workload_of
 
 QUICK = ("static_partition", "tide")
@@ -346,6 +348,64 @@ def test_fits_says_what_is_short_and_the_nearest_yes() -> None:
     assert yes.iteration_s == ps.compare(w, ps.machine("rtx3090-64gb"), policies=["tide"]).best().row.iteration_s
     assert "all_on_gpu" in repr(answer)
     assert answer.to_json()[1]["gpu_headroom_bytes"] == yes.gpu_headroom_bytes
+
+
+def test_what_does_not_fit_says_what_it_needs_of_both_places() -> None:
+    """Given just that, the policy fits; with a byte less of the place that was short it does not."""
+    w, m = preset("8B", batch=4, seq=1024), ps.machine("rtx4090", host_memory="64GB")
+    for row in fits(w, m, policies=["tide", "all_on_gpu", "zero3_offload"], times=False):
+        assert not row.fits and row.gpu_needed_bytes is not None and row.host_needed_bytes is not None, row.policy
+        left = {"gpu": row.gpu_headroom_bytes, "host": row.host_headroom_bytes}
+        assert left[str(row.short_of)] == -row.short_bytes and min(left.values()) < 0 <= max(left.values())
+        gpu, host = row.gpu_needed_bytes + m.gpu.context_bytes, row.host_needed_bytes + m.host.reserved_bytes
+        gpu_resized = replace(m.gpu, usable_bytes=gpu, memory_bytes=max(gpu, m.gpu.memory_bytes))
+        for missing, enough in ((0, True), (1, False)):
+            there = host - (missing if row.short_of == "host" else 0)
+            part = gpu_resized if row.short_of == "host" else replace(gpu_resized, usable_bytes=gpu - missing)
+            roomy = replace(
+                m, ranks=(replace(m.ranks[0], gpu=part),), host=replace(m.host, memory_bytes=max(there, 9 * 10**9))
+            )
+            assert fits(w, roomy, policies=[row.policy], times=False, near=False).any == enough, (row.policy, missing)
+
+
+def test_the_host_has_room_for_a_policys_buffers() -> None:
+    """ZeRO-3's optimizer keeps buffers of 66.8 GB beside its payloads: more than the weights at start-up."""
+    w = preset("8B", batch=4, seq=1024)
+    need = memory_need("zero3_offload", w, ps.machine("rtx4090"), ps.Settings())
+    assert need.plan is not None
+    assert need.buffer_bytes == sum(b for _, place, b in need.plan.buffers if place is Place.HOST) > need.startup_bytes
+    assert need.host_bytes == need.pinned_bytes + need.buffer_bytes
+    tight = ps.machine("rtx4090", host_memory=8_000_000_000 + need.host_bytes - 1)
+    find_policy("zero3_offload")(w, tight, ps.Settings())  # whose own check knows no slabs
+    with pytest.raises(ps.DoesNotFit, match=r"short by 1 B$") as refusal:
+        memory_need("zero3_offload", w, tight, ps.Settings())
+    assert "of the policy's own buffers" in str(refusal.value)
+
+
+def test_the_answer_begins_with_yes_or_no_then_why_then_the_smallest_change() -> None:
+    w, m = preset("8B", batch=4, seq=1024), ps.machine("rtx4090", host_memory="64GB")
+    answer = fits(w, m, policies=["all_on_gpu", "tide", "zero_offload"], times=False)
+    # all_on_gpu would need an H200, zero_offload 176 GB: 128 GB of host memory for tide is the smallest change
+    assert answer.change == SmallestChange(words="with --host-memory 128GB", policies=("tide",))
+    lines = fits_text(answer, width=200).splitlines()
+    assert lines[0] == "No: 8B does not fit on rtx4090 under any of the 3 policies."
+    assert lines[1].startswith("Why: tide needs 117.56 GB of host memory, but only 56.00 GB can be used (8.00 GB of 64")
+    assert lines[1].endswith(": 61.56 GB too little.")
+    assert lines[2] == "Smallest change that makes it fit: --host-memory 128GB, under tide."
+    assert fits(w, ps.machine("rtx4090", host_memory="128GB"), policies=["tide"], times=False).any
+
+    big = preset("15B", batch=8, seq=1024)
+    other = fits(big, ps.machine("rtx4090"), policies=["zero_offload"])
+    assert other.change == SmallestChange(words="with --policy optimal", policies=("optimal",))
+    assert "Smallest change that makes it fit: --policy optimal." in repr(other).splitlines()
+
+    yes = fits_text(fits(big, ps.machine("rtx4090"), policies=["tide", "all_on_gpu"]), width=200).splitlines()
+    assert yes[0].startswith("Yes: 15B fits on rtx4090 under 1 of the 2 policies. The fastest is tide: it takes 16.")
+    assert yes[1].startswith("tide needs at least 10.4 GB of 22.2 GB of GPU memory and 256.0 GB of 504.0 GB of host")
+
+    # nothing helps all_on_gpu, and optimal needs more of the host too
+    both = fits(preset("12B", batch=1, seq=64), ps.machine("t4"), policies=["all_on_gpu"])
+    assert both.change == SmallestChange(words="with --policy optimal --host-memory 192GB", policies=("optimal",))
 
 
 def test_a_time_comes_with_what_validation_found_for_the_class_or_says_that_it_is_unvalidated() -> None:
