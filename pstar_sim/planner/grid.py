@@ -14,7 +14,6 @@ the model's) is an answer of the sweep, not a mistake in the grid.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -23,6 +22,7 @@ from functools import cache, lru_cache
 from importlib.resources import files
 from itertools import product
 from pathlib import Path
+from typing import Annotated
 
 from pstar_sim.arguments import file_path, parse_bytes
 from pstar_sim.catalog.loader import load_machine
@@ -33,7 +33,9 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.ranks import shares_of_batch
 from pstar_sim.policy.registry import find_policy
+from pstar_sim.schema.fields import Table, choice, fields_of, least, meaning, rule_of, says, split, want
 from pstar_sim.schema.files import read_toml
+from pstar_sim.schema.reading import Fault, convert, nearest
 from pstar_sim.version import __version__
 from pstar_sim.workload.lora import Adapter
 from pstar_sim.workload.optimizers import optimizer_spec, with_optimizer
@@ -43,29 +45,37 @@ from pstar_sim.workload.workload import DTYPE_BYTES, Workload, retype
 
 __all__ = ["AXES", "Grid", "Group", "job_of", "load_grid", "machine_of", "point_hash"]
 
+VERSION = 1
+"""Of a file of a grid; `version` at its head says another one, and a file of the first edition has none."""
 SCHEMA = 1
 """Of the cached points and the results file; a change of meaning or of columns makes it one more."""
 
 Value = str | int | float | bool
 
-AXES: dict[str, str] = {
-    "model": "a model preset",
-    "trace": "a trace file",
-    "machine": "a machine of the catalog, or a .toml file",
-    "batch": "sequences a micro-batch, all ranks together",
-    "seq": "tokens a sequence",
-    "micro_batches": "micro-batches an iteration",
-    "dtype": "fp32, bf16 or fp16 (default: what the GPU has)",
-    "checkpointing": "true or false",
-    "attention": "flash, efficient or math",
-    "lora": "rank of the adapters, 0 for none",
-    "optimizer": "adamw, adamw-bf16-states, sgd-momentum or sgd",
-    "update": "step or eager",
-    "clip": "true or false",
-    "chunk": "chunk size, such as 128MiB",
-    "policy": "a policy, with its options if any",
-}
-"""Axis -> what its values are; beside them [set] with paths of `override`."""
+
+class Axes(Table, frozen=True, kw_only=True):
+    """The axes of a sweep, each with what one of its values is; beside them [set] with paths of `override`."""
+
+    model: Annotated[str | None, says("a model preset")] = None
+    trace: Annotated[str | None, says("a trace file")] = None
+    machine: Annotated[str, says("a machine of the catalog, or a .toml file")]
+    batch: Annotated[Annotated[int, least(1)] | None, says("sequences a micro-batch, all ranks together")] = None
+    seq: Annotated[Annotated[int, least(1)] | None, says("tokens a sequence")] = None
+    micro_batches: Annotated[int, least(1), says("micro-batches an iteration")] = 1
+    dtype: Annotated[str | None, choice(DTYPE_BYTES), says("fp32, bf16 or fp16 (default: what the GPU has)")] = None
+    checkpointing: Annotated[bool, says("true or false")] = True
+    attention: Annotated[str, choice(ATTENTION), says("flash, efficient or math")] = "flash"
+    lora: Annotated[int, least(0), says("rank of the adapters, 0 for none")] = 0
+    optimizer: Annotated[str, says("adamw, adamw-bf16-states, sgd-momentum or sgd")] = "adamw"
+    update: Annotated[str, choice(("step", "eager")), says("step or eager")] = "step"
+    clip: Annotated[bool, says("true or false")] = True
+    chunk: Annotated[str | None, says("chunk size, such as 128MiB")] = None
+    policy: Annotated[str, says("a policy, with its options if any")]
+
+
+_KINDS = {name: field.kind for name, field in fields_of(Axes).items()}
+AXES = {name: meaning(kind) for name, kind in _KINDS.items()}
+"""Axis -> what its values are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +137,7 @@ def load_grid(source: str | Path | Mapping[str, object]) -> Grid:
         file, content = "grid", dict(source)
     else:
         file = str(file_path("grid", source))
-        content = read_toml(Path(file), "grid", SCHEMA)
+        content = read_toml(Path(file), "grid", VERSION)
     table = content.pop("set", {})
     if not isinstance(table, Mapping):
         raise PstarError(f'{file}: set = {table!r}; write a table: [set] and "gpu.memory" = ["24GB", "48GB"] below it')
@@ -153,8 +163,8 @@ def load_grid(source: str | Path | Mapping[str, object]) -> Grid:
 
 
 def _hint(word: str, known: Iterable[str], otherwise: str) -> str:
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {near[0]}?" if near else otherwise
+    near = nearest(word, known)
+    return f"did you mean {near}?" if near else otherwise
 
 
 def _check_axes(file: str, axes: Collection[str]) -> None:
@@ -194,15 +204,6 @@ def _values(file: str, name: str, given: object) -> tuple[Value, ...]:
     return tuple(values)
 
 
-_CHOICES: dict[str, tuple[Value, ...]] = {
-    "dtype": tuple(DTYPE_BYTES),
-    "attention": ATTENTION,
-    "update": ("step", "eager"),
-    "clip": (True, False),
-    "checkpointing": (True, False),
-}
-
-
 def _file_of(value: str) -> None:
     if not Path(value).is_file():
         raise PstarError("there is no such file")
@@ -216,27 +217,21 @@ _LOOK_UP: dict[str, Callable[[str], object]] = {
     "trace": _file_of,
 }
 """Axis -> what raises PstarError for a value that is none of the axis."""
-_COUNTS = {"batch": 1, "seq": 1, "micro_batches": 1, "lora": 0}
 
 
 def _check(file: str, name: str, value: Value) -> None:
     """Raises PstarError for a value the axis cannot have."""
-    if name in _COUNTS:
-        if isinstance(value, bool) or not isinstance(value, int) or value < _COUNTS[name]:
-            raise PstarError(f"{file}: {name} = {value!r}; it must be a whole number of at least {_COUNTS[name]}")
-        return
-    if name in _CHOICES:
-        if value not in _CHOICES[name] or isinstance(value, bool) != isinstance(_CHOICES[name][0], bool):
-            known = ", ".join(json.dumps(v) for v in _CHOICES[name])
-            raise PstarError(f"{file}: {name} = {value!r}; it must be one of {known}")
-        return
     if name.startswith("set."):
         return  # checked on each machine
-    if not isinstance(value, str):
-        raise PstarError(f"{file}: {name} = {value!r}; it must be {AXES[name]}")
+    kind = _KINDS[name]
+    try:
+        convert(kind, value)
+    except Fault:
+        plain = split(kind)[0] is str and rule_of(kind) is None
+        raise PstarError(f"{file}: {name} = {value!r}; it must be {AXES[name] if plain else want(kind)}") from None
     try:
         if name in _LOOK_UP:
-            _LOOK_UP[name](value)
+            _LOOK_UP[name](str(value))
     except PstarError as error:
         raise PstarError(f"{file}: {name} = {value!r}: {error}") from None
 

@@ -70,7 +70,7 @@ def policies() -> Listing:
         own = module if module.startswith(f"{name}:") else said
         what = " ".join(own.split("\n\n")[0].removeprefix(f"{name}:").split())
         options = [
-            {"option": key, "values": option.values.allowed, "default": show(option.default), "what": option.help}
+            {"option": key, "values": option.allowed, "default": show(option.default), "what": option.help}
             for key, option in options_of(policy).items()
         ]
         rows.append({"policy": name, "what": what, "options": options})

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date
 from enum import Enum
@@ -28,6 +28,7 @@ __all__ = [
     "Table",
     "Text",
     "between",
+    "choice",
     "curve",
     "fields_of",
     "is_table",
@@ -64,6 +65,12 @@ def between(low: float, high: float) -> Meta:
 
 def least(low: float) -> Meta:
     return Meta(ge=low)
+
+
+def choice(words: Iterable[str]) -> Meta:
+    """One of these words, which somebody else lists."""
+    known = tuple(words)
+    return Meta(extra={"rule": Rule(known.__contains__, f"one of {', '.join(known)}")})
 
 
 def _recent(day: date) -> bool:

@@ -101,6 +101,9 @@ def convert(kind: type[T] | Any, value: object, *, whole_fields: bool = False) -
         for fault in _faults(kind, value, (), word, whole_fields):
             raise fault from None
         raise Fault((), REFUSED, str(error)) from None
+    rule = rule_of(kind)
+    if rule is not None and not rule.test(found):
+        raise Fault((), value, f"must be {rule.want}")
     _check_rules(found)
     return typing.cast(T, found)
 

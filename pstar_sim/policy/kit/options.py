@@ -11,121 +11,68 @@ names carries it as its `__name__`, and so do its plans and its refusals.
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal, Union
 
-from pstar_sim.arguments import parse_bytes
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit, PstarError
+from pstar_sim.schema.fields import between
+from pstar_sim.schema.fields import least as at_least
+from pstar_sim.schema.reading import nearest
+from pstar_sim.schema.texts import allowed, from_text, words_of
 from pstar_sim.workload.workload import Workload
 
 __all__ = [
-    "Option", "Specified", "Values", "either", "one_of", "options_of", "share", "size", "specified", "split_spec",
-    "switch", "whole_number",
+    "Option", "Specified", "either", "one_of", "options_of", "share", "specified", "split_spec", "switch",
+    "whole_number",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Values:
-    """What an option may be. parse: text -> value, ValueError for anything else. allowed: for messages. words: texts
-    that a misspelt one may be near to."""
-
-    parse: Callable[[str], object]
-    allowed: str
-    words: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Option:
-    """One knob. help: one line. default: the value that the policy's function has without it."""
+    """One knob.
 
-    values: Values
+    kind: the type of its values, declared with its bounds.
+    help: one line.
+    default: the value that the policy's function has without it.
+    """
+
+    kind: Any
     help: str
     default: object
 
-    def parse(self, text: str) -> object:
-        """The value; ValueError for a text that is none."""
-        return self.values.parse(text)
+    @property
+    def allowed(self) -> str:
+        """What may be written, in words."""
+        return allowed(self.kind)
 
 
-def one_of(*words: str) -> Values:
+def one_of(*words: str) -> Any:
     """One of these words."""
-
-    def parse(text: str) -> object:
-        if text not in words:
-            raise ValueError(text)
-        return text
-
-    return Values(parse, " | ".join(words), words)
+    return Literal[words]
 
 
-def switch() -> Values:
+def switch() -> Any:
     """on or off, as a bool."""
-    words = {"on": True, "off": False}
-
-    def parse(text: str) -> object:
-        if text not in words:
-            raise ValueError(text)
-        return words[text]
-
-    return Values(parse, "on | off", tuple(words))
+    return bool
 
 
-def whole_number(*, least: int = 0) -> Values:
+def whole_number(*, least: int = 0) -> Any:
     """A whole number, also written as 1e9."""
-
-    def parse(text: str) -> object:
-        number = float(text)
-        if not least <= number < 1e18 or number != int(number):  # also refuses NaN
-            raise ValueError(text)
-        return int(number)
-
-    return Values(parse, f"a whole number of at least {least}")
+    return Annotated[int, at_least(least)]
 
 
-def share() -> Values:
+def share() -> Any:
     """A number from 0 to 1."""
-
-    def parse(text: str) -> object:
-        number = float(text)
-        if not 0 <= number <= 1:
-            raise ValueError(text)
-        return number
-
-    return Values(parse, "a number from 0 to 1")
+    return Annotated[float, between(0, 1)]
 
 
-def size() -> Values:
-    """Bytes, such as 64MiB; more than none."""
-
-    def parse(text: str) -> object:
-        try:
-            found = parse_bytes(text, bare=1)  # specs are written so, whatever the size
-        except PstarError as error:
-            raise ValueError(text) from error
-        if found <= 0:
-            raise ValueError(text)
-        return found
-
-    return Values(parse, "a size such as 64MiB")
-
-
-def either(*kinds: Values) -> Values:
+def either(*kinds: Any) -> Any:
     """A value of one of these kinds; the first that takes the text."""
-
-    def parse(text: str) -> object:
-        for kind in kinds:
-            try:
-                return kind.parse(text)
-            except ValueError:
-                continue
-        raise ValueError(text)
-
-    return Values(parse, " | ".join(k.allowed for k in kinds), tuple(w for k in kinds for w in k.words))
+    return Union[kinds]  # noqa: UP007
 
 
 class Specified:
@@ -190,12 +137,11 @@ def specified(name: str, policy: Callable[..., Plan], text: str) -> Callable[...
         if key in given:
             raise PstarError(f"policy {name}:{text} sets {key} twice; give it once")
         try:
-            given[key] = options[key].parse(written)
+            given[key] = from_text(options[key].kind, written)
         except ValueError:
-            values = options[key].values
-            near = _near(written, values.words)
+            near = _near(written, words_of(options[key].kind))
             raise PstarError(
-                f"policy {name}: {key}={written} is not allowed; {near}{key} is {values.allowed}"
+                f"policy {name}: {key}={written} is not allowed; {near}{key} is {options[key].allowed}"
             ) from None
     turned = {key: given[key] for key in options if key in given and given[key] != options[key].default}
     if not turned:
@@ -212,9 +158,9 @@ def show(value: object) -> str:
 
 
 def _keys(name: str, options: Mapping[str, Option]) -> str:
-    return f"{name} has " + ", ".join(f"{key}=({option.values.allowed})" for key, option in options.items())
+    return f"{name} has " + ", ".join(f"{key}=({option.allowed})" for key, option in options.items())
 
 
 def _near(word: str, known: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"did you mean {near[0]}? " if near else ""
+    near = nearest(word, known, cutoff=0.5)
+    return f"did you mean {near}? " if near else ""
