@@ -1,5 +1,5 @@
-"""Workloads for tests: random ones that are small but varied, and chains whose figures can be worked out by hand.
-And `check_policy`, which puts a policy of one's own through the checker and the simulator on random ones.
+"""Workloads and machines for tests: random ones that are small but varied, and ones whose figures can be worked out by
+hand. And `check_policy`, which puts a policy of one's own through the checker and the simulator on random ones.
 
 For the tests of this project and of anybody's own policy. Needs neither torch nor hypothesis: all chance comes from
 the `random.Random` that is passed in.
@@ -8,7 +8,7 @@ the `random.Random` that is passed in.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -37,6 +37,7 @@ __all__ = [
     "random_ranks",
     "random_settings",
     "random_workload",
+    "round_machine",
 ]
 
 
@@ -121,6 +122,76 @@ def chain_workload(
         recorded_on=None if forward_s is None else "virtual",
     )
     return repeat_micro_batch(workload, micro_batches)
+
+
+def round_machine(
+    *,
+    gpu_memory_bytes: int = 2**30,
+    host_memory_bytes: int = 2**30,
+    h2d_bytes_per_s: float = MIB,
+    d2h_bytes_per_s: float | None = None,
+    pageable_bytes_per_s: float | None = None,
+    latency_s: float = 0.0,
+    duplex: bool = True,
+    hbm_bytes_per_s: float = 28 * MIB,
+    flops_per_s: Mapping[str, float] | float = 1e12,
+    dram_bytes_per_s: float = 1e12,
+    cores: int = 1,
+    adam_params_per_s: float = MIB,
+    ranks: int = 1,
+    peer_bytes_per_s: float | None = None,
+    peer_latency_s: float = 0.0,
+    measured: bool = True,
+    name: str = "virtual",
+) -> Machine:
+    """A machine on which the seconds of a chain of MIB bf16 parameters per layer are round.
+
+    Of such a layer (2 MiB) a copy takes 2 s either way, and Adam 1 s on the CPU as well as on the GPU. DRAM and compute
+    are fast enough not to count. With forward_s=1.0 in `chain_workload`, every duration is a whole number of seconds.
+
+    gpu_memory_bytes: per GPU, all of it usable. host_memory_bytes: of the node, as dram_bytes_per_s and
+    adam_params_per_s are. d2h_bytes_per_s: None for that of h2d. flops_per_s: per dtype, or one figure for bf16, fp16
+    and fp32. ranks: number of GPUs; each has an equal share of the batch. peer_bytes_per_s: of the link between the
+    GPUs; None: there is no such link.
+    """
+    rates = flops_per_s if isinstance(flops_per_s, Mapping) else dict.fromkeys(("bf16", "fp16", "fp32"), flops_per_s)
+    gpu = Gpu(
+        name=name,
+        memory_bytes=gpu_memory_bytes,
+        usable_bytes=gpu_memory_bytes,
+        context_bytes=0,
+        hbm_bytes_per_s=hbm_bytes_per_s,
+        flops_per_s=dict(rates),
+        measured=measured,
+        source="by hand",
+    )
+    link = Link(
+        name=name,
+        h2d_bytes_per_s=h2d_bytes_per_s,
+        d2h_bytes_per_s=h2d_bytes_per_s if d2h_bytes_per_s is None else d2h_bytes_per_s,
+        pageable_bytes_per_s=pageable_bytes_per_s,
+        latency_s=latency_s,
+        duplex=duplex,
+        measured=measured,
+        source="by hand",
+    )
+    host = Host(
+        name=name,
+        memory_bytes=host_memory_bytes,
+        reserved_bytes=0,
+        dram_bytes_per_s=dram_bytes_per_s,
+        cores=cores,
+        adam_params_per_s=adam_params_per_s,
+        measured=measured,
+        source="by hand",
+    )
+    peer = None
+    if peer_bytes_per_s is not None:
+        peer = Fabric(
+            name=name, bytes_per_s=peer_bytes_per_s, latency_s=peer_latency_s, measured=measured, source="by hand"
+        )
+    rank = Rank(gpu=gpu, link=link, batch_share=1 / ranks)
+    return Machine(name=name, ranks=(rank,) * ranks, host=host, peer=peer)
 
 
 def _opened(layers: int, checkpointing: bool) -> list[tuple[str, Phase, int]]:

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
+from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Plan, Resident, Settings, steps_from_text
 from pstar_sim.core.step import Place
-from pstar_sim.testing import chain_workload
+from pstar_sim.testing import chain_workload, round_machine
 
 if importlib.util.find_spec("hypothesis") is not None:  # a machine with a GPU may be without
     from hypothesis import HealthCheck, settings
@@ -120,36 +120,18 @@ TEXT = """
 @pytest.fixture
 def toy_machine() -> Machine:
     """1 MB of gpu and host memory, round rates."""
-    gpu = Gpu(
-        name="toy-gpu",
-        memory_bytes=1_000_000,
-        usable_bytes=1_000_000,
-        context_bytes=0,
+    return round_machine(
+        gpu_memory_bytes=1_000_000,
+        host_memory_bytes=1_000_000,
+        h2d_bytes_per_s=1e6,
         hbm_bytes_per_s=1e9,
         flops_per_s={"bf16": 1e9, "fp32": 1e9},
-        measured=False,
-        source="made up",
-    )
-    link = Link(
-        name="toy-link",
-        h2d_bytes_per_s=1e6,
-        d2h_bytes_per_s=1e6,
-        latency_s=0.0,
-        duplex=True,
-        measured=False,
-        source="made up",
-    )
-    host = Host(
-        name="toy-host",
-        memory_bytes=1_000_000,
-        reserved_bytes=0,
         dram_bytes_per_s=1e9,
         cores=2,
         adam_params_per_s=1e6,
         measured=False,
-        source="made up",
+        name="toy",
     )
-    return Machine(name="toy", ranks=(Rank(gpu=gpu, link=link),), host=host)
 
 
 @pytest.fixture

@@ -1,19 +1,19 @@
 """The lower bound: figures worked out by hand, and no policy ever under it."""
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
 
 from pstar_sim.bounds import pinned
 from pstar_sim.bounds.bounds import lower_bound
-from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.registry import policies
 from pstar_sim.sim import play
-from pstar_sim.testing import chain_workload, random_workload
+from pstar_sim.testing import chain_workload, random_workload, round_machine
 from pstar_sim.units import MIB
 
 EAGER, STEP, CLIP = (
@@ -24,55 +24,21 @@ EAGER, STEP, CLIP = (
 MPARAM = 2**20
 
 
-def machine(
-    *,
-    gpu: int = 2**40,
-    h2d: float = 1e9,
-    d2h: float = 1e9,
-    adam: float = 1e9,
-    dram: float = 1e12,
-    hbm: float = 1e12,
-    flops: float = 1e12,
-    duplex: bool = True,
-    latency: float = 0.0,
-    name: str = "virtual",
-) -> Machine:
-    link = Link(
-        name="toy",
-        h2d_bytes_per_s=h2d,
-        d2h_bytes_per_s=d2h,
-        latency_s=latency,
-        duplex=duplex,
-        measured=True,
-        source="by hand",
-    )
-    card = Gpu(
-        name="toy",
-        memory_bytes=gpu,
-        usable_bytes=gpu,
-        context_bytes=0,
-        hbm_bytes_per_s=hbm,
-        flops_per_s={"bf16": flops, "fp16": flops, "fp32": flops},
-        measured=True,
-        source="by hand",
-    )
-    host = Host(
-        name="toy",
-        memory_bytes=2**40,
-        reserved_bytes=0,
-        dram_bytes_per_s=dram,
-        cores=1,
-        adam_params_per_s=adam,
-        measured=True,
-        source="by hand",
-    )
-    return Machine(name=name, ranks=(Rank(gpu=card, link=link),), host=host)
+machine = partial(
+    round_machine,
+    gpu_memory_bytes=2**40,
+    host_memory_bytes=2**40,
+    h2d_bytes_per_s=1e9,
+    d2h_bytes_per_s=1e9,
+    hbm_bytes_per_s=1e12,
+    adam_params_per_s=1e9,
+)
 
 
 def test_compute_binds_when_all_fits() -> None:
     """4 layers: 4*1 + 4*2 = 12 s, and GPU Adam of 4 Mi parameters at 28 B and 28 MiB/s each: 4 s: 16 s."""
     w = chain_workload(4, MPARAM, forward_s=1.0)
-    m = machine(hbm=28 * MIB, adam=1e4)
+    m = machine(hbm_bytes_per_s=28 * MIB, adam_params_per_s=1e4)
     b = lower_bound(w, m, EAGER, build_layout(w), stream=False)
     assert (b.seconds, b.binding) == (pytest.approx(16.0), "compute")
     assert b.pinned_params == b.max_pinned_params == 4 * MPARAM
@@ -85,7 +51,7 @@ def test_most_pinned_is_what_the_peak_leaves() -> None:
     """Budget 60 MiB, tide 10 MiB, a chunk of 2 MiB each of 4: 14 x <= 50 Mi: 3.57 Mi parameters, and beside what a
     moment reads 12 x + 2 <= 50: 4. With two micro-batches grad32 too: 18 x <= 50 and 16 x + 2 <= 50."""
     w = chain_workload(4, MPARAM, forward_s=1.0, tide_bytes=10 * MIB)
-    m = machine(gpu=60 * MIB)
+    m = machine(gpu_memory_bytes=60 * MIB)
     assert lower_bound(w, m, EAGER, build_layout(w), stream=False).max_pinned_params == int(50 / 14 * MPARAM)
     two = chain_workload(4, MPARAM, forward_s=1.0, tide_bytes=10 * MIB, micro_batches=2)
     assert lower_bound(two, m, EAGER, build_layout(two), stream=False).max_pinned_params == int(50 / 18 * MPARAM)
@@ -98,7 +64,7 @@ def test_h2d_bytes_of_two_micro_batches_by_hand() -> None:
     is 12 MiB (the chunk of the turn included), of which 8 stay: 4 each. 12 + 3*4 = 24 MiB at 1 MiB/s.
     """
     w = chain_workload(6, MPARAM, forward_s=1e-6, micro_batches=2)
-    m = machine(gpu=8 * MIB, h2d=MIB, d2h=MIB * 1e3, adam=1e15)
+    m = machine(gpu_memory_bytes=8 * MIB, h2d_bytes_per_s=MIB, d2h_bytes_per_s=MIB * 1e3, adam_params_per_s=1e15)
     b = lower_bound(w, m, EAGER, build_layout(w), max_pinned=0, stream=False)
     assert b.terms["h2d"] == pytest.approx(24.0, rel=1e-3)
     assert b.binding == "h2d"
@@ -110,7 +76,7 @@ def test_low_tide_between_micro_batches_keeps_more() -> None:
     exception)."""
     tide = [0, 0, *[4 * MIB] * 8, 0, 0, 0]
     w = chain_workload(6, MPARAM, forward_s=1e-6, micro_batches=2, tide_bytes=tide)
-    m = machine(gpu=12 * MIB, h2d=MIB, d2h=MIB * 1e3, adam=1e15)
+    m = machine(gpu_memory_bytes=12 * MIB, h2d_bytes_per_s=MIB, d2h_bytes_per_s=MIB * 1e3, adam_params_per_s=1e15)
     assert lower_bound(w, m, EAGER, build_layout(w), max_pinned=0, stream=False).terms["h2d"] == pytest.approx(
         20.0, rel=1e-3
     )
@@ -119,7 +85,7 @@ def test_low_tide_between_micro_batches_keeps_more() -> None:
 def test_half_duplex_adds_up_and_down() -> None:
     """4 chunks of 2 MiB up and down at 1 MiB/s: 8 s and 8 s, one after the other 16 s."""
     w = chain_workload(4, MPARAM, forward_s=1e-6)
-    m = machine(h2d=MIB, d2h=MIB, adam=1e15, duplex=False)
+    m = machine(h2d_bytes_per_s=MIB, d2h_bytes_per_s=MIB, adam_params_per_s=1e15, duplex=False)
     b = lower_bound(w, m, EAGER, build_layout(w), max_pinned=0, stream=False)
     assert (b.terms["link"], b.binding) == (pytest.approx(16.0), "link")
 
@@ -128,7 +94,12 @@ def test_dram_carries_copies_and_adam() -> None:
     """(2 + 2 + 28) B/param of 4 Mi parameters at 32 MiB/s: 4 s."""
     w = chain_workload(4, MPARAM, forward_s=1e-6)
     b = lower_bound(
-        w, machine(h2d=1e15, d2h=1e15, adam=1e15, dram=32 * MIB), EAGER, build_layout(w), max_pinned=0, stream=False
+        w,
+        machine(h2d_bytes_per_s=1e15, d2h_bytes_per_s=1e15, adam_params_per_s=1e15, dram_bytes_per_s=32 * MIB),
+        EAGER,
+        build_layout(w),
+        max_pinned=0,
+        stream=False,
     )
     assert (b.seconds, b.binding) == (pytest.approx(4.0), "dram")
 
@@ -137,7 +108,7 @@ def test_a_barrier_never_lowers_the_bound_and_pins_never_raise_it() -> None:
     for seed in range(40):
         w = random_workload(seed)
         layout = build_layout(w)
-        m = machine(gpu=w.peak_non_model_bytes + w.params * 10, adam=3e7, flops=1e12)
+        m = machine(gpu_memory_bytes=w.peak_non_model_bytes + w.params * 10, adam_params_per_s=3e7, flops_per_s=1e12)
         eager = lower_bound(w, m, EAGER, layout).seconds
         assert lower_bound(w, m, STEP, layout).seconds >= eager - 1e-12
         assert lower_bound(w, m, EAGER, layout, max_pinned=0, stream=False).seconds >= eager - 1e-12
@@ -174,14 +145,14 @@ def test_no_policy_is_under_the_bound(name: str, whole: bool) -> None:
         model_bytes = sum(t.bytes for t in w.tensors) + w.trainable_params * 12
         m = machine(
             name="random",
-            gpu=int(w.peak_non_model_bytes + model_bytes * rng.choice((0.2, 0.4, 0.7, 1.2, 2.0))),
-            h2d=rng.choice((1e8, 1e9, 1e10)),
-            d2h=rng.choice((1e8, 1e9, 1e10)),
-            adam=rng.choice((1e7, 1e8, 1e9)),
-            dram=rng.choice((1e9, 1e10, 1e11)),
-            flops=rng.choice((1e11, 1e12, 1e13)),
+            gpu_memory_bytes=int(w.peak_non_model_bytes + model_bytes * rng.choice((0.2, 0.4, 0.7, 1.2, 2.0))),
+            h2d_bytes_per_s=rng.choice((1e8, 1e9, 1e10)),
+            d2h_bytes_per_s=rng.choice((1e8, 1e9, 1e10)),
+            adam_params_per_s=rng.choice((1e7, 1e8, 1e9)),
+            dram_bytes_per_s=rng.choice((1e9, 1e10, 1e11)),
+            flops_per_s=rng.choice((1e11, 1e12, 1e13)),
             duplex=rng.random() < 0.7,
-            latency=rng.choice((0.0, 1e-5)),
+            latency_s=rng.choice((0.0, 1e-5)),
         )
         settings = rng.choice((EAGER, STEP, CLIP))
         try:

@@ -5,6 +5,7 @@ import importlib.util
 import random
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.bounds.certificate import Certifier, agree
 from pstar_sim.bounds.fluid import fluid_bound
 from pstar_sim.bounds.linear import Program, Solution, Unsolved
-from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
+from pstar_sim.catalog.machine import Machine
 from pstar_sim.cli import main
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings, load_plan
@@ -23,7 +24,7 @@ from pstar_sim.planner.compare import compare
 from pstar_sim.planner.stated import examine
 from pstar_sim.policy.registry import policies
 from pstar_sim.sim import play
-from pstar_sim.testing import chain_workload, random_machine, random_settings, random_workload
+from pstar_sim.testing import chain_workload, random_machine, random_settings, random_workload, round_machine
 from pstar_sim.units import MIB
 from pstar_sim.workload.workload import OptimizerSpec, Workload
 
@@ -42,31 +43,16 @@ LIST = 4 * LAYER  # bytes of each list: fp32, one state
 ONE_STATE = OptimizerSpec(name="momentum", state_bytes=(("momentum", 4),), dram_bytes_per_param=28)
 
 
-def machine(
-    *,
-    gpu: int = 2**40,
-    up: float = 1e9,
-    down: float = 1e9,
-    adam: float = 1e9,
-    dram: float = 1e15,
-    hbm: float = 1e12,
-    duplex: bool = True,
-) -> Machine:
-    """Copies in bytes a second, CPU Adam in parameters a second."""
-    flops = {"bf16": 1e12, "fp16": 1e12, "fp32": 1e12}
-    card = Gpu(
-        name="toy", memory_bytes=gpu, usable_bytes=gpu, context_bytes=0, hbm_bytes_per_s=hbm, flops_per_s=flops,
-        measured=True, source="by hand",
-    )  # fmt: skip
-    link = Link(
-        name="toy", h2d_bytes_per_s=up, d2h_bytes_per_s=down, latency_s=0.0, duplex=duplex, measured=True,
-        source="by hand",
-    )  # fmt: skip
-    host = Host(
-        name="toy", memory_bytes=2**40, reserved_bytes=0, dram_bytes_per_s=dram, cores=1, adam_params_per_s=adam,
-        measured=True, source="by hand",
-    )  # fmt: skip
-    return Machine(name="virtual", ranks=(Rank(gpu=card, link=link),), host=host)
+machine = partial(
+    round_machine,
+    gpu_memory_bytes=2**40,
+    host_memory_bytes=2**40,
+    h2d_bytes_per_s=1e9,
+    d2h_bytes_per_s=1e9,
+    hbm_bytes_per_s=1e12,
+    adam_params_per_s=1e9,
+    dram_bytes_per_s=1e15,
+)
 
 
 def as_job(t: "exact.Tiny") -> tuple[Workload, Machine, Settings]:
@@ -74,7 +60,11 @@ def as_job(t: "exact.Tiny") -> tuple[Workload, Machine, Settings]:
     tide = [level * LIST for level in t.tide] + [0]
     w = chain_workload(t.layers, LAYER, dtype="fp32", forward_s=float(t.forward), tide_bytes=tide)
     m = machine(
-        gpu=t.slots * LIST, up=LIST / t.up, down=LIST / t.down, adam=LAYER / t.cpu_adam, hbm=28 * LAYER / t.gpu_adam
+        gpu_memory_bytes=t.slots * LIST,
+        h2d_bytes_per_s=LIST / t.up,
+        d2h_bytes_per_s=LIST / t.down,
+        adam_params_per_s=LAYER / t.cpu_adam,
+        hbm_bytes_per_s=28 * LAYER / t.gpu_adam,
     )
     return replace(w, optimizer=ONE_STATE), m, STEP if t.barrier else EAGER
 
@@ -155,7 +145,13 @@ def test_streams_by_hand() -> None:
     beside the chunk of a moment: nothing is pinned (budget 2 MiB). Copies up at 14 MiB/s: 1 s for a layer's 12 MiB of
     states and 2 MiB of parameters. With y Mi streamed: compute 12 + y, adam (4 - y) 8: y = 20/9, T = 12 + 20/9."""
     w = chain_workload(4, MPARAM, forward_s=1.0)
-    m = machine(gpu=2 * MIB, up=14 * MIB, down=14 * MIB, adam=MPARAM / 8, hbm=28 * MIB)
+    m = machine(
+        gpu_memory_bytes=2 * MIB,
+        h2d_bytes_per_s=14 * MIB,
+        d2h_bytes_per_s=14 * MIB,
+        adam_params_per_s=MPARAM / 8,
+        hbm_bytes_per_s=28 * MIB,
+    )
     b = lower_bound(w, m, EAGER, build_layout(w))
     # windows: the last chunk's window holds all Adams: T >= span 3 + 8 (4 - y) + copies down and up of 1/7 s each
     meet = (3 + 32 + 2 / 7 - 12) / 9
@@ -168,7 +164,13 @@ def test_streams_by_hand() -> None:
 def test_slow_links_make_streams_worthless() -> None:
     """The same, but states take 120 s a layer up: what is streamed costs more than its Adam on the CPU (8 s)."""
     w = chain_workload(4, MPARAM, forward_s=1.0)
-    m = machine(gpu=2 * MIB, up=MIB / 10, down=MIB, adam=MPARAM / 8, hbm=28 * MIB)
+    m = machine(
+        gpu_memory_bytes=2 * MIB,
+        h2d_bytes_per_s=MIB / 10,
+        d2h_bytes_per_s=MIB,
+        adam_params_per_s=MPARAM / 8,
+        hbm_bytes_per_s=28 * MIB,
+    )
     b = lower_bound(w, m, EAGER, build_layout(w))
     assert (b.binding, b.streamed_params) == ("h2d", 0)
 
@@ -178,7 +180,13 @@ def test_sums_may_visit_the_gpu() -> None:
     they visit it and nothing is added on the host: 56 s. With clipping, which has all three added there if they come
     down one by one, the same."""
     w = chain_workload(2, MPARAM, forward_s=1e-3, micro_batches=3)
-    m = machine(gpu=2 * MIB, up=1e15, down=1e15, adam=MPARAM / 28, hbm=28 * MIB / 1e9)
+    m = machine(
+        gpu_memory_bytes=2 * MIB,
+        h2d_bytes_per_s=1e15,
+        d2h_bytes_per_s=1e15,
+        adam_params_per_s=MPARAM / 28,
+        hbm_bytes_per_s=28 * MIB / 1e9,
+    )
     for settings in (EAGER, Settings(update="eager", clip=True)):
         assert lower_bound(w, m, settings, build_layout(w)).terms["adam"] == pytest.approx(56.0, rel=1e-3)
 
@@ -273,7 +281,12 @@ def test_several_gpus_have_no_bound_and_say_why() -> None:
 
 def test_fewer_points_are_a_weaker_bound_but_a_bound() -> None:
     w = random_workload(11, layers=6, micro_batches=1)
-    m = machine(gpu=w.peak_non_model_bytes + w.params * 4, up=1e9, down=1e9, adam=3e8)
+    m = machine(
+        gpu_memory_bytes=w.peak_non_model_bytes + w.params * 4,
+        h2d_bytes_per_s=1e9,
+        d2h_bytes_per_s=1e9,
+        adam_params_per_s=3e8,
+    )
     layout = build_layout(w)
     coarse = fluid_bound(w, m, EAGER, layout, most_points=4)
     fine = fluid_bound(w, m, EAGER, layout)

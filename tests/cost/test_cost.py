@@ -4,51 +4,26 @@ from dataclasses import replace
 
 import pytest
 
-from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
+from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.step import Kind, Place, Queue, Step
 from pstar_sim.cost import CostModel, flops_rate
 from pstar_sim.errors import PlanError
-from pstar_sim.testing import chain_workload
+from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.workload.workload import OptimizerSpec, Workload
 
 MPARAM = 2**20
 
-MACHINE = Machine(
+MACHINE = round_machine(
     name="toy",
-    ranks=(
-        Rank(
-            gpu=Gpu(
-                name="toy",
-                memory_bytes=2**30,
-                usable_bytes=2**30,
-                context_bytes=0,
-                hbm_bytes_per_s=28e6,
-                flops_per_s={"fp16": 2e9, "fp32": 1e9},
-                measured=True,
-                source="by hand",
-            ),
-            link=Link(
-                name="toy",
-                h2d_bytes_per_s=2e6,
-                d2h_bytes_per_s=1e6,
-                latency_s=0.25,
-                duplex=True,
-                measured=True,
-                source="by hand",
-            ),
-        ),
-    ),
-    host=Host(
-        name="toy",
-        memory_bytes=2**40,
-        reserved_bytes=0,
-        dram_bytes_per_s=1e9,
-        cores=1,
-        adam_params_per_s=MPARAM / 2,
-        measured=True,
-        source="by hand",
-    ),
+    hbm_bytes_per_s=28e6,
+    flops_per_s={"fp16": 2e9, "fp32": 1e9},
+    h2d_bytes_per_s=2e6,
+    d2h_bytes_per_s=1e6,
+    latency_s=0.25,
+    host_memory_bytes=2**40,
+    dram_bytes_per_s=1e9,
+    adam_params_per_s=MPARAM / 2,
 )
 DATASHEET = replace(MACHINE, ranks=(replace(MACHINE.ranks[0], gpu=replace(MACHINE.gpu, measured=False)),))
 

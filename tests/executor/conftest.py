@@ -26,46 +26,30 @@ from torch import nn
 import executor
 from executor.capture import capture_module
 from executor.models import enable_checkpointing
-from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
+from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.registry import find_policy
+from pstar_sim.testing import round_machine
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
 BATCH, SEQUENCE, VOCABULARY = 2, 12, 96
 
 
 def small_machine(gpu_bytes: int, host_bytes: int = 2 * 10**9) -> Machine:
-    gpu = Gpu(
-        name="test-gpu",
-        memory_bytes=gpu_bytes,
-        usable_bytes=gpu_bytes,
-        context_bytes=0,
+    """Rates of a processor, as if the virtual accelerator had them."""
+    return round_machine(
+        gpu_memory_bytes=gpu_bytes,
+        host_memory_bytes=host_bytes,
+        h2d_bytes_per_s=2e9,
+        latency_s=1e-5,
         hbm_bytes_per_s=20e9,
         flops_per_s={"fp32": 20e9, "bf16": 20e9},
-        measured=False,
-        source="test",
-    )
-    link = Link(
-        name="test-link",
-        h2d_bytes_per_s=2e9,
-        d2h_bytes_per_s=2e9,
-        latency_s=1e-5,
-        duplex=True,
-        measured=False,
-        source="test",
-    )
-    host = Host(
-        name="test-host",
-        memory_bytes=host_bytes,
-        reserved_bytes=0,
         dram_bytes_per_s=20e9,
         cores=2,
         adam_params_per_s=1e9,
         measured=False,
-        source="test",
     )
-    return Machine(name="virtual", ranks=(Rank(gpu=gpu, link=link),), host=host)
 
 
 class Mlp(nn.Module):

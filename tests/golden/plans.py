@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
+from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.policy import find_policy
-from pstar_sim.testing import chain_workload
+from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.units import MIB
 
 HERE = Path(__file__).parent
@@ -27,36 +27,11 @@ LINKS = {"optimal_eager": 4}  # MiB/s where it is not 1: fast enough for states 
 
 def machine(gpu_bytes: int, link_mib_per_s: int = 1) -> Machine:
     """A working list (2 MiB) crosses the link in 2 s (on a faster link in less), Adam takes 1 s a chunk."""
-    gpu = Gpu(
-        name="toy",
-        memory_bytes=gpu_bytes,
-        usable_bytes=gpu_bytes,
-        context_bytes=0,
-        hbm_bytes_per_s=28 * MIB,
-        flops_per_s={"bf16": 1e12},
-        measured=True,
-        source="by hand",
-    )
-    link = Link(
-        name="toy",
+    return round_machine(
+        gpu_memory_bytes=gpu_bytes,
         h2d_bytes_per_s=link_mib_per_s * MIB,
-        d2h_bytes_per_s=link_mib_per_s * MIB,
-        latency_s=0.0,
-        duplex=True,
-        measured=True,
-        source="by hand",
+        flops_per_s={"bf16": 1e12},
     )
-    host = Host(
-        name="toy",
-        memory_bytes=2**30,
-        reserved_bytes=0,
-        dram_bytes_per_s=1e12,
-        cores=1,
-        adam_params_per_s=MIB,
-        measured=True,
-        source="by hand",
-    )
-    return Machine(name="virtual", ranks=(Rank(gpu=gpu, link=link),), host=host)
 
 
 def plan(name: str) -> Plan:

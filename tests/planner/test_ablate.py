@@ -18,7 +18,7 @@ from pstar_sim.errors import PlanError, PstarError, UnknownName
 from pstar_sim.planner.ablate import Ablation, ablate, ladder, left_out
 from pstar_sim.report.ablation import ablation_html, ablation_text
 from pstar_sim.report.waterfall import plot_waterfall, waterfall_figure
-from pstar_sim.testing import chain_workload
+from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.units import MIB
 
 EAGER = Settings(update="eager", clip=False, chunk_bytes=2 * MIB)
@@ -26,13 +26,9 @@ PLAINEST = "tide:capacity=peak,eviction=lru,prefetch=none,adam=after-backward,pi
 
 
 @pytest.fixture
-def machine(toy_machine: Machine) -> Machine:
-    """20 MiB of GPU memory; 2 MiB cross the link in 2 s and are updated in 1 s."""
-    rank = toy_machine.ranks[0]
-    gpu = replace(rank.gpu, memory_bytes=20 * MIB, usable_bytes=20 * MIB, hbm_bytes_per_s=28.0 * MIB)
-    link = replace(rank.link, h2d_bytes_per_s=float(MIB), d2h_bytes_per_s=float(MIB))
-    host = replace(toy_machine.host, memory_bytes=2**30, dram_bytes_per_s=1e12, adam_params_per_s=float(MIB))
-    return Machine(name="virtual", ranks=(replace(rank, gpu=gpu, link=link),), host=host)
+def machine() -> Machine:
+    """2 MiB cross the link in 2 s and are updated in 1 s."""
+    return round_machine(gpu_memory_bytes=20 * MIB, flops_per_s=1e9, cores=2, measured=False)
 
 
 @pytest.fixture

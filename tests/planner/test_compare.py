@@ -7,58 +7,38 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import pstar_sim as ps
-from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
+from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings, load_plan
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import DoesNotFit, PlanError, PstarError, UnknownName
 from pstar_sim.planner.binding import bound_by
 from pstar_sim.planner.compare import Row, compare, without_barrier
 from pstar_sim.policy.systems.all_on_gpu import all_on_gpu
-from pstar_sim.testing import chain_workload
+from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.workload.workload import Workload
 
 MB, GB = 10**6, 10**9
 FREE = Settings(update="eager", clip=False)
 
 
-def machine(gpu_bytes: int = GB, host_bytes: int = GB) -> Machine:
-    """GPU Adam: 28 MB a layer over 28 MB/s of HBM = 1 s."""
-    gpu = Gpu(
-        name="test",
-        memory_bytes=gpu_bytes,
-        usable_bytes=gpu_bytes,
-        context_bytes=0,
-        hbm_bytes_per_s=28 * MB,
-        flops_per_s={"fp16": 1e9},
-        measured=True,
-        source="test",
-    )
-    link = Link(
-        name="test",
-        h2d_bytes_per_s=2 * MB,
-        d2h_bytes_per_s=2 * MB,
-        latency_s=0,
-        duplex=True,
-        measured=True,
-        source="test",
-    )
-    host = Host(
-        name="test",
-        memory_bytes=host_bytes,
-        reserved_bytes=0,
-        dram_bytes_per_s=100 * GB,
-        cores=2,
-        adam_params_per_s=1 * MB,
-        measured=True,
-        source="test",
-    )
-    return Machine(name="virtual", ranks=(Rank(gpu=gpu, link=link),), host=host)
+machine = partial(
+    round_machine,
+    gpu_memory_bytes=GB,
+    host_memory_bytes=GB,
+    h2d_bytes_per_s=2 * MB,
+    hbm_bytes_per_s=28 * MB,
+    flops_per_s={"fp16": 1e9},
+    dram_bytes_per_s=100 * GB,
+    adam_params_per_s=MB,
+)
+"""GPU Adam: 28 MB a layer over 28 MB/s of HBM = 1 s."""
 
 
 def chain() -> Workload:
@@ -132,7 +112,7 @@ def test_when_nothing_fits_best_says_why_for_every_policy() -> None:
 
 
 def test_what_does_not_fit_names_a_policy_that_does() -> None:
-    result = compare(chain(), machine(gpu_bytes=20 * MB), policies=["all_on_gpu", "tide"])
+    result = compare(chain(), machine(gpu_memory_bytes=20 * MB), policies=["all_on_gpu", "tide"])
     on_gpu, tide = result.rows
     assert not on_gpu.fits and tide.fits
     assert "short by" in str(on_gpu.reason) and "--policy tide" in str(on_gpu.reason)
@@ -142,7 +122,7 @@ def test_what_does_not_fit_in_host_memory_names_how_much_would_do() -> None:
     """2 x 1,048,576 parameters of 14 bytes and a gradient bucket: far below 16 GB, the step in which memory is
     suggested.
     """
-    (row,) = compare(chain(), machine(host_bytes=MB), policies=["zero_offload"]).rows
+    (row,) = compare(chain(), machine(host_memory_bytes=MB), policies=["zero_offload"]).rows
     assert "host needs" in str(row.reason) and "fits with --host-memory 16GB" in str(row.reason)
 
 

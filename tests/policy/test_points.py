@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from pstar_sim.catalog.machine import Fabric, Gpu, Host, Link, Machine, Rank
+from pstar_sim.catalog.machine import Fabric, Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.core.timeline import Timeline
@@ -26,6 +26,7 @@ from pstar_sim.testing import (
     random_ranks,
     random_settings,
     random_workload,
+    round_machine,
 )
 from pstar_sim.units import MIB
 from pstar_sim.workload.workload import Use, UseKind, Workload
@@ -42,34 +43,9 @@ POINTS = [
 
 
 def machine(gpu_mib: int, *, adam_s: float = 1.0, down_s: float = 2.0) -> Machine:
-    known = {"measured": True, "source": "by hand"}
-    gpu = Gpu(
-        name="toy",
-        memory_bytes=gpu_mib * MIB,
-        usable_bytes=gpu_mib * MIB,
-        context_bytes=0,
-        hbm_bytes_per_s=28 * MIB,
-        flops_per_s={"bf16": 1e12},
-        **known,  # type: ignore[arg-type]
+    return round_machine(
+        gpu_memory_bytes=gpu_mib * MIB, d2h_bytes_per_s=2 * MIB / down_s, adam_params_per_s=MIB / adam_s
     )
-    link = Link(
-        name="toy",
-        h2d_bytes_per_s=MIB,
-        d2h_bytes_per_s=2 * MIB / down_s,
-        latency_s=0.0,
-        duplex=True,
-        **known,  # type: ignore[arg-type]
-    )
-    host = Host(
-        name="toy",
-        memory_bytes=2**30,
-        reserved_bytes=0,
-        dram_bytes_per_s=1e12,
-        cores=1,
-        adam_params_per_s=MIB / adam_s,
-        **known,  # type: ignore[arg-type]
-    )
-    return Machine(name="virtual", ranks=(Rank(gpu=gpu, link=link),), host=host)
 
 
 def chain(*, micro_batches: int = 1, tide_mib: int = 0) -> Workload:

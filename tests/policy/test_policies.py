@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
+from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Kind, Place, Queue, Step
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy import find_policy
 from pstar_sim.sim.play import play
-from pstar_sim.testing import chain_workload
+from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.units import MIB
 from pstar_sim.workload.workload import Workload
 
@@ -26,46 +26,13 @@ CLIP = replace(EAGER, clip=True)
 RISING = [0, 1, 2, 3, 3, 2, 1, 0, 0]  # MiB of non-model data: F0 F1 F2 F3 B3 B2 B1 B0 step
 
 
-def machine(gpu_bytes: int, *, d2h: float = MIB, host_bytes: int = 2**30) -> Machine:
-    gpu = Gpu(
-        name="toy",
-        memory_bytes=gpu_bytes,
-        usable_bytes=gpu_bytes,
-        context_bytes=0,
-        hbm_bytes_per_s=28 * MIB,
-        flops_per_s={"bf16": 1e12, "fp16": 1e12},
-        measured=True,
-        source="by hand",
-    )
-    link = Link(
-        name="toy",
-        h2d_bytes_per_s=MIB,
-        d2h_bytes_per_s=d2h,
-        latency_s=0.0,
-        duplex=True,
-        measured=True,
-        source="by hand",
-    )
-    host = Host(
-        name="toy",
-        memory_bytes=host_bytes,
-        reserved_bytes=0,
-        dram_bytes_per_s=1e12,
-        cores=1,
-        adam_params_per_s=MIB,
-        measured=True,
-        source="by hand",
-    )
-    return Machine(name="virtual", ranks=(Rank(gpu=gpu, link=link),), host=host)
-
-
 def chain(tide_mib: int | list[int] = 0, *, micro_batches: int = 1, dtype: str = "bf16") -> Workload:
     tide = tide_mib * MIB if isinstance(tide_mib, int) else [n * MIB for n in tide_mib]
     return chain_workload(4, MIB, forward_s=1.0, tide_bytes=tide, micro_batches=micro_batches, dtype=dtype)
 
 
 def planned(policy: str, workload: Workload, gpu_bytes: int, settings: Settings = STEP, **more: float) -> Plan:
-    plan = find_policy(policy)(workload, machine(gpu_bytes, **more), settings)  # type: ignore[arg-type]
+    plan = find_policy(policy)(workload, round_machine(gpu_memory_bytes=gpu_bytes, **more), settings)  # type: ignore[arg-type]
     plan.check()
     return plan
 
@@ -86,13 +53,13 @@ def test_all_on_gpu_needs_14_bytes_a_parameter_and_the_tide() -> None:
     assert timeline.iteration_s == pytest.approx(16.0)
     assert timeline.peak_bytes == {"gpu": 57 * MIB, "host": 0}
     assert plan.moved_bytes == {"h2d": 0, "d2h": 0}
-    error = short_of("all_on_gpu", chain(1), machine(57 * MIB - 1))
+    error = short_of("all_on_gpu", chain(1), round_machine(gpu_memory_bytes=57 * MIB - 1))
     assert (error.place, error.needed_bytes, error.short_bytes) == ("gpu", 57 * MIB, 1)
 
 
 def test_all_on_gpu_accumulates_in_4_more_bytes() -> None:
     """18 bytes a parameter with several micro-batches."""
-    assert short_of("all_on_gpu", chain(micro_batches=2), machine(1)).needed_bytes == 72 * MIB
+    assert short_of("all_on_gpu", chain(micro_batches=2), round_machine(gpu_memory_bytes=1)).needed_bytes == 72 * MIB
     assert play(planned("all_on_gpu", chain(micro_batches=2), 72 * MIB)).iteration_s == pytest.approx(28.0)
 
 
@@ -109,7 +76,7 @@ def test_zero_offload_holds_all_parameters_and_a_bucket_of_two_chunks() -> None:
     plan = planned("zero_offload", chain(1), 13 * MIB)
     assert gradient_peak(plan) == 4 * MIB
     assert plan.moved_bytes == {"h2d": 8 * MIB, "d2h": 8 * MIB}
-    assert short_of("zero_offload", chain(1), machine(13 * MIB - 1)).needed_bytes == 13 * MIB
+    assert short_of("zero_offload", chain(1), round_machine(gpu_memory_bytes=13 * MIB - 1)).needed_bytes == 13 * MIB
     assert gradient_peak(planned("zero_offload", chain(1), 100 * MIB)) == 4 * MIB  # room does not change the bucket
 
 
@@ -124,7 +91,7 @@ def test_zero_offload_waits_for_its_bucket() -> None:
     """Gradients of 2 s leave in 8 s each. B3 ends at 6, its gradient is down at 14; B2 ends at 8 (two in the bucket).
     B1 waits for the first, until 14, and ends at 16; B0 for the second, until 22. The last gradient is down at 38,
     chunk 0 updated at 39, and four copies of 2 s back end at 47."""
-    assert play(planned("zero_offload", chain(), 13 * MIB, d2h=MIB / 4)).iteration_s == pytest.approx(47.0)
+    assert play(planned("zero_offload", chain(), 13 * MIB, d2h_bytes_per_s=MIB / 4)).iteration_s == pytest.approx(47.0)
 
 
 # patrickstar
@@ -162,7 +129,7 @@ def test_patrickstar_puts_states_into_four_fifths_of_the_margin() -> None:
 
 def test_patrickstar_says_what_it_needs() -> None:
     """A chunk of 2 MiB, the reserve (2), the buffer (4) and the tide's peak of 3 MiB."""
-    error = short_of("patrickstar", chain(RISING), machine(11 * MIB - 1))
+    error = short_of("patrickstar", chain(RISING), round_machine(gpu_memory_bytes=11 * MIB - 1))
     assert error.needed_bytes == 11 * MIB
     assert "a reserve of one chunk, 2.097 MB" in error.what
     planned("patrickstar", chain(RISING), 11 * MIB)
@@ -210,9 +177,9 @@ def test_the_first_chunk_is_updated_between_its_last_and_its_next_use() -> None:
 def test_they_fit_where_one_moment_fits(policy: str) -> None:
     """The peak of 3 MiB and a chunk of 2 MiB; on the host 14 bytes a parameter."""
     planned(policy, chain(RISING), 5 * MIB)
-    assert short_of(policy, chain(RISING), machine(5 * MIB - 1)).needed_bytes == 5 * MIB
-    planned(policy, chain(RISING), 5 * MIB, host_bytes=56 * MIB)
-    error = short_of(policy, chain(RISING), machine(5 * MIB, host_bytes=56 * MIB - 1))
+    assert short_of(policy, chain(RISING), round_machine(gpu_memory_bytes=5 * MIB - 1)).needed_bytes == 5 * MIB
+    planned(policy, chain(RISING), 5 * MIB, host_memory_bytes=56 * MIB)
+    error = short_of(policy, chain(RISING), round_machine(gpu_memory_bytes=5 * MIB, host_memory_bytes=56 * MIB - 1))
     assert (error.place, error.needed_bytes) == ("host", 56 * MIB)
 
 
@@ -223,7 +190,7 @@ def test_only_tide_follows_the_tide() -> None:
     big = replace(w.tensors[0], shape=(4 * MIB,), bytes=8 * MIB)
     w = replace(w, tensors=(big, w.tensors[1]))
     planned("tide", w, 8 * MIB, EAGER)  # 8 MiB at no tide; 6 + 2 MiB at the peak
-    assert short_of("static_partition", w, machine(8 * MIB), EAGER).needed_bytes == 14 * MIB
+    assert short_of("static_partition", w, round_machine(gpu_memory_bytes=8 * MIB), EAGER).needed_bytes == 14 * MIB
 
 
 # The barrier.

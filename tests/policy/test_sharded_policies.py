@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from pstar_sim.catalog.machine import Fabric, Gpu, Host, Link, Machine, Nvme, Rank
+from pstar_sim.catalog.machine import Machine, Nvme
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import PAGEABLE, Kind, Place, Queue, Step
 from pstar_sim.core.timeline import Timeline
@@ -27,7 +27,7 @@ from pstar_sim.policy.systems.sharded_visits import (
     traced_visits,
 )
 from pstar_sim.sim.play import play
-from pstar_sim.testing import chain_workload
+from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.units import GB, MIB
 from pstar_sim.workload.workload import Workload
 
@@ -36,47 +36,19 @@ LAYER = 2**20
 SMALL = "bucket=1048576,reuse=0,prefetch=1048576"  # a bucket and a prefetch of one layer, nothing is kept
 
 
-def machine(
-    ranks: int = 1,
-    *,
-    gpu_bytes: int = GB,
-    host_bytes: int = GB,
-    d2h: float = MIB,
-    pageable: float | None = MIB,
-    net: float = 6 * MIB,
-    disks: bool = True,
-) -> Machine:
-    gpu = Gpu(
-        name="toy",
-        memory_bytes=gpu_bytes,
-        usable_bytes=gpu_bytes,
-        context_bytes=0,
-        hbm_bytes_per_s=28 * MIB,
-        flops_per_s={"bf16": 1e12},
-        measured=True,
-        source="by hand",
+def machine(ranks: int = 1, *, disks: bool = True, **figures: float | None) -> Machine:
+    """figures: of round_machine, per GPU."""
+    node = round_machine(
+        **{  # type: ignore[arg-type]
+            "ranks": ranks,
+            "gpu_memory_bytes": GB,
+            "host_memory_bytes": GB,
+            "pageable_bytes_per_s": MIB,
+            "adam_params_per_s": MIB * ranks,
+            "peer_bytes_per_s": 6 * MIB if ranks > 1 else None,
+            **figures,
+        }
     )
-    link = Link(
-        name="toy",
-        h2d_bytes_per_s=MIB,
-        d2h_bytes_per_s=d2h,
-        latency_s=0.0,
-        duplex=True,
-        measured=True,
-        source="by hand",
-        pageable_bytes_per_s=pageable,
-    )
-    host = Host(
-        name="toy",
-        memory_bytes=host_bytes,
-        reserved_bytes=0,
-        dram_bytes_per_s=1e12,
-        cores=1,
-        adam_params_per_s=MIB * ranks,
-        measured=True,
-        source="by hand",
-    )
-    peer = Fabric(name="toy", bytes_per_s=net, latency_s=0.0, measured=True, source="by hand")
     nvme = Nvme(
         name="toy",
         memory_bytes=GB,
@@ -86,13 +58,7 @@ def machine(
         measured=True,
         source="by hand",
     )
-    return Machine(
-        name="virtual",
-        ranks=(Rank(gpu=gpu, link=link, batch_share=1 / ranks),) * ranks,
-        host=host,
-        peer=peer if ranks > 1 else None,
-        nvme=nvme if disks else None,
-    )
+    return replace(node, nvme=nvme if disks else None)
 
 
 def chain(layers: int = 4, *, micro_batches: int = 1, checkpointing: bool = False) -> Workload:
@@ -185,7 +151,7 @@ def test_resident_waits_for_the_first_gather_and_the_last_scatter() -> None:
     # On a slow network every collective takes 3 s. Gathers of forward end at 3, 6, 9, 12; that of B2 at 15, when B3 has
     # ended: the scatter of 3 goes to 18, the gather of B1 to 21; the scatter of 2 to 24, the gather of B0 to 27, the
     # scatter of 1 to 30, B0 ends at 29, the scatter of 0 at 33, Adam at 34.
-    assert play(planned("zero3_resident", machine(4, net=0.5 * MIB))).iteration_s == pytest.approx(34.0)
+    assert play(planned("zero3_resident", machine(4, peer_bytes_per_s=0.5 * MIB))).iteration_s == pytest.approx(34.0)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +170,7 @@ def test_resident_waits_for_the_first_gather_and_the_last_scatter() -> None:
 def test_the_clipped_norm_waits_for_the_sums_of_all_gradients(spec: str) -> None:
     """On a network as slow as that the gradient of layer 0 is the last to be summed, long after the others. With
     clipping no chunk is updated before, not even layers 1 and 3, which deep_optimizer_states has on the GPU first."""
-    plan = planned(spec, machine(4, net=0.5 * MIB), settings=replace(SETTINGS, clip=True))
+    plan = planned(spec, machine(4, peer_bytes_per_s=0.5 * MIB), settings=replace(SETTINGS, clip=True))
     timeline = play(plan)
     first = min(s.iteration for s in timeline.spans)
     spans = [s for s in timeline.spans if s.iteration == first]
@@ -225,7 +191,7 @@ def test_resident_holds_eighteen_bytes_a_parameter_and_two_blocks() -> None:
 
 def test_resident_says_what_it_is_short_of() -> None:
     with pytest.raises(DoesNotFit, match="a rank's slices of everything") as caught:
-        find_policy("zero3_resident")(chain(), machine(4, gpu_bytes=15 * MIB), SETTINGS)
+        find_policy("zero3_resident")(chain(), machine(4, gpu_memory_bytes=15 * MIB), SETTINGS)
     assert caught.value.needed_bytes == 20 * MIB
 
 
@@ -235,7 +201,7 @@ def test_resident_says_what_it_is_short_of() -> None:
 def test_blocking_flush_stands_in_the_backward_pass() -> None:
     """Every chunk's 2 MiB of gradients take 2 s behind its backward: 4 + 4 x (2 + 2) s. The step: Adam of one sub-group
     4 s, then 8 MiB up."""
-    plan = planned(f"zero3_offload:{SMALL}", machine(d2h=8 * MIB))
+    plan = planned(f"zero3_offload:{SMALL}", machine(d2h_bytes_per_s=8 * MIB))
     assert all(s.via == PAGEABLE for s in of(plan, Kind.WRITEBACK))
     assert (plan.moved_bytes["h2d"], plan.moved_bytes["d2h"]) == (8 * MIB, 8 * MIB)
     timeline = play(plan)
@@ -245,7 +211,7 @@ def test_blocking_flush_stands_in_the_backward_pass() -> None:
 
 def test_asynchronous_flush_goes_beside_it_in_fp32() -> None:
     """4 MiB a chunk at 8 MiB/s: only the last half second is seen."""
-    plan = planned(f"zero3_offload:flush=async,{SMALL}", machine(d2h=8 * MIB))
+    plan = planned(f"zero3_offload:flush=async,{SMALL}", machine(d2h_bytes_per_s=8 * MIB))
     assert plan.moved_bytes["d2h"] == 16 * MIB
     assert all(s.via is None for s in plan.steps)
     assert play(plan).iteration_s == pytest.approx(12.5 + 4 + 8)
@@ -261,16 +227,16 @@ def test_two_buckets_at_most_are_under_way() -> None:
 
 def test_updated_parameters_go_up_behind_each_sub_group() -> None:
     """Adam 1 s and 2 s up, four times; deep_optimizer_states updates the next one meanwhile."""
-    one_by_one = planned(f"zero3_offload:flush=async,subgroup=1048576,{SMALL}", machine(d2h=8 * MIB))
+    one_by_one = planned(f"zero3_offload:flush=async,subgroup=1048576,{SMALL}", machine(d2h_bytes_per_s=8 * MIB))
     assert play(one_by_one).iteration_s == pytest.approx(12.5 + 4 * (1 + 2))
-    overlapped = planned(f"deep_optimizer_states:every=9,subgroup=1048576,{SMALL}", machine(d2h=8 * MIB))
+    overlapped = planned(f"deep_optimizer_states:every=9,subgroup=1048576,{SMALL}", machine(d2h_bytes_per_s=8 * MIB))
     assert play(overlapped).iteration_s == pytest.approx(12.5 + 1 + 4 * 2)
 
 
 def test_unpinned_parameters_go_up_at_that_rate() -> None:
-    plan = planned(f"zero3_offload:pinned=off,{SMALL}", machine(pageable=0.5 * MIB))
+    plan = planned(f"zero3_offload:pinned=off,{SMALL}", machine(pageable_bytes_per_s=0.5 * MIB))
     assert {s.via for s in of(plan, Kind.FETCH)} == {PAGEABLE}
-    unknown = planned(f"zero3_offload:pinned=off,{SMALL}", machine(pageable=None))
+    unknown = planned(f"zero3_offload:pinned=off,{SMALL}", machine(pageable_bytes_per_s=None))
     assert {s.via for s in unknown.steps} == {None}
     assert "no rate" in str(unknown.choices["unpinned"])
 
@@ -316,7 +282,7 @@ def test_parameters_on_the_host_come_up_for_each_visit() -> None:
 
 def test_gradients_of_several_micro_batches_are_added_on_the_host() -> None:
     """Only the last micro-batch's go blocking: the first one's are hidden, as the published runs show."""
-    plan = planned(f"zero3_offload:{SMALL}", machine(d2h=8 * MIB), chain(micro_batches=2))
+    plan = planned(f"zero3_offload:{SMALL}", machine(d2h_bytes_per_s=8 * MIB), chain(micro_batches=2))
     down = of(plan, Kind.WRITEBACK)
     assert [s.via for s in down] == [None] * 4 + [PAGEABLE] * 4
     assert len(of(plan, Kind.CPU_ADD)) == 8
@@ -325,10 +291,10 @@ def test_gradients_of_several_micro_batches_are_added_on_the_host() -> None:
 
 def test_offload_says_what_it_is_short_of() -> None:
     with pytest.raises(DoesNotFit, match=r"a rank\'s optimizer of 0\.00 B parameters with its buffers") as caught:
-        find_policy("zero3_offload")(chain(), machine(host_bytes=50 * MIB), SETTINGS)
+        find_policy("zero3_offload")(chain(), machine(host_memory_bytes=50 * MIB), SETTINGS)
     assert (caught.value.place, caught.value.needed_bytes) == ("host", 96 * MIB)
     with pytest.raises(DoesNotFit) as caught:
-        find_policy("zero3_offload")(chain(), machine(gpu_bytes=9 * MIB), SETTINGS)
+        find_policy("zero3_offload")(chain(), machine(gpu_memory_bytes=9 * MIB), SETTINGS)
     assert caught.value.place == "gpu"
     with pytest.raises(PstarError, match="did you mean blocking"):
         find_policy("zero3_offload:flush=blockin")
@@ -350,7 +316,7 @@ def test_every_second_sub_group_is_staged() -> None:
 def test_staged_states_are_updated_beside_cpu_adam() -> None:
     """Links of 48 MiB/s; the last gradient (of chunk 0) is down at 12 + 1/12 s. The CPU updates 0, 2 until 14 + 1/12;
     1 and 3 are up at 12.25 and 12.5, updated at 13.25 and 14.25, and all is down a quarter of a second later."""
-    fast = machine(d2h=48 * MIB)
+    fast = machine(d2h_bytes_per_s=48 * MIB)
     link = replace(fast.link, h2d_bytes_per_s=48 * MIB)
     fast = replace(fast, ranks=(replace(fast.ranks[0], link=link),))
     plan = planned(f"deep_optimizer_states:subgroup=1048576,{SMALL}", fast)
@@ -431,7 +397,7 @@ def test_all_ranks_played_take_as_long_as_one(spec: str) -> None:
 def test_optimal_goes_to_the_disks_where_nothing_else_fits() -> None:
     # 16 layers of 0.25 G parameters: 8 GB of working list, 48 GB of states; 36 GB of host, 1 TB of disks
     workload = chain_workload(16, 250_000_000, forward_s=1.0)
-    where = machine(gpu_bytes=10 * GB, host_bytes=36 * GB)
+    where = machine(gpu_memory_bytes=10 * GB, host_memory_bytes=36 * GB)
     with_room = replace(where, nvme=replace(where.nvme, memory_bytes=1000 * GB)) if where.nvme else where
     plan = find_policy("optimal")(workload, with_room, SETTINGS)
     assert "zero_infinity:params=cpu,states=nvme" in str(plan.choices["schedule"])

@@ -22,7 +22,7 @@ from pstar_sim.planner.explain import explain
 from pstar_sim.planner.memory import memory_need
 from pstar_sim.policy.registry import built_in, find_policy
 from pstar_sim.sim.play import play
-from pstar_sim.testing import chain_workload
+from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.units import MIB
 from pstar_sim.workload.mixing import mix_blocks, offload_blocks
 from pstar_sim.workload.trace import load_trace, load_variants, save_trace
@@ -42,13 +42,18 @@ def offloaded() -> Workload:
 
 
 @pytest.fixture
-def machine(toy_machine: Machine) -> Machine:
+def machine() -> Machine:
     """1.5 s a MiB either way; Adam takes no time; the moments' seconds are this machine's."""
-    rank = toy_machine.ranks[0]
-    gpu = replace(rank.gpu, memory_bytes=10**8, usable_bytes=10**8, hbm_bytes_per_s=1e15)
-    link = replace(rank.link, h2d_bytes_per_s=MIB / 1.5, d2h_bytes_per_s=MIB / 1.5)
-    host = replace(toy_machine.host, memory_bytes=10**8, dram_bytes_per_s=1e15, adam_params_per_s=1e12)
-    return replace(toy_machine, name="virtual", ranks=(replace(rank, gpu=gpu, link=link),), host=host)
+    return round_machine(
+        gpu_memory_bytes=10**8,
+        host_memory_bytes=10**8,
+        h2d_bytes_per_s=MIB / 1.5,
+        hbm_bytes_per_s=1e15,
+        flops_per_s=1e9,
+        dram_bytes_per_s=1e15,
+        adam_params_per_s=1e12,
+        measured=False,
+    )
 
 
 # The workload.

@@ -7,10 +7,11 @@ the link carries 4 MiB/s each way, so a working list takes half a second and a s
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
+from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Kind
 from pstar_sim.policy import find_policy
@@ -22,7 +23,7 @@ from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.sim.play import play
-from pstar_sim.testing import chain_workload
+from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.units import MIB
 from pstar_sim.workload.workload import Workload
 
@@ -30,37 +31,7 @@ EAGER = Settings(update="eager", clip=False, chunk_bytes=2 * MIB)
 TIDE = [0, 4, 4, 0, 0]  # MiB: F0 F1 B1 B0 step
 
 
-def machine(gpu_bytes: int, *, dram: float = 1e12, duplex: bool = True) -> Machine:
-    gpu = Gpu(
-        name="toy",
-        memory_bytes=gpu_bytes,
-        usable_bytes=gpu_bytes,
-        context_bytes=0,
-        hbm_bytes_per_s=28 * MIB,
-        flops_per_s={"bf16": 1e12, "fp16": 1e12},
-        measured=True,
-        source="by hand",
-    )
-    link = Link(
-        name="toy",
-        h2d_bytes_per_s=4 * MIB,
-        d2h_bytes_per_s=4 * MIB,
-        latency_s=0.0,
-        duplex=duplex,
-        measured=True,
-        source="by hand",
-    )
-    host = Host(
-        name="toy",
-        memory_bytes=2**30,
-        reserved_bytes=0,
-        dram_bytes_per_s=dram,
-        cores=1,
-        adam_params_per_s=MIB,
-        measured=True,
-        source="by hand",
-    )
-    return Machine(name="virtual", ranks=(Rank(gpu=gpu, link=link),), host=host)
+machine = partial(round_machine, h2d_bytes_per_s=4 * MIB)
 
 
 def chain(micro_batches: int = 1) -> Workload:
@@ -82,7 +53,7 @@ def test_a_streamed_first_chunk_has_no_window() -> None:
     """By CPU Adam chunk 0 takes F0 to B0, 6 s, its gradient down (0.5), Adam (1), up (0.5): 8 s. Streamed, its states
     come while others compute, GPU Adam follows B0 at once (7 s), and its parameters stay for the next F0. Chunk 1
     meanwhile: B1 ends at 4 s, down 4.5, Adam 5.5, up 6 s, long before the next F1 at 8 s."""
-    roomy = machine(18 * MIB)
+    roomy = machine(gpu_memory_bytes=18 * MIB)
     assert play(streaming(frozenset(), roomy)).iteration_s == pytest.approx(8.0)
     plan = streaming(frozenset({0}), roomy)
     timeline = play(plan)
@@ -95,26 +66,29 @@ def test_states_wait_for_room() -> None:
     """16 MiB: at F1 and B1 (tide 4, both working lists) 8 MiB are left, two state lists. The third comes when B1 has
     ended and its gradient is down: from 4.5 to 5.5 s, before B0 ends at 6 s. With 14 MiB one list fits at B1 (6 MiB
     left); with chunk 1 gone at 4.5 s, and the tide, the others come until 6.5 s: Adam until 7.5 s."""
-    assert play(streaming(frozenset({0}), machine(16 * MIB))).iteration_s == pytest.approx(7.0)
-    assert play(streaming(frozenset({0}), machine(14 * MIB))).iteration_s >= 7.0
-    assert play(streaming(frozenset({0}), machine(14 * MIB))).peak_bytes["gpu"] <= 14 * MIB
+    assert play(streaming(frozenset({0}), machine(gpu_memory_bytes=16 * MIB))).iteration_s == pytest.approx(7.0)
+    assert play(streaming(frozenset({0}), machine(gpu_memory_bytes=14 * MIB))).iteration_s >= 7.0
+    assert play(streaming(frozenset({0}), machine(gpu_memory_bytes=14 * MIB))).peak_bytes["gpu"] <= 14 * MIB
 
 
 def test_a_half_duplex_link_carries_both_ways_in_turn() -> None:
     """Up 14 MiB and down 16 MiB: 7.5 s of the link each iteration, more than the 7 s of computing."""
-    assert play(streaming(frozenset({0}), machine(18 * MIB, duplex=False))).iteration_s >= 7.5 - 1e-9
+    assert play(streaming(frozenset({0}), machine(gpu_memory_bytes=18 * MIB, duplex=False))).iteration_s >= 7.5 - 1e-9
 
 
 def test_short_dram_is_shared() -> None:
     """Copies of 30 MiB and Adam's 28 MiB through DRAM of 5.8 MiB/s: at least 10 s."""
-    assert play(streaming(frozenset({0}), machine(18 * MIB, dram=5.8 * MIB))).iteration_s >= 10.0 - 1e-9
+    assert (
+        play(streaming(frozenset({0}), machine(gpu_memory_bytes=18 * MIB, dram_bytes_per_s=5.8 * MIB))).iteration_s
+        >= 10.0 - 1e-9
+    )
 
 
 @pytest.mark.parametrize("clip", [False, True])
 def test_accumulated_gradients_come_along(clip: bool) -> None:
     """Two micro-batches: grad32 (4 MiB) is fetched too and not written back."""
     settings = replace(EAGER, clip=clip)
-    plan = streaming(frozenset({0}), machine(40 * MIB), settings, micro_batches=2)
+    plan = streaming(frozenset({0}), machine(gpu_memory_bytes=40 * MIB), settings, micro_batches=2)
     fetched = [s.list for s in plan.steps if s.kind is Kind.FETCH and s.chunk == 0 and s.list != "param"]
     assert sorted(fetched) == ["grad32", "momentum", "param32", "variance"]
     down = [s.list for s in plan.steps if s.kind is Kind.WRITEBACK and s.chunk == 0]
@@ -125,13 +99,13 @@ def test_accumulated_gradients_come_along(clip: bool) -> None:
 def test_behind_a_barrier_the_update_waits_for_the_step() -> None:
     """Chunk 0: GPU Adam after the step moment at 6 s, so that F0 begins at 7 s. Chunk 1: CPU Adam from 6 to 7 s, up
     until 7.5 s, and F1 waits for nothing at 8 s."""
-    plan = streaming(frozenset({0}), machine(18 * MIB), replace(EAGER, update="step"))
+    plan = streaming(frozenset({0}), machine(gpu_memory_bytes=18 * MIB), replace(EAGER, update="step"))
     assert play(plan).iteration_s == pytest.approx(7.0)
 
 
 def test_optimal_streams_where_nothing_can_be_pinned() -> None:
     """At F1 and B1 a pinned chunk (14 MiB), the other one's working list and the tide take 20 MiB; there are 18."""
-    workload, where = chain(), machine(18 * MIB)
+    workload, where = chain(), machine(gpu_memory_bytes=18 * MIB)
     plan = find_policy("optimal")(workload, where, EAGER)
     plan.check()
     assert plan.modes[0] == "stream" and "pin" not in plan.modes

@@ -8,10 +8,10 @@ minimum cut is held against enumeration of every state that any legal interleavi
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 
-from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
 from pstar_sim.core.checker.check import check_plan
 from pstar_sim.core.checker.worst_case import closure
 from pstar_sim.core.effects import gradient_list, tide_at_cut
@@ -20,51 +20,30 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Kind, Place, Step
 from pstar_sim.errors import DoesNotFit, PlanError
 from pstar_sim.policy.registry import policies
-from pstar_sim.testing import chain_workload, random_workload
+from pstar_sim.testing import chain_workload, random_workload, round_machine
 from pstar_sim.workload.workload import Workload
 
 GPU, HOST = Place.GPU, Place.HOST
 SETTINGS = (Settings(), Settings(clip=False), Settings(clip=False, update="eager"))
 
 
-def machine(gpu_bytes: int) -> Machine:
-    rates = {"bf16": 1e13, "fp16": 1e13, "fp32": 1e13}
-    gpu = Gpu(
-        name="gpu",
-        memory_bytes=gpu_bytes,
-        usable_bytes=gpu_bytes,
-        context_bytes=0,
-        hbm_bytes_per_s=1e12,
-        flops_per_s=rates,
-        measured=False,
-        source="made up",
-    )
-    link = Link(
-        name="link",
-        h2d_bytes_per_s=1e9,
-        d2h_bytes_per_s=1e9,
-        latency_s=0.0,
-        duplex=True,
-        measured=False,
-        source="made up",
-    )
-    host = Host(
-        name="host",
-        memory_bytes=10**10,
-        reserved_bytes=0,
-        dram_bytes_per_s=1e10,
-        cores=2,
-        adam_params_per_s=1e9,
-        measured=False,
-        source="made up",
-    )
-    return Machine(name="made up", ranks=(Rank(gpu=gpu, link=link),), host=host)
+machine = partial(
+    round_machine,
+    host_memory_bytes=10**10,
+    h2d_bytes_per_s=1e9,
+    hbm_bytes_per_s=1e12,
+    flops_per_s=1e13,
+    dram_bytes_per_s=1e10,
+    cores=2,
+    adam_params_per_s=1e9,
+    measured=False,
+)
 
 
 def plans(workload: Workload, settings: Settings, share: float, *, searched: bool = True) -> Iterator[Plan]:
     """What each policy makes of it, with room for the tide and `share` of the working lists. searched: also `optimal`,
     whose search takes most of the time."""
-    m = machine(workload.peak_non_model_bytes + int(share * workload.params * 2))
+    m = machine(gpu_memory_bytes=workload.peak_non_model_bytes + int(share * workload.params * 2))
     for name, policy in policies().items():
         if name == "optimal" and not searched:
             continue
@@ -294,7 +273,9 @@ def test_the_worst_case_equals_enumeration():
         settings = replace(rng.choice(SETTINGS), chunk_bytes=2048)
         for plan in plans(w, settings, rng.choice([0.7, 1.0, 1.5, 2.0, 4.0])):
             for p in (plan, without_edges(plan, rng, memory_only=True)):
-                roomy = replace(p, machine=machine(10**9), gpu_budget_bytes=10**9, host_budget_bytes=10**9)
+                roomy = replace(
+                    p, machine=machine(gpu_memory_bytes=10**9), gpu_budget_bytes=10**9, host_budget_bytes=10**9
+                )
                 truth = enumerate_peaks(roomy, 100_000)
                 try:
                     report = check_plan(roomy)

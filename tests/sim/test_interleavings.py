@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
+from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.registry import policies
 from pstar_sim.sim import play
-from pstar_sim.testing import random_workload
+from pstar_sim.testing import random_workload, round_machine
 from pstar_sim.workload.workload import Workload
 
 
@@ -19,39 +19,13 @@ def tight(w: Workload, rng: random.Random) -> Machine:
     """A machine for part of the model, with copies, Adam and compute of the same order."""
     model_bytes = sum(t.bytes for t in w.tensors) + w.trainable_params * 12
     gpu = int(w.peak_non_model_bytes + model_bytes * rng.choice((0.15, 0.3, 0.6, 1.5)))
-    measured = {"measured": True, "source": "by hand"}
-    return Machine(
-        name="tight",
-        ranks=(
-            Rank(
-                gpu=Gpu(
-                    name="tight",
-                    memory_bytes=gpu,
-                    usable_bytes=gpu,
-                    context_bytes=0,
-                    hbm_bytes_per_s=1e11,
-                    flops_per_s={"bf16": 1e12, "fp16": 1e12, "fp32": 1e12},
-                    **measured,  # type: ignore[arg-type]
-                ),
-                link=Link(
-                    name="tight",
-                    h2d_bytes_per_s=2e9,
-                    d2h_bytes_per_s=2e9,
-                    latency_s=0.0,
-                    duplex=True,
-                    **measured,  # type: ignore[arg-type]
-                ),
-            ),
-        ),
-        host=Host(
-            name="tight",
-            memory_bytes=2**40,
-            reserved_bytes=0,
-            dram_bytes_per_s=2e10,
-            cores=1,
-            adam_params_per_s=2e8,
-            **measured,  # type: ignore[arg-type]
-        ),
+    return round_machine(
+        gpu_memory_bytes=gpu,
+        host_memory_bytes=2**40,
+        h2d_bytes_per_s=2e9,
+        hbm_bytes_per_s=1e11,
+        dram_bytes_per_s=2e10,
+        adam_params_per_s=2e8,
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from pstar_sim.catalog.loader import load_machine
-from pstar_sim.catalog.machine import Fabric, Gpu, Host, Link, Machine, Nvme, Rank
+from pstar_sim.catalog.machine import Fabric, Machine, Nvme, Rank
 from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.plan import Plan, Resident, Settings, steps_from_text
 from pstar_sim.core.step import Place
@@ -22,7 +22,7 @@ from pstar_sim.errors import PlanError, PstarError
 from pstar_sim.planner.ranks import shares_of_batch, tightest
 from pstar_sim.sim.play import play
 from pstar_sim.sim.ranks import classes_of, fair_rates
-from pstar_sim.testing import chain_workload
+from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.workload.workload import Workload
 
 MB = 10**6
@@ -39,38 +39,25 @@ STEPS = """
 8 adam cpu_adam chunk=0 moment=1 bytes=14000000 after=6,7
 """
 
-GPU = Gpu(
-    name="toy",
-    memory_bytes=10**9,
-    usable_bytes=10**9,
-    context_bytes=0,
+ONE = round_machine(
+    gpu_memory_bytes=10**9,
+    host_memory_bytes=10**9,
+    h2d_bytes_per_s=MB,
     hbm_bytes_per_s=28 * MB,
-    flops_per_s={"bf16": 1e9},
-    measured=True,
-    source="by hand",
+    flops_per_s=1e9,
+    cores=2,
+    adam_params_per_s=1e6,
+    ranks=2,
+    peer_bytes_per_s=2 * MB,
+    peer_latency_s=0.5,
 )
-LINK = Link(
-    name="toy", h2d_bytes_per_s=MB, d2h_bytes_per_s=MB, latency_s=0.0, duplex=True, measured=True, source="by hand"
-)
-RANK = Rank(gpu=GPU, link=LINK, batch_share=0.5)
-PEER = Fabric(name="toy", bytes_per_s=2 * MB, latency_s=0.5, measured=True, source="by hand")
+GPU, LINK, PEER, RANK = ONE.gpu, ONE.link, ONE.peer, ONE.ranks[0]
 
 
-def machine(ranks: Sequence[Rank] = (RANK, RANK), *, dram: float = 1e12, **fields: object) -> Machine:
-    host = Host(
-        name="toy",
-        memory_bytes=10**9,
-        reserved_bytes=0,
-        dram_bytes_per_s=dram,
-        cores=2,
-        adam_params_per_s=1e6,
-        measured=True,
-        source="by hand",
-    )
+def machine(ranks: Sequence[Rank] = ONE.ranks, *, dram: float = 1e12, **fields: object) -> Machine:
     whole = sum(rank.batch_share for rank in ranks)
     shared = tuple(replace(rank, batch_share=rank.batch_share / whole) for rank in ranks)
-    values: dict[str, object] = {"name": "virtual", "ranks": shared, "host": host, "peer": PEER}
-    return Machine(**(values | fields))  # type: ignore[arg-type]
+    return replace(ONE, ranks=shared, host=replace(ONE.host, dram_bytes_per_s=dram), **fields)  # type: ignore[arg-type]
 
 
 def layout(w: Workload, ranks: int = 2) -> Layout:

@@ -7,17 +7,18 @@ way and CPU Adam 3 s, unless a test says otherwise.
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from pstar_sim.bounds.bounds import lower_bound
-from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
+from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Chunk, Layout, Slot
 from pstar_sim.core.plan import Plan, Resident, Settings
 from pstar_sim.core.step import Kind, Place, Queue, Ref, Step
 from pstar_sim.errors import PlanError
 from pstar_sim.sim import play
-from pstar_sim.testing import chain_workload
+from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.workload.workload import Workload
 
 MB = 10**6
@@ -25,46 +26,16 @@ EAGER, STEP = Settings(update="eager", clip=False), Settings(update="step", clip
 LISTS = ("param", "param32", "momentum", "variance")
 
 
-def machine(
-    *, h2d: float = MB, d2h: float = MB, adam: float = MB / 3, dram: float = 1e12, duplex: bool = True, gpu: int = 10**9
-) -> Machine:
-    """Rates in bytes/s (adam: parameters/s). A 2 MB chunk copied at 1 MB/s takes 2 s."""
-    return Machine(
-        name="virtual",
-        ranks=(
-            Rank(
-                gpu=Gpu(
-                    name="toy",
-                    memory_bytes=gpu,
-                    usable_bytes=gpu,
-                    context_bytes=0,
-                    hbm_bytes_per_s=28 * MB,
-                    flops_per_s={"bf16": 1e9},
-                    measured=True,
-                    source="by hand",
-                ),
-                link=Link(
-                    name="toy",
-                    h2d_bytes_per_s=h2d,
-                    d2h_bytes_per_s=d2h,
-                    latency_s=0.0,
-                    duplex=duplex,
-                    measured=True,
-                    source="by hand",
-                ),
-            ),
-        ),
-        host=Host(
-            name="toy",
-            memory_bytes=10**9,
-            reserved_bytes=0,
-            dram_bytes_per_s=dram,
-            cores=1,
-            adam_params_per_s=adam,
-            measured=True,
-            source="by hand",
-        ),
-    )
+machine = partial(
+    round_machine,
+    gpu_memory_bytes=10**9,
+    host_memory_bytes=10**9,
+    h2d_bytes_per_s=MB,
+    d2h_bytes_per_s=MB,
+    hbm_bytes_per_s=28 * MB,
+    flops_per_s=1e9,
+    adam_params_per_s=MB / 3,
+)
 
 
 def layout_of(w: Workload) -> Layout:
@@ -186,7 +157,7 @@ def test_link_alone() -> None:
         previous = h.drop(chunk)
     assert previous == 11
     h.compute(4)
-    t = play(h.plan(machine(h2d=MB / 10), gpu=2 * MB))
+    t = play(h.plan(machine(h2d_bytes_per_s=MB / 10), gpu=2 * MB))
     assert t.iteration_s == pytest.approx(86, rel=1e-12)
     assert t.moved_bytes == {"h2d": 8 * MB, "d2h": 0}
     assert t.peak_bytes == {"gpu": 2 * MB, "host": 4 * MB}
@@ -215,7 +186,7 @@ def test_two_stage_pipeline(copy_s: int, period: float) -> None:
     h.compute(4)
     h.compute(5, fetch0)
     h.compute(6)
-    t = play(h.plan(machine(h2d=2 * MB / copy_s), gpu=4 * MB))
+    t = play(h.plan(machine(h2d_bytes_per_s=2 * MB / copy_s), gpu=4 * MB))
     assert t.iteration_s == pytest.approx(period)
     assert t.stall_s.get("h2d", 0.0) == pytest.approx(max(0, copy_s - 1) + max(0, copy_s - 2))
     assert t.peak_bytes["gpu"] == 4 * MB
@@ -226,7 +197,9 @@ def two_layers_of_two(*, barrier: bool) -> Hand:
     return update_chain(2, per_layer=2, barrier=barrier, order=[2, 0, 1, 3])
 
 
-SLOW_ADAM = machine(h2d=2 * MB, d2h=2 * MB, adam=MB / 6)  # a chunk of 1 MB: copies 0.5 s, Adam 3 s
+SLOW_ADAM = machine(
+    h2d_bytes_per_s=2 * MB, d2h_bytes_per_s=2 * MB, adam_params_per_s=MB / 6
+)  # a chunk of 1 MB: copies 0.5 s, Adam 3 s
 
 
 def test_nested_update_windows_are_attained_eagerly() -> None:
@@ -260,7 +233,7 @@ def test_nested_update_windows_are_attained_behind_the_barrier() -> None:
 
 def test_border_bubble_of_the_first_layer() -> None:
     """With a fast Adam (0.5 s) the smallest window binds: Cmp + a + 2x = 9 + 0.5 + 2*0.5 = 10.5, attained."""
-    m = machine(h2d=4 * MB, d2h=4 * MB, adam=2 * MB)
+    m = machine(h2d_bytes_per_s=4 * MB, d2h_bytes_per_s=4 * MB, adam_params_per_s=2 * MB)
     h = update_chain(3)
     assert play(h.plan(m)).iteration_s == 10.5
     assert lower_bound(h.w, m, EAGER, h.layout, max_pinned=0, stream=False).seconds == 10.5
@@ -270,7 +243,7 @@ def test_bound_with_room_pins_the_first_layer() -> None:
     """The same with room for states: pinning chunk 0 costs 1 s of GPU Adam at 28 MB/s and leaves the window of chunk 1:
     span 6 + ... far below. The relaxed bound may pin any fraction: every x > 0 costs x/MB s of compute, x < MB leaves
     the window of chunk 0 at 9 + (1 - x/MB)*0.5 + 1. They meet where 9 + x = 10.5 - x/2: x = 1 (all of it): 10 s."""
-    m = machine(h2d=4 * MB, d2h=4 * MB, adam=2 * MB)
+    m = machine(h2d_bytes_per_s=4 * MB, d2h_bytes_per_s=4 * MB, adam_params_per_s=2 * MB)
     h = update_chain(3)
     assert lower_bound(h.w, m, EAGER, h.layout).seconds == pytest.approx(10.0)  # streaming it would be no faster
     bound = lower_bound(h.w, m, EAGER, h.layout, stream=False)
@@ -300,7 +273,11 @@ def test_dram_shared_by_a_copy_and_adam() -> None:
     adam = h.cpu_adam(0, down)
     again = h.fetch(1, gone)
     h.later(up, Ref(adam, 1))
-    t = play(h.plan(machine(h2d=2 * MB, d2h=2 * MB, adam=MB / 2, dram=8 * MB)))
+    t = play(
+        h.plan(
+            machine(h2d_bytes_per_s=2 * MB, d2h_bytes_per_s=2 * MB, adam_params_per_s=MB / 2, dram_bytes_per_s=8 * MB)
+        )
+    )
     ends = {s.step: s.end_s for s in t.spans if s.iteration == 0}
     assert ends[down] == 8.0
     assert ends[again] == pytest.approx(10.0)
@@ -338,7 +315,7 @@ def test_half_duplex_speeds_up_when_the_other_ends() -> None:
     up, down = h.fetch(0), h.writeback(0, Ref(0, 1))  # the next copy down waits for this copy up
     for moment in range(3):
         h.compute(moment)
-    t = play(h.plan(machine(duplex=False, d2h=2 * MB)))
+    t = play(h.plan(machine(duplex=False, d2h_bytes_per_s=2 * MB)))
     ends = {s.step: s.end_s for s in t.spans if s.iteration == 0}
     assert (ends[up], ends[down]) == pytest.approx((3.0, 2.0))
 
@@ -377,7 +354,7 @@ def test_an_adam_that_falls_behind_sets_the_pace() -> None:
     for moment in range(3):
         h.compute(moment)
     h.cpu_adam(0)
-    t = play(h.plan(machine(adam=MB / 10)))
+    t = play(h.plan(machine(adam_params_per_s=MB / 10)))
     assert t.iterations == 8
     assert t.iteration_s == 10.0
 
