@@ -26,7 +26,7 @@ from _interleavings import MICRO_BATCHES, job_of
 from torch import nn
 
 from executor import AdamW, VirtualBackend, prepare
-from executor.queues.interface import Program, Work
+from executor.queues.interface import Progress, Work
 from executor.queues.threads import ThreadQueues
 from executor.training import train_step
 from pstar_sim.core.plan import Plan, load_plan
@@ -53,9 +53,9 @@ class Dying(ThreadQueues):
         self._dies = (queue, half)
         self._left = at
 
-    def start(self, program: Program, work: Work) -> None:
-        self._dying = _DyingWork(work, program, self)  # queues hold their work weakly
-        super().start(program, self._dying)
+    def start(self, progress: Progress, work: Work) -> None:
+        self._dying = _DyingWork(work, progress, self)  # queues hold their work weakly
+        super().start(progress, self._dying)
 
     def strike(self, half: str, queue: Queue) -> None:
         if (queue, half) == self._dies:
@@ -65,22 +65,22 @@ class Dying(ThreadQueues):
 
 
 class _DyingWork:
-    def __init__(self, work: Work, program: Program, queues: Dying) -> None:
-        self._work, self._program, self._queues = work, program, queues
+    def __init__(self, work: Work, progress: Progress, queues: Dying) -> None:
+        self._work, self._progress, self._queues = work, progress, queues
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
 
     def begin(self, i: int, iteration: int, ready_s: float, waited_for: int | None) -> None:
-        self._queues.strike("begin", self._program.steps[i].queue)
+        self._queues.strike("begin", self._progress.steps[i].queue)
         self._work.begin(i, iteration, ready_s, waited_for)
 
     def work(self, i: int, iteration: int) -> None:
-        self._queues.strike("work", self._program.steps[i].queue)
+        self._queues.strike("work", self._progress.steps[i].queue)
         self._work.work(i, iteration)
 
     def finish(self, i: int, iteration: int) -> None:
-        self._queues.strike("finish", self._program.steps[i].queue)
+        self._queues.strike("finish", self._progress.steps[i].queue)
         self._work.finish(i, iteration)
 
 

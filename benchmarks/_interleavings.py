@@ -22,7 +22,7 @@ from torch import nn
 
 from executor import AdamW, SerialQueues, ThreadQueues, prepare
 from executor.capture import capture_module
-from executor.queues.interface import Program, Work
+from executor.queues.interface import Progress, Work
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Queue
@@ -65,17 +65,17 @@ class DelayedQueues(ThreadQueues):
         if self._rng.random() < self._share:
             time.sleep(self._rng.random() * self._longest_s)
 
-    def start(self, program: Program, work: Work) -> None:
+    def start(self, progress: Progress, work: Work) -> None:
         self._delayed = _DelayedWork(work, self.delay)  # queues hold their work weakly
-        super().start(program, self._delayed)
+        super().start(progress, self._delayed)
 
     def wait(self, i: int, iteration: int) -> int | None:
         self.delay()
         return super().wait(i, iteration)
 
-    def ended(self, i: int, iteration: int) -> None:
+    def end_step(self, i: int, iteration: int) -> None:
         self.delay()
-        super().ended(i, iteration)
+        super().end_step(i, iteration)
 
 
 class _DelayedWork:

@@ -65,8 +65,8 @@ from pstar_sim.errors import ContractError
 
 __all__ = [
     "ChunkParameter",
+    "ParameterAccess",
     "ParkedParameter",
-    "Reader",
     "adopt",
     "changes_nothing",
     "disown",
@@ -82,7 +82,7 @@ _BASE_GRAD: Any = torch._C.TensorBase.grad
 _BASE_REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
 
 
-class Reader(Protocol):
+class ParameterAccess(Protocol):
     """What a prepared parameter asks of its session."""
 
     def grad_of(self, tensor: int) -> torch.Tensor | None: ...
@@ -191,8 +191,8 @@ class ParkedParameter(ChunkParameter):
         return reader_of(next(p for p in found if isinstance(p, ParkedParameter))).touch(func, found, args, kwargs)
 
 
-def reader_of(parameter: Any) -> Reader:
-    reader: Reader | None = parameter.plan_reader()
+def reader_of(parameter: Any) -> ParameterAccess:
+    reader: ParameterAccess | None = parameter.plan_reader()
     if reader is None:
         raise ContractError("this parameter's session is gone; keep the optimizer that executor.prepare returned")
     return reader
@@ -203,7 +203,7 @@ def reader_left(parameter: nn.Parameter) -> Any | None:
     return parameter.plan_reader()  # type: ignore[attr-defined]
 
 
-def adopt(parameter: nn.Parameter, reader: Reader, tensor: int) -> None:
+def adopt(parameter: nn.Parameter, reader: ParameterAccess, tensor: int) -> None:
     """Make a model's own parameter object a parked one of the session."""
     parameter.plan_reader = weakref.ref(reader)  # type: ignore[attr-defined]
     parameter.plan_tensor = tensor  # type: ignore[attr-defined]

@@ -27,8 +27,8 @@ from executor.distributed.absent import Absent
 from executor.distributed.ranks import Ranks, count_of
 from executor.driving.drive import Driver, Loss, StepResult
 from executor.lifetime.ending import Ending
-from executor.lifetime.holdings import Holdings
 from executor.lifetime.renewal import renew
+from executor.lifetime.resources import Resources
 from executor.measuring.first import FirstIteration
 from executor.measuring.measure import measure_iteration
 from executor.measuring.measured import Measured
@@ -44,7 +44,7 @@ from executor.off_plan.guard import Guard
 from executor.off_plan.ladder import Ladder
 from executor.off_plan.reads import Reads
 from executor.off_plan.warm_up import WarmUp
-from executor.queues.interface import Program, Queues
+from executor.queues.interface import Progress, Queues
 from executor.scaling import LossScaling, guard_boundary
 from executor.session.at_work import AtWork
 from executor.session.batches import Batches, Capture, Shapes
@@ -131,8 +131,8 @@ class Session:
         self.weights_note = ""  # where the values came from, in words
         self.optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None  # prepare sets it
         self._driver: Driver | None = None
-        self.holdings = Holdings(backend, ranks)
-        dropped = weakref.finalize(self, self.holdings.let_go)
+        self.resources = Resources(backend, ranks)
+        dropped = weakref.finalize(self, self.resources.let_go)
         dropped.atexit = False  # the interpreter's end is `prepare`'s matter
         self.ending = Ending(self, dropped)
         self.absent = None if ranks is None or options.eager else Absent(self)
@@ -165,10 +165,10 @@ class Session:
         self.plan = plan
         self.arena = arena
         self.queues = queues
-        self.holdings.arena = arena
-        self.holdings.stoppers = [queues.stopper()]
+        self.resources.arena = arena
+        self.resources.stoppers = [queues.stopper()]
         self.contents = Contents(arena, self.reader.refresh, None if self.ranks is None else self.ranks.wire)
-        self.program = Program(plan)
+        self.progress = Progress(plan)
         self.timetable: Timetable = Timetable(plan)
         self.steps = Steps(self, self.options.clock)
         self.batches = Batches(self, self.options.count)
@@ -186,7 +186,7 @@ class Session:
         self.arena.set_tide(self.timetable.cut_tide)
         self.queues.pause()
         self.steps.start()
-        self.queues.start(self.program, self.steps)
+        self.queues.start(self.progress, self.steps)
         if self.iteration:
             self.queues.jump(self.iteration - 1)
         self.queues.allow(self.iteration)
@@ -198,13 +198,13 @@ class Session:
         if self.guard is None and (limited or always):
             self.guard = Guard(self)
             self.guard.begin()
-            self.holdings.at_end.append(self.guard.end)
+            self.resources.at_end.append(self.guard.end)
 
     def compare_first_tide(self) -> None:
         """Hold the tide of the first iteration that runs on plan against the plan's: `measuring/first.py`."""
         self.first = FirstIteration(self)
         self.first.begin()
-        self.holdings.at_end.append(self.first.end)
+        self.resources.at_end.append(self.first.end)
 
     # -- what a user calls --------------------------------------------------------------------------------------------
 
@@ -273,9 +273,9 @@ class Session:
         self.queues.pause()
         standing = self.queues.standing()
         queues.pause()
-        if queues.program is None:
-            queues.start(self.program, self.steps)
-            self.holdings.stoppers.append(queues.stopper())
+        if queues.progress is None:
+            queues.start(self.progress, self.steps)
+            self.resources.stoppers.append(queues.stopper())
         queues.stand(standing)
         queues.allow(self.iteration)
         self.queues = queues

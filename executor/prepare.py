@@ -26,9 +26,9 @@ from executor.devices.device import DeviceOptions, check_placement, move_buffers
 from executor.devices.torch_private import storage_key
 from executor.distributed.ranks import Ranks, count_of, join, share_values
 from executor.engine import Session, SessionOptions
-from executor.lifetime.holdings import ask_torch_threads
 from executor.lifetime.loading import load_parameters, unload_parameters
 from executor.lifetime.on_model import guard_model, watch_batches
+from executor.lifetime.resources import ask_torch_threads
 from executor.memory.arena import Arena, check_gpu_memory, check_host_memory
 from executor.moments.recorder import describe_parameters
 from executor.optimizer import OffloadedAdamW
@@ -125,7 +125,7 @@ def prepare(
         sessions.append(session)
         undo.pop_all()  # the session's matter from here on
         session.listen()
-        session.holdings.at_end.append(take_threads_back)
+        session.resources.at_end.append(take_threads_back)
         session.on_close.append(put_buffers_back)
         session.home = home
         torch_optimizer.session = session
@@ -166,7 +166,7 @@ def _require_unprepared(model: nn.Module) -> None:
     if prepared is None:
         return
     reader = reader_left(prepared)
-    if reader is not None and reader.host.queues.program is None:
+    if reader is not None and reader.host.queues.progress is None:
         reader.host.loop.require_running()  # a prepare that was interrupted: there is no optimizer to close
     raise ContractError("the model is prepared already; call optimizer.session.close() before preparing it again")
 
@@ -301,7 +301,7 @@ def _stop_at_exit(session: Session) -> None:
             held.queues.stop()
 
     atexit.register(stop)
-    session.holdings.at_end.append(lambda: atexit.unregister(stop))
+    session.resources.at_end.append(lambda: atexit.unregister(stop))
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from torch import nn
 from executor.capture import capture
 from executor.devices.on_meta import parameters_on_meta
 from executor.models import build, forward_loss, map_tensors
-from executor.moments.hooks import Event, MomentClock
+from executor.moments.hooks import ModuleEvent, MomentClock
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["Peaks", "record_tide", "tide_rows"]
@@ -37,7 +37,7 @@ class Peaks:
         self.names: list[str] = []
         self.bytes: list[int] = []
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: ModuleEvent) -> None:
         self._close()
         self.names.append(event.name)
 

@@ -80,7 +80,7 @@ class Training(Protocol):
     def trains(self) -> bool: ...
 
 
-class Loop(Protocol):
+class CursorAsked(Protocol):
     """What is asked of the session's cursor."""
 
     @property
@@ -97,7 +97,7 @@ class Host(Protocol):
     @property
     def backend(self) -> Backend: ...
     @property
-    def cursor(self) -> Loop: ...
+    def cursor(self) -> CursorAsked: ...
     @property
     def closed(self) -> bool: ...
     @property

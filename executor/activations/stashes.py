@@ -44,7 +44,7 @@ from pstar_sim.workload.workload import Stash
 if TYPE_CHECKING:
     from executor.devices.backend import StreamBackend
 
-__all__ = ["Collection", "StashReport", "Stashes"]
+__all__ = ["BlockSaves", "StashReport", "Stashes"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +139,7 @@ class Reading(Protocol):
     def unpack(self, packed: Any) -> torch.Tensor: ...
 
 
-class Loop(Protocol):
+class CursorAsked(Protocol):
     """What is asked of the session's cursor."""
 
     @property
@@ -156,7 +156,7 @@ class Host(Protocol):
     @property
     def backend(self) -> Backend: ...
     @property
-    def cursor(self) -> Loop: ...
+    def cursor(self) -> CursorAsked: ...
     @property
     def clock(self) -> MomentClock: ...
     @property
@@ -169,7 +169,7 @@ class Host(Protocol):
     def note_deviation(self, reason: str) -> None: ...
 
 
-class Collection:
+class BlockSaves:
     """What one call of a block saves. pack, unpack: for `torch.autograd.graph.saved_tensors_hooks`."""
 
     def __init__(self, stashes: Stashes, inputs: Any) -> None:
@@ -249,11 +249,11 @@ class Stashes:
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def collect(self, inputs: Any) -> Collection:
+    def collect(self, inputs: Any) -> BlockSaves:
         """For one call of an offloaded block with these inputs."""
-        return Collection(self, inputs)
+        return BlockSaves(self, inputs)
 
-    def collected(self, block: str, found: Collection) -> None:
+    def collected(self, block: str, found: BlockSaves) -> None:
         """The block's forward has ended: choose what goes. On demand it goes at once."""
         s = self.session
         n = self._stash.get((block, s.clock.micro_batch))

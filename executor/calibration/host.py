@@ -11,7 +11,7 @@ import torch
 
 from executor.calibration.bench import Bench
 from executor.calibration.device import torch_threads
-from executor.devices.adam import Hyper, Run, adamw
+from executor.devices.adam import Hyper, UpdateRange, adamw
 
 __all__ = ["adam_rates", "adam_update", "dram_rate", "thread_counts"]
 
@@ -35,7 +35,7 @@ def adam_update(memory_bytes: int) -> tuple[int, Callable[[], None]]:
     count = max(1, memory_bytes // (_CHUNK_PARAMS * _ADAM_BYTES))
     chunks = cycle([[torch.full((_CHUNK_PARAMS,), 1e-3) for _ in range(4)] for _ in range(count)])
     scale = torch.ones(())
-    runs = [Run(0, _CHUNK_PARAMS, 1)]
+    runs = [UpdateRange(0, _CHUNK_PARAMS, 1)]
 
     def action() -> None:
         param32, param, momentum, variance = next(chunks)

@@ -15,7 +15,7 @@ import torch
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind
 
-__all__ = ["GPU_BLOCK", "Hyper", "Run", "Scratch", "adamw", "runs_of", "scratch_bytes", "total_norm"]
+__all__ = ["GPU_BLOCK", "Hyper", "Scratch", "UpdateRange", "adamw", "ranges_of", "scratch_bytes", "total_norm"]
 
 BLOCK = 1 << 20  # elements of one piece where a cast needs scratch: 4 MiB stay in cache
 GPU_BLOCK = 4 * BLOCK  # what keeps a cache busy is less than a kernel's
@@ -33,7 +33,7 @@ class Hyper:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class UpdateRange:
     """Elements [start, stop) of a chunk whose parameters have had `steps` updates before this one."""
 
     start: int
@@ -41,17 +41,17 @@ class Run:
     steps: int
 
 
-def runs_of(slots: Iterable[tuple[int, int, int | None]]) -> list[Run]:
+def ranges_of(slots: Iterable[tuple[int, int, int | None]]) -> list[UpdateRange]:
     """Runs of a chunk. slots: (offset, numel, updates so far, or None without a gradient), ascending by offset."""
-    runs: list[Run] = []
+    runs: list[UpdateRange] = []
     open_run = False
     for offset, numel, steps in slots:
         if steps is None:
             open_run = False
         elif open_run and runs[-1].steps == steps:
-            runs[-1] = Run(runs[-1].start, offset + numel, steps)
+            runs[-1] = UpdateRange(runs[-1].start, offset + numel, steps)
         else:
-            runs.append(Run(offset, offset + numel, steps))
+            runs.append(UpdateRange(offset, offset + numel, steps))
             open_run = True
     return runs
 
@@ -85,7 +85,7 @@ class Scratch:
 
 
 def adamw(
-    runs: Sequence[Run],
+    runs: Sequence[UpdateRange],
     *,
     param: torch.Tensor,
     grad: torch.Tensor,

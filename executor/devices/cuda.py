@@ -17,7 +17,7 @@ import torch
 from executor.devices.cuda_blocks import Blocks, check_allocator, check_no_capture, pool_shape
 from executor.devices.cuda_streams import CudaStreams
 from executor.devices.gate import Gate
-from executor.devices.room import FRAGMENT_BYTES, LEAST_BYTES, Room, measure_room, outside_bytes
+from executor.devices.room import FRAGMENT_BYTES, LEAST_BYTES, Headroom, measure_room, outside_bytes
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import DoesNotFit, PlanError
 from pstar_sim.units import format_bytes
@@ -178,7 +178,7 @@ class CudaBackend(CudaStreams):
         least that is kept."""
         return max(0, (self._limit_bytes or self._total_bytes) - self._room_now().kept_bytes)
 
-    def _room_now(self) -> Room:
+    def _room_now(self) -> Headroom:
         return dataclasses.replace(self.kept, outside_bytes=outside_bytes(self.device))
 
     def idle_bytes(self) -> int:

@@ -18,7 +18,7 @@ import torch
 
 from pstar_sim.units import format_bytes
 
-__all__ = ["FRAGMENT_BYTES", "LEAST_BYTES", "Room", "measure_room", "outside_bytes"]
+__all__ = ["FRAGMENT_BYTES", "LEAST_BYTES", "Headroom", "measure_room", "outside_bytes"]
 
 LEAST_BYTES = 1 << 30
 FRAGMENT_BYTES = 256 << 20
@@ -26,7 +26,7 @@ _EXTENT = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
+class Headroom:
     """outside_bytes: on the card and not torch's: the context of this process, other programs. workspace_bytes: of
     cuBLAS, in torch's memory. least_bytes: kept free in all, where what was measured is less."""
 
@@ -57,7 +57,7 @@ def outside_bytes(device: torch.device) -> int:
     return int(total) - int(free) - int(torch.cuda.memory_reserved(device))
 
 
-def measure_room(device: torch.device, *, least_bytes: int = LEAST_BYTES) -> Room:
+def measure_room(device: torch.device, *, least_bytes: int = LEAST_BYTES) -> Headroom:
     """Multiply, and look at what it took. Stops the device."""
     torch.cuda.synchronize(device)
     forget = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
@@ -67,7 +67,7 @@ def measure_room(device: torch.device, *, least_bytes: int = LEAST_BYTES) -> Roo
     _multiply(device)
     torch.cuda.synchronize(device)
     taken = max(0, int(torch.cuda.memory_allocated(device)) - before)
-    return Room(outside_bytes=outside_bytes(device), workspace_bytes=taken, least_bytes=least_bytes)
+    return Headroom(outside_bytes=outside_bytes(device), workspace_bytes=taken, least_bytes=least_bytes)
 
 
 def _multiply(device: torch.device) -> None:

@@ -22,7 +22,7 @@ from torch import nn
 
 from executor.contract import raw_grad
 from executor.distributed.ranks import Ranks
-from executor.moments.hooks import Event
+from executor.moments.hooks import ModuleEvent
 from executor.session.following import Following
 from executor.session.hosting import BytesHost
 from pstar_sim.workload.workload import Phase
@@ -49,7 +49,7 @@ class Absent:
     def __init__(self, session: Host) -> None:
         self.session = session
 
-    def moment_of(self, event: Event) -> int | None:
+    def moment_of(self, event: ModuleEvent) -> int | None:
         """The moment that the event opens, if it is a later one of the micro-batch whose moment is open."""
         s = self.session
         moments = s.plan.workload.moments

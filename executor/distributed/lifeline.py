@@ -125,12 +125,12 @@ class Lifeline:
         self._heard.wait(WORD_S)
         if self.lost is not None:
             return self.lost
-        who = self.left()
+        who = self.departure()
         if who is not None:
             return RankLost(f"{who}, and this is rank {self.rank}, which still needs it")
         return RankLost(f"an exchange with the other ranks broke, and none of them said why: {error}")
 
-    def left(self) -> str | None:
+    def departure(self) -> str | None:
         """Who has ended its run in order and how, None if nobody."""
         rows = sorted(self._words.items())
         return f"{self._names[rows[0][0]]} {rows[0][1]}" if rows else None

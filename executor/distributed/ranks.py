@@ -142,7 +142,7 @@ class Ranks:
                 f"this is rank {self.rank}, and every other one lives: one of them stands still, or waits in an "
                 "exchange of the loop's own (barrier, all_reduce) that this rank comes to later"
             )
-        who = self.life.left() if waited_s > LEFT_S else None
+        who = self.life.departure() if waited_s > LEFT_S else None
         if who is not None:
             raise RankLost(f"{who}, and this is rank {self.rank}, which still waits for it")
 

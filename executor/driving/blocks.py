@@ -4,7 +4,7 @@ The model's own forward runs, with hooks on its blocks. [Note: borders] What a b
 autograd graph: the consumer gets a tensor of the same memory that belongs to a new graph, whose gradient ends in a
 `Sink`; the producer keeps a `_Root` from which that gradient later goes on. So a forward leaves one graph a block, and
 glue (whatever the model does outside blocks) in graphs of its own: before the first block, between two, and the tail
-with the loss. `Tape` knows them in the order of the forward; run in reverse they are the whole backward.
+with the loss. `BlockTape` knows them in the order of the forward; run in reverse they are the whole backward.
 
 | part of the tape   | graph from                                             | to                              |
 |--------------------|--------------------------------------------------------|---------------------------------|
@@ -32,7 +32,7 @@ from executor.devices.torch_private import node_class
 from executor.moments.compiled import untraced
 from executor.moments.nests import change_tensors
 
-__all__ = ["Borders", "Part", "Tape", "find_blocks", "shared_part"]
+__all__ = ["BlockPart", "BlockTape", "Borders", "find_blocks", "shared_part"]
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -80,7 +80,7 @@ class Sink:
         return gradient
 
 
-class _Cut(torch.autograd.Function):
+class _BlockBorder(torch.autograd.Function):
     """The consumer's side: the same values in a new graph. (Not a leaf, so that modules may work on it in place.)"""
 
     @staticmethod
@@ -110,11 +110,11 @@ class _Root(torch.autograd.Function):
 
 _BEFORE = "before "
 _LEAF = "torch::autograd::AccumulateGrad"
-_CUT_NODE = node_class(_Cut)
+_CUT_NODE = node_class(_BlockBorder)
 
 
 @dataclass(slots=True)
-class Part:
+class BlockPart:
     """One graph of the forward. name: "tail", a block's, or "before" one. ends: where its backward begins."""
 
     name: str
@@ -133,10 +133,10 @@ class _Known:
     """A border. On a tensor that a block took, other: what it got instead; on what a block's consumers got, other: what
     the block gave. node: the tensor's, so that one changed in place since is known for another."""
 
-    tape: Tape
+    tape: BlockTape
     node: Any
     other: torch.Tensor
-    part: Part
+    part: BlockPart
     sink: Sink
 
 
@@ -145,7 +145,7 @@ class Borders:
     their place among other hooks: what a model collects of its blocks by hooks, it collects the same each time."""
 
     def __init__(self, model: nn.Module, blocks: dict[str, nn.Module]) -> None:
-        self._tape: Tape | None = None
+        self._tape: BlockTape | None = None
         self._handles: list[Any] = []
         for name, block in blocks.items():
             self._handles.append(block.register_forward_pre_hook(untraced(self._before(name)), with_kwargs=True))
@@ -153,9 +153,9 @@ class Borders:
         self._handles.append(model.register_forward_hook(untraced(self._leave), prepend=True))
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[Tape]:
+    def recording(self) -> Iterator[BlockTape]:
         """Inside, calls of the blocks are cut at both ends."""
-        self._tape = Tape()
+        self._tape = BlockTape()
         try:
             yield self._tape
         finally:
@@ -181,12 +181,12 @@ class Borders:
         return self._tape.give_back(output) if self._tape is not None and _cuttable() else None
 
 
-class Tape:
+class BlockTape:
     """The parts of one micro-batch's forward, recorded by `Borders` and finished by `end`."""
 
     def __init__(self) -> None:
         self.calls = 0
-        self.parts: list[Part] = []
+        self.parts: list[BlockPart] = []
         self._anchor = torch.zeros((), requires_grad=True)
         self._open = 0
 
@@ -197,14 +197,14 @@ class Tape:
 
     def end(self, loss: torch.Tensor) -> None:
         """The forward is over: what leads to the loss is the tail."""
-        self.parts.append(Part("tail", [(loss, None)]))
+        self.parts.append(BlockPart("tail", [(loss, None)]))
 
     def enter(self, name: str, args: Any, kwargs: Any) -> Any:
         """A block is called: what it gets instead of these arguments; None: the same."""
         self._open += 1
         if self._open > 1:
             return None  # a block that calls another
-        part = Part(f"{_BEFORE}{name}")
+        part = BlockPart(f"{_BEFORE}{name}")
         given = change_tensors((args, kwargs), lambda t: self._input(t, part))
         if part.ends:
             self.parts.append(part)
@@ -215,7 +215,7 @@ class Tape:
         self._open -= 1
         if self._open > 0:
             return None
-        part = Part(name)
+        part = BlockPart(name)
         given = change_tensors(output, lambda t: self._output(t, part))
         self.parts.append(part)
         self.calls += 1
@@ -226,7 +226,7 @@ class Tape:
         Such a block belongs to the tail."""
         return change_tensors(output, self._uncut)
 
-    def _input(self, tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    def _input(self, tensor: torch.Tensor, part: BlockPart) -> torch.Tensor:
         if tensor.grad_fn is None:
             return tensor  # no gradient flows through it
         known = self._known(tensor)
@@ -236,7 +236,7 @@ class Tape:
             tensor.pstar_border = known  # type: ignore[attr-defined]
         return known.other if known.part.name.startswith(_BEFORE) else tensor
 
-    def _output(self, tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    def _output(self, tensor: torch.Tensor, part: BlockPart) -> torch.Tensor:
         if tensor.grad_fn is None:
             return tensor
         made, sink = self._border(tensor, part)
@@ -256,10 +256,10 @@ class Tape:
         known.sink.closed = True
         return known.other
 
-    def _border(self, tensor: torch.Tensor, part: Part) -> tuple[torch.Tensor, Sink]:
+    def _border(self, tensor: torch.Tensor, part: BlockPart) -> tuple[torch.Tensor, Sink]:
         sink = Sink()
         part.ends.append((_Root.apply(tensor, sink), sink))  # type: ignore[no-untyped-call]
-        return _Cut.apply(self._anchor, tensor.detach(), sink), sink  # type: ignore[no-untyped-call]
+        return _BlockBorder.apply(self._anchor, tensor.detach(), sink), sink  # type: ignore[no-untyped-call]
 
 
 def _cuttable() -> bool:
@@ -267,7 +267,7 @@ def _cuttable() -> bool:
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
-def shared_part(tape: Tape) -> tuple[str, str] | None:
+def shared_part(tape: BlockTape) -> tuple[str, str] | None:
     """Two parts of the tape whose graphs have a node in common, so that they cannot be run one by one; None if there
     are none. Walks every node once."""
     owner: dict[Any, int] = {}

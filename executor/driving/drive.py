@@ -35,7 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from executor.capture import fake_module
 from executor.driving.again import Before
-from executor.driving.blocks import Borders, Tape, find_blocks, shared_part
+from executor.driving.blocks import BlockTape, Borders, find_blocks, shared_part
 from executor.memory.update import Update
 from executor.models import forward_loss, quiet, unpacked_sequences, unread_padding
 from executor.moments.hooks import tensors_of
@@ -212,14 +212,14 @@ class Driver:
 
     # -- what orders are made of --------------------------------------------------------------------------------------
 
-    def forward(self, batch: Any, loss: Loss, of: int) -> tuple[Tape, torch.Tensor]:
+    def forward(self, batch: Any, loss: Loss, of: int) -> tuple[BlockTape, torch.Tensor]:
         """One micro-batch's forward, cut at its blocks. of: micro-batches in the iteration; the loss counts as that
         part of it. Returns the tape and that part. Raises ContractError where the model turns out to have another
         structure than it had, which cannot be cut.
         """
         model = self.session.model
         if self.whole is not None:
-            tape, value = Tape(), loss(model, batch) / of
+            tape, value = BlockTape(), loss(model, batch) / of
             tape.end(value)
             return tape, value.detach()
         with self._borders.recording() as tape:
@@ -236,7 +236,7 @@ class Driver:
             self._clean.add(tape.signature)
         return tape, value.detach()
 
-    def backward(self, tape: Tape) -> None:
+    def backward(self, tape: BlockTape) -> None:
         """The whole backward of one micro-batch, part by part in reverse."""
         s = self.session
         s.following.in_parts = True
@@ -264,7 +264,7 @@ ORDERS: dict[str, Callable[[Driver, Sequence[Any], Loss], tuple[list[torch.Tenso
 }
 
 
-def _obstacle(tape: Tape) -> str | None:
+def _obstacle(tape: BlockTape) -> str | None:
     """Why the recorded forward cannot be run back part by part; None if it can."""
     if not tape.calls:
         return "no block was called with gradients (blocks that are checkpointed reentrantly are not)"

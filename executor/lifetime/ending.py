@@ -27,8 +27,8 @@ __all__ = ["Ending", "Host"]
 log = logging.getLogger("executor")
 
 
-class Holding(Protocol):
-    """What is asked of `holdings.Holdings`."""
+class SessionEnd(Protocol):
+    """What is asked of `resources.Resources`."""
 
     def end(self) -> None: ...
 
@@ -51,7 +51,7 @@ class Host(BytesHost, LoopHost, Protocol):
     @property
     def loop(self) -> Loop: ...
     @property
-    def holdings(self) -> Holding: ...
+    def resources(self) -> SessionEnd: ...
     @property
     def hooks(self) -> Sequence[Any]: ...
     @property
@@ -92,7 +92,7 @@ class Ending:
         if host.closed:
             return
         values: dict[int, torch.Tensor] = {}
-        untold: Exception | None = None
+        unreported: Exception | None = None
         host.at_work.outermost()
         if restore and host.at_work.torn and host.queues.failure is None:
             try:
@@ -110,7 +110,7 @@ class Ending:
                 values = {t: host.reader.value_now(t) for t in host.timetable.chunk_of}
             except Exception as error:  # raised below: the session ends first
                 host.queues.fail(error)
-                untold = error
+                unreported = error
         if restore and host.queues.failure is not None:
             log.warning("the parameters are left without values: the run ended with %s", host.queues.failure)
         self.tell_ranks(sys.exc_info()[1])
@@ -120,8 +120,8 @@ class Ending:
             host.queues.stop()
         finally:
             self._let_go(values)
-        if untold is not None:
-            raise untold
+        if unreported is not None:
+            raise unreported
 
     def _let_go(self, values: Mapping[int, torch.Tensor]) -> None:
         """Undo the three lists. Parameters become plain before memory goes, as they are views of it. values: tensor ->
@@ -135,4 +135,4 @@ class Ending:
         for action in host.on_close:
             action()
         host.reader.make_plain(lambda t: values[t].to(host.home) if t in values else None)
-        host.holdings.end()
+        host.resources.end()

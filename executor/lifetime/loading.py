@@ -17,10 +17,10 @@ from pstar_sim.core.effects import OTHERS
 from pstar_sim.core.layout import Chunk, Slot
 from pstar_sim.core.step import Place
 
-__all__ = ["Host", "Source", "load_parameters", "unload_parameters", "views_of"]
+__all__ = ["Host", "ValueSource", "load_parameters", "unload_parameters", "views_of"]
 
 
-class Source(Protocol):
+class ValueSource(Protocol):
     """Where values come from instead of the model: `saving.weights.Weights`."""
 
     def holds(self, tensor: int) -> bool:
@@ -39,7 +39,7 @@ class Host(BytesHost, Protocol):
     def reader(self) -> Reader: ...
 
 
-def load_parameters(host: Host, source: Source | None = None) -> None:
+def load_parameters(host: Host, source: ValueSource | None = None) -> None:
     """Take memory for what the plan has resident between two iterations, move the parameters' values into it, one
     chunk at a time, and make the parameters views of their chunks' working lists. Before the queues start.
 
@@ -78,7 +78,7 @@ def _put_everywhere(contents: Contents, chunk: int, tensor: int, value: torch.Te
                 contents.slots.put(place, tensor, list_name, value)
 
 
-def unload_parameters(host: Host, home: torch.device, source: Source | None = None) -> None:
+def unload_parameters(host: Host, home: torch.device, source: ValueSource | None = None) -> None:
     """The opposite of `load_parameters`, also of one that stopped halfway: parameters that have moved into a chunk are
     plain ones again, on `home`, with the values that they came with. Those that a source holds came with none. Only on
     one rank and before the first step."""

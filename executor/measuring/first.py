@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from executor.measuring.measure import Walk
+from executor.measuring.measure import PeakMeter
 from executor.memory.arena import check_gpu_memory
 from executor.moments.standing import Host as StandingHost
 from executor.moments.standing import Standing
@@ -206,7 +206,7 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
         if self.refused is not None:
             raise self.refused()
 
-    def begins(self) -> None:
+    def begin_iteration(self) -> None:
         """An iteration begins on plan; the queues run."""
         if self._done:
             return
@@ -227,14 +227,14 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
             self._marks = []
             self._log_at, self._payload_bytes = s.arena.log.keep_marks(self._marks)
 
-    def closes(self, moment: int) -> None:
+    def close_moment(self, moment: int) -> None:
         self._other_batch |= not self._session.batches.planned
         self.peaks[moment] = max(self.peaks[moment], self.peak)
 
-    def opens(self) -> None:
+    def open_moment(self) -> None:
         self.reset_peak()
 
-    def ended(self) -> None:
+    def end_iteration(self) -> None:
         """An iteration on plan is over; nothing of the next has begun. Raises DoesNotFit where its tide leaves no plan
         that fits, PlanError where several ranks cannot go on."""
         s = self._session
@@ -252,7 +252,7 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
             log.warning("the tide of iteration %d was not compared with the plan's: %s", s.iteration - 1, why)
             self.end()
             return
-        walk = Walk(self.peaks, self._payload_bytes)
+        walk = PeakMeter(self.peaks, self._payload_bytes)
         walk.follow(changes, marks, self._log_at)
         self.report = compare(
             s.plan.workload, self.peaks, iteration=s.iteration - 1, gpu_peak_bytes=walk.peak,

@@ -27,7 +27,7 @@ from pstar_sim.errors import PlanError
 if TYPE_CHECKING:
     from executor.memory.byte_log import ByteChange
 
-__all__ = ["Host", "Walk", "Watch", "measure_iteration"]
+__all__ = ["Host", "PeakMeter", "TideWatch", "measure_iteration"]
 
 
 class Host(BytesHost, Protocol):
@@ -63,7 +63,7 @@ def measure_iteration(session: Host, step_fn: Callable[[], Any], order: Timeline
     serial = SerialQueues(chooser)
     session.loop.drain()
     session.use_queues(serial)
-    watch: Watch | None = None
+    watch: TideWatch | None = None
     try:
         step_fn()
         live = LiveStorages(
@@ -72,7 +72,7 @@ def measure_iteration(session: Host, step_fn: Callable[[], Any], order: Timeline
             costs=False,
             device=session.backend.device,
         )
-        watch = Watch(session, live)
+        watch = TideWatch(session, live)
         first = session.iteration
         session.watches.append(watch)
         begun = watch.payloads_now()
@@ -95,7 +95,7 @@ def measure_iteration(session: Host, step_fn: Callable[[], Any], order: Timeline
         session.arena.log.marks = None
         session.use_queues(threads)
     peaks = tuple(watch.peaks)
-    gpu = Walk(peaks, begun[Place.GPU])
+    gpu = PeakMeter(peaks, begun[Place.GPU])
     gpu.follow(changes, marks, log_at)
     host = host_peak = begun[Place.HOST]
     for change in changes:
@@ -116,7 +116,7 @@ def _as_early_as_possible(possible: Sequence[QueueEvent], compute: QueueEvent, m
     return 0
 
 
-class Watch:
+class TideWatch:
     """Peak of live bytes in each moment, told by the session's events."""
 
     def __init__(self, session: Host, live: LiveStorages) -> None:
@@ -127,14 +127,14 @@ class Watch:
     def payloads_now(self) -> dict[Place, int]:
         return {place: self._arena.payload_bytes(place) for place in (Place.GPU, Place.HOST)}
 
-    def closes(self, moment: int) -> None:
+    def close_moment(self, moment: int) -> None:
         self.peaks[moment] = self._live.peak
 
-    def opens(self) -> None:
+    def open_moment(self) -> None:
         self._live.reset_peak()
 
 
-class Walk:
+class PeakMeter:
     """Payload bytes and the measured tide, side by side through the iteration. peak: most of both together;
     payload_peak: of payloads."""
 

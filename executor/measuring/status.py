@@ -90,7 +90,9 @@ class Host(BytesHost, Protocol):
 
 def status_of(session: Host) -> Status:
     plan, arena = session.plan, session.arena
-    steps, logs, _ = session.queues.measured(list(session.steps.span_log), list(session.steps.logs), (), wait=False)
+    steps, logs, _ = session.queues.in_device_time(
+        list(session.steps.span_log), list(session.steps.logs), (), wait=False
+    )
     last: IterationLog | None = logs[-1] if logs else None
     start_s, end_s = _window(session, logs)
     length_s = end_s - start_s
@@ -161,7 +163,7 @@ def _copied(session: Host, logs: Sequence[IterationLog]) -> int:
     """Index of the newest log whose iteration has copied all it will; 0 if there is none yet."""
     planned = sum(step.kind in COPIES for step in session.plan.steps)
     for at in reversed(range(len(logs))):
-        if not logs[at].on_plan or session.steps.moved.ended(logs[at].number) >= planned:
+        if not logs[at].on_plan or session.steps.moved.ends_in(logs[at].number) >= planned:
             return at
     return 0
 

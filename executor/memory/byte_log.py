@@ -26,7 +26,7 @@ class ByteChange(NamedTuple):
     list: str
     mark: tuple[str, int]
 
-    def happened(self, time_s: float) -> ByteChange:
+    def at(self, time_s: float) -> ByteChange:
         """The change at another time."""
         return self._replace(time_s=time_s)
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from executor.memory.arena import Arena
 from executor.memory.chunk_state import ChunkState
-from executor.memory.exchange import Exchange, Wire
-from executor.memory.gradients import Gradients
+from executor.memory.exchange import Exchange, SliceWire
+from executor.memory.gradients import ChunkGradients
 from executor.memory.slots import Slots
 from executor.memory.update import Norms, Update, Updating
-from executor.memory.values import Changed, Values
+from executor.memory.values import Changed, ParameterValues
 from pstar_sim.core.effects import OTHERS
 from pstar_sim.core.step import UPDATES, Kind, Place, Queue, Step
 from pstar_sim.errors import PlanError
@@ -29,22 +29,22 @@ GPU, HOST = Place.GPU, Place.HOST
 class Contents:
     """Payload contents of one plan's chunks.
 
-    wire: to the other ranks, None on one. changed: see `Values`.
+    wire: to the other ranks, None on one. changed: see `ParameterValues`.
 
     Attributes:
         chunks: state of each chunk.
         steps_taken: tensor -> number of updates it has had.
     """
 
-    def __init__(self, arena: Arena, changed: Changed, wire: Wire | None = None) -> None:
+    def __init__(self, arena: Arena, changed: Changed, wire: SliceWire | None = None) -> None:
         self.arena = arena
         self.sliced = arena.sliced
         self.layout = arena.layout
         self.chunks = [ChunkState() for _ in self.layout.chunks]
         self.steps_taken: dict[int, int] = {s.tensor: 0 for c in self.layout.chunks for s in c.slots}
         self.slots = Slots(arena)
-        self.values = Values(arena, self.slots, self.chunks, changed)
-        self.gradients = Gradients(arena, self.slots, self.chunks, self.values)
+        self.values = ParameterValues(arena, self.slots, self.chunks, changed)
+        self.gradients = ChunkGradients(arena, self.slots, self.chunks, self.values)
         self.exchange = Exchange(arena, self.slots, self.chunks, self.values, self.gradients, wire)
         self._updating = Updating(arena, self.slots, self.chunks, self.values, self.gradients, self.steps_taken)
         self._changed = changed

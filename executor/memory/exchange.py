@@ -9,18 +9,18 @@ import torch
 
 from executor.memory.arena import Arena
 from executor.memory.chunk_state import ChunkState
-from executor.memory.gradients import Gradients
+from executor.memory.gradients import ChunkGradients
 from executor.memory.slots import Slots
-from executor.memory.values import Values
+from executor.memory.values import ParameterValues
 from pstar_sim.core.step import OTHERS, Place, Queue
 from pstar_sim.errors import PlanError
 
-__all__ = ["Exchange", "Wire"]
+__all__ = ["Exchange", "SliceWire"]
 
 GPU = Place.GPU
 
 
-class Wire(Protocol):
+class SliceWire(Protocol):
     """What is asked of the collectives between ranks. `distributed.collectives` has them."""
 
     def gather(self, flat: torch.Tensor) -> object: ...
@@ -43,9 +43,9 @@ class Exchange:
         arena: Arena,
         slots: Slots,
         chunks: Sequence[ChunkState],
-        values: Values,
-        gradients: Gradients,
-        wire: Wire | None,
+        values: ParameterValues,
+        gradients: ChunkGradients,
+        wire: SliceWire | None,
     ) -> None:
         self.arena = arena
         self.slots = slots
@@ -132,7 +132,7 @@ class Exchange:
         rows = self._to_others(self.slots.chunk_of(tensor)).exchange(mine)
         return torch.cat([row[:size] for row, size in zip(rows, sizes)]).cpu()
 
-    def _to_others(self, chunk: int) -> Wire:
+    def _to_others(self, chunk: int) -> SliceWire:
         if self.wire is None:
             raise PlanError(f"chunk {chunk} has to be exchanged with other ranks, and this run has only one")
         return self.wire

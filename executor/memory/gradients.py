@@ -12,17 +12,17 @@ import torch
 from executor.memory.arena import Arena
 from executor.memory.chunk_state import ChunkState
 from executor.memory.slots import Slots
-from executor.memory.values import Values
+from executor.memory.values import ParameterValues
 from pstar_sim.core.step import Place
 from pstar_sim.errors import PlanError
 
-__all__ = ["Gradients"]
+__all__ = ["ChunkGradients"]
 
 GPU, HOST = Place.GPU, Place.HOST
 
 
-class Gradients:
-    def __init__(self, arena: Arena, slots: Slots, chunks: Sequence[ChunkState], values: Values) -> None:
+class ChunkGradients:
+    def __init__(self, arena: Arena, slots: Slots, chunks: Sequence[ChunkState], values: ParameterValues) -> None:
         self.arena = arena
         self.slots = slots
         self.chunks = chunks

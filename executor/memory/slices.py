@@ -30,14 +30,14 @@ from executor.devices.backend import Backend, StreamBackend
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.step import Queue
 
-__all__ = ["OTHERS_OF", "GpuPayload", "Part", "Steady", "part_of"]
+__all__ = ["OTHERS_OF", "GpuPayload", "SlicePart", "Steady", "part_of"]
 
 OTHERS_OF = {"param": "remote", "grad": "grad_remote"}
 """List -> the list of the other ranks' slices of it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SlicePart:
     """What a rank's slice holds of a tensor: elements [offset, offset + numel) of the slice are elements
     [skip, skip + numel) of the tensor. numel is 0 where it holds none."""
 
@@ -46,14 +46,14 @@ class Part:
     skip: int
 
 
-def part_of(layout: Layout, chunk: int, offset: int, numel: int, rank: int) -> Part:
+def part_of(layout: Layout, chunk: int, offset: int, numel: int, rank: int) -> SlicePart:
     """The part of a tensor at [offset, offset + numel) of its chunk that is in rank's slice."""
     size = layout.slice_numel(chunk)
     begin = rank * size if layout.ranks > 1 else 0
     first, last = max(offset, begin), min(offset + numel, begin + size)
     if last <= first:
-        return Part(0, 0, 0)
-    return Part(first - begin, last - first, first - offset)
+        return SlicePart(0, 0, 0)
+    return SlicePart(first - begin, last - first, first - offset)
 
 
 class Steady:

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from executor.devices.adam import BLOCK, GPU_BLOCK, Hyper, Scratch, adamw, clip_coefficient, runs_of, total_norm
+from executor.devices.adam import BLOCK, GPU_BLOCK, Hyper, Scratch, adamw, clip_coefficient, ranges_of, total_norm
 from executor.devices.backend import StreamBackend
 from executor.memory.arena import Arena
 from executor.memory.chunk_state import ChunkState
-from executor.memory.gradients import Gradients
+from executor.memory.gradients import ChunkGradients
 from executor.memory.slots import Slots
-from executor.memory.values import Values
+from executor.memory.values import ParameterValues
 from pstar_sim.core.step import Place
 from pstar_sim.errors import PlanError
 
@@ -107,8 +107,8 @@ class Updating:
         arena: Arena,
         slots: Slots,
         chunks: Sequence[ChunkState],
-        values: Values,
-        gradients: Gradients,
+        values: ParameterValues,
+        gradients: ChunkGradients,
         steps_taken: dict[int, int],
     ) -> None:
         self.arena = arena
@@ -162,7 +162,7 @@ class Updating:
         scale = update.coefficient_on(master.device, norms)
         mine = state.where(place, source)
         parts = [(s.tensor, self.slots.parts[s.tensor]) for s in row.slots]
-        runs = runs_of((p.offset, p.numel, self.steps_taken[t] if t in mine else None) for t, p in parts if p.numel)
+        runs = ranges_of((p.offset, p.numel, self.steps_taken[t] if t in mine else None) for t, p in parts if p.numel)
         state.updating = True
         adamw(
             runs,

@@ -11,18 +11,18 @@ from executor.memory.slots import Slots
 from pstar_sim.core.step import Place, Queue
 from pstar_sim.errors import PlanError
 
-__all__ = ["Changed", "Values"]
+__all__ = ["Changed", "ParameterValues"]
 
 GPU, HOST = Place.GPU, Place.HOST
 
 
 class Changed(Protocol):
-    """See `Values`."""
+    """See `ParameterValues`."""
 
     def __call__(self, chunk: int, tensors: Sequence[int] | None = None) -> None: ...
 
 
-class Values:
+class ParameterValues:
     """changed(chunk, tensors): called whenever these tensors of the gpu's working list of a chunk (None: all of them)
     become, or cease to be, readable."""
 

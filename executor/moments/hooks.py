@@ -36,13 +36,13 @@ from executor.devices.torch_private import call_of, replace_call
 from pstar_sim.errors import ContractError
 from pstar_sim.workload.workload import Phase
 
-__all__ = ["ROOT", "Event", "MomentClock", "units"]
+__all__ = ["ROOT", "ModuleEvent", "MomentClock", "units"]
 
 ROOT = "<root>"
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class ModuleEvent:
     """kind: "begin", "end", "grad", "backward-end" or "step". module: name in `named_modules()`, "" for the root and
     the last two kinds. name: as in `Moment.name`. phase, micro_batch: those of the moment the event opens; -1 for the
     gradient of an output that an evaluation computed."""
@@ -54,14 +54,14 @@ class Event:
     micro_batch: int
 
 
-class _Events(dict[int, Event]):
+class _Events(dict[int, ModuleEvent]):
     """micro-batch -> event of one kind, module and phase. Each is made once: a step has hundreds."""
 
     def __init__(self, kind: str, module: str, phase: Phase) -> None:
         super().__init__()
-        self._made = functools.partial(Event, kind, module, f"{kind}:{module or ROOT}", phase)
+        self._made = functools.partial(ModuleEvent, kind, module, f"{kind}:{module or ROOT}", phase)
 
-    def __missing__(self, micro_batch: int) -> Event:
+    def __missing__(self, micro_batch: int) -> ModuleEvent:
         event = self[micro_batch] = self._made(micro_batch)
         return event
 
@@ -96,7 +96,7 @@ class MomentClock:
     def __init__(
         self,
         model: nn.Module,
-        on_event: Callable[[Event], None],
+        on_event: Callable[[ModuleEvent], None],
         *,
         trains: Callable[[], bool] = torch.is_grad_enabled,
         wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda hook: hook,
@@ -133,17 +133,17 @@ class MomentClock:
         """A backward has begun and has not ended; it never will where an exception came out of it."""
         return self._callback_due
 
-    def outside_root(self, event: Event) -> bool:
+    def outside_root(self, event: ModuleEvent) -> bool:
         """The event, as it is told, begins the forward of a module that nobody called from the root's forward."""
         return event.module != "" and self.outermost(event)
 
-    def outermost(self, event: Event) -> bool:
+    def outermost(self, event: ModuleEvent) -> bool:
         """The event, as it is told, begins the forward of a module that no other unit's forward called."""
         return event.kind == "begin" and event.phase is Phase.FWD and self._open == 1
 
     def step(self) -> None:
         """Open the moment "step": the optimizer's own. The next forward of the root is micro-batch 0 again."""
-        self._on_event(Event("step", "", "step", Phase.ADAM, self.micro_batch))
+        self._on_event(ModuleEvent("step", "", "step", Phase.ADAM, self.micro_batch))
         self.reset()
 
     def reset(self) -> None:
@@ -229,7 +229,7 @@ class MomentClock:
 
         return call
 
-    def tell_gradient(self, event: Event) -> None:
+    def tell_gradient(self, event: ModuleEvent) -> None:
         """A gradient has reached an output: call `on_event`; nothing after `close`."""
         if not self._callback_due:
             self.watch_backward()
@@ -247,14 +247,14 @@ class MomentClock:
         if self._callback_due:
             self._callback_due = False
             self._turns += 1
-            self._on_event(Event("backward-end", "", "backward-end", Phase.BWD, self.micro_batch))
+            self._on_event(ModuleEvent("backward-end", "", "backward-end", Phase.BWD, self.micro_batch))
 
 
-def _hearing(link: _Link) -> Callable[[Event, list[bool], torch.Tensor], None]:
+def _hearing(link: _Link) -> Callable[[ModuleEvent, list[bool], torch.Tensor], None]:
     """What hooks on the outputs of one call of a unit do: the first gradient is the event. heard: shared by them; not
     empty once one has come."""
 
-    def hear(event: Event, heard: list[bool], _: torch.Tensor) -> None:
+    def hear(event: ModuleEvent, heard: list[bool], _: torch.Tensor) -> None:
         if heard:
             return
         heard.append(True)
@@ -291,5 +291,5 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside backward
 
 
-def _ignore(_: Event) -> None:
+def _ignore(_: ModuleEvent) -> None:
     return None

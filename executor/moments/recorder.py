@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from executor.devices.torch_private import storage_key
-from executor.moments.hooks import Event
+from executor.moments.hooks import ModuleEvent
 from executor.moments.live_bytes import LiveStorages
 from pstar_sim.errors import ModelError
 from pstar_sim.workload.workload import DTYPE_BYTES, Moment, OptimizerSpec, Phase, Tensor, Use, UseKind, Workload
@@ -82,7 +82,7 @@ class MomentRecorder:
     """Give it to a clock (`on_event`), a LiveStorages (`read`), the gradient hooks (`gradient`); then ask `workload`.
 
     inside: whether a forward is open or a backward runs; a read at any other time raises. now: seconds, for durations;
-    time told to `stalled` is left out of the moment it fell in.
+    time told to `note_stall` is left out of the moment it fell in.
     """
 
     def __init__(
@@ -100,17 +100,17 @@ class MomentRecorder:
         self._moments: list[Moment] = []
         self._uses: dict[Use, None] = {}  # in order of arrival, each once
         self._firings: Counter[tuple[int, int]] = Counter()  # (micro-batch, tensor)
-        self._event: Event | None = None
+        self._event: ModuleEvent | None = None
         self._start_bytes = 0
         self._start_s = 0.0
         self._stalled_s = 0.0
 
     @property
-    def current(self) -> Event | None:
+    def current(self) -> ModuleEvent | None:
         """The event that opened the current moment, None before the first."""
         return self._event
 
-    def on_event(self, event: Event) -> None:
+    def on_event(self, event: ModuleEvent) -> None:
         self._close()
         self._event = event
         live = self.live
@@ -145,7 +145,7 @@ class MomentRecorder:
             most[tensor] = max(most.get(tensor, 0), count)
         return most
 
-    def stalled(self, time_s: float) -> None:
+    def note_stall(self, time_s: float) -> None:
         """Leave `time_s` out of the current moment's duration: it waited, it did not work."""
         self._stalled_s += time_s
 

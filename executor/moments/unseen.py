@@ -35,10 +35,10 @@ def unseen() -> contextlib.AbstractContextManager[object]:
 class Watching(Protocol):
     """Somebody who counts operators moment by moment; the session's loop calls."""
 
-    def closes(self, moment: int) -> None:
+    def close_moment(self, moment: int) -> None:
         """The open moment, by its index in the plan, ends. The engine's own work comes next."""
         ...
 
-    def opens(self) -> None:
+    def open_moment(self) -> None:
         """The engine's own work is done; what runs now belongs to the moment that has just begun."""
         ...

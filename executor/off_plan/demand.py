@@ -24,7 +24,7 @@ import torch
 
 from executor.contract import tensor_of
 from executor.memory.shares import Shares
-from executor.moments.hooks import Event
+from executor.moments.hooks import ModuleEvent
 from executor.off_plan import cut, gradients, inline, mending, room, states, update
 from executor.off_plan.in_use import InUse
 from executor.off_plan.ladder import Ladder
@@ -76,9 +76,9 @@ class Demand:
         self._inline = inline.Inline(session)
         shares = Shares(session.contents)
         self._states = states.States(session, self._inline, shares)
-        self._room = room.Room(session, self._inline, self._in_use, self._states)
+        self._room = room.RoomMaker(session, self._inline, self._in_use, self._states)
         self._arrivals = room.Arrivals(session, self._inline, self._in_use, self._room)
-        self._gradients = gradients.Gradients(session, self._inline, shares, self._states)
+        self._gradients = gradients.OffPlanGradients(session, self._inline, shares, self._states)
         self._cut = cut.Cut(session, self._inline, self._in_use, shares, self._states)
         self._stepping = update.Stepping(session, self._inline, self._states, self._room, self._gradients, self._cut)
         self._mending = mending.Mending(session, self._gradients, self._states, self._stepping, self._cut)
@@ -89,7 +89,7 @@ class Demand:
 
     # -- leaving the plan ---------------------------------------------------------------------------------------------
 
-    def on_event(self, event: Event, found: Answer, known_tide_bytes: int | None = None) -> None:
+    def on_event(self, event: ModuleEvent, found: Answer, known_tide_bytes: int | None = None) -> None:
         """found: what comes of the event. known_tide_bytes: non-model bytes of the moment that begins, where they are
         measured; else the plan's for an event of that name."""
         s = self.session
@@ -111,12 +111,12 @@ class Demand:
             self.ensure(s.timetable.read_in(event.name) | self._own_chunks(event.module))
             self._arrivals.ensure(s.timetable.read_behind(event.name), required=False)
 
-    def _tide_of(self, event: Event) -> int:
+    def _tide_of(self, event: ModuleEvent) -> int:
         s = self.session
         tides = self._tides if s.batches.moments is None else room.Tides(s.batches.moments)
         return tides.no_grad_bytes if s.cursor.visiting else tides.at(event.name, s.arena.tide_bytes)
 
-    def _reason(self, event: Event) -> str:
+    def _reason(self, event: ModuleEvent) -> str:
         s = self.session
         if s.now.outstanding:
             names = ", ".join(repr(s.reader.name_of(t)) for t in sorted(s.now.outstanding)[:3])
@@ -208,9 +208,9 @@ class Demand:
         """After an interruption inside the engine's own work: see `mending.py`. Raises what ends the run."""
         self._mending.mend()
 
-    def half_updated(self) -> Interrupted:
+    def half_update_error(self) -> Interrupted:
         """What to raise where a backward ended in the middle of its eager updates."""
-        return self._mending.half_updated()
+        return self._mending.half_update_error()
 
     def replan(self) -> None:
         """Called after each step off plan: a new plan if the last iterations all were, by the same policy, for what

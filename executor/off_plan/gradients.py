@@ -19,7 +19,7 @@ from executor.session.updates import Updates
 from pstar_sim.core.step import Place
 from pstar_sim.errors import ContractError, PlanError
 
-__all__ = ["Gradients", "Host"]
+__all__ = ["Host", "OffPlanGradients"]
 
 GPU = Place.GPU
 
@@ -37,7 +37,7 @@ class Host(BytesHost, Protocol):
     def updates(self) -> Updates: ...
 
 
-class Gradients:
+class OffPlanGradients:
     def __init__(self, host: Host, inline: Inline, shares: Shares, states: States) -> None:
         self.host = host
         self.inline = inline

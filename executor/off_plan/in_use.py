@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from executor.moments.hooks import Event
+from executor.moments.hooks import ModuleEvent
 from pstar_sim.workload.workload import Phase
 
 __all__ = ["InUse"]
@@ -42,7 +42,7 @@ class InUse:
         self.only(())
         self._recomputed = set()
 
-    def see(self, event: Event) -> None:
+    def see(self, event: ModuleEvent) -> None:
         """A module begins or ends, or a step of the backward."""
         if event.kind == "begin":
             if event.phase is Phase.RECOMPUTE and self._in_backward:

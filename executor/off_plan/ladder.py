@@ -20,7 +20,7 @@ from typing import Protocol, overload
 import torch
 
 from executor.memory.arena import check_gpu_memory
-from executor.moments.hooks import Event
+from executor.moments.hooks import ModuleEvent
 from executor.moments.unseen import unseen
 from executor.off_plan.guard import Guard
 from executor.off_plan.rungs import RUNGS, Rung, asked_bytes, spec_of_rung, tide_of, with_gpu_budget
@@ -114,7 +114,7 @@ class Ladder(Sequence[Rung]):
 
     # -- inside an iteration ------------------------------------------------------------------------------------------
 
-    def on_event(self, event: Event) -> bool:
+    def on_event(self, event: ModuleEvent) -> bool:
         """Before each event: what was seen since the last one, and what a queue is short of. Whether where the loop
         stands has changed by it."""
         s = self.session

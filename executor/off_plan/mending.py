@@ -14,7 +14,7 @@ from typing import Protocol
 
 from executor.lifetime.ending import Ending
 from executor.off_plan.cut import Cut
-from executor.off_plan.gradients import Gradients
+from executor.off_plan.gradients import OffPlanGradients
 from executor.off_plan.states import States
 from executor.off_plan.update import Stepping
 from executor.queues.interface import Stillness
@@ -45,7 +45,7 @@ class Host(BytesHost, LoopHost, Protocol):
 
 
 class Mending:
-    def __init__(self, host: Host, gradients: Gradients, states: States, stepping: Stepping, cut: Cut) -> None:
+    def __init__(self, host: Host, gradients: OffPlanGradients, states: States, stepping: Stepping, cut: Cut) -> None:
         self.host = host
         self.gradients = gradients
         self.states = states
@@ -94,7 +94,7 @@ class Mending:
         host = self.host
         committed = host.cursor.committed == host.iteration
         if host.updates.begun and not committed:
-            raise self.half_updated()
+            raise self.half_update_error()
         for chunk, state in enumerate(host.contents.chunks):
             if state.updating or (committed and state.adding):
                 names = ", ".join(repr(host.reader.name_of(t)) for t in host.timetable.tensors_of[chunk][:2])
@@ -104,7 +104,7 @@ class Mending:
                     "the last checkpoint"
                 )
 
-    def half_updated(self) -> Interrupted:
+    def half_update_error(self) -> Interrupted:
         """What to raise where a backward ended in the middle of its eager updates."""
         host = self.host
         return host.ending.interrupt(

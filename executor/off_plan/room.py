@@ -18,7 +18,7 @@ from pstar_sim.core.step import Place
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.workload.workload import Moment, Phase
 
-__all__ = ["Arrivals", "Host", "Room", "Tides"]
+__all__ = ["Arrivals", "Host", "RoomMaker", "Tides"]
 
 GPU, HOST = Place.GPU, Place.HOST
 
@@ -39,7 +39,7 @@ class Host(BytesHost, Protocol):
     def ladder(self) -> Climbing: ...
 
 
-class Room:
+class RoomMaker:
     def __init__(self, host: Host, inline: Inline, in_use: InUse, states: States) -> None:
         self.host = host
         self.inline = inline
@@ -140,7 +140,7 @@ class Room:
 
 
 class Arrivals:
-    def __init__(self, host: Host, inline: Inline, in_use: InUse, room: Room) -> None:
+    def __init__(self, host: Host, inline: Inline, in_use: InUse, room: RoomMaker) -> None:
         self.host = host
         self.inline = inline
         self.in_use = in_use

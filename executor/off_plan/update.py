@@ -9,9 +9,9 @@ import torch
 
 from executor.memory.update import Update
 from executor.off_plan.cut import Cut
-from executor.off_plan.gradients import Gradients
+from executor.off_plan.gradients import OffPlanGradients
 from executor.off_plan.inline import Inline
-from executor.off_plan.room import Room
+from executor.off_plan.room import RoomMaker
 from executor.off_plan.states import States
 from executor.session.hosting import BytesHost
 from executor.session.updates import Updates
@@ -30,7 +30,9 @@ class Host(BytesHost, Protocol):
 
 
 class Stepping:
-    def __init__(self, host: Host, inline: Inline, states: States, room: Room, gradients: Gradients, cut: Cut) -> None:
+    def __init__(
+        self, host: Host, inline: Inline, states: States, room: RoomMaker, gradients: OffPlanGradients, cut: Cut
+    ) -> None:
         self.host = host
         self.inline = inline
         self.states = states

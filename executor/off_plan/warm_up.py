@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from executor.moments.hooks import Event
+from executor.moments.hooks import ModuleEvent
 from executor.moments.live_bytes import LiveStorages
 from executor.moments.recorder import MomentRecorder
 from executor.moments.unseen import unseen
@@ -20,7 +20,7 @@ __all__ = ["WarmUp", "listen", "time_moments"]
 class OnDemand(Protocol):
     """What is asked of `demand.Demand`."""
 
-    def on_event(self, event: Event, found: Answer, known_tide_bytes: int) -> None: ...
+    def on_event(self, event: ModuleEvent, found: Answer, known_tide_bytes: int) -> None: ...
 
     def ensure(self, chunks: set[int]) -> None: ...
 
@@ -65,7 +65,7 @@ class WarmUp:
         self._micro_batch = 0
         self._begun_s: float | None = None
 
-    def on_event(self, event: Event, found: Answer) -> None:
+    def on_event(self, event: ModuleEvent, found: Answer) -> None:
         self.close()
         self._micro_batch = event.micro_batch
         session, at = self._session, len(self.durations)

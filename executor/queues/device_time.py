@@ -16,7 +16,7 @@ from pstar_sim.core.step import Kind, Queue
 if TYPE_CHECKING:
     from executor.devices.backend import StreamBackend
     from executor.memory.byte_log import ByteChange
-    from executor.queues.interface import Program
+    from executor.queues.interface import Progress
     from executor.queues.logs import IterationLog, StepLog
 
 __all__ = ["DeviceTimes"]
@@ -30,17 +30,17 @@ class DeviceTimes:
 
     def __init__(self, backend: StreamBackend) -> None:
         self._backend = backend
-        self._program: Program | None = None
+        self._progress: Progress | None = None
         self._open: dict[tuple[int, int], list[Any]] = {}  # [begin, end] events
         self._seconds: dict[tuple[int, int], tuple[float, float]] = {}
 
-    def begin(self, program: Program) -> None:
-        self._program = program
+    def begin(self, progress: Progress) -> None:
+        self._progress = progress
 
-    def begun(self, i: int, iteration: int, event: Any) -> None:
+    def note_begin(self, i: int, iteration: int, event: Any) -> None:
         self._open[i, iteration] = [event, None]
 
-    def ended(self, i: int, iteration: int, event: Any) -> None:
+    def note_end(self, i: int, iteration: int, event: Any) -> None:
         row = self._open.get((i, iteration))
         if row is not None:
             row[1] = event
@@ -77,13 +77,13 @@ class DeviceTimes:
     ) -> tuple[list[StepLog], list[IterationLog], list[ByteChange]]:
         """The logs in the device's time. A step of a device queue is ready when its stream is done with the one before;
         a moment that begins later than that names what it waited for."""
-        assert self._program is not None
-        position = self._program.compiled.position
+        assert self._progress is not None
+        position = self._progress.compiled.position
         moved: dict[tuple[int, int], StepLog] = {}
         for row in steps:
             key = position[row.step.id], row.iteration
             found = self._seconds.get(key)
-            moved[key] = row if found is None else row.happened(*found)
+            moved[key] = row if found is None else row.at(*found)
         last: dict[Queue, float] = {}
         for key in sorted(moved, key=lambda key: (moved[key].start_s, moved[key].end_s)):
             row = moved[key]
@@ -95,7 +95,7 @@ class DeviceTimes:
             cause = row.cause
             if queue is Queue.COMPUTE and not cause and row.start_s > ready_s:
                 cause = self._cause(key, moved, ready_s)
-            moved[key] = row.waited(ready_s, cause)
+            moved[key] = row.after_wait(ready_s, cause)
         ends: dict[int, float] = {}
         for (_, iteration), row in moved.items():
             if row.step.queue is Queue.COMPUTE:
@@ -108,9 +108,9 @@ class DeviceTimes:
 
     def _cause(self, key: tuple[int, int], moved: dict[tuple[int, int], StepLog], ready_s: float) -> str:
         """The queue of the step that a moment's stream waited for last; "" if it waited for none."""
-        assert self._program is not None
+        assert self._progress is not None
         i, iteration = key
-        before = [moved[j, iteration - back] for j, back in self._program.after[i] if (j, iteration - back) in moved]
+        before = [moved[j, iteration - back] for j, back in self._progress.after[i] if (j, iteration - back) in moved]
         late = max((row for row in before if row.end_s > ready_s), key=lambda row: row.end_s, default=None)
         return "" if late is None else late.step.queue.value
 
@@ -150,4 +150,4 @@ class DeviceTimes:
                     return happened.start_s if change.change > 0 else happened.end_s
             return change.time_s
 
-        return sorted((change.happened(time_of(change)) for change in changes), key=lambda row: row.time_s)
+        return sorted((change.at(time_of(change)) for change in changes), key=lambda row: row.time_s)

@@ -15,8 +15,8 @@ import traceback
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from pstar_sim.core import program
 from pstar_sim.core.plan import Plan
+from pstar_sim.core.program import NO_STEPS, Program
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import OutOfMemory, PlanError
 
@@ -31,7 +31,7 @@ __all__ = [
     "Health",
     "Landing",
     "Lifetime",
-    "Program",
+    "Progress",
     "Queues",
     "QueuesBase",
     "Stillness",
@@ -52,12 +52,12 @@ def without_locals(error: BaseException) -> None:
         link = link.__cause__ or link.__context__
 
 
-class Program:
+class Progress:
     """A plan's steps by position (core/program.py), and how far they have come. done: see [Note: iterations]."""
 
     def __init__(self, plan: Plan) -> None:
         self.steps = plan.steps
-        self.compiled = compiled = program.Program.of(plan) if plan.steps else program.NO_STEPS
+        self.compiled = compiled = Program.of(plan) if plan.steps else NO_STEPS
         self.after = compiled.waits
         self.order = dict(zip(compiled.queues, compiled.order))
         self.wakes: list[set[Queue]] = [set() for _ in plan.steps]  # other queues that have a step after this one
@@ -102,7 +102,7 @@ class Work(Protocol):
 
     def finish(self, i: int, iteration: int) -> None: ...
 
-    def landed(self, chunk: int) -> None:
+    def note_landing(self, chunk: int) -> None:
         """The compute queue may read what was copied to the gpu for this chunk from now on."""
         ...
 
@@ -113,11 +113,11 @@ class Lifetime(Protocol):
     """How queues begin and end."""
 
     @property
-    def program(self) -> Program | None:
+    def progress(self) -> Progress | None:
         """What `start` was given; None before."""
         ...
 
-    def start(self, program: Program, work: Work) -> None:
+    def start(self, progress: Progress, work: Work) -> None:
         """Begin; nothing runs before the first `allow`. The work is held weakly, but while a step of it runs."""
         ...
 
@@ -153,7 +153,7 @@ class ComputeSide(Protocol):
         """The compute step i is about to end."""
         ...
 
-    def ended(self, i: int, iteration: int) -> None:
+    def end_step(self, i: int, iteration: int) -> None:
         """Compute-queue step i has ended."""
         ...
 
@@ -208,11 +208,11 @@ class Handover(Protocol):
 class Timing(Protocol):
     """What is known of the time that a run takes."""
 
-    def waited(self, seconds: float) -> None:
+    def note_wait(self, seconds: float) -> None:
         """The training thread has waited so long for the device or the other ranks, outside these queues."""
         ...
 
-    def measured(
+    def in_device_time(
         self,
         steps: Sequence[StepLog],
         iterations: Sequence[IterationLog],
@@ -262,7 +262,7 @@ class QueuesBase:
         self._allowed = -1
         self._net_allowed = -1
         self._paused = False
-        self._started: Program | None = None
+        self._started: Progress | None = None
         self._failure: BaseException | None = None
         self._short: dict[Queue, OutOfMemory] = {}
         self._worker: Callable[[], Work | None] = lambda: None
@@ -290,7 +290,7 @@ class QueuesBase:
         return self._failure is not None or bool(self._short)
 
     @property
-    def program(self) -> Program | None:
+    def progress(self) -> Progress | None:
         return self._started
 
     def standing(self) -> dict[Queue, tuple[int, int]]:
@@ -303,10 +303,10 @@ class QueuesBase:
     def land(self, chunk: int) -> None:
         return None
 
-    def waited(self, seconds: float) -> None:
+    def note_wait(self, seconds: float) -> None:
         return None
 
-    def measured(
+    def in_device_time(
         self,
         steps: Sequence[StepLog],
         iterations: Sequence[IterationLog],

@@ -22,11 +22,11 @@ class StepLog(NamedTuple):
     end_s: float = 0.0
     copied_bytes: int = 0
 
-    def happened(self, start_s: float, end_s: float) -> StepLog:
+    def at(self, start_s: float, end_s: float) -> StepLog:
         """The step with these times; it was ready when it began."""
         return self._replace(ready_s=start_s, start_s=start_s, end_s=end_s)
 
-    def waited(self, ready_s: float, cause: str) -> StepLog:
+    def after_wait(self, ready_s: float, cause: str) -> StepLog:
         """The step as one that could have begun at ready_s but for the cause."""
         return self._replace(ready_s=ready_s, cause=cause)
 

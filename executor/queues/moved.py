@@ -44,7 +44,7 @@ class Moved:
         with self._lock:
             return dict(self._bytes.get(iteration, {"h2d": 0, "d2h": 0}))
 
-    def ended(self, iteration: int) -> int:
+    def ends_in(self, iteration: int) -> int:
         return self._ended.get(iteration, 0)
 
     def forget(self, before: int) -> None:

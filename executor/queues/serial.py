@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from executor.queues.interface import SIDE_QUEUES, Program, QueuesBase, Work
+from executor.queues.interface import SIDE_QUEUES, Progress, QueuesBase, Work
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind, Queue, Step
 from pstar_sim.core.timeline import Timeline
@@ -51,10 +51,10 @@ class SerialQueues(QueuesBase):
     def stand(self, at: Mapping[Queue, tuple[int, int]]) -> None:
         self._at.update(at)
 
-    def start(self, program: Program, work: Work) -> None:
-        self._program, self._worker = program, weakref.ref(work)
-        self._started = program
-        self._at = {queue: (0, 0) for queue in SIDE_QUEUES if program.order.get(queue)}
+    def start(self, progress: Progress, work: Work) -> None:
+        self._progress, self._worker = progress, weakref.ref(work)
+        self._started = progress
+        self._at = {queue: (0, 0) for queue in SIDE_QUEUES if progress.order.get(queue)}
 
     def allow(self, iteration: int) -> None:
         self._allowed = max(self._allowed, iteration)
@@ -66,7 +66,7 @@ class SerialQueues(QueuesBase):
         self._failure = self._failure or error
 
     def await_steps(self, steps: Sequence[int], iteration: int) -> None:
-        while any(self._program.done[i] < iteration for i in steps):
+        while any(self._progress.done[i] < iteration for i in steps):
             possible = [row for row in self._possible() if row[1] not in self._inside]
             if not possible:
                 raise PlanError(f"the queues are stuck: a step waits for steps {list(steps)} of iteration {iteration}")
@@ -75,8 +75,8 @@ class SerialQueues(QueuesBase):
     def _possible(self) -> list[tuple[QueueEvent, Queue, int]]:
         found: list[tuple[QueueEvent, Queue, int]] = []
         for queue, (iteration, at) in self._at.items():
-            i = self._program.order[queue][at]
-            step = self._program.steps[i]
+            i = self._progress.order[queue][at]
+            step = self._progress.steps[i]
             limit = min(self._allowed, self._net_allowed) if queue is Queue.NET else self._allowed
             if queue in self._flying:
                 found.append((QueueEvent("end", step, iteration), queue, i))
@@ -84,7 +84,7 @@ class SerialQueues(QueuesBase):
                 not self._paused
                 and iteration <= limit
                 and queue not in self._short
-                and self._program.ready(i, iteration)
+                and self._progress.ready(i, iteration)
             ):
                 found.append((QueueEvent("start", step, iteration), queue, i))
         return found
@@ -107,9 +107,9 @@ class SerialQueues(QueuesBase):
         if not self._flying.pop(queue):
             self._execute(queue, i, iteration)
         work.finish(i, iteration)
-        self._program.done[i] = iteration
+        self._progress.done[i] = iteration
         at = self._at[queue][1] + 1
-        self._at[queue] = (iteration, at) if at < len(self._program.order[queue]) else (iteration + 1, 0)
+        self._at[queue] = (iteration, at) if at < len(self._progress.order[queue]) else (iteration + 1, 0)
 
     def _execute(self, queue: Queue, i: int, iteration: int) -> None:
         self._inside.add(queue)
@@ -121,15 +121,15 @@ class SerialQueues(QueuesBase):
     def _let_others(self, compute: QueueEvent, i: int) -> None:
         while True:
             possible = self._possible()
-            may = compute.kind == "end" or self._program.ready(i, compute.iteration)
+            may = compute.kind == "end" or self._progress.ready(i, compute.iteration)
             if not possible:
                 if may:
                     return
                 if self.short is not None:
                     raise self.short
                 raise PlanError(
-                    f"the queues are stuck: {self._program.word(i, compute.iteration)} waits for steps "
-                    f"{[self._program.steps[j].id for j in self._program.missing(i, compute.iteration)]}"
+                    f"the queues are stuck: {self._progress.word(i, compute.iteration)} waits for steps "
+                    f"{[self._progress.steps[j].id for j in self._progress.missing(i, compute.iteration)]}"
                 )
             pick = self._chooser([event for event, _, _ in possible], compute, may)
             if pick is None:
@@ -139,18 +139,18 @@ class SerialQueues(QueuesBase):
             self._happen(*possible[pick])
 
     def wait(self, i: int, iteration: int) -> int | None:
-        self._let_others(QueueEvent("start", self._program.steps[i], iteration), i)
+        self._let_others(QueueEvent("start", self._progress.steps[i], iteration), i)
         return None
 
     def before_end(self, i: int, iteration: int) -> None:
-        self._let_others(QueueEvent("end", self._program.steps[i], iteration), i)
+        self._let_others(QueueEvent("end", self._progress.steps[i], iteration), i)
 
-    def ended(self, i: int, iteration: int) -> None:
-        self._program.done[i] = iteration
+    def end_step(self, i: int, iteration: int) -> None:
+        self._progress.done[i] = iteration
 
     def settle(self, iteration: int) -> None:
-        side = [i for queue in SIDE_QUEUES for i in self._program.order.get(queue, ())]
-        while any(self._program.done[i] < iteration for i in side):
+        side = [i for queue in SIDE_QUEUES for i in self._progress.order.get(queue, ())]
+        while any(self._progress.done[i] < iteration for i in side):
             possible = [row for row in self._possible() if row[0].iteration <= iteration or row[0].kind == "end"]
             if not possible:
                 if self.short is not None:
@@ -168,7 +168,7 @@ class SerialQueues(QueuesBase):
         self._paused = False
 
     def jump(self, iteration: int) -> None:
-        self._program.done[:] = [iteration] * len(self._program.done)
+        self._progress.done[:] = [iteration] * len(self._progress.done)
         for queue in self._at:
             self._at[queue] = (iteration + 1, 0)
         self._short.clear()

@@ -24,7 +24,7 @@ from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from executor.queues.device_time import DeviceTimes
-from executor.queues.interface import SIDE_QUEUES, Program, Work
+from executor.queues.interface import SIDE_QUEUES, Progress, Work
 from executor.queues.threads import ThreadQueues
 from pstar_sim.core.step import Kind, Queue
 
@@ -75,18 +75,18 @@ class StreamQueues(ThreadQueues):
     def renew(self) -> StreamQueues:
         return StreamQueues(self._backend, watchdog_s=self._watchdog_s, join_s=self._join_s, clock=self._clock)
 
-    def start(self, program: Program, work: Work) -> None:
-        self._events = [{} for _ in program.steps]
-        self._times.begin(program)
-        super().start(program, work)
+    def start(self, progress: Progress, work: Work) -> None:
+        self._events = [{} for _ in progress.steps]
+        self._times.begin(progress)
+        super().start(progress, work)
 
     # -- issuing ------------------------------------------------------------------------------------------------------
 
     def _arrive(self, queue: Queue, i: int, iteration: int) -> None:
-        program, backend = self._program, self._backend
+        progress, backend = self._progress, self._backend
         on_host = queue in backend.host_queues
-        for j, back in program.after[i]:
-            other = program.steps[j].queue
+        for j, back in progress.after[i]:
+            other = progress.steps[j].queue
             if other is queue or other in backend.host_queues:
                 continue
             event = self._event(j, iteration - back)
@@ -100,10 +100,10 @@ class StreamQueues(ThreadQueues):
                 backend.wait_event(queue, event)
         if on_host:
             return
-        step = program.steps[i]
+        step = progress.steps[i]
         if step.chunk is not None and (step.kind, step.list) in _ARRIVALS:
             self._in_flight[step.chunk] = None
-        self._times.begun(i, iteration, backend.record(queue))
+        self._times.note_begin(i, iteration, backend.record(queue))
 
     def _depart(self, queue: Queue, i: int, iteration: int) -> None:
         if queue in self._backend.host_queues:
@@ -113,13 +113,13 @@ class StreamQueues(ThreadQueues):
         events[iteration] = event
         events.pop(iteration - 2, None)
         self._latest[queue] = event
-        self._times.ended(i, iteration, event)
-        step = self._program.steps[i]
+        self._times.note_end(i, iteration, event)
+        step = self._progress.steps[i]
         if step.chunk is not None and (step.kind, step.list) in _ARRIVALS:
             self._in_flight[step.chunk] = event
 
     def _refused(self, i: int) -> None:
-        step = self._program.steps[i]
+        step = self._progress.steps[i]
         if step.chunk is not None and (step.kind, step.list) in _ARRIVALS:
             self._in_flight.pop(step.chunk, None)
 
@@ -152,7 +152,7 @@ class StreamQueues(ThreadQueues):
         backend = self._backend
         queue = backend.queue
         for i in steps:
-            event = None if self._program.steps[i].queue in backend.host_queues else self._event(i, iteration)
+            event = None if self._progress.steps[i].queue in backend.host_queues else self._event(i, iteration)
             if event is None or backend.query(event):
                 continue
             if queue in backend.host_queues:
@@ -162,13 +162,13 @@ class StreamQueues(ThreadQueues):
             else:
                 backend.wait_event(queue, event)
 
-    def waited(self, seconds: float) -> None:
+    def note_wait(self, seconds: float) -> None:
         self.host_waits += 1
         self.host_wait_s += seconds
 
-    def ended(self, i: int, iteration: int) -> None:
+    def end_step(self, i: int, iteration: int) -> None:
         self._depart(Queue.COMPUTE, i, iteration)
-        super().ended(i, iteration)
+        super().end_step(i, iteration)
 
     # -- arrivals -----------------------------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class StreamQueues(ThreadQueues):
         event = self._in_flight.pop(chunk, None)
         if event is not None and not self._backend.query(event):
             self._backend.wait_event(Queue.COMPUTE, event)
-        self._work.landed(chunk)
+        self._work.note_landing(chunk)
 
     # -- standing still -----------------------------------------------------------------------------------------------
 
@@ -221,18 +221,18 @@ class StreamQueues(ThreadQueues):
     def stop(self) -> None:
         """Besides, raises what a stream died of if nobody has been told yet: once, when every stream has ended."""
         super().stop()
-        untold: Exception | None = None
+        unreported: Exception | None = None
         for queue in self._latest:
             try:
                 # Also what was issued by a step that failed halfway.
                 self._backend.synchronize(self._backend.record(queue))
             except Exception as error:
                 if self._failure is None:
-                    self._failure = untold = error
+                    self._failure = unreported = error
                 elif error is not self._failure:
                     log.info("the %s stream ended with %s, after %s", queue.value, error, self._failure)
-        if untold is not None:
-            raise untold
+        if unreported is not None:
+            raise unreported
 
     def _catch_up(self, queues: Sequence[Queue]) -> None:
         """Return when everything issued to the queues' streams has happened. Names what does not happen."""
@@ -254,7 +254,7 @@ class StreamQueues(ThreadQueues):
 
     # -- times --------------------------------------------------------------------------------------------------------
 
-    def measured(
+    def in_device_time(
         self,
         steps: Sequence[StepLog],
         iterations: Sequence[IterationLog],

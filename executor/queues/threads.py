@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
-from executor.queues.interface import SIDE_QUEUES, Program, QueuesBase, Work, without_locals
+from executor.queues.interface import SIDE_QUEUES, Progress, QueuesBase, Work, without_locals
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import OutOfMemory, PlanError
 from pstar_sim.python310 import add_note
@@ -85,11 +85,11 @@ class ThreadQueues(QueuesBase):
         with self._lock:
             self._at.update(at)
 
-    def start(self, program: Program, work: Work) -> None:
-        self._program, self._worker = program, weakref.ref(work)
-        self._started = program
+    def start(self, progress: Progress, work: Work) -> None:
+        self._progress, self._worker = progress, weakref.ref(work)
+        self._started = progress
         for queue in SIDE_QUEUES:
-            if program.order.get(queue):
+            if progress.order.get(queue):
                 self._at[queue] = (0, 0)
                 thread = threading.Thread(target=self._run, args=(queue,), name=f"executor-{queue.value}", daemon=True)
                 self._crew.threads.append(thread)
@@ -104,7 +104,7 @@ class ThreadQueues(QueuesBase):
         except BaseException as error:  # handed to the user's thread, which raises it
             with self._lock:
                 iteration, at = self._at[queue]
-                word = self._program.word(self._program.order[queue][at], iteration)
+                word = self._progress.word(self._progress.order[queue][at], iteration)
                 add_note(error, f"raised in queue {queue.value}, at {word}")
                 without_locals(error)
                 self._busy.discard(queue)
@@ -113,8 +113,8 @@ class ThreadQueues(QueuesBase):
 
     def _one(self, queue: Queue) -> bool:
         """Run the queue's next step; False when the queues stop."""
-        program, condition = self._program, self._conditions[queue]
-        order = program.order[queue]
+        progress, condition = self._progress, self._conditions[queue]
+        order = progress.order[queue]
         ready_s = self._clock()
         waited_for: int | None = None
         with self._lock:
@@ -124,7 +124,7 @@ class ThreadQueues(QueuesBase):
                 iteration, at = self._at[queue]
                 i = order[at]
                 if not self._paused and iteration <= self._limit(queue) and queue not in self._short:
-                    missing = program.missing(i, iteration)
+                    missing = progress.missing(i, iteration)
                     if not missing:
                         break
                     waited_for = missing[-1]
@@ -167,10 +167,10 @@ class ThreadQueues(QueuesBase):
         return min(self._allowed, self._net_allowed) if queue is Queue.NET else self._allowed
 
     def _mark(self, i: int, iteration: int) -> None:
-        self._program.done[i] = iteration
+        self._progress.done[i] = iteration
         self._ended_steps += 1
         self._ended_here.notify_all()
-        for queue in self._program.wakes[i]:
+        for queue in self._progress.wakes[i]:
             if queue in self._waiting:
                 self._conditions[queue].notify_all()
         if Queue.COMPUTE in self._waiting:
@@ -193,7 +193,7 @@ class ThreadQueues(QueuesBase):
         with self._lock:
             self._awaited += 1
             try:
-                while any(self._program.done[i] < iteration for i in steps):
+                while any(self._progress.done[i] < iteration for i in steps):
                     if self._failure is not None:
                         raise self._failure
                     if self._crew.stopping:
@@ -209,42 +209,42 @@ class ThreadQueues(QueuesBase):
             self._notify_all()
 
     def wait(self, i: int, iteration: int) -> int | None:
-        if self._failure is None and (not self._program.after[i] or self._program.ready(i, iteration)):
+        if self._failure is None and (not self._progress.after[i] or self._progress.ready(i, iteration)):
             return None  # without the lock: what has ended has ended
         return self._wait_for(i, iteration)
 
     def _wait_for(self, i: int, iteration: int) -> int | None:
         """Return when step i may start; the step that it waited for last."""
-        program = self._program
+        progress = self._progress
         waited_for: int | None = None
 
         def ready() -> bool:
             nonlocal waited_for
-            missing = program.missing(i, iteration)
+            missing = progress.missing(i, iteration)
             if missing:
                 waited_for = missing[-1]
             return not missing
 
-        self._wait_until(ready, lambda: program.waiting(i, iteration), needs_all=True)
+        self._wait_until(ready, lambda: progress.waiting(i, iteration), needs_all=True)
         return waited_for
 
     def before_end(self, i: int, iteration: int) -> None:
         return None
 
-    def ended(self, i: int, iteration: int) -> None:
+    def end_step(self, i: int, iteration: int) -> None:
         """[Note: who is woken] The lock is for a thread that looks, finds the step not done and goes to sleep. A queue
         may sleep until this step ends only if one of its steps waits for this one (`wakes`). Any other sleeper is in
         `await_steps`, which counts itself in `_awaited` before it looks. Without either nobody is woken, and the lock
         is not taken."""
-        self._program.done[i] = iteration
-        if self._program.wakes[i] or self._awaited:
+        self._progress.done[i] = iteration
+        if self._progress.wakes[i] or self._awaited:
             with self._lock:
                 self._mark(i, iteration)
 
     def settle(self, iteration: int) -> None:
-        side = [i for queue in SIDE_QUEUES for i in self._program.order.get(queue, ())]
+        side = [i for queue in SIDE_QUEUES for i in self._progress.order.get(queue, ())]
         self._wait_until(
-            lambda: all(self._program.done[i] >= iteration for i in side),
+            lambda: all(self._progress.done[i] >= iteration for i in side),
             lambda: f"the end of iteration {iteration}",
         )
 
@@ -260,7 +260,7 @@ class ThreadQueues(QueuesBase):
 
     def jump(self, iteration: int) -> None:
         with self._lock:
-            self._program.done[:] = [iteration] * len(self._program.done)
+            self._progress.done[:] = [iteration] * len(self._progress.done)
             for queue in self._at:
                 self._at[queue] = (iteration + 1, 0)
             self._short.clear()
@@ -322,7 +322,7 @@ class ThreadQueues(QueuesBase):
         return not self._paused and any(
             queue not in self._short
             and iteration <= self._allowed
-            and self._program.ready(self._program.order[queue][at], iteration)
+            and self._progress.ready(self._progress.order[queue][at], iteration)
             for queue, (iteration, at) in self._at.items()
         )
 
@@ -330,14 +330,14 @@ class ThreadQueues(QueuesBase):
         """Where every queue stands, for the watchdog."""
         words = []
         for queue, (iteration, at) in self._at.items():
-            i = self._program.order[queue][at]
+            i = self._progress.order[queue][at]
             if queue in self._busy:
-                words.append(f"{queue.value} executes {self._program.word(i, iteration)}")
+                words.append(f"{queue.value} executes {self._progress.word(i, iteration)}")
             elif queue in self._short:
-                words.append(f"{queue.value} is short of memory for {self._program.word(i, iteration)}")
+                words.append(f"{queue.value} is short of memory for {self._progress.word(i, iteration)}")
             elif iteration > self._limit(queue) or self._paused:
                 words.append(f"{queue.value} is held")
             else:
-                missing = [self._program.steps[j].id for j in self._program.missing(i, iteration)]
-                words.append(f"{queue.value} at {self._program.word(i, iteration)} waits for steps {missing}")
+                missing = [self._progress.steps[j].id for j in self._progress.missing(i, iteration)]
+                words.append(f"{queue.value} at {self._progress.word(i, iteration)} waits for steps {missing}")
         return "; ".join(words)

@@ -17,11 +17,11 @@ from executor.saving.restoring import Restored, stored_extra
 from executor.training import StepReport
 from pstar_sim.errors import CheckpointError
 
-__all__ = ["Keeping", "Position"]
+__all__ = ["JobPosition", "Keeping"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Position:
+class JobPosition:
     """Where a job stands: optimizer steps done, sequences of its data drawn, and whether its model was built without
     memory (which draws other random numbers). note: what it goes on from, in words."""
 
@@ -69,17 +69,17 @@ class Keeping:
             )
         return stored
 
-    def begin(self, *, steps: int, data: dict[str, Any], empty: bool) -> Position:
+    def begin(self, *, steps: int, data: dict[str, Any], empty: bool) -> JobPosition:
         """Where the job begins. data: what tells one stream of data from another; where the checkpoint's is another,
         the data begins anew. Raises as `check` does, before anything is built."""
         stored = self.check(steps)
         if stored is None:
-            return Position(empty=empty)
+            return JobPosition(empty=empty)
         job = stored.extra.get("job") if isinstance(stored.extra, dict) else None
         if job is None:
-            return Position(steps=stored.iteration, empty=empty, note=f"{stored.note}; the data begins anew")
+            return JobPosition(steps=stored.iteration, empty=empty, note=f"{stored.note}; the data begins anew")
         same = job["data"] == data
-        return Position(
+        return JobPosition(
             steps=stored.iteration,
             sequences=int(job["sequences"]) if same else 0,
             empty=bool(job["empty"]),

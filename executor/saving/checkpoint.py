@@ -50,7 +50,7 @@ from executor.saving.manifest import (
     is_checkpoint,
     model_table,
 )
-from executor.saving.tensor_files import Row, piece_buffer, write_tensor_file
+from executor.saving.tensor_files import TensorToStore, piece_buffer, write_tensor_file
 from executor.saving.weights import INDEX, persistent_buffers
 from pstar_sim.core.step import Place
 from pstar_sim.errors import CheckpointError, PstarError
@@ -131,13 +131,13 @@ def together(ranks: Ranks | None, what: str, action: Callable[[], T]) -> T:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Work:
+class _Writing:
     """What a rank writes: rows by file, and what the manifest says. asked: rows of weights whose values were read,
     which on several ranks takes all of them."""
 
-    weights: list[list[Row]]
-    states: list[list[Row]]
-    extras: list[Row]
+    weights: list[list[TensorToStore]]
+    states: list[list[TensorToStore]]
+    extras: list[TensorToStore]
     manifest: dict[str, Any]
     asked: set[str]
 
@@ -146,7 +146,7 @@ class _Work:
         return sum(row.size_bytes for rows in (*self.weights, *self.states, self.extras) for row in rows)
 
 
-def _plan_work(optimizer: Trained, folder: Path, extra: Any, shard_bytes: int) -> _Work:
+def _plan_work(optimizer: Trained, folder: Path, extra: Any, shard_bytes: int) -> _Writing:
     """All that can be wrong before anything is written."""
     session = optimizer.session
     check_between_iterations(session, "save")
@@ -163,7 +163,7 @@ def _plan_work(optimizer: Trained, folder: Path, extra: Any, shard_bytes: int) -
     asked: set[str] = set()
     generators = [_row(f"random.{rank}/{name}", state) for name, state in generator_states().items()]
     states = _state_rows(session) if session.contents.sliced or rank == 0 else []
-    return _Work(
+    return _Writing(
         weights=_shards([_noted(row, asked) for row in _weight_rows(session)], shard_bytes),
         states=_shards([*generators, *states], shard_bytes),
         manifest={
@@ -187,12 +187,12 @@ def _plan_work(optimizer: Trained, folder: Path, extra: Any, shard_bytes: int) -
     )
 
 
-def _noted(row: Row, asked: set[str]) -> Row:
+def _noted(row: TensorToStore, asked: set[str]) -> TensorToStore:
     def pieces() -> Iterable[torch.Tensor]:
         asked.add(row.name)
         return row.pieces()
 
-    return Row(row.name, row.dtype, row.shape, pieces)
+    return TensorToStore(row.name, row.dtype, row.shape, pieces)
 
 
 def _begin(folder: Path, needed_bytes: int, first: bool) -> Path:
@@ -209,7 +209,7 @@ def _begin(folder: Path, needed_bytes: int, first: bool) -> Path:
     return whole_folder.begin(folder)
 
 
-def _write(session: Session, work: _Work, folder: Path) -> list[str]:
+def _write(session: Session, work: _Writing, folder: Path) -> list[str]:
     """This rank's files: the first one's are the weights, which the others help to put together, and each has its
     states. Names of the files."""
     buffer = piece_buffer()
@@ -233,7 +233,7 @@ def _write(session: Session, work: _Work, folder: Path) -> list[str]:
     return files
 
 
-def _finish(work: _Work, folder: Path, temporary: Path, count: int) -> None:
+def _finish(work: _Writing, folder: Path, temporary: Path, count: int) -> None:
     """Write the manifest, put the folder in its place."""
     files = {p.name: p.stat().st_size for p in sorted(temporary.iterdir()) if _OURS.fullmatch(p.name)}
     if len(files) != count:
@@ -267,11 +267,11 @@ def _own(tensors: Sequence[Tensor]) -> dict[int, list[str]]:
     return names
 
 
-def _row(name: str, value: torch.Tensor) -> Row:
-    return Row(name, value.dtype, tuple(value.shape), lambda: [value])
+def _row(name: str, value: torch.Tensor) -> TensorToStore:
+    return TensorToStore(name, value.dtype, tuple(value.shape), lambda: [value])
 
 
-def _weight_rows(session: Session) -> list[Row]:
+def _weight_rows(session: Session) -> list[TensorToStore]:
     """Every parameter's current value, under the name that transformers keeps of tied ones, and every buffer that a
     state_dict holds."""
     derived = getattr(session.model, "_tied_weights_keys", None) or ()
@@ -279,7 +279,7 @@ def _weight_rows(session: Session) -> list[Row]:
     for index, names in _own(session.plan.workload.tensors).items():
         name = next((n for n in names if n not in derived), names[0])
         dtype = session.arena.dtype(session.plan.layout.chunk_of[index], "param")
-        rows.append(Row(name, dtype, session.plan.workload.tensors[index].shape, _value_of(session, index)))
+        rows.append(TensorToStore(name, dtype, session.plan.workload.tensors[index].shape, _value_of(session, index)))
     for name, (module, key) in persistent_buffers(session.model).items():
         buffer = buffer_table(module)[key]
         assert buffer is not None
@@ -307,7 +307,7 @@ def _whole(session: Session, tensor: int, part: torch.Tensor) -> torch.Tensor:
     return session.contents.exchange.joined(tensor, part) if session.contents.sliced else part
 
 
-def _state_rows(session: Session) -> list[Row]:
+def _state_rows(session: Session) -> list[TensorToStore]:
     """Every optimizer state, chunk by chunk; of fp32 parameters the weights are the master."""
     rows = []
     for chunk in session.plan.layout.chunks:
@@ -322,7 +322,7 @@ def _state_rows(session: Session) -> list[Row]:
                 if part.numel or whole:
                     key = f"{name}/{t.name}" if whole else f"{name}/{t.name}@{part.skip}"
                     shape = t.shape if whole else (part.numel,)
-                    rows.append(Row(key, dtype, shape, _state_of(session, slot.tensor, name)))
+                    rows.append(TensorToStore(key, dtype, shape, _state_of(session, slot.tensor, name)))
     return rows
 
 
@@ -335,9 +335,9 @@ def _state_of(session: Session, tensor: int, name: str) -> Callable[[], Iterable
     return pieces
 
 
-def _shards(rows: Sequence[Row], shard_bytes: int) -> list[list[Row]]:
+def _shards(rows: Sequence[TensorToStore], shard_bytes: int) -> list[list[TensorToStore]]:
     """Rows in files of about `shard_bytes`; in each, wide dtypes first, so that every tensor is aligned."""
-    shards: list[list[Row]] = [[]]
+    shards: list[list[TensorToStore]] = [[]]
     size = 0
     for row in rows:
         if shards[-1] and size + row.size_bytes > shard_bytes:
@@ -348,7 +348,9 @@ def _shards(rows: Sequence[Row], shard_bytes: int) -> list[list[Row]]:
     return [sorted(rows, key=lambda row: -row.dtype.itemsize) for rows in shards]
 
 
-def _write_shards(folder: Path, stem: str, shards: Sequence[Sequence[Row]], buffer: torch.Tensor) -> list[str]:
+def _write_shards(
+    folder: Path, stem: str, shards: Sequence[Sequence[TensorToStore]], buffer: torch.Tensor
+) -> list[str]:
     """Names of the files written. Several files of weights get the index that transformers looks for."""
     count = len(shards)
     ends = [f"-{i:05d}-of-{count:05d}" for i in range(1, count + 1)] if count > 1 else [""]

@@ -67,7 +67,7 @@ class _Piece:
 
 
 @dataclass
-class _Opened:
+class _SoundCheckpoint:
     """A checkpoint whose files are all there with the sizes they were written with."""
 
     folder: Path
@@ -112,7 +112,7 @@ def load(optimizer: Trained, folder: str | Path, *, generators: bool = True) -> 
     return Restored(int(manifest["iteration"]), extra, note)
 
 
-def _checked(optimizer: Trained, folder: Path) -> tuple[_Opened, Weights]:
+def _checked(optimizer: Trained, folder: Path) -> tuple[_SoundCheckpoint, Weights]:
     """All that can be wrong before anything is changed."""
     session = optimizer.session
     check_between_iterations(session, "load")
@@ -135,10 +135,10 @@ def stored_extra(folder: str | Path) -> Restored:
     return Restored(int(manifest["iteration"]), decode(manifest["extra"], opened.extra), f"checkpoint {opened.folder}")
 
 
-def _open(folder: Path) -> _Opened:
+def _open(folder: Path) -> _SoundCheckpoint:
     folder = find_checkpoint(folder)
     manifest = read_manifest(folder)
-    opened = _Opened(folder, manifest)
+    opened = _SoundCheckpoint(folder, manifest)
     for name, size in manifest["files"].items():
         file = folder / name
         if not file.is_file():
@@ -166,7 +166,7 @@ def _sound(path: Path) -> TensorFile:
         raise CheckpointError(f"checkpoint {path.parent} is damaged: {error}") from error
 
 
-def _index(opened: _Opened, file: TensorFile) -> None:
+def _index(opened: _SoundCheckpoint, file: TensorFile) -> None:
     for key in file.entries:
         kind, _, name = key.partition("/")
         cut = _SLICE.fullmatch(name)
@@ -174,7 +174,7 @@ def _index(opened: _Opened, file: TensorFile) -> None:
         opened.pieces.setdefault((kind, cut[1] if cut else name), []).append(piece)
 
 
-def _check_model(opened: _Opened, session: Session) -> None:
+def _check_model(opened: _SoundCheckpoint, session: Session) -> None:
     theirs = {row["name"]: row for row in opened.manifest["tensors"]}
     mine = {row["name"]: row for row in model_table(session.plan.workload.tensors)}
     where = f"checkpoint {opened.folder} is of another model ({opened.manifest.get('model')!r})"
@@ -192,7 +192,7 @@ def _check_model(opened: _Opened, session: Session) -> None:
                 )
 
 
-def _check_groups(opened: _Opened, session: Session, optimizer: Trained) -> None:
+def _check_groups(opened: _SoundCheckpoint, session: Session, optimizer: Trained) -> None:
     groups = [set(group["params"]) for group in opened.manifest["groups"]]
     name_of = session.reader.name_of
     here = [{name_of(t) for p in g["params"] if (t := tensor_of(p)) is not None} for g in optimizer.param_groups]
@@ -208,7 +208,7 @@ def _wanted_states(session: Session) -> list[tuple[int, str]]:
     return [(s.tensor, n) for c in session.plan.layout.chunks if not c.frozen for s in c.slots for n in lists]
 
 
-def _check_states(opened: _Opened, session: Session) -> None:
+def _check_states(opened: _SoundCheckpoint, session: Session) -> None:
     """Each optimizer state is there, from the first element to the last."""
     stored = {row["name"]: row["dtype"] for row in opened.manifest["tensors"]}
     for tensor, list_name in _wanted_states(session):
@@ -225,7 +225,7 @@ def _check_states(opened: _Opened, session: Session) -> None:
             )
 
 
-def _fill_states(opened: _Opened, session: Session) -> None:
+def _fill_states(opened: _SoundCheckpoint, session: Session) -> None:
     """Read every state into all places that hold its list, of what this rank holds of it; the working copies follow
     their masters."""
     contents, arena, chunk_of = session.contents, session.arena, session.plan.layout.chunk_of

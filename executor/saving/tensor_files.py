@@ -24,7 +24,7 @@ import torch
 
 from pstar_sim.errors import WeightsError
 
-__all__ = ["PIECE_BYTES", "Entry", "Row", "TensorFile", "piece_buffer", "write_tensor_file"]
+__all__ = ["PIECE_BYTES", "StoredTensor", "TensorFile", "TensorToStore", "piece_buffer", "write_tensor_file"]
 
 PIECE_BYTES = 16 << 20
 LONGEST_HEADER_BYTES = 100 << 20
@@ -57,7 +57,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StoredTensor:
     """One tensor of a file: bytes [start, stop) of it. dtype: None for one that torch does not know (`code` names
     it)."""
 
@@ -110,7 +110,7 @@ class TensorFile:
         metadata = header.pop("__metadata__", None)
         return header, dict(metadata) if isinstance(metadata, dict) else {}, 8 + length
 
-    def _entry(self, name: str, row: Any, first: int) -> Entry:
+    def _entry(self, name: str, row: Any, first: int) -> StoredTensor:
         try:
             code, shape, (start, stop) = row["dtype"], tuple(row["shape"]), row["data_offsets"]
             sound = (
@@ -123,7 +123,7 @@ class TensorFile:
             sound = False
         if not sound:
             raise WeightsError(f"{self.path} is corrupt: its header does not describe tensor {name!r}; copy it again")
-        entry = Entry(code, _DTYPES.get(code), shape, first + start, first + stop)
+        entry = StoredTensor(code, _DTYPES.get(code), shape, first + start, first + stop)
         if entry.dtype is not None and entry.stop - entry.start != entry.numel * entry.dtype.itemsize:
             raise WeightsError(
                 f"{self.path} is corrupt: tensor {name!r} of shape {list(shape)} in {code} has "
@@ -204,7 +204,7 @@ class TensorFile:
 
 
 @dataclass(frozen=True)
-class Row:
+class TensorToStore:
     """One tensor to write. pieces: called once, when its turn comes; gives its elements in order, flat, in any number
     of tensors of any dtype and device, none longer than it has to be."""
 
@@ -219,7 +219,7 @@ class Row:
 
 
 def write_tensor_file(
-    path: Path, rows: Sequence[Row], buffer: torch.Tensor, metadata: Mapping[str, str] | None = None
+    path: Path, rows: Sequence[TensorToStore], buffer: torch.Tensor, metadata: Mapping[str, str] | None = None
 ) -> int:
     """Write the rows to a new file, in the order given, and have it on the disk; returns its bytes.
 

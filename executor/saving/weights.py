@@ -33,7 +33,7 @@ from executor.devices.torch_private import buffer_table, non_persistent_buffers
 from executor.lifetime.loading import views_of
 from executor.memory.arena import Arena
 from executor.memory.contents import Contents
-from executor.saving.tensor_files import Entry, TensorFile, piece_buffer
+from executor.saving.tensor_files import StoredTensor, TensorFile, piece_buffer
 from pstar_sim.core.step import Place
 from pstar_sim.errors import WeightsError
 from pstar_sim.workload.workload import Tensor
@@ -119,17 +119,17 @@ def give_memory(parameters: Sequence[nn.Parameter], arena: Arena) -> None:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _StoredValue:
     file: TensorFile
     name: str  # in the file
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> StoredTensor:
         return self.file.entries[self.name]
 
 
 @dataclass
-class _Found:
+class _FolderMatch:
     """What the folder has of a model. used: names in the folder. missing: names in the model. odd_shapes, odd_dtypes:
     in words."""
 
@@ -150,7 +150,7 @@ class Weights:
         self.folder = Path(folder).expanduser()
         self.note = ""
         self.largest_file_bytes = 0
-        self._sources: dict[str, _Source] = {}
+        self._sources: dict[str, _StoredValue] = {}
         for path, listed in self._files().items():
             file = TensorFile(path)
             self.largest_file_bytes = max(self.largest_file_bytes, file.size_bytes)
@@ -161,9 +161,9 @@ class Weights:
                     "mixes files of two models: copy it again"
                 )
             for name in file.entries if listed is None else listed:
-                self._sources[name] = _Source(file, name)
-        self._parameters: dict[int, _Source] = {}
-        self._buffers: list[tuple[nn.Module, str, _Source]] = []
+                self._sources[name] = _StoredValue(file, name)
+        self._parameters: dict[int, _StoredValue] = {}
+        self._buffers: list[tuple[nn.Module, str, _StoredValue]] = []
 
     def __contains__(self, name: str) -> bool:
         return name in self._sources
@@ -216,7 +216,7 @@ class Weights:
         transformers does. Raises WeightsError that names what is missing, left over or of another shape.
         """
         rename = self._renaming(model, [t.name for t in tensors])
-        found = _Found()
+        found = _FolderMatch()
         self._match_parameters(model, tensors, rename, found)
         self._match_buffers(model, rename, found)
         computed = {rename(name) for name, _ in model.named_buffers(remove_duplicate=False)} - found.used
@@ -231,7 +231,7 @@ class Weights:
         self.note = self._describe(tensors)
 
     def _match_parameters(
-        self, model: nn.Module, tensors: Sequence[Tensor], rename: Callable[[str], str], found: _Found
+        self, model: nn.Module, tensors: Sequence[Tensor], rename: Callable[[str], str], found: _FolderMatch
     ) -> None:
         names_of: dict[int, list[str]] = {}
         for index, t in enumerate(tensors):
@@ -249,7 +249,7 @@ class Weights:
                 found.odd_dtypes.append(f"{tensors[index].name} in {source.entry.code}")
             self._parameters[index] = source
 
-    def _match_buffers(self, model: nn.Module, rename: Callable[[str], str], found: _Found) -> None:
+    def _match_buffers(self, model: nn.Module, rename: Callable[[str], str], found: _FolderMatch) -> None:
         forgiven = _patterns(model, "_keys_to_ignore_on_load_missing")
         for name, (module, key) in persistent_buffers(model).items():
             source = self._sources.get(rename(name))
@@ -334,7 +334,7 @@ class Weights:
         self.fill_buffers()
         buffer = piece_buffer()
         chunk_of = arena.layout.chunk_of
-        by_file: dict[Path, list[tuple[int, _Source]]] = {}
+        by_file: dict[Path, list[tuple[int, _StoredValue]]] = {}
         for index, source in self._parameters.items():
             by_file.setdefault(source.file.path, []).append((index, source))
         for rows in by_file.values():

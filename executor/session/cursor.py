@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from executor.session.refusals import Refusal, refused
 from pstar_sim.workload.workload import Phase
 
-__all__ = ["ACTS", "TABLE", "Act", "Answer", "Cursor", "Fact", "Facts", "State", "answer"]
+__all__ = ["ACTS", "TABLE", "Act", "Answer", "Cursor", "Fact", "FactSource", "State", "answer"]
 
 
 class _Word(Enum):
@@ -152,7 +152,7 @@ class Fact(_Word):
     """The parameter is not trained."""
 
 
-class Facts(Protocol):
+class FactSource(Protocol):
     """Facts of one act, each found out only where a row needs it. The words that `refusals.TEXTS` fills in are
     attributes."""
 
@@ -163,15 +163,15 @@ class Facts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Rule:
     """when: (fact, whether it must hold), all of which must be so for the row to hold. then: what the row gives."""
 
     when: tuple[tuple[Fact, bool], ...]
     then: Answer | Refusal
 
 
-def _row(when: str, then: Answer | Refusal) -> Row:
-    return Row(tuple((Fact(word.removeprefix("!")), not word.startswith("!")) for word in when.split()), then)
+def _row(when: str, then: Answer | Refusal) -> Rule:
+    return Rule(tuple((Fact(word.removeprefix("!")), not word.startswith("!")) for word in when.split()), then)
 
 
 _FORWARD = (
@@ -213,7 +213,7 @@ _CLEAR = (
     _row("pending", Answer.DROP),
     _ALLOW,
 )
-_CALLS: dict[Act, tuple[Row, ...]] = {
+_CALLS: dict[Act, tuple[Rule, ...]] = {
     Act.CLEAR: _CLEAR,
     Act.READ_GRAD: (_row("consumed", Refusal.GRAD), _ALLOW),
     Act.SET_GRAD: (_row("", Refusal.GRAD_SET),),
@@ -224,7 +224,7 @@ _CALLS: dict[Act, tuple[Row, ...]] = {
 }
 _EVENTS = (Act.FORWARD, Act.RECOMPUTE, Act.END, Act.GRADIENT, Act.BACKWARD_END, Act.STEP)
 
-_ROWS: dict[State, dict[Act, tuple[Row, ...]]] = {
+_ROWS: dict[State, dict[Act, tuple[Rule, ...]]] = {
     State.BETWEEN: {
         Act.FORWARD: (*_FORWARD, _FIRST, _UPDATING, _EVALUATION, _LEAVE),
         Act.RECOMPUTE: (_FIRST, _EVALUATION, _LEAVE),
@@ -270,7 +270,7 @@ _ROWS: dict[State, dict[Act, tuple[Row, ...]]] = {
     State.CLOSED: {**dict.fromkeys(_EVENTS, (_NOTHING,)), Act.UPDATE: (_CLOSED,), Act.CLEAR: (_CLOSED,)},
 }
 
-TABLE: Mapping[tuple[State, Act], tuple[Row, ...]] = MappingProxyType(
+TABLE: Mapping[tuple[State, Act], tuple[Rule, ...]] = MappingProxyType(
     {(state, act): rows for state, mine in _ROWS.items() for act, rows in {**_CALLS, **mine}.items()}
 )
 """(where the loop stands, what the loop does) -> rows; the first that holds counts."""
@@ -285,7 +285,7 @@ ACTS: Mapping[tuple[str, Phase], Act] = MappingProxyType(
 """(kind of an event of the clock, phase of the moment it opens) -> what the event is."""
 
 
-def answer(state: State, act: Act, facts: Facts) -> Answer:
+def answer(state: State, act: Act, facts: FactSource) -> Answer:
     """What the table gives for `act` in `state`. Raises ContractError where the table refuses."""
     asks = facts.asks
     for row in TABLE[state, act]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from executor.moments.hooks import Event
+from executor.moments.hooks import ModuleEvent
 from executor.session.batches import Batches
 from executor.session.cursor import Fact
 from executor.session.following import Following
@@ -46,7 +46,7 @@ class Host(LoopHost, Protocol):
 
 
 class ActFacts:
-    """`cursor.Facts` of one act.
+    """The `cursor.FactSource` of one act.
 
     event: the clock's; None for a call. tensor: index of the parameter that the call is about; -1 for none. what: the
     call in words, for messages. keeps: `zero_grad` is to keep gradient tensors.
@@ -55,7 +55,7 @@ class ActFacts:
     __slots__ = ("_what", "asks", "event", "host", "keeps", "tensor")
 
     def __init__(
-        self, host: Host, event: Event | None = None, *, tensor: int = -1, what: str = "", keeps: bool = False
+        self, host: Host, event: ModuleEvent | None = None, *, tensor: int = -1, what: str = "", keeps: bool = False
     ) -> None:
         self.asks: Mapping[Fact, Callable[[ActFacts], bool]] = _FACTS
         self.host = host

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from executor.contract import raw_grad, set_raw_grad
-from executor.moments.hooks import Event
+from executor.moments.hooks import ModuleEvent
 from executor.moments.unseen import modes_standing, unrecorded, unseen
 from executor.queues.interface import ComputeSide, Landing, Timing
 from executor.scaling import LossScaling
@@ -35,7 +35,7 @@ __all__ = ["Following", "Host"]
 class Absence(Protocol):
     """What is asked of `distributed.absent.Absent`."""
 
-    def moment_of(self, event: Event) -> int | None: ...
+    def moment_of(self, event: ModuleEvent) -> int | None: ...
 
     def pass_to(self, moment: int) -> None: ...
 
@@ -59,7 +59,7 @@ class Stashing(Protocol):
 class First(Protocol):
     """What is asked of the comparison of the first tide."""
 
-    def begins(self) -> None: ...
+    def begin_iteration(self) -> None: ...
 
 
 class WarmUp(Protocol):
@@ -122,7 +122,7 @@ class Following:
 
     # -- moments ------------------------------------------------------------------------------------------------------
 
-    def moment_of(self, event: Event) -> int | None:
+    def moment_of(self, event: ModuleEvent) -> int | None:
         """The moment that the event opens on plan: the next one, or a later one where this rank has nothing to compute
         before it."""
         host, table = self.host, self.host.timetable
@@ -133,7 +133,7 @@ class Following:
             return following
         return None if host.absent is None else host.absent.moment_of(event)
 
-    def weigh(self, event: Event, found: Answer) -> None:
+    def weigh(self, event: ModuleEvent, found: Answer) -> None:
         """On several ranks: [Note: the weight of a rank] in distributed/ranks.py, for the micro-batch that begins where
         the plan has it, whether its batch may run on plan or not."""
         host = self.host
@@ -143,9 +143,9 @@ class Following:
         if found in (Answer.FOLLOW, Answer.LEAVE) and self.moment_of(event) is not None:
             begun_s = self._clock()
             self._weight = host.ranks.weight(host.batches.samples)
-            host.queues.waited(self._clock() - begun_s)
+            host.queues.note_wait(self._clock() - begun_s)
 
-    def follow(self, event: Event) -> None:
+    def follow(self, event: ModuleEvent) -> None:
         """Go to the moment that the event opens."""
         host = self.host
         table = host.timetable
@@ -194,8 +194,8 @@ class Following:
         i = table.compute[moment]
         queues.before_end(i, k)
         host.arena.tide("after", moment, table.between[moment])
-        host.steps.ended(i, k, now_s)
-        queues.ended(i, k)
+        host.steps.note_end(i, k, now_s)
+        queues.end_step(i, k)
 
     def end_last_moment(self) -> None:
         """The optimizer's moment ends, and with it the iteration's compute."""
@@ -218,7 +218,7 @@ class Following:
         host = self.host
         host.now = host.now.next(host.iteration, host.updates.new() if host.updates.eager else None)
         if host.first is not None:
-            host.first.begins()
+            host.first.begin_iteration()
         if host.scaling is not None:
             host.scaling.begin_iteration()
         host.queues.allow_net(host.iteration)

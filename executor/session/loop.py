@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from executor.moments.hooks import Event
+from executor.moments.hooks import ModuleEvent
 from executor.moments.unseen import Watching, modes_standing, unseen
 from executor.queues.interface import Health, Stillness, Timing
 from executor.session.batches import Batches
@@ -42,7 +42,7 @@ class OffPlan(Protocol):
 
     in_a_row: int
 
-    def on_event(self, event: Event, found: Answer) -> None: ...
+    def on_event(self, event: ModuleEvent, found: Answer) -> None: ...
 
     def leave(self, reason: str) -> None: ...
 
@@ -56,7 +56,7 @@ class OffPlan(Protocol):
 
     def mend(self) -> None: ...
 
-    def half_updated(self) -> Interrupted: ...
+    def half_update_error(self) -> Interrupted: ...
 
 
 class Climbing(Protocol):
@@ -65,7 +65,7 @@ class Climbing(Protocol):
     @property
     def given_up(self) -> bool: ...
 
-    def on_event(self, event: Event) -> bool: ...
+    def on_event(self, event: ModuleEvent) -> bool: ...
 
     def climb(self, error: OutOfMemory) -> None: ...
 
@@ -81,13 +81,13 @@ class First(Protocol):
 
     def require_plan(self) -> None: ...
 
-    def ended(self) -> None: ...
+    def end_iteration(self) -> None: ...
 
 
 class WarmUp(Protocol):
     """What is asked of a warm-up."""
 
-    def on_event(self, event: Event, found: Answer) -> None: ...
+    def on_event(self, event: ModuleEvent, found: Answer) -> None: ...
 
 
 class QueuesAsked(Stillness, Timing, Health, Protocol):
@@ -145,7 +145,7 @@ class Loop:
         """What comes of a call of the loop: see `cursor.py`. Raises ContractError where it is refused."""
         return answer(self._state(), act, ActFacts(self.host, tensor=tensor, what=what, keeps=keeps))
 
-    def _ask_of(self, event: Event, act: Act) -> Answer:
+    def _ask_of(self, event: ModuleEvent, act: Act) -> Answer:
         """The same of an event of the clock."""
         self._of_event.event = event
         return answer(self._state(), act, self._of_event)
@@ -169,7 +169,7 @@ class Loop:
 
     # -- events -------------------------------------------------------------------------------------------------------
 
-    def on_event(self, event: Event) -> None:
+    def on_event(self, event: ModuleEvent) -> None:
         """The clock's only caller. Between events the user's thread computes."""
         host = self.host
         if self._as_planned(event):
@@ -196,7 +196,7 @@ class Loop:
         with at_work:
             self._carry_out(event, act, found)
 
-    def _as_planned(self, event: Event) -> bool:
+    def _as_planned(self, event: ModuleEvent) -> bool:
         """The event is the plan's next, nothing stands in its way and nobody watches: whatever the act, the table
         answers FOLLOW, and to follow is all there is to do. A step has hundreds of these. What is left out here takes
         the way through the table, and so do the events of the root and of calls."""
@@ -225,7 +225,7 @@ class Loop:
             and not (host.watches or modes_standing())
         )
 
-    def _next_moment(self, event: Event) -> None:
+    def _next_moment(self, event: ModuleEvent) -> None:
         """The event is as planned. The outer block is `with at_work`, without two calls per event."""
         host = self.host
         at_work = host.at_work
@@ -241,12 +241,12 @@ class Loop:
             raise
         at_work.depth -= 1  # not in a `finally`: interrupted before it is noted, the block stays open and is found
 
-    def _carry_out(self, event: Event, act: Act, found: Answer) -> None:
+    def _carry_out(self, event: ModuleEvent, act: Act, found: Answer) -> None:
         host = self.host
         watches = host.watches
         if watches and host.cursor.moment >= 0:
             for watch in watches:
-                watch.closes(host.cursor.moment)
+                watch.close_moment(host.cursor.moment)
         if host.warming is not None:
             host.warming.on_event(event, found)
             return
@@ -262,9 +262,9 @@ class Loop:
         if act is Act.BACKWARD_END:
             host.now.backwards += 1
         for watch in watches:
-            watch.opens()
+            watch.open_moment()
 
-    def _go_on(self, event: Event, act: Act, found: Answer) -> Answer:
+    def _go_on(self, event: ModuleEvent, act: Act, found: Answer) -> Answer:
         """Do what was found to come of the event; what has come of it in the end."""
         host = self.host
         if host.queues.failure is not None:
@@ -285,7 +285,7 @@ class Loop:
             return self._climb(event, error)
         return found
 
-    def _climb(self, event: Event, error: OutOfMemory) -> Answer:
+    def _climb(self, event: ModuleEvent, error: OutOfMemory) -> Answer:
         """Memory ran out on the way to the event's moment: do what comes of the event on the ladder's rung."""
         host = self.host
         host.ladder.climb(error)
@@ -339,7 +339,7 @@ class Loop:
             host.cursor.stepped = True
         if host.first is not None and host.steps.logs and host.steps.logs[-1].on_plan:
             with host.at_work:
-                host.first.ended()
+                host.first.end_iteration()
 
     def _step_on_plan(self) -> None:
         host = self.host
@@ -354,7 +354,7 @@ class Loop:
             host.absent.settle()
             begun_s = self._now()
             update.unused = host.absent.unused()
-            host.queues.waited(self._now() - begun_s)
+            host.queues.note_wait(self._now() - begun_s)
         if host.plan.workload.micro_batches == 1 and host.ranks is None and not update.skip:
             update.coefficient(lambda: host.updates.norms(k))
         host.cursor.committed = k
@@ -362,7 +362,7 @@ class Loop:
         assert host.cursor.moment == len(host.timetable.names) - 1 or host.cursor.off_plan
         if not host.cursor.off_plan:
             for watch in host.watches:
-                watch.closes(host.cursor.moment)
+                watch.close_moment(host.cursor.moment)
             try:
                 host.following.end_last_moment()
             except OutOfMemory as error:
@@ -383,7 +383,7 @@ class Loop:
         if found is Answer.MEND:
             self.mend()
         elif found is Answer.HALF:
-            raise host.demand.half_updated()
+            raise host.demand.half_update_error()
         elif found is Answer.DROP:
             with host.at_work, unseen(), torch.no_grad():
                 host.demand.discard()

@@ -27,7 +27,7 @@ from pstar_sim.errors import PlanError
 __all__ = ["Host", "Reader"]
 
 
-class Asked(Protocol):
+class LoopAsked(Protocol):
     """What is asked of the loop."""
 
     def ask(self, act: Act, *, tensor: int = -1, what: str = "") -> Answer: ...
@@ -51,7 +51,7 @@ class Host(BytesHost, LoopHost, Protocol):
     @property
     def updates(self) -> Updates: ...
     @property
-    def loop(self) -> Asked: ...
+    def loop(self) -> LoopAsked: ...
     @property
     def demand(self) -> Joining: ...
 
@@ -102,7 +102,7 @@ class Reader:
         switched off for an evaluation."""
         return torch.is_grad_enabled() and not (self.switched and self.switched >= self.host.timetable.trainable)
 
-    # -- what parameters ask (contract.Reader) ------------------------------------------------------------------------
+    # -- what parameters ask (contract.ParameterAccess) ---------------------------------------------------------------
 
     def name_of(self, tensor: int) -> str:
         return self.host.plan.workload.tensors[tensor].name

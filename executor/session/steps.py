@@ -85,7 +85,7 @@ class Steps:
     def enter_thread(self, queue: Queue) -> None:
         self.host.backend.enter_thread(queue)
 
-    def landed(self, chunk: int) -> None:
+    def note_landing(self, chunk: int) -> None:
         self.host.reader.refresh(chunk)
 
     def begin(self, i: int, iteration: int, ready_s: float, waited_for: int | None, *, take: bool = True) -> None:
@@ -127,11 +127,11 @@ class Steps:
         step = self._plan_steps[i]
         if step.stash is None:
             self.host.contents.finish(step)
-        self.ended(i, iteration, self._clock())
+        self.note_end(i, iteration, self._clock())
 
     # -- the user's thread --------------------------------------------------------------------------------------------
 
-    def ended(self, i: int, iteration: int, end_s: float) -> None:
+    def note_end(self, i: int, iteration: int, end_s: float) -> None:
         ready_s, start_s, cause = self._begun.pop(i)
         copied_bytes = self._copied.pop(i, 0)
         row = (self._plan_steps[i], iteration, ready_s, start_s, cause, end_s, copied_bytes)
@@ -146,7 +146,7 @@ class Steps:
         self.work(i, iteration)
         queues.before_end(i, iteration)
         self.finish(i, iteration)
-        queues.ended(i, iteration)
+        queues.end_step(i, iteration)
 
     def forget(self, i: int) -> None:
         """The step has begun and will not end as the plan has it."""
@@ -172,7 +172,7 @@ class Steps:
         host = self.host
         if not host.closed:
             host.queues.settle(host.iteration - 1)
-        steps, iterations, changes = host.queues.measured(
+        steps, iterations, changes = host.queues.in_device_time(
             list(self.span_log), list(self.logs), list(host.arena.log.changes)
         )
         return build_timeline(host.plan, steps, iterations, changes, self.first_s)

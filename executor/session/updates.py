@@ -13,7 +13,7 @@ import torch
 from executor.devices.adam import Hyper
 from executor.devices.backend import StreamBackend
 from executor.memory.update import Update
-from executor.queues.interface import ComputeSide, Program, Stillness, Timing
+from executor.queues.interface import ComputeSide, Progress, Stillness, Timing
 from executor.scaling import LossScaling
 from executor.session.hosting import BytesHost, LoopHost
 from pstar_sim.core.step import Kind, Queue
@@ -32,7 +32,7 @@ class Host(BytesHost, LoopHost, Protocol):
     @property
     def queues(self) -> QueuesAsked: ...
     @property
-    def program(self) -> Program: ...
+    def progress(self) -> Progress: ...
     @property
     def scaling(self) -> LossScaling | None: ...
 
@@ -79,7 +79,7 @@ class Updates:
         begun_s = self._clock()
         found = host.ranks.agree(norm)
         if getattr(host.backend, "queue", None) is Queue.COMPUTE:
-            host.queues.waited(self._clock() - begun_s)
+            host.queues.note_wait(self._clock() - begun_s)
         return found
 
     def settings_changed(self) -> bool:
@@ -111,7 +111,7 @@ class Updates:
         overflowed = host.scaling.overflowed()
         if host.ranks is not None:
             overflowed = host.ranks.any(overflowed)
-        host.queues.waited(self._clock() - begun_s)
+        host.queues.note_wait(self._clock() - begun_s)
         if overflowed:
             update.skip_all()
         host.scaling.close_iteration(overflowed)
@@ -120,7 +120,7 @@ class Updates:
         """Norms of all gradients of an iteration, called by its first Adam step under clipping. On several ranks: of
         what this one holds of their sums."""
         host = self.host
-        contents, program = host.contents, host.program
+        contents, progress = host.contents, host.progress
         update = host.now.update_of(iteration)
         assert update is not None
         if host.ranks is not None:
@@ -131,10 +131,10 @@ class Updates:
             contents.gradients.fold_on_gpu()
         if host.plan.workload.micro_batches == 1:
             return [update.norms[t] for t in sorted(update.norms)]  # as clip_grad_norm_ has them
-        for i in program.order.get(Queue.ADAM, []):
-            if host.plan.steps[i].kind is Kind.CPU_ADD and program.done[i] < iteration:
+        for i in progress.order.get(Queue.ADAM, []):
+            if host.plan.steps[i].kind is Kind.CPU_ADD and progress.done[i] < iteration:
                 raise PlanError(
-                    f"an Adam step of iteration {iteration} runs before {program.word(i, iteration)}: the plan's "
+                    f"an Adam step of iteration {iteration} runs before {progress.word(i, iteration)}: the plan's "
                     "barrier does not hold"
                 )
         arrived = sorted(t for state in contents.chunks for t in state.with_gradient())

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import executor
 import executor.run as jobs
 from executor.devices import cuda_blocks
-from executor.devices.adam import Hyper, Run, adamw
+from executor.devices.adam import Hyper, UpdateRange, adamw
 from executor.devices.cuda import CudaBackend, cuda_device, default_adam_threads
 from executor.devices.cuda_blocks import MIB, Blocks, block_bytes, pool_shape, segment_of
 from executor.devices.device import DeviceOptions, check_placement, move_buffers, open_backend
@@ -688,7 +688,12 @@ def test_the_step_of_an_update_is_fp32_whatever_the_default_dtype(default: torch
         try:
             with Watch():
                 adamw(
-                    [Run(0, 16, 2048)], param=lists[0], grad=lists[1], momentum=lists[2], variance=lists[3], hyper=hyper
+                    [UpdateRange(0, 16, 2048)],
+                    param=lists[0],
+                    grad=lists[1],
+                    momentum=lists[2],
+                    variance=lists[3],
+                    hyper=hyper,
                 )
         finally:
             torch.set_default_dtype(before)

@@ -231,13 +231,13 @@ class TestRecording:
         assert tide_rows(workload, (*names[:5], "other"), peaks[:6])["moments_differ_at"] == 5
 
     def test_peaks_fall_into_the_moments_of_the_clock(self, load: Callable[[str], Any]) -> None:
-        from executor.moments.hooks import Event
+        from executor.moments.hooks import ModuleEvent
         from pstar_sim.workload.workload import Phase
 
         values = iter([5, 9, 7])
         peaks = load("recording.tide").Peaks(read=lambda: next(values), forget=lambda: None)
         for name in ("begin:a", "end:a", "step"):
-            peaks(Event("begin", "a", name, Phase.FWD, 0))
+            peaks(ModuleEvent("begin", "a", name, Phase.FWD, 0))
         peaks.finish()
         assert (peaks.names, peaks.bytes) == (["begin:a", "end:a", "step"], [5, 9, 7])
 

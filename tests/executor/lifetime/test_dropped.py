@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import executor
-from executor.lifetime import holdings
+from executor.lifetime import resources
 from executor.queues.threads import ThreadQueues
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import ContractError, DoesNotFit, PlanError
@@ -64,8 +64,8 @@ def plan(kit: Any) -> Plan:
 def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What other tests dropped is gone before, what they still hold asks for nothing, and torch has two threads."""
     gc.collect()
-    monkeypatch.setattr(holdings, "_asked", {})
-    monkeypatch.setattr(holdings, "_before", {})
+    monkeypatch.setattr(resources, "_asked", {})
+    monkeypatch.setattr(resources, "_before", {})
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import executor
-from executor.devices.adam import Hyper, Run, adamw, clip_coefficient, runs_of
+from executor.devices.adam import Hyper, UpdateRange, adamw, clip_coefficient, ranges_of
 from executor.devices.backend import VirtualBackend, available_host_bytes, keep_freed_pages
 from executor.memory import arena as arena_module
 from executor.memory.arena import Arena
@@ -109,14 +109,14 @@ class TestArena:
 class TestAdam:
     def test_runs(self) -> None:
         slots = [(0, 10, 3), (16, 5, 3), (32, 8, None), (48, 8, 3), (64, 4, 2)]
-        assert runs_of(slots) == [Run(0, 21, 3), Run(48, 56, 3), Run(64, 68, 2)]
+        assert ranges_of(slots) == [UpdateRange(0, 21, 3), UpdateRange(48, 56, 3), UpdateRange(64, 68, 2)]
 
     def test_one_step_by_hand(self) -> None:
         """lr 0.1, no decay, first step: p - 0.1 * g / (|g| + eps)."""
         param, grad = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.5, -4.0, 9.0])
         momentum, variance = torch.zeros(3), torch.zeros(3)
         hyper = Hyper(lr=0.1, beta1=0.9, beta2=0.99, eps=0.0, weight_decay=0.0)
-        adamw([Run(0, 2, 0)], param=param, grad=grad, momentum=momentum, variance=variance, hyper=hyper)
+        adamw([UpdateRange(0, 2, 0)], param=param, grad=grad, momentum=momentum, variance=variance, hyper=hyper)
         assert param.tolist() == pytest.approx([0.9, 2.1, 3.0])
         assert momentum.tolist() == pytest.approx([0.05, -0.4, 0.0])
         assert variance.tolist() == pytest.approx([0.0025, 0.16, 0.0])
@@ -129,9 +129,17 @@ class TestAdam:
         states = [torch.zeros(n) for _ in range(4)]
         hyper = Hyper(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
         half = torch.tensor(0.5)
-        adamw([Run(0, n, 0)], param=one, grad=grad, momentum=states[0], variance=states[1], hyper=hyper, scale=half)
         adamw(
-            [Run(0, n, 0)],
+            [UpdateRange(0, n, 0)],
+            param=one,
+            grad=grad,
+            momentum=states[0],
+            variance=states[1],
+            hyper=hyper,
+            scale=half,
+        )
+        adamw(
+            [UpdateRange(0, n, 0)],
             param=two,
             grad=grad.float(),
             momentum=states[2],

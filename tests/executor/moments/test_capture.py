@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from executor.capture import capture, capture_module
 from executor.models import build, enable_checkpointing, forward_loss
-from executor.moments.hooks import Event, MomentClock
+from executor.moments.hooks import ModuleEvent, MomentClock
 from executor.moments.live_bytes import _FLOPS, LiveStorages
 from executor.moments.recorder import MomentRecorder, describe_parameters
 from pstar_sim.errors import ModelError
@@ -424,13 +424,13 @@ def test_recorder_leaves_stalls_out() -> None:
     live = LiveStorages([])
     tensors, _ = describe_parameters(nn.Linear(2, 2))
     recorder = MomentRecorder(tensors, live, inside=lambda: True, now=lambda: now)
-    recorder.on_event(Event("begin", "", "begin:<root>", Phase.FWD, 0))
+    recorder.on_event(ModuleEvent("begin", "", "begin:<root>", Phase.FWD, 0))
     now = 3.0
-    recorder.stalled(1.0)
+    recorder.note_stall(1.0)
     recorder.read(0)
-    recorder.on_event(Event("backward-end", "", "backward-end", Phase.BWD, 0))
+    recorder.on_event(ModuleEvent("backward-end", "", "backward-end", Phase.BWD, 0))
     recorder.gradient(0)
-    recorder.on_event(Event("step", "", "step", Phase.ADAM, 0))
+    recorder.on_event(ModuleEvent("step", "", "step", Phase.ADAM, 0))
     now = 3.5
     w = recorder.workload(model="m", batch=1, sequence=1, source="recorded", recorded_on="here")
     assert [m.duration_s for m in w.moments] == [2.0, 0.0, 0.5]

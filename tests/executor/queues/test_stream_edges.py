@@ -201,8 +201,8 @@ def test_times_are_taken_of_complete_events_only() -> None:
     """A moment's two events may lie on two streams of the user's: the later one says nothing about the earlier."""
     streams: Any = Recorder()
     times = DeviceTimes(streams)
-    times.begun(0, 0, "begin")
-    times.ended(0, 0, "end")
+    times.note_begin(0, 0, "begin")
+    times.note_end(0, 0, "end")
     streams.done.add("end")
     times.resolve(5)
     assert times._seconds == {}

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import executor
-from executor.saving.tensor_files import Row, TensorFile, piece_buffer, write_tensor_file
+from executor.saving.tensor_files import TensorFile, TensorToStore, piece_buffer, write_tensor_file
 from executor.saving.weights import Weights
 from pstar_sim.core.plan import Settings
 from pstar_sim.core.step import Place
@@ -53,7 +53,7 @@ def test_what_we_write_safetensors_reads_and_the_other_way_round(tmp_path: Path)
         "empty": torch.empty(0, 4),
         "flags": torch.tensor([True, False, True]),
     }
-    rows = [Row(n, t.dtype, tuple(t.shape), lambda t=t: [t]) for n, t in tensors.items()]
+    rows = [TensorToStore(n, t.dtype, tuple(t.shape), lambda t=t: [t]) for n, t in tensors.items()]
     size = write_tensor_file(tmp_path / "ours.safetensors", rows, piece_buffer(16), {"format": "pt"})
     assert size == (tmp_path / "ours.safetensors").stat().st_size
     theirs = safetensors.torch.load_file(tmp_path / "ours.safetensors")
@@ -75,7 +75,7 @@ def test_a_tensor_comes_in_pieces_of_the_buffer(tmp_path: Path) -> None:
 
 def test_a_row_of_another_dtype_is_cast_piece_by_piece(tmp_path: Path) -> None:
     value = torch.randn(37)
-    rows = [Row("x", torch.bfloat16, (37,), lambda: [value[:20], value[20:]])]
+    rows = [TensorToStore("x", torch.bfloat16, (37,), lambda: [value[:20], value[20:]])]
     write_tensor_file(tmp_path / "x.safetensors", rows, piece_buffer(16))
     assert torch.equal(safetensors.torch.load_file(tmp_path / "x.safetensors")["x"], value.bfloat16())
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import executor
 from executor import contract
-from executor.moments.hooks import Event
+from executor.moments.hooks import ModuleEvent
 from executor.session.cursor import ACTS, Answer
 from executor.session.loop import Loop
 from pstar_sim.core.plan import Settings
@@ -27,7 +27,7 @@ def as_planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     go = Loop._next_moment
 
-    def check(loop: Loop, event: Event) -> None:
+    def check(loop: Loop, event: ModuleEvent) -> None:
         assert loop._ask_of(event, ACTS[event.kind, event.phase]) is Answer.FOLLOW
         assert not loop.host.ladder.on_event(event)
         names.append(event.name)

@@ -20,7 +20,7 @@ from executor.memory.arena import Arena
 if TYPE_CHECKING:
     from executor.session.others import Others
 
-__all__ = ["Holdings", "ask_torch_threads"]
+__all__ = ["Resources", "ask_torch_threads"]
 
 log = logging.getLogger("executor")
 
@@ -28,7 +28,7 @@ _before: dict[int, int] = {}  # thread -> number of torch's threads there before
 _asked: dict[object, tuple[int, int]] = {}  # who asks -> (thread, number asked for), the last one last
 
 
-class Holdings:
+class Resources:
     """
     Attributes:
         arena: the plan's memory, which the end empties; None before the session has a plan.
