@@ -190,7 +190,7 @@ def test_sums_are_there_for_who_awaits_them(queue: Queue, calls: list[str]) -> N
     streams.queue = queue
     queues = StreamQueues(streams)
     steps = [types.SimpleNamespace(queue=Queue.NET), types.SimpleNamespace(queue=Queue.NET)]
-    queues._program = types.SimpleNamespace(done=[4, 4], steps=steps)  # type: ignore[assignment]
+    queues._progress = types.SimpleNamespace(done=[4, 4], steps=steps)  # type: ignore[assignment]
     queues._events = [{4: "sum"}, {4: "an older sum"}]
     streams.done.add("an older sum")
     queues.await_steps([0, 1], 4)
