@@ -36,7 +36,7 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["Keeping", "RunResult", "TrainingJob", "check_device", "check_hardware", "recording_machine"]
+__all__ = ["Job", "Keeping", "RunResult", "check_device", "check_hardware", "recording_machine"]
 
 MAX_GRAD_NORM = 1.0
 
@@ -121,7 +121,7 @@ def on_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingJob:
+class Job:
     """model: as for `pstar trace`. batch, sequence: of one micro-batch. data: "text:FOLDER" or None. bandwidth: of
     the virtual link in bytes per second, (to the gpu, to the host); None = as fast as memory copies. weights: folder
     that the model's values come from; None: initialised by the seed."""
@@ -142,7 +142,7 @@ class TrainingJob:
     @classmethod
     def of_plan(
         cls, plan: Plan, model: str, *, data: str | None, lr: float, seed: int, weights: str | None = None
-    ) -> TrainingJob:
+    ) -> Job:
         """The job a plan was made for, on a model given by name. Where the plan chooses for each block, the model's own
         checkpointing stays off: the plan's choices are carried out by `prepare`."""
         w = plan.workload

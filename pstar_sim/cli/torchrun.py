@@ -17,7 +17,7 @@ from functools import cached_property
 
 from executor.checks import check_processes
 from executor.distributed.processes import Processes, processes_of
-from executor.run import Keeping, RunResult, TrainingJob, check_hardware
+from executor.run import Job, Keeping, RunResult, check_hardware
 from pstar_sim.arguments import parse_bytes, parse_bytes_per_s
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.cli.flags import Parser, new_file
@@ -68,7 +68,7 @@ def _run(args: argparse.Namespace, plan: Plan, processes: Processes) -> None:
     mine = processes.on_all(lambda: _files_of(args, rank))
     keeping = Keeping(save=args.save, every=args.save_every, resume=args.resume)
     keeping.check(args.steps)
-    job = TrainingJob.of_plan(plan, args.model, data=args.data, lr=args.lr, seed=args.seed, weights=args.weights)
+    job = Job.of_plan(plan, args.model, data=args.data, lr=args.lr, seed=args.seed, weights=args.weights)
     rate = parse_bytes_per_s(args.bandwidth) if args.bandwidth is not None else None
     memory = parse_bytes(args.gpu_memory) if args.gpu_memory is not None else None
     link = plan.machine.link

@@ -13,7 +13,7 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy import find_policy
-from pstar_sim.policy.family.attempt import attempt_course as play_course
+from pstar_sim.policy.family.attempt import attempt_course
 from pstar_sim.policy.family.course import Course, Knobs
 from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.family.search import Search
@@ -23,7 +23,7 @@ from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.kit.ties import AS_FAST
 from pstar_sim.policy.passes.feasibility import check_gpu, check_host
 from pstar_sim.policy.registry import built_in
-from pstar_sim.sim.play import attempt_course
+from pstar_sim.sim.play import play
 from pstar_sim.testing import check_policy, random_machine, random_ranks, random_settings, random_workload
 
 
@@ -46,7 +46,7 @@ def test_never_behind_another_policy(seed: int) -> None:
             plan = policy(workload, machine, settings)
         except PstarError:
             continue
-        fastest[name] = attempt_course(plan).iteration_s
+        fastest[name] = play(plan).iteration_s
         assert period_s(plan) == pytest.approx(fastest[name], rel=1e-9)
         if name == "optimal":
             plan.check()
@@ -67,7 +67,7 @@ def test_on_several_ranks(policy: str, seed: int) -> None:
     except DoesNotFit:
         return
     plan.check(workload, machine)
-    alone, everyone = attempt_course(plan), attempt_course(plan, every_rank=True)
+    alone, everyone = play(plan), play(plan, every_rank=True)
     assert alone.iteration_s == pytest.approx(everyone.iteration_s, rel=1e-3)
     assert period_s(plan) == pytest.approx(alone.iteration_s, rel=1e-9)
 
@@ -102,11 +102,11 @@ def test_any_choice_of_modes_that_has_room_makes_a_correct_plan(seed: int, ranks
     course = Course(job, modes, knobs)
     if min(course.room) < 0:
         return
-    made = play_course(course)
+    made = attempt_course(course)
     assert made.window.stuck is None
     plan = made.plan()
     plan.check()
-    timeline = attempt_course(plan)
+    timeline = play(plan)
     assert timeline.peak_bytes["gpu"] <= machine.gpu_budget_bytes
     assert timeline.peak_bytes["host"] <= machine.host_budget_bytes
 
@@ -117,7 +117,7 @@ def test_the_forward_pass_does_not_wait_for_parameters_on_their_way_down() -> No
     workload = preset("llama-3-8b", batch=4, seq=1024, dtype="bf16", checkpointing=True)
     job = Job("any", workload, machine("h100-80"), Settings(update="eager", clip=False), Point(streams=True))
     embedding = job.candidates[0]
-    made = play_course(Course(job, Modes(frozenset(job.candidates[1:22]), frozenset({embedding})), Knobs()))
+    made = attempt_course(Course(job, Modes(frozenset(job.candidates[1:22]), frozenset({embedding})), Knobs()))
     assert embedding in made.course.stays
     plan = made.plan()
     plan.check()
@@ -136,7 +136,7 @@ def test_behind_a_barrier_pinned_chunks_are_updated_between_streamed_ones() -> N
     workload = preset("1B", batch=4, seq=1024, dtype="bf16", checkpointing=True)
     job = Job("any", workload, machine("rtx4090"), Settings(update="step", clip=True), Point(streams=True))
     pinned, streamed = frozenset(job.candidates[4:12]), frozenset(job.candidates[:4])
-    plan = play_course(Course(job, Modes(pinned, streamed), Knobs())).plan()
+    plan = attempt_course(Course(job, Modes(pinned, streamed), Knobs())).plan()
     plan.check()
     order = [s.chunk for s in plan.steps if s.kind is Kind.GPU_ADAM and (s.chunk in pinned or s.chunk in streamed)]
     assert len(order) == 12
