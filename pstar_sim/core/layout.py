@@ -157,7 +157,7 @@ class Layout:
         return 0 if frozen else self.slice_numel(chunk) * sum(width for _, width in self.state_bytes)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values for JSON; `Layout.from_dict` is the reverse."""
+        """As plain values for JSON; `layout_file.layout_of` is the reverse."""
         return {
             "chunk_bytes": self.chunk_bytes,
             "ranks": self.ranks,
@@ -174,60 +174,6 @@ class Layout:
                 for c in self.chunks
             ],
         }
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> Layout:
-        """Reverse of `to_dict`. Raises PlanError naming the field that is missing or of the wrong kind."""
-        try:
-            state_bytes = tuple((_text(name), _natural(width)) for name, width in values["state_bytes"])
-            chunks = tuple(
-                Chunk(
-                    index=index,
-                    dtype=_known_dtype(row["dtype"]),
-                    numel=_natural(row["numel"]),
-                    frozen=_flag(row["frozen"]),
-                    small=_flag(row["small"]),
-                    group=_natural(row["group"]),
-                    slots=tuple(
-                        Slot(tensor=_natural(t), offset=_natural(o), numel=_natural(n)) for t, o, n in row["slots"]
-                    ),
-                )
-                for index, row in enumerate(values["chunks"])
-            )
-            return Layout(
-                chunk_bytes=_natural(values["chunk_bytes"]),
-                chunks=chunks,
-                state_bytes=state_bytes,
-                ranks=_natural(values.get("ranks", 1)),
-            )
-        except KeyError as error:
-            raise PlanError(f"layout: field {error} is missing") from None
-        except (TypeError, ValueError) as error:
-            raise PlanError(f"layout: {error}") from None
-
-
-def _natural(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{value!r} is not a whole number >= 0")
-    return value
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is not a name")
-    return value
-
-
-def _flag(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{value!r} is not true or false")
-    return value
-
-
-def _known_dtype(value: object) -> str:
-    if not isinstance(value, str) or value not in DTYPE_BYTES:
-        raise ValueError(f"{value!r} is not a dtype ({', '.join(DTYPE_BYTES)})")
-    return value
 
 
 class _Item(NamedTuple):

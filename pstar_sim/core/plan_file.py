@@ -10,27 +10,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import typing
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.check_fields import check_fields, check_step_fields
-from pstar_sim.core.decoding import (
-    Wrong,
-    as_dataclass,
-    brief,
-    decode,
-    from_columns,
-    parse_json,
-    to_columns,
-)
-from pstar_sim.core.layout import Layout
+from pstar_sim.core.layout_file import LayoutForm, layout_of
 from pstar_sim.core.plan import Plan, Resident, Settings
 from pstar_sim.core.step import Place, Step, from_text, to_text
-from pstar_sim.errors import CatalogError, PlanError, TraceError
+from pstar_sim.errors import PlanError
 from pstar_sim.files import write_atomically
+from pstar_sim.schema.fields import says
+from pstar_sim.schema.files import parse_json, without_head
+from pstar_sim.schema.reading import Fault
+from pstar_sim.schema.records import columns, read_record, to_columns
 from pstar_sim.workload.workload import Moment, Stash, Tensor, Use, Workload
 
 __all__ = ["FORMAT", "VERSION", "read_plan", "save_plan"]
@@ -39,25 +34,31 @@ FORMAT = "pstar-sim plan"
 VERSION = 1
 
 _COLUMNS: dict[str, type] = {"tensors": Tensor, "moments": Moment, "uses": Use, "stashes": Stash}
-_FIELDS = (
-    "format",
-    "version",
-    "policy",
-    "settings",
-    "gpu_budget_bytes",
-    "host_budget_bytes",
-    "predictions",
-    "choices",
-    "machine",
-    "workload",
-    "layout",
-    "modes",
-    "buffers",
-    "initial",
-    "steps",
-)
-_LATER = {"nvme_budget_bytes": 0}  # fields that older files of this version do not have -> what that means
 _ONLY_IF_ANY = ("activations", "stashes", "dtype_open")  # fields of the workload that are left out where they are empty
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFile:
+    """What the file holds beside its format and version."""
+
+    policy: Annotated[str, says("name of the policy, with the options that are not at their defaults")]
+    settings: Annotated[Settings, says("what the caller asked of the policy")]
+    gpu_budget_bytes: Annotated[int, says("what one rank may take of its GPU")]
+    host_budget_bytes: Annotated[int, says("what one rank may take of the host")]
+    nvme_budget_bytes: Annotated[int, says("what one rank may take of the disks; 0: the plan does not use them")] = 0
+    predictions: Annotated[Mapping[str, float], says("figures by name, such as iteration_s")]
+    choices: Annotated[Mapping[str, object], says("what the policy decided and why")]
+    machine: Annotated[Machine, says("the machine the plan was made for")]
+    workload: Annotated[Workload, columns(**_COLUMNS), says("the iteration the plan was made for, tables by column")]
+    layout: Annotated[LayoutForm, says("which parameter lives where in which chunk")]
+    modes: Annotated[tuple[str, ...], says("of each chunk: cpu, pin, stream or frozen")]
+    buffers: Annotated[
+        tuple[tuple[str, Place, int], ...], says("[name, place, bytes] that the policy holds throughout")
+    ]
+    initial: Annotated[
+        tuple[tuple[int, str, Place], ...], says("[chunk, list, place] of what is where between two iterations")
+    ]
+    steps: Annotated[tuple[str, ...], says("the steps, one line of text each, in the order in which they run")]
 
 
 def save_plan(plan: Plan, path: Path) -> None:
@@ -116,49 +117,37 @@ def read_plan(path: Path) -> Plan:
         raise PlanError(f"{path}: is not a pstar-sim plan (it is not text)") from None
     try:
         values = parse_json(text)
-    except Wrong as error:
+    except Fault as fault:
         what = "is truncated or not JSON" if text.lstrip().startswith("{") else "is not a pstar-sim plan (not JSON)"
-        raise PlanError(f"{path}: {what}: {error}") from None
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
-        raise PlanError(f"{path}: is not a pstar-sim plan (field 'format' is not {FORMAT!r})")
-    version = values.get("version")
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise PlanError(f"{path}: field 'version' is {version!r}, not a version number")
-    if version > VERSION:
-        raise PlanError(f"{path}: was written by a newer pstar-sim (plan version {version}; this one reads {VERSION})")
+        raise PlanError(f"{path}: {what}: {fault.in_json()}") from None
     try:
-        plan = _from_values(values, text)
+        body = without_head(values, what="a pstar-sim plan", format=FORMAT, version=VERSION, error=PlanError)
+        plan = _plan(read_record(PlanFile, body), text)
         check_fields(plan)
         check_step_fields(plan)
-    except (Wrong, PlanError, TraceError) as error:
+    except Fault as fault:
+        raise PlanError(f"{path}: {fault.in_json()}") from None
+    except PlanError as error:
         raise PlanError(f"{path}: {error}") from None
     return plan
 
 
-def _from_values(values: dict[str, Any], text: str) -> Plan:
-    for name in _FIELDS:
-        if name not in values:
-            raise Wrong(f"field {name!r} is missing")
-    for name in values:
-        if name not in _FIELDS and name not in _LATER:
-            raise Wrong(f"field {name!r} is not known")
+def _plan(found: PlanFile, text: str) -> Plan:
     return Plan(
-        policy=decode(str, values["policy"], "policy"),
-        settings=_checked(Settings, values["settings"], "settings"),
-        gpu_budget_bytes=decode(int, values["gpu_budget_bytes"], "gpu_budget_bytes"),
-        host_budget_bytes=decode(int, values["host_budget_bytes"], "host_budget_bytes"),
-        nvme_budget_bytes=decode(
-            int, values.get("nvme_budget_bytes", _LATER["nvme_budget_bytes"]), "nvme_budget_bytes"
-        ),
-        predictions=decode(Mapping[str, float], values["predictions"], "predictions"),
-        choices=decode(Mapping[str, object], values["choices"], "choices"),
-        machine=_checked(Machine, values["machine"], "machine"),
-        workload=_workload(values["workload"]),
-        layout=Layout.from_dict(decode(Mapping[str, object], values["layout"], "layout")),
-        modes=decode(tuple[str, ...], values["modes"], "modes"),
-        buffers=decode(tuple[tuple[str, Place, int], ...], values["buffers"], "buffers"),
-        initial=_initial(decode(tuple[tuple[int, str, Place], ...], values["initial"], "initial")),
-        steps=_steps(decode(tuple[str, ...], values["steps"], "steps"), text),
+        policy=found.policy,
+        settings=found.settings,
+        gpu_budget_bytes=found.gpu_budget_bytes,
+        host_budget_bytes=found.host_budget_bytes,
+        nvme_budget_bytes=found.nvme_budget_bytes,
+        predictions=found.predictions,
+        choices=found.choices,
+        machine=found.machine,
+        workload=found.workload,
+        layout=layout_of(found.layout),
+        modes=found.modes,
+        buffers=found.buffers,
+        initial=_initial(found.initial),
+        steps=_steps(found.steps, text),
     )
 
 
@@ -166,7 +155,9 @@ def _initial(rows: tuple[tuple[int, str, Place], ...]) -> frozenset[Resident]:
     residents: set[Resident] = set()
     for i, (chunk, name, place) in enumerate(rows):
         if (resident := Resident(chunk, name, place)) in residents:
-            raise Wrong(f"field 'initial[{i}]' is {name} of chunk {chunk} on the {place.value}, which is there already")
+            raise PlanError(
+                f"field 'initial[{i}]' is {name} of chunk {chunk} on the {place.value}, which is there already"
+            )
         residents.add(resident)
     return frozenset(residents)
 
@@ -179,24 +170,5 @@ def _steps(lines: tuple[str, ...], text: str) -> tuple[Step, ...]:
         except PlanError as error:
             number = next((n for n, row in enumerate(text.splitlines(), 1) if json.dumps(line) in row), None)
             where = f"steps[{index}]" if number is None else f"line {number} (steps[{index}])"
-            raise Wrong(f"{where}: {error}") from None
+            raise PlanError(f"{where}: {error}") from None
     return tuple(steps)
-
-
-def _checked(cls: type, values: object, where: str) -> Any:
-    """A dataclass that checks its own values."""
-    try:
-        return decode(cls, values, where)
-    except (CatalogError, PlanError) as error:
-        raise Wrong(f"field {where!r}: {error}") from None
-
-
-def _workload(values: object) -> Workload:
-    if not isinstance(values, dict):
-        raise Wrong(f"field 'workload' is {brief(values)}; it must be an object")
-    given = dict(values)
-    for name, cls in _COLUMNS.items():
-        if name in _ONLY_IF_ANY and name not in given:
-            continue
-        given[name] = from_columns(cls, given.get(name), f"workload.{name}")
-    return typing.cast(Workload, as_dataclass(Workload, given, "workload", ready=frozenset(_COLUMNS)))

@@ -6,11 +6,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pstar_sim.core.timeline import Timeline, read_values
 from pstar_sim.errors import TraceError
 from pstar_sim.files import write_atomically
+from pstar_sim.schema.fields import says
+from pstar_sim.schema.files import without_head
+from pstar_sim.schema.reading import Fault
+from pstar_sim.schema.records import read_record
 
 __all__ = ["RunTimelines", "load_run", "load_timelines"]
 
@@ -54,23 +58,27 @@ def load_timelines(path: str | Path) -> dict[str, Timeline]:
     return {"measured" if timeline.source == "measured" else "predicted": timeline}
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunFile:
+    """What the file holds beside its format and version."""
+
+    predicted: Annotated[Mapping[str, object], says("a timeline, as in a timeline's own file: what was predicted")]
+    measured: Annotated[Mapping[str, object], says("a timeline of the same steps: what was measured")]
+
+
 def _run(values: Mapping[str, Any], path: str | Path) -> RunTimelines:
-    if values.get("format") != FORMAT:
-        raise TraceError(f"{path}: is not what a run left (field 'format' is not {FORMAT!r})")
-    version = values.get("version")
-    if not isinstance(version, int) or version < 1:
-        raise TraceError(f"{path}: field 'version' is {version!r}, not a version number")
-    if version > VERSION:
-        raise TraceError(f"{path}: was written by a newer pstar-sim (version {version}; this one reads {VERSION})")
-    odd = sorted(set(values) - {"format", "version", *_BOTH})
-    if odd:
-        raise TraceError(f"{path}: field {odd[0]!r} is not known")
-    found: dict[str, Timeline] = {}
-    for name in _BOTH:
-        if not isinstance(values.get(name), dict):
-            raise TraceError(f"{path}: field {name!r} is missing or not a timeline")
-        try:
-            found[name] = Timeline.from_dict(values[name])
-        except TraceError as error:
-            raise TraceError(f"{path}: {name}: {error}") from None
-    return RunTimelines(**found)
+    try:
+        body = without_head(values, what="what a run left", format=FORMAT, version=VERSION, error=TraceError)
+        both: RunFile = read_record(RunFile, body)
+        return RunTimelines(predicted=_timeline(both, "predicted"), measured=_timeline(both, "measured"))
+    except Fault as fault:
+        raise TraceError(f"{path}: {fault.in_json()}") from None
+    except TraceError as error:
+        raise TraceError(f"{path}: {error}") from None
+
+
+def _timeline(both: RunFile, name: str) -> Timeline:
+    try:
+        return Timeline.from_dict(getattr(both, name))
+    except TraceError as error:
+        raise TraceError(f"{name}: {error}") from None

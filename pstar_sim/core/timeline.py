@@ -13,14 +13,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 from pstar_sim.arguments import file_path
-from pstar_sim.core.decoding import Wrong, as_dataclass, from_columns, parse_json, to_columns
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.errors import TraceError
 from pstar_sim.files import write_atomically
 from pstar_sim.renderers import render, render_html
+from pstar_sim.schema.files import parse_json, without_head
+from pstar_sim.schema.reading import Fault
+from pstar_sim.schema.records import columns, read_record, to_columns
 
 if TYPE_CHECKING:
     import pandas
@@ -202,21 +204,11 @@ class Timeline:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Timeline:
         """Reverse of `to_dict`. Raises TraceError naming the field that is missing, unknown or of the wrong kind."""
-        if values.get("format") != FORMAT:
-            raise TraceError(f"is not a timeline (field 'format' is not {FORMAT!r})")
-        version = values.get("version")
-        if not isinstance(version, int) or version < 1:
-            raise TraceError(f"field 'version' is {version!r}, not a version number")
-        if version > VERSION:
-            raise TraceError(f"was written by a newer pstar-sim (timeline version {version}; this one reads {VERSION})")
-        given = {name: value for name, value in values.items() if name not in ("format", "version")}
         try:
-            for name, cls in _COLUMNS.items():
-                given[name] = from_columns(cls, given.get(name), name)
-            timeline = as_dataclass(Timeline, given, "timeline", ready=frozenset(_COLUMNS))
-        except Wrong as error:
-            raise TraceError(str(error)) from None
-        assert isinstance(timeline, Timeline)
+            body = without_head(values, what="a timeline", format=FORMAT, version=VERSION, error=TraceError)
+            timeline: Timeline = read_record(Annotated[Timeline, columns(**_COLUMNS)], body)
+        except Fault as fault:
+            raise TraceError(fault.in_json()) from None
         return timeline
 
     def save(self, path: str | Path) -> None:
@@ -247,8 +239,8 @@ def read_values(path: str | Path) -> dict[str, Any]:
         raise TraceError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise TraceError(f"{path}: is not a timeline: {error}") from None
-    except Wrong as error:
-        raise TraceError(f"{path}: is truncated or not JSON: {error}") from None
+    except Fault as fault:
+        raise TraceError(f"{path}: is truncated or not JSON: {fault.in_json()}") from None
     if not isinstance(values, dict):
         raise TraceError(f"{path}: is not a timeline (not an object)")
     return values

@@ -24,6 +24,7 @@ __all__ = [
     "Checked",
     "Curve",
     "Field",
+    "Natural",
     "Rule",
     "Table",
     "Text",
@@ -81,6 +82,8 @@ def _ascending(points: tuple[tuple[float, float], ...]) -> bool:
     return bool(points) and all(a[0] < b[0] for a, b in pairwise(points))
 
 
+Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+"""A whole number from 0, of at most 64 bits."""
 Text = Annotated[str, Meta(pattern=r"\S")]
 """A text that is not empty."""
 Checked = Annotated[
@@ -161,7 +164,7 @@ def want(kind: Any, table: str = "an object") -> str:
     if base is Literal:
         return f"one of {', '.join(str(word) for word in args)}"
     if is_table(base) or base in (dict, Mapping):
-        return table
+        return str(getattr(base, "words", table))
     if base in (list, tuple):
         if table == "a table" and args:
             return f"a list of {'tables' if is_table(split(args[0])[0]) else 'texts'}"
@@ -176,8 +179,8 @@ def want(kind: Any, table: str = "an object") -> str:
 def _number(words: str, base: type, metas: tuple[Meta, ...]) -> str:
     low = next((m.ge for m in metas if m.ge is not None), None)
     high = next((m.le for m in metas if m.le is not None), None)
-    if (low is None and high is None) or low == -(2**63):
+    if low is None or low <= -(2**63):
         return f"{words} of at most 64 bits" if base is int else "a finite number"
-    if high is None:
+    if high is None or high == 2**63 - 1:
         return f"{words} of at least {low:g}"
     return f"{words} from {low:g} to {high:g}"

@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 
 from pstar_sim.core.layout import Layout, build_layout, size_near
+from pstar_sim.core.layout_file import LayoutForm, layout_of
 from pstar_sim.errors import PlanError
+from pstar_sim.schema.reading import Fault, convert
 from pstar_sim.testing import chain_workload, random_workload
 from pstar_sim.units import MIB
 from pstar_sim.workload.workload import DTYPE_BYTES, Moment, Phase, Tensor, Use, UseKind, Workload
@@ -189,7 +191,7 @@ def test_every_parameter_has_exactly_one_place(seed: int):
             assert s.offset >= end and s.offset % 16 == 0
             end = s.offset + s.numel
         assert end <= c.numel
-    assert Layout.from_dict(layout.to_dict()) == layout
+    assert layout_of(convert(LayoutForm, layout.to_dict())) == layout
 
 
 def test_bad_sizes_and_dtypes_are_named():
@@ -204,10 +206,12 @@ def test_bad_sizes_and_dtypes_are_named():
 def test_a_damaged_dictionary_names_the_field():
     values = build_layout(reads([(64,)])).to_dict()
     del values["chunks"][0]["numel"]
-    with pytest.raises(PlanError, match="layout: field 'numel' is missing"):
-        Layout.from_dict(values)
-    with pytest.raises(PlanError, match="layout: -1 is not a whole number"):
-        Layout.from_dict(values | {"chunks": [], "chunk_bytes": -1})
+    with pytest.raises(Fault) as caught:
+        convert(LayoutForm, values)
+    assert caught.value.in_json() == "field 'chunks[0].numel' is missing"
+    with pytest.raises(Fault) as caught:
+        convert(LayoutForm, values | {"chunks": [], "chunk_bytes": -1})
+    assert caught.value.in_json() == "field 'chunk_bytes' is -1; it must be a whole number of at least 0"
 
 
 def test_at_most_two_percent_is_wasted_on_every_preset_of_the_catalog():

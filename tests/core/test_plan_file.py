@@ -167,7 +167,7 @@ def again(field: str) -> Callable[[dict[str, Any]], None]:
         (put("machine", "host", "cores", value="two"), "field 'machine.host.cores' is \"two\"; it must be a whole"),
         (put("machine", "ranks", value=[]), r"field 'machine': machine 'toy': ranks = \(\)"),
         (put("workload", "batch", value=0), "workload 'chain-2x1024': batch is 0"),
-        (put("workload", "moments", "flops", value=[1]), "the columns of 'workload.moments' differ in length"),
+        (put("workload", "moments", "flops", value=[1]), "field 'workload.moments': its columns differ in length"),
         (put("workload", "moments", "phase", 0, value="SLEEP"), "field 'workload.moments.phase.0.' is \"SLEEP\""),
         (put("workload", "tensors", "bytes", 1, value="big"), "field 'workload.tensors.bytes.1.' is \"big\""),
         (put("workload", "tensors", "shape", 0, value=[7]), r"tensors\[0\].bytes is 2048; shape \[7\] of bf16 has 14"),

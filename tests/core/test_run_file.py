@@ -68,7 +68,7 @@ def test_both_come_back(tmp_path: Path) -> None:
         ({"format": "x"}, "is not a timeline"),
         ({"version": 2}, "newer pstar-sim"),
         ({"version": "1"}, "not a version number"),
-        ({"measured": None}, "'measured' is missing"),
+        ({"measured": None}, "field 'measured' is null; it must be an object"),
         ({"more": 1}, "'more' is not known"),
         ({"predicted": {"format": "pstar-sim timeline", "version": 1}}, "predicted: "),
     ],

@@ -62,9 +62,9 @@ def test_a_damaged_file_is_named(timeline: Timeline, tmp_path: Path):
     for change, said in [
         ({"format": "x"}, "is not a timeline"),
         ({"version": 9}, "newer pstar-sim"),
-        ({"iteration_s": "long"}, "field 'timeline.iteration_s' is \"long\"; it must be a finite number"),
+        ({"iteration_s": "long"}, "field 'iteration_s' is \"long\"; it must be a finite number"),
         ({"spans": []}, "field 'spans' is .*; it must be an object of columns"),
-        ({"colour": 1}, "field 'timeline.colour' is not known"),
+        ({"colour": 1}, "field 'colour' is not known"),
     ]:
         path.write_text(json.dumps(timeline.to_dict() | change))
         with pytest.raises(TraceError, match=said) as caught:

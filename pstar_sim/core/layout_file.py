@@ -1,0 +1,56 @@
+"""How a layout is written in a file: its chunks in order, each slot as [tensor, offset, elements]."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pstar_sim.core.layout import Chunk, Layout, Slot
+from pstar_sim.schema.fields import Natural, Table, choice, says
+from pstar_sim.workload.workload import DTYPE_BYTES
+
+__all__ = ["LayoutForm", "layout_of"]
+
+_SlotForm = tuple[Natural, Natural, Natural]
+
+
+class ChunkForm(Table, frozen=True, kw_only=True):
+    """One chunk. Its index is its place in the list."""
+
+    dtype: Annotated[str, choice(DTYPE_BYTES), says("of all its parameters")]
+    numel: Annotated[Natural, says("elements of the payload, padding included")]
+    frozen: Annotated[bool, says("whether its parameters are frozen")]
+    small: Annotated[bool, says("holds tensors too small to be worth moving; stays on the GPU")]
+    group: Annotated[Natural, says("optimizer parameter group")]
+    slots: Annotated[tuple[_SlotForm, ...], says("[tensor, first element, elements] of each parameter")]
+
+
+class LayoutForm(Table, frozen=True, kw_only=True):
+    """Which parameter lives where in which chunk."""
+
+    chunk_bytes: Annotated[Natural, says("bytes of the working list of a chunk of the uniform size")]
+    ranks: Annotated[Natural, says("number of equal slices that each list is cut into, one per rank")] = 1
+    state_bytes: Annotated[
+        tuple[tuple[str, Natural], ...], says("[list, bytes per parameter] of the optimizer's states")
+    ]
+    chunks: Annotated[tuple[ChunkForm, ...], says("all chunks in order of first use, small ones first")]
+
+
+def layout_of(form: LayoutForm) -> Layout:
+    """The layout that was written; `Layout.to_dict` is the reverse."""
+    return Layout(
+        chunk_bytes=form.chunk_bytes,
+        chunks=tuple(
+            Chunk(
+                index=index,
+                dtype=chunk.dtype,
+                numel=chunk.numel,
+                frozen=chunk.frozen,
+                small=chunk.small,
+                group=chunk.group,
+                slots=tuple(Slot(tensor=t, offset=o, numel=n) for t, o, n in chunk.slots),
+            )
+            for index, chunk in enumerate(form.chunks)
+        ),
+        state_bytes=form.state_bytes,
+        ranks=form.ranks,
+    )

@@ -1,0 +1,185 @@
+"""Dataclasses in files of JSON: a Struct is derived from each, so that msgspec reads it, and the dataclass is made of
+what was read, so that its own checks run.
+
+Whole numbers keep to 64 bits and others are finite. A tuple of rows is kept by columns where the format says so:
+`Annotated[Workload, columns(tensors=Tensor)]`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from msgspec import UNSET, Meta, Struct, UnsetType, defstruct
+
+from pstar_sim.errors import PstarError
+from pstar_sim.schema.fields import is_table, split
+from pstar_sim.schema.reading import REFUSED, Fault, convert
+
+__all__ = ["columns", "file_kind", "read_record", "record_class", "to_columns"]
+
+T = TypeVar("T")
+_tuple: Any = tuple  # types made while the program runs, which mypy does not follow
+_union: Any = typing.Union
+_dict: Any = dict
+_annotated: Any = Annotated
+_Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+_Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+
+
+@dataclass(frozen=True)
+class _Columns:
+    rows: tuple[tuple[str, type], ...]
+
+
+def columns(**rows: type) -> object:
+    """Says of a dataclass which of its fields a file holds by columns: field -> dataclass of a row."""
+    return _Columns(tuple(rows.items()))
+
+
+def to_columns(cls: type, rows: Iterable[Any]) -> dict[str, list[Any]]:
+    """Rows of a dataclass by column."""
+    table = list(rows)
+    return {f.name: [getattr(row, f.name) for row in table] for f in dataclasses.fields(cls)}
+
+
+def read_record(kind: type[T] | Any, values: object) -> T:
+    """The value of a dataclass (or a type with dataclasses in it) that plain values of JSON stand for. Raises Fault,
+    also for what the dataclass itself refuses."""
+    form = file_kind(kind)
+    made = convert(form, values)
+    maker = _maker(form)
+    return typing.cast(T, made if maker is None else maker(made))
+
+
+def file_kind(kind: Any) -> Any:
+    """The type of what a file holds for a value of this type."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        base, *notes = args
+        by_column = next((note for note in notes if isinstance(note, _Columns)), None)
+        if by_column is not None:
+            others = tuple(note for note in notes if note is not by_column)
+            table = _record(base, by_column)
+            return _annotated[(table, *others)] if others else table
+        bounded = any(m.ge is not None or m.gt is not None for m in notes if isinstance(m, Meta))
+        return _annotated[(base if bounded else file_kind(base), *notes)]
+    if origin in (typing.Union, types.UnionType):
+        return _union[tuple(file_kind(arm) for arm in args)]
+    if origin is tuple:
+        return _tuple[tuple(arm if arm is Ellipsis else file_kind(arm) for arm in args)]
+    if origin in (Mapping, dict):
+        return _dict[str, file_kind(args[1])]
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return _record(typing.cast(type, kind), None)
+    return {int: _Whole, float: _Finite, object: Any}.get(kind, kind)
+
+
+_CLASS_OF: dict[type[Struct], type] = {}
+
+
+def record_class(table: type[Struct]) -> type | None:
+    """The dataclass that a table was derived from, or whose columns it holds; None for any other table."""
+    return _CLASS_OF.get(table)
+
+
+@cache
+def _record(cls: type, by_column: _Columns | None) -> type[Struct]:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    for name, row in by_column.rows if by_column is not None else ():
+        hints[name] = _column_table(row)
+    fields: list[Any] = []
+    for f in dataclasses.fields(typing.cast(Any, cls)):
+        kind = file_kind(hints[f.name])
+        needed = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        fields.append((f.name, kind) if needed else (f.name, _union[kind, UnsetType], UNSET))
+    table = defstruct(cls.__name__, fields, frozen=True, kw_only=True, forbid_unknown_fields=True)
+    _CLASS_OF[table] = cls
+    return table
+
+
+class _Column(Struct):
+    """Base of the tables that hold rows by columns."""
+
+    words: ClassVar[str] = "an object of columns"
+
+
+@cache
+def _column_table(cls: Any) -> type[Struct]:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    fields: list[Any] = [(f.name, _tuple[file_kind(hints[f.name]), ...]) for f in dataclasses.fields(cls)]
+    name = f"Columns of {cls.__name__}"
+    table = defstruct(name, fields, bases=(_Column,), frozen=True, kw_only=True, forbid_unknown_fields=True)
+    _CLASS_OF[table] = cls
+    return table
+
+
+_Maker = Callable[[Any], Any]
+
+
+def _maker(kind: Any) -> _Maker | None:
+    """Makes the value of what msgspec has read as this type; None where that is the value."""
+    base, args, _ = split(kind)
+    if is_table(base):
+        if base in _CLASS_OF:
+            return _optional(_rows if issubclass(base, _Column) else _made)
+    elif base is tuple and args and args[-1] is Ellipsis:
+        if (inner := _maker(args[0])) is not None:
+            return _optional(partial(_each, inner))
+    elif base is dict:
+        if (inner := _maker(args[1])) is not None:
+            return _optional(partial(_each_value, inner))
+    return None
+
+
+def _each(make: _Maker, held: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(_under(i, make, item) for i, item in enumerate(held))
+
+
+def _each_value(make: _Maker, held: dict[str, Any]) -> dict[str, Any]:
+    return {key: _under(key, make, item) for key, item in held.items()}
+
+
+def _optional(make: _Maker) -> _Maker:
+    return lambda held: None if held is None else make(held)
+
+
+def _under(key: str | int, make: _Maker, held: object) -> Any:
+    try:
+        return make(held)
+    except Fault as fault:
+        raise fault.under(key) from None
+
+
+@cache
+def _makers(table: type[Struct]) -> tuple[tuple[str, _Maker | None], ...]:
+    hints = typing.get_type_hints(table, include_extras=True)
+    return tuple((name, _maker(hints[name])) for name in table.__struct_fields__)
+
+
+def _made(held: Struct) -> Any:
+    given = {}
+    for name, make in _makers(type(held)):
+        value = getattr(held, name)
+        if value is not UNSET:
+            given[name] = value if make is None else _under(name, make, value)
+    try:
+        return _CLASS_OF[type(held)](**given)
+    except PstarError as error:
+        raise Fault((), REFUSED, str(error)) from None
+
+
+def _rows(held: Struct) -> tuple[Any, ...]:
+    names = held.__struct_fields__
+    table = [getattr(held, name) for name in names]
+    if len({len(column) for column in table}) > 1:
+        lengths = {name: len(column) for name, column in zip(names, table)}
+        raise Fault((), REFUSED, f"its columns differ in length: {lengths}")
+    cls = _CLASS_OF[type(held)]
+    return tuple(cls(**dict(zip(names, row))) for row in zip(*table))
