@@ -23,10 +23,11 @@ from pstar_sim.planner.binding import bound_by
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.confidence import confidence
 from pstar_sim.planner.explain import explain
-from pstar_sim.planner.nearest import nearest
+from pstar_sim.planner.nearest import Elsewhere, nearest
 from pstar_sim.planner.ranks import Share, machine_of, share_out, unmodelled_notes
 from pstar_sim.planner.trust import trust
 from pstar_sim.policy.kit.collector import without_garbage_collection
+from pstar_sim.policy.kit.sharing import plan_once, plans_shared
 from pstar_sim.policy.kit.ties import burden, least_of
 from pstar_sim.policy.registry import Policy, find_policy, is_built_in, policy_name
 from pstar_sim.renderers import render_html, render_text
@@ -204,13 +205,14 @@ def compare(
     if made is not None and not isinstance(made, Mapping):
         raise refused("made", made, "plans and timelines by policy")
     share = share_out(workload, machine)
-    with without_garbage_collection():
+    free = _free(share, machine, settings, barrier_cost)
+    with without_garbage_collection(), plans_shared(share.workload, *(free[:1] if free is not None else ())):
         return _compare(
             share,
             machine,
             settings,
             asked,
-            barrier_cost=barrier_cost,
+            free,
             near=near,
             certify=certify,
             only_best=only_best,
@@ -223,8 +225,8 @@ def _compare(
     machine: Machine,
     settings: Settings,
     asked: Sequence[tuple[str, Policy]],
+    free: _Free | None,
     *,
-    barrier_cost: bool,
     near: bool,
     certify: bool,
     only_best: bool,
@@ -233,7 +235,6 @@ def _compare(
     workload, ranked = share.workload, share.ranked
     certifier = Certifier(workload, machine, settings, lp=certify)
     usual = certifier.usual()
-    free = _free(share, machine, settings, barrier_cost)
     rows: list[Row] = []
     planned: dict[str, Planned] = {}
     failures: dict[str, tuple[Policy, DoesNotFit]] = {}
@@ -256,11 +257,14 @@ def _compare(
         planned[name] = Planned(row=row, plan=plan, timeline=timeline)
         rows.append(row)
     others = _fitting(rows, planned)
+    elsewhere = Elsewhere(workload, machine)
     for i, row in enumerate(rows):
         if row.policy in failures:
             policy, error = failures[row.policy]
             wanted = near and not (only_best and others)
-            hint = nearest(policy, workload, machine, settings, error, fitting=others) if wanted else ""
+            hint = ""
+            if wanted:
+                hint = nearest(policy, workload, machine, settings, error, fitting=others, elsewhere=elsewhere)
             rows[i] = unfit_row(row.policy, error, usual, hint)
     if only_best and others:
         best = _best(rows, planned)
@@ -335,7 +339,7 @@ def plan_and_play(
     PlanError naming the policy for anything else it does wrong.
     """
     if is_built_in(policy):
-        plan = policy(workload, machine, settings)
+        plan = plan_once(policy, workload, machine, settings)
         return plan, play_plan(plan, label=label, workloads=workloads)
     name = label or getattr(policy, "__name__", "policy")
     try:

@@ -17,7 +17,7 @@ from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.planner.asked import asked_names, settings_of
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.memory import LOADING, Need, host_shortage, least_gpu_bytes, memory_need, need_with_room
-from pstar_sim.planner.nearest import Ask, Remedy, in_words, remedies
+from pstar_sim.planner.nearest import Ask, Elsewhere, Remedy, in_words, remedies
 from pstar_sim.planner.ranks import Share, machine_of, share_out
 from pstar_sim.planner.trust import trust
 from pstar_sim.policy.kit.collector import without_garbage_collection
@@ -170,10 +170,12 @@ def fits(
     change = None
     if near:
         found: list[tuple[Remedy, str]] = []
+        elsewhere = Elsewhere(share.workload, machine)
         for i, (row, error) in enumerate(answers):
             if error is not None:
+                ask = job.of(row.policy)
                 ways = remedies(
-                    find_policy(row.policy), share.workload, machine, settings, error, ask=job.of(row.policy)
+                    find_policy(row.policy), share.workload, machine, settings, error, ask=ask, elsewhere=elsewhere
                 )
                 found += [(way, row.policy) for way in ways]
                 row, error = _with_room(row, job, error)

@@ -23,7 +23,7 @@ from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError, UnknownName
 from pstar_sim.planner.asked import asked_policies, settings_of
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.memory import LOADING, memory_need
-from pstar_sim.planner.nearest import nearest
+from pstar_sim.planner.nearest import Elsewhere, nearest
 from pstar_sim.planner.ranks import least_batch, machine_of, share_out, shares_of_batch, tightest
 from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.kit.options import split_spec
@@ -487,6 +487,7 @@ def _with_nearest_yes(
     """Rows of policies that cannot even have `least`, of one layer or sequence, also say what would do for that. shape:
     of a `least` that is not in the catalog."""
     able = [row.policy for row in rows if row.value]
+    elsewhere = Elsewhere(least, machine, shape)
 
     def with_yes(row: Limit, policy: str | Policy, error: Refusal | None) -> Limit:
         if row.value or not isinstance(error, DoesNotFit):
@@ -497,7 +498,7 @@ def _with_nearest_yes(
             return error if isinstance(refusal, CannotPlan) else refusal
 
         function = find_policy(policy) if isinstance(policy, str) else policy
-        hint = nearest(function, least, machine, settings, error, fitting=able, ask=ask, shape=shape)
+        hint = nearest(function, least, machine, settings, error, fitting=able, ask=ask, elsewhere=elsewhere)
         return replace(row, reason=f"{row.reason}; {hint}")
 
     return [with_yes(row, policy, error) for row, policy, (_, error) in zip(rows, policies, found)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from pstar_sim.catalog.loader import load_machine, machine_names, resize
 from pstar_sim.catalog.machine import Machine
@@ -21,7 +22,7 @@ from pstar_sim.units import GB
 from pstar_sim.workload.presets import variant
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["KINDS", "Ask", "Remedy", "in_words", "nearest", "remedies"]
+__all__ = ["KINDS", "Ask", "Elsewhere", "Remedy", "in_words", "nearest", "remedies"]
 
 KINDS = ("policy", "checkpointing", "micro-batches", "host memory", "GPU memory", "machine")
 """What a remedy changes, smallest change first: flags of the job cost nothing, memory for the host less than a GPU."""
@@ -51,6 +52,43 @@ Ask = Callable[[Workload, Machine, Settings], DoesNotFit | None]
 """Why a job does not fit; None if it does."""
 
 
+class Elsewhere:
+    """The machines and workloads that a job could be instead, whichever policies ask: each is made once.
+
+    shape: of a preset that is not in the catalog.
+    """
+
+    def __init__(self, workload: Workload, machine: Machine, shape: ModelEntry | None = None) -> None:
+        self.workload, self.machine = workload, machine
+        self._shape = shape
+        self._smaller: dict[tuple[int, int], Workload] = {}
+
+    @cached_property
+    def machines(self) -> tuple[Machine, ...]:
+        """Other machines of the catalog with as many GPUs: the smallest GPU first, of equals the largest host."""
+        known: list[Machine] = []
+        for name in machine_names():
+            try:
+                one = load_machine(name)
+            except PstarError:  # "here" may know no GPU, "virtual" no size: neither can be recommended
+                continue
+            if len(one.ranks) == len(self.machine.ranks) and one.name != self.machine.name:
+                known.append(one)
+        return tuple(sorted(known, key=lambda m: (m.gpu_budget_bytes, -m.host_budget_bytes)))
+
+    @cached_property
+    def checkpointed(self) -> Workload:
+        """The preset with checkpointing."""
+        return variant(self.workload, checkpointing=True, shape=self._shape)
+
+    def smaller(self, batch: int, micro_batches: int) -> Workload:
+        """The preset with so many micro-batches of so many sequences."""
+        key = (batch, micro_batches)
+        if key not in self._smaller:
+            self._smaller[key] = variant(self.workload, batch=batch, micro_batches=micro_batches, shape=self._shape)
+        return self._smaller[key]
+
+
 def nearest(
     policy: Policy,
     workload: Workload,
@@ -60,13 +98,13 @@ def nearest(
     *,
     fitting: Sequence[str] = (),
     ask: Ask | None = None,
-    shape: ModelEntry | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> str:
     """What would do, in words ("fits on a100-80, or with --batch 4 --micro-batches 2").
 
-    fitting: policies known to fit this very job, best first. ask, shape: as of `remedies`.
+    fitting: policies known to fit this very job, best first. ask, elsewhere: as of `remedies`.
     """
-    return in_words(remedies(policy, workload, machine, settings, error, ask=ask, shape=shape), fitting)
+    return in_words(remedies(policy, workload, machine, settings, error, ask=ask, elsewhere=elsewhere), fitting)
 
 
 def in_words(found: Sequence[Remedy], fitting: Sequence[str] = ()) -> str:
@@ -83,22 +121,23 @@ def remedies(
     error: DoesNotFit,
     *,
     ask: Ask | None = None,
-    shape: ModelEntry | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> tuple[Remedy, ...]:
     """Changes that make the policy fit, at most one of each kind; none where nothing tried does.
 
-    ask: what says whether a job fits (None) or why not, by default the policy's own planning. shape: of a preset that
-    is not in the catalog.
+    ask: what says whether a job fits (None) or why not, by default the policy's own planning. elsewhere: of this
+    workload and machine, for a caller who asks for several policies.
     """
     ask = ask or _planned(policy)
+    elsewhere = elsewhere or Elsewhere(workload, machine)
     if error.place == "host":
         more = _host_memory(ask, workload, machine, settings, error)
         return () if more is None else (more,)
     bigger = _gpu_memory(ask, workload, machine, settings, error)
-    bigger = bigger or next(_machines(ask, workload, machine, settings, error), None)
+    bigger = bigger or next(_machines(ask, elsewhere, settings, error), None)
     # No batch is small enough where the model data alone are too large.
     possible = error.needed_bytes - workload.peak_non_model_bytes <= error.available_bytes
-    smaller = next(_workloads(ask, workload, machine, settings, error, shape), None) if possible else None
+    smaller = next(_workloads(ask, elsewhere, settings, error), None) if possible else None
     return tuple(one for one in (bigger, smaller) if one is not None)
 
 
@@ -113,30 +152,16 @@ def _planned(policy: Policy) -> Ask:
     return ask
 
 
-def _machines(
-    ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit
-) -> Iterator[Remedy]:
-    """Catalog machines with as many GPUs, each with room enough, smallest GPU first; with more host memory where that
-    is short.
-    """
-    known: list[Machine] = []
-    for name in machine_names():
-        try:
-            one = load_machine(name)
-        except PstarError:  # "here" may know no GPU, "virtual" no size: neither can be recommended
+def _machines(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNotFit) -> Iterator[Remedy]:
+    """Catalog machines with room enough, smallest GPU first; with more host memory where that is short."""
+    for one in elsewhere.machines:
+        if one.gpu_budget_bytes < error.needed_bytes:
             continue
-        if (
-            len(one.ranks) == len(machine.ranks)
-            and one.gpu_budget_bytes >= error.needed_bytes
-            and one.name != machine.name
-        ):
-            known.append(one)
-    for one in sorted(known, key=lambda m: (m.gpu_budget_bytes, -m.host_budget_bytes)):
-        short = ask(workload, one, settings)
+        short = ask(elsewhere.workload, one, settings)
         if short is None:
             yield Remedy(kind="machine", size=one.gpu_budget_bytes, words=f"on {one.name}")
         elif short.place == "host":
-            more = _host_memory(ask, workload, one, settings, short)
+            more = _host_memory(ask, elsewhere.workload, one, settings, short)
             if more is not None:
                 yield Remedy(kind="machine", size=one.gpu_budget_bytes, words=f"on {one.name} {more.words}")
 
@@ -172,9 +197,8 @@ def _host_memory(
     return None
 
 
-def _workloads(
-    ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit, shape: ModelEntry | None
-) -> Iterator[Remedy]:
+def _workloads(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNotFit) -> Iterator[Remedy]:
+    workload, machine = elsewhere.workload, elsewhere.machine
     if workload.source != "preset":
         return
 
@@ -184,13 +208,13 @@ def _workloads(
         return error.needed_bytes - lower <= error.available_bytes
 
     if not workload.checkpointing:
-        changed = variant(workload, checkpointing=True, shape=shape)
+        changed = elsewhere.checkpointed
         if promising(changed) and ask(changed, machine, settings) is None:
             yield Remedy(kind="checkpointing", size=0, words="with --checkpointing")
     for batch in (workload.batch // n for n in range(2, min(workload.batch, 1024) + 1) if workload.batch % n == 0):
-        if not promising(variant(workload, batch=batch, micro_batches=1, shape=shape)):
+        if not promising(elsewhere.smaller(batch, 1)):
             continue
         micro_batches = workload.micro_batches * (workload.batch // batch)
-        if ask(variant(workload, batch=batch, micro_batches=micro_batches, shape=shape), machine, settings) is None:
+        if ask(elsewhere.smaller(batch, micro_batches), machine, settings) is None:
             flags = f"--batch {batch * len(machine.ranks)} --micro-batches {micro_batches}"
             yield Remedy(kind="micro-batches", size=micro_batches, words=f"with {flags}")

@@ -25,6 +25,7 @@ from pstar_sim.policy.kit.capabilities import Capabilities, capabilities_of
 from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.kit.options import specified
 from pstar_sim.policy.kit.points import Coordinates, Point, point_options
+from pstar_sim.policy.kit.sharing import plan_once
 from pstar_sim.policy.kit.ties import burden, least_of
 from pstar_sim.units import format_s
 from pstar_sim.workload.workload import Workload
@@ -89,7 +90,7 @@ def _others(workload: Workload, machine: Machine, settings: Settings, own: Seque
         if beaten and ((len(machine.ranks) == 1 and not able.streams_states) or able.point is not None):
             continue
         try:
-            plan = policy(workload, machine, settings)
+            plan = plan_once(policy, workload, machine, settings)
         except PstarError:  # it does not fit, or does not apply to this machine
             continue
         yield Found(period_s(plan), name, plan)

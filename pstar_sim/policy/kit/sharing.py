@@ -1,0 +1,46 @@
+"""Sharing: what policies make of one job, for several who ask for the same plans.
+
+A comparison plans every policy, and a policy that tries the others (`Capabilities.tries_others`) plans most of them
+again. Plans are large, so they are kept only inside `plans_shared`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["plan_once", "plans_shared"]
+
+_PLANS = ("plans",)  # of what a workload keeps (`Workload.derived`): (policy, settings) -> plan
+
+
+@contextlib.contextmanager
+def plans_shared(*workloads: Workload) -> Iterator[None]:
+    """Inside, `plan_once` keeps the plans that it is asked for these workloads."""
+    opened = []
+    for workload in workloads:
+        if _PLANS not in workload.derived:
+            workload.derived[_PLANS] = {}
+            opened.append(workload)
+    try:
+        yield
+    finally:
+        for workload in opened:
+            workload.derived.pop(_PLANS, None)
+
+
+def plan_once(
+    policy: Callable[[Workload, Machine, Settings], Plan], workload: Workload, machine: Machine, settings: Settings
+) -> Plan:
+    """The plan of a pure policy. Inside `plans_shared`, the same objects get the same one. Raises as the policy."""
+    known = workload.derived.get(_PLANS)
+    if not isinstance(known, dict):
+        return policy(workload, machine, settings)
+    plan: Plan | None = known.get((policy, settings))
+    if plan is None or plan.machine is not machine:
+        plan = known[policy, settings] = policy(workload, machine, settings)
+    return plan

@@ -1,0 +1,58 @@
+"""Plans that several ask for are made once, and kept no longer than they are shared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import pstar_sim as ps
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.errors import DoesNotFit
+from pstar_sim.policy.kit.sharing import plan_once, plans_shared
+from pstar_sim.policy.registry import find_policy
+
+EAGER = Settings(update="eager", clip=False)
+
+
+def test_inside_a_plan_is_made_once_and_outside_always_anew() -> None:
+    workload, machine = ps.preset("1B", batch=2, seq=256), ps.machine("rtx4090")
+    tide, patrickstar = find_policy("tide"), find_policy("patrickstar")
+    with plans_shared(workload):
+        first = plan_once(tide, workload, machine, EAGER)
+        assert plan_once(tide, workload, machine, EAGER) is first
+        assert plan_once(patrickstar, workload, machine, EAGER).policy == "patrickstar"
+        assert plan_once(tide, workload, machine, Settings()).settings == Settings()
+        assert plan_once(tide, workload, replace(machine), EAGER) is not first  # rates may differ, whatever it equals
+    again = plan_once(tide, workload, machine, EAGER)
+    assert again is not first
+    assert again.steps == first.steps
+
+
+def test_who_shares_first_shares_longest() -> None:
+    workload, machine = ps.preset("1B", batch=2, seq=256), ps.machine("rtx4090")
+    tide = find_policy("tide")
+    with plans_shared(workload):
+        first = plan_once(tide, workload, machine, EAGER)
+        with plans_shared(workload, workload):
+            assert plan_once(tide, workload, machine, EAGER) is first
+        assert plan_once(tide, workload, machine, EAGER) is first
+
+
+def test_what_does_not_fit_is_refused_each_time() -> None:
+    workload, machine = ps.preset("1B", batch=2, seq=256), ps.machine("rtx4090", gpu_memory="2GB")
+    with plans_shared(workload):
+        for _ in range(2):
+            with pytest.raises(DoesNotFit):
+                plan_once(find_policy("all_on_gpu"), workload, machine, EAGER)
+
+
+def test_a_comparison_finds_what_each_policy_finds_alone_and_keeps_no_plans() -> None:
+    workload, machine = ps.preset("1B", batch=2, seq=256), ps.machine("rtx4090", gpu_memory="6GB")
+    names = ["tide", "optimal", "zero3_offload"]
+    shared = ps.compare(workload, machine, policies=names, settings=EAGER)
+    assert ("plans",) not in workload.derived
+    for name in names:
+        alone: Plan = find_policy(name)(ps.preset("1B", batch=2, seq=256), machine, EAGER)
+        found = shared[name].plan
+        assert (found.steps, found.choices, found.predictions) == (alone.steps, alone.choices, alone.predictions)
