@@ -325,3 +325,27 @@ def test_a_moment_that_the_plan_calls_otherwise(kit: Any, start: Callable[..., A
     assert mine == pytest.approx(theirs, rel=1e-6)
     assert run.session.deviations == 3
     assert_same(kit, run)
+
+
+@pytest.mark.usefixtures("streaming")
+@pytest.mark.parametrize("event", ["grad:layers.1", "backward-end"])
+def test_states_that_only_the_gpu_has_go_home_before_the_plan_is_left(
+    kit: Any, start: Callable[..., Any], event: str
+) -> None:
+    """Left inside a backward that has updated streamed chunks already, with copies to the host as late as possible: the
+    moments of those chunks are newer on the GPU, and are dropped there."""
+    model, draw = kit.build("mlp")
+    w = kit.workload_of(model, draw(torch.Generator().manual_seed(9)))
+    renamed = replace(w, moments=tuple(replace(m, name="x") if m.name == event else m for m in w.moments))
+    plan = kit.tight_plan("optimal", renamed, Settings(update="eager", clip=False))
+    assert plan.modes.count("stream") > 1
+    late = executor.SerialQueues(lambda possible, compute, may: None)
+    run = start("mlp", "optimal", update="eager", plan=plan, replan_after=0, queues=late)
+    kit.train_both(run.model, run.reference, run.optimizer, run.batches, steps=3, micro_batches=1)
+    assert run.session.deviations == 3
+    assert_same(kit, run)
+    state, plain = run.optimizer.state_dict()["state"], run.reference.optimizer.state_dict()["state"]
+    for number, row in plain.items():
+        assert int(state[number]["step"]) == 3
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert kit.distance(state[number][key], row[key]) <= 1e-6, (number, key)
