@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pstar_sim.planner.stated import load_plan
     from pstar_sim.planner.sweep import sweep
     from pstar_sim.report.listing import machines, models, policies
+    from pstar_sim.report.schedule import plot_schedule
     from pstar_sim.report.tide import plot_tide
     from pstar_sim.report.waterfall import plot_waterfall
     from pstar_sim.validation.results import Validation, validate
@@ -72,6 +73,7 @@ __all__ = [
     "max_model",
     "models",
     "play",
+    "plot_schedule",
     "plot_tide",
     "plot_waterfall",
     "policies",
@@ -110,6 +112,7 @@ _WHERE = {
     "max_model": "planner.limits:max_model",
     "models": "report.listing:models",
     "play": "planner.compare:play_plan",
+    "plot_schedule": "report.schedule:plot_schedule",
     "plot_tide": "report.tide:plot_tide",
     "plot_waterfall": "report.waterfall:plot_waterfall",
     "policies": "report.listing:policies",

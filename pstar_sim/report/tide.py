@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "NAMES", "plot_tide", "tide_figure"]
+__all__ = ["COLOURS", "NAMES", "PHASE_COLOURS", "plot_tide", "tide_figure"]
 
 # Okabe and Ito's palette: told apart with every common colour blindness, and in grey by the order of the stack.
 COLOURS = {
@@ -49,7 +49,7 @@ NAMES = {
     "non-model": "non-model (the tide)",
     "free": "free",
 }
-_PHASE_COLOURS = {"FWD": "#DDDDDD", "BWD": "#AAAAAA", "BWD + recompute": "#AAAAAA", "ADAM": "#666666"}
+PHASE_COLOURS = {"FWD": "#DDDDDD", "BWD": "#AAAAAA", "BWD + recompute": "#AAAAAA", "ADAM": "#666666"}
 _WASTE = "free, but out of reach of a static partition"
 
 
@@ -207,7 +207,7 @@ def _phases(timeline: Timeline, ax: Axes, x: str, capacity: float, *, above: flo
     whole = bands[-1].end - bands[0].start
     low, high = capacity * (1.02 + above), capacity * (1.075 + above)
     for band in bands:
-        colour = _PHASE_COLOURS.get(band.name, "#CCCCCC")
+        colour = PHASE_COLOURS.get(band.name, "#CCCCCC")
         ax.fill_between([band.start, band.end], low, high, color=colour, linewidth=0, zorder=2)
         if shade and band.name != "FWD":
             ax.axvspan(band.start, band.end, color="#000000", alpha=0.05, linewidth=0, zorder=0)

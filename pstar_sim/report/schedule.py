@@ -1,0 +1,112 @@
+"""The schedule picture: what every queue does at every instant of an iteration.
+
+[Note: reading a schedule picture] A row per queue, a bar per step, with the number of its chunk where there is room.
+Bars of compute are moments with their numbers, in the grey of their phase. A gap is time in which the queue waits. The
+picture shows the steady iteration: steps that the iteration before it has left running are at the left edge, and steps
+that run on into the next iteration are cut off at the right edge.
+
+Draws on the axes it is given, opens no window, calls no `show`. Knows matplotlib and timelines; knows no policy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pstar_sim.arguments import instance, refused
+from pstar_sim.core.step import Kind, Queue
+from pstar_sim.core.timeline import Span, Timeline
+from pstar_sim.planner.compare import Planned
+from pstar_sim.report.curves import steady_start_s
+from pstar_sim.report.tide import COLOURS, PHASE_COLOURS
+from pstar_sim.units import format_s
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["plot_schedule"]
+
+_ROWS = {
+    Queue.COMPUTE: "compute",
+    Queue.H2D: "host to GPU",
+    Queue.D2H: "GPU to host",
+    Queue.ADAM: "CPU Adam",
+    Queue.NET: "collectives",
+    Queue.NVME: "disks",
+}
+_STYLES = {
+    Kind.FETCH: ("fetch", COLOURS["param"], "white"),
+    Kind.WRITEBACK: ("write-back", COLOURS["grad"], "black"),
+    Kind.CPU_ADAM: ("Adam on the CPU", COLOURS["states"], "white"),
+    Kind.GPU_ADAM: ("Adam on the GPU", "#004D38", "white"),
+    Kind.CPU_ADD: ("gradients added on the CPU", "#F0E442", "black"),
+    Kind.GATHER: ("gather", COLOURS["non-model"], "black"),
+    Kind.REDUCE_SCATTER: ("reduce-scatter", COLOURS["buffer"], "black"),
+    Kind.NVME_READ: ("read from disk", "#D55E00", "white"),
+    Kind.NVME_WRITE: ("write to disk", "#8C3D00", "white"),
+    Kind.STASH_OUT: ("activations out", "#999933", "black"),
+    Kind.STASH_IN: ("activations in", "#882255", "white"),
+}
+
+
+def plot_schedule(timeline: Timeline | Planned, ax: Axes | None = None) -> Any:
+    """Draw the queues of one timeline over time. Returns the axes.
+
+    timeline: a timeline, or a plan of a comparison. ax: where to draw; None makes a figure. Raises PstarError for
+    anything else, and for a timeline without compute spans."""
+    if isinstance(timeline, Planned):
+        timeline = timeline.timeline
+    instance("timeline", timeline, Timeline, "a Timeline or a plan of a comparison")
+    if ax is not None and not hasattr(ax, "broken_barh"):
+        raise refused("ax", ax, "an Axes")
+    shown = _steady_spans(timeline)
+    rows = [queue for queue in _ROWS if any(span.queue is queue for span, _, _ in shown)]
+    if ax is None:
+        from matplotlib import pyplot
+
+        _, ax = pyplot.subplots(figsize=(11.0, 0.9 + 0.5 * len(rows)), layout="constrained")
+    legend: dict[str, Any] = {}
+    ax.set_xlim(0, timeline.iteration_s)
+    for span, start_s, end_s in shown:
+        row = rows.index(span.queue)
+        name, colour, ink = _style(timeline, span)
+        share = (end_s - start_s) / timeline.iteration_s
+        edge = "white" if share > 0.01 else colour  # a white edge would hide a thin bar
+        bar = ax.barh(row, end_s - start_s, left=start_s, height=0.78, color=colour, edgecolor=edge, linewidth=0.5)
+        legend.setdefault(name, bar)
+        number = span.moment if span.kind is Kind.COMPUTE else span.chunk
+        if number is not None and share > 0.012 * len(str(number)):
+            ax.text((start_s + end_s) / 2, row, str(number), ha="center", va="center_baseline", fontsize=7, color=ink)
+    ax.set_yticks(range(len(rows)), [_ROWS[queue] for queue in rows])
+    ax.set_ylim(len(rows) - 0.5, -0.5)
+    ax.tick_params(axis="y", length=0)
+    ax.set_xlabel("time in the iteration [s]")
+    label = timeline.label or timeline.source
+    ax.set_title(f"{label}: {format_s(timeline.iteration_s)} per iteration", fontsize=10, loc="left")
+    for side in ("top", "right", "left"):
+        ax.spines[side].set_visible(False)
+    order = [*PHASE_COLOURS, *(name for name, _, _ in _STYLES.values())]
+    names = sorted(legend, key=lambda name: order.index(name) if name in order else len(order))
+    ax.legend(
+        [legend[name] for name in names], names, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0,
+        frameon=False, fontsize=8,
+    )  # fmt: skip
+    return ax
+
+
+def _steady_spans(timeline: Timeline) -> list[tuple[Span, float, float]]:
+    """Spans that take time within the steady iteration, with their ends in it, relative to its start."""
+    origin = steady_start_s(timeline)
+    found = []
+    for span in timeline.spans:
+        start_s, end_s = max(span.start_s - origin, 0.0), min(span.end_s - origin, timeline.iteration_s)
+        if end_s > start_s:
+            found.append((span, start_s, end_s))
+    return found
+
+
+def _style(timeline: Timeline, span: Span) -> tuple[str, str, str]:
+    """Name in the legend, colour, and colour of the number."""
+    if span.kind is not Kind.COMPUTE:
+        return _STYLES.get(span.kind, (span.kind.value, "#CCCCCC", "black"))
+    phase = timeline.phases[span.moment] if timeline.phases and span.moment is not None else "compute"
+    return phase, PHASE_COLOURS.get(phase, "#CCCCCC"), "white" if phase == "ADAM" else "black"
