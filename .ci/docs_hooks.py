@@ -13,7 +13,7 @@ import os
 import posixpath
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -45,14 +45,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     source = page.file.src_uri
+    folder = posixpath.dirname(source) or "."
 
-    def to_copy(match: re.Match[str]) -> str:
-        target = _outside(source, match[2])
-        if target is None:
+    def within_site(match: re.Match[str]) -> str:
+        target = _target(source, match[2])
+        if target is None or not (_is_copy(source) or _is_outside(target)):
             return match[0]
-        return match[1] + posixpath.relpath(f"{COPIES}/{target}", posixpath.dirname(source) or ".") + match[3]
+        uri = f"{COPIES}/{target}" if _is_outside(target) else target.removeprefix("docs/")
+        return match[1] + posixpath.relpath(uri, folder) + match[3]
 
-    return HELP.sub(lambda match: f"```text\n{help_of(match[1])}\n```", _outside_of_blocks(markdown, to_copy))
+    parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
+    text = "".join(part if part.startswith("```") else LINK.sub(within_site, part) for part in parts)
+    return HELP.sub(lambda match: f"```text\n{help_of(match[1])}\n```", text)
 
 
 def help_of(command: str) -> str:
@@ -65,25 +69,24 @@ def help_of(command: str) -> str:
 
 
 def _links_outside(source: str, markdown: str) -> Iterator[str]:
-    """Paths from the root of the repository that a page links to and that are not pages of docs/."""
+    """Paths from the root of the repository that a page links to and that are not in docs/."""
     for match in LINK.finditer(re.sub(r"^```.*?^```", "", markdown, flags=re.MULTILINE | re.DOTALL)):
-        target = _outside(source, match[2])
-        if target is not None:
+        target = _target(source, match[2])
+        if target is not None and _is_outside(target):
             yield target
 
 
-def _outside(source: str, link: str) -> str | None:
-    """From the root of the repository, if the link of the page `source` leaves docs/; None otherwise."""
+def _target(source: str, link: str) -> str | None:
+    """Where a link of the page `source` leads, from the root of the repository; None if it leads to another site."""
     if "://" in link or link.startswith(("mailto:", "/")):
         return None
-    folder = posixpath.dirname(source)
-    copied = f"{folder}/".startswith(f"{COPIES}/")
-    folder = folder.removeprefix(COPIES).lstrip("/") if copied else posixpath.join("docs", folder)
-    target = posixpath.normpath(posixpath.join(folder, link))
-    return None if target.startswith(("docs/", "../")) else target
+    path = source.removeprefix(f"{COPIES}/") if _is_copy(source) else f"docs/{source}"
+    return posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
 
 
-def _outside_of_blocks(markdown: str, change: Callable[[re.Match[str]], str]) -> str:
-    """The links of a page changed, but for those in blocks of code."""
-    parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
-    return "".join(part if part.startswith("```") else LINK.sub(change, part) for part in parts)
+def _is_copy(source: str) -> bool:
+    return source.startswith(f"{COPIES}/")
+
+
+def _is_outside(target: str) -> bool:
+    return not target.startswith("docs/")

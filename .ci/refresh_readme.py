@@ -1,10 +1,11 @@
-"""Put what the commands print now, and what the benchmarks have left under benchmarks/results, into the README.
+"""Put what the commands print now, and what the benchmarks have left under benchmarks/results, into the README and the
+pages of docs/; draw the pictures of docs/images whose plans have changed.
 
 python .ci/refresh_readme.py [--table]   (--table first runs benchmarks/table_policies.py and validation.py, minutes)
 
 Terminal sessions are run. A figure that was measured stands between two markers, <!-- NAME: --> and <!-- :NAME -->, or,
-a table or a block, under <!-- NAME -->; it is written from the result's file and names the commit that it was
-taken at.
+a table or a block, under <!-- NAME -->, on one page each; it is written from the result's file and names the commit
+that it was taken at.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pstar_sim.cli import main as pstar
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / ".ci")]
 
 from _results import measured_at  # noqa: E402
 
@@ -387,34 +388,57 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
 
 def put(text: str, mark: str, content: str) -> str:
     """Replace what stands under the marker, a table or a block of text, up to the next empty line."""
-    if f"<!-- {mark} -->\n" not in text:
-        raise SystemExit(f"README.md has no marker <!-- {mark} -->")
     old = r"(?:```text\n.*?\n```\n)?" if content.startswith("```") else r"(?:\|[^\n]*\n)*"
     new = f"\n{content}\n\n" if content else "\n"
     return re.sub(rf"(<!-- {mark} -->\n)\n*{old}\n*", lambda m: m[1] + new, text, count=1, flags=re.DOTALL)
 
 
-def filled(text: str) -> str:
-    """The README with every table and figure that comes from a file. Runs nothing."""
+def documents() -> dict[str, str]:
+    """Path from the root -> text, of every page that this script may write into."""
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+
+
+def filled(texts: Mapping[str, str]) -> dict[str, str]:
+    """The pages with every table and figure that comes from a file. Runs nothing."""
+    new = dict(texts)
     for name, content in BLOCKS.items():
-        text = put(text, name, content())
+        page = page_of(new, f"<!-- {name} -->\n")
+        new[page] = put(new[page], name, seen_from(page, content())).rstrip("\n") + "\n"
     for name, phrase in PHRASES.items():
         begin, end = f"<!-- {name}: -->", f"<!-- :{name} -->"
-        if text.count(begin) != 1 or text.count(end) != 1:
-            raise SystemExit(f"README.md must have {begin} and {end} once each")
-        before, _, rest = text.partition(begin)
-        text = before + begin + phrase() + end + rest.partition(end)[2]
-    return text
+        page = page_of(new, begin)
+        if page_of(new, end) != page:
+            raise SystemExit(f"{begin} and {end} must stand on one page")
+        before, _, rest = new[page].partition(begin)
+        new[page] = before + begin + seen_from(page, phrase()) + end + rest.partition(end)[2]
+    return new
+
+
+def page_of(texts: Mapping[str, str], marker: str) -> str:
+    pages = [page for page, text in texts.items() if marker in text]
+    if len(pages) != 1 or texts[pages[0]].count(marker) != 1:
+        raise SystemExit(f"{marker.strip()} must stand once, on one page; it is on: {', '.join(pages) or 'none'}")
+    return pages[0]
+
+
+def seen_from(page: str, content: str) -> str:
+    """Links to results begin at the root of the repository; the page may lie deeper."""
+    return content.replace("](benchmarks/", f"]({'../' * page.count('/')}benchmarks/")
 
 
 def main() -> None:
-    path = ROOT / "README.md"
     if "--table" in sys.argv[1:]:
         for script in ("table_policies.py", "validation.py"):
             subprocess.run([sys.executable, ROOT / "benchmarks" / script], check=True)
-    text = path.read_text(encoding="utf-8")
-    text = re.sub(r"^```console\n(.*?)^```", session, text, flags=re.MULTILINE | re.DOTALL)
-    path.write_text(filled(text), encoding="utf-8")
+    texts = documents()
+    sessions = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
+    for page, text in filled({page: sessions.sub(session, text) for page, text in texts.items()}).items():
+        if text != texts[page]:
+            (ROOT / page).write_text(text, encoding="utf-8")
+    from draw_pictures import draw_changed  # here, so that a test that looks at figures needs no matplotlib
+
+    draw_changed()
 
 
 if __name__ == "__main__":

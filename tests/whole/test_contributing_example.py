@@ -1,4 +1,4 @@
-"""The policy in CONTRIBUTING.md works as it is printed there."""
+"""The policy in docs/how-to/add-a-policy.md works as it is printed there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pstar_sim.errors import DoesNotFit
 from pstar_sim.testing import chain_workload
 from pstar_sim.units import MIB
 
-TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).parents[2] / "docs" / "how-to" / "add-a-policy.md").read_text(encoding="utf-8")
 
 
 def blocks() -> list[str]:
@@ -27,7 +27,7 @@ def blocks() -> list[str]:
 @pytest.fixture(scope="module")
 def example() -> dict[str, Any]:
     names: dict[str, Any] = {}
-    exec(compile(blocks()[0], "CONTRIBUTING.md", "exec"), names)
+    exec(compile(blocks()[0], "add-a-policy.md", "exec"), names)
     return names
 
 
@@ -63,7 +63,7 @@ def test_it_says_when_it_does_not_fit(example: dict[str, Any]) -> None:
 def test_it_compares_and_passes_as_printed(example: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     code = blocks()[1].replace("check_policy(layer_by_layer)", "check_policy(layer_by_layer, examples=20)")
     names = dict(example)
-    exec(compile(code, "CONTRIBUTING.md", "exec"), names)
+    exec(compile(code, "add-a-policy.md", "exec"), names)
     assert re.search(r"layer_by_layer: \d+ of 20 random jobs fitted", capsys.readouterr().out)
     tide, mine = names["comparison"].rows
     assert (tide.policy, mine.policy) == ("tide", "layer_by_layer")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -9,6 +11,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+
+from pstar_sim.policy.registry import built_in
 
 ROOT = Path(__file__).resolve().parents[2]
 LOADS = {
@@ -87,3 +91,40 @@ def test_the_search_works_without_a_server(site: Path) -> None:
     index = (site / "search" / "search_index.js").read_text(encoding="utf-8")
     assert index.startswith("var __index = ") and "tide" in index
     assert (site / "assets" / "iframe-worker.js").exists()
+
+
+def test_every_command_and_every_public_name_has_its_place_in_the_reference(
+    site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import executor
+    import pstar_sim
+    from pstar_sim.cli import main
+
+    commands = Page(site / "reference" / "command-line.html")
+    text = (site / "reference" / "command-line.html").read_text(encoding="utf-8")
+    with contextlib.suppress(SystemExit):
+        main(["--help"])
+    listed = re.findall(r"^[ │]{1,4}([a-z][a-z-]+)(?:  +|$)", capsys.readouterr().out, re.MULTILINE)
+    assert {"compare", "plan", "sensitivity", "policies"} <= {*listed}
+    groups = {"plot": "plot-tide"}  # a command of commands
+    assert not [name for name in listed if f"pstar-{groups.get(name, name)}" not in commands.names]
+    assert "--gpu-memory" in text and "help: " not in text
+    for package in (pstar_sim, executor):
+        names = Page(site / "reference" / f"{package.__name__}.html").names
+        page = (ROOT / "docs" / "reference" / f"{package.__name__}.md").read_text(encoding="utf-8")
+        written = re.findall(rf"^::: {package.__name__}\.(\w+)$", page, re.MULTILINE)
+        assert sorted(written) == sorted(package.__all__)
+        assert len(names) > len(written)
+
+
+def test_the_pictures_show_the_plans_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A digest in each says what it was drawn from."""
+    monkeypatch.syspath_prepend(str(ROOT / ".ci"))
+    pictures = importlib.import_module("draw_pictures")
+    drawn = {path.stem for path in pictures.IMAGES.glob("*.png")}
+    assert drawn == {*pictures.SHOWN} and drawn >= {*built_in()}
+    old = [
+        name for name, shown in pictures.SHOWN.items() if pictures.digest_in(pictures.IMAGES / f"{name}.png")
+        != pictures.digest(shown())
+    ]  # fmt: skip
+    assert not old, "run .ci/refresh_readme.py"

@@ -1,5 +1,5 @@
-"""What the documents show is what happens: their commands and their Python run as written, in order, in one folder; the
-README's terminal sessions print what they claim."""
+"""What README, SKILL.md, docs/ and the other documents show is what happens: their commands and their Python run as
+written, in order, in one folder per document; terminal sessions print what they claim."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ from pstar_sim.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
-    p for p in ROOT.rglob("*.md") if not {".venv", "node_modules"} & {*p.parts} and p.stem != "CHANGELOG"
+    p for p in ROOT.rglob("*.md") if not {".venv", "node_modules", "site"} & {*p.parts} and p.stem != "CHANGELOG"
 )
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SESSIONS = re.findall(r"^```console\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+SESSIONS = [
+    (path, session)
+    for path in DOCUMENTS
+    for session in re.findall(r"^```console\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+]
 
 NOT_RUN = {
     "make ": "sets up an environment or runs the suite that this test is part of",
@@ -42,10 +46,11 @@ IN_SMALL = {
     "pstar max-model ": "--policy zero_offload",
     "pstar sensitivity ": "--policy zero_offload",
     "pstar plan --model 1B --global-batch 8": "--policy zero_offload --global-batch 2",
+    "pstar compare --model 1B --batch 2": "--policy zero_offload",
     "pstar run plan.json": "--steps 2",
 }
 """How a command begins that takes long, and the flags that it gets beside its own without --whole. `max-batch`, which
-searches as `max-model` does, `cheapest` and the `compare` of CONTRIBUTING.md are asked about every policy."""
+searches as `max-model` does, `cheapest` and the `compare` of add-a-gpu.md are asked about every policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,14 +130,15 @@ def test_every_command_runs_in_order_in_one_folder(
 
 def test_the_documents_have_what_is_looked_for_and_every_exception_is_needed() -> None:
     found = [piece for path in DOCUMENTS for piece in pieces(path)]
-    commands = [p.text for p in found if p.where.startswith("README.md") and p.language == "bash"]
+    commands = [p.text for p in found if p.language == "bash"]
     of = {text.split()[1] for text in commands if text.startswith("pstar ")}
     assert of >= {
         "fits", "compare", "plan", "check", "ablate", "max-model", "max-batch", "cheapest", "sensitivity", "sweep",
         "validate", "calibrate", "trace", "run",
     }  # fmt: skip
     assert any(text.startswith("torchrun ") and "-m executor" in text for text in commands)
-    assert sum(p.language == "python" for p in found if p.where.startswith("README.md")) >= 3
+    assert sum(p.language == "python" for p in found) >= 5
+    assert all(any(p.where.startswith(page) for p in found) for page in ("README.md", "SKILL.md", "docs/tutorial.md"))
     unused = [begin for begin in [*NOT_RUN, *IN_SMALL] if not any(p.text.startswith(begin) for p in found)]
     assert not unused
     assert SESSIONS
@@ -162,33 +168,42 @@ def test_commands_in_the_text_name_flags_and_files_that_exist(path: Path, capsys
         assert not [flag for flag in flags if flag not in known], f"{path.name}: {' '.join(words)}"
 
 
-@pytest.mark.parametrize("number", range(len(SESSIONS)))
+@pytest.mark.parametrize(
+    ("path", "session"), SESSIONS, ids=[f"{path.stem}-{number}" for number, (path, _) in enumerate(SESSIONS)]
+)
 def test_a_terminal_session_prints_what_it_claims(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    path: Path, session: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Commands begin with "$ "; the lines up to the next one are their output, where a last "..." skips the rest."""
     (tmp_path / "traces").symlink_to(ROOT / "traces")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("COLUMNS", raising=False)
-    for command, claimed in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", SESSIONS[number], re.MULTILINE):
+    for command, claimed in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", session, re.MULTILINE):
         words = shlex.split(command)
-        assert words[0] == "pstar", "a terminal session of the README shows pstar"
+        assert words[0] == "pstar", f"{path.name}: a terminal session shows pstar"
         assert main(words[1:]) == 0
         printed = [line.rstrip() for line in capsys.readouterr().out.strip().splitlines()]
         shown = [line.rstrip() for line in claimed.strip().splitlines()]
         if shown and shown[-1] == "...":
             shown.pop()
             printed = printed[: len(shown)]
-        assert printed == shown
+        assert printed == shown, "run .ci/refresh_readme.py"
 
 
 def test_the_loop_contract_is_that_of_the_executor() -> None:
     docstring = ast.get_docstring(ast.parse((ROOT / "executor" / "contract.py").read_text(encoding="utf-8"))) or ""
     table = "\n".join(line for line in docstring.splitlines() if line.startswith("|"))
-    assert table and f"<!-- contract -->\n\n{table}\n" in README, "run .ci/refresh_readme.py"
+    page = (ROOT / "docs" / "reference" / "loop-contract.md").read_text(encoding="utf-8")
+    assert table and f"<!-- contract -->\n\n{table}\n" in page, "run .ci/refresh_readme.py"
 
 
-def test_every_link_of_the_readme_leads_somewhere() -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", README)
-    missing = [link for link in links if "://" not in link and not (ROOT / link).exists()]
-    assert links and not missing
+def test_the_readme_is_one_page() -> None:
+    assert len(README.split()) < 900
+    assert "](docs/images/tide_15b.png)" in README
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_of_a_document_leads_to_a_file(path: Path) -> None:
+    """As a code host shows it; anchors are looked at in test_docs.py."""
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8"))
+    assert not [link for link in links if "://" not in link and not (path.parent / link).exists()]

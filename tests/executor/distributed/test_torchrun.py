@@ -1,4 +1,4 @@
-"""`torchrun -m executor PLAN --model M`: real processes started as a user starts them, by the README's own line."""
+"""`torchrun -m executor PLAN --model M`: real processes, started as a user starts them, by the line in docs/."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ from pstar_sim.workload.trace import load_trace
 
 pytestmark = pytest.mark.slow
 
-README = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
-(LINE,) = re.findall(r"^torchrun (.*)$", README, re.MULTILINE)  # of two.json and small.json, in two processes
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "several-gpus.md"
+(LINE,) = re.findall(
+    r"^torchrun (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+)  # of two.json and small.json, in two processes
 CONFIG = {
     "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 2, "n_head": 2, "n_embd": 64,
     "vocab_size": 256, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,

@@ -1,4 +1,4 @@
-"""The names of the executor that README and messages use: they are there after `import executor`."""
+"""The names of the executor that documents and messages use: they are there after `import executor`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ _NAME = re.compile(r"\bexecutor(?:\.[A-Za-z_]\w*)+")
 
 
 def texts() -> list[str]:
-    """README, and every sentence in a string of the code that is no docstring: what users are told."""
-    found = [(ROOT / "README.md").read_text()]
+    """README, SKILL.md, docs/, and every sentence in a string of the code that is no docstring: what users are told."""
+    documents = [ROOT / "README.md", ROOT / "SKILL.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    found = [re.sub(r"\]\([^)]*\)", "]", path.read_text()) for path in documents]  # without where links lead
     for file in sorted([*(ROOT / "executor").rglob("*.py"), *(ROOT / "pstar_sim").rglob("*.py")]):
         if "executor." not in (text := file.read_text()):
             continue

@@ -1,0 +1,140 @@
+"""The pictures of docs/images: the tide of the README, and the schedule of every policy on one small job.
+
+python .ci/draw_pictures.py   draws all of them again; .ci/refresh_readme.py draws those whose plans have changed.
+
+A picture carries the digest of the timelines that it shows, so a test sees when it no longer shows today's plans.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from PIL import Image, PngImagePlugin
+
+import pstar_sim as ps
+from pstar_sim.core.timeline import Timeline
+from pstar_sim.report.tide import tide_figure
+from pstar_sim.testing import chain_workload
+from pstar_sim.units import MIB
+from pstar_sim.workload.workload import Workload
+
+IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
+KEY = "timelines"
+
+LAYERS = 6
+LAYER_PARAMS = 64 * MIB
+TOKENS = 12_288
+TIDE_BYTES = 400 * MIB
+
+# Policy -> number of GPUs and memory of each. A GPU of 3 GB has 2.00 GB for a plan, a third of the model data.
+MACHINES = {
+    "all_on_gpu": (1, "10GB"),
+    "zero_offload": (1, "3GB"),
+    "static_partition": (1, "3GB"),
+    "patrickstar": (1, "3GB"),
+    "tide": (1, "3GB"),
+    "optimal": (1, "3GB"),
+    "zero3_resident": (4, "4GB"),
+    "zero3_offload": (4, "3GB"),
+    "deep_optimizer_states": (4, "3GB"),
+    "zero_infinity": (4, "3GB"),
+}
+# The published sizes of sub-groups and buckets hold the whole small job; these hold one or two of its layers.
+OPTIONS = {
+    "zero3_offload": "bucket=70000000,subgroup=17000000,reuse=0",
+    "deep_optimizer_states": "bucket=70000000,subgroup=17000000,reuse=0",
+    "zero_infinity": "bucket=70000000,subgroup=17000000,reuse=0",
+}
+
+
+def job() -> Workload:
+    """Six equal layers, a chunk each; a tide that rises to 400 MiB in the forward pass and falls again."""
+    rise = [TIDE_BYTES * (layer + 1) // LAYERS for layer in range(LAYERS)]
+    return chain_workload(
+        LAYERS, LAYER_PARAMS, flops=2 * LAYER_PARAMS * TOKENS, tide_bytes=[*rise, *reversed(rise), 50 * MIB]
+    )
+
+
+def scheduled(policy: str) -> Timeline:
+    """What the policy does with the small job."""
+    gpus, gpu_memory = MACHINES[policy]
+    name = f"{policy}:{OPTIONS[policy]}" if policy in OPTIONS else policy
+    machine = ps.machine("rtx4090", gpus=gpus, gpu_memory=gpu_memory)
+    return ps.compare([job()] * gpus, machine, policies=[name], chunk_bytes=2 * LAYER_PARAMS).best().timeline
+
+
+def schedule_picture(timeline: Timeline) -> Figure:
+    """What every queue does, over what fills the GPU."""
+    queues = len({span.queue for span in timeline.spans if span.end_s > span.start_s})
+    figure = Figure(figsize=(10.0, 3.3 + 0.4 * queues), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[0.25 + 0.4 * queues, 2.3])
+    ps.plot_schedule(timeline, ax=above)
+    ps.plot_tide(timeline, ax=below)
+    above.set_xlabel("")
+    below.set_title("", loc="left")
+    return figure
+
+
+def tide_timelines() -> list[Timeline]:
+    comparison = ps.compare(
+        ps.preset("15B", batch=8, seq=1024), ps.machine("v100-32"), policies=["patrickstar", "tide"]
+    )
+    return [comparison[policy].timeline for policy in ("patrickstar", "tide")]
+
+
+def tide_picture(timelines: Sequence[Timeline]) -> Figure:
+    return tide_figure(timelines, xs=("time",))
+
+
+# Name of the file -> the timelines that it shows; they alone decide whether it is drawn again.
+SHOWN: Mapping[str, Callable[[], list[Timeline]]] = {
+    "tide_15b": tide_timelines,
+    **{policy: partial(lambda policy: [scheduled(policy)], policy) for policy in MACHINES},
+}
+
+
+def digest(timelines: Sequence[Timeline]) -> str:
+    """Of what is drawn, to the microsecond."""
+    told = hashlib.sha256()
+    for timeline in timelines:
+        rows = [(s.queue.value, s.kind.value, s.chunk, s.moment, f"{s.start_s:.6f}") for s in timeline.spans]
+        samples = [(f"{s.time_s:.6f}", s.place, s.category, s.bytes) for s in timeline.samples]
+        told.update(repr((timeline.label, f"{timeline.iteration_s:.6f}", rows, samples)).encode())
+    return told.hexdigest()[:16]
+
+
+def digest_in(path: Path) -> str | None:
+    """What the picture says that it shows; None where it is not there or says nothing."""
+    if not path.exists():
+        return None
+    with Image.open(path) as image:
+        return image.info.get(KEY)
+
+
+def draw(name: str, timelines: Sequence[Timeline]) -> None:
+    """64 colours are enough for bars, lines and letters, and make the file a third as large."""
+    figure = tide_picture(timelines) if name == "tide_15b" else schedule_picture(timelines[0])
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=110)
+    about = PngImagePlugin.PngInfo()
+    about.add_text(KEY, digest(timelines))
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    image = Image.open(drawn).convert("RGB").quantize(64, dither=Image.Dither.NONE)
+    image.save(IMAGES / f"{name}.png", optimize=True, pnginfo=about)
+
+
+def draw_changed() -> None:
+    for name, shown in SHOWN.items():
+        timelines = shown()
+        if digest(timelines) != digest_in(IMAGES / f"{name}.png"):
+            draw(name, timelines)
+
+
+if __name__ == "__main__":
+    for name, shown in SHOWN.items():
+        draw(name, shown())
