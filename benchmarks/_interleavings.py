@@ -1,8 +1,8 @@
 """Interleavings: the same plan under every timing gives the same bits.
 
-Half of the runs have a thread a queue, each step of every queue (compute too) delayed at random before it takes memory,
-before it works and before it ends; the other half have no threads, and the next event is drawn among all that the
-plan's edges allow, which reaches orders that no timing of this machine would. What is compared: every loss, every
+Half of the runs have one thread per queue, each step of every queue (compute too) delayed at random before it takes
+memory, before it works and before it ends; the other half have no threads, and the next event is drawn among all that
+the plan's edges allow, which reaches orders that no timing of this machine would. What is compared: every loss, every
 parameter and every optimizer state, bit by bit, with one run in which each queue goes as far as it may before compute
 goes on.
 """

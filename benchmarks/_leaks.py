@@ -33,7 +33,7 @@ _T = {3: 3.182, 8: 2.306, 18: 2.101, 23: 2.069}
 
 @dataclass(frozen=True)
 class Slope:
-    """Bytes a step: the slope and its 95 % interval."""
+    """Bytes per step: the slope and its 95 % interval."""
 
     per_step: float
     low: float
@@ -64,7 +64,7 @@ def resident_bytes() -> int:
 
 
 def run_leaks(steps: int, *, policy: str = "tide", warm_up: int | None = None) -> dict[str, object]:
-    """Train `steps` steps after a warm-up (as many as a fifth), with a thread a queue; slopes of what was read."""
+    """Train `steps` steps after a warm-up (as many as a fifth), with one thread per queue; slopes of what was read."""
     model, plan = job_of(policy)
     backend = VirtualBackend()
     model, optimizer = prepare(model, plan, AdamW(lr=1e-3, max_grad_norm=0.5), backend=backend)

@@ -56,7 +56,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def layers_by_arithmetic(*, fixed_params: int, layer_params: int, dtype: str, gpu_bytes: int, host_bytes: int) -> int:
-    """Layers whose model data (14 bytes a parameter in bf16, 16 in fp32) fills both memories; at least 1."""
+    """Layers whose model data (14 bytes per parameter in bf16, 16 in fp32) fills both memories; at least 1."""
     each = 14 if dtype == "bf16" else 16
     return max(1, ((gpu_bytes + host_bytes) // each - fixed_params) // layer_params)
 

@@ -21,7 +21,7 @@ from pstar_sim.report.waterfall import waterfall_figure
 
 NODE = "v100-32x8"
 LIMITS = ("zero_offload", "patrickstar", "static_partition", "tide", "optimal")
-BATCH = 16  # sequences a GPU
+BATCH = 16  # sequences per GPU
 
 
 def limits() -> dict[str, object]:

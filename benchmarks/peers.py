@@ -173,7 +173,7 @@ class Run:
             each = (bytes_per_param(self.task(name)) or {"gpu": 0})["gpu"]
             if each * params > cap:
                 found[name] = (
-                    f"{each} bytes a parameter on the GPU x {params / 1e9:.2f} G = {each * params / 1e9:.0f} GB, the "
+                    f"{each} bytes per parameter on the GPU x {params / 1e9:.2f} G = {each * params / 1e9:.0f} GB, the "
                     f"cap is {cap / 1e9:.0f} GB"
                 )
         return found
@@ -714,7 +714,7 @@ def as_planned(clip: str, found: Mapping[str, Any]) -> list[str]:
 
 
 def arithmetic(run: Run, timed: Mapping[str, Any], best: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Bytes a parameter of model data in each place: by the note in room.py (ours: by the plan), and as measured."""
+    """Bytes per parameter of model data in each place: by the note in room.py (ours: by the plan), and as measured."""
     found: dict[str, Any] = {}
     for name, result in timed.items():
         memory = result.get("memory")

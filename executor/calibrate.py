@@ -71,7 +71,7 @@ def calibrate(
     quick: bool = False,
     on_part: Callable[[str, int, int], object] = lambda name, number, count: None,
 ) -> tuple[Machine, Findings]:
-    """Measure this machine and write its catalog file, whole or not at all. The machine is named after the file.
+    """Measure this machine and write its catalog file, atomically. The machine is named after the file.
 
     device: "virtual", "cuda" or "auto" (CUDA where there is one). quick: a quarter of the time, twice the scatter.
     on_part(name, number, count): called before each part. Raises PlanError for a device that is not there and
@@ -93,7 +93,7 @@ def write_machine(machine: Machine, found: Findings, path: Path) -> None:
         f"A machine measured by `pstar calibrate` on {date.today()}: {_origin()}.",
         f"Use it with --machine {path.name}; sizes with --gpu-memory and --host-memory.",
         "Tables are [size, rate] pairs, sizes ascending: products in GFLOP and TFLOP/s, copies in MB and GB/s, Adam in",
-        "threads and billion parameters a second.",
+        "threads and billion parameters per second.",
         *found.skipped,
     ]
     text = "".join(f"# {line}\n" for line in head) + "\n" + machine_toml(machine, checked=date.today())
@@ -177,7 +177,7 @@ def measure(
 
 
 def _moments(device: Device, bench: Bench, found: Findings) -> tuple[float, float]:
-    """(seconds a moment takes besides products and bytes, bytes/s of its operators)."""
+    """(seconds that a moment takes besides products and bytes, bytes/s of its operators)."""
     if device.kind != "virtual":
         # Operators alone, and about three kernels too small for anything but their launch.
         _, rate = max(compute.memory_rates(device, bench))

@@ -291,7 +291,7 @@ class Session:
         """End the session: queues stop, hooks go, and (restore) parameters become plain ones with their current
         values.
 
-        Raises, once all of that is done, what a queue died of if nobody has been told yet."""
+        Raises, once all of that is done, what a queue died of if no error has been raised for it yet."""
         self.ending.close(restore=restore)
 
 

@@ -74,7 +74,7 @@ def connect(trainer: Any) -> Any:
 
 def _check_arguments(args: Any, session: Session) -> None:
     w = session.plan.workload
-    wanted = args.max_grad_norm or None  # the Trainer's 0 is no clipping
+    wanted = args.max_grad_norm or None  # the Trainer's 0 is not clipping
     if wanted != session.max_grad_norm:
         raise ContractError(
             f"TrainingArguments(max_grad_norm={args.max_grad_norm}) and AdamW(max_grad_norm={session.max_grad_norm}): "
@@ -85,7 +85,7 @@ def _check_arguments(args: Any, session: Session) -> None:
     if accumulated != w.micro_batches:
         raise ContractError(
             f"TrainingArguments(gradient_accumulation_steps={accumulated}), but the plan was made for "
-            f"{w.micro_batches} micro-batches an iteration; make the plan for {accumulated} (--micro-batches)"
+            f"{w.micro_batches} micro-batches per iteration; make the plan for {accumulated} (--micro-batches)"
         )
     if args.per_device_train_batch_size != w.batch:
         raise ContractError(

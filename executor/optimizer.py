@@ -80,8 +80,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.AdamW's: "state" by parameter number with step, exp_avg and exp_avg_sq; for parameters
         narrower than fp32 also "param32", the master copy; with loss scaling also "loss_scaling". Copies of the current
-        values. A torch.optim.AdamW over the same fp32 parameters that loads it goes on to the bit (it ignores the two
-        keys of our own, and has no master copies)."""
+        values. A torch.optim.AdamW over the same fp32 parameters that loads it goes on bit-identically (it ignores the
+        two keys of our own, and has no master copies)."""
         session = self.session
         rows: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         parameters = [p for group in self.param_groups for p in group["params"]]

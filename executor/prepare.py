@@ -78,8 +78,9 @@ def prepare(
     safetensors whose values the model gets, streamed into the chunks; the model's parameters may then be on meta (see
     `parameters_on_meta`), and nothing but the chunks is allocated. queues: "threads", or a queues object.
     threads: torch threads of the virtual accelerator's compute queue until the session is closed (None leaves them).
-    watchdog_s: see ThreadQueues. replan_after: so many iterations off plan in a row make a new plan (0: never). check:
-    run the plan's independent checker first, and hold the first iteration's tide against the plan's (where it is
+    watchdog_s: see ThreadQueues. replan_after: number of iterations off plan in a row after which a new plan is made
+    (0: never). check: run the plan's independent checker first, and hold the first iteration's tide against the plan's
+    (where it is
     higher, the session goes on under a new plan: measuring/first.py). group: the processes of a plan of several ranks
     (default: torch.distributed's, if it is initialised); every one calls prepare with the same plan and settings, and
     all begin with the parameters and buffers of the first. count: [Note: the weight of a rank] in distributed/ranks.py.
@@ -242,8 +243,8 @@ def _queues_on(backend: Backend, queues: Queues | str, *, watchdog_s: float) -> 
 
 
 def _set_up_process(backend: Backend, threads: int | None) -> Callable[[], None]:
-    """Where the host computes for the accelerator: freed pages are kept, and torch has so many threads (None: as many
-    as it has). Returns what takes the threads back."""
+    """Where the host computes for the accelerator: freed pages are kept, and torch gets this many threads (None: as
+    many as it has). Returns what takes the threads back."""
     if backend.device.type != "cpu":
         return lambda: None
     if not keep_freed_pages():

@@ -43,8 +43,8 @@ MAX_GRAD_NORM = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """reports: one a step. timeline: of the last timed iterations, measured; None if the last was not on plan. Its tide
-    is the measured one where there is `measured`, else the plan's figures at measured times.
+    """reports: one per step. timeline: of the last timed iterations, measured; None if the last was not on plan. Its
+    tide is the measured one where there is `measured`, else the plan's figures at measured times.
     measured: bytes of one untimed iteration that
     keeps the predicted order of events (None if it was not asked for). deviations: how the run left the plan, if it
     did. plan: the one it ended with. tide: of the first iteration, beside the plan's. notes: where weights came from,
@@ -333,7 +333,7 @@ def _look_back(
     timeline = session.timeline()
     if order is None and session.ranks is None:
         return timeline, None
-    # Drawn before: the corpus lies in host memory and is no part of what the accelerator holds.
+    # Drawn before: the corpus lies in host memory and is not a part of what the accelerator holds.
     drawn = iter([next(batches) for _ in range(2 * micro_batches)])
     measured = session.measure_iteration(
         lambda: train_step(model, optimizer, drawn, micro_batches), None if order is None else order(session.plan)

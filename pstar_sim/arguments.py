@@ -76,7 +76,7 @@ def number(
 
 
 def real(value: object) -> float:
-    """NaN for what is no number."""
+    """NaN for what is not a number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return math.nan
     try:

@@ -1,4 +1,4 @@
-"""Files written whole or not at all: what every kind of file here is written through. Knows no format.
+"""Files written atomically: what every kind of file here is written through. Knows no format.
 
 [Note: what is written over] A new file, or a regular one, which keeps its permissions; of a symbolic link, the file
 that it leads to. Folders, devices, pipes and sockets are refused, /dev/stdout among them: what replaces a file whole

@@ -1,4 +1,4 @@
-"""What Python 3.10 has not yet, in one place: StrEnum, a TOML reader, notes on errors. From 3.11 on, Python's own."""
+"""What Python 3.10 lacks: StrEnum, a TOML reader, notes on errors. From 3.11 on these are Python's own."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Bytes a parameter, and the largest model they leave room for.
+"""Bytes per parameter, and the largest model they leave room for.
 
-[Note: arithmetic] Model data in bytes a parameter, where w is the working dtype's width (fp32 4, bf16 2):
+[Note: arithmetic] Model data in bytes per parameter, where w is the working dtype's width (fp32 4, bf16 2):
 
 | contender         | on the GPU              | on the host                                        |
 |-------------------|-------------------------|----------------------------------------------------|

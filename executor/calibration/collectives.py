@@ -24,14 +24,14 @@ _TIMEOUT_S = 60.0
 
 
 def from_seconds(seconds: dict[int, float]) -> tuple[float, float]:
-    """(bytes/s a rank sends, latency in s) from all-gather seconds by bytes of a rank's part: latency is the seconds of
-    the smallest, the rate what the largest adds to it."""
+    """(bytes/s that a rank sends, latency in s) from all-gather seconds by bytes of a rank's part: latency is the
+    seconds of the smallest, the rate what the largest adds to it."""
     small, large = min(seconds), max(seconds)
     return (large - small) / max(seconds[large] - seconds[small], 1e-9), seconds[small]
 
 
 def collective_rates(*, timeout_s: float = _TIMEOUT_S) -> tuple[str, float, float] | str:
-    """(backend, bytes/s a rank sends, latency in s), or why there is none."""
+    """(backend, bytes/s that a rank sends, latency in s), or why there is none."""
     import torch
     import torch.distributed
 

@@ -290,7 +290,7 @@ class Blocks:
         return made[0]
 
     def make_room(self, others_bytes: int) -> None:
-        """Non-model data may need so many bytes: free memory outside the pool goes back if it stands in the way."""
+        """Non-model data may need this many bytes: free memory outside the pool is given back if that takes room."""
         with self._lock:
             free = self.loose_free_bytes
             held = self.pool_bytes + self._loose_held_bytes + free

@@ -115,7 +115,7 @@ class Gate:
             self.pending_bytes += size
 
     def room(self, payload_bytes: int, queue: Queue) -> None:
-        """Payloads may have so many bytes from now on. Called by who will use what is left."""
+        """Limit payloads to this many bytes from now on. The caller will use the rest."""
         while True:
             with self._lock:
                 self._room_bytes = payload_bytes

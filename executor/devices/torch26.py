@@ -1,8 +1,8 @@
-"""What torch 2.6 and 2.7 have not yet.
+"""What torch 2.6 and 2.7 lack.
 
-Asking which hooks on saved tensors are in force in this thread: newer ones answer themselves; for the older ones the
-two functions through which every such hook comes and goes are watched, thread by thread, from the import of the
-executor on. A CUDA memory pool for the allocations of one thread alone: the older ones have one for those of a stream.
+- Which hooks on saved tensors are in force in this thread. Newer versions answer that. For older ones the two functions
+  that push and pop such hooks are wrapped when the executor is imported, and hooks are counted per thread.
+- A CUDA memory pool for the allocations of one thread. Older versions have a pool per stream.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 is the plan's on every rank and nothing of the user's comes between them. It knows no chunk and no plan.
 
 A flat tensor of n elements is exchanged in equal slices of n // ranks; the few elements left over (only where nothing
-is sliced and n is no multiple of the ranks) are summed whole. gloo has no reduce-scatter of its own (torch's is an
+is sliced and n is not a multiple of the ranks) are summed whole. gloo has no reduce-scatter of its own (torch's is an
 all-reduce of a copy): there every rank sums the whole tensor in place, twice the bytes, and uses its slice.
 
 [Note: bounded waits] gloo's collectives are waited for here, a look at a time, so that a rank which is known to be gone

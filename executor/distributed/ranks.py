@@ -250,7 +250,7 @@ class Ranks:
 
     def weight(self, count: float) -> float:
         """[Note: the weight of a rank], of the micro-batch that begins: every rank calls it with its own b_r. Raises
-        ModelError, on all of them, for a count that is none and where all are 0."""
+        ModelError, on all of them, for a value that is not a count and where all are 0."""
         counts = self.come_to(TRAINS, count)
         rows = ", ".join(f"{each:g}" for each in counts)
         odd = [rank for rank, each in enumerate(counts) if not 0 <= each < math.inf]
@@ -274,7 +274,7 @@ def _digest(text: str) -> float:
 
 
 def _introduce(group: dist.ProcessGroup, mine: Address) -> tuple[str, list[Address]]:
-    """A name that only this run has, of the first process's choice, and everybody's address."""
+    """The run's name, which the first process chooses, and the addresses of all processes."""
     rows: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(rows, (uuid.uuid4().hex, mine), group=group)
     return f"pstar-sim/{rows[0][0]}", [address for _, address in rows]

@@ -37,7 +37,7 @@ __all__ = ["BlockPart", "BlockTape", "Borders", "find_blocks", "shared_part"]
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Blocks by name, in the order of `named_modules()`: members (with parameters) of the outermost ModuleLists and
-    Sequentials that have two or more of them. A block inside a block is none."""
+    Sequentials that have two or more of them. A block inside a block does not count."""
     found: dict[str, nn.Module] = {}
 
     def look(module: nn.Module, name: str) -> None:

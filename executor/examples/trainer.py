@@ -52,8 +52,8 @@ def make_arguments(folder: str, steps: int, *, save_every: int = 0) -> TrainingA
 def train(
     folder: str, *, steps: int = 10, gpu_memory: str = "12MiB", save_every: int = 0, resume: str | None = None
 ) -> Trainer:
-    """Train to step `steps` by a plan for a GPU of `gpu_memory`; the Trainer, its model still prepared. save_every: a
-    checkpoint each so many steps, 0 for none; resume: one to go on from."""
+    """Train to step `steps` by a plan for a GPU of `gpu_memory`; the Trainer, its model still prepared. save_every:
+    steps between checkpoints, 0 for none; resume: a checkpoint to go on from."""
     model, rows = make_model(), make_rows()
     example = {key: torch.stack([row[key] for row in rows[:BATCH]]) for key in rows[0]}
     workload = repeat_micro_batch(capture_module(model, example, name="gpt2-tiny"), ACCUMULATE)

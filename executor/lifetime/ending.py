@@ -87,7 +87,7 @@ class Ending:
         """Queues stop, hooks go, and (restore) parameters become plain ones with their current values. Does nothing
         when called again.
 
-        Raises, once all of that is done, what a queue died of if nobody has been told yet."""
+        Raises, once all of that is done, what a queue died of if no error has been raised for it yet."""
         host = self.host
         if host.closed:
             return

@@ -52,7 +52,7 @@ log = logging.getLogger("executor")
 
 TOLERANCE = 0.02  # [Note: tolerance]
 LEAST_BYTES = 4096
-OTHERWISE = policy_at(Point())  # where the plan's policy is no name
+OTHERWISE = policy_at(Point())  # where the plan's policy is not a name
 MOST_ITERATIONS = 16  # off plan, or with other batches, before one is compared
 MOST_PLANS = 3  # made in a row; a tide that grows with each iteration is the loop's
 

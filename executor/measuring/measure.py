@@ -117,7 +117,7 @@ def _as_early_as_possible(possible: Sequence[QueueEvent], compute: QueueEvent, m
 
 
 class TideWatch:
-    """Peak of live bytes in each moment, told by the session's events."""
+    """Peak of live bytes in each moment; the session reports when a moment opens and closes."""
 
     def __init__(self, session: Host, live: LiveStorages) -> None:
         self.peaks = [0] * len(session.plan.workload.moments)

@@ -152,7 +152,8 @@ class HostSlabs:
         self.slabs = slabs
 
     def at(self, chunk: int, list_name: str) -> torch.Tensor:
-        """Flat [numel]. One the plan has no room for (the engine left the plan) gets memory of its own."""
+        """The payload as a flat tensor [numel]. A payload that the plan has no room for, off plan, gets memory of its
+        own."""
         key = (chunk, list_name)
         payload = self._payloads.get(key)
         if payload is None:
@@ -167,7 +168,7 @@ class HostSlabs:
         return payload
 
     def first_bytes(self, key: tuple[int, str], size_bytes: int) -> torch.Tensor:
-        """The first bytes of a room that is no list of a chunk (`core.slabs.stash_key`)."""
+        """The first bytes of a room that is not a list of a chunk (`core.slabs.stash_key`)."""
         slab, offset = self.room.where[key]
         return self.slabs[slab][offset : offset + size_bytes]
 

@@ -95,7 +95,8 @@ class GpuPayload:
     """The own slice of one list of a chunk on the gpu, and the storage it shares with the others' slices.
 
     whole: flat [ranks * slice], valid as a tensor always, with memory only between `take_others` and `free_others`.
-    extra(change): told of bytes that memory holds beside what was taken ([Note: what a slice moves through]).
+    extra(change): called with the change of bytes that memory holds beside what was taken ([Note: what a slice moves
+    through]).
     """
 
     def __init__(

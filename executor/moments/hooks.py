@@ -88,7 +88,8 @@ class MomentClock:
     """Calls `on_event(event)` at every event of `model`, from `listen()` until `close()`. An event costs a few
     microseconds.
 
-    trains(): whether the forward that runs is no evaluation. wrap: applied to each hook (`moments.compiled.untraced`).
+    trains(): whether the forward that runs is not an evaluation. wrap: applied to each hook
+    (`moments.compiled.untraced`).
     micro_batch: of the current moment, from 0; `step()` starts the count anew. All forwards up to a backward are of one
     micro-batch (a loss may compare two).
     """
@@ -130,15 +131,17 @@ class MomentClock:
 
     @property
     def unfinished(self) -> bool:
-        """A backward has begun and has not ended; it never will where an exception came out of it."""
+        """A backward has begun but not ended. It never ends if it raised an exception."""
         return self._callback_due
 
     def outside_root(self, event: ModuleEvent) -> bool:
-        """The event, as it is told, begins the forward of a module that nobody called from the root's forward."""
+        """The event begins the forward of a module that was not called from the root's forward. Valid while the event
+        is handled."""
         return event.module != "" and self.outermost(event)
 
     def outermost(self, event: ModuleEvent) -> bool:
-        """The event, as it is told, begins the forward of a module that no other unit's forward called."""
+        """The event begins the forward of a module that no other unit's forward called. Valid while the event is
+        handled."""
         return event.kind == "begin" and event.phase is Phase.FWD and self._open == 1
 
     def step(self) -> None:

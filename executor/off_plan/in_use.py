@@ -1,4 +1,4 @@
-"""InUse: chunks that what runs off the plan may still read, told by the events of modules.
+"""InUse: chunks that code running off the plan may still read, by the events of modules.
 
 Chunks used since the enclosing module began (forward) or since the last event (backward) stay; those that a
 recomputation used stay until the next one begins or the backward ends: autograd reads what it saved of them.

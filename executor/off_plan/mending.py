@@ -4,8 +4,8 @@
 `zero_grad()` (or whatever comes first, where no gradient is lost by it) mends that. Before `optimizer.step()` has begun
 to update, the iteration is dropped: its gradients go, values that they overwrote come back from the master copy, the
 places go back to the cut. From then on (`Cursor.committed`) the step is carried to its end instead: a chunk that has a
-gradient is not updated yet. What cannot be told (a chunk in the middle of its update, eager updates of half a backward)
-ends the run with `Interrupted`. See [Note: between two lines] in memory/chunk_state.py.
+gradient is not updated yet. What cannot be recovered (a chunk in the middle of its update, eager updates of half a
+backward) ends the run with `Interrupted`. See [Note: between two lines] in memory/chunk_state.py.
 """
 
 from __future__ import annotations

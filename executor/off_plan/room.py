@@ -106,7 +106,7 @@ class RoomMaker:
             self.inline.perform(self.inline.drop(GPU, chunk, "param"))
 
     def give_back(self, size: int, *, needed: set[int]) -> tuple[list[int], int]:
-        """Drop working lists that nobody uses now until the gpu holds `size` bytes less, if there are so many; (chunks
+        """Drop working lists that nobody uses now until the gpu holds `size` bytes less, as far as possible; (chunks
         dropped, bytes)."""
         dropped: list[int] = []
         freed = 0

@@ -1,4 +1,4 @@
-"""The engine's side of a recorded iteration: on-demand mode with somebody taking notes."""
+"""The engine's side of a recorded iteration: on-demand mode with a recorder listening."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Host(Protocol):
 class WarmUp:
     """Passes events on to the on-demand mode.
 
-    With a recorder (and its live storages): it is told of every event and gradient first. With a script ((chunks read,
+    With a recorder (and its live storages): it gets every event and gradient first. With a script ((chunks read,
     non-model peak) of each moment): the chunks are fetched before the moment begins, and each moment's seconds without
     that go to `durations`, read from `clock`. firings: gradients a tensor gets in one micro-batch, where more than one.
     """

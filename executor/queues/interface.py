@@ -176,7 +176,7 @@ class Landing(Protocol):
 
 
 class Stillness(Protocol):
-    """How somebody else than the queues gets to move bytes."""
+    """How other code than the queues gets to move bytes."""
 
     def settle(self, iteration: int) -> None:
         """Return when every step of iterations up to this one has ended."""

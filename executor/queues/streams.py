@@ -219,7 +219,8 @@ class StreamQueues(ThreadQueues):
             events.clear()
 
     def stop(self) -> None:
-        """Besides, raises what a stream died of if nobody has been told yet: once, when every stream has ended."""
+        """Besides, raises what a stream died of if no error has been raised for it yet: once, when every stream has
+        ended."""
         super().stop()
         unreported: Exception | None = None
         for queue in self._latest:

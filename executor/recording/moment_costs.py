@@ -1,4 +1,4 @@
-"""What a moment of training costs besides its products: bandwidth of its operators, and a constant a moment.
+"""What a moment of training costs besides its products: bandwidth of its operators, and a constant per moment.
 
 [Note: seconds of a moment] seconds = constant + flops / rate of a product that large + bytes / bandwidth, where the
 bytes are what its operators read and write as a capture counts them, and what the engine does to a gradient that
@@ -48,7 +48,7 @@ class Sample:
 def fit(samples: Sequence[Sample], product_s: Callable[[float], float]) -> tuple[float, float]:
     """(constant in s, bandwidth in bytes/s) of [Note: seconds of a moment], by least squares of relative errors.
 
-    product_s: seconds of a product of so many flops. The constant is at least 0. Raises ValueError where the samples
+    product_s: seconds of a product, by its flops. The constant is at least 0. Raises ValueError where the samples
     do not say what the bandwidth is (fewer than two, all of one size, or no time left for bytes).
     """
     # With weights 1/seconds: minimise sum of (constant a + slope b - 1 - rest c)**2, all of them over seconds.

@@ -59,7 +59,7 @@ def record(
     group: Any = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Workload:
-    """The workload of one iteration of `model` on `batches` (one a micro-batch), run for real within `machine`'s gpu
+    """The workload of one iteration of `model` on `batches` (one per micro-batch), run for real within `machine`'s gpu
     budget. device: as for `prepare`; the batches are copied there.
 
     batch, sequence: by default the first two extents of the batch's first tensor. optimizer: as it will be given to

@@ -104,7 +104,7 @@ class Keeping:
         on_step: Callable[[StepReport], None] | None,
     ) -> Callable[[StepReport], None]:
         """What to do after each step: `on_step`, then a checkpoint if one is due. last: number of the last step.
-        extra(steps): what is saved beside, when so many steps are done."""
+        extra(steps): what is saved beside, after this many steps."""
 
         def after(report: StepReport) -> None:
             if on_step is not None:

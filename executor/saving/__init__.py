@@ -1,3 +1,3 @@
-"""Folders of weights and checkpoints: written whole or not at all, read into chunks without a second copy of
+"""Folders of weights and checkpoints: written atomically, read into chunks without a second copy of
 the model.
 """

@@ -71,7 +71,7 @@ _OURS = re.compile(r"(model|optimizer)(-[\w-]+)?\.safetensors(\.index\.json)?|ex
 
 
 def save(optimizer: Trained, folder: str | Path, *, extra: Any = None, shard_bytes: int = SHARD_BYTES) -> Path:
-    """Write the run's state to `folder`, whole or not at all; an earlier checkpoint there stays until then.
+    """Write the run's state to `folder`, atomically; an earlier checkpoint there stays until then.
 
     Files in the folder that are not a checkpoint's (a tokenizer) stay. extra: anything of numbers, texts, tensors,
     lists and dicts that `load` is to give back (the state_dict of a scheduler, the position in the data). shard_bytes:

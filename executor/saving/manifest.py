@@ -60,12 +60,12 @@ def find_checkpoint(folder: str | Path) -> Path:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Raises CheckpointError where the folder has none, or one that cannot be used."""
     if not folder.is_dir():
-        raise CheckpointError(f"checkpoint {str(folder)!r} is no folder; give one that optimizer.save wrote")
+        raise CheckpointError(f"checkpoint {str(folder)!r} is not a folder; give one that optimizer.save wrote")
     path = folder / MANIFEST
     if not path.is_file():
         raise CheckpointError(
-            f"{str(folder)!r} is no whole checkpoint: {MANIFEST}, which is written last, is missing; give another one "
-            "(plain weights are loaded with prepare(..., weights=FOLDER))"
+            f"{str(folder)!r} is not a whole checkpoint: {MANIFEST}, which is written last, is missing; give another "
+            "one (plain weights are loaded with prepare(..., weights=FOLDER))"
         )
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))

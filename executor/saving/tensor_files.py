@@ -106,7 +106,7 @@ class TensorFile:
         except ValueError as error:
             raise WeightsError(f"{self.path} is corrupt: its header is not JSON ({error}); copy it again") from error
         if not isinstance(header, dict):
-            raise WeightsError(f"{self.path} is corrupt: its header is no table of tensors; copy it again")
+            raise WeightsError(f"{self.path} is corrupt: its header is not a table of tensors; copy it again")
         metadata = header.pop("__metadata__", None)
         return header, dict(metadata) if isinstance(metadata, dict) else {}, 8 + length
 

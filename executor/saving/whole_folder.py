@@ -1,4 +1,4 @@
-"""A folder that is whole or not there: written beside its place, then put there in one step.
+"""A folder written atomically: beside its place first, then moved there in one step.
 
 Whoever reads the folder, or starts again after a SIGKILL at any moment, finds what was there before or what was
 written, never a mixture. `begin` gives a temporary folder on the same disk, `finish` puts it in place (on Linux two
@@ -38,7 +38,7 @@ def begin(folder: Path) -> Path:
 
 
 def abandon(folder: Path) -> None:
-    """Take away what `begin` made."""
+    """Remove the folder that `begin` made."""
     shutil.rmtree(temporary(folder), ignore_errors=True)
 
 

@@ -319,7 +319,7 @@ class Following:
         """The gradient goes where the plan has it."""
         host = self.host
         goes_to = host.timetable.gradient_list(host.cursor.moment, tensor)
-        if self._weight == 0.0:  # of an empty batch: what a mean over nothing gives is no number
+        if self._weight == 0.0:  # of an empty batch: what a mean over nothing gives is not a number
             grad.zero_()
         elif self._weight != 1.0:
             grad.mul_(self._weight)

@@ -137,7 +137,7 @@ class Loop:
     def __init__(self, host: Host, clock: Callable[[], float]) -> None:
         self.host = host
         self._now = clock
-        self._of_event = ActFacts(host)  # of the event that is told
+        self._of_event = ActFacts(host)  # of the event being handled
         self._standing = False  # inside `still`
         self._alone = host.ranks is None and host.scaling is None
 

@@ -210,7 +210,8 @@ class Catalog:
         return with_nodes(machine, given.nodes)
 
     def _ranks(self, e: Entry[MachineEntry]) -> list[Rank]:
-        """The ranks of one node: `gpus` equal ones, or the groups of `ranks`, each with its sequences a micro-batch."""
+        """The ranks of one node: `gpus` equal ones, or the groups of `ranks`, each with its sequences per
+        micro-batch."""
         groups = _groups(e)
         total = sum(gpus * batch for _, gpus, batch in groups)
         ranks: list[Rank] = []

@@ -2,7 +2,7 @@
 
 [Note: fitted rates] A machine whose entry says `rates = "fitted"` takes its GPUs' matrix rates as matmul x peak and
 their bandwidth as hbm x peak, and every moment is timed as flops / rate + bytes / bandwidth + launch (cost.py); its
-CPU Adam as the less of what the DRAM feeds (adam_dram x peak / 28 bytes a parameter) and what the cores compute; a
+CPU Adam as the less of what the DRAM feeds (adam_dram x peak / 28 bytes per parameter) and what the cores compute; a
 copy of memory that is not pinned at pageable_gb_per_s. The parameters are the same for all machines: none knows a
 model, a system or a node. `pstar validate` shows how far they carry. Calibrated figures stand beside them unused.
 """
@@ -37,7 +37,7 @@ class FittedRates(Table, frozen=True, kw_only=True):
     adam_gparams_core: Annotated[float, between(1e-4, 10), says("billion parameters per second of one core")]
     pageable_gb_per_s: Annotated[float, between(0.01, 1e3), says("copies from or to memory that is not pinned")]
     source: Annotated[Text, says("where the figures come from")]
-    checked: Annotated[Checked, says("when somebody looked")]
+    checked: Annotated[Checked, says("date when the figure was looked up")]
 
 
 @dataclass(frozen=True, kw_only=True)

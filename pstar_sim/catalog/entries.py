@@ -31,7 +31,7 @@ class _Origin(Table, frozen=True, kw_only=True):
     """Where the figures of a table come from."""
 
     source: Annotated[Text, says("where the figures come from; a user's file is its own source")]
-    checked: Annotated[Checked, says("when somebody looked; of a user's file, when it was last written")]
+    checked: Annotated[Checked, says("date when the figure was looked up; of a user's file, when it was last written")]
 
 
 class CalibratedGpu(_Origin, frozen=True, kw_only=True):

@@ -40,7 +40,7 @@ class ModelShape(Table, frozen=True, kw_only=True):
     aliases: Annotated[tuple[Text, ...], says("other names of the same model")] = ()
     notes: Annotated[Text | None, says("what `pstar models` prints")] = None
     source: Annotated[Text, says("where the figures come from")]
-    checked: Annotated[Checked, says("when somebody looked")]
+    checked: Annotated[Checked, says("date when the figure was looked up")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ duration (10us), true or false; or a change of what is there: +10%, -25%, x2. Ev
 file may give it, and what contradicts another figure is refused. Knows no workload.
 
 [Note: cores and Adam] The rate of CPU Adam is a figure of its own, measured with all cores. `host.cores` scales it in
-proportion, up to what DRAM bandwidth allows (28 bytes a parameter); `host.dram` leaves it as it is unless it would be
+proportion, up to what DRAM bandwidth allows (28 bytes per parameter); `host.dram` leaves it as it is unless it would be
 above that. `host.adam` sets it outright, and is refused where the DRAM could not feed it.
 """
 
@@ -74,16 +74,16 @@ def override_paths() -> tuple[str, ...]:
 
 
 def parse_settings(texts: Iterable[str]) -> dict[str, Value]:
-    """["gpu.memory=48GB", "nodes=2"] as a mapping. Raises CatalogError for a text that is no PATH=VALUE, and for a path
-    given twice."""
+    """["gpu.memory=48GB", "nodes=2"] as a mapping. Raises CatalogError for a text that is not PATH=VALUE, and for a
+    path given twice."""
     found: dict[str, Value] = {}
     for text in texts:
         if not isinstance(text, str):
-            raise CatalogError(f"{text!r} is no PATH=VALUE, such as gpu.memory=48GB")
+            raise CatalogError(f"{text!r} is not PATH=VALUE, such as gpu.memory=48GB")
         path, equals, value = text.partition("=")
         path, value = path.strip(), value.strip()
         if not (path and equals and value):
-            raise CatalogError(f"{text!r} is no PATH=VALUE, such as gpu.memory=48GB")
+            raise CatalogError(f"{text!r} is not PATH=VALUE, such as gpu.memory=48GB")
         if path in found:
             raise CatalogError(f"{path} is set twice, to {found[path]} and to {value}; give it once")
         found[path] = value

@@ -27,7 +27,7 @@ class OwnPrice(Table, frozen=True, kw_only=True):
     as_of: Annotated[Checked | None, says("when the source gives it")] = None
     offer: Annotated[Text | None, says("what is offered at that price")] = None
     source: Annotated[Text | None, says("where the price comes from; default: the file")] = None
-    checked: Annotated[Checked | None, says("when somebody looked")] = None
+    checked: Annotated[Checked | None, says("date when the figure was looked up")] = None
 
 
 class ShippedPrice(OwnPrice, frozen=True, kw_only=True):

@@ -160,7 +160,7 @@ def _whole(machine: Machine, per_root: int | None) -> dict[str, object]:
 
 
 def save_machine(machine: Machine, path: str | Path) -> None:
-    """Write the machine's file, whole or not at all."""
+    """Write the machine's file, atomically."""
     write_atomically(Path(path), machine_toml(machine, checked=date.today()), error=CatalogError)
 
 

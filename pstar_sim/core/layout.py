@@ -68,7 +68,7 @@ class Layout:
     """All chunks of a model, in order of first use; small chunks first.
 
     chunk_bytes: payload of the working list of a uniform chunk. state_bytes: optimizer state lists, bytes an element.
-    ranks: how many equal slices each list is cut into, one a rank (1: every rank has it whole). Payloads are those of
+    ranks: how many equal slices each list is cut into, one per rank (1: every rank has it whole). Payloads are those of
     one rank; with several ranks there are also the lists "remote" and "grad_remote", the slices of all others.
     """
 

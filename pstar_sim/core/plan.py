@@ -196,7 +196,7 @@ def moved_bytes(steps: Iterable[Step], ranks: int) -> dict[str, int]:
 
 
 def steps_to_text(steps: Iterable[Step]) -> str:
-    """One line a step, each ended by a newline."""
+    """One line per step, each ended by a newline."""
     return "".join(to_text(step) + "\n" for step in steps)
 
 

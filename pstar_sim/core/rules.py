@@ -120,7 +120,8 @@ def agree(period_s: float, before_s: float, tolerance: float) -> bool:
 
 
 def pace_s(program: Program, ended: NDArray[np.float64], *, steady: bool) -> float:
-    """Seconds per iteration after the last of `ended`, a row per iteration (at least two) and a column per step."""
+    """Seconds per iteration after the last one. ended: seconds, one row per iteration (at least two), one column per
+    step."""
     k = len(ended) - 1
     if steady:
         last = program.order[program.compute][-1]

@@ -10,7 +10,8 @@ frees when it ends. The table leaves out three things:
   cpu_add adds the gradient to grad32 (with list=param the last gradient, which lies in the host's working list and
   stays there); cpu_adam and gpu_adam read the states as well and leave updated parameters in the working list; after
   gather the chunk is whole on this gpu, after reduce_scatter the own slice is the reduced gradient.
-- Stashes: what a block's forward left behind is no list of a chunk. Its bytes on the gpu are part of the tide, its room
+- Stashes: what a block's forward left behind is not a list of a chunk. Its bytes on the gpu are part of the tide, its
+room
   on the host is a buffer of the plan that is held throughout. [Note: stashes] in workload/workload.py.
 
 [Note: several ranks] Every rank runs the same program. With Layout.ranks = P > 1 a list of a chunk is this rank's own
@@ -30,7 +31,7 @@ of the previous iteration.
 
 Lists: "param" (working list; the gradient overwrites it in place in the last micro-batch), the optimizer's state
 lists ("param32", "momentum", "variance"), "grad" (a gradient on its way out, working dtype), "grad32" (gradients
-accumulated over micro-batches, 4 bytes a parameter; on the gpu for chunks whose Adam runs there), "remote" and
+accumulated over micro-batches, 4 bytes per parameter; on the gpu for chunks whose Adam runs there), "remote" and
 "grad_remote" (see above).
 `bytes` is what crosses the link for copies (normally the payload; more when a policy moves a wider type), the whole
 chunk (all slices) for gather and reduce_scatter, the payload for alloc, free and drop, the host memory traffic for

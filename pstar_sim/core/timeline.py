@@ -169,7 +169,7 @@ class Timeline:
         return dict(kept.columns())
 
     def to_frame(self) -> pandas.DataFrame:
-        """A row a span, in the order they are kept: the fields of `Span`; a missing chunk or moment is <NA>."""
+        """One row per span, in the order they are kept: the fields of `Span`; a missing chunk or moment is <NA>."""
         import pandas
 
         columns = self.columns("spans")
@@ -179,7 +179,7 @@ class Timeline:
         return frame.astype({"chunk": "Int64", "moment": "Int64"})
 
     def bytes_frame(self) -> pandas.DataFrame:
-        """A row a sample: time_s, place, category, bytes."""
+        """One row per sample: time_s, place, category, bytes."""
         import pandas
 
         columns = [f.name for f in dataclasses.fields(ByteSample)]

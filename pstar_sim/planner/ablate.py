@@ -5,9 +5,9 @@ plainest point of the asynchronous policies (policy/kit/points.py): every queue 
 Then one coordinate after the other takes its better values, down to the policy asked about. What a line gains depends
 on those above it; `without` asks the other way round: the policy asked about with one idea taken out.
 
-Where the setting itself makes Adam wait for all gradients, the barrier is no choice and has no line. Where it does not,
-the ladder drops the barrier before it lets Adam begin early, so that one line alone may gain nothing: what the barrier
-costs the best policy is in `without`.
+Where the setting itself makes Adam wait for all gradients, the barrier is not a choice and has no line. Where it does
+not, the ladder drops the barrier before it lets Adam begin early, so that one line alone may gain nothing: what the
+barrier costs the best policy is in `without`.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def ablate(
     workload: as in `compare`. Where `settings` leave the chunk size open, every line has that of `policy`, which is
     planned first (on several ranks `patrickstar`, whose chunks are not sliced, has its own). certify: hold all lines
     against the bound of the fluid linear program. progress: called with (lines planned, lines in all). Raises
-    UnknownName for a policy nobody knows, PstarError for one that is no point of the family, and NothingFits if
+    UnknownName for an unknown policy, PstarError for one that is not a point of the family, and NothingFits if
     `policy` does not fit.
     """
     machine = machine_of(machine)
@@ -219,7 +219,7 @@ def _held_against(row: Row, bound_s: float | None) -> Row:
 
 def ladder(policy: str, *, barrier: bool) -> list[tuple[str, str]]:
     """(change, spec) of every line, `patrickstar` first and `policy` last. barrier: whether the setting leaves it to
-    the policy. Raises PstarError for a policy that is no point of the asynchronous family."""
+    the policy. Raises PstarError for a policy that is not a point of the asynchronous family."""
     own = _place_of(policy, barrier)
     now = {key: next(iter(values)) for key, values in _VALUES.items() if key in own}
     lines = [("as published, one thing at a time", BASE)]
@@ -257,7 +257,7 @@ def _place_of(policy: str, barrier: bool) -> dict[str, str]:
     options = options_of(find_policy(name))
     if not set(_VALUES) <= set(options):
         *some, last = reversed(named(lambda able: able.point is not None))
-        raise PstarError(f"{policy} is no point of the asynchronous policies; ablate {', '.join(some)} or {last}")
+        raise PstarError(f"{policy} is not a point of the asynchronous policies; ablate {', '.join(some)} or {last}")
     values = {key: show(option.default) for key, option in options.items() if key in _VALUES}
     values |= {key: show(value) for key, value in getattr(found, "values", {}).items()}
     return {key: value for key, value in values.items() if key != "barrier" or barrier}

@@ -1,6 +1,6 @@
 """What binds: which resource the accelerator waits for, from the stalls that a timeline puts down to their causes.
 
-Knows a timeline only; what a barrier costs has to be told, because that takes a second plan.
+Knows a timeline only; the cost of a barrier is an argument, because it takes a second plan.
 """
 
 from __future__ import annotations

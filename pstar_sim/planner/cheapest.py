@@ -1,4 +1,4 @@
-"""Cheapest: which machine trains a model on so many tokens by a deadline for least money.
+"""Cheapest: the cheapest machine that trains a model on a number of tokens by a deadline.
 
 Every machine that has a price, alone and, where a network joins its nodes, as many of it as the deadline takes (counts
 that double, then bisection); on each the sequences of an iteration are shared by the ranks and cut into the largest
@@ -145,7 +145,7 @@ def cheapest(
     prices: str | None = None,
     most_nodes: int = MOST_NODES,
 ) -> Cheapest:
-    """batch: sequences an iteration, all ranks and micro-batches together. machines: by default every machine with a
+    """batch: sequences per iteration, all ranks and micro-batches together. machines: by default every machine with a
     price. prices: a file that comes before the shipped list. Raises PstarError for a model, machine or price that is
     none, and where no machine has a price; one of several that has none is a row that says so."""
     model_entry(model)

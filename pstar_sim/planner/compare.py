@@ -190,7 +190,7 @@ def compare(
     does not fit, look for the nearest machine or setting that would. certify: the tighter bound of the fluid linear
     program, which takes seconds, instead of the joint one. only_best: for a caller that looks at `best()` alone:
     barrier costs of the others, and what would fit where something does, are left out. made: plans and timelines of
-    policies for this very job that are known already. Raises UnknownName for a policy nobody knows and PstarError for
+    policies for this very job that are known already. Raises UnknownName for an unknown policy and PstarError for
     settings that make no sense.
     """
     machine = machine_of(machine)

@@ -59,9 +59,9 @@ class Axes(Table, frozen=True, kw_only=True):
     model: Annotated[str | None, says("a model preset")] = None
     trace: Annotated[str | None, says("a trace file")] = None
     machine: Annotated[str, says("a machine of the catalog, or a .toml file")]
-    batch: Annotated[Annotated[int, least(1)] | None, says("sequences a micro-batch, all ranks together")] = None
-    seq: Annotated[Annotated[int, least(1)] | None, says("tokens a sequence")] = None
-    micro_batches: Annotated[int, least(1), says("micro-batches an iteration")] = 1
+    batch: Annotated[Annotated[int, least(1)] | None, says("sequences per micro-batch, all ranks together")] = None
+    seq: Annotated[Annotated[int, least(1)] | None, says("tokens per sequence")] = None
+    micro_batches: Annotated[int, least(1), says("micro-batches per iteration")] = 1
     dtype: Annotated[str | None, choice(DTYPE_BYTES), says("fp32, bf16 or fp16 (default: what the GPU has)")] = None
     checkpointing: Annotated[bool, says("true or false")] = True
     attention: Annotated[str, choice(ATTENTION), says("flash, efficient or math")] = "flash"
@@ -130,7 +130,7 @@ class Grid:
 def load_grid(source: str | Path | Mapping[str, object]) -> Grid:
     """The grid of a TOML file, or of the same as a mapping.
 
-    Raises PstarError, naming file and axis, for an axis nobody knows, a value that is none of the axis, an axis without
+    Raises PstarError, naming file and axis, for an unknown axis, a value that the axis does not take, an axis without
     values or with one twice, and a grid that names no machine, policy, or exactly one of model and trace.
     """
     if isinstance(source, Mapping):
@@ -145,12 +145,12 @@ def load_grid(source: str | Path | Mapping[str, object]) -> Grid:
     for name, given in content.items():
         if name not in AXES:
             hint = _hint(name, AXES, f"known axes are {', '.join(AXES)} and [set]")
-            raise PstarError(f"{file}: {name!r} is no axis of a sweep; {hint}")
+            raise PstarError(f"{file}: {name!r} is not an axis of a sweep; {hint}")
         axes[name] = _values(file, name, given)
     for path, given in _flat(table).items():
         if path not in override_paths():
             hint = _hint(path, override_paths(), f"it can be {', '.join(override_paths())}")
-            raise PstarError(f"{file}: [set] {path!r} is no figure of a machine; {hint}")
+            raise PstarError(f"{file}: [set] {path!r} is not a figure of a machine; {hint}")
         axes[f"set.{path}"] = _values(file, f"[set] {path}", given)
     _check_axes(file, axes)
     ordered = {name: axes[name] for name in (*AXES, *sorted(axes)) if name in axes and name != "policy"}
@@ -216,7 +216,7 @@ _LOOK_UP: dict[str, Callable[[str], object]] = {
     "chunk": parse_bytes,
     "trace": _file_of,
 }
-"""Axis -> what raises PstarError for a value that is none of the axis."""
+"""Axis -> what raises PstarError for a value that the axis does not take."""
 
 
 def _check(file: str, name: str, value: Value) -> None:

@@ -1,11 +1,11 @@
 """Limits: the largest model and the largest batch a machine can train, by policy.
 
 Only memory is asked (memory.py), nothing is timed. [Note: an upper bound of any model] The working list and the states
-of every parameter lie somewhere: w + s bytes a parameter, on the GPUs, the hosts and the disks together. No policy fits
-a model above that, so no search goes beyond it. The least memory a policy needs grows with depth and with batch but for
-small steps where the chunk size changes; so what is asked next is where a line through the bytes of what did not fit
-meets the bytes there are (halves, where that says nothing), until some L fits and L + 1 does not. Few depths are
-planned that way, and few larger ones than fit. Policies that keep nothing on disks are held to GPUs and hosts.
+of every parameter lie somewhere: w + s bytes per parameter, on the GPUs, the hosts and the disks together. No policy
+fits a model above that, so no search goes beyond it. The least memory a policy needs grows with depth and with batch
+but for small steps where the chunk size changes; so what is asked next is where a line through the bytes of what did
+not fit meets the bytes there are (halves, where that says nothing), until some L fits and L + 1 does not. Few depths
+are planned that way, and few larger ones than fit. Policies that keep nothing on disks are held to GPUs and hosts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MOST_LAYERS = 1 << 13
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """One policy's limit. value: layers, or sequences a micro-batch of all ranks; 0 where not even 1 fits. params: of
+    """One policy's limit. value: layers, or sequences per micro-batch of all ranks; 0 where not even 1 fits. params: of
     the largest model. catalog_model: the largest of the catalog that fits, None if none does. short_of, short_bytes,
     reason: what the next one lacks, in one place of one rank, or why the policy has no plan for such a machine."""
 
@@ -67,7 +67,7 @@ class Limit:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Limits(Collection):
-    """what: "layers" or "batch". of: the family or the model, in words. rows: one a policy, in the order asked for.
+    """what: "layers" or "batch". of: the family or the model, in words. rows: one per policy, in the order asked for.
     job: what was asked, by name."""
 
     what: str
@@ -154,11 +154,11 @@ def max_model(
     """The deepest model of a family (`like`, or of another `hidden` size) that each policy can train on the machine,
     and (catalog) the largest known model.
 
-    batch: sequences a micro-batch, of all ranks together. dtype: by default what the GPU has. near: by policy, the
+    batch: sequences per micro-batch, of all ranks together. dtype: by default what the GPU has. near: by policy, the
     layers where the search begins, such as the limit of a machine that is much the same. written: workloads that calls
     about the same job on other machines have written; it is added to. on_policy: called with a policy, its number and
     how many there are before it is looked at. Raises PstarError for sizes that do not go together and a batch the ranks
-    cannot share, UnknownName for names nobody knows.
+    cannot share, UnknownName for unknown names.
     """
     machine, settings = machine_of(machine), settings_of(settings)
     choice("loading", loading, LOADING)
@@ -221,7 +221,7 @@ def max_model(
 
 
 def _check_sizes(dtype: str | None, counts: Mapping[str, int], widths: Mapping[str, int | None]) -> None:
-    """Raises PstarError for a dtype nobody knows, and for a number that is none. widths: None for one left open."""
+    """Raises PstarError for an unknown dtype, and for a value that is not a number. widths: None for one left open."""
     if dtype is not None:
         choice("dtype", dtype, DTYPE_BYTES)
     for what, size in counts.items():

@@ -150,7 +150,7 @@ def tightest(workloads: Sequence[Workload], machine: Machine) -> Workload:
     """One workload that is as hard on `machine.gpu` (the weakest of each figure) as the hardest of `workloads` (one a
     rank) is on its own GPU, moment by moment: as little room, and at least as much time.
 
-    Raises PstarError for workloads that are not one a rank or not of one model and shape of iteration.
+    Raises PstarError for workloads that are not one per rank or not of one model and shape of iteration.
     """
     _check_one_job(workloads, machine)
     first = workloads[0]
@@ -188,7 +188,9 @@ def tightest(workloads: Sequence[Workload], machine: Machine) -> Workload:
 def _check_one_job(workloads: Sequence[Workload], machine: Machine) -> None:
     """One workload a rank, all of one model and shape of iteration. Raises PstarError."""
     if len(workloads) != len(machine.ranks):
-        raise PstarError(f"{len(workloads)} workloads for the {len(machine.ranks)} ranks of {machine.name}; one a rank")
+        raise PstarError(
+            f"{len(workloads)} workloads for the {len(machine.ranks)} ranks of {machine.name}; one per rank"
+        )
     first = workloads[0]
     for r, w in enumerate(workloads):
         if (w.fingerprint, w.uses, len(w.moments), w.optimizer) != (
@@ -240,10 +242,10 @@ def unmodelled_notes(
     elif machine.peer is not None:
         notes.append(
             f"{said}: tensor parallelism over {machine.peer.name}, which leaves each GPU its part of every layer, may "
-            "be faster; so may more sequences a GPU"
+            "be faster; so may more sequences per GPU"
         )
     else:
-        notes.append(f"{said}: pipeline parallelism may be faster; so may more sequences a GPU")
+        notes.append(f"{said}: pipeline parallelism may be faster; so may more sequences per GPU")
     return tuple(notes)
 
 

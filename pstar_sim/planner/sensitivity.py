@@ -58,7 +58,7 @@ The DRAM alone does not speed up Adam here: its rate is a figure of its own, of 
 no tenth: it has its own link and as many sequences as the others, and shares the host with them."""
 
 
-ROUNDING = 1e-9  # relative difference of simulated times that is none
+ROUNDING = 1e-9  # relative difference of simulated times that counts as none
 
 POLICIES = named(lambda able: able.yardstick)
 """Tried where none is named. What tries others is left out for speed: every part is planned and its limit searched
@@ -136,11 +136,11 @@ def sensitivity(
     """workload, machine: as in `compare` (where ranks take different shares, one more GPU is left out: nobody says what
     it takes). by: how much more, 0.1 for a tenth. parts: of `PARTS`, by default all that the machine has.
     largest: also search the largest model (presets only; of a trace only times are compared). on_part: called with a
-    part, its number and how many there are before it is looked at. Raises PstarError for a part that is none."""
+    part, its number and how many there are before it is looked at. Raises PstarError for an unknown part."""
     machine, settings = machine_of(machine), settings_of(settings)
     policies = asked_names(policies)
     if not -1 < number("by", by, above=-1) < 100 or by == 0:
-        raise PstarError(f"by = {by:g} is no change; give a share such as 0.1")
+        raise PstarError(f"by = {by:g} is not a change; give a share such as 0.1")
     flag("largest", largest)
     if on_part is not None:
         function("on_part", on_part)
@@ -228,7 +228,7 @@ class _Asked:
         return effect, found[best.policy].plan, ()
 
     def effect(self, part: str, where: Machine, now: Effect, plan: Plan | None) -> Effect:
-        """Of the machine with more of one part. plan: the fastest for the machine as it is."""
+        """The effect of having more of one part. plan: the fastest plan for the machine as it is."""
         found = self._compared(where)
         best = found.best().row if any(row.fits for row in found.rows) else None
         policy, seconds = (None, None) if best is None else (best.policy, best.iteration_s)
@@ -298,11 +298,11 @@ class _Asked:
 
 
 def _known_parts(parts: Iterable[str]) -> list[str]:
-    """Raises PstarError for a part that is none."""
+    """Raises PstarError for an unknown part."""
     names = [str(part) for part in listed("parts", parts, "parts of a machine")]
     for name in names:
         if name not in PARTS:
-            raise PstarError(f"{name!r} is no part of a machine; it can be {', '.join(PARTS)}")
+            raise PstarError(f"{name!r} is not a part of a machine; it can be {', '.join(PARTS)}")
     return names
 
 

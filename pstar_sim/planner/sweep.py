@@ -70,7 +70,7 @@ _METADATA = b"pstar_sim.sweep"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sweep(Collection):
-    """rows: one a point, in the order of the grid: its axes and `COLUMNS`. cached: points that were known already."""
+    """rows: one per point, in the order of the grid: its axes and `COLUMNS`. cached: points that were known already."""
 
     grid: Grid
     rows: tuple[Mapping[str, object], ...]
@@ -103,7 +103,7 @@ def sweep(
     jobs: processes, -1 for one a core, None for what `joblib.parallel_config` says. backend: any that joblib knows;
     None for what `joblib.parallel_config` says, loky without it. cache: folder of the points, by default OUTPUT.points;
     without an output nothing is kept. Raises PstarError for a grid that is wrong, for an `output` that holds another
-    grid's results or is none, and for a backend that joblib does not know.
+    grid's results or is not a results file, and for a backend that joblib does not know.
     """
     grid = grid if isinstance(grid, Grid) else load_grid(grid)
     _check_running(jobs, backend)
@@ -256,7 +256,7 @@ def _read_point(path: Path) -> dict[str, object] | None:
 
 
 def _check_output(path: Path, grid: Grid) -> None:
-    """Raises PstarError for a results file of another grid, or a file that is none."""
+    """Raises PstarError for a results file of another grid, or a file that is not a results file."""
     if path.suffix != ".parquet":
         raise PstarError(f"{path}: results are written as Parquet; name a file that ends in .parquet")
     check_writable(path)
@@ -269,9 +269,9 @@ def _check_output(path: Path, grid: Grid) -> None:
         found = (parquet.read_schema(path).metadata or {}).get(_METADATA)
         kept = None if found is None else json.loads(found)
     except (ArrowException, OSError, ValueError) as error:
-        raise PstarError(f"{path}: exists and is no results file ({error}); choose another output") from None
+        raise PstarError(f"{path}: exists and is not a results file ({error}); choose another output") from None
     if kept is None:
-        raise PstarError(f"{path}: exists and is no results file of a sweep; choose another output")
+        raise PstarError(f"{path}: exists and is not a results file of a sweep; choose another output")
     if kept.get("digest") != grid.digest:
         differ = _difference(kept.get("axes", {}), grid)
         raise PstarError(f"{path}: holds the results of another grid ({differ}); choose another output, or remove it")

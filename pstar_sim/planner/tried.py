@@ -23,8 +23,8 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Cap:
-    """Why a way that might have been the best was not planned: `policy` plans at most so many ways, and of one number
-    of micro-batches."""
+    """Why a way that might have been the best was not planned: `policy` plans a limited number of ways, and of one
+    number of micro-batches."""
 
     policy: str
     ways: int

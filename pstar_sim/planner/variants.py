@@ -88,7 +88,7 @@ def words(w: Workload, among: Sequence[Workload] = ()) -> str:
 
 @without_garbage_collection()
 def candidates(variants: Sequence[Workload], share: int) -> tuple[Workload, ...]:
-    """One rank's workloads of `share` sequences an iteration that the variants of one model lead to, no two alike.
+    """One rank's workloads of `share` sequences per iteration that the variants of one model lead to, no two alike.
 
     A variant with one micro-batch is repeated; one with several is taken as it is. Raises TraceError where none
     divides the share (naming the batches there are), and for variants of different models, types or sequence lengths.
@@ -134,7 +134,8 @@ def _block_by_block(variants: Sequence[Workload]) -> Iterator[Workload]:
         count = len(blocks)
         parts = sorted({count * quarters // 4 for quarters in (1, 2, 3)} - {0, count})
         recomputed = recomputing.get(same)
-        # A model that is no stack of equal blocks has nothing to mix; a block that leaves nothing, nothing to offload.
+        # A model that is not a stack of equal blocks has nothing to mix; a block that leaves nothing, nothing to
+        # offload.
         if recomputed is not None:
             with contextlib.suppress(TraceError):
                 for n in parts:
@@ -369,7 +370,7 @@ def _left_out(workloads: Sequence[Workload]) -> tuple[str, ...]:
     if False in known:
         chosen = [how for w in workloads for _, how in w.activations]
         if not chosen:
-            out.append("activations chosen block by block: the variants are no stacks of equal blocks")
+            out.append("activations chosen block by block: the variants are not stacks of equal blocks")
         elif "offload" not in chosen:
             out.append("activations of some blocks offloaded: they leave none behind, or need them at once")
         else:

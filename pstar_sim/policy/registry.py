@@ -58,7 +58,7 @@ def built_in() -> dict[str, Policy]:
 def policies() -> dict[str, Policy]:
     """Name -> policy. A built-in name cannot be taken over by an entry point.
 
-    Raises PstarError for an entry point that cannot be loaded or is no function, naming it and its package.
+    Raises PstarError for an entry point that cannot be loaded or is not a function, naming it and its package.
     """
     found = dict(_BUILT_IN)
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda p: p.name):
@@ -122,6 +122,8 @@ def _load(point: EntryPoint) -> Policy:
     except Exception as error:  # whatever a foreign module raises while it is imported
         raise PstarError(f"{what} cannot be loaded: {type(error).__name__}: {error}") from error
     if not callable(policy):
-        raise PstarError(f"{what} is no function (workload, machine, settings) -> Plan but a {type(policy).__name__}")
+        raise PstarError(
+            f"{what} is not a function (workload, machine, settings) -> Plan but a {type(policy).__name__}"
+        )
     loaded: Policy = policy
     return loaded

@@ -174,7 +174,7 @@ def _fit_cells(row: Fit) -> tuple[str, ...]:
 
 
 def limits_text(answer: Limits, *, width: int | None = None) -> str:
-    """A line a policy, published limits beside them where there are any, and what the next size lacks."""
+    """One line per policy, published limits beside them where there are any, and what the next size lacks."""
     width = terminal_width() if width is None else width
     m = answer.machine
     each = "" if len(m.ranks) == 1 else f" for each of {len(m.ranks)} GPUs"

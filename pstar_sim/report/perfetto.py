@@ -1,4 +1,4 @@
-"""Chrome trace JSON of timelines, for ui.perfetto.dev: a lane a queue, counters of memory, flows from fetch to use.
+"""Chrome trace JSON of timelines, for ui.perfetto.dev: one lane per queue, counters of memory, flows from fetch to use.
 
 Format: the JSON that Perfetto documents as "other formats": complete events (ph X), counters (C), metadata (M) and
 flows (s, f); times in microseconds. All iterations of a timeline are shown; counters cover the steady one. Several

@@ -50,7 +50,7 @@ NOTHING = "#EEEEEE"
 
 
 def plot_limits(limits: Sequence[Limits], ax: Axes | None = None) -> Any:
-    """The largest model of each machine as bars, one a policy; billions of parameters, written beside each bar.
+    """The largest model of each machine as bars, one per policy; billions of parameters, written beside each bar.
 
     Raises PstarError for no limits at all and for limits of batches.
     """
@@ -89,7 +89,7 @@ def _bar(
 
 
 def plot_times(frame: pandas.DataFrame, x: str, ax: Axes | None = None, *, bound: bool = True) -> Any:
-    """Seconds an iteration along the axis `x` of a sweep, a line a policy and the lower bound dashed.
+    """Seconds per iteration along the axis `x` of a sweep, one line per policy and the lower bound dashed.
 
     A policy's line begins where it fits. Sizes as texts ("48GB") are drawn in GB. Raises PstarError for an axis that
     the frame has not, and for a frame in which another axis varies too.
@@ -104,7 +104,7 @@ def plot_times(frame: pandas.DataFrame, x: str, ax: Axes | None = None, *, bound
         line = frame.dropna(subset="lower_bound_s").groupby("at")["lower_bound_s"].min()
         ax.plot(line.index, line.to_numpy(), "--", lw=1.1, color="black", label="lower bound")
     ax.set_xlabel(_axis_name(x, list(frame[x])), fontsize=9)
-    ax.set_ylabel("seconds an iteration", fontsize=9)
+    ax.set_ylabel("seconds per iteration", fontsize=9)
     ax.set_ylim(0, None)
     ax.legend(fontsize=8, frameon=False)
     _plain(ax)

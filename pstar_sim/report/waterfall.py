@@ -1,4 +1,4 @@
-"""The waterfall of an ablation: seconds an iteration from the first line to the last, each change a step down (or up),
+"""The waterfall of an ablation: seconds per iteration from the first line to the last, each change a step down (or up),
 and beside it the bytes that each line copies.
 
 Draws on the axes it is given, opens no window, calls no `show`. Knows matplotlib and `Ablation`; plans nothing.
@@ -103,7 +103,7 @@ def _seconds(ablation: Ablation, ax: Axes) -> None:
     ax.set_yticks(range(len(lines) + 1), [*names, ablation.policy], fontsize=8.5)
     ax.set_ylim(len(lines) + 0.6, -0.6)
     ax.set_xlim(0, widest * 1.12)
-    ax.set_xlabel("seconds an iteration", fontsize=9)
+    ax.set_xlabel("seconds per iteration", fontsize=9)
     ax.tick_params(axis="x", labelsize=8)
     ax.tick_params(axis="y", length=0)
     for side in ("top", "right"):
@@ -123,7 +123,7 @@ def _bytes(ablation: Ablation, ax: Axes) -> None:
     shown = [*(lines[n] for n in fitting), lines[fitting[-1]]]
     ax.barh([n - 0.18 for n in rows], [(x.h2d_bytes or 0) / GB for x in shown], 0.36, color=UP, label="to the GPU")
     ax.barh([n + 0.18 for n in rows], [(x.d2h_bytes or 0) / GB for x in shown], 0.36, color=DOWN, label="to the host")
-    ax.set_xlabel("GB an iteration" + (" and GPU" if len(ablation.machine.ranks) > 1 else ""), fontsize=9)
+    ax.set_xlabel("GB per iteration" + (" and GPU" if len(ablation.machine.ranks) > 1 else ""), fontsize=9)
     ax.tick_params(axis="x", labelsize=8)
     ax.tick_params(axis="y", length=0)
     ax.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0.0, 1.09), ncols=2, handlelength=1.2,

@@ -304,7 +304,7 @@ class _RankRun:
 
 
 def _wire_s(step: Step, cost: CostModel) -> float:
-    """The part of a copy's nominal seconds in which its bytes pass the link; 0 for what is no copy."""
+    """The part of a copy's nominal seconds in which its bytes pass the link; 0 for what is not a copy."""
     if step.kind not in COPIES:
         return 0.0
     link = cost.link

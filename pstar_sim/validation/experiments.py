@@ -28,7 +28,7 @@ __all__ = ["NOTES", "UNEXPLAINED", "Experiment", "experiment_of", "first_ranks",
 
 NOTES = (
     "memory is what the GPUs report (32 GiB of a V100), not the catalog's nominal 32 GB",
-    "host memory of DeepSpeed: 24 bytes a parameter (its estimator's 16 x 1.5) and 20 GiB of system and processes",
+    "host memory of DeepSpeed: 24 bytes per parameter (its estimator's 16 x 1.5) and 20 GiB of system and processes",
     "the Yard's runs classify sequences, as PatrickStar's code has it, DeepSpeed's for comparison too: no logits",
     "one process on DGX-2 and Yard reaches the cores and the memory of one of two sockets",
     "PatrickStar may use 0.8 of the GPU and of the host (overall_gpu_mem_ratio, overall_cpu_mem_ratio)",
@@ -39,7 +39,7 @@ NOTES = (
 
 UNEXPLAINED = (
     "Polaris, 4 GPUs: CPU Adam at 1.9 Gparam/s in logs with micro-batches of 4 sequences, at 3.0 in those of 1",
-    "asynchronous flush: backward is longer than if it were hidden, by about 4 bytes a parameter at the link's rate",
+    "asynchronous flush: backward is longer than if it were hidden, by about 4 bytes per parameter at the link's rate",
     "Polaris, 13B on one GPU: Deep Optimizer States' backward is longer than with the flush alone",
     "ZeRO-Offload on V100: 20-50 % slower than its mechanism; in its one log forward takes 2.9 s more, backward 2 s",
     "the VM's CPU Adam: a quarter of what its cores should do; its rate is fitted",
@@ -60,7 +60,7 @@ _DOS_SOURCE = "deep-optimizer-states-results"
 class Experiment:
     """One published run (rows that differ in the metric only) as a job.
 
-    batches: sequences a rank and micro-batch; where several are given the one with the most tokens a second counts.
+    batches: sequences per rank and micro-batch; where several are given the one with the most tokens per second counts.
     sizes: models tried for a row that gives the largest trainable one, ascending; otherwise one. loop_s: seconds a
     micro-batch outside the three phases. other_host_bytes: in use on the node beside the plans of its ranks.
     host_bytes_per_param: what the system really takes, where that is more than its plan does.
@@ -172,7 +172,7 @@ def _with_gpu_bytes(machine: Machine, usable_bytes: int) -> Machine:
 
 @cache
 def _harness() -> Mapping[str, float]:
-    """Source -> seconds a micro-batch."""
+    """Source -> seconds per micro-batch."""
     text = (files("pstar_sim.validation") / "data" / "harness.toml").read_text(encoding="utf-8")
     return {name: float(entry["loop_ms"]) / 1e3 for name, entry in toml_loads(text).items()}
 
@@ -196,7 +196,9 @@ _DOS_BATCH = re.compile(r"gbs(\d+) mbs(\d+)")
 def _dos_model(row: Row) -> ModelEntry:
     match = _DOS_SHAPE.fullmatch(row.shape)
     if match is None:
-        raise CatalogError(f"measurements.csv, row {row.line}: {row.shape!r} is no shape such as 32/4096/32 ffn11008")
+        raise CatalogError(
+            f"measurements.csv, row {row.line}: {row.shape!r} is not a shape such as 32/4096/32 ffn11008"
+        )
     layers, hidden, heads, ffn = map(int, match.groups())
     entry = ModelEntry(
         name=f"llama {layers}x{hidden} ffn {ffn}",

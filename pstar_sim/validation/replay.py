@@ -69,7 +69,7 @@ def phases_of(plan: Plan, timeline: Timeline) -> Phases:
 
 
 def replay(experiment: Experiment) -> Outcome:
-    """Plan and simulate; of several batches the one with the most tokens a second, of several sizes the largest that
+    """Plan and simulate; of several batches the one with the most tokens per second, of several sizes the largest that
     fits. An experiment that does not fit has a reason instead of predictions."""
     if len(experiment.sizes) > 1:
         return _largest(experiment)
@@ -106,7 +106,7 @@ def _check_host(experiment: Experiment, size: int) -> None:
             place="host",
             needed_bytes=needed,
             available_bytes=available,
-            what=f"{experiment.host_bytes_per_param:g} bytes a parameter",
+            what=f"{experiment.host_bytes_per_param:g} bytes per parameter",
         )
 
 
@@ -191,7 +191,8 @@ def _chunk_bytes(plan: Plan, timeline: Timeline, moment: int) -> int:
 
 
 def row_value(row: Row, outcome: Outcome) -> float | None:
-    """The prediction for a row, None where the run did not fit. Raises PstarError for a metric nobody predicts."""
+    """The prediction for a row, None where the run did not fit. Raises PstarError for a metric that is not
+    predicted."""
     if outcome.reason:
         return None
     if row.metric not in outcome.predicted:

@@ -67,7 +67,7 @@ def number(text: str) -> float:
     """A published figure: plain, with B (1e9) or T (1e12), or a range, of which the middle. Raises ValueError."""
     match = _VALUE.match(text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is no figure such as 12.5, 18B or 25680-26756")
+        raise ValueError(f"{text!r} is not a figure such as 12.5, 18B or 25680-26756")
     low, high, suffix = match.groups()
     middle = float(low) if high is None else (float(low) + float(high)) / 2
     return middle * _SUFFIX[suffix]

@@ -34,7 +34,7 @@ class Rule:
 
 
 def read_scope(file: str, text: str) -> tuple[Rule, ...]:
-    """Rules in order. Raises CatalogError for a rule without name, use or reason, or with a key nobody knows."""
+    """Rules in order. Raises CatalogError for a rule without name, use or reason, or with an unknown key."""
     try:
         raw_rules = toml_loads(text).get("rule", [])
     except TOMLDecodeError as error:

@@ -113,8 +113,8 @@ def offload_blocks(w: Workload, offload: Collection[str]) -> Workload:
     """The workload in which the blocks `offload`, which keep their activations in w, move them to the host and back
     ([Note: two stashes at a time]).
 
-    Raises TraceError for a workload of several micro-batches or that offloads already, one that is no stack of blocks,
-    and for a block that recomputes, leaves nothing behind, or is needed again before it could be gone.
+    Raises TraceError for a workload of several micro-batches or that offloads already, one that is not a stack of
+    blocks, and for a block that recomputes, leaves nothing behind, or is needed again before it could be gone.
     """
     if w.micro_batches != 1 or w.stashes:
         raise TraceError("blocks are offloaded in a workload of one micro-batch that offloads none; repeat the result")

@@ -1,6 +1,6 @@
 """Optimizers by name: which states each keeps and what one update moves through memory.
 
-Bytes a parameter. Every one keeps an fp32 master copy of the parameter (`param32`). The traffic of an update is each
+Bytes per parameter. Every one keeps an fp32 master copy of the parameter (`param32`). The traffic of an update is each
 state read and written, the 2-byte gradient read and the 2-byte parameter written:
 
 - adamw: two fp32 moments. 4 + 4 + 4 read and written, 2 in, 2 out: 28.

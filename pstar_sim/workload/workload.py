@@ -55,7 +55,7 @@ class OptimizerSpec:
     """What the optimizer keeps for each trainable parameter.
 
     state_bytes: list name -> bytes per parameter, in the order they are stored. AdamW with fp32 states is the
-    default: with the 2-byte working list that makes 14 bytes a parameter. dram_bytes_per_param: host memory
+    default: with the 2-byte working list that makes 14 bytes per parameter. dram_bytes_per_param: host memory
     traffic of one CPU update (reads and writes of the states, gradient in, parameter out).
     """
 
@@ -209,7 +209,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens an iteration, all micro-batches."""
+        """Tokens per iteration, all micro-batches."""
         return self.batch * self.sequence * self.micro_batches
 
     @cached_property
@@ -421,7 +421,7 @@ def _check_choices(w: Workload, bad: _Bad) -> None:
     offloaded = {(block, u) for block, how in w.activations if how == "offload" for u in range(w.micro_batches)}
     there = [(s.block, s.micro_batch) for s in w.stashes]
     if len(set(there)) != len(there) or set(there) != offloaded:
-        raise bad("stashes", len(there), f"each offloaded block has one a micro-batch, which makes {len(offloaded)}")
+        raise bad("stashes", len(there), f"each offloaded block has one per micro-batch, which makes {len(offloaded)}")
 
 
 def _check_stashes(w: Workload, bad: _Bad) -> None:

@@ -256,7 +256,7 @@ NEVER_ZERO = {"memory_gb", "usable_gb", "fp32_tflops", "h2d_gb_per_s", "dram_pea
 ABSURD = [
     *[(k, f, v) for k, f in NUMBERS for v in ("-1", "1e15", "inf", "nan", '"8"', "true")],
     *[(k, f, "0") for k, f in NUMBERS if f in NEVER_ZERO],
-    ("links", "h2d_gb_per_s", "1e6"),  # 1e15 bytes a second
+    ("links", "h2d_gb_per_s", "1e6"),  # 1e15 bytes per second
     ("links", "latency_us", "-1"),
     ("links", "latency_us", "1e9"),
     ("links", "duplex", "1"),

@@ -29,7 +29,7 @@ def test_the_same_through_the_loader() -> None:
 
 def test_cores_scale_adam_up_to_what_the_dram_allows(v100: ps.Machine) -> None:
     assert override(v100, {"host.cores": 30}).host.adam_params_per_s == pytest.approx(1.2e9 * 30 / 24)
-    # 102.4 GB/s of DRAM over 28 bytes a parameter: 3.657e9 parameters a second, no matter how many cores
+    # 102.4 GB/s of DRAM over 28 bytes per parameter: 3.657e9 parameters per second, no matter how many cores
     assert override(v100, {"host.cores": 240}).host.adam_params_per_s == pytest.approx(102.4e9 / 28)
     assert override(v100, {"host.dram": "14GB/s"}).host.adam_params_per_s == pytest.approx(0.5e9)
 
@@ -61,7 +61,7 @@ def test_nodes_and_gpus_multiply(v100: ps.Machine) -> None:
         (["host.cores=2.5"], "host.cores = '2.5' is no count"),
         (["link.duplex=maybe"], "is no yes or no"),
         (["gpu.memry=4GB"], "there is no such figure of a machine; did you mean gpu.memory"),
-        (["gpu.memory"], "'gpu.memory' is no PATH=VALUE"),
+        (["gpu.memory"], "'gpu.memory' is not PATH=VALUE"),
         (["gpu.memory=4GB", "gpu.memory=8GB"], "gpu.memory is set twice, to 4GB and to 8GB"),
         (["gpu.memory=1GB"], "the driver context takes 1.00 GB of 1.00 GB; nothing would be left"),
         (["host.memory=8GB"], "8.00 GB of 8.00 GB are reserved for the system"),

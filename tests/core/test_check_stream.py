@@ -213,8 +213,8 @@ def two(hand_plan: MakePlan) -> MakePlan:
 
 
 def test_accumulated_gradients_come_along(two: MakePlan) -> None:
-    """On the GPU the working list, three states, grad32 and the tide; on the host 18 bytes a parameter and one gradient
-    on its way."""
+    """On the GPU the working list, three states, grad32 and the tide; on the host 18 bytes per parameter and one
+    gradient on its way."""
     assert check_plan(two()).peak_bytes == {"gpu": 2048 + 16_384 + 100, "host": 18_432 + 2048}
     assert play(two()).peak_bytes["gpu"] == 2048 + 16_384 + 100
 

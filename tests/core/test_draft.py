@@ -20,7 +20,7 @@ from pstar_sim.policy.passes.write_plan import step_of
 from pstar_sim.testing import chain_workload
 from pstar_sim.units import MIB
 
-PARAMS = MIB  # of each of two layers, a chunk each: 2 bytes a parameter in the working list, 4 in a state or a sum
+PARAMS = MIB  # of each of two layers, a chunk each: 2 bytes per parameter in the working list, 4 in a state or a sum
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def test_lines_that_do_not_fit_are_passed_over(machine: Machine) -> None:
 
 def test_what_cannot_be_ablated_is_said(machine: Machine) -> None:
     w = chain_workload(2, MIB)
-    with pytest.raises(PstarError, match="all_on_gpu is no point of the asynchronous policies"):
+    with pytest.raises(PstarError, match="all_on_gpu is not a point of the asynchronous policies"):
         ablate(w, machine, EAGER, policy="all_on_gpu")
     with pytest.raises(UnknownName, match="did you mean tide"):
         ablate(w, machine, EAGER, policy="tida")

@@ -23,7 +23,7 @@ from pstar_sim.sim.play import play
 
 
 def test_days_and_dollars_by_hand() -> None:
-    """300e9 tokens at a million a second: 300,000 s = 3.4722 days = 83.333 hours; at 12 USD an hour 1,000 USD, a third
+    """300e9 tokens at a million a second: 300,000 s = 3.4722 days = 83.333 hours; at 12 USD per hour 1,000 USD, a third
     of a cent for a million tokens."""
     b = bill(300e9, 1e6, 12.0)
     assert b.days == pytest.approx(300_000 / 86_400)
@@ -287,7 +287,7 @@ def test_parts_a_machine_does_not_have_are_left_out_or_refused() -> None:
     assert all(row.layers is None for row in answer.rows)
     with pytest.raises(PstarError, match="virtual has no network to enlarge"):
         sensitivity(w, m, policies=["all_on_gpu"], parts=["network"], largest=False)
-    with pytest.raises(PstarError, match="'RAM' is no part of a machine; it can be GPU memory"):
+    with pytest.raises(PstarError, match="'RAM' is not a part of a machine; it can be GPU memory"):
         sensitivity(w, m, parts=["RAM"])
 
 

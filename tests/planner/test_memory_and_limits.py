@@ -140,7 +140,7 @@ def test_payloads_that_pass_through_the_host_take_turns_in_a_pool() -> None:
 
 
 def test_fits_says_yes_where_compare_plans_from_the_disks() -> None:
-    """76 billion parameters are 16 x 76e9 / 8 = 152 GB a rank, of which 33.6 GB are on the host at once."""
+    """76 billion parameters are 16 x 76e9 / 8 = 152 GB per rank, of which 33.6 GB are on the host at once."""
     spec = "zero_infinity:params=nvme,states=nvme"
     w, m = preset("NV_76B", batch=1, seq=1024), ps.machine("a100-40x8")  # what one rank does
     need = memory_need(spec, w, m, ps.Settings())
@@ -273,8 +273,8 @@ def test_the_deepest_model_is_that_found_by_halves(policy: str) -> None:
 
 
 def test_the_deepest_model_by_hand() -> None:
-    """all_on_gpu in bf16: 14 bytes a parameter and the tide's peak, which here does not depend on depth: it is that of
-    the embedding's gradient, when all checkpoints are gone.
+    """all_on_gpu in bf16: 14 bytes per parameter and the tide's peak, which here does not depend on depth: it is that
+    of the embedding's gradient, when all checkpoints are gone.
 
     Hidden size 64: a layer has 12 x 64 x 64 + 13 x 64 = 49,984 parameters, the rest (50257 + 1024) x 64 + 2 x 64 =
     3,282,112. With chunks of 64 bytes each tensor has a chunk of its own size: nothing is padded. So a GPU for seven

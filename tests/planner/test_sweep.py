@@ -147,9 +147,9 @@ def test_a_backend_nobody_knows_is_one_clear_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("axes", "said"),
     [
-        ({"modle": "1B"}, "'modle' is no axis of a sweep; did you mean model"),
-        ({"weekday": ["red"]}, "'weekday' is no axis of a sweep; known axes are model,"),
-        ({"set": {"gpu.memry": "4GB"}}, r"\[set\] 'gpu.memry' is no figure of a machine; did you mean gpu.memory"),
+        ({"modle": "1B"}, "'modle' is not an axis of a sweep; did you mean model"),
+        ({"weekday": ["red"]}, "'weekday' is not an axis of a sweep; known axes are model,"),
+        ({"set": {"gpu.memry": "4GB"}}, r"\[set\] 'gpu.memry' is not a figure of a machine; did you mean gpu.memory"),
         ({"set": {"gpu.memory": "0GB"}}, "machine = 'virtual': gpu.memory = '0GB': it must be positive"),
         ({"set": "gpu.memory"}, r"set = 'gpu.memory'; write a table"),
         ({"model": "tiny-gtp2"}, "model = 'tiny-gtp2': unknown model 'tiny-gtp2'; did you mean tiny-gpt2"),
@@ -211,10 +211,10 @@ def test_a_results_file_of_another_grid_is_refused(tmp_path: Path) -> None:
         sweep(changed(clip=False), path)
     foreign = tmp_path / "foreign.parquet"
     foreign.write_bytes(Path("traces/gpt2.parquet").read_bytes())
-    with pytest.raises(PstarError, match="exists and is no results file of a sweep; choose another output"):
+    with pytest.raises(PstarError, match="exists and is not a results file of a sweep; choose another output"):
         sweep(GRID, foreign)
     foreign.write_text("nothing")
-    with pytest.raises(PstarError, match="exists and is no results file"):
+    with pytest.raises(PstarError, match="exists and is not a results file"):
         sweep(GRID, foreign)
     with pytest.raises(PstarError, match=r"name a file that ends in \.parquet"):
         sweep(GRID, tmp_path / "r.csv")
@@ -238,7 +238,7 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "holds the results of another grid" in said and said.count("\n") == 1
     grid.write_text('machine = "virtual"\nnonsense = 1\n')
     assert main(job) == 2
-    assert "'nonsense' is no axis" in capsys.readouterr().err
+    assert "'nonsense' is not an axis" in capsys.readouterr().err
     assert main(["sweep", str(tmp_path / "none.toml"), "-o", str(out)]) == 2
     assert "cannot be read" in capsys.readouterr().err
 

@@ -58,7 +58,7 @@ def test_all_on_gpu_needs_14_bytes_a_parameter_and_the_tide() -> None:
 
 
 def test_all_on_gpu_accumulates_in_4_more_bytes() -> None:
-    """18 bytes a parameter with several micro-batches."""
+    """18 bytes per parameter with several micro-batches."""
     assert short_of("all_on_gpu", chain(micro_batches=2), round_machine(gpu_memory_bytes=1)).needed_bytes == 72 * MIB
     assert play(planned("all_on_gpu", chain(micro_batches=2), 72 * MIB)).iteration_s == pytest.approx(28.0)
 
@@ -175,7 +175,7 @@ def test_the_first_chunk_is_updated_between_its_last_and_its_next_use() -> None:
 
 @pytest.mark.parametrize("policy", ["static_partition", "tide"])
 def test_they_fit_where_one_moment_fits(policy: str) -> None:
-    """The peak of 3 MiB and a chunk of 2 MiB; on the host 14 bytes a parameter."""
+    """The peak of 3 MiB and a chunk of 2 MiB; on the host 14 bytes per parameter."""
     planned(policy, chain(RISING), 5 * MIB)
     assert short_of(policy, chain(RISING), round_machine(gpu_memory_bytes=5 * MIB - 1)).needed_bytes == 5 * MIB
     planned(policy, chain(RISING), 5 * MIB, host_memory_bytes=56 * MIB)

@@ -62,7 +62,7 @@ def test_a_built_in_name_stays_built_in(offer) -> None:
     [
         ("there_is_no_such_module:policy", "cannot be loaded: ModuleNotFoundError: No module named"),
         ("pstar_sim.units:no_such_name", "cannot be loaded: AttributeError"),
-        ("pstar_sim.units:MIB", "is no function .* but a int"),
+        ("pstar_sim.units:MIB", "is not a function .* but a int"),
     ],
 )
 def test_a_broken_one_is_named(offer, value: str, reason: str) -> None:

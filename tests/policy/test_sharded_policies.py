@@ -252,7 +252,7 @@ def test_offload_on_ranks_divides_link_and_adam() -> None:
 
 
 def test_host_memory_is_that_of_the_estimators() -> None:
-    """16 x 1.5 = 24 bytes a parameter of a rank's own; with the parameters there 18 x 1.5 = 27."""
+    """16 x 1.5 = 24 bytes per parameter of a rank's own; with the parameters there 18 x 1.5 = 27."""
     for ranks in (1, 4):
         own = 4 * LAYER // ranks
         for spec, each in (("zero3_offload", 24), ("zero3_offload:params=cpu", 27), ("zero_infinity", 27)):
@@ -261,7 +261,7 @@ def test_host_memory_is_that_of_the_estimators() -> None:
 
 
 def test_twin_flow_keeps_its_share_on_the_gpu() -> None:
-    """Half of the optimizer: chunks 0 and 1 on the CPU; 24 bytes a parameter of 2 and 3 beside 2 N of parameters and
+    """Half of the optimizer: chunks 0 and 1 on the CPU; 24 bytes per parameter of 2 and 3 beside 2 N of parameters and
     a bucket; their gradients stay."""
     plan = planned(f"zero3_offload:ratio=0.5,subgroup=1048576,{SMALL}", machine())
     assert plan.modes == ("cpu", "cpu", "pin", "pin")
@@ -357,7 +357,7 @@ def test_the_chain_is_one_two_three_operators_ahead() -> None:
 
 
 def test_states_on_disks_cross_the_host_once() -> None:
-    """Gradients 2 bytes a parameter out and in, states 12 in and out."""
+    """Gradients 2 bytes per parameter out and in, states 12 in and out."""
     plan = planned("zero_infinity:states=nvme,subgroup=1048576", machine())
     assert moved(plan)["nvme_write"] == 4 * (2 + 12) * MIB
     assert moved(plan)["nvme_read"] == 4 * (2 + 12) * MIB

@@ -276,7 +276,7 @@ def test_other_mistakes_are_caught(plan: Plan) -> None:
         (_changed(plan, out, bytes=MIB - 1), "the stash has 1048576 bytes"),
         (_changed(plan, out, moment=1), "it belongs to moment 0"),
         (_changed(plan, out, stash=7), "needs stash=, below 2"),
-        (_changed(plan, out, chunk=0), "a stash is no list of a chunk"),
+        (_changed(plan, out, chunk=0), "a stash is not a list of a chunk"),
         (_changed(plan, _moment(plan, 3), stash=0), "only stash_out and stash_in move one"),
         (replace(plan, buffers=((STASHES, Place.HOST, MIB),)), "the stashes take 2097152"),
         (replace(plan, buffers=()), "has 0 bytes"),

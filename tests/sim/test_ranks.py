@@ -78,7 +78,7 @@ def plan(m: Machine, text: str = STEPS) -> Plan:
         initial=frozenset(Resident(0, name, Place.HOST) for name in states),
         steps=steps_from_text(text),
         gpu_budget_bytes=2 * MB,  # the own slice and the other one
-        host_budget_bytes=7 * MB,  # 14 bytes a parameter, of half of them
+        host_budget_bytes=7 * MB,  # 14 bytes per parameter, of half of them
     )
 
 

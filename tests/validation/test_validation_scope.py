@@ -18,13 +18,13 @@ def test_a_figure_is_a_number_a_count_or_the_middle_of_a_range(text: str, value:
 
 @pytest.mark.parametrize("text", ["", "about 3", "1-2-3", "5 B"])
 def test_anything_else_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no figure"):
+    with pytest.raises(ValueError, match="is not a figure"):
         number(text)
 
 
 def test_a_line_that_cannot_be_read_is_named() -> None:
     head = ",".join(COLUMNS)
-    with pytest.raises(CatalogError, match=r"m.csv, row 2: 'fast' is no figure"):
+    with pytest.raises(CatalogError, match=r"m.csv, row 2: 'fast' is not a figure"):
         read_rows("m.csv", f"{head}\na,b,1,,,,,iter_ms,3,s\na,b,1,,,,,iter_ms,fast,s\n")
     with pytest.raises(CatalogError, match="they must be system, hardware"):
         read_rows("m.csv", "system,value\na,1\n")

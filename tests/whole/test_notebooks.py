@@ -17,7 +17,7 @@ OF_THIS_MACHINE = {
     ("03_execute", "def gpt2():"): "a comparison on rates that were measured and a tide that was recorded",
     ("03_execute", "predicted = best.timeline"): "measured milliseconds",
     ("03_execute", "rows = iter(batches(2))"): "moments of the plan that those rates lead to",
-    ("03_execute", "session.status()"): "measured seconds and tokens a second",
+    ("03_execute", "session.status()"): "measured seconds and tokens per second",
 }
 """How the cells begin whose text holds what depends on the speed of the machine, and what that is."""
 

@@ -27,7 +27,7 @@ def check_barrier(plan: Plan, program: Unrolled) -> None:
 
 
 def _norm_needs(plan: Plan) -> list[tuple[int, str]]:
-    """What an iteration's gradient norm needs, beside its gradients having arrived: (position of a step, why). Each
+    """What an iteration's gradient norm needs beside the gradients themselves, as (position of a step, reason). Each
     queue runs its steps in order, so the last one of a kind stands for all of them."""
     # Where every rank holds everything it has the whole sum only when the other ranks' slices of it are back.
     summed = Kind.REDUCE_SCATTER if plan.layout.ranks > 1 else Kind.GATHER

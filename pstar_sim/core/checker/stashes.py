@@ -24,7 +24,7 @@ def check_stash_step(plan: Plan, step: Step) -> None:
     if step.stash is None or not 0 <= step.stash < len(stashes):
         raise PlanError(f"{label(step)} needs stash=, below {len(stashes)}")
     if step.chunk is not None or step.list is not None or step.place is not None:
-        raise PlanError(f"{label(step)} has chunk=, list= or place=; a stash is no list of a chunk")
+        raise PlanError(f"{label(step)} has chunk=, list= or place=; a stash is not a list of a chunk")
     stash = stashes[step.stash]
     if step.bytes != stash.bytes:
         raise PlanError(f"{label(step)} has bytes={step.bytes}; the stash has {stash.bytes} bytes")

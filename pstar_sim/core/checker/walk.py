@@ -300,7 +300,7 @@ class Walk:
         content.marks.add((u, t))
 
     def _nothing(self, s: int, k: int, step: Step) -> None:
-        """A stash is no list: its bytes are part of the tide, its order is proved in stashes.py."""
+        """A stash is not a list: its bytes are part of the tide, its order is proved in stashes.py."""
 
     def _alloc(self, s: int, k: int, step: Step) -> None:
         assert step.chunk is not None and step.list is not None and step.place is not None
@@ -403,7 +403,7 @@ class Walk:
             )
 
     def _total(self, key: _Key, k: int) -> _Content:
-        """The sum of gradients in a list, empty where it is of an earlier iteration."""
+        """Content of a list that sums gradients; replaced by an empty sum if it is of an earlier iteration."""
         held = self.content[key]
         if held is None or held.version != k:
             held = self.content[key] = _Content(k, summed="yes")

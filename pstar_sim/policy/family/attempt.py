@@ -47,7 +47,7 @@ class Attempt:
         return self.window.iteration_s
 
     def plan(self, choices: Mapping[str, object] | None = None) -> Plan:
-        """The plan. choices: what `explain` is told."""
+        """The plan. choices: what `explain` shows."""
         return plan_of(self.schedule, self.draft, self.window, choices)
 
 

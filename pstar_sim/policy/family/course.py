@@ -110,7 +110,7 @@ class Course:
         return touched, whole
 
     def _positions_of(self, blocks: Sequence[int]) -> list[int]:
-        """Of ascending blocks; an update between two neighbours is no gap."""
+        """Of ascending blocks; an update between two neighbours is not a gap."""
         mine = [self.at[blocks[0]]]
         for before, n in pairwise(blocks):
             mine += range(mine[-1] + 1, self.at[n] + 1) if n == before + 1 else [self.at[n]]

@@ -3,7 +3,7 @@
 It begins where the roofline (modes.py) and the closed form for pins alone (pins.py) say, and goes from the best of
 these downhill, one thing at a time; then again from places that the best one does not reach so (another knob, other
 modes for the largest chunks), until it is as good as the roofline or its effort is used up. The effort is counted in
-ops played, not in seconds: equal arguments give equal plans. A search that is given more effort goes on.
+scheduled ops, not in seconds: equal arguments give equal plans. A search that is given more effort goes on.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ __all__ = ["Search", "Trial"]
 OVERHEAD_OPS = 300  # effort that an attempt costs beside its ops
 GOOD_ENOUGH = 1e-3  # relative distance from the floor of the roofline at which nothing more is tried
 BETTER = 1e-5  # relative gain that counts
-HOPELESS = 1.003  # an attempt that is so much slower than the best one is not played to its end
-AGAIN = 1.2  # so much slower than the best one another place to go downhill from may be
+HOPELESS = 1.003  # an attempt slower than the best one by this factor is not scheduled to its end
+AGAIN = 1.2  # another start downhill may be slower than the best attempt by this factor
 KEPT = 2  # attempts that are remembered with their programs
-LARGE, MOST_LARGE = 2.5, 3  # a chunk so many times as large as the usual one is large
+LARGE, MOST_LARGE = 2.5, 3  # a chunk this many times as large as the usual one is large
 CALM = 0.02  # weight of the mean of the roofline's terms: of equal maxima the one with slack elsewhere
 USUAL = Knobs()
 TURNS: tuple[Mapping[str, object], ...] = (
@@ -102,7 +102,7 @@ class Search:
         calm = roof.seconds + CALM * roof.mean_s
         best = self.fewest + int(calm.min(axis=1).argmin())
         streams = round(float(shares[int(calm[best - self.fewest].argmin())]) * (self.count - best))
-        # (pins, streams): the best by the roofline, and fewer pins with so many more streams: what CPU Adam has to do
+        # (pins, streams): the best by the roofline, and fewer pins with as many more streams: what CPU Adam has to do
         # is as it was, which matters most, and there is more room.
         self.starts = [(best, streams)]
         for part in (0.9, 0.8, 0.65) if streams else ():

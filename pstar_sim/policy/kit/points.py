@@ -55,7 +55,7 @@ def point_options(base: Point) -> Mapping[str, Option]:
         "eviction": (one_of("belady", "lru", "fifo"), "which chunks stay between two uses"),
         "prefetch": (
             either(one_of("none", "edf"), whole_number(least=1)),
-            "copies on demand, so many chunks ahead, or by deadline as far ahead as there is room",
+            "copies on demand, a number of chunks ahead, or by deadline as far ahead as there is room",
         ),
         "adam": (
             one_of("after-backward", "fifo", "edf"),
@@ -63,7 +63,7 @@ def point_options(base: Point) -> Mapping[str, Option]:
         ),
         "pins": (
             either(one_of("optimal"), whole_number()),
-            "chunks whose optimizer states stay on the GPU, at most so many",
+            "most chunks whose optimizer states stay on the GPU",
         ),
         "streams": (switch(), "optimizer states may come to the GPU for one update"),
         "barrier": (switch(), "no Adam before the optimizer step, also where the setting asks for none"),

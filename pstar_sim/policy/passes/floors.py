@@ -56,6 +56,6 @@ class Floors:
             self._earlier.append((row, floor))
 
     def close(self) -> None:
-        """Copies that wait for positions of the previous iteration."""
+        """Add the waits of copies for positions of the previous iteration."""
         for row, floor in self._earlier:
             self._rows.wait(row, (self._rows.last_rows[floor + self._count], 1))

@@ -17,8 +17,8 @@ __all__ = ["plan_of", "step_of"]
 
 
 def plan_of(schedule: Schedule, draft: Draft, window: Window, choices: Mapping[str, object] | None = None) -> Plan:
-    """The plan. draft: of the schedule. window: the order that was chosen for the draft. choices: what `explain` is
-    told, beside the seconds per iteration that the window predicts."""
+    """The plan. draft: of the schedule. window: the order that was chosen for the draft. choices: what `explain`
+    shows, beside the seconds per iteration that the window predicts."""
     job = schedule.job
     b = Builder(job.name, job.workload, job.machine, job.settings, layout=job.layout, stashes=False)
     b.choices.update(choices or {})
@@ -70,7 +70,7 @@ def _steps(b: Builder, schedule: Schedule, draft: Draft, window: Window) -> list
 
 
 def step_of(b: Builder, row: DraftRow, after: After) -> int:
-    """Write the step that a row stands for, which is no block of moments; returns the step's id."""
+    """Write the step that a row stands for, which is not a block of moments; returns the step's id."""
     if row.stash >= 0:
         moment = moment_of(b.workload, row.kind, row.stash)
         return b.add(row.queue, row.kind, stash=row.stash, moment=moment, after=after)

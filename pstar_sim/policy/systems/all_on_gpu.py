@@ -1,6 +1,6 @@
 """all_on_gpu: no offloading. Parameters, gradients and optimizer states live on the GPU, Adam runs there.
 
-The reference every offloading policy is measured against where it fits. Uses 14 bytes a parameter in 2-byte training
+The reference every offloading policy is measured against where it fits. Uses 14 bytes per parameter in 2-byte training
 (the gradient overwrites the working list), 18 with several micro-batches.
 
 On several ranks this is plain data parallelism: every GPU holds everything, a chunk's gradient is all-reduced

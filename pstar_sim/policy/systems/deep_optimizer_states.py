@@ -25,12 +25,12 @@ SUB_GROUP_PARAMS = 100_000_000
 """Of the published runs."""
 
 PREFETCH_BYTES_PER_PARAM = 3
-"""Host buffers beyond zero3_offload's 24 bytes a parameter: nodes show 27 to 45 with them. The least of it, so that no
-run is refused that was made."""
+"""Host buffers beyond zero3_offload's 24 bytes per parameter: nodes show 27 to 45 with them. The least of it, so that
+no run is refused that was made."""
 
 CAPABILITIES = Capabilities(streams_states=True)
 OPTIONS = {
-    "every": Option(whole_number(least=1), "every so many-th sub-group is updated on the GPU", 2),
+    "every": Option(whole_number(least=1), "every k-th sub-group is updated on the GPU", 2),
     "subgroup": Option(whole_number(least=1), "parameters (of one rank) that are updated at a time", SUB_GROUP_PARAMS),
     "ratio": Option(share(), "share of the optimizer that is on the CPU; the rest stays on the GPU", 1.0),
     **TRACED_OPTIONS,
@@ -49,7 +49,7 @@ def deep_optimizer_states(
     reuse: int = MAX_REUSE_PARAMS,
     prefetch: int = PREFETCH_PARAMS,
 ) -> Plan:
-    """Host bytes a rank: 27 a parameter of its own slices. GPU bytes as zero3_offload, and in optimizer.step() the
+    """Host bytes per rank: 27 per parameter of its own slices. GPU bytes as zero3_offload, and in optimizer.step() the
     states of one sub-group that is on the GPU and of the next one on its way.
 
     Raises DoesNotFit where either exceeds what there is.

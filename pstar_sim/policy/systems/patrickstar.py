@@ -9,7 +9,7 @@ each moment, chunks beyond budget - non-model of the next one are evicted (this 
 code does). Adam runs after the backward pass in chunk order. The states of the first chunks live on the GPU if there
 is margin space, (budget - peak non-model - all working lists) / states of a chunk * 0.8, of which the counter rule
 takes ceil - 1 chunks. Elsewhere Adam runs on the CPU: where the working list is on the GPU, the gradient goes down in
-2 bytes a parameter and the parameters come up in 4 (through a GPU buffer of one fp32 chunk, which is held
+2 bytes per parameter and the parameters come up in 4 (through a GPU buffer of one fp32 chunk, which is held
 throughout); otherwise directly.
 
 On P ranks. Chunks form groups of P, one of which each rank owns; here a group is one unit of P * CS elements of which
@@ -57,7 +57,7 @@ MOST_ITERATIONS = 8  # until the chunks on the GPU at the cut repeat
 
 OPTIONS = {
     "msc": Option(
-        switch(), "communicate chunk by chunk (memory saving): one chunk of room instead of one a rank", False
+        switch(), "communicate chunk by chunk (memory saving): one chunk of room instead of one per rank", False
     )
 }
 
@@ -247,7 +247,7 @@ class _Iteration:
 
 
 def _choices(b: Builder, homes: Homes, unit: str) -> dict[str, object]:
-    """What `explain` is told."""
+    """What `explain` shows."""
     choices: dict[str, object] = {
         "capacity": "GPU budget less the higher non-model peak of this moment and the next, less a reserve of one "
         f"{unit} ({format_bytes(b.layout.chunk_bytes)})",

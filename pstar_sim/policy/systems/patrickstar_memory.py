@@ -89,7 +89,7 @@ def margin_space(uses: Facts, budget_bytes: int) -> int:
 
 
 def fp32_buffer_bytes(uses: Facts) -> int:
-    """Of the buffer through which CPU Adam's parameters come up: the largest chunk's, 4 bytes a parameter."""
+    """Of the buffer through which CPU Adam's parameters come up: the largest chunk's, 4 bytes per parameter."""
     layout = uses.layout
     large = (c.index for c in layout.chunks if not c.small)
     return max((layout.slice_numel(c) * 4 for c in large if uses.updated(c)), default=0)
@@ -188,7 +188,7 @@ class Memory:
         self.last = self.b.writeback(c, "param", self.b.uses.last_gradient(c), self.then())
 
     def fetch_updated(self, c: int) -> None:
-        """Updated parameters come up in 4 bytes a parameter, through the fp32 buffer."""
+        """Updated parameters come up in 4 bytes per parameter, through the fp32 buffer."""
         size = self.b.layout.slice_numel(c) * 4
         self.b.fetch(c, self.b.uses.last_gradient(c), self.then(), size_bytes=size)
         self.last = self.b.free(Queue.H2D, c, "param", Place.HOST)

@@ -45,13 +45,13 @@ GRADIENT_BYTES_PER_PARAM = 4
 """The optimizer's gradient, in fp32: with AdamW's states 16 bytes per parameter, wherever the optimizer is."""
 
 BUFFER_FACTOR = 1.5
-"""What DeepSpeed's memory estimators multiply host use by. 16 x 1.5 = 24 bytes a parameter is what nodes that run it
+"""What DeepSpeed's memory estimators multiply host use by. 16 x 1.5 = 24 bytes per parameter is what nodes that run it
 show (24 to 28), and what the GPU holds of twin-flow's resident share (24.8 measured)."""
 
 TRACED_OPTIONS = {
     "bucket": Option(whole_number(), "parameters whose gradients leave together", REDUCE_BUCKET_PARAMS),
-    "reuse": Option(whole_number(), "keep parameters that are used again within so many", MAX_REUSE_PARAMS),
-    "prefetch": Option(whole_number(), "gather parameters so many ahead", PREFETCH_PARAMS),
+    "reuse": Option(whole_number(), "keep parameters that are used again within this many", MAX_REUSE_PARAMS),
+    "prefetch": Option(whole_number(), "gather parameters this many ahead", PREFETCH_PARAMS),
 }
 """Options of every policy that is DeepSpeed's ZeRO-3 underneath."""
 
@@ -79,8 +79,8 @@ def zero3_offload(
     reuse: int = MAX_REUSE_PARAMS,
     prefetch: int = PREFETCH_PARAMS,
 ) -> Plan:
-    """Host bytes a rank, with AdamW: 24 (`params=cpu`: 27) a parameter of its own slices. GPU bytes a rank: 2 N / P
-    (with `params=gpu`), what is gathered, the gradient bucket, 24 a parameter that twin-flow keeps there, the tide.
+    """Host bytes per rank, with AdamW: 24 (`params=cpu`: 27) per parameter of its own slices. GPU bytes per rank: 2 N /
+    P (with `params=gpu`), what is gathered, the gradient bucket, 24 a parameter that twin-flow keeps there, the tide.
 
     Raises DoesNotFit where either exceeds what there is.
     """
@@ -138,7 +138,7 @@ def _optimizer_step(o: Offloaded, *, pinned: bool) -> None:
 
 
 def optimizer_bytes(workload: Workload) -> int:
-    """Bytes a parameter of the optimizer: its states and the gradient in fp32."""
+    """Bytes per parameter of the optimizer: its states and the gradient in fp32."""
     return workload.optimizer.states_bytes_per_param + GRADIENT_BYTES_PER_PARAM
 
 
@@ -152,8 +152,8 @@ class Offloading:
     every: every k-th of the offloaded sub-groups has its Adam on the GPU too; 0: none.
     flush: how the last gradients go to the host.
     bucket: parameters whose gradients leave together.
-    reuse: parameters are kept that are used again within so many.
-    prefetch: parameters are gathered so many ahead.
+    reuse: parameters that are used again within this many are kept.
+    prefetch: number of parameters gathered ahead.
     """
 
     home: Place

@@ -29,7 +29,8 @@ OPTIONS = {
 
 
 def zero3_resident(workload: Workload, machine: Machine, settings: Settings, *, reshard: bool = True) -> Plan:
-    """GPU bytes a rank: 18 N / P, a block's parameters whole and the next block's, its gradients beside them, the tide.
+    """GPU bytes per rank: 18 N / P, a block's parameters whole and the next block's, its gradients beside them, the
+    tide.
 
     reshard: False keeps what forward has gathered until backward (FSDP's SHARD_GRAD_OP).
     Raises DoesNotFit where that exceeds the GPU.

@@ -41,7 +41,7 @@ OPTIONS = {
     "overlap": Option(switch(), "bring what the next operators need while one computes", True),
     "subgroup": Option(whole_number(least=1), "parameters (of one rank) that are updated at a time", SUB_GROUP_PARAMS),
     "bucket": Option(whole_number(), "parameters whose gradients leave together", REDUCE_BUCKET_PARAMS),
-    "reuse": Option(whole_number(), "keep parameters that are used again within so many", MAX_REUSE_PARAMS),
+    "reuse": Option(whole_number(), "keep parameters that are used again within this many", MAX_REUSE_PARAMS),
 }
 
 
@@ -57,9 +57,9 @@ def zero_infinity(
     bucket: int = REDUCE_BUCKET_PARAMS,
     reuse: int = MAX_REUSE_PARAMS,
 ) -> Plan:
-    """GPU bytes a rank: the operators under way, what is reused soon, the gradient bucket, the tide. Host bytes a rank:
-    (16 + 2) x 1.5 = 27 a parameter of its own slices, by DeepSpeed's estimator (the paper itself counts 20); of what is
-    on the disks only what is on its way.
+    """GPU bytes per rank: the operators under way, what is reused soon, the gradient bucket, the tide. Host bytes per
+    rank: (16 + 2) x 1.5 = 27 a parameter of its own slices, by DeepSpeed's estimator (the paper itself counts 20); of
+    what is on the disks only what is on its way.
 
     Raises PlanError where something is to live on disks that the machine does not have, DoesNotFit where the GPU, the
     host or the disks are too small.

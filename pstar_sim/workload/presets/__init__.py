@@ -59,7 +59,7 @@ def preset(
 
     batch: sequences (images) per micro-batch, of all GPUs together: a comparison divides it among the GPUs of the
     machine. dtype: None for what the GPU of the machine has (bf16, else fp16, else fp32), written as bf16 until a
-    machine is known. seq: tokens a sequence, by default all positions the model has (a ViT takes
+    machine is known. seq: tokens per sequence, by default all positions the model has (a ViT takes
     no other). checkpointing: every layer is a checkpoint (non-reentrant, so a recompute stops early). No dropout, no
     padding. The GPT family stands for the PatrickStar table, whose parameter counts have no head of their own: the
     head is the token embedding (tied) and the loss is the language model's, as the planning figures assume, though the
@@ -190,8 +190,8 @@ def variant(
 ) -> Workload:
     """The same preset, adapter and optimizer with another batch, number of micro-batches, checkpointing or dtype.
 
-    shape: the model's, where it is not in the catalog. Raises ModelError for a workload that is no preset, UnknownName
-    for one of a shape that is neither given nor in the catalog.
+    shape: the model's, where it is not in the catalog. Raises ModelError for a workload that is not a preset,
+    UnknownName for one of a shape that is neither given nor in the catalog.
     """
     if workload.source != "preset":
         raise ModelError(f"workload {workload.model!r} comes from a {workload.source}; trace the model as it should be")

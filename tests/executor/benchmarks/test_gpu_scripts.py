@@ -377,7 +377,7 @@ class TestParity:
 
 class TestLargestModel:
     def test_layers_by_arithmetic(self, load: Callable[[str], Any]) -> None:
-        """14 bytes a parameter: 1,400 bytes hold 100 parameters, 10 of them fixed, so 9 layers of 10; then fewer."""
+        """14 bytes per parameter: 1,400 bytes hold 100 parameters, 10 of them fixed, so 9 layers of 10; then fewer."""
         largest = load("gpu_largest")
         sizes = {"fixed_params": 10, "layer_params": 10, "gpu_bytes": 400, "host_bytes": 1000}
         assert largest.layers_by_arithmetic(dtype="bf16", **sizes) == 9

@@ -478,7 +478,7 @@ def test_what_is_too_large_for_the_card_is_not_built(load: Callable[[str], Any],
     args = peers.parse(["--device", "cuda", "--contenders", "plain,ours,fsdp2", "--out", str(tmp_path)])
     run = peers.Run(args, tmp_path)
     assert run.skipped == {
-        "plain": "20 bytes a parameter on the GPU x 6.74 G = 135 GB, the cap is 24 GB",
+        "plain": "20 bytes per parameter on the GPU x 6.74 G = 135 GB, the cap is 24 GB",
     }
     assert run.names == ["ours", "fsdp2"]
 

@@ -49,7 +49,7 @@ def test_interleavings_with_delays_in_every_queue_are_bit_identical() -> None:
 
 
 def test_a_slope_of_known_growth() -> None:
-    """10 bytes a step and a saw tooth of 100: 25 blocks of 40 steps, whose means differ by 400 exactly."""
+    """10 bytes per step and a saw tooth of 100: 25 blocks of 40 steps, whose means differ by 400 exactly."""
     readings = [10.0 * n + 100.0 * (n % 2) for n in range(1000)]
     slope = _leaks.slope_of(readings)
     assert slope.per_step == pytest.approx(10.0) and slope.low == pytest.approx(10.0)

@@ -1,4 +1,4 @@
-"""A session begins whole or not at all, and it ends whatever happens while it ends."""
+"""A session begins atomically, and it ends whatever happens while it ends."""
 
 from __future__ import annotations
 

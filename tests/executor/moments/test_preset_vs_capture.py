@@ -1,7 +1,7 @@
 """A preset is held against a capture of the same model: same parameters, flops and bytes, though one needs no torch.
 
 Required: parameters equal, flops within 2 %, peak non-model bytes within 10 %. Reached: flops equal, peaks within
-0.2 % (what is left: label and position tensors of a few bytes a token, and gradients of biases that a capture sees go
+0.2 % (what is left: label and position tensors of a few bytes per token, and gradients of biases that a capture sees go
 one by one). The preset's moments are coarser, so only figures that do not depend on the clock are compared.
 """
 

@@ -18,7 +18,7 @@ TOLD_APART = (True, "step")  # checkpointing, update: what is run of each transf
 
 
 def steps_of(policy: str, model: str, checkpointing: bool, update: str, micro_batches: int, whole: bool) -> int:
-    """Twenty; where four micro-batches a step make twenty of them, five for most of the transformers. Without --whole
+    """Twenty; where four micro-batches per step make twenty of them, five for most of the transformers. Without --whole
     only tide on small layers and on GPT-2 goes that far: what a plan gets wrong it gets wrong within two iterations,
     and what is left of a rounding shows in `distance` at any length."""
     most = model == "mlp" or (model == "gpt2" and checkpointing == (update == "step"))

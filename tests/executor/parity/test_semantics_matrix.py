@@ -60,7 +60,7 @@ def test_equals_plain_pytorch(record_property: Any, row: Any, dtype: str, policy
 
 @pytest.mark.parametrize(("dtype", "streams"), [("bf16", False), ("fp16", True)])
 def test_parameters_that_cross_the_link_in_fp32(dtype: str, streams: bool) -> None:
-    """PatrickStar brings what the CPU has updated up in 4 bytes a parameter, in training with 2: counted where it is
+    """PatrickStar brings what the CPU has updated up in 4 bytes per parameter, in training with 2: counted where it is
     copied, for updated chunks alone (the row's own check holds the link's bytes against the plan's)."""
     (row,) = [row for row in rows.ROWS if row.name == "LoRA"]
     backend = VirtualStreams() if streams else None

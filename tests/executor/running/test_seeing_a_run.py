@@ -60,7 +60,7 @@ def test_a_run_keeps_what_was_predicted_beside_what_was_measured(
     capsys.readouterr()
     assert main([*argv, "--timeline", "run.json", "--perfetto", "trace.json", "--plot", "tide.png"]) == 0
     out, err = capsys.readouterr()
-    lines = err.splitlines()  # stderr is no terminal here: a line a step, once a second, and the last
+    lines = err.splitlines()  # stderr is no terminal here: one line per step, once a second, and the last
     assert lines[0].startswith("step 1/3: loss ") and lines[-1].startswith("step 3/3: loss ")
     for word in ("tokens/s, on plan", " at most of 450 kB", "host ", "h2d ", " of 2.00 GB/s busy ", "compute waits "):
         assert word in lines[-1], lines[-1]

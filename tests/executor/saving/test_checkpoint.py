@@ -1,4 +1,4 @@
-"""Checkpoints: a folder that transformers loads, that appears whole or not at all, and that says what is wrong."""
+"""Checkpoints: a folder that transformers loads, that appears atomically, and that says what is wrong."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def change(folder: Path, **values: Any) -> None:
 @pytest.mark.parametrize(
     "break_it, match",
     [
-        (lambda f: (f / MANIFEST).unlink(), "is no whole checkpoint: pstar.json, which is written last, is missing"),
+        (lambda f: (f / MANIFEST).unlink(), "is not a whole checkpoint: pstar.json, which is written last, is missing"),
         (lambda f: (f / "optimizer.safetensors").unlink(), "is partial: optimizer.safetensors is missing"),
         (lambda f: os.truncate(f / "optimizer.safetensors", 5000), r"optimizer.safetensors has 5000 bytes, \d+ were"),
         (lambda f: (f / MANIFEST).write_text('{"format": "pstar'), "cannot be read"),
@@ -268,7 +268,7 @@ def test_another_model_is_named(start: Callable[..., Any], kit: Any, tmp_path: P
     with pytest.raises(CheckpointError, match=r"of another model \('gpt2'\): only it has lm_head.weight, .* 37 more"):
         other.optimizer.load(tmp_path / "c")
     assert not is_checkpoint(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="is no folder"):
+    with pytest.raises(CheckpointError, match="is not a folder"):
         other.optimizer.load(tmp_path / "nowhere")
 
 

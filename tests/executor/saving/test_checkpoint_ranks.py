@@ -41,6 +41,6 @@ def test_any_number_of_ranks_goes_on(results: dict[str, list[dict[str, Any]]], p
         assert row.get("error") is None
         assert row["restored"] and row["goes on"] and row["to two"]
         assert row["extra"] == {"rank": 0}
-        assert "is no whole checkpoint" in row["damaged"]
+        assert "is not a whole checkpoint" in row["damaged"]
         assert {"model.safetensors", "optimizer-rank0.safetensors", "optimizer-rank1.safetensors"} <= set(row["files"])
     assert rows[0]["to one"]

@@ -1,4 +1,4 @@
-"""Optimizer states that go to torch.optim.AdamW and come back: whoever goes on, goes on to the bit."""
+"""Optimizer states that go to torch.optim.AdamW and come back: whoever goes on, goes on bit-identically."""
 
 from __future__ import annotations
 

@@ -294,7 +294,7 @@ def test_a_missing_shard_and_a_foreign_shard_are_named(kit: Any, tmp_path: Path)
 
 
 def test_no_folder(kit: Any, tmp_path: Path) -> None:
-    refused(kit, "gpt2", tmp_path / "nowhere", "nowhere' is no folder")
+    refused(kit, "gpt2", tmp_path / "nowhere", "nowhere' is not a folder")
 
 
 def test_buffers_that_no_file_holds_must_not_be_on_meta(kit: Any, tmp_path: Path) -> None:

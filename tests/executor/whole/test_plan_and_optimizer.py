@@ -59,7 +59,7 @@ def test_a_state_dtype_that_is_not_known() -> None:
 
 
 def test_bf16_states_take_half_the_room(kit: Any) -> None:
-    """8 instead of 12 bytes a parameter, on the host and in the arena."""
+    """8 instead of 12 bytes per parameter, on the host and in the arena."""
     model, draw = kit.build("mlp")
     plain = kit.workload_of(model, draw(torch.Generator().manual_seed(9)))
     sizes = {}
