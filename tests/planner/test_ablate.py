@@ -227,4 +227,4 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert (answer["policy"], answer["barrier"]) == ("tide", "clip")
     assert [line["policy"] for line in answer["lines"]][:2] == ["patrickstar", PLAINEST]
     assert main(["ablate", *flags.split(), "--policy", "zero_offload"]) == 2
-    assert "no point of the asynchronous policies" in capsys.readouterr().err
+    assert "not a point of the asynchronous policies" in capsys.readouterr().err
