@@ -22,7 +22,7 @@ from pstar_sim.errors import PstarError
 from pstar_sim.schema.fields import is_table, split
 from pstar_sim.schema.reading import REFUSED, Fault, convert
 
-__all__ = ["columns", "file_kind", "read_record", "record_class", "to_columns"]
+__all__ = ["columns", "file_kind", "made", "read_record", "record_class", "to_columns"]
 
 T = TypeVar("T")
 _tuple: Any = tuple  # types made while the program runs, which mypy does not follow
@@ -52,10 +52,14 @@ def to_columns(cls: type, rows: Iterable[Any]) -> dict[str, list[Any]]:
 def read_record(kind: type[T] | Any, values: object) -> T:
     """The value of a dataclass (or a type with dataclasses in it) that plain values of JSON stand for. Raises Fault,
     also for what the dataclass itself refuses."""
-    form = file_kind(kind)
-    made = convert(form, values)
-    maker = _maker(form)
-    return typing.cast(T, made if maker is None else maker(made))
+    found: T = made(kind, convert(file_kind(kind), values))
+    return found
+
+
+def made(kind: type[T] | Any, form: Any) -> T:
+    """The value of what was read as `file_kind(kind)`. Raises Fault for what a dataclass itself refuses."""
+    maker = _maker(file_kind(kind))
+    return typing.cast(T, form if maker is None else maker(form))
 
 
 def file_kind(kind: Any) -> Any:

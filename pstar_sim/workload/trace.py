@@ -7,22 +7,26 @@ of believed. Knows nothing about where a workload came from or what it is for.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+import typing
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pstar_sim.arguments import choice, file_path, flag, whole
 from pstar_sim.errors import TraceError
 from pstar_sim.files import replaced_atomically
+from pstar_sim.schema.fields import split
+from pstar_sim.schema.reading import Fault, convert
+from pstar_sim.schema.records import file_kind, made
 from pstar_sim.workload.workload import (
     DTYPE_BYTES,
     Moment,
-    OptimizerSpec,
-    Phase,
     Stash,
     Tensor,
     Use,
@@ -49,26 +53,13 @@ __all__ = [
 FORMAT = "pstar-sim trace"
 SCHEMA_VERSION = 1
 
-# The schema: field -> type, in file order. "?" marks a field that may be null; nested tables are dicts, "[]" lists.
-_MOMENT = {
-    "name": "str", "phase": "str", "module": "str", "micro_batch": "int", "flops": "int", "bytes_read": "int",
-    "bytes_written": "int", "start_bytes": "int", "peak_bytes": "int", "end_bytes": "int", "duration_s": "float?",
-}  # fmt: skip
-_TENSOR = {
-    "name": "str", "shape": "int[]", "dtype": "str", "bytes": "int", "frozen": "bool", "tied_to": "int?",
-    "group": "int",
-}  # fmt: skip
-_USE = {"moment": "int", "tensor": "int", "kind": "str"}
-_ACTIVATION = {"block": "str", "how": "str"}
-_STASH = {
-    "block": "str", "micro_batch": "int", "bytes": "int", "made": "int", "gone": "int", "back": "int", "needed": "int",
-}  # fmt: skip
-_CHOSEN = {"activations": _ACTIVATION, "stashes": _STASH}  # only in files in which some variant has them
-_STATE = {"name": "str", "bytes": "int"}
-_HEADER = {
-    "model": "str", "dtype": "str", "batch": "int", "sequence": "int", "micro_batches": "int", "checkpointing": "bool",
-    "attention": "str", "source": "str", "torch_version": "str", "recorded_on": "str?", "notes": "str",
-}  # fmt: skip
+_HEADER = (
+    "model", "dtype", "batch", "sequence", "micro_batches", "checkpointing", "attention", "source", "torch_version",
+    "recorded_on", "notes",
+)  # fmt: skip
+"""Fields of a workload that are columns of their own, in file order; their types are those of `Workload`."""
+_TABLES: dict[str, type] = {"moments": Moment, "tensors": Tensor, "uses": Use}
+_CHOSEN = ("activations", "stashes")  # only in files in which some variant has them
 
 
 def save_trace(workloads: Workload | Sequence[Workload], path: str | os.PathLike[str]) -> None:
@@ -152,7 +143,7 @@ def moments_frame(w: Workload) -> pd.DataFrame:
     """The moments as a pandas DataFrame, one row each (index: moment), fields as columns."""
     import pandas as pd
 
-    frame = pd.DataFrame([asdict(m) | {"phase": m.phase.value} for m in w.moments], columns=list(_MOMENT))
+    frame = pd.DataFrame([asdict(m) | {"phase": m.phase.value} for m in w.moments], columns=_names(Moment))
     frame.index.name = "moment"
     frame["duration_s"] = frame["duration_s"].astype("float64")
     return frame
@@ -162,7 +153,7 @@ def tensors_frame(w: Workload) -> pd.DataFrame:
     """The tensors as a pandas DataFrame, one row each (index: tensor), with `numel`, `reads`, `gradients` (counts)."""
     import pandas as pd
 
-    frame = pd.DataFrame([asdict(t) | {"numel": t.numel} for t in w.tensors], columns=[*_TENSOR, "numel"])
+    frame = pd.DataFrame([asdict(t) | {"numel": t.numel} for t in w.tensors], columns=[*_names(Tensor), "numel"])
     frame.index.name = "tensor"
     frame["tied_to"] = frame["tied_to"].astype("Int64")
     for column, kind in (("reads", UseKind.READ), ("gradients", UseKind.GRADIENT)):
@@ -177,7 +168,7 @@ def uses_frame(w: Workload) -> pd.DataFrame:
     """The uses as a pandas DataFrame: moment, tensor, kind."""
     import pandas as pd
 
-    return pd.DataFrame([(u.moment, u.tensor, u.kind.value) for u in w.uses], columns=list(_USE))
+    return pd.DataFrame([(u.moment, u.tensor, u.kind.value) for u in w.uses], columns=_names(Use))
 
 
 def _key(w: Workload) -> tuple[int, int, int, bool, tuple[tuple[str, str], ...]]:
@@ -197,23 +188,43 @@ def _schema(chosen: bool = False) -> Any:
     each block."""
     import pyarrow as pa
 
-    plain = {"str": pa.string(), "int": pa.int64(), "bool": pa.bool_(), "float": pa.float64()}
+    def rows(name: str, fields: Iterable[Any]) -> Any:
+        return pa.field(name, pa.list_(pa.struct(fields)), nullable=False)
 
-    def fields(table: dict[str, str]) -> list[Any]:
-        built = []
-        for name, kind in table.items():
-            base = plain[kind.removesuffix("?").removesuffix("[]")]
-            built.append(pa.field(name, pa.list_(base) if kind.endswith("[]") else base, nullable=kind.endswith("?")))
-        return built
-
-    optimizer = [*fields({"name": "str"}), pa.field("state_bytes", pa.list_(pa.struct(fields(_STATE))), nullable=False)]
-    optimizer += fields({"dram_bytes_per_param": "int"})
-    columns = [*fields(_HEADER), pa.field("optimizer", pa.struct(optimizer), nullable=False)]
-    tables = {"moments": _MOMENT, "tensors": _TENSOR, "uses": _USE} | (_CHOSEN if chosen else {})
-    for name, table in tables.items():
-        columns.append(pa.field(name, pa.list_(pa.struct(fields(table))), nullable=False))
-    columns.append(pa.field("digest", pa.string(), nullable=False))
+    text, whole = (
+        partial(pa.field, type=pa.string(), nullable=False),
+        partial(pa.field, type=pa.int64(), nullable=False),
+    )
+    states = rows("state_bytes", [text("name"), whole("bytes")])
+    optimizer = pa.struct([text("name"), states, whole("dram_bytes_per_param")])
+    header = {field.name: field for field in _arrow_fields(Workload, _HEADER)}
+    columns = [*header.values(), pa.field("optimizer", optimizer, nullable=False)]
+    columns += [rows(name, _arrow_fields(cls, _names(cls))) for name, cls in _TABLES.items()]
+    if chosen:
+        columns.append(rows("activations", [text("block"), text("how")]))
+        columns.append(rows("stashes", _arrow_fields(Stash, _names(Stash))))
+    columns.append(text("digest"))
     return pa.schema(columns, metadata={"pstar.format": FORMAT, "pstar.schema_version": str(SCHEMA_VERSION)})
+
+
+def _names(cls: Any) -> list[str]:
+    return [f.name for f in dataclasses.fields(cls)]
+
+
+def _arrow_fields(cls: type, names: Iterable[str]) -> list[Any]:
+    """Fields of a dataclass as they are in the file: words of an enumeration as text, whole numbers of 64 bits."""
+    import pyarrow as pa
+
+    plain = {str: pa.string(), int: pa.int64(), bool: pa.bool_(), float: pa.float64()}
+    hints = typing.get_type_hints(cls)
+    found = []
+    for name in names:
+        base, args, _ = split(hints[name])
+        of = args[0] if base is tuple else base
+        kind = plain.get(of, pa.string())
+        optional = type(None) in typing.get_args(hints[name])
+        found.append(pa.field(name, pa.list_(kind) if base is tuple else kind, nullable=optional))
+    return found
 
 
 def _row(w: Workload, chosen: bool = False) -> dict[str, Any]:
@@ -223,12 +234,12 @@ def _row(w: Workload, chosen: bool = False) -> dict[str, Any]:
         "state_bytes": [{"name": name, "bytes": size} for name, size in w.optimizer.state_bytes],
         "dram_bytes_per_param": w.optimizer.dram_bytes_per_param,
     }
-    row["moments"] = [{name: getattr(m, name) for name in _MOMENT} | {"phase": m.phase.value} for m in w.moments]
-    row["tensors"] = [{name: getattr(t, name) for name in _TENSOR} | {"shape": list(t.shape)} for t in w.tensors]
+    row["moments"] = [{name: getattr(m, name) for name in _names(Moment)} | {"phase": m.phase.value} for m in w.moments]
+    row["tensors"] = [{name: getattr(t, name) for name in _names(Tensor)} | {"shape": list(t.shape)} for t in w.tensors]
     row["uses"] = [{"moment": u.moment, "tensor": u.tensor, "kind": u.kind.value} for u in w.uses]
     if chosen:
         row["activations"] = [{"block": block, "how": how} for block, how in w.activations]
-        row["stashes"] = [{name: getattr(s, name) for name in _STASH} for s in w.stashes]
+        row["stashes"] = [{name: getattr(s, name) for name in _names(Stash)} for s in w.stashes]
     return row | {"digest": _digest(row)}
 
 
@@ -291,66 +302,30 @@ def _check_schema(source: Path, found: Any) -> None:
 
 def _workload(source: Path, index: int, row: dict[str, Any]) -> Workload:
     """The workload of one row. Raises TraceError naming the field that is null, unknown or contradicts another."""
-
-    def bad(field: str, value: object, want: str) -> TraceError:
-        return TraceError(f"{source}: variant {index}: {field} is {value!r}; {want}")
-
-    def whole(field: str, value: Any, table: dict[str, str]) -> dict[str, Any]:
-        if value is None:
-            raise bad(field, value, "it must not be null")
-        for name, kind in table.items():
-            if value[name] is None and not kind.endswith("?"):
-                raise bad(f"{field}.{name}" if field else name, None, "it must not be null")
-        return dict(value)
-
-    def rows(field: str, table: dict[str, str]) -> list[dict[str, Any]]:
-        if row[field] is None:
-            raise bad(field, None, "it must not be null")
-        return [whole(f"{field}[{i}]", value, table) for i, value in enumerate(row[field])]
-
-    header = whole("", row, _HEADER)
-    moments, tensors, uses = rows("moments", _MOMENT), rows("tensors", _TENSOR), rows("uses", _USE)
-    activations, stashes = (rows(name, table) if name in row else [] for name, table in _CHOSEN.items())
-    optimizer = whole("optimizer", row["optimizer"], {"name": "str", "state_bytes": "", "dram_bytes_per_param": "int"})
-    states = [whole("optimizer.state_bytes", state, _STATE) for state in optimizer["state_bytes"]]
-    if _digest(row) != row["digest"]:
-        raise bad("digest", row["digest"], "it does not match the content; the file is damaged or was edited")
-    _check_words(moments, tensors, uses, bad)
+    digest = row.pop("digest")
     try:
-        return Workload(
-            **{name: header[name] for name in _HEADER},
-            optimizer=OptimizerSpec(
-                name=optimizer["name"],
-                state_bytes=tuple((state["name"], state["bytes"]) for state in states),
-                dram_bytes_per_param=optimizer["dram_bytes_per_param"],
-            ),
-            moments=tuple(Moment(**m | {"phase": Phase(m["phase"])}) for m in moments),
-            tensors=tuple(Tensor(**t | {"shape": tuple(t["shape"])}) for t in tensors),
-            uses=tuple(Use(**u | {"kind": UseKind(u["kind"])}) for u in uses),
-            activations=tuple((a["block"], a["how"]) for a in activations),
-            stashes=tuple(Stash(**s) for s in stashes),
-        )
-    except TraceError as error:
-        raise TraceError(f"{source}: variant {index}: {error}") from error
+        form = convert(file_kind(Workload), _plain(row))
+        if _digest(row) != digest:
+            want = "it does not match the content; the file is damaged or was edited"
+            raise TraceError(f"{source}: variant {index}: digest is {digest!r}; {want}")
+        found: Workload = made(Workload, form)
+    except Fault as fault:
+        raise TraceError(f"{source}: variant {index}: {fault.in_json()}") from None
+    return found
 
 
-def _check_words(
-    moments: Sequence[Mapping[str, Any]],
-    tensors: Sequence[Mapping[str, Any]],
-    uses: Sequence[Mapping[str, Any]],
-    bad: Callable[[str, object, str], TraceError],
-) -> None:
-    """What no column's type says: the words that there are, and numbers where a list may hold null. bad: makes the
-    error of field, value, and what it must be."""
-    for i, m in enumerate(moments):
-        if m["phase"] not in list(Phase):
-            raise bad(f"moments[{i}].phase", m["phase"], f"it must be one of {', '.join(Phase)}")
-    for i, t in enumerate(tensors):
-        if None in t["shape"]:
-            raise bad(f"tensors[{i}].shape", t["shape"], "it must be whole numbers")
-    for i, u in enumerate(uses):
-        if u["kind"] not in list(UseKind):
-            raise bad(f"uses[{i}].kind", u["kind"], f"it must be one of {', '.join(UseKind)}")
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with pairs where the file has tables of two columns."""
+    values = dict(row)
+    if isinstance(row["optimizer"], dict):
+        values["optimizer"] = {**row["optimizer"], "state_bytes": _pairs(row["optimizer"]["state_bytes"])}
+    if "activations" in row:
+        values["activations"] = _pairs(row["activations"])
+    return values
+
+
+def _pairs(table: list[dict[str, Any] | None] | None) -> list[list[Any] | None] | None:
+    return None if table is None else [None if pair is None else list(pair.values()) for pair in table]
 
 
 def _first_line(error: BaseException) -> str:
