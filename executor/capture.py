@@ -326,8 +326,8 @@ _BATCH_NORMS = {aten.native_batch_norm.default: 0, aten.native_batch_norm_backwa
 
 
 def _range_made(func: Any, args: Any, known: tuple[float, float], numel: int) -> tuple[float, float] | None:
-    """Smallest and largest value of what an operator makes; None where they are not known. known, numel: range and
-    number of elements of its first argument."""
+    """Smallest and largest value of an operator's result; None if they are not known. known: range of the operator's
+    first argument. numel: its number of elements."""
     if func in _KEEP:
         return known
     if func is aten.sum.default:

@@ -251,7 +251,7 @@ class Session:
         return status_of(self)
 
     def measure_iteration(self, step_fn: Callable[[], Any], order: Timeline | None = None) -> Measured:
-        """See `executor.measuring.measure.measure_iteration`: runs `step_fn` twice."""
+        """Measure an iteration by running `step_fn` twice: see `executor.measuring.measure.measure_iteration`."""
         return measure_iteration(self, step_fn, order)
 
     def drain(self) -> None:
@@ -296,7 +296,7 @@ class Session:
 
 
 def _hear_of_loss(keeper: weakref.ref[Session]) -> Callable[[BaseException], None]:
-    """From the lifeline's thread: whoever waits for a queue of this rank raises that another rank is lost."""
+    """Called from the lifeline's thread when another rank is lost: every wait for a queue of this rank then raises."""
 
     def hear(error: BaseException) -> None:
         held = keeper()

@@ -126,7 +126,7 @@ class _Kept:
             torch.save(self._trainer.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
 
     def check(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """In place of loading weights, which come with the states (`load`)."""
+        """Takes the place of loading weights; weights come with the states (`load`)."""
         folder = Path(resume_from_checkpoint)
         if not is_checkpoint(find_checkpoint(folder / FOLDER)):
             raise CheckpointError(
@@ -164,7 +164,8 @@ class _Norm:
         self._asked: torch.Tensor | None = None
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor | None:
-        """In place of accelerate's. The step clips; the norm that comes back is filled in when it is logged."""
+        """Takes the place of accelerate's clipping. The step clips; the norm that is returned gets its value when it is
+        logged."""
         wanted = None if math.isinf(max_norm) else float(max_norm)
         mine = self.session.max_grad_norm
         if norm_type != 2 or (wanted is not None and wanted != mine):
@@ -187,7 +188,8 @@ def _callback(norm: _Norm) -> Any:
     from transformers import TrainerCallback
 
     class FillNorm(TrainerCallback):  # type: ignore[misc, unused-ignore]
-        """After a step that is logged: waiting for the norm of each would keep updates from running on."""
+        """Fills in the gradient norm of a step that is logged. Waiting for the norm of every step would hold the
+        updates up."""
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if control.should_log:

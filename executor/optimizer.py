@@ -78,10 +78,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim.AdamW's: "state" by parameter number with step, exp_avg and exp_avg_sq; for parameters
-        narrower than fp32 also "param32", the master copy; with loss scaling also "loss_scaling". Copies of the current
-        values. A torch.optim.AdamW over the same fp32 parameters that loads it goes on bit-identically (it ignores the
-        two keys of our own, and has no master copies)."""
+        """Copies of the current states, in torch.optim.AdamW's form: "state" by parameter number with step, exp_avg and
+        exp_avg_sq. Parameters narrower than fp32 also have "param32", the master copy; with loss scaling there is also
+        "loss_scaling". A torch.optim.AdamW over the same fp32 parameters that loads the states goes on bit-identically;
+        it ignores these two extra keys and has no master copies."""
         session = self.session
         rows: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -105,8 +105,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return packed if session.scaling is None else {**packed, "loss_scaling": session.scaling.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, from this class or torch.optim.AdamW, fused or not; updates stay the fused ones. Raises
-        ContractError between backward and step, and for other groups or shapes, before any change."""
+        """Load the states of this class or of torch.optim.AdamW, fused or not; updates stay fused. Raises
+        ContractError, before any change, between backward and step, and for other groups or shapes."""
         session = self.session
         if session.cursor.moment >= 0:
             raise ContractError(

@@ -243,8 +243,8 @@ def _queues_on(backend: Backend, queues: Queues | str, *, watchdog_s: float) -> 
 
 
 def _set_up_process(backend: Backend, threads: int | None) -> Callable[[], None]:
-    """Where the host computes for the accelerator: freed pages are kept, and torch gets this many threads (None: as
-    many as it has). Returns what takes the threads back."""
+    """Set the process up where the host computes for the accelerator: freed pages are kept, and torch gets `threads`
+    threads (None: all it has). Returns a function that gives the threads back."""
     if backend.device.type != "cpu":
         return lambda: None
     if not keep_freed_pages():

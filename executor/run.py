@@ -71,7 +71,7 @@ def check_device(plan: Plan, device: str) -> None:
 
 
 def check_hardware(plan: Plan, device: str) -> None:
-    """As `check_device`, for any number of ranks."""
+    """`check_device` for any number of ranks."""
     if is_cuda(device):
         cuda_device(device)
     elif device != "virtual":

@@ -55,7 +55,7 @@ def spelled(name: str, known: Iterable[str]) -> str:
 
 
 def whole(name: str, value: object, *, least: int = 1, error: type[PstarError] = PstarError) -> int:
-    """As a plain int, which numpy's are not."""
+    """The number as a plain int, which a numpy integer is not."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise refused(name, value, f"a whole number of at least {least}", error)
     return int(value)

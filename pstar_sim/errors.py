@@ -58,7 +58,7 @@ class FalseFigures(PlanError):
 
 
 class NothingFits(PlanError):
-    """Of all that was asked about nothing fits; the text says why of each."""
+    """None of the policies, machines or variants asked about fits; the text says why for each."""
 
 
 class ModelError(PstarError):

@@ -68,7 +68,7 @@ def _refusal(path: Path, reason: OSError, error: type[PstarError]) -> PstarError
 
 
 def _target(path: Path, error: type[PstarError]) -> Path:
-    """Where the links of `path` lead."""
+    """The file to which the links of `path` lead."""
     target = path
     for _ in range(_LINKS):
         if not target.is_symlink():

@@ -136,7 +136,8 @@ def _words(cell: str) -> list[str]:
 
 
 def _name_pieces(word: str) -> list[str]:
-    """Where a name may fold; a word that begins with a digit or a sign is a figure, which does not."""
+    """Pieces of a name, between which it may fold. A word that begins with a digit or a sign is a figure, which does
+    not fold."""
     return [word] if _FIGURE.match(word) else _BEHIND.split(word)
 
 
@@ -191,7 +192,8 @@ def _block(columns: Sequence[_Column], width: int, rule_before: int | None) -> l
 
 
 def _widths(columns: Sequence[_Column], width: int) -> list[int]:
-    """As unfolded as there is width for; heads give way first, then texts, then names, of each the widest first."""
+    """Widths of the columns, as far unfolded as the width allows. Heads fold first, then texts, then names; of each the
+    widest first."""
     widths = [column.widest for column in columns]
     over = sum(widths) + len(GAP) * (len(widths) - 1) - width
     for limits in zip(*((column.natural, column.spaced, column.least) for column in columns)):

@@ -391,7 +391,7 @@ def _random_moments(
 
 
 def _uses(moment: int, reads: Iterable[int], gradients: Iterable[int]) -> list[Use]:
-    """Of tensors read in the moment, and of those whose gradient arrives in it."""
+    """The tensors read in the moment, and the tensors whose gradient arrives in it."""
     read = [Use(moment=moment, tensor=t, kind=UseKind.READ) for t in reads]
     return read + [Use(moment=moment, tensor=t, kind=UseKind.GRADIENT) for t in gradients]
 

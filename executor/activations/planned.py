@@ -179,7 +179,8 @@ def _around(module: nn.Module, how: Callable[[_Call, nn.Module, Any, Any], Any])
 
 
 def _recomputed_on(device: torch.device) -> Callable[[_Call, nn.Module, Any, Any], Any]:
-    """See [Note: the device's generator]; torch always saves the host's."""
+    """A context that recomputes with the device's random state: [Note: the device's generator]. torch itself always
+    saves the host's state."""
     there = () if device.type == "cpu" else (torch.empty(0, device=device),)
 
     def call(plain: _Call, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

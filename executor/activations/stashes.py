@@ -302,7 +302,7 @@ class Stashes:
     # -- copies: what queues call -------------------------------------------------------------------------------------
 
     def copied_bytes(self, queue: Queue) -> int:
-        """By steps of the queue since the session began, without [Note: ahead of its step]."""
+        """Bytes copied by steps of the queue since the session began, without [Note: ahead of its step]."""
         with self._lock:
             ahead_bytes = self._ahead_bytes if queue is Queue.H2D else 0
             return self.session.backend.copied_bytes[queue.value] - ahead_bytes
@@ -425,7 +425,7 @@ class Stashes:
 
 
 def _fitting(saved: Iterable[_Saved], limit_bytes: int) -> tuple[list[_Saved], int]:
-    """As many as fit, the largest first, and the bytes that are left."""
+    """The largest of the saved tensors that fit together into `limit_bytes`, and the bytes that are left."""
     chosen: list[_Saved] = []
     left = limit_bytes
     for each in sorted(saved, key=lambda e: -e.size_bytes):

@@ -69,7 +69,7 @@ def scratch_bytes(plan: Plan) -> int:
 
 
 class Scratch:
-    """fp32 room for the casts of whoever updates at one place, kept from one update to the next. block: elements of a
+    """fp32 buffers in which an updater at one place casts, kept from one update to the next. block: elements of a
     piece."""
 
     def __init__(self, block: int = BLOCK) -> None:
@@ -95,12 +95,12 @@ def adamw(
     scale: torch.Tensor | None = None,
     scratch: Scratch | None = None,
 ) -> None:
-    """One AdamW update of each run, in place. All flat [numel of the chunk]; fp32 but `grad`, `momentum` and
-    `variance`, which may be narrower: they are widened, the update is done in fp32, and the moments are rounded to the
-    nearest on their way back.
+    """One AdamW update of each range, in place. All tensors are flat [numel of the chunk] and fp32, but `grad`,
+    `momentum` and `variance` may be narrower: they are widened, the update is done in fp32, and the new moments are
+    rounded to nearest.
 
-    scale: fp32 scalar that multiplies the gradients first (clipping, loss scaling); the gradients are spent. scratch:
-    where narrow lists are widened (None: room for this call).
+    scale: fp32 scalar that multiplies the gradients first (clipping, loss scaling). The gradients are overwritten.
+    scratch: buffers for widened lists; None: buffers for this call alone.
     """
     room = scratch or Scratch()
     narrow = [each.dtype != torch.float32 for each in (grad, momentum, variance)]

@@ -77,8 +77,8 @@ class Backend(Protocol):
         ...
 
     def copy_in_fp32(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
-        """As `copy`, for systems that cast behind the link: every element crosses it as fp32, 4 bytes are counted and
-        the gpu has room for them beside its payloads."""
+        """`copy` for systems that cast behind the link: every element crosses the link as fp32 (4 bytes are counted),
+        and the gpu has room for the fp32 values beside its payloads."""
         ...
 
     def zero(self, payload: torch.Tensor) -> None:
@@ -322,7 +322,8 @@ class VirtualBackend:
 
 
 def keep_freed_pages() -> bool:
-    """See [Note: glibc and eviction]. False where the C library is not glibc (nothing is changed then)."""
+    """Keep freed pages in the process: [Note: glibc and eviction]. Returns False, having changed nothing, if the C
+    library is not glibc."""
     try:
         libc = ctypes.CDLL("libc.so.6")
         mallopt = libc.mallopt

@@ -131,7 +131,7 @@ class CudaBackend(CudaStreams):
 
     @property
     def slack_bytes(self) -> int:
-        """By how much more than the plan's budget may be reserved; see [Note: exchanges] in cuda_blocks.py."""
+        """Bytes that may be reserved beyond the plan's budget: [Note: exchanges] in cuda_blocks.py."""
         return self._blocks.slack_bytes
 
     def begin(self, plan: Plan) -> None:
@@ -186,7 +186,7 @@ class CudaBackend(CudaStreams):
         return self._blocks.idle_bytes()
 
     def undisturbed(self) -> contextlib.AbstractContextManager[object]:
-        """See [Note: refused beside a pool] in cuda_blocks.py."""
+        """A context without exchanges: [Note: refused beside a pool] in cuda_blocks.py."""
         return self._blocks.undisturbed()
 
     def close(self) -> None:

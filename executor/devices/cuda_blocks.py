@@ -125,8 +125,8 @@ def check_no_capture(what: str) -> None:
 
 
 def pool_shape(plan: Plan) -> PoolShape:
-    """Of the pool of equal blocks: the payload size that comes and goes most often, and the bytes that the highest tide
-    and what is resident for good leave for it."""
+    """(bytes of a block, bytes left) of the pool of equal blocks: the payload size that comes and goes most often, and
+    the bytes left by the highest tide and by payloads that always stay."""
     moves: dict[tuple[int, str], int] = {}
     for step in plan.steps:
         if step.chunk is None:
@@ -154,7 +154,8 @@ def pool_shape(plan: Plan) -> PoolShape:
 
 
 def _storage_bytes(plan: Plan, chunk: int, list_name: str) -> int:
-    """Of the storage that is taken with a list: with the other ranks' slices the whole one (slices.py)."""
+    """Bytes of the storage that is taken with a list: the whole list, where the other ranks' slices lie beside the own
+    one (slices.py)."""
     if list_name in OTHERS:
         return plan.layout.payload_bytes(chunk, OTHERS[list_name]) * plan.layout.ranks
     return plan.layout.payload_bytes(chunk, list_name)
@@ -365,7 +366,7 @@ class Blocks:
 
     @contextlib.contextmanager
     def _routed(self, pooled: bool) -> Iterator[None]:
-        """See [Note: torch versions]."""
+        """A context in which allocations go to the pool: [Note: torch versions]."""
         if not pooled:
             yield
             return

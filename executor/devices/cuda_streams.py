@@ -39,13 +39,13 @@ class _Zero:
         self.time_s = time.perf_counter()
 
     def until(self, event: Any) -> float:
-        """Seconds from here to a later event."""
+        """Seconds from this event to a later one."""
         return float(self.event.elapsed_time(event)) / 1e3
 
 
 class CudaStreams:
-    """Of one device. adam_threads: torch threads of the queue that updates on the host. What the methods do is said in
-    `backend.StreamBackend`."""
+    """The streams of one CUDA device. adam_threads: torch threads of the queue that updates on the host.
+    `backend.StreamBackend` describes the methods."""
 
     host_queues = frozenset({Queue.ADAM, Queue.NVME})
 
@@ -83,8 +83,8 @@ class CudaStreams:
         self._off_plan(direction)
 
     def _off_plan(self, direction: Queue) -> None:
-        """Of a copy that was not issued by its queue: on the current stream, behind what was issued there, and waited
-        for."""
+        """A copy that was not issued by its queue: it goes to the current stream, after everything issued there, and is
+        waited for."""
         if self.queue is not direction:
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -144,7 +144,7 @@ class CudaStreams:
         return bool(event.query())
 
     def time_of(self, event: Any) -> float:
-        """See [Note: two clocks]."""
+        """Seconds on the host's clock at which the event happened: [Note: two clocks]."""
         with self._lock:
             after_s = self._zero.until(event)
             following = self._next_zero

@@ -153,7 +153,7 @@ class Gate:
         return next(iter(self._pending.values()), None)
 
     def _wait(self, queue: Queue, oldest: _Pending) -> None:
-        """See [Note: who waits]."""
+        """Wait until memory that is still in use may be handed out: [Note: who waits]."""
         if queue is not Queue.COMPUTE:
             self.host_waits += 1
             self._streams.synchronize(oldest.event)

@@ -40,7 +40,7 @@ class Headroom:
 
     @property
     def kept_bytes(self) -> int:
-        """Of the card, or of a run's cap on it: what a plan is not made for."""
+        """Bytes kept free, of the card or of a run's cap on it; a plan is made without them."""
         return max(self.least_bytes, self.measured_bytes + FRAGMENT_BYTES)
 
     def __str__(self) -> str:

@@ -148,8 +148,8 @@ class Wire:
             raise self._explain(error) from error
 
     def _options(self, name: str) -> Any:
-        """Of a collective. NCCL is told that its caller waits at once, and so has to keep the tensors for nobody: torch
-        would else note NCCL's own stream in their memory and give that back late."""
+        """Options of a collective. NCCL is told that its caller waits at once, so torch need not keep the tensors
+        alive: else torch would note NCCL's own stream in their memory and give that memory back late."""
         options = getattr(dist.distributed_c10d, name)()
         if self._nccl and hasattr(options, "asyncOp"):
             options.asyncOp = False

@@ -26,7 +26,7 @@ class Processes:
     device: str
 
     def gathered(self, value: T) -> list[T]:
-        """Of every rank; each calls it at the same point."""
+        """Values of all processes, in order of rank. Every rank calls it at the same point."""
         if not dist.is_initialized():
             return [value]
         rows: list[Any] = [None] * self.count

@@ -122,7 +122,7 @@ class Ranks:
                 )
 
     def _break(self, error: BaseException) -> None:
-        """From the thread that finds out, once: the run fails, and then whatever it has in flight with the others
+        """Fail the run once, from the thread that finds the reason; everything in flight with the other ranks then
         ends."""
         self._broken = error
         if self.on_loss is not None:

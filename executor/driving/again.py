@@ -9,7 +9,8 @@ __all__ = ["Before"]
 
 
 class Before:
-    """Of a model about to run an iteration. restore: so that it can run it again."""
+    """State of norm buffers and random generators before an iteration. `restore` lets the model run the iteration
+    again."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._NormBase)]

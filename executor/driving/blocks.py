@@ -65,8 +65,8 @@ def _join(name: str, key: str) -> str:
 
 
 class Sink:
-    """Where the gradient of a cut tensor arrives, summed over its uses, until it goes on. closed: the cut was taken
-    back, nothing may arrive."""
+    """Where the gradient of a cut tensor arrives, summed over its uses, until backward goes on from there. closed: the
+    cut was undone; no gradient may arrive."""
 
     def __init__(self) -> None:
         self.closed = False

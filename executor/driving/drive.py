@@ -176,7 +176,7 @@ class Driver:
     # -- structure ----------------------------------------------------------------------------------------------------
 
     def _look(self, batch: Any, loss: Loss) -> None:
-        """Find out on the copy without memory whether the model can be cut; `whole` says why not."""
+        """Find out on the copy without memory whether the model can be cut; `whole` then says why not."""
         s = self.session
         skeleton = s.shapes.skeleton
         if skeleton is None:

@@ -184,8 +184,8 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
 
     @property
     def _watches(self) -> bool:
-        """From the first forward to the end of the last backward. What a loop does between a backward and the next
-        forward or the step is not the model's, as for a guard (`off_plan/guard.py`)."""
+        """Watch operators from the first forward to the end of the last backward. What a loop does between a backward
+        and the next forward or the step does not count as the model's (as in `off_plan/guard.py`)."""
         s = self._keeper()
         if s is None or self._done or s.closed or s.cursor.moment < 0 or s.cursor.off_plan or s.cursor.visiting:
             return False

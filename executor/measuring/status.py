@@ -138,8 +138,8 @@ def _busy(steps: Sequence[StepLog], number: int, start_s: float, end_s: float) -
 def _links(
     session: Host, logs: Sequence[IterationLog], busy: Mapping[str, float], length_s: float
 ) -> dict[str, LinkUse]:
-    """By direction, of the newest iteration that has copied all it will. busy: see `_busy`; of a window of
-    `length_s`."""
+    """Seconds and bytes per direction, of the newest iteration whose copies have all happened. busy: see `_busy`; of a
+    window of `length_s`."""
     backend, link = session.backend, session.plan.machine.link
     rates: Mapping[str, float | None] = {"h2d": link.h2d_bytes_per_s, "d2h": link.d2h_bytes_per_s}
     if isinstance(backend, VirtualBackend):
@@ -169,7 +169,7 @@ def _copied(session: Host, logs: Sequence[IterationLog]) -> int:
 
 
 def _window(session: Host, logs: Sequence[IterationLog]) -> tuple[float, float]:
-    """From when to when the last finished iteration ran; empty before the first."""
+    """(start, end) of the last finished iteration, in seconds; empty before the first one has finished."""
     if not logs:
         return session.steps.first_s, session.steps.first_s
     return (logs[-2].end_s if len(logs) > 1 else session.steps.first_s), logs[-1].end_s

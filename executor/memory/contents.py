@@ -193,7 +193,7 @@ class Contents:
         leaving.clear()
 
     def adam(self, chunk: int, place: Place, update: Update, norms: Norms) -> None:
-        """See `Updating.adam`."""
+        """One Adam update of a chunk: see `Updating.adam`."""
         if self.exchange.wire is not None and not update.skip:
             update.coefficient(norms)  # the first one folds gradients of all chunks: before any other touches them
         with self.arena.payloads.steady(chunk):
@@ -216,7 +216,7 @@ class Contents:
         self.arena.free(place, chunk, list_name)
 
     def free_hollow(self, chunk: int) -> None:
-        """After an interruption: lists that have memory and no content yet give it back."""
+        """After an interruption: free the memory of lists that have no content yet."""
         state = self.chunks[chunk]
         for place, name in list(state.hollow):
             if name == "param":

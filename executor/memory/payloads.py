@@ -110,7 +110,7 @@ class GpuPayloads:
             self._pair(chunk, list_name).free_own()
 
     def recount(self) -> None:
-        """After an interruption inside `take` or `give`, where the backend counts bytes."""
+        """After an interruption inside `take` or `give`: count the bytes anew, where the backend counts bytes."""
         recount = getattr(self.backend, "recount", None)
         if recount is not None:
             recount(self._flat.values())

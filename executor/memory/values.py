@@ -17,7 +17,7 @@ GPU, HOST = Place.GPU, Place.HOST
 
 
 class Changed(Protocol):
-    """See `ParameterValues`."""
+    """Type of `ParameterValues.changed`."""
 
     def __call__(self, chunk: int, tensors: Sequence[int] | None = None) -> None: ...
 

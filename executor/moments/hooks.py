@@ -77,8 +77,8 @@ def units(model: nn.Module) -> dict[str, nn.Module]:
 
 @dataclass
 class _Link:
-    """From hooks on outputs to their clock. They hold it weakly: what hangs on a graph is not collected with a model
-    that keeps an output of its own."""
+    """The link from hooks on outputs to their clock. The hooks hold the clock weakly, because a hook that hangs on a
+    graph is not collected with the model if the model keeps an output of its own."""
 
     clock: weakref.ref[MomentClock]
     closed: bool = False

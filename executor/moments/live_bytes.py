@@ -151,7 +151,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = self.current
 
     def add_parameter(self, index: int, tensor: torch.Tensor) -> None:
-        """From now on `tensor` is parameter `index` (it moved into a chunk); its storage does not count any more."""
+        """`tensor` has moved into a chunk as parameter `index`: its storage does not count any more."""
         storage = tensor.untyped_storage()
         self.ignore(storage)
         starts, indices = self._ours[storage_key(storage)]

@@ -44,7 +44,7 @@ HostType = TypeVar("HostType", bound=Host)
 
 
 class Standing(LiveStorages, Generic[HostType]):  # type: ignore[no-untyped-call]
-    """From `begin` to `end`, in the thread that called `begin`. Working lists of chunks do not count."""
+    """Bytes that stand from `begin` to `end`, in the thread that called `begin`. Working lists do not count."""
 
     def __init__(self, session: HostType) -> None:
         super().__init__([], session.model.buffers(), costs=False, device=session.backend.device)

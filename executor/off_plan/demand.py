@@ -140,7 +140,8 @@ class Demand:
         return self._owned[module]
 
     def leave(self, reason: str) -> None:
-        """From here on the iteration is carried on demand. On several ranks that cannot be: raises PlanError."""
+        """Leave the plan: the rest of the iteration runs on demand. Raises PlanError on several ranks, which have to
+        keep to the plan."""
         s = self.session
         if s.ranks is not None:
             raise s.ranks.cannot_leave(reason)
@@ -181,11 +182,11 @@ class Demand:
         self._gradients.accept(tensor, gradient)
 
     def give_back(self, size: int, *, needed: set[int]) -> tuple[list[int], int]:
-        """See `Room.give_back`."""
+        """See `RoomMaker.give_back`."""
         return self._room.give_back(size, needed=needed)
 
     def states_to_host(self, size: int, *, needed: set[int]) -> tuple[list[int], int]:
-        """See `Room.unpin`."""
+        """See `RoomMaker.unpin`."""
         return self._room.unpin(size, needed=needed)
 
     # -- coming back --------------------------------------------------------------------------------------------------
@@ -205,7 +206,8 @@ class Demand:
         self._cut.start_over()
 
     def mend(self) -> None:
-        """After an interruption inside the engine's own work: see `mending.py`. Raises what ends the run."""
+        """After an interruption inside the engine's own work: see `mending.py`. Raises the error that ends the run if
+        it cannot be mended."""
         self._mending.mend()
 
     def half_update_error(self) -> Interrupted:

@@ -115,8 +115,8 @@ class Ladder(Sequence[Rung]):
     # -- inside an iteration ------------------------------------------------------------------------------------------
 
     def on_event(self, event: ModuleEvent) -> bool:
-        """Before each event: what was seen since the last one, and what a queue is short of. Whether where the loop
-        stands has changed by it."""
+        """Called before each event: take in what was measured since the last event, and what a queue is short of.
+        Returns whether this has changed the loop's state."""
         s = self.session
         dropped = self.given_up and event.kind == "begin" and event.phase is Phase.FWD
         if dropped:

@@ -53,7 +53,8 @@ class Mending:
         self.cut = cut
 
     def mend(self) -> None:
-        """See [Note: interrupted]. Raises what ends the run."""
+        """Mend what an interruption left half done: [Note: interrupted]. Raises the error that ends the run if it
+        cannot be mended."""
         host = self.host
         self._refuse_to_mend()
         host.queues.settle(host.iteration - 1)

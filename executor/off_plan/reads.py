@@ -64,7 +64,7 @@ class Host(BytesHost, LoopHost, Protocol):
 
 
 class Reads:
-    """Of one plan's working lists."""
+    """Reads of one plan's working lists off the plan."""
 
     def __init__(self, host: Host) -> None:
         self.host = host

@@ -28,7 +28,7 @@ class States:
         return self.host.arena.has(GPU, chunk, "param32")
 
     def home(self, chunk: int) -> Place:
-        """Where the chunk is updated."""
+        """The place where the chunk is updated."""
         return GPU if self.pinned(chunk) else HOST
 
     def leave_gpu(self, chunk: int, list_name: str) -> None:

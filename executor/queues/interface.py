@@ -244,7 +244,7 @@ class Health(Protocol):
         ...
 
     def fail(self, error: BaseException) -> None:
-        """From any thread: the run is over, whoever waits raises this."""
+        """Called from any thread: the run is over, and every wait raises `error`."""
         ...
 
 

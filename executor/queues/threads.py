@@ -327,7 +327,7 @@ class ThreadQueues(QueuesBase):
         )
 
     def _standing(self) -> str:
-        """Where every queue stands, for the watchdog."""
+        """The place of every queue, in words, for the watchdog."""
         words = []
         for queue, (iteration, at) in self._at.items():
             i = self._progress.order[queue][at]

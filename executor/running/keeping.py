@@ -22,8 +22,13 @@ __all__ = ["JobPosition", "Keeping"]
 
 @dataclass(frozen=True, kw_only=True)
 class JobPosition:
-    """Where a job stands: optimizer steps done, sequences of its data drawn, and whether its model was built without
-    memory (which draws other random numbers). note: what it goes on from, in words."""
+    """How far a job has come.
+
+    steps: optimizer steps done.
+    sequences: sequences of its data drawn.
+    empty: whether the model was built without memory, which draws other random numbers.
+    note: the checkpoint that the job goes on from, in words.
+    """
 
     steps: int = 0
     sequences: int = 0
@@ -70,8 +75,8 @@ class Keeping:
         return stored
 
     def begin(self, *, steps: int, data: dict[str, Any], empty: bool) -> JobPosition:
-        """Where the job begins. data: what tells one stream of data from another; where the checkpoint's is another,
-        the data begins anew. Raises as `check` does, before anything is built."""
+        """Where the job begins. data: name of the stream of data; if the checkpoint's stream has another name, the data
+        begins anew. Raises as `check` does, before anything is built."""
         stored = self.check(steps)
         if stored is None:
             return JobPosition(empty=empty)
@@ -88,7 +93,7 @@ class Keeping:
 
     @property
     def weights(self) -> Path | None:
-        """Where the model's values come from; None for a job that begins."""
+        """The folder that the model's values come from; None for a job that begins."""
         return None if self.resume is None else find_checkpoint(self.resume)
 
     def load(self, optimizer: OffloadedAdamW) -> None:

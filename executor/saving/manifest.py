@@ -52,8 +52,8 @@ def is_checkpoint(folder: str | Path) -> bool:
 
 
 def find_checkpoint(folder: str | Path) -> Path:
-    """Where the newest whole checkpoint of the folder lies: the folder, or beside it if a save was killed between two
-    renames."""
+    """The newest complete checkpoint of the folder: the folder itself, or the one beside it if a save was killed
+    between two renames."""
     return whole_folder.find(Path(folder).expanduser(), is_checkpoint)
 
 

@@ -78,7 +78,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 
 
 def _initialise_adapters(model: Any) -> None:
-    """See [Note: adapters]."""
+    """Initialise the adapters that the weights do not contain: [Note: adapters]."""
     adapters: dict[str, Any] = getattr(model, "peft_config", {})
     layers: list[Any] = [m for m in model.modules() if hasattr(m, "reset_lora_parameters")] if adapters else []
     for layer in layers:

@@ -20,7 +20,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def temporary(folder: Path) -> Path:
-    """Where the folder is written."""
+    """The folder that is written first."""
     return folder.with_name(f".{folder.name}.saving")
 
 
@@ -43,7 +43,7 @@ def abandon(folder: Path) -> None:
 
 
 def find(folder: Path, is_whole: Callable[[Path], bool]) -> Path:
-    """Where the newest whole content of the folder is: there, or (killed between two renames) beside it."""
+    """The newest complete folder: `folder` itself, or the one beside it if a write was killed between two renames."""
     previous = _previous(folder)
     return previous if not folder.exists() and is_whole(previous) else folder
 

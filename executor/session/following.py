@@ -134,8 +134,8 @@ class Following:
         return None if host.absent is None else host.absent.moment_of(event)
 
     def weigh(self, event: ModuleEvent, found: Answer) -> None:
-        """On several ranks: [Note: the weight of a rank] in distributed/ranks.py, for the micro-batch that begins where
-        the plan has it, whether its batch may run on plan or not."""
+        """On several ranks: give the micro-batch that begins its weight ([Note: the weight of a rank] in
+        distributed/ranks.py), whether its batch may run on plan or not."""
         host = self.host
         if event.kind != "begin" or event.module != "":
             return

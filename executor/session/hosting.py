@@ -23,7 +23,7 @@ __all__ = ["BytesHost", "LoopHost", "PlanHost"]
 
 
 class PlanHost(Protocol):
-    """Where the run stands. iteration: number of the current or next one, from 0."""
+    """What a run follows and how far it has come. iteration: number of the current or next iteration, from 0."""
 
     @property
     def plan(self) -> Plan: ...

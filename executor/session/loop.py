@@ -395,8 +395,8 @@ class Loop:
     # -- interruptions, and standing still ----------------------------------------------------------------------------
 
     def meet_interruption(self) -> None:
-        """Before values are looked at after an interruption: see [Note: interrupted] in off_plan/mending.py. Raises
-        ContractError where only the loop can say that the iteration's gradients are to be dropped."""
+        """Mend an interruption before values are looked at: [Note: interrupted] in off_plan/mending.py. Raises
+        ContractError if only the loop can say that the iteration's gradients are to be dropped."""
         if self.host.at_work.torn:
             self.require_running()
             if self.ask(Act.LOOK) is Answer.MEND:

@@ -138,7 +138,7 @@ class Reader:
     # -- copies of values and states ----------------------------------------------------------------------------------
 
     def value_now(self, tensor: int) -> torch.Tensor:
-        """As `current_value`, also where the contract does not let the loop read."""
+        """`current_value`, also where the contract does not let the loop read."""
         host = self.host
         chunk = host.timetable.chunk_of[tensor]
         row = host.plan.workload.tensors[tensor]
@@ -169,7 +169,7 @@ class Reader:
         return value.reshape(host.plan.workload.tensors[tensor].shape)
 
     def _meet_others(self, tensor: int, list_name: str) -> None:
-        """Where each rank holds a part: all of them are about to read this."""
+        """Where each rank holds a part of the tensor: meet the other ranks, which read the tensor too."""
         if self.host.ranks is not None and self.host.contents.sliced:
             lists = ("param", *self.host.plan.layout.state_lists)
             self.host.ranks.come_to_read(float(tensor * len(lists) + lists.index(list_name)))
@@ -198,7 +198,7 @@ class Reader:
             self.put_state(tensor, list_name, value)
 
     def put_state(self, tensor: int, list_name: str, value: torch.Tensor) -> None:
-        """As `set_state_value`, while nothing moves."""
+        """`set_state_value`, while nothing moves."""
         host = self.host
         for place in (Place.HOST, Place.GPU):
             if host.arena.has(place, host.timetable.chunk_of[tensor], list_name):

@@ -161,8 +161,8 @@ class _Chooser:
         self.fetch_order = [[i for i in served if self.queue_of[i] == q] for q in range(self.queues)]
 
     def _look_ahead(self) -> None:
-        """Of each step of the compute queue: bytes that the queue takes up to its next moment, and nominal seconds from
-        there to the end of the iteration."""
+        """For each step of the compute queue: bytes that the queue takes up to its next moment, and nominal seconds
+        from there to the end of the iteration."""
         self.upcoming = [0] * len(self.compute)
         self.rest_s = [0.0] * len(self.compute)
         need, rest_s = 0, 0.0
@@ -470,7 +470,7 @@ class _Chooser:
 
 
 def _columns(things: Sequence[object], *names: str) -> list[list[Any]]:
-    """Attributes of things, by column."""
+    """The named attributes of the objects, one list per name."""
     return [list(column) for column in zip(*map(attrgetter(*names), things))]
 
 

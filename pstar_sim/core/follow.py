@@ -73,7 +73,7 @@ class Record:
 
     @classmethod
     def empty(cls, program: Program, most: int, *, shared: bool) -> Record:
-        """Of a run that begins. most: iterations. shared: whether DRAM can be short."""
+        """The record of a run that begins. most: iterations. shared: whether DRAM can be short."""
         steps = len(program.ids)
         lost = [[0.0] * steps for _ in range(most)] if shared else []
         none_yet = Times(*np.zeros((3, 0, steps)))

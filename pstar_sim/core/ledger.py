@@ -325,8 +325,9 @@ class Moves:
         return Changes(event[at], cell, size, held)
 
     def _changes(self, entry: _Ints) -> tuple[_Ints, _Ints, NDArray[Any], int | None]:
-        """Of every change of bytes in a run of these entries: which entry makes it, cell and size; and the first entry
-        that contradicts what is there. Arrays are in order of the payloads, entries of one in the order of the run."""
+        """All changes of bytes in a run of these entries, as (entry, cell, bytes), and the first entry that contradicts
+        what is there (None without one). Arrays are sorted by payload; entries of one payload are in the order of the
+        run."""
         home, size = self._home, self._size
         order = np.argsort(self._who[entry], kind="stable")
         which = entry[order]
@@ -335,7 +336,7 @@ class Moves:
         opens = np.maximum.accumulate(np.where(np.diff(who, prepend=-2) != 0, here, 0))  # first entry of the payload
 
         def last(rows: NDArray[np.bool_]) -> _Ints:
-            """Of each entry, the last one of `rows` before it about the same payload, -1 for none."""
+            """For each entry, the last one of `rows` before it about the same payload, -1 without one."""
             before = np.full_like(here, -1)
             np.maximum.accumulate(np.where(rows, here, before)[:-1], out=before[1:])
             before[before < opens] = -1

@@ -75,14 +75,14 @@ class Program:
         )
 
     def previous(self) -> list[int]:
-        """Of each step, the one before it on its queue; -1 for the first."""
+        """Step -> the step before it on its queue; -1 for the first."""
         before = np.full(len(self.ids), -1)
         for row in map(np.array, self.order):
             before[row[1:]] = row[:-1]
         return before.tolist()
 
     def following(self) -> list[int]:
-        """Of each step, the next one on its queue; behind the last comes the first, of the next iteration."""
+        """Step -> the next step on its queue; after the last step comes the first one, of the next iteration."""
         behind = np.zeros(len(self.ids), dtype=int)
         for row in map(np.array, self.order):
             behind[row] = np.roll(row, -1)

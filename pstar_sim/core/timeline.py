@@ -58,8 +58,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class ByteSample:
-    """From time_s on (until the next sample of the same place and category), `place` holds `bytes` of `category`.
-    Categories: "non-model", "param", "grad", "states", "buffer"."""
+    """From `time_s` on, until the next sample of the same place and category, `place` holds `bytes` of `category`:
+    "non-model", "param", "grad", "states" or "buffer"."""
 
     time_s: float
     place: str

@@ -39,7 +39,7 @@ def asked_policies(policies: Iterable[str | Policy] | str | None) -> list[str | 
 
 
 def asked_names(policies: Iterable[str] | str | None) -> list[str]:
-    """As `asked_policies`, of names alone."""
+    """`asked_policies`, for names alone."""
     found = asked_policies(policies)
     if not all(isinstance(policy, str) for policy in found):
         raise refused("policies", policies, "names of policies")

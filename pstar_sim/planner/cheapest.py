@@ -206,7 +206,7 @@ class _Job:
     policies: tuple[str, ...] | None
 
     def workloads(self, machine: Machine, micro_batches: int) -> tuple[Workload, ...]:
-        """Of each rank. Raises PstarError if a micro-batch of all cannot be shared by the ranks."""
+        """The workload of each rank. Raises PstarError if the ranks cannot share a micro-batch of all."""
         shares = shares_of_batch(self.batch // micro_batches, machine)
         known = {share: self._workload(machine, share, micro_batches) for share in sorted(set(shares))}
         return tuple(known[share] for share in shares)
@@ -236,7 +236,7 @@ def _price_of(machine: Machine, prices: Mapping[str, Price]) -> tuple[float, str
 
 
 def _prices_of(machines: Sequence[Machine], known: Mapping[str, Price]) -> list[tuple[float, str] | str]:
-    """See `_price_of`. Raises PstarError where none of them has a price."""
+    """Price of each machine: see `_price_of`. Raises PstarError if no machine has a price."""
     costs = [_price_of(machine, known) for machine in machines]
     missing = [cost for cost in costs if isinstance(cost, str)]
     if missing and len(missing) == len(costs):

@@ -215,7 +215,7 @@ class Asked:
         return ask
 
     def least_gpu_bytes(self, policy: str, machine: Machine, *, others: bool = True) -> int | None:
-        """With which the policy fits the machine; None if it does not fit now."""
+        """The least GPU budget with which the policy fits the machine; None if the policy does not fit now."""
         ask = self.of(policy, others=others)
         return least_gpu_bytes(lambda where: ask(self.workload, where, self.settings), machine)
 

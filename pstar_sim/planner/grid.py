@@ -122,7 +122,7 @@ class Grid:
 
     @property
     def digest(self) -> str:
-        """Of axes and values: what tells one grid's results from another's."""
+        """Digest of axes and values; two grids with the same digest have the same results."""
         text = json.dumps({name: list(values) for name, values in self.axes.items()}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -320,8 +320,8 @@ def _traced(given: Mapping[str, Value]) -> Workload:
 
 
 def point_hash(group: Group, policy: str) -> str:
-    """Of everything that determines the result: the values, the machine and the model they name (or the trace's bytes),
-    the policy, this package's version and its code."""
+    """Hash of everything that determines the result: the values, the machine and the model they name (or the trace's
+    bytes), the policy, this package's version and its code."""
     given = dict(group.values)
     content: dict[str, object] = {"schema": SCHEMA, "code": _code_digest(), "values": given, "policy": policy}
     overrides = tuple((k, v) for k, v in group.values if k.startswith("set."))

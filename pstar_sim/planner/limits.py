@@ -259,7 +259,7 @@ class _Models:
         return self.of(self.shape(layers))
 
     def of(self, shape: ModelEntry) -> Workload:
-        """As hard as the rank that has the hardest share of the batch."""
+        """How hard the shape is for the rank with the hardest share of the batch."""
         if shape not in self.made:
             known = {share: self._of_share(shape, share) for share in sorted(set(self.shares))}
             alike = len(known) == 1

@@ -233,8 +233,8 @@ def _job(name: str, point: Point, workload: Workload, machine: Machine, settings
 
 
 def _asynchronous_need(job: Job, machine: Machine, startup: int, *, fewest: bool) -> Need:
-    """With as few pins as the host allows: bisection, as more pins never need more of it. fewest: False stops at the
-    first number that the host allows, none or the most."""
+    """Needs with as few pins as the host allows, by bisection: more pins never need more of the host. fewest: False
+    stops at the first number of pins that the host allows, which is none or the most."""
 
     def need(pins: int) -> Need:
         sizes = _payloads(job, pins)

@@ -209,7 +209,7 @@ class _Asked:
     written: Written = field(default_factory=dict)
 
     def now(self) -> tuple[Effect, Plan | None, tuple[str, ...]]:
-        """Of the machine as it is, the fastest plan for it, and what each policy lacks; no plan where none fits."""
+        """The machine as it is: the fastest plan for it, and what each policy lacks. No plan if nothing fits."""
         found = self._compared(self.machine)
         best = found.best().row if any(row.fits for row in found.rows) else None
         deepest = self._deepest(self.machine, self.policies, {})
@@ -254,7 +254,7 @@ class _Asked:
         return compare(each, where, policies=self.policies, settings=self.settings, barrier_cost=False, near=False)
 
     def _change(self, seconds: float | None, where: Machine, now: Effect) -> float | None:
-        """Of the time a token takes, relative."""
+        """Relative change of the time per token."""
         if seconds is None or now.iteration_s is None:
             return None
         return seconds / len(where.ranks) / (now.iteration_s / len(self.machine.ranks)) - 1

@@ -160,7 +160,7 @@ class _Notes:
         return said.get("bound") if isinstance(said, Mapping) else None
 
     def words(self, found: Certificate) -> None:
-        """Where the figures come from: the parts that were measured, the bound, what validation found."""
+        """Where the figures come from, in words: the parts that were measured, the bound, and what validation found."""
         plan = self.plan
         said, sources = plan.choices.get("confidence"), confidence(plan.workload, plan.machine)
         if said == sources:

@@ -72,8 +72,8 @@ class Tried:
 
 
 def tried_of(value: object) -> dict[str, Tried] | None:
-    """What `Tried.to_json` wrote into a plan's choices, by way; None for anything else (a file is not to be trusted,
-    and those of before had words here)."""
+    """What `Tried.to_json` wrote into a plan's choices, by way. None for anything else: a file is not to be trusted,
+    and earlier versions wrote words here."""
     if not isinstance(value, Mapping):
         return None
     try:

@@ -37,9 +37,10 @@ class Trust:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedError:
-    """Of predicted iteration times: median and 90th percentile of the absolute relative error over `rows` tested rows.
+    """Median and 90th percentile of the absolute relative error of predicted iteration times, over `rows` tested rows.
 
-    policy: whose rows they are, or "any policy" of the class where that policy has none. machine_class: "h100 node".
+    policy: policy whose rows they are, or "any policy" of the class if that policy has no rows.
+    machine_class: for example "h100 node".
     """
 
     median: float
@@ -56,7 +57,7 @@ class ExpectedError:
 
 
 def class_of(machine: Machine) -> str:
-    """See [Note: classes]; unequal GPUs are a class of their own ("a100 + v100 node")."""
+    """Class of a machine: [Note: classes]. Unequal GPUs are a class of their own ("a100 + v100 node")."""
     generations = " + ".join(dict.fromkeys(r.gpu.name.split("-")[0] for r in machine.ranks))
     return class_name(generations, ranks=len(machine.ranks), nodes=machine.nodes)
 

@@ -100,7 +100,7 @@ def _seconds(seconds: float | None) -> str:
 
 
 def _signed(seconds: float | None) -> str:
-    """With its sign; a figure too small to matter is 0."""
+    """Seconds with their sign; "0" if too small to matter."""
     if seconds is None:
         return ""
     return "0 s" if abs(seconds) < 5e-7 else f"{'+' if seconds > 0 else '-'}{format_s(abs(seconds))}"

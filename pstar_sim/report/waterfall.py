@@ -116,7 +116,7 @@ def _change(line: Line) -> str:
 
 
 def _bytes(ablation: Ablation, ax: Axes) -> None:
-    """Gigabytes up and down of each line."""
+    """Gigabytes copied up and down, per line."""
     lines = ablation.lines
     fitting = [n for n, line in enumerate(lines) if line.fits]
     rows = [*fitting, len(lines)]

@@ -92,7 +92,7 @@ class _Waits:
         return dict(stall_s)
 
     def causes(self) -> list[str]:
-        """Of each step of each iteration, "" where it did not wait."""
+        """Cause of each step of each iteration; "" if the step did not wait."""
         program, causes = self._program, [""] * self._waited.size
         for n in np.flatnonzero(self._waited).tolist():
             k, i = divmod(n, len(program.ids))

@@ -119,7 +119,7 @@ def _one_rank(machine: Machine) -> Machine:
 
 
 def classes_of(machine: Machine, workloads: Sequence[Workload] | None = None) -> list[int]:
-    """Of each rank, the number of its class ([Note: representative ranks]), counted in order of first appearance."""
+    """Class number of each rank ([Note: representative ranks]), counted in order of first appearance."""
     local = machine.local_ranks
     colours: list[Hashable] = []
     seen: list[tuple[Rank, int]] = []

@@ -157,7 +157,7 @@ def _catalog() -> Catalog:
 
 
 def _machine(name: str, efficiency: Efficiency) -> Machine:
-    """By name, with as much GPU memory as the GPUs report."""
+    """The machine of this name, with as much GPU memory as its GPUs report."""
     machine = _catalog().machine(name, efficiency)
     return _with_gpu_bytes(machine, REPORTED_BYTES[machine.gpu.name])
 

@@ -36,7 +36,7 @@ class PublishedLimit:
 
 
 def published_limits(machine: Machine) -> tuple[PublishedLimit, ...]:
-    """Of this machine with all its ranks; none for a machine that no publication names."""
+    """Published limits of this machine with all its ranks; empty if no publication names the machine."""
     return tuple(
         PublishedLimit(system=row.system, policy=_POLICIES.get(row.system), params=row.value, source=row.source)
         for row in published_rows()

@@ -66,7 +66,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """Of `rows` rows: median and 90th percentile of the absolute error, and the error that is farthest off."""
+    """Median and 90th percentile of the absolute error over `rows` rows, and the largest error."""
 
     rows: int
     median: float
@@ -113,7 +113,7 @@ class Validation(Collection):
         return self.results
 
     def errors(self, **wanted: str) -> Errors | None:
-        """Of the results whose fields have these values, as errors(use="tested", kind="time")."""
+        """Errors of the results whose fields have these values, as in errors(use="tested", kind="time")."""
         return errors_of(r for r in self.results if all(getattr(r, k) == v for k, v in wanted.items()))
 
     def pairs(self) -> list[Pair]:
@@ -242,7 +242,7 @@ def _no_row(system: str | None, machine: str | None) -> PstarError:
 
 
 def _replayed(run: Sequence[Row], experiment: Experiment, rules: Mapping[int, Rule]) -> list[Result]:
-    """Of each row of a run. rules: by the row's line."""
+    """The result of each row of a run. rules: line of a row -> its rule."""
     outcome, machine = replay(experiment), experiment.machine
     return [
         _result(

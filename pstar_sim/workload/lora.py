@@ -155,7 +155,7 @@ class AdaptedTape(Tape):
             self._targets[name] = _Target(a, b, inputs, outputs, shape[0] * shape[1])
 
     def size(self, names: Iterable[str]) -> int:
-        """Bytes of the gradients of base parameters: none has one."""
+        """Bytes of the gradients; base parameters have no gradient."""
         return 0
 
     def weight_flops(self, names: Iterable[str], flops: int) -> int:

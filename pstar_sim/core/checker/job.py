@@ -56,8 +56,8 @@ def check_workload_of(plan: Plan, workload: Workload) -> None:
 
 
 def _as_planned(plan: Plan, workload: Workload) -> Workload:
-    """Of a preset that stands for a whole job, what one rank of the plan does: its share of the batch, in the plan's
-    dtype if none was named."""
+    """For a preset that stands for a whole job: what one rank of the plan does, its share of the batch, in the plan's
+    dtype if the preset names none."""
     mine = plan.workload
     dtype = mine.dtype if workload.dtype_open else workload.dtype
     share = max(rank.batch_share for rank in plan.machine.ranks)

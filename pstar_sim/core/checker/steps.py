@@ -215,7 +215,7 @@ def _check_updates(plan: Plan) -> None:
 
 
 def check_pins(plan: Plan) -> None:
-    """Of the two modes with Adam on the gpu, "pin" keeps the states there and "stream" does not."""
+    """Check the two modes whose Adam runs on the gpu: "pin" keeps the states there, "stream" does not."""
     states = [name for name, _ in plan.layout.state_bytes]
     for step in plan.steps if states else ():
         if step.kind is Kind.GPU_ADAM and step.chunk is not None:

@@ -89,7 +89,7 @@ class Walk:
         self._fall = [max(0, peak - peaks[(m + 1) % len(peaks)]) for m, peak in enumerate(peaks)]
 
     def _targets(self) -> dict[tuple[int, int], str]:
-        """Where the gradients of (chunk, micro-batch) arrive on the gpu."""
+        """(chunk, micro-batch) -> the list on the gpu in which the gradients arrive."""
         allocs: dict[int, int] = {}
         for step in self.plan.steps:
             if step.kind is Kind.ALLOC and step.list == "grad" and step.place is Place.GPU:
@@ -392,7 +392,7 @@ class Walk:
             held.marks |= mine.marks
 
     def _check_complete(self, step: Step, verb: str, key: _Key, marks: set[tuple[int, int]]) -> None:
-        """Of each micro-batch that the list has a gradient of, it has those of all tensors."""
+        """If a list has a gradient of a micro-batch, it has those of all the chunk's tensors in that micro-batch."""
         batches = {u for u, _ in marks}
         missing = {(u, t) for u, t in self.expected.get(key[0], ()) if u in batches} - marks
         if missing:

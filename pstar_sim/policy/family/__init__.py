@@ -1,1 +1,2 @@
-"""The asynchronous family: every queue goes its own way, in the order that `choose` finds; kit/points.py says where."""
+"""The asynchronous family: the queues run independently, in the order that `choose` finds. kit/points.py lists its
+points."""

@@ -62,7 +62,7 @@ def attempt(job: Job, modes: Modes, knobs: Knobs | None = None) -> Attempt:
 
 
 def attempt_course(course: Course, *, limit_s: float = math.inf, tolerance: float = 1e-6) -> Attempt:
-    """As `attempt`, of a course that is laid out already. limit_s, tolerance: see `choose`."""
+    """`attempt` for a course that is laid out already. limit_s, tolerance: see `choose`."""
     schedule = course.schedule()
     draft = draft_of(schedule)
     fetched = sum(row.charge.gpu_take for row in draft.rows if row.queue is Queue.H2D)

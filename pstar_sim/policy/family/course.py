@@ -110,7 +110,8 @@ class Course:
         return touched, whole
 
     def _positions_of(self, blocks: Sequence[int]) -> list[int]:
-        """Of ascending blocks; an update between two neighbours is not a gap."""
+        """Positions of ascending blocks. Updates between two neighbouring blocks are included, so that they make no
+        gap."""
         mine = [self.at[blocks[0]]]
         for before, n in pairwise(blocks):
             mine += range(mine[-1] + 1, self.at[n] + 1) if n == before + 1 else [self.at[n]]
@@ -166,7 +167,7 @@ class Course:
         return kept
 
     def border(self, chunk: int) -> UseGap:
-        """From the last use of a chunk to its first one of the next iteration."""
+        """The gap from the last use of a chunk to its first use in the next iteration."""
         mine = self.touched[chunk]
         return UseGap(mine[-1], mine[0] + len(self.positions), chunk)
 

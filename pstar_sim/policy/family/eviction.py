@@ -111,7 +111,8 @@ def _unrolled(gaps: Sequence[UseGap], length: int, laps: int) -> tuple[_Entries,
 
 
 def _that_fit(kept: set[UseGap], sizes: Sequence[int], room: Sequence[int]) -> set[UseGap]:
-    """Where iterations do not repeat, one played by itself may hold too much over its border: the oldest go."""
+    """The kept gaps that fit. If iterations do not repeat, one iteration by itself may hold too much over its border:
+    then the oldest gaps go."""
     length = len(room)
     left = list(room)
     for gap in kept:

@@ -104,7 +104,7 @@ def _check_chunk(job: Job, chunk: int, what: str) -> None:
 
 
 def _blocks(job: Job, modes: Modes, visits: Iterable[Visit]) -> list[list[int]]:
-    """Of each chunk the ascending blocks over which it is on the GPU; none of one that does not move."""
+    """Chunk -> ascending blocks over which the chunk is on the GPU; empty for a chunk that does not move."""
     moments = len(job.workload.moments)
     held: list[set[int]] = [set() for _ in job.sizes]
     for visit in visits:

@@ -127,7 +127,7 @@ class Search:
 
     @property
     def seconds(self) -> float:
-        """Of the fastest attempt."""
+        """Seconds of the fastest attempt; inf without one."""
         return self.best[0] if self.best is not None else math.inf
 
     @property

@@ -51,7 +51,7 @@ class Charges:
         self._known: dict[tuple[Kind, int, str], Charge] = {}
 
     def of(self, kind: Kind, chunk: int, list_name: str = "param") -> Charge:
-        """Of a step that is about a list of a chunk."""
+        """Charge of a step that is about a list of a chunk."""
         key = (kind, chunk, list_name)
         charge = self._known.get(key)
         if charge is None:
@@ -59,7 +59,7 @@ class Charges:
         return charge
 
     def of_stash(self, kind: Kind, stash: int) -> Charge:
-        """Of a stash's copy; its room on the host is a buffer of the plan's."""
+        """Charge of a stash's copy. A stash's room on the host is a buffer of the plan."""
         size = step_bytes(self.cost, kind, None, None, stash)
         return self._charge(Step(id=0, queue=Queue.D2H, kind=kind, bytes=size, stash=stash), None, None)
 

@@ -159,12 +159,12 @@ class Job:
 
     @cached_property
     def block_charges(self) -> list[Charge]:
-        """Of each block: its seconds, and bytes by which the tide rises to it and falls behind it."""
+        """Block -> its charge: seconds, the tide's rise when the block begins and its fall when the block ends."""
         rises, falls = tide_moves([block.tide_bytes for block in self.blocks])
         return [Charge(block.seconds, rise, fall) for block, rise, fall in zip(self.blocks, rises, falls)]
 
     def gradient_bytes(self, chunk: int) -> int:
-        """Bytes on the GPU of a gradient list of its own, with several ranks that of the whole chunk."""
+        """Bytes on the GPU of a gradient list apart from the working list; on several ranks the whole chunk's."""
         lists = ("grad", "grad_remote") if self.ranks > 1 else ("grad",)
         return sum(self.layout.payload_bytes(chunk, name) for name in lists)
 

@@ -84,7 +84,7 @@ class Specified:
         self.values = dict(values)
 
     def __call__(self, workload: Workload, machine: Machine, settings: Settings) -> Plan:
-        """As the policy, under the spec's name."""
+        """Call the policy under the spec's name."""
         try:
             plan = self.policy(workload, machine, settings, **self.values)
         except DoesNotFit as short:

@@ -33,7 +33,7 @@ class Position(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """From one position to another, both included."""
+    """Positions first to last, both included."""
 
     first: int
     last: int

@@ -14,10 +14,11 @@ AS_FAST = 1e-4  # relative difference of two iterations that is not worth a byte
 
 
 def least_of(found: Iterable[T], *, seconds: Callable[[T], float], burden: Callable[[T], tuple[int, int]]) -> T:
-    """Of those that are at most AS_FAST slower than the fastest, the one with the least burden; of equals the first.
+    """Of the plans that are at most AS_FAST slower than the fastest, the one with the least burden; of equal ones the
+    first.
 
-    burden: (bytes moved in an iteration, bytes held); asked only where there is a choice. Raises ValueError where
-    nothing was found.
+    burden: (bytes moved per iteration, bytes held); called only if there is a choice. Raises ValueError if `found` is
+        empty.
     """
     everyone = list(found)
     limit_s = min(map(seconds, everyone)) * (1 + AS_FAST)

@@ -142,5 +142,5 @@ class DraftRows:
 
 
 def ends_of(refs: Iterable[int]) -> After:
-    """To wait for rows of this iteration."""
+    """`after` that waits for these rows of the same iteration."""
     return tuple((row, 0) for row in refs)

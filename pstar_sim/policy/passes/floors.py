@@ -29,7 +29,7 @@ def fetch_floors(prefetch: str | int, served: Sequence[int], count: int) -> list
 
 
 class Floors:
-    """Of each copy that serves a position, the position that it waits for lest it go too far ahead."""
+    """Keeps copies from running too far ahead: each copy that serves a position waits for an earlier position."""
 
     def __init__(self, rows: DraftRows) -> None:
         schedule = rows.schedule

@@ -22,7 +22,7 @@ def room(job: Job, block: int, pinned: frozenset[int] = frozenset()) -> int:
 
 
 class Gradients:
-    """Of chunks that are updated, wherever that is."""
+    """The pass that moves the gradients of all chunks that are updated, wherever Adam runs."""
 
     def __init__(self, rows: DraftRows) -> None:
         self._rows = rows

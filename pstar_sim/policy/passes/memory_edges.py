@@ -24,7 +24,8 @@ __all__ = ["ByteMove", "QueueSlot", "fifo_edges"]
 
 
 class ByteMove(NamedTuple):
-    """In the window, step `step` of iteration w + `iteration` takes (take > 0) or frees (take < 0) bytes."""
+    """One take or free in the window: step `step` of iteration w + `iteration` takes (take > 0) or frees (take < 0)
+    bytes."""
 
     step: int
     iteration: int
@@ -32,7 +33,7 @@ class ByteMove(NamedTuple):
 
 
 class QueueSlot(NamedTuple):
-    """Where a step stands: its queue and its position there in one iteration."""
+    """A step's queue, and its position there in one iteration."""
 
     queue: str
     position: int
@@ -77,7 +78,7 @@ class _Frees:
         self.volume = self._ends[-1] if self._ends else 0
 
     def latest(self, take: ByteMove, low: int, high: int) -> list[Ref]:
-        """Of each queue the latest step that frees one of the bytes low .. high (ordinals), which a take gets."""
+        """Per queue, the latest step that frees one of the bytes low .. high (ordinals), which `take` gets."""
         found: dict[str, tuple[int, Ref]] = {}
         # Frees of windows 0 (this one), 1 and 2 back; what was free before those never needs an edge.
         for back in range(3):

@@ -66,7 +66,7 @@ class Updates:
         return arriving
 
     def update(self, n: int, c: int, waits: Sequence[int]) -> int:
-        """GPU Adam of a streamed chunk, which is position n."""
+        """Write the GPU Adam of a streamed chunk, which is position n. Returns its row."""
         rows = self._rows
         after = ends_of((*waits, *rows.last_adds, *((rows.sum_of[c],) if c in rows.sum_of else ())))
         here = rows.add(Queue.COMPUTE, Kind.GPU_ADAM, c, after=after, is_position=True)

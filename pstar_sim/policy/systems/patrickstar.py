@@ -92,8 +92,8 @@ def patrickstar(workload: Workload, machine: Machine, settings: Settings, *, msc
 
 
 def _layout(workload: Workload, settings: Settings, ranks: int, msc: bool) -> Layout:
-    """On several ranks the unit is a group of as many chunks (msc: a chunk). Raises CannotPlan where there are not that
-    many."""
+    """The layout. On several ranks the unit is a group of one chunk per rank (msc: a chunk). Raises CannotPlan if there
+    are too few chunks."""
     single = build_layout(workload, chunk_bytes=settings.chunk_bytes)
     if ranks == 1:
         return single
@@ -198,7 +198,7 @@ class _Iteration:
         return most
 
     def _adam(self) -> None:
-        """After the backward pass, in chunk order, one chunk after the other."""
+        """Write Adam after the backward pass, in chunk order, one chunk after the other."""
         b, memory, uses = self._b, self.memory, self._b.uses
         homes = self._homes
         offloaded = [c for c in homes.movable if uses.updated(c)]

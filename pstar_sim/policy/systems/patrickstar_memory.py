@@ -89,7 +89,7 @@ def margin_space(uses: Facts, budget_bytes: int) -> int:
 
 
 def fp32_buffer_bytes(uses: Facts) -> int:
-    """Of the buffer through which CPU Adam's parameters come up: the largest chunk's, 4 bytes per parameter."""
+    """Bytes of the buffer through which CPU Adam's parameters come up: the largest chunk's, 4 bytes per parameter."""
     layout = uses.layout
     large = (c.index for c in layout.chunks if not c.small)
     return max((layout.slice_numel(c) * 4 for c in large if uses.updated(c)), default=0)
@@ -135,7 +135,7 @@ class Memory:
         self.moment = 0
 
     def _reside(self, resident: Collection[int]) -> None:
-        """Where everything is between two iterations."""
+        """Put everything where it is between two iterations."""
         b, homes = self.b, self.homes
         for c in (*homes.small, *homes.pinned):
             b.live(c, Place.GPU)

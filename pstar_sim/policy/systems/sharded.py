@@ -59,11 +59,11 @@ class Sharded:
         return [self._barrier, *self.buckets.arrived[c]]
 
     def cpu_adam(self, c: int, after: Iterable[int] = ()) -> int:
-        """Of a chunk whose states are on the host, after all gradients that the norm needs."""
+        """Write the CPU Adam of a chunk whose states are on the host, after all gradients that the norm needs."""
         return self.b.cpu_adam(c, after=[*self.before_update(c), *self.buckets.lists.all_there(), *after])
 
     def gpu_adam(self, c: int, after: Iterable[int] = ()) -> int:
-        """Of a chunk whose states are on the GPU, after all gradients that the norm needs."""
+        """Write the GPU Adam of a chunk whose states are on the GPU, after all gradients that the norm needs."""
         return self.b.gpu_adam(c, after=[*self.before_update(c), *self.buckets.lists.all_there(), *after])
 
     def stage(self, c: int, room: Iterable[int]) -> tuple[int, int]:
@@ -99,7 +99,7 @@ class Sharded:
     # What the system holds beyond the lists of the plan.
 
     def hold(self, name: str, place: Place, size_bytes: int) -> None:
-        """A buffer of the system's own, if there is anything of it beyond the lists."""
+        """Add a buffer of the system's own, unless it has no bytes beyond the lists."""
         if size_bytes > 0:
             self.b.buffers.append((name, place, size_bytes))
 

@@ -82,8 +82,8 @@ def operators_before(visits: Sequence[Visit], ahead: int) -> dict[int, int]:
 
 
 def params_before(visits: Sequence[Visit], uses: Facts, ahead_params: int) -> dict[int, int]:
-    """As `operators_before`, for a prefetcher that asks for the next operators until it has `ahead_params` parameters
-    on their way (stage3_prefetch_bucket_size); with any at all, it is one operator ahead at least."""
+    """`operators_before` for a prefetcher that asks for the next operators until `ahead_params` parameters are on their
+    way (stage3_prefetch_bucket_size). If `ahead_params` is not 0, at least one operator is ahead."""
     size: dict[int, int] = {}
     for v in visits:
         size[v.first] = size.get(v.first, 0) + uses.layout.chunks[v.chunk].numel

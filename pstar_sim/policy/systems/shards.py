@@ -87,7 +87,8 @@ class Shards:
         return c in self.on_gpu and not self.several
 
     def reside(self, host_list: str) -> None:
-        """Where everything is between two iterations. host_list: in which Adam on the host finds a gradient."""
+        """Put everything where it is between two iterations. host_list: list in which Adam on the host finds a
+        gradient."""
         b, scheme = self.b, self.scheme
         for c in range(len(b.layout.chunks)):
             if self.lives_on_gpu(c):

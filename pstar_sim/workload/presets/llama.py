@@ -70,7 +70,7 @@ def write_llama(t: Tape, s: Shape) -> None:
         t.op(u, unsaved=u + wide + row)
 
     def rms_norm_backward(name: str, residual: bool = True) -> None:
-        """From the gradient of the norm's output (and the residual's, both alive) to their sum (1 u)."""
+        """Backward of the norm: from the gradient of its output (and the residual's, both alive) to their sum (1 u)."""
         square = wide or u
         t.op(u)
         t.op(u)

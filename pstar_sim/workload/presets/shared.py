@@ -55,7 +55,7 @@ class Shape:
         return self.batch * self.sequence
 
     def flops(self, rows: int, columns: int) -> int:
-        """Of one matmul of every token with a rows x columns matrix."""
+        """Flops of one matmul of every token with a rows x columns matrix."""
         return 2 * self.tokens * rows * columns
 
     @property
@@ -119,7 +119,8 @@ def language_loss(t: Tape, s: Shape, module: str, weight: str, u: int) -> None:
 
 
 def language_loss_backward(t: Tape, s: Shape, module: str, weight: str, u: int, *, tied: bool) -> None:
-    """From the loss to the gradient of the last hidden state (1 u); a tied weight's waits for the embedding's."""
+    """Backward of the loss, up to the gradient of the last hidden state (1 u). The gradient of a tied weight waits for
+    the embedding's."""
     m = s.model
     logits = s.tokens * m.vocab * t.width
     logits32 = s.tokens * m.vocab * 4
@@ -175,7 +176,8 @@ def declare_norm(t: Tape, module: str, hidden: int) -> None:
 
 
 def layer_norm_backward(t: Tape, module: str, u: int, stats: int, *, residual: bool = True) -> None:
-    """From the gradient of the norm's output (and the residual's, both alive) to their sum (1 u); frees its input."""
+    """Backward of the norm: from the gradient of its output (and the residual's, both alive) to their sum (1 u). Frees
+    its input."""
     names = norm(module)
     t.op(u + t.size(names), dead=2 * u + stats, read=2 * u)
     if residual:

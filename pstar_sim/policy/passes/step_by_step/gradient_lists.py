@@ -117,15 +117,16 @@ class GradientLists:
     def send(
         self, c: int, m: int, after: Iterable[int], *, size_bytes: int | None = None, via: str | None = None
     ) -> int:
-        """To the host, behind the sum of the earlier ones there. Returns the copy; `freed` has the end of the list."""
+        """Copy the gradient to the host, after the sum of earlier gradients there. Returns the copy; `freed` has the
+        end of the list."""
         waits = [*after, *self._earlier(self.added, c)]
         down = self._b.writeback(c, "grad", m, waits, size_bytes=size_bytes, via=via)
         self.freed[c] = self._b.free(Queue.D2H, c, "grad", Place.GPU, m)
         return down
 
     def add(self, c: int, m: int, after: Iterable[int] = ()) -> int:
-        """To those of earlier micro-batches, on the host. Returns the step after which Adam there may take the gradient
-        (with one micro-batch: once it has arrived)."""
+        """Add the gradient to those of earlier micro-batches, on the host. Returns the step after which Adam there may
+        take the gradient (with one micro-batch: its arrival)."""
         if not self._several:
             return self.freed[c]
         step = self._b.cpu_add(c, "grad", m, after=[self.freed[c], *after])
