@@ -30,13 +30,17 @@ class AdamW:
     """What to optimize and how; the defaults are torch.optim.AdamW's.
 
     params_or_groups: None (every trainable parameter, one group), parameters, or groups as torch takes them (dicts with
-    "params" and numbers of their own); the plan has to be made for the same groups. max_grad_norm: clip the global
-    norm; by default as the plan says, at DEFAULT_NORM if it was made with clipping; None for no clipping. eager: update
-    each chunk as soon as its gradient is final, inside backward (the plan has to be made with update "eager").
+        "params" and numbers of their own); the plan has to be made for the same groups.
+    max_grad_norm: clip the global norm; by default as the plan says, at DEFAULT_NORM if it was made with clipping; None
+        for no clipping.
+    eager: update each chunk as soon as its gradient is final, inside backward (the plan has to be made with update
+        "eager").
     state_dtype: of both moments; torch.bfloat16 where the plan's optimizer is "adamw-bf16-states" (the update is done
-    in fp32 and rounded, so small changes of a moment are lost). loss_scale: None for what the model needs (dynamic if
-    it has fp16 parameters, else none), "dynamic", a number for a fixed scale, or a LossScale; the loop stays as it is,
-    see scaling.py. Raises PlanError for numbers out of range.
+        in fp32 and rounded, so small changes of a moment are lost).
+    loss_scale: None for what the model needs (dynamic if it has fp16 parameters, else none), "dynamic", a number for a
+        fixed scale, or a LossScale; the loop stays as it is, see scaling.py.
+
+    Raises PlanError for numbers out of range.
     """
 
     params_or_groups: Any = None

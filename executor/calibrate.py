@@ -41,10 +41,14 @@ _TYPICAL = {"virtual": (1024, 64, torch.float32), "cuda": (4096, 4096, torch.bfl
 
 @dataclass(kw_only=True)
 class Findings:
-    """What was measured. Rates in bytes/s, flops/s, parameters/s. skipped: what was not, each with its reason.
+    """What was measured. Rates in bytes/s, flops/s, parameters/s.
 
-    matmul: by dtype, flops/s by flops of a product. constant_s, operator_bytes_per_s: of [Note: seconds of a moment].
-    adam: by threads. network: (backend, bytes/s, latency in s). disks: (read, write, bytes of the disk).
+    skipped: what was not, each with its reason.
+    matmul: by dtype, flops/s by flops of a product.
+    constant_s, operator_bytes_per_s: of [Note: seconds of a moment].
+    adam: by threads.
+    network: (backend, bytes/s, latency in s).
+    disks: (read, write, bytes of the disk).
     taken_by_others: share of the processor time that other programs had meanwhile.
     """
 
@@ -73,9 +77,11 @@ def calibrate(
 ) -> tuple[Machine, Findings]:
     """Measure this machine and write its catalog file, atomically. The machine is named after the file.
 
-    device: "virtual", "cuda" or "auto" (CUDA where there is one). quick: a quarter of the time, twice the scatter.
-    on_part(name, number, count): called before each part. Raises PlanError for a device that is not there and
-    CatalogError for a file that cannot be written.
+    device: "virtual", "cuda" or "auto" (CUDA where there is one).
+    quick: a quarter of the time, twice the scatter.
+    on_part(name, number, count): called before each part.
+
+    Raises PlanError for a device that is not there and CatalogError for a file that cannot be written.
     """
     path = Path(path)
     check_writable(path, error=CatalogError)

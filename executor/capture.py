@@ -148,12 +148,16 @@ def capture_module(
 ) -> Workload:
     """The workload of one micro-batch of `module` on `example_batch`; both are left as they were.
 
-    name: of the model, by default its class. groups: the AdamW that `prepare` will be given, or its groups
-    alone, so that the plan is made for them. batch, sequence: by default the first two extents of the batch's first
-    tensor. dtype: floating parameters, buffers and inputs are taken as if they were of this dtype ("fp32", "bf16",
-    "fp16"); None: as they are. attention: kernel of scaled_dot_product_attention ("flash", "efficient", "math"), None:
-    torch's choice for these inputs on a CPU. loss: forward pass and loss, called once. keep_gradients: leave them in
-    place, where they count, as plain torch does.
+    name: of the model, by default its class.
+    groups: the AdamW that `prepare` will be given, or its groups alone, so that the plan is made for them.
+    batch, sequence: by default the first two extents of the batch's first tensor.
+    dtype: floating parameters, buffers and inputs are taken as if they were of this dtype ("fp32", "bf16", "fp16");
+        None: as they are.
+    attention: kernel of scaled_dot_product_attention ("flash", "efficient", "math"), None: torch's choice for these
+        inputs on a CPU.
+    loss: forward pass and loss, called once.
+    keep_gradients: leave them in place, where they count, as plain torch does.
+
     Raises ModelError for a module that fake tensors cannot run (names module and operation), a parameter read outside
     every module call, a loss that reaches no parameter, an attention kernel that was asked for and not used; PlanError
     for a trainable parameter that is in no group.

@@ -49,10 +49,14 @@ IMAGE_SIZE = 224  # pixels a side, where a configuration names none (convolution
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltModel:
-    """A module in training mode and a batch for `forward_loss`. name: the spec it was built from. batch, sequence: what
-    an iteration's tokens are counted by (of images: patches and the class token; 1 where there are no patches).
-    vocabulary: tokens it knows, None for a model that reads none. dtype: as asked for, None where the module's own
-    dtypes were kept."""
+    """A module in training mode and a batch for `forward_loss`.
+
+    name: the spec it was built from.
+    batch, sequence: what an iteration's tokens are counted by (of images: patches and the class token; 1 where there
+        are no patches).
+    vocabulary: tokens it knows, None for a model that reads none.
+    dtype: as asked for, None where the module's own dtypes were kept.
+    """
 
     module: nn.Module
     example_batch: Any
@@ -80,11 +84,14 @@ def build(
     """The model that `spec` names, with an example batch of `batch` sequences of `sequence` tokens.
 
     spec: a preset's name, "hf:FILE" (a transformers config.json, or a folder that holds one), "hf:ORG/NAME" (fetches
-    the configuration only; weights are random), or "py:package.module:factory" (a callable that returns an nn.Module
-    and an example batch; of batch, sequence, dtype and checkpointing it is passed those its signature names). dtype:
-    "fp32", "bf16", "fp16"; None means bf16, for "py:" the module's own dtypes. device: "meta" or "cpu"; a "py:" factory
-    decides itself. seed: of weights and batch; the global generator is left as it was. empty: build the parameters on
-    meta whatever the device, for weights that come from a folder.
+        the configuration only; weights are random), or "py:package.module:factory" (a callable that returns an
+        nn.Module and an example batch; of batch, sequence, dtype and checkpointing it is passed those its signature
+        names).
+    dtype: "fp32", "bf16", "fp16"; None means bf16, for "py:" the module's own dtypes.
+    device: "meta" or "cpu"; a "py:" factory decides itself.
+    seed: of weights and batch; the global generator is left as it was.
+    empty: build the parameters on meta whatever the device, for weights that come from a folder.
+
     Raises ModelError, and UnknownName for a preset that does not exist.
     """
     _check_arguments(batch=batch, sequence=sequence, dtype=dtype, attention=attention, device=device)

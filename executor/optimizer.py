@@ -32,7 +32,10 @@ _KERNEL = {"fused": True, "foreach": None, "decoupled_weight_decay": True}
 
 
 class OffloadedAdamW(torch.optim.Optimizer):
-    """The optimizer of a prepared model. `session`: the run behind it."""
+    """The optimizer of a prepared model.
+
+    `session`: the run behind it.
+    """
 
     session: Session
 

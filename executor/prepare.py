@@ -73,17 +73,20 @@ def prepare(
     """Run `model` under `plan` from now on: the same model, and the optimizer whose `step` the loop calls.
 
     device: "virtual", "cuda" or "cuda:N". The model is on the CPU (or on meta, with weights), or on that device; its
-    buffers are moved there, the loop's batches have to be there. machine: the machine the run is on, compared with the
-    plan's. bandwidth, adam_threads, gpu_memory (bytes): see DeviceOptions. weights: a folder (or file) of
-    safetensors whose values the model gets, streamed into the chunks; the model's parameters may then be on meta (see
-    `parameters_on_meta`), and nothing but the chunks is allocated. queues: "threads", or a queues object.
+        buffers are moved there, the loop's batches have to be there.
+    machine: the machine the run is on, compared with the plan's.
+    bandwidth, adam_threads, gpu_memory: see DeviceOptions.
+    weights: a folder (or file) of safetensors whose values the model gets, streamed into the chunks; the model's
+        parameters may then be on meta (see `parameters_on_meta`), and nothing but the chunks is allocated.
+    queues: "threads", or a queues object.
     threads: torch threads of the virtual accelerator's compute queue until the session is closed (None leaves them).
-    watchdog_s: see ThreadQueues. replan_after: number of iterations off plan in a row after which a new plan is made
-    (0: never). check: run the plan's independent checker first, and hold the first iteration's tide against the plan's
-    (where it is
-    higher, the session goes on under a new plan: measuring/first.py). group: the processes of a plan of several ranks
-    (default: torch.distributed's, if it is initialised); every one calls prepare with the same plan and settings, and
-    all begin with the parameters and buffers of the first. count: [Note: the weight of a rank] in distributed/ranks.py.
+    watchdog_s: see ThreadQueues.
+    replan_after: number of iterations off plan in a row after which a new plan is made (0: never).
+    check: run the plan's independent checker first, and hold the first iteration's tide against the plan's (where it is
+        higher, the session goes on under a new plan: measuring/first.py).
+    group: the processes of a plan of several ranks (default: torch.distributed's, if it is initialised); every one
+        calls prepare with the same plan and settings, and all begin with the parameters and buffers of the first.
+    count: [Note: the weight of a rank] in distributed/ranks.py.
     timeout_s: of a collective of the run's own.
 
     Raises PlanError for a plan that fails its check or was made for another model, dtype, optimizer setting or machine,
@@ -148,9 +151,13 @@ def prepare(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Given:
-    """A model, a plan and an optimizer that belong together. groups: of parameters, as torch's optimizers take them.
-    tensors, parameters: the model's, in the plan's order. max_grad_norm: at which gradients are clipped (None: they are
-    not). source: of the model's values (None: the model has them)."""
+    """A model, a plan and an optimizer that belong together.
+
+    groups: of parameters, as torch's optimizers take them.
+    tensors, parameters: the model's, in the plan's order.
+    max_grad_norm: at which gradients are clipped (None: they are not).
+    source: of the model's values (None: the model has them).
+    """
 
     model: nn.Module
     plan: Plan
@@ -309,8 +316,12 @@ def _stop_at_exit(session: Session) -> None:
 def _given_back_on_error(
     backend: Backend | None, sessions: Sequence[Session], source: Weights | None = None
 ) -> Iterator[None]:
-    """An error inside gives back what was taken for the run, which does not begin. backend: None where the caller made
-    it. sessions: the run's, once there is one; it gives the backend back itself. source: of the model's values."""
+    """An error inside gives back what was taken for the run, which does not begin.
+
+    backend: None where the caller made it.
+    sessions: the run's, once there is one; it gives the backend back itself.
+    source: of the model's values.
+    """
     try:
         yield
     except BaseException as error:

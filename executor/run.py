@@ -43,14 +43,18 @@ MAX_GRAD_NORM = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """reports: one per step. timeline: of the last timed iterations, measured; None if the last was not on plan. Its
-    tide is the measured one where there is `measured`, else the plan's figures at measured times.
-    measured: bytes of one untimed iteration that
-    keeps the predicted order of events (None if it was not asked for). deviations: how the run left the plan, if it
-    did. plan: the one it ended with. tide: of the first iteration, beside the plan's. notes: where weights came from,
-    what the run went on from. shared: of all ranks, None on one.
+    """reports: one per step.
+    timeline: of the last timed iterations, measured; None if the last was not on plan. Its tide is the measured one
+        where there is `measured`, else the plan's figures at measured times.
+    measured: bytes of one untimed iteration that keeps the predicted order of events (None if it was not asked for).
+    deviations: how the run left the plan, if it did.
+    plan: the one it ended with.
+    tide: of the first iteration, beside the plan's.
+    notes: where weights came from, what the run went on from.
+    shared: of all ranks, None on one.
     taken_by_others: share of the machine's processor time that other programs had during the steps, 0 to 1; None where
-    that cannot be measured."""
+        that cannot be measured.
+    """
 
     reports: Sequence[StepReport]
     timeline: Timeline | None
@@ -122,9 +126,12 @@ def on_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """model: as for `pstar trace`. batch, sequence: of one micro-batch. data: "text:FOLDER" or None. bandwidth: of
-    the virtual link in bytes per second, (to the gpu, to the host); None = as fast as memory copies. weights: folder
-    that the model's values come from; None: initialised by the seed."""
+    """model: as for `pstar trace`.
+    batch, sequence: of one micro-batch.
+    data: "text:FOLDER" or None.
+    bandwidth: of the virtual link in bytes per second, (to the gpu, to the host); None = as fast as memory copies.
+    weights: folder that the model's values come from; None: initialised by the seed.
+    """
 
     model: str
     batch: int
@@ -215,10 +222,14 @@ class Job:
         keeping: Keeping | None = None,
         on_step: Callable[[StepReport, Status], None] | None = None,
     ) -> RunResult:
-        """Train by the plan. steps: in all, those done before a checkpoint included. bandwidth, gpu_memory: as for
-        `prepare`. order: predicts a plan's timeline; with it, one more iteration is run untimed in the order that it
-        predicts of the plan that the run ended with, to measure bytes. keeping: checkpoints. The session is closed
-        whatever happens; what was raised goes on."""
+        """Train by the plan.
+
+        steps: in all, those done before a checkpoint included.
+        bandwidth, gpu_memory: as for `prepare`.
+        order: predicts a plan's timeline; with it, one more iteration is run untimed in the order that it predicts of
+            the plan that the run ended with, to measure bytes.
+        keeping: checkpoints. The session is closed whatever happens; what was raised goes on.
+        """
         check_hardware(plan, device)
         keeping = keeping or Keeping()
         text = open_data(self.data)

@@ -82,8 +82,11 @@ def loss_scale_for(asked: str | float | LossScale | None, tensors: Iterable[Tens
 
 
 class LossScaling:
-    """The scale of a run. scale: what gradients that arrive now were multiplied with. skipped_steps: iterations that
-    overflowed."""
+    """The scale of a run.
+
+    scale: what gradients that arrive now were multiplied with.
+    skipped_steps: iterations that overflowed.
+    """
 
     def __init__(self, spec: LossScale) -> None:
         self.spec = spec

@@ -50,7 +50,10 @@ class PlanError(PstarError):
 
 
 class FalseFigures(PlanError):
-    """A plan whose steps are right, and which states figures that are not. false: a sentence for each of them."""
+    """A plan whose steps are right, and which states figures that are not.
+
+    false: a sentence for each of them.
+    """
 
     def __init__(self, false: tuple[str, ...]) -> None:
         super().__init__("; ".join(false))
@@ -84,9 +87,10 @@ class Interrupted(PstarError):
 class OutOfMemory(PstarError):
     """An accelerator refused memory while a plan ran, as torch.OutOfMemoryError does where CUDA refuses it.
 
-    asked_bytes: what was asked for. payload_bytes, other_bytes: chunks and everything else that was there. limit_bytes:
-    what there is (None where the device does not say). The executor catches it and climbs its ladder
-    (executor/off_plan/ladder.py); it is seen by a user's loop only where no rung helps.
+    asked_bytes: what was asked for.
+    payload_bytes, other_bytes: chunks and everything else that was there.
+    limit_bytes: what there is (None where the device does not say). The executor catches it and climbs its ladder
+        (executor/off_plan/ladder.py); it is seen by a user's loop only where no rung helps.
     """
 
     def __init__(
@@ -130,8 +134,10 @@ class UnknownName(PstarError):
 class DoesNotFit(PstarError):
     """A policy cannot place this workload on this machine.
 
-    place: "gpu" or "host". needed_bytes, available_bytes: at the moment where it is worst. what: one clause that
-    names what needs the room ("all param16 resident plus 14.2 GB of non-model data at moment 361").
+    place: "gpu" or "host".
+    needed_bytes, available_bytes: at the moment where it is worst.
+    what: one clause that names what needs the room ("all param16 resident plus 14.2 GB of non-model data at moment
+        361").
     """
 
     def __init__(self, *, policy: str, place: str, needed_bytes: int, available_bytes: int, what: str) -> None:

@@ -56,10 +56,12 @@ def chain_workload(
     """A chain of equal layers: a moment each FWD, one each BWD (checkpointing: a RECOMPUTE one before it), the step.
 
     params_per_layer is spread over `tensors_per_layer` equal tensors of shape (n,), all read in each moment of their
-    layer; every gradient arrives in the layer's BWD moment. flops: of one FWD or RECOMPUTE moment (BWD twice that, the
-    step none). forward_s: the same for measured seconds; the workload then counts as recorded (on "virtual").
+    layer; every gradient arrives in the layer's BWD moment.
+
+    flops: of one FWD or RECOMPUTE moment (BWD twice that, the step none).
+    forward_s: the same for measured seconds; the workload then counts as recorded (on "virtual").
     tide_bytes: non-model peak of every moment, or one figure per moment of one micro-batch and a last one for the step
-    (2 layers + 1 figures, with checkpointing 3 layers + 1).
+        (2 layers + 1 figures, with checkpointing 3 layers + 1).
 
     Raises ValueError for a parameter count that the tensors do not divide or a tide of another length.
     """
@@ -149,10 +151,12 @@ def round_machine(
     Of such a layer (2 MiB) a copy takes 2 s either way, and Adam 1 s on the CPU as well as on the GPU. DRAM and compute
     are fast enough not to count. With forward_s=1.0 in `chain_workload`, every duration is a whole number of seconds.
 
-    gpu_memory_bytes: per GPU, all of it usable. host_memory_bytes: of the node, as dram_bytes_per_s and
-    adam_params_per_s are. d2h_bytes_per_s: None for that of h2d. flops_per_s: per dtype, or one figure for bf16, fp16
-    and fp32. ranks: number of GPUs; each has an equal share of the batch. peer_bytes_per_s: of the link between the
-    GPUs; None: there is no such link.
+    gpu_memory_bytes: per GPU, all of it usable.
+    host_memory_bytes: of the node, as dram_bytes_per_s and adam_params_per_s are.
+    d2h_bytes_per_s: None for that of h2d.
+    flops_per_s: per dtype, or one figure for bf16, fp16 and fp32.
+    ranks: number of GPUs; each has an equal share of the batch.
+    peer_bytes_per_s: of the link between the GPUs; None: there is no such link.
     """
     rates = flops_per_s if isinstance(flops_per_s, Mapping) else dict.fromkeys(("bf16", "fp16", "fp32"), flops_per_s)
     gpu = Gpu(
@@ -274,8 +278,12 @@ def random_workload(
 
 @dataclass(kw_only=True)
 class _Drawn:
-    """Tensors of a random model, each drawn when it is added. uniform: all matrices alike, as in a real transformer.
-    unit: elements of a matrix, on average. two_groups: biases have an optimizer group of their own."""
+    """Tensors of a random model, each drawn when it is added.
+
+    uniform: all matrices alike, as in a real transformer.
+    unit: elements of a matrix, on average.
+    two_groups: biases have an optimizer group of their own.
+    """
 
     rng: random.Random
     dtype: str
@@ -494,8 +502,12 @@ def random_jitter(rng: random.Random, plan: Plan) -> Jitter:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyReport:
-    """What `check_policy` saw. examples: jobs tried. fitted: those for which the policy made a plan, which was then
-    proved and played; for the others it raised DoesNotFit. 0 says nothing good about a policy."""
+    """What `check_policy` saw.
+
+    examples: jobs tried.
+    fitted: those for which the policy made a plan, which was then proved and played; for the others it raised
+        DoesNotFit. 0 says nothing good about a policy.
+    """
 
     policy: str
     examples: int

@@ -49,9 +49,13 @@ __all__ = ["BlockSaves", "StashReport", "Stashes"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StashReport:
-    """One stash of the last iteration. planned_bytes: what the plan has for it. saved_bytes: what the block's forward
-    saved, inputs of the block included, parameters and buffers not. moved_bytes: what went to the host. freed_bytes:
-    what of it the gpu then no longer held."""
+    """One stash of the last iteration.
+
+    planned_bytes: what the plan has for it.
+    saved_bytes: what the block's forward saved, inputs of the block included, parameters and buffers not.
+    moved_bytes: what went to the host.
+    freed_bytes: what of it the gpu then no longer held.
+    """
 
     block: str
     micro_batch: int
@@ -63,8 +67,11 @@ class StashReport:
 
 @dataclass(slots=True)
 class _View:
-    """A saved tensor as a view of its storage. alias: itself without its graph, while the gpu holds the storage.
-    version: of its contents when it was saved."""
+    """A saved tensor as a view of its storage.
+
+    alias: itself without its graph, while the gpu holds the storage.
+    version: of its contents when it was saved.
+    """
 
     alias: torch.Tensor | None
     version: int
@@ -75,9 +82,14 @@ class _View:
 
 
 class _Saved:
-    """One storage that autograd saved tensors of. `source`: its bytes on the gpu as the forward made them; `host`: room
-    on the host that holds them; `returned`: memory on the gpu for them again, filled once `back` (and `arrival`, an
-    event, where the copy is only issued then). stash: its number, once it is on the host."""
+    """One storage that autograd saved tensors of.
+
+    `source`: its bytes on the gpu as the forward made them.
+    `host`: room on the host that holds them.
+    `returned`: memory on the gpu for them again, filled once `back` (and `arrival`, an event, where the copy is only
+        issued then).
+    stash: its number, once it is on the host.
+    """
 
     __slots__ = (
         "__weakref__",
@@ -170,7 +182,10 @@ class Host(Protocol):
 
 
 class BlockSaves:
-    """What one call of a block saves. pack, unpack: for `torch.autograd.graph.saved_tensors_hooks`."""
+    """What one call of a block saves.
+
+    pack, unpack: for `torch.autograd.graph.saved_tensors_hooks`.
+    """
 
     def __init__(self, stashes: Stashes, inputs: Any) -> None:
         self._keeper = weakref.ref(stashes.session)  # what hangs on a graph is not collected
@@ -210,7 +225,10 @@ class BlockSaves:
 
 
 class Stashes:
-    """The stashes of one session's plan. reports: of the last iteration, in the order they were made."""
+    """The stashes of one session's plan.
+
+    reports: of the last iteration, in the order they were made.
+    """
 
     def __init__(self, session: Host) -> None:
         self.session = session

@@ -21,8 +21,11 @@ Timed = Callable[[Action], float]
 @dataclass(frozen=True, kw_only=True)
 class Effort:
     """How long to look at each point: `rounds` times over all points of a curve, about `point_s` seconds each time but
-    `least` to `most` calls. window_s: how long two things are watched running at once. memory_bytes: most that a
-    measurement may work on at a time."""
+    `least` to `most` calls.
+
+    window_s: how long two things are watched running at once.
+    memory_bytes: most that a measurement may work on at a time.
+    """
 
     point_s: float = 0.12
     rounds: int = 3

@@ -23,7 +23,10 @@ _PAGEABLE_BYTES = 64 * MIB
 
 
 class Copier:
-    """Copies of one size through `device.backend`. host: a slab; each copy uses the next part of it."""
+    """Copies of one size through `device.backend`.
+
+    host: a slab; each copy uses the next part of it.
+    """
 
     def __init__(self, device: Device, host: torch.Tensor, size_bytes: int) -> None:
         self._backend = device.backend

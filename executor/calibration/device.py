@@ -47,8 +47,12 @@ class Copies(Protocol):
 class Device(Protocol):
     """An accelerator to be measured.
 
-    kind: "virtual" or "cuda". title: what it is called. device: where torch puts its tensors. count: how many like it
-    there are. dtypes: working dtypes it multiplies in. adam_threads: CPU threads the executor gives to Adam beside it.
+    kind: "virtual" or "cuda".
+    title: what it is called.
+    device: where torch puts its tensors.
+    count: how many like it there are.
+    dtypes: working dtypes it multiplies in.
+    adam_threads: CPU threads the executor gives to Adam beside it.
     """
 
     kind: str

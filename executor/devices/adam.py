@@ -69,8 +69,10 @@ def scratch_bytes(plan: Plan) -> int:
 
 
 class Scratch:
-    """fp32 buffers in which an updater at one place casts, kept from one update to the next. block: elements of a
-    piece."""
+    """fp32 buffers in which an updater at one place casts, kept from one update to the next.
+
+    block: elements of a piece.
+    """
 
     def __init__(self, block: int = BLOCK) -> None:
         self.block = block

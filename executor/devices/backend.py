@@ -134,6 +134,7 @@ class StreamBackend(Backend, Protocol):
     in order; the compute queue is whatever stream is current in the thread that asks. An event is a point of a stream.
 
     A thread says once, in `enter_thread`, which queue it issues for; a thread that never did issues for compute.
+
     host_queues: queues whose steps happen in their thread, and have happened when they have ended.
     """
 
@@ -166,8 +167,11 @@ class StreamBackend(Backend, Protocol):
 
 
 class VirtualLink:
-    """Copies that last as long as a link would. rates: bytes per second by direction (None: as fast as memory copies).
-    latency_s: of each copy."""
+    """Copies that last as long as a link would.
+
+    rates: bytes per second by direction (None: as fast as memory copies).
+    latency_s: of each copy.
+    """
 
     def __init__(
         self,
@@ -206,11 +210,13 @@ class VirtualLink:
 class VirtualBackend:
     """An accelerator in host memory.
 
-    h2d_bytes_per_s, d2h_bytes_per_s: rate of the link (None = as fast as memory copies). latency_s: of each copy.
-    gpu_bytes: memory the accelerator has, whatever a plan believes (None = what the plan says); it may be changed
-    while a plan runs. Payloads beyond it are refused with OutOfMemory, and the session counts what else is alive
-    (`guard.py`). adam_threads: torch threads of the queue that updates on the host. clock, sleep: passed in so that
-    tests can use their own time.
+    h2d_bytes_per_s, d2h_bytes_per_s: rate of the link (None = as fast as memory copies).
+    latency_s: of each copy.
+    gpu_bytes: memory the accelerator has, whatever a plan believes (None = what the plan says); it may be changed while
+        a plan runs. Payloads beyond it are refused with OutOfMemory, and the session counts what else is alive
+        (`guard.py`).
+    adam_threads: torch threads of the queue that updates on the host.
+    clock, sleep: passed in so that tests can use their own time.
     """
 
     name = "virtual"

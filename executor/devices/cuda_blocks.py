@@ -164,9 +164,10 @@ def _storage_bytes(plan: Plan, chunk: int, list_name: str) -> int:
 class Blocks:
     """Memory of payloads on one device. Every method may be called from any thread.
 
-    pool_bytes: what the pool of equal blocks has reserved. exchanges: how often cached memory went back to the driver
-    because something else needed the room. slack_bytes: see [Note: exchanges]. kept_bytes: what torch kept of the pool
-    when it was last to give it back.
+    pool_bytes: what the pool of equal blocks has reserved.
+    exchanges: how often cached memory went back to the driver because something else needed the room.
+    slack_bytes: see [Note: exchanges].
+    kept_bytes: what torch kept of the pool when it was last to give it back.
     """
 
     def __init__(self, device: torch.device) -> None:

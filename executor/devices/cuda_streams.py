@@ -44,8 +44,10 @@ class _Zero:
 
 
 class CudaStreams:
-    """The streams of one CUDA device. adam_threads: torch threads of the queue that updates on the host.
-    `backend.StreamBackend` describes the methods."""
+    """The streams of one CUDA device.
+
+    adam_threads: torch threads of the queue that updates on the host. `backend.StreamBackend` describes the methods.
+    """
 
     host_queues = frozenset({Queue.ADAM, Queue.NVME})
 

@@ -52,10 +52,13 @@ class _Pending:
 
 
 class Gate:
-    """Payloads' memory by storage. grow, shrink: give a payload's storage its memory, take it away.
+    """Payloads' memory by storage.
 
-    held_bytes: of payloads in use. pending_bytes: given back, not yet free. host_waits: how often a take waited on the
-    host; stream_waits: how often it made its stream wait instead.
+    grow, shrink: give a payload's storage its memory, take it away.
+    held_bytes: of payloads in use.
+    pending_bytes: given back, not yet free.
+    host_waits: how often a take waited on the host.
+    stream_waits: how often it made its stream wait instead.
     """
 
     def __init__(

@@ -27,8 +27,10 @@ _EXTENT = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Headroom:
-    """outside_bytes: on the card and not torch's: the context of this process, other programs. workspace_bytes: of
-    cuBLAS, in torch's memory. least_bytes: kept free in all, where what was measured is less."""
+    """outside_bytes: on the card and not torch's: the context of this process, other programs.
+    workspace_bytes: of cuBLAS, in torch's memory.
+    least_bytes: kept free in all, where what was measured is less.
+    """
 
     outside_bytes: int
     workspace_bytes: int

@@ -30,7 +30,10 @@ _STREAMS = (Queue.H2D, Queue.D2H, Queue.NET)
 
 
 class VirtualEvent:
-    """A point of a stream. failure: what the stream died of before it got there."""
+    """A point of a stream.
+
+    failure: what the stream died of before it got there.
+    """
 
     def __init__(self) -> None:
         self.failure: BaseException | None = None
@@ -94,7 +97,8 @@ class VirtualStreams(VirtualBackend):
     """See the module. Arguments as for VirtualBackend, and:
 
     delays: seconds that the stream of a queue waits before each thing it does, asked each time; for compute, how much
-    later its events are complete. poison: memory that is taken holds NaN, so that a read before the copy is seen.
+        later its events are complete.
+    poison: memory that is taken holds NaN, so that a read before the copy is seen.
     """
 
     name = "virtual streams"

@@ -34,7 +34,8 @@ MOST_BYTES = 1 << 16
 class Lifeline:
     """The sockets of one rank. `address` goes to the others by whatever means there is, then `connect`.
 
-    on_loss(error): called once, from the lifeline's thread, when a rank is lost. lost: that error.
+    on_loss(error): called once, from the lifeline's thread, when a rank is lost.
+    lost: that error.
     """
 
     def __init__(self, rank: int, ranks: int, *, clock: Callable[[], float] = time.monotonic) -> None:

@@ -19,7 +19,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """count: number of processes. rank: of this one. device: what this one trains on."""
+    """count: number of processes.
+    rank: of this one.
+    device: what this one trains on.
+    """
 
     count: int
     rank: int

@@ -71,8 +71,11 @@ class Giver(Protocol):
 
 
 class Ranks:
-    """rank: of this process, from 0; count: of processes. wire: see `collectives.py`. on_loss(error): called from
-    another thread when a rank is gone while this one may wait for the device. giver(): who gives this rank's slices.
+    """rank: of this process, from 0.
+    count: of processes.
+    wire: see `collectives.py`.
+    on_loss(error): called from another thread when a rank is gone while this one may wait for the device.
+    giver(): who gives this rank's slices.
 
     Raises RankLost, wherever this process waits for the others, when one of them is gone.
     """

@@ -65,8 +65,10 @@ def _join(name: str, key: str) -> str:
 
 
 class Sink:
-    """Where the gradient of a cut tensor arrives, summed over its uses, until backward goes on from there. closed: the
-    cut was undone; no gradient may arrive."""
+    """Where the gradient of a cut tensor arrives, summed over its uses, until backward goes on from there.
+
+    closed: the cut was undone; no gradient may arrive.
+    """
 
     def __init__(self) -> None:
         self.closed = False
@@ -115,7 +117,11 @@ _CUT_NODE = node_class(_BlockBorder)
 
 @dataclass(slots=True)
 class BlockPart:
-    """One graph of the forward. name: "tail", a block's, or "before" one. ends: where its backward begins."""
+    """One graph of the forward.
+
+    name: "tail", a block's, or "before" one.
+    ends: where its backward begins.
+    """
 
     name: str
     ends: list[tuple[torch.Tensor, Sink | None]] = field(default_factory=list)
@@ -131,7 +137,10 @@ class BlockPart:
 @dataclass(frozen=True, slots=True)
 class _Known:
     """A border. On a tensor that a block took, other: what it got instead; on what a block's consumers got, other: what
-    the block gave. node: the tensor's, so that one changed in place since is known for another."""
+    the block gave.
+
+    node: the tensor's, so that one changed in place since is known for another.
+    """
 
     tape: BlockTape
     node: Any

@@ -56,9 +56,13 @@ Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """One iteration of `session.step`. loss: mean over the micro-batches. time_s: wall time of the call; what the plan
-    lets run into the next forward is not in it. tokens: of all micro-batches (rows, where a batch has no tokens).
-    blocks: calls of blocks that were run one by one in a micro-batch; 0: the model ran whole, because of `whole`."""
+    """One iteration of `session.step`.
+
+    loss: mean over the micro-batches.
+    time_s: wall time of the call; what the plan lets run into the next forward is not in it.
+    tokens: of all micro-batches (rows, where a batch has no tokens).
+    blocks: calls of blocks that were run one by one in a micro-batch; 0: the model ran whole, because of `whole`.
+    """
 
     loss: float
     time_s: float

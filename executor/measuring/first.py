@@ -59,10 +59,15 @@ MOST_PLANS = 3  # made in a row; a tide that grows with each iteration is the lo
 
 @dataclass(frozen=True, kw_only=True)
 class TideReport:
-    """One iteration's tide beside its plan's. moment, name, module: where the difference rises most on its way to the
-    largest one. planned_bytes, measured_bytes: non-model bytes of that moment. most_bytes: the largest difference of
-    any moment; negative where none is above the plan and some are below. above, below: moments that differ by more than
-    `tolerance_bytes`. gpu_peak_bytes: most of payloads and measured non-model data at once. done: what came of it."""
+    """One iteration's tide beside its plan's.
+
+    moment, name, module: where the difference rises most on its way to the largest one.
+    planned_bytes, measured_bytes: non-model bytes of that moment.
+    most_bytes: the largest difference of any moment; negative where none is above the plan and some are below.
+    above, below: moments that differ by more than `tolerance_bytes`.
+    gpu_peak_bytes: most of payloads and measured non-model data at once.
+    done: what came of it.
+    """
 
     iteration: int
     moment: int
@@ -145,8 +150,11 @@ class Host(StandingHost, LoopHost, Protocol):
 
 
 class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
-    """Counts from `begin` on, until an iteration has run on plan. report: the last comparison, None before it. refused:
-    makes what the next forward raises."""
+    """Counts from `begin` on, until an iteration has run on plan.
+
+    report: the last comparison, None before it.
+    refused: makes what the next forward raises.
+    """
 
     def __init__(self, session: Host) -> None:
         self.peaks: list[int] = []

@@ -135,8 +135,11 @@ class TideWatch:
 
 
 class PeakMeter:
-    """Payload bytes and the measured tide, side by side through the iteration. peak: most of both together;
-    payload_peak: of payloads."""
+    """Payload bytes and the measured tide, side by side through the iteration.
+
+    peak: most of both together.
+    payload_peak: of payloads.
+    """
 
     def __init__(self, peaks: Sequence[int], payload: int) -> None:
         self._peaks = peaks

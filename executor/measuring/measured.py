@@ -12,10 +12,14 @@ __all__ = ["Measured", "with_tide"]
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One iteration's bytes. non_model_bytes: peak of each moment, from live storages. peak_gpu_bytes: most of payloads
-    and non-model data together. payload_peak_bytes, peak_host_bytes: most the arena held. moved_bytes: per direction,
-    counted where bytes are copied. on_plan: the measured iteration followed the plan; otherwise the rest is of no
-    use."""
+    """One iteration's bytes.
+
+    non_model_bytes: peak of each moment, from live storages.
+    peak_gpu_bytes: most of payloads and non-model data together.
+    payload_peak_bytes, peak_host_bytes: most the arena held.
+    moved_bytes: per direction, counted where bytes are copied.
+    on_plan: the measured iteration followed the plan; otherwise the rest is of no use.
+    """
 
     non_model_bytes: tuple[int, ...]
     peak_gpu_bytes: int

@@ -27,10 +27,15 @@ __all__ = ["LinkUse", "Status"]
 
 @dataclass(frozen=True, kw_only=True)
 class LinkUse:
-    """One direction of the link. iteration: the newest whose copies have all ended (while the first one's still run:
-    that one, so far). moved_bytes: what it copied, on plan or off; on plan the plan's bytes. bytes_per_s: over its wall
-    time. link_bytes_per_s: what the link can do (None: as fast as memory). busy_share: part of the last finished
-    iteration in which a copy of the plan ran, 0 to 1; a copy off plan runs in the compute queue and is not in it."""
+    """One direction of the link.
+
+    iteration: the newest whose copies have all ended (while the first one's still run: that one, so far).
+    moved_bytes: what it copied, on plan or off; on plan the plan's bytes.
+    bytes_per_s: over its wall time.
+    link_bytes_per_s: what the link can do (None: as fast as memory).
+    busy_share: part of the last finished iteration in which a copy of the plan ran, 0 to 1; a copy off plan runs in the
+        compute queue and is not in it.
+    """
 
     iteration: int
     moved_bytes: int
@@ -41,17 +46,24 @@ class LinkUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """A run after its last finished iteration; before the first, seconds and rates are None and `links` is empty.
+    """A run after its last finished iteration. Before the first one, seconds and rates are None and `links` is empty.
 
-    iterations: finished. on_plan: the last one ran as the plan says. iteration_s: its wall time, what the loop does
-    between two iterations included. tokens_per_s: tokens (rows) the plan has in an iteration over that time. gpu_bytes:
-    payloads and the plan's non-model bytes now; gpu_peak_bytes: the most at once in the iteration (before the first
-    one: so far). host_bytes: payloads now. waiting_share: part of the iteration in which the compute queue waited for
-    another queue. adam_share: part in which the CPU ran an update. deviations: iterations or events off plan so far;
-    last_deviation: what the last was. tide: the measured tide of the first iteration beside the plan's, with the most
-    that the gpu then held (`gpu_peak_bytes` above is payloads and the plan's tide); None before it was compared.
-    exchanges: how often in the iteration memory went back to the driver, which stops the device ([Note: exchanges] in
-    devices/cuda_blocks.py); 0 on the virtual accelerator.
+    iterations: number of finished iterations.
+    on_plan: whether the last one ran as the plan says.
+    iteration_s: wall time of the last one, including what the loop does between two iterations.
+    tokens_per_s: the plan's tokens (rows) per iteration over that time.
+    gpu_bytes: payloads and the plan's non-model bytes now.
+    gpu_peak_bytes: most of these at once in the iteration; before the first one, so far.
+    host_bytes: payloads now.
+    links: direction -> use of the link.
+    waiting_share: part of the iteration in which the compute queue waited for another queue.
+    adam_share: part of the iteration in which the CPU ran an update.
+    deviations: number of iterations or events off plan so far.
+    last_deviation: the last of them, in words.
+    tide: the measured tide of the first iteration beside the plan's, and the most that the gpu held with the measured
+        one; None before the comparison.
+    exchanges: number of times in the iteration that memory went back to the driver, which stops the device ([Note:
+        exchanges] in devices/cuda_blocks.py); 0 on the virtual accelerator.
     """
 
     policy: str

@@ -225,9 +225,10 @@ def check_host_memory(
 ) -> None:
     """Raise DoesNotFit before anything is allocated if host memory cannot hold the plan.
 
-    available_bytes: what the process can still take. gpu_is_host: the virtual accelerator's memory comes from the same.
-    model_bytes: of the loaded parameters, given back while they move into their chunks. processes: ranks on this host,
-    which all take as much.
+    available_bytes: what the process can still take.
+    gpu_is_host: the virtual accelerator's memory comes from the same.
+    model_bytes: of the loaded parameters, given back while they move into their chunks.
+    processes: ranks on this host, which all take as much.
     """
     permanent = sum(
         plan.layout.payload_bytes(r.chunk, r.list) for r in plan.initial if r.place is Place.HOST and r.chunk >= 0

@@ -30,13 +30,15 @@ Norms = Callable[[], Iterable[torch.Tensor]]
 class Update:
     """What the Adam steps of one iteration need, fixed at `optimizer.step()` (with eager updates: when it begins).
 
-    max_grad_norm: None without clipping. norms: of each gradient, taken where it arrived (one micro-batch only).
-    unscale: what gradients are multiplied with to undo loss scaling. skip: a gradient overflowed, so that Adam steps
-    leave values, states and step counts as they are and drop the gradients.
+    max_grad_norm: None without clipping.
+    norms: of each gradient, taken where it arrived (one micro-batch only).
+    unscale: what gradients are multiplied with to undo loss scaling.
+    skip: a gradient overflowed, so that Adam steps leave values, states and step counts as they are and drop the
+        gradients.
     unused: tensors that no rank had a gradient of, where it was taken for zero; they are left as they are.
     agree: makes of the norm of what this rank holds that of all ranks; None where this rank holds everything.
     streams: the accelerator where work is issued ahead, else None. Then a coefficient that a host queue's thread worked
-    out is a number on the host, and whoever takes one that is on the gpu to the host waits for the event behind it.
+        out is a number on the host, and whoever takes one that is on the gpu to the host waits for the event behind it.
     """
 
     hyper: list[Hyper]
@@ -100,7 +102,10 @@ class Update:
 
 
 class Updating:
-    """Updates of chunks. steps_taken: tensor -> number of updates it has had; counted here."""
+    """Updates of chunks.
+
+    steps_taken: tensor -> number of updates it has had; counted here.
+    """
 
     def __init__(
         self,

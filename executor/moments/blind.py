@@ -41,7 +41,10 @@ MOST_BYTES = 1 << 30  # of an operator's arguments, to run it
 
 
 class Blind:
-    """What one capture knows of its blind operators. notes: what to say of them in the trace."""
+    """What one capture knows of its blind operators.
+
+    notes: what to say of them in the trace.
+    """
 
     def __init__(self) -> None:
         self._forms: dict[Any, tuple[_Form | None, ...]] = {}  # (operator, forms of its arguments) -> results
@@ -84,7 +87,11 @@ def _form(leaf: Any) -> Any:
 
 
 class _Form(NamedTuple):
-    """A real result. storage: which of the results' storages it is in; size_bytes: of that."""
+    """A real result.
+
+    storage: which of the results' storages it is in.
+    size_bytes: of that.
+    """
 
     storage: int
     size_bytes: int

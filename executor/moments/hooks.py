@@ -43,9 +43,12 @@ ROOT = "<root>"
 
 @dataclass(frozen=True, slots=True)
 class ModuleEvent:
-    """kind: "begin", "end", "grad", "backward-end" or "step". module: name in `named_modules()`, "" for the root and
-    the last two kinds. name: as in `Moment.name`. phase, micro_batch: those of the moment the event opens; -1 for the
-    gradient of an output that an evaluation computed."""
+    """kind: "begin", "end", "grad", "backward-end" or "step".
+    module: name in `named_modules()`, "" for the root and the last two kinds.
+    name: as in `Moment.name`.
+    phase, micro_batch: those of the moment the event opens; -1 for the gradient of an output that an evaluation
+        computed.
+    """
 
     kind: str
     module: str
@@ -88,10 +91,10 @@ class MomentClock:
     """Calls `on_event(event)` at every event of `model`, from `listen()` until `close()`. An event costs a few
     microseconds.
 
-    trains(): whether the forward that runs is not an evaluation. wrap: applied to each hook
-    (`moments.compiled.untraced`).
+    trains(): whether the forward that runs is not an evaluation.
+    wrap: applied to each hook (`moments.compiled.untraced`).
     micro_batch: of the current moment, from 0; `step()` starts the count anew. All forwards up to a backward are of one
-    micro-batch (a loss may compare two).
+        micro-batch (a loss may compare two).
     """
 
     def __init__(

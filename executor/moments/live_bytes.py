@@ -88,7 +88,10 @@ _RESIZES = frozenset({aten.resize_, aten.resize_as_, aten.set_})
 
 
 class _Traits:
-    """What an operator is, looked up once. traffic: 0 none (views), 1 inputs and outputs, 2 outputs twice (gathers)."""
+    """What an operator is, looked up once.
+
+    traffic: 0 none (views), 1 inputs and outputs, 2 outputs twice (gathers).
+    """
 
     __slots__ = ("flops", "resizes", "traffic")
 
@@ -112,11 +115,15 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts while it is entered. Bytes are ints.
 
     parameters: tensors by index; their storages never count. Several may share one storage (views of a chunk), then the
-    offset tells which is read. buffers: count from the start. on_param_read(index): called before each operator that
-    takes parameter `index`. costs: also add up flops and the bytes that operators read and write.
-
-    current: bytes alive now. peak: most since `reset_peak()`. flops, bytes_read, bytes_written: since the caller last
-    set them to 0. last_op: the operator seen last. kernels: operators seen whose name says attention or softmax.
+        offset tells which is read.
+    buffers: count from the start.
+    on_param_read(index): called before each operator that takes parameter `index`.
+    costs: also add up flops and the bytes that operators read and write.
+    current: bytes alive now.
+    peak: most since `reset_peak()`.
+    flops, bytes_read, bytes_written: since the caller last set them to 0.
+    last_op: the operator seen last.
+    kernels: operators seen whose name says attention or softmax.
     """
 
     def __init__(

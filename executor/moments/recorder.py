@@ -81,8 +81,8 @@ def attention_seen(kernels: Collection[str]) -> str:
 class MomentRecorder:
     """Give it to a clock (`on_event`), a LiveStorages (`read`), the gradient hooks (`gradient`); then ask `workload`.
 
-    inside: whether a forward is open or a backward runs; a read at any other time raises. now: seconds, for durations;
-    time passed to `note_stall` is left out of its moment.
+    inside: whether a forward is open or a backward runs; a read at any other time raises.
+    now: seconds, for durations; time passed to `note_stall` is left out of its moment.
     """
 
     def __init__(

@@ -83,9 +83,13 @@ class Host(BytesHost, LoopHost, Protocol):
 
 
 class Ladder(Sequence[Rung]):
-    """The rungs climbed so far, oldest first. pending: memory ran out and there is no new plan yet. level: index into
-    RUNGS of the rung that made the plan, -1 for the plan that was given. measured: moment -> non-model bytes seen in
-    it, where they are counted. unforeseen_bytes: by how much they were above the plan's where memory ran out."""
+    """The rungs climbed so far, oldest first.
+
+    pending: memory ran out and there is no new plan yet.
+    level: index into RUNGS of the rung that made the plan, -1 for the plan that was given.
+    measured: moment -> non-model bytes seen in it, where they are counted.
+    unforeseen_bytes: by how much they were above the plan's where memory ran out.
+    """
 
     def __init__(self, session: Host) -> None:
         self.session = session

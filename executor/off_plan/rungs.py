@@ -27,9 +27,14 @@ RUNGS = ("margin", "states on the host", "no prefetch", "static")
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One thing the ladder did. moment: index and name of the moment that was open (-1: between two iterations).
-    what, asked_bytes: what memory was asked for. payload_bytes, other_bytes: chunks and everything else there then.
-    limit_bytes: what the accelerator has, None where it does not say. done: what was done about it."""
+    """One thing the ladder did.
+
+    moment: index and name of the moment that was open (-1: between two iterations).
+    what, asked_bytes: what memory was asked for.
+    payload_bytes, other_bytes: chunks and everything else there then.
+    limit_bytes: what the accelerator has, None where it does not say.
+    done: what was done about it.
+    """
 
     iteration: int
     moment: int

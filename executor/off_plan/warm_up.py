@@ -41,7 +41,9 @@ class WarmUp:
 
     With a recorder (and its live storages): it gets every event and gradient first. With a script ((chunks read,
     non-model peak) of each moment): the chunks are fetched before the moment begins, and each moment's seconds without
-    that go to `durations`, read from `clock`. firings: gradients a tensor gets in one micro-batch, where more than one.
+    that go to `durations`, read from `clock`.
+
+    firings: gradients a tensor gets in one micro-batch, where more than one.
     """
 
     def __init__(

@@ -53,7 +53,10 @@ def without_locals(error: BaseException) -> None:
 
 
 class Progress:
-    """A plan's steps by position (core/program.py), and how far they have come. done: see [Note: iterations]."""
+    """A plan's steps by position (core/program.py), and how far they have come.
+
+    done: see [Note: iterations].
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.steps = plan.steps

@@ -11,8 +11,10 @@ __all__ = ["IterationLog", "StepLog"]
 
 
 class StepLog(NamedTuple):
-    """One step of one iteration, times by the session's clock. copied_bytes: counted in the copy primitive while it
-    ran."""
+    """One step of one iteration, times by the session's clock.
+
+    copied_bytes: counted in the copy primitive while it ran.
+    """
 
     step: Step
     iteration: int
@@ -33,8 +35,10 @@ class StepLog(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class IterationLog:
-    """end_s: when the compute queue ended its last step of the iteration. on_plan: it ran as the plan says. exchanges:
-    so far, of a backend that has them."""
+    """end_s: when the compute queue ended its last step of the iteration.
+    on_plan: it ran as the plan says.
+    exchanges: so far, of a backend that has them.
+    """
 
     number: int
     end_s: float

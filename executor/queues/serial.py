@@ -35,8 +35,11 @@ to let compute go on; None where compute may not go on yet stands for the first 
 
 class SerialQueues(QueuesBase):
     """No threads: at each point where the compute queue starts or ends a step, the chooser decides which steps of the
-    other queues start and end first. works_early(step): whether the step's work is done when it starts rather than when
-    it ends (a missing edge then shows as a wrong result either way)."""
+    other queues start and end first.
+
+    works_early(step): whether the step's work is done when it starts rather than when it ends (a missing edge then
+        shows as a wrong result either way).
+    """
 
     def __init__(self, chooser: Chooser, *, works_early: Callable[[Step], bool] | None = None) -> None:
         super().__init__()

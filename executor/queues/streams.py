@@ -52,7 +52,8 @@ class StreamQueues(ThreadQueues):
     """A daemon thread a queue that issues to the backend's stream of that queue. Arguments as for ThreadQueues.
 
     host_wait_s: seconds the training thread has waited on the host: for what was not issued yet, and for figures that
-    it has to have before it goes on (`waited`: whether an fp16 gradient overflowed). host_waits: how often.
+        it has to have before it goes on (`waited`: whether an fp16 gradient overflowed).
+    host_waits: how often.
     """
 
     def __init__(

@@ -52,8 +52,8 @@ class ThreadQueues(QueuesBase):
     """A daemon thread a queue.
 
     watchdog_s: after so long without any step ending while the user's thread waits, the log names the step that waits;
-    if nothing is being executed either, nothing can ever end and PlanError is raised. join_s: how long `stop` waits for
-    a step that is being executed.
+        if nothing is being executed either, nothing can ever end and PlanError is raised.
+    join_s: how long `stop` waits for a step that is being executed.
     """
 
     def __init__(

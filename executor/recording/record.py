@@ -62,12 +62,15 @@ def record(
     """The workload of one iteration of `model` on `batches` (one per micro-batch), run for real within `machine`'s gpu
     budget. device: as for `prepare`; the batches are copied there.
 
-    batch, sequence: by default the first two extents of the batch's first tensor. optimizer: as it will be given to
-    `prepare` (its groups and whether it clips are part of what is recorded). loss: forward pass and loss; it is divided
-    by the number of micro-batches, as the loops here do. timed: iterations whose median gives each moment's seconds, 0
-    for none. weights, gpu_memory: as for `prepare`. group: of this process alone, where it is one of several. clock:
-    what the seconds are read from. Raises DoesNotFit if what one operator reads does not fit the gpu, ModelError as
-    capture does.
+    batch, sequence: by default the first two extents of the batch's first tensor.
+    optimizer: as it will be given to `prepare` (its groups and whether it clips are part of what is recorded).
+    loss: forward pass and loss; it is divided by the number of micro-batches, as the loops here do.
+    timed: iterations whose median gives each moment's seconds, 0 for none.
+    weights, gpu_memory: as for `prepare`.
+    group: of this process alone, where it is one of several.
+    clock: what the seconds are read from.
+
+    Raises DoesNotFit if what one operator reads does not fit the gpu, ModelError as capture does.
     """
     if not batches:
         raise PlanError("record: batches is empty; give one batch for each micro-batch of an iteration")

@@ -20,8 +20,11 @@ __all__ = ["SharedRun", "own_batches", "share_results"]
 
 @dataclass(frozen=True, kw_only=True)
 class SharedRun:
-    """losses: of each step, over the batches of all ranks. peak_gpu_bytes: of each rank, in the measured iteration.
-    sent_bytes: what this rank sent to the others in one. transient_bytes: [Note: what a slice moves through]."""
+    """losses: of each step, over the batches of all ranks.
+    peak_gpu_bytes: of each rank, in the measured iteration.
+    sent_bytes: what this rank sent to the others in one.
+    transient_bytes: [Note: what a slice moves through].
+    """
 
     losses: Sequence[float]
     peak_gpu_bytes: Sequence[int]

@@ -132,8 +132,10 @@ def together(ranks: Ranks | None, what: str, action: Callable[[], T]) -> T:
 
 @dataclass(frozen=True, kw_only=True)
 class _Writing:
-    """What a rank writes: rows by file, and what the manifest says. asked: rows of weights whose values were read,
-    which on several ranks takes all of them."""
+    """What a rank writes: rows by file, and what the manifest says.
+
+    asked: rows of weights whose values were read, which on several ranks takes all of them.
+    """
 
     weights: list[list[TensorToStore]]
     states: list[list[TensorToStore]]

@@ -40,7 +40,10 @@ _MANIFEST_FIELDS = {"iteration", "tensors", "states", "updates", "groups", "loss
 
 
 class Trained(Protocol):
-    """What is asked of the optimizer that is saved or loaded. session: the run behind it."""
+    """What is asked of the optimizer that is saved or loaded.
+
+    session: the run behind it.
+    """
 
     session: Session
     param_groups: list[dict[str, Any]]

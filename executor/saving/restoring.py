@@ -45,8 +45,12 @@ _SLICE = re.compile(r"(.*)@(\d+)")
 
 @dataclass(frozen=True)
 class Restored:
-    """What a checkpoint brought back beside parameters and states. iteration: optimizer steps done when it was saved.
-    extra: what was given to `save`. note: one line on what was read."""
+    """What a checkpoint brought back beside parameters and states.
+
+    iteration: optimizer steps done when it was saved.
+    extra: what was given to `save`.
+    note: one line on what was read.
+    """
 
     iteration: int
     extra: Any

@@ -58,8 +58,10 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a file: bytes [start, stop) of it. dtype: None for one that torch does not know (`code` names
-    it)."""
+    """One tensor of a file: bytes [start, stop) of it.
+
+    dtype: None for one that torch does not know (`code` names it).
+    """
 
     code: str
     dtype: torch.dtype | None
@@ -73,7 +75,10 @@ class StoredTensor:
 
 
 class TensorFile:
-    """A safetensors file whose header was read and found sound. entries: by tensor name. metadata: the header's own.
+    """A safetensors file whose header was read and found sound.
+
+    entries: by tensor name.
+    metadata: the header's own.
 
     Raises WeightsError for a file that is missing, truncated, longer than its header says, or not of this format.
     """
@@ -205,8 +210,11 @@ class TensorFile:
 
 @dataclass(frozen=True)
 class TensorToStore:
-    """One tensor to write. pieces: called once, when its turn comes; gives its elements in order, flat, in any number
-    of tensors of any dtype and device, none longer than it has to be."""
+    """One tensor to write.
+
+    pieces: called once, when its turn comes; gives its elements in order, flat, in any number of tensors of any dtype
+        and device, none longer than it has to be.
+    """
 
     name: str
     dtype: torch.dtype

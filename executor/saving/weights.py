@@ -130,8 +130,12 @@ class _StoredValue:
 
 @dataclass
 class _FolderMatch:
-    """What the folder has of a model. used: names in the folder. missing: names in the model. odd_shapes, odd_dtypes:
-    in words."""
+    """What the folder has of a model.
+
+    used: names in the folder.
+    missing: names in the model.
+    odd_shapes, odd_dtypes: in words.
+    """
 
     used: set[str] = field(default_factory=set)
     missing: list[str] = field(default_factory=list)

@@ -164,7 +164,9 @@ class FactSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """when: (fact, whether it must hold), all of which must be so for the row to hold. then: what the row gives."""
+    """when: (fact, whether it must hold), all of which must be so for the row to hold.
+    then: what the row gives.
+    """
 
     when: tuple[tuple[Fact, bool], ...]
     then: Answer | Refusal

@@ -48,8 +48,10 @@ class Host(LoopHost, Protocol):
 class ActFacts:
     """The `cursor.FactSource` of one act.
 
-    event: the clock's; None for a call. tensor: index of the parameter that the call is about; -1 for none. what: the
-    call in words, for messages. keeps: `zero_grad` is to keep gradient tensors.
+    event: the clock's; None for a call.
+    tensor: index of the parameter that the call is about; -1 for none.
+    what: the call in words, for messages.
+    keeps: `zero_grad` is to keep gradient tensors.
     """
 
     __slots__ = ("_what", "asks", "event", "host", "keeps", "tensor")

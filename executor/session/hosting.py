@@ -23,7 +23,10 @@ __all__ = ["BytesHost", "LoopHost", "PlanHost"]
 
 
 class PlanHost(Protocol):
-    """What a run follows and how far it has come. iteration: number of the current or next iteration, from 0."""
+    """What a run follows and how far it has come.
+
+    iteration: number of the current or next iteration, from 0.
+    """
 
     @property
     def plan(self) -> Plan: ...
@@ -51,7 +54,10 @@ class BytesHost(PlanHost, Protocol):
 
 
 class LoopHost(PlanHost, Protocol):
-    """And what the training loop meets. ranks: None if this is the only one."""
+    """And what the training loop meets.
+
+    ranks: None if this is the only one.
+    """
 
     @property
     def at_work(self) -> AtWork: ...

@@ -44,7 +44,10 @@ def category_of(list_name: str) -> str:
 
 
 class Touched(NamedTuple):
-    """A payload that a step takes or frees. lenient: only if the payload is absent (taken) or present (freed)."""
+    """A payload that a step takes or frees.
+
+    lenient: only if the payload is absent (taken) or present (freed).
+    """
 
     resident: Resident
     lenient: bool

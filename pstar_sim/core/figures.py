@@ -23,7 +23,9 @@ _PEAKS = {"peak_gpu_bytes": Place.GPU, "peak_host_bytes": Place.HOST}
 
 @dataclass(frozen=True, kw_only=True)
 class Stated:
-    """false: a sentence for each figure that is not what was computed. checked: names of those that are."""
+    """false: a sentence for each figure that is not what was computed.
+    checked: names of those that are.
+    """
 
     false: tuple[str, ...]
     checked: tuple[str, ...]
@@ -82,8 +84,12 @@ def _least_bytes(plan: Plan, place: Place) -> int:
 def not_checked(
     plan: Plan, checked: Collection[str], why: Mapping[str, str], *, workload: bool, machine: bool
 ) -> tuple[str, ...]:
-    """A line for each kind of thing that the plan states and nobody computed again. checked: names of figures and words
-    that were. why: name -> reason, of others. workload, machine: whether the plan was held against one."""
+    """A line for each kind of thing that the plan states and nobody computed again.
+
+    checked: names of figures and words that were.
+    why: name -> reason, of others.
+    workload, machine: whether the plan was held against one.
+    """
     lines: list[str] = []
     rest: dict[str, list[str]] = {}
     for name in plan.predictions:

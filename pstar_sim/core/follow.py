@@ -121,7 +121,10 @@ def follow(
 
 
 class Deadlock(PlanError):
-    """Every queue waits. record: what happened before; None where it was not kept, as after pickling."""
+    """Every queue waits.
+
+    record: what happened before; None where it was not kept, as after pickling.
+    """
 
     def __init__(self, message: str, record: Record | None = None) -> None:
         super().__init__(message)

@@ -46,7 +46,8 @@ class Slot:
 class Chunk:
     """A run of consecutive parameters of one dtype, one optimizer group, all frozen or all trainable.
 
-    numel: elements of the payload (waste included). small: holds tensors too small to be worth moving; stays resident.
+    numel: elements of the payload (waste included).
+    small: holds tensors too small to be worth moving; stays resident.
     """
 
     index: int
@@ -67,9 +68,10 @@ class Chunk:
 class Layout:
     """All chunks of a model, in order of first use; small chunks first.
 
-    chunk_bytes: payload of the working list of a uniform chunk. state_bytes: optimizer state lists, bytes an element.
+    chunk_bytes: payload of the working list of a uniform chunk.
+    state_bytes: optimizer state lists, bytes an element.
     ranks: how many equal slices each list is cut into, one per rank (1: every rank has it whole). Payloads are those of
-    one rank; with several ranks there are also the lists "remote" and "grad_remote", the slices of all others.
+        one rank; with several ranks there are also the lists "remote" and "grad_remote", the slices of all others.
     """
 
     chunk_bytes: int
@@ -177,7 +179,10 @@ class Layout:
 
 
 class _Item(NamedTuple):
-    """A tensor on its way into a chunk. padded: its elements, rounded up to ALIGN."""
+    """A tensor on its way into a chunk.
+
+    padded: its elements, rounded up to ALIGN.
+    """
 
     first_use: int
     tensor: int

@@ -59,7 +59,8 @@ class Line:
     about); what does not fit has a reason and no figures.
 
     gained_s, gained_h2d_bytes, gained_d2h_bytes: what the change saves (negative: costs), None for the first line.
-    total_s: seconds saved since the first line that fits. gap: as in `compare`.
+    total_s: seconds saved since the first line that fits.
+    gap: as in `compare`.
     """
 
     change: str
@@ -82,10 +83,14 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ablation(Collection):
-    """workload: one rank's share. batch: sequences per micro-batch, of all GPUs together. settings: with the chunk size
-    of every line. lines: the ladder, first to last; of those that fit the gains add up to the last one's total_s.
+    """workload: one rank's share.
+    batch: sequences per micro-batch, of all GPUs together.
+    settings: with the chunk size of every line.
+    lines: the ladder, first to last; of those that fit the gains add up to the last one's total_s.
     without: the policy asked about (`policy`) with one idea taken out, a line each, its gains against that policy (so
-    negative where the idea pays). notes: as `Comparison`."""
+        negative where the idea pays).
+    notes: as `Comparison`.
+    """
 
     workload: Workload
     machine: Machine
@@ -138,9 +143,11 @@ def ablate(
     """What each idea is worth between `patrickstar` and `policy`, a policy of the asynchronous family.
 
     workload: as in `compare`. Where `settings` leave the chunk size open, every line has that of `policy`, which is
-    planned first (on several ranks `patrickstar`, whose chunks are not sliced, has its own). certify: hold all lines
-    against the bound of the fluid linear program. progress: called with (lines planned, lines in all). Raises
-    UnknownName for an unknown policy, PstarError for one that is not a point of the family, and NothingFits if
+        planned first (on several ranks `patrickstar`, whose chunks are not sliced, has its own).
+    certify: hold all lines against the bound of the fluid linear program.
+    progress: called with (lines planned, lines in all).
+
+    Raises UnknownName for an unknown policy, PstarError for one that is not a point of the family, and NothingFits if
     `policy` does not fit.
     """
     machine = machine_of(machine)

@@ -68,11 +68,18 @@ def bill(tokens: float, tokens_per_s: float, usd_per_hour: float) -> Bill:
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """One machine, so many of it. nodes: how many; tried: all counts that were. in_time: it makes the deadline (or
-    there is none). usd_per_hour: of all nodes, None without a price. batch: sequences per micro-batch, of all GPUs
-    together. price_of: the offer behind the price and its date. error, trust: of tokens_per_s,
-    see `Fit`. least_days: what the matmuls alone take; where that is too long already nothing is planned. reason: why
-    there are no figures, or why more nodes were not tried."""
+    """A number of nodes of one machine.
+
+    nodes: number of nodes.
+    tried: all numbers of nodes that were tried.
+    in_time: whether the offer makes the deadline; True without a deadline.
+    usd_per_hour: of all nodes; None without a price.
+    batch: sequences per micro-batch, of all GPUs together.
+    price_of: the offer behind the price, and its date.
+    error, trust: error of tokens_per_s, and what it rests on: see `Fit`.
+    least_days: days that the matmuls alone take; if these miss the deadline, nothing is planned.
+    reason: why there are no figures, or why more nodes were not tried.
+    """
 
     machine: str
     nodes: int
@@ -145,9 +152,13 @@ def cheapest(
     prices: str | None = None,
     most_nodes: int = MOST_NODES,
 ) -> Cheapest:
-    """batch: sequences per iteration, all ranks and micro-batches together. machines: by default every machine with a
-    price. prices: a file that comes before the shipped list. Raises PstarError for a model, machine or price that is
-    none, and where no machine has a price; one of several that has none is a row that says so."""
+    """batch: sequences per iteration, all ranks and micro-batches together.
+    machines: by default every machine with a price.
+    prices: a file that comes before the shipped list.
+
+    Raises PstarError for a model, machine or price that is none, and where no machine has a price; one of several that
+    has none is a row that says so.
+    """
     model_entry(model)
     number("tokens", tokens)
     if deadline_s is not None:

@@ -44,13 +44,19 @@ __all__ = ["Comparison", "Planned", "Row", "compare", "plan_and_play", "without_
 class Row:
     """One policy's answer; the keys of `pstar compare --json`. A policy that does not fit has a reason and no figures.
 
-    lower_bound_s: of the policy's own chunk size; gap: iteration_s / lower_bound_s - 1; certificate: what kind of bound
-    it is, what binds it, what it is relative to, or the reason why there is none (`Certificate.text`). bound_by: see
-    `binding.bound_by`. barrier_cost_s: what the same policy would save if no Adam had to wait for all gradients; None
-    where nothing makes it wait. expected_error: median relative error of such times that validation found for this
-    class of machine, None where nothing is known; trust: what that rests on, or that there is nothing. Of a policy that
-    lacks memory: short_of ("gpu", "host" or "nvme"), needed_bytes and available_bytes of it, needed_for, and nearest,
-    what would make it fit.
+    lower_bound_s: lower bound for the policy's own chunk size.
+    gap: iteration_s / lower_bound_s - 1.
+    certificate: kind of the bound, what binds it, and what it is relative to; or the reason why there is none
+        (`Certificate.text`).
+    bound_by: see `binding.bound_by`.
+    barrier_cost_s: seconds that the same policy would save if no Adam had to wait for all gradients; None if nothing
+        makes it wait.
+    expected_error: median relative error that validation found for this class of machine; None if nothing is known.
+    trust: what expected_error rests on, or that there is nothing.
+    short_of: place that lacks memory, "gpu", "host" or "nvme"; None if the policy fits.
+    needed_bytes, available_bytes: of that place.
+    needed_for: what the bytes are needed for.
+    nearest: what would make the policy fit.
     """
 
     policy: str
@@ -115,9 +121,12 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Comparison(Collection):
-    """Rows in the order asked for; `planned` holds the plan and timeline of every policy that fits. workload: what one
-    rank does. batch: sequences per micro-batch, of all GPUs together. notes: what the answer leaves out (several
-    GPUs)."""
+    """Rows in the order asked for; `planned` holds the plan and timeline of every policy that fits.
+
+    workload: what one rank does.
+    batch: sequences per micro-batch, of all GPUs together.
+    notes: what the answer leaves out (several GPUs).
+    """
 
     workload: Workload
     machine: Machine
@@ -184,14 +193,18 @@ def compare(
     """Plan and simulate every policy (all known ones if none is named) for `workload` on `machine`.
 
     workload: the job of all GPUs together, which are given their shares of its batch; or a list of workloads, one per
-    rank, each with what that rank does. machine: a Machine, or the name of one. policies: names or specs
-    (`tide:capacity=peak`), or functions (workload, machine, settings) -> Plan. settings, or any of update / clip /
-    chunk_bytes over the defaults. barrier_cost: also simulate every fitting policy without its barrier. near: for what
-    does not fit, look for the nearest machine or setting that would. certify: the tighter bound of the fluid linear
-    program, which takes seconds, instead of the joint one. only_best: for a caller that looks at `best()` alone:
-    barrier costs of the others, and what would fit where something does, are left out. made: plans and timelines of
-    policies for this very job that are known already. Raises UnknownName for an unknown policy and PstarError for
-    settings that make no sense.
+        rank, each with what that rank does.
+    machine: a Machine, or the name of one.
+    policies: names or specs (`tide:capacity=peak`), or functions (workload, machine, settings) -> Plan. settings, or
+        any of update / clip / chunk_bytes over the defaults.
+    barrier_cost: also simulate every fitting policy without its barrier.
+    near: for what does not fit, look for the nearest machine or setting that would.
+    certify: the tighter bound of the fluid linear program, which takes seconds, instead of the joint one.
+    only_best: for a caller that looks at `best()` alone: barrier costs of the others, and what would fit where
+        something does, are left out.
+    made: plans and timelines of policies for this very job that are known already.
+
+    Raises UnknownName for an unknown policy and PstarError for settings that make no sense.
     """
     machine = machine_of(machine)
     changes = {"update": update, "clip": clip, "chunk_bytes": chunk_bytes}

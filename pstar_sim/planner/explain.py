@@ -57,8 +57,9 @@ _WAITS = {
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A chunk is used in moment `start` and next in moment `end`; between them it could be away. turn: a forward use,
-    then a backward one; otherwise the next micro-batch's forward after a backward use.
+    """A chunk is used in moment `start` and next in moment `end`; between them it could be away.
+
+    turn: a forward use, then a backward one; otherwise the next micro-batch's forward after a backward use.
     """
 
     chunk: int

@@ -153,9 +153,12 @@ def fits(
 ) -> Fits:
     """Whether each policy (all known ones if none is named) has room for the job, start-up and rounding included.
 
-    workload, machine: as in `compare`. loading: how the weights come ([Note: what the host really has to give] in
-    memory.py). times: also plan and simulate what fits. near: look for changes that would make the others fit, and for
-    what these need of the place that is not short. Raises UnknownName for a policy that does not exist.
+    workload, machine: as in `compare`.
+    loading: how the weights come ([Note: what the host really has to give] in memory.py).
+    times: also plan and simulate what fits.
+    near: look for changes that would make the others fit, and for what these need of the place that is not short.
+
+    Raises UnknownName for a policy that does not exist.
     """
     machine, settings = machine_of(machine), settings_of(settings)
     choice("loading", loading, LOADING)
@@ -195,7 +198,10 @@ def fits(
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The job that was asked about. loading: how the weights come."""
+    """The job that was asked about.
+
+    loading: how the weights come.
+    """
 
     workload: Workload
     machine: Machine

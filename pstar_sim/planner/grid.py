@@ -81,7 +81,10 @@ AXES = {name: meaning(kind) for name, kind in _KINDS.items()}
 @dataclass(frozen=True, kw_only=True)
 class Group:
     """Points that differ in their policy only, so that workload, machine and bound are worked out once for all.
-    values: every axis but the policy. policies: with the index of each point in the grid."""
+
+    values: every axis but the policy.
+    policies: with the index of each point in the grid.
+    """
 
     values: tuple[tuple[str, Value], ...]
     policies: tuple[tuple[int, str], ...]

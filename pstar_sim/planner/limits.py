@@ -48,9 +48,14 @@ MOST_LAYERS = 1 << 13
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """One policy's limit. value: layers, or sequences per micro-batch of all ranks; 0 where not even 1 fits. params: of
-    the largest model. catalog_model: the largest of the catalog that fits, None if none does. short_of, short_bytes,
-    reason: what the next one lacks, in one place of one rank, or why the policy has no plan for such a machine."""
+    """One policy's limit.
+
+    value: layers, or sequences per micro-batch of all ranks; 0 where not even 1 fits.
+    params: of the largest model.
+    catalog_model: the largest of the catalog that fits, None if none does.
+    short_of, short_bytes, reason: what the next one lacks, in one place of one rank, or why the policy has no plan for
+        such a machine.
+    """
 
     policy: str
     value: int
@@ -67,8 +72,11 @@ class Limit:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Limits(Collection):
-    """what: "layers" or "batch". of: the family or the model, in words. rows: one per policy, in the order asked for.
-    job: what was asked, by name."""
+    """what: "layers" or "batch".
+    of: the family or the model, in words.
+    rows: one per policy, in the order asked for.
+    job: what was asked, by name.
+    """
 
     what: str
     of: str
@@ -154,11 +162,14 @@ def max_model(
     """The deepest model of a family (`like`, or of another `hidden` size) that each policy can train on the machine,
     and (catalog) the largest known model.
 
-    batch: sequences per micro-batch, of all ranks together. dtype: by default what the GPU has. near: by policy, the
-    layers where the search begins, such as the limit of a machine that is much the same. written: workloads that calls
-    about the same job on other machines have written; it is added to. on_policy: called with a policy, its number and
-    how many there are before it is looked at. Raises PstarError for sizes that do not go together and a batch the ranks
-    cannot share, UnknownName for unknown names.
+    batch: sequences per micro-batch, of all ranks together.
+    dtype: by default what the GPU has.
+    near: by policy, the layers where the search begins, such as the limit of a machine that is much the same.
+    written: workloads that calls about the same job on other machines have written; it is added to.
+    on_policy: called with a policy, its number and how many there are before it is looked at.
+
+    Raises PstarError for sizes that do not go together and a batch the ranks cannot share, UnknownName for unknown
+    names.
     """
     machine, settings = machine_of(machine), settings_of(settings)
     choice("loading", loading, LOADING)
@@ -239,8 +250,13 @@ def _check_known(given: Mapping[str, object]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Models:
-    """Models of one family on a machine, and their workloads. shares: batch of each rank. write: the workload of a
-    shape, of `batch` sequences. least_bytes: that a parameter takes somewhere. written: of (shape, batch)."""
+    """Models of one family on a machine, and their workloads.
+
+    shares: batch of each rank.
+    write: the workload of a shape, of `batch` sequences.
+    least_bytes: that a parameter takes somewhere.
+    written: of (shape, batch).
+    """
 
     machine: Machine
     entry: ModelEntry

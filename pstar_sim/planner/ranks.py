@@ -42,9 +42,11 @@ WAITING = 0.25
 class Share:
     """What the GPUs of a machine do of a job, see [Note: one meaning of batch].
 
-    workload: one rank's; where ranks take different shares, one as hard as the hardest of theirs. ranked: each rank's
-    own, None where they are alike. batch: sequences per micro-batch, of all GPUs together. tokens: per iteration, of
-    all GPUs together."""
+    workload: one rank's; where ranks take different shares, one as hard as the hardest of theirs.
+    ranked: each rank's own, None where they are alike.
+    batch: sequences per micro-batch, of all GPUs together.
+    tokens: per iteration, of all GPUs together.
+    """
 
     workload: Workload
     ranked: tuple[Workload, ...] | None

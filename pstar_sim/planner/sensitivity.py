@@ -71,10 +71,14 @@ PLANNED, REPLAYED, AS_NOW = "planned", "replayed", "as now"
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """part: None for the machine as it is. iteration_s: of the fastest policy that fits, None if none does; change: of
-    the time a token takes, relative (-0.05: 5 % faster). how: [Note: better is not worse]; planned_s: what the fastest
-    plan made for it takes, where another time counts. layers, params: of the largest model of the family, found by
-    largest_policy (the one that trains the largest now); more_layers against now."""
+    """part: None for the machine as it is.
+    iteration_s: of the fastest policy that fits, None if none does.
+    change: of the time a token takes, relative (-0.05: 5 % faster).
+    how: [Note: better is not worse].
+    planned_s: what the fastest plan made for it takes, where another time counts.
+    layers, params: of the largest model of the family, found by largest_policy (the one that trains the largest now);
+        more_layers against now.
+    """
 
     part: str | None
     policy: str | None
@@ -90,9 +94,13 @@ class Effect:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sensitivity(Collection):
-    """workload: what one rank does. batch: sequences per micro-batch, of all GPUs together. now: the machine as it is.
-    rows: one a part. policies: those that were tried. short: what each of them lacks on the machine as it is, where
-    none fits."""
+    """workload: what one rank does.
+    batch: sequences per micro-batch, of all GPUs together.
+    now: the machine as it is.
+    rows: one a part.
+    policies: those that were tried.
+    short: what each of them lacks on the machine as it is, where none fits.
+    """
 
     workload: Workload
     machine: Machine
@@ -134,9 +142,14 @@ def sensitivity(
     on_part: Callable[[str, int, int], None] | None = None,
 ) -> Sensitivity:
     """workload, machine: as in `compare` (where ranks take different shares, one more GPU is left out: nobody says what
-    it takes). by: how much more, 0.1 for a tenth. parts: of `PARTS`, by default all that the machine has.
-    largest: also search the largest model (presets only; of a trace only times are compared). on_part: called with a
-    part, its number and how many there are before it is looked at. Raises PstarError for an unknown part."""
+        it takes).
+    by: how much more, 0.1 for a tenth.
+    parts: of `PARTS`, by default all that the machine has.
+    largest: also search the largest model (presets only; of a trace only times are compared).
+    on_part: called with a part, its number and how many there are before it is looked at.
+
+    Raises PstarError for an unknown part.
+    """
     machine, settings = machine_of(machine), settings_of(settings)
     policies = asked_names(policies)
     if not -1 < number("by", by, above=-1) < 100 or by == 0:
@@ -198,7 +211,10 @@ class _Larger(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """What is asked of each machine. written: workloads that searches of the largest model have written so far."""
+    """What is asked of each machine.
+
+    written: workloads that searches of the largest model have written so far.
+    """
 
     share: Share
     machine: Machine

@@ -40,8 +40,10 @@ _BEYOND = {
 
 @dataclass(frozen=True, kw_only=True)
 class Examined:
-    """report: what was proved, with what else was checked and what was not. bound: what a recomputation says of the
-    lower bound. timeline: the simulated one."""
+    """report: what was proved, with what else was checked and what was not.
+    bound: what a recomputation says of the lower bound.
+    timeline: the simulated one.
+    """
 
     report: CheckReport
     bound: str
@@ -77,8 +79,12 @@ def examine(
 
 
 class _Notes:
-    """What was found of one plan. checked: names of what is as stated. false: a sentence for each figure that is not.
-    why: name -> why it was not computed again."""
+    """What was found of one plan.
+
+    checked: names of what is as stated.
+    false: a sentence for each figure that is not.
+    why: name -> why it was not computed again.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan

@@ -70,7 +70,9 @@ _METADATA = b"pstar_sim.sweep"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sweep(Collection):
-    """rows: one per point, in the order of the grid: its axes and `COLUMNS`. cached: points that were known already."""
+    """rows: one per point, in the order of the grid: its axes and `COLUMNS`.
+    cached: points that were known already.
+    """
 
     grid: Grid
     rows: tuple[Mapping[str, object], ...]
@@ -100,10 +102,12 @@ def sweep(
 ) -> Sweep:
     """Compute every point of the grid (a TOML file, or the same as a mapping) and write them to `output` (.parquet).
 
-    jobs: processes, -1 for one a core, None for what `joblib.parallel_config` says. backend: any that joblib knows;
-    None for what `joblib.parallel_config` says, loky without it. cache: folder of the points, by default OUTPUT.points;
-    without an output nothing is kept. Raises PstarError for a grid that is wrong, for an `output` that holds another
-    grid's results or is not a results file, and for a backend that joblib does not know.
+    jobs: processes, -1 for one a core, None for what `joblib.parallel_config` says.
+    backend: any that joblib knows; None for what `joblib.parallel_config` says, loky without it.
+    cache: folder of the points, by default OUTPUT.points; without an output nothing is kept.
+
+    Raises PstarError for a grid that is wrong, for an `output` that holds another grid's results or is not a results
+    file, and for a backend that joblib does not know.
     """
     grid = grid if isinstance(grid, Grid) else load_grid(grid)
     _check_running(jobs, backend)

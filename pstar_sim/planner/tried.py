@@ -40,8 +40,11 @@ class Cap:
 @dataclass(frozen=True, kw_only=True)
 class Tried:
     """seconds: of its plan; of a way that was not planned, what no plan of it goes below; None where it does not fit.
-    place, short_bytes: what it lacks then. stashes: whether computing waits for any. chunk_bytes: of the bound. cap: of
-    a way that was not tried."""
+    place, short_bytes: what it lacks then.
+    stashes: whether computing waits for any.
+    chunk_bytes: of the bound.
+    cap: of a way that was not tried.
+    """
 
     outcome: Outcome
     seconds: float | None = None

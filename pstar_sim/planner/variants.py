@@ -59,9 +59,12 @@ QUICK = policy_at(Point())  # whose own checks of room say where it is worth try
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """workload: the variant to run, one rank's share. words: what it is, among those looked at. iteration_s: of its
-    plan by `policy`, whose simulation is timeline. tried: what was looked at, in words -> what came of it. left_out:
-    what was not considered, and why."""
+    """workload: the variant to run, one rank's share.
+    words: what it is, among those looked at.
+    iteration_s: of its plan by `policy`, whose simulation is timeline.
+    tried: what was looked at, in words -> what came of it.
+    left_out: what was not considered, and why.
+    """
 
     workload: Workload
     words: str
@@ -205,11 +208,15 @@ def choose(
 
 
 class _Race:
-    """Candidates planned one after the other by one policy. promise_s: see [Note: what is planned], by id; at first
-    only what computing and stashes take. best_s: seconds of the fastest so far; fast: plans and timelines as fast as
-    that, best: the one of them that moves and pins least. shortest:
-    of those that do not fit, the one that lacks least and why. tried: by words, what came of each. planned: those that
-    were, by id."""
+    """Candidates planned one after the other by one policy.
+
+    promise_s: see [Note: what is planned], by id; at first only what computing and stashes take.
+    best_s: seconds of the fastest so far.
+    fast: plans and timelines as fast as that, best: the one of them that moves and pins least.
+    shortest: of those that do not fit, the one that lacks least and why.
+    tried: by words, what came of each.
+    planned: those that were, by id.
+    """
 
     def __init__(
         self,

@@ -27,7 +27,8 @@ FloatArray = NDArray[np.float64]
 class Curves:
     """Bytes of each category at one place as step functions: values[c][i] holds in [edges[i], edges[i + 1]).
 
-    edges: n + 1 positions (seconds, or moment numbers), ascending. values: category -> n bytes.
+    edges: n + 1 positions (seconds, or moment numbers), ascending.
+    values: category -> n bytes.
     """
 
     place: str

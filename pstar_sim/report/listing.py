@@ -19,8 +19,10 @@ __all__ = ["Listing", "machines", "models", "policies"]
 
 
 class Listing(Sequence[str]):
-    """Names, in the order of the catalog; it shows itself as a table. rows: a mapping per name, its figures by column,
-    of which the first is the name."""
+    """Names, in the order of the catalog; it shows itself as a table.
+
+    rows: a mapping per name, its figures by column, of which the first is the name.
+    """
 
     def __init__(self, rows: Sequence[Mapping[str, object]], *, hidden: str = "") -> None:
         self.rows = tuple(rows)

@@ -64,9 +64,12 @@ def plot_tide(
     """Draw one timeline, or several side by side with one y axis. Returns the axes (an array of them for several).
 
     timelines: a timeline or a plan of a comparison, a list of them, or a comparison, of which every plan is drawn.
-    x: "time" (seconds) or "moment". measured: a recorded timeline drawn as lines over the first one. ax: where to
-    draw; as many axes as timelines; None makes a figure. Raises PstarError for an unknown x, for a timeline without
-    bytes to draw, and for a wrong number of axes."""
+    x: "time" (seconds) or "moment".
+    measured: a recorded timeline drawn as lines over the first one.
+    ax: where to draw; as many axes as timelines; None makes a figure.
+
+    Raises PstarError for an unknown x, for a timeline without bytes to draw, and for a wrong number of axes.
+    """
     many = _timelines(timelines)
     choice("x", x, ("time", "moment"))
     choice("place", place, [p.value for p in Place])

@@ -31,9 +31,12 @@ def play(
     """Simulate the plan on its machine until it is steady, at most `max_iterations` (>= 2) iterations.
 
     cost: by default that of the plan's own workload, machine and layout. On a machine of several ranks equal ones are
-    simulated once (ranks.py); every_rank: all of them, one by one. workloads: each rank's own, where they are not the
-    plan's. Raises PlanError, naming the step, for a plan that deadlocks, goes over a budget, or whose steps contradict
-    each other. Equal arguments give equal timelines.
+        simulated once (ranks.py).
+    every_rank: all of them, one by one.
+    workloads: each rank's own, where they are not the plan's.
+
+    Raises PlanError, naming the step, for a plan that deadlocks, goes over a budget, or whose steps contradict each
+    other. Equal arguments give equal timelines.
     """
     if max_iterations < 2:
         raise PlanError(f"max_iterations must be at least 2 (two that may agree), not {max_iterations}")

@@ -315,7 +315,10 @@ def _wire_s(step: Step, cost: CostModel) -> float:
 
 
 class _Task:
-    """A running copy, CPU Adam or access to disks. left_s: nominal seconds still to do."""
+    """A running copy, CPU Adam or access to disks.
+
+    left_s: nominal seconds still to do.
+    """
 
     __slots__ = ("demand", "done", "left_s", "nominal_s", "rank", "speed", "step", "version", "wire_s")
 
@@ -335,8 +338,11 @@ class _Task:
 
 class _Node:
     """What runs on the ranks of one node, and how fast: [Note: shared rates] of core/rules.py for all of them together,
-    and [Note: PCIe switches]. dram_loss_s: integral over time of (1 - DRAM share), which tells how much of any interval
-    was lost to DRAM being short."""
+    and [Note: PCIe switches].
+
+    dram_loss_s: integral over time of (1 - DRAM share), which tells how much of any interval was lost to DRAM being
+        short.
+    """
 
     def __init__(self, env: simpy.Environment, dram_bytes_per_s: float, root_bytes_per_s: float | None) -> None:
         self.env = env

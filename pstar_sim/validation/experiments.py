@@ -61,8 +61,9 @@ class Experiment:
     """One published run (rows that differ in the metric only) as a job.
 
     batches: sequences per rank and micro-batch; where several are given the one with the most tokens per second counts.
-    sizes: models tried for a row that gives the largest trainable one, ascending; otherwise one. loop_s: seconds a
-    micro-batch outside the three phases. other_host_bytes: in use on the node beside the plans of its ranks.
+    sizes: models tried for a row that gives the largest trainable one, ascending; otherwise one.
+    loop_s: seconds a micro-batch outside the three phases.
+    other_host_bytes: in use on the node beside the plans of its ranks.
     host_bytes_per_param: what the system really takes, where that is more than its plan does.
     """
 

@@ -27,7 +27,10 @@ _POLICIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedLimit:
-    """The largest model that a publication says the system trained. policy: what stands for it here, None: nothing."""
+    """The largest model that a publication says the system trained.
+
+    policy: what stands for it here, None: nothing.
+    """
 
     system: str
     policy: str | None

@@ -34,8 +34,12 @@ _SPEED = {"iter_ms": -1, "iter_s": -1, "total_TFLOPS_8N": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One row in scope. predicted: None where the run does not fit here, `reason` says why. kind: "time" (a whole
-    iteration), "phase", "memory" or "size". machine, policy: what it was replayed as."""
+    """One row in scope.
+
+    predicted: None where the run does not fit here, `reason` says why.
+    kind: "time" (a whole iteration), "phase", "memory" or "size".
+    machine, policy: what it was replayed as.
+    """
 
     line: int
     system: str
@@ -76,7 +80,10 @@ class Errors:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two rows whose published values differ by more than 10 %. kept: the predicted ones have the same order."""
+    """Two rows whose published values differ by more than 10 %.
+
+    kept: the predicted ones have the same order.
+    """
 
     kind: str
     first: Result
@@ -102,7 +109,9 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Validation(Collection):
-    """counts: rows by use, of the whole file (or of what was asked for). results: the rows in scope, in its order."""
+    """counts: rows by use, of the whole file (or of what was asked for).
+    results: the rows in scope, in its order.
+    """
 
     counts: dict[str, int]
     results: tuple[Result, ...]
@@ -198,7 +207,10 @@ def validate(
     """Replay the published runs in scope.
 
     system, machine: only rows whose system, hardware (or the catalog machine they are replayed on) contains the text,
-    case aside. efficiency: instead of the shipped parameters. progress: called with (runs done, runs in all).
+        case aside.
+    efficiency: instead of the shipped parameters.
+    progress: called with (runs done, runs in all).
+
     Raises PstarError where nothing is left of the rows.
     """
     rules = published_scope()

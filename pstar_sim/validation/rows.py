@@ -31,7 +31,9 @@ _VALUE = re.compile(r"^(\d+(?:\.\d+)?(?:e\d+)?)(?:-(\d+(?:\.\d+)?))?([BT]?)$")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One published figure, as written. line: of the file, 1 = the first after the header.
+    """One published figure, as written.
+
+    line: of the file, 1 = the first after the header.
 
     value: in the unit that the metric's name ends with; the middle where a range is published.
     """

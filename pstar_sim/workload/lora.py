@@ -42,8 +42,10 @@ _DEFAULT = {
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """rank: columns of A^T and B. targets: last names of the modules inside the layers that get one ("q_proj"), or
-    ("all-linear",) for every matrix there; None: the family's usual ones (`default_targets`)."""
+    """rank: columns of A^T and B.
+    targets: last names of the modules inside the layers that get one ("q_proj"), or ("all-linear",) for every matrix
+        there; None: the family's usual ones (`default_targets`).
+    """
 
     rank: int = 16
     targets: tuple[str, ...] | None = None
@@ -111,7 +113,8 @@ class _Target:
 class AdaptedTape(Tape):
     """A tape on which every parameter is frozen and every target matrix has an adapter.
 
-    tokens: rows of every matmul. input_first: matrices are declared in x out (GPT-2's), not out x in.
+    tokens: rows of every matmul.
+    input_first: matrices are declared in x out (GPT-2's), not out x in.
     """
 
     def __init__(self, dtype: str, adapter: Adapter, *, family: str, tokens: int) -> None:

@@ -17,7 +17,8 @@ __all__ = ["Tape"]
 class Tape:
     """One micro-batch being written down. All sizes in bytes.
 
-    level: non-model bytes alive now. saving: autograd keeps what backward needs; False inside a checkpointed segment.
+    level: non-model bytes alive now.
+    saving: autograd keeps what backward needs; False inside a checkpointed segment.
     """
 
     def __init__(self, dtype: str) -> None:
@@ -125,8 +126,9 @@ class Tape:
     ) -> None:
         """Backward of a linear layer: gradients of input and parameters together, then the parameters' are taken.
 
-        grad_out, saved: bytes it reads. flops: of both, half each. dead: bytes freed once it is done (those of them
-        nobody else needs).
+        grad_out, saved: bytes it reads.
+        flops: of both, half each.
+        dead: bytes freed once it is done (those of them nobody else needs).
         """
         kept = flops - flops // 2 + self.weight_flops(names, flops // 2)
         self.op(grad_in + self.size(names), flops=kept, read=2 * grad_out + saved)

@@ -54,9 +54,10 @@ class UseKind(StrEnum):
 class OptimizerSpec:
     """What the optimizer keeps for each trainable parameter.
 
-    state_bytes: list name -> bytes per parameter, in the order they are stored. AdamW with fp32 states is the
-    default: with the 2-byte working list that makes 14 bytes per parameter. dram_bytes_per_param: host memory
-    traffic of one CPU update (reads and writes of the states, gradient in, parameter out).
+    state_bytes: list name -> bytes per parameter, in the order they are stored. AdamW with fp32 states is the default:
+        with the 2-byte working list that makes 14 bytes per parameter.
+    dram_bytes_per_param: host memory traffic of one CPU update (reads and writes of the states, gradient in, parameter
+        out).
     """
 
     name: str = "adamw"
@@ -70,8 +71,13 @@ class OptimizerSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tensor:
-    """One parameter. bytes: in its working dtype. tied_to: index of the tensor whose storage it shares (such a tensor
-    has no bytes of its own, and uses name the other). group: optimizer parameter group."""
+    """One parameter.
+
+    bytes: in its working dtype.
+    tied_to: index of the tensor whose storage it shares (such a tensor has no bytes of its own, and uses name the
+        other).
+    group: optimizer parameter group.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -124,8 +130,10 @@ class Use:
 class Stash:
     """What one block's forward leaves behind, on its way to the host and back ([Note: stashes]).
 
-    block: the module. made: last moment of its forward; needed: first moment of its backward. The peaks of the moments
-    count the bytes up to `gone` (inclusive) and from `back` on (inclusive); in between they are on the host.
+    block: the module.
+    made: last moment of its forward.
+    needed: first moment of its backward. The peaks of the moments count the bytes up to `gone` (inclusive) and from
+        `back` on (inclusive); in between they are on the host.
     """
 
     block: str
@@ -142,18 +150,20 @@ class Workload:
     """One iteration of one model. The last moment is the optimizer step (phase ADAM, name "step").
 
     activations: (block, "keep" | "recompute" | "offload"), of every block in the order of the forward pass where they
-    were chosen one by one; empty where they are as the model itself has them (`checkpointing`). stashes: of offloaded
-    blocks, in the order in which they are made.
+        were chosen one by one; empty where they are as the model itself has them (`checkpointing`).
+    stashes: of offloaded blocks, in the order in which they are made.
 
     [Note: stashes] The copy out of a stash follows moment `made`, and moment `gone` waits for it; the copy in follows
     moment `back`, and moment `needed` waits for it. So the gpu holds the bytes whenever a peak counts them or one of
     the two copies runs, and at no other time; whatever the timing, what the peaks leave free is free.
 
-    model: what the user called it. batch: sequences per micro-batch, of all GPUs together where the workload stands
-    for a whole job, of one rank within a plan and in a list of one workload per rank. dtype_open: nobody named the
-    dtype, so that a comparison takes what the GPU has. attention: "flash", "efficient", "math" or
-    "none". source: "capture" (fake tensors), "recorded" (a real iteration) or "preset". recorded_on: name of the
-    machine whose durations the moments carry, or None.
+    model: what the user called it.
+    batch: sequences per micro-batch, of all GPUs together where the workload stands for a whole job, of one rank within
+        a plan and in a list of one workload per rank.
+    dtype_open: nobody named the dtype, so that a comparison takes what the GPU has.
+    attention: "flash", "efficient", "math" or "none".
+    source: "capture" (fake tensors), "recorded" (a real iteration) or "preset".
+    recorded_on: name of the machine whose durations the moments carry, or None.
     """
 
     model: str

@@ -17,9 +17,12 @@ __all__ = ["Walk"]
 
 @dataclass(slots=True)
 class _Content:
-    """What a list says. version: updates applied (parameters, states), iteration (gradients). marks: (micro-batch,
-    tensor) of each gradient in it; in the working list these tensors are no longer parameters. summed: how much of
-    these gradients is the sum over all ranks, "no", "slice" or "yes"."""
+    """What a list says.
+
+    version: updates applied (parameters, states), iteration (gradients).
+    marks: (micro-batch, tensor) of each gradient in it; in the working list these tensors are no longer parameters.
+    summed: how much of these gradients is the sum over all ranks, "no", "slice" or "yes".
+    """
 
     version: int
     marks: set[tuple[int, int]] = field(default_factory=set)

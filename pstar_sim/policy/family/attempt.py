@@ -21,8 +21,11 @@ __all__ = ["Attempt", "attempt", "attempt_course", "burden_of"]
 
 @dataclass(slots=True)
 class Attempt:
-    """schedule: of the course. draft: of the schedule. window: the order that was found for the draft. fetched_bytes:
-    what comes to the GPU."""
+    """schedule: of the course.
+    draft: of the schedule.
+    window: the order that was found for the draft.
+    fetched_bytes: what comes to the GPU.
+    """
 
     course: Course
     schedule: Schedule

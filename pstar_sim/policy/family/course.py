@@ -42,10 +42,14 @@ class Knobs:
 
 
 class Course:
-    """positions, at, updates, stays, room: as of a schedule. touched: chunk that is not resident -> positions that need
-    its working list. kept: gaps a chunk stays over. On several ranks, needed_whole: chunk -> stretches of positions
-    that need it whole, resident chunks included; kept_whole: gaps between these over which the others' slices stay.
-    least_room_bytes: what is left at the tightest position before anything is kept.
+    """One choice of modes, laid out along the compute queue.
+
+    positions, at, updates, stays, room: as in `Schedule`.
+    touched: chunk that is not resident -> positions that need its working list.
+    kept: gaps over which a chunk stays.
+    needed_whole: on several ranks, chunk -> stretches of positions that need the chunk whole, resident chunks included.
+    kept_whole: gaps between these stretches over which the others' slices stay.
+    least_room_bytes: room at the tightest position before anything is kept.
     """
 
     def __init__(self, job: Job, modes: Modes, knobs: Knobs, blocks: Sequence[Sequence[int]] | None = None) -> None:

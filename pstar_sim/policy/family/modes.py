@@ -29,11 +29,14 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class ModeFacts:
-    """pins: what the closed form for pins knows, chunks in order of first use. states_bytes: per chunk, what comes up
-    for its update and goes down after it. h2d, d2h, dram: bytes per second. dram_adam_bytes: DRAM traffic of one CPU
-    update and of all its accumulations, per chunk. passing_bytes: GPU room that streaming one chunk takes, own use
-    and copies. last_room_bytes: room at the last moment, nothing pinned. turn_s: when the last backward pass begins.
-    net_s: least seconds of collectives."""
+    """pins: what the closed form for pins knows, chunks in order of first use.
+    states_bytes: per chunk, what comes up for its update and goes down after it. h2d, d2h, dram: bytes per second.
+    dram_adam_bytes: DRAM traffic of one CPU update and of all its accumulations, per chunk.
+    passing_bytes: GPU room that streaming one chunk takes, own use and copies.
+    last_room_bytes: room at the last moment, nothing pinned.
+    turn_s: when the last backward pass begins.
+    net_s: least seconds of collectives.
+    """
 
     pins: PinFacts
     states_bytes: Sequence[int]
@@ -82,9 +85,11 @@ def _least_net_s(job: Job) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """seconds: for each number of pinned chunks and each streamed share of the others. mean_s: mean of the terms of
-    which that is the largest. floor_s: without the windows, which depend on where the modes lie, but that of the last
-    chunk, and with streamed parameters that need not come up again. Shapes (len(pins), len(shares))."""
+    """seconds: for each number of pinned chunks and each streamed share of the others.
+    mean_s: mean of the terms of which that is the largest.
+    floor_s: without the windows, which depend on where the modes lie, but that of the last chunk, and with streamed
+        parameters that need not come up again. Shapes (len(pins), len(shares)).
+    """
 
     seconds: Array
     mean_s: Array

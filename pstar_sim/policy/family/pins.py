@@ -29,9 +29,14 @@ Array = NDArray[np.float64]
 class PinFacts:
     """Per chunk that could be pinned, in the order in which they would be: first and final moment, bytes of the working
     list, bytes pinned (working list and states), seconds of CPU Adam, GPU Adam, accumulation on the host (all
-    micro-batches), copy down and copy up. moments_s: seconds of each moment. barrier: no Adam before the last moment.
-    room_bytes: least room for working lists at any moment, nothing pinned. gaps: how often a chunk would have to be
-    fetched again in an iteration if it were never kept between forward and backward."""
+    micro-batches), copy down and copy up.
+
+    moments_s: seconds of each moment.
+    barrier: no Adam before the last moment.
+    room_bytes: least room for working lists at any moment, nothing pinned.
+    gaps: how often a chunk would have to be fetched again in an iteration if it were never kept between forward and
+        backward.
+    """
 
     first: Sequence[int]
     final: Sequence[int]

@@ -39,7 +39,10 @@ WORTH_A_SIZE, WORTH_A_SIZE_OF_FEW = 2e-2, 5e-3  # so far from the floor other ch
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A plan, whose it is, and its seconds as followed. pins_alone_s: what the closed form allows without streams."""
+    """A plan, whose it is, and its seconds as followed.
+
+    pins_alone_s: what the closed form allows without streams.
+    """
 
     seconds: float
     of: str
@@ -82,8 +85,10 @@ def own_plans(
 class _Sizes:
     """Searches over several chunk sizes.
 
-    usual: the layout at the usual size. few: it has few chunks, so that cutting finer is worth more.
-    searches: over the sizes that fit. tried: size -> seconds, for `explain`.
+    usual: the layout at the usual size.
+    few: it has few chunks, so that cutting finer is worth more.
+    searches: over the sizes that fit.
+    tried: size -> seconds, for `explain`.
     """
 
     def __init__(self, workload: Workload, machine: Machine, settings: Settings, point: Point, name: str) -> None:

@@ -12,7 +12,10 @@ __all__ = ["Block", "blocks_of"]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Moments first..last (inclusive), which need the same `chunks`. tide_bytes: their highest non-model peak."""
+    """Moments first..last (inclusive), which need the same `chunks`.
+
+    tide_bytes: their highest non-model peak.
+    """
 
     first: int
     last: int

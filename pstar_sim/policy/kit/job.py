@@ -37,7 +37,8 @@ class Job:
     barrier: why no Adam runs before the optimizer step; None where one may.
     add_last: the last gradient is added to the others before the update, since the norm is that of their sum.
     tide: non-model bytes to reckon with in each moment (follow_tide: each its own; else the highest).
-    small: chunks that are always on the GPU. moving: all others, whatever a schedule makes of them.
+    small: chunks that are always on the GPU.
+    moving: all others, whatever a schedule makes of them.
     stash_bytes: what the host holds for stashes.
     candidates: chunks that could be pinned, in the order in which they would be.
     sizes: chunk -> bytes of its working list, of one rank's slice.

@@ -24,7 +24,10 @@ class Modes:
 
 class Position(NamedTuple):
     """One place on the compute queue: block >= 0, the block of moments it is; chunk >= 0, the streamed chunk it
-    updates. tide_bytes: non-model bytes."""
+    updates.
+
+    tide_bytes: non-model bytes.
+    """
 
     block: int
     chunk: int

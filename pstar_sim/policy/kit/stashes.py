@@ -18,8 +18,11 @@ __all__ = ["StashMoves", "moment_of", "stash_cuts"]
 
 
 class StashMoves:
-    """Stashes by the moments they have to do with. made, gone, back, needed: moment -> stashes (indices). out_of and
-    in_of: stash -> its copy out, its copy in, as far as they are written."""
+    """Stashes by the moments they have to do with.
+
+    made, gone, back, needed: moment -> stashes (indices). out_of and in_of: stash -> its copy out, its copy in, as far
+        as they are written.
+    """
 
     def __init__(self, workload: Workload) -> None:
         self.made: dict[int, list[int]] = {}

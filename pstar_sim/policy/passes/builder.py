@@ -41,10 +41,11 @@ class Builder:
     """Collects the steps of one iteration. Public state a policy may fill in: `modes` (per chunk), `initial`,
     `buffers`, `choices`, `predictions`.
 
-    layout: another one than the settings and the machine's ranks lead to. stashes: `compute` also writes the copies of
-    the workload's stashes; False for a policy that places them itself; their room on the host is among the buffers
-    either way. Offers the facts policies decide by: `ranks`, `layout`, `uses` (Facts), `cost`
-    (CostModel), `whole` (lists of a chunk that is whole on a GPU). Everything is one rank's; all ranks run these steps.
+    layout: another one than the settings and the machine's ranks lead to.
+    stashes: `compute` also writes the copies of the workload's stashes; False for a policy that places them itself;
+        their room on the host is among the buffers either way. Offers the facts policies decide by: `ranks`, `layout`,
+        `uses` (Facts), `cost` (CostModel), `whole` (lists of a chunk that is whole on a GPU). Everything is one rank's;
+        all ranks run these steps.
     """
 
     def __init__(

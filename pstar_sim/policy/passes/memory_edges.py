@@ -45,8 +45,9 @@ def fifo_edges(
     """Edges (step -> steps it has to wait for) that keep one place within its budget in every legal interleaving.
 
     window: takes and frees in the order they happen in the predicted schedule, each step's once (frees before takes
-    where both happen at once). free_bytes: bytes of the place that nobody holds when the window opens. lengths: steps
-    on each queue in one iteration. Only the latest step of each queue is named: its queue is in order.
+        where both happen at once).
+    free_bytes: bytes of the place that nobody holds when the window opens.
+    lengths: steps on each queue in one iteration. Only the latest step of each queue is named: its queue is in order.
 
     Raises ValueError for a window that frees more or less than it takes, or in which bytes are taken before they are
     free (it then does not repeat, or does not keep the budget).
@@ -68,7 +69,10 @@ def fifo_edges(
 
 
 class _Frees:
-    """The frees of a window as tokens in the order in which they end. volume: bytes of one window."""
+    """The frees of a window as tokens in the order in which they end.
+
+    volume: bytes of one window.
+    """
 
     def __init__(self, window: Sequence[ByteMove], slots: Mapping[int, QueueSlot], lengths: Mapping[str, int]) -> None:
         self._slots, self._lengths = slots, lengths

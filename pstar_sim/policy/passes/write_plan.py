@@ -17,8 +17,12 @@ __all__ = ["plan_of", "step_of"]
 
 
 def plan_of(schedule: Schedule, draft: Draft, window: Window, choices: Mapping[str, object] | None = None) -> Plan:
-    """The plan. draft: of the schedule. window: the order that was chosen for the draft. choices: what `explain`
-    shows, beside the seconds per iteration that the window predicts."""
+    """The plan.
+
+    draft: of the schedule.
+    window: the order that was chosen for the draft.
+    choices: what `explain` shows, beside the seconds per iteration that the window predicts.
+    """
     job = schedule.job
     b = Builder(job.name, job.workload, job.machine, job.settings, layout=job.layout, stashes=False)
     b.choices.update(choices or {})

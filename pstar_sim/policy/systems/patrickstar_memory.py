@@ -113,9 +113,12 @@ class Memory:
     """Payloads that move one at a time: every step waits for the one before. Writes the steps into `b`, whose holdings
     say who is where.
 
-    on_gpu: chunks whose working list is on the GPU. whole: chunks (groups) whose remote chunks are on the GPU.
-    budget_bytes: of the GPU. fixed_bytes: what it holds that never moves.
-    last: the latest step. moment: the moment that is prepared or has just run.
+    on_gpu: chunks whose working list is on the GPU.
+    whole: chunks (groups) whose remote chunks are on the GPU.
+    budget_bytes: of the GPU.
+    fixed_bytes: what it holds that never moves.
+    last: the latest step.
+    moment: the moment that is prepared or has just run.
     unit: "chunk" or "group", for messages: what is communicated at a time, and what the reserve has room for.
     """
 

@@ -33,7 +33,8 @@ SUB_GROUP_PARAMS = 1_000_000_000
 class Sharded:
     """Writes one iteration into `b`: residents and all moments when it is made, the update by its methods.
 
-    shards: where chunks are. gathers, buckets: what goes on beside the moments.
+    shards: where chunks are.
+    gathers, buckets: what goes on beside the moments.
     last_moment: that behind which the update is.
     """
 

@@ -72,7 +72,10 @@ def zero_offload(workload: Workload, machine: Machine, settings: Settings) -> Pl
 
 
 class _Bucket:
-    """Gradients of two chunks on the GPU. peak_bytes: the most that they have held."""
+    """Gradients of two chunks on the GPU.
+
+    peak_bytes: the most that they have held.
+    """
 
     def __init__(self, gradients: GradientLists) -> None:
         self._gradients = gradients

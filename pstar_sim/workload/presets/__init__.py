@@ -58,14 +58,17 @@ def preset(
     """One iteration of a model of the catalog, trained with its usual loss.
 
     batch: sequences (images) per micro-batch, of all GPUs together: a comparison divides it among the GPUs of the
-    machine. dtype: None for what the GPU of the machine has (bf16, else fp16, else fp32), written as bf16 until a
-    machine is known. seq: tokens per sequence, by default all positions the model has (a ViT takes
-    no other). checkpointing: every layer is a checkpoint (non-reentrant, so a recompute stops early). No dropout, no
-    padding. The GPT family stands for the PatrickStar table, whose parameter counts have no head of their own: the
-    head is the token embedding (tied) and the loss is the language model's, as the planning figures assume, though the
-    published runs classified sequences. Non-model bytes are logical bytes of live storages; the accelerator's context
-    is a term of the machine, not of the workload. lora: the model itself is frozen and adapters are trained (lora.py);
-    an Adapter, a rank, or a text such as "r=16" or "r=8,targets=q_proj+v_proj".
+        machine.
+    dtype: None for what the GPU of the machine has (bf16, else fp16, else fp32), written as bf16 until a machine is
+        known.
+    seq: tokens per sequence, by default all positions the model has (a ViT takes no other).
+    checkpointing: every layer is a checkpoint (non-reentrant, so a recompute stops early). No dropout, no padding. The
+        GPT family stands for the PatrickStar table, whose parameter counts have no head of their own: the head is the
+        token embedding (tied) and the loss is the language model's, as the planning figures assume, though the
+        published runs classified sequences. Non-model bytes are logical bytes of live storages; the accelerator's
+        context is a term of the machine, not of the workload.
+    lora: the model itself is frozen and adapters are trained (lora.py); an Adapter, a rank, or a text such as "r=16" or
+        "r=8,targets=q_proj+v_proj".
     optimizer: its name (optimizers.py).
 
     Raises UnknownName (with the nearest names) and ModelError for a batch, sequence, dtype or attention the model

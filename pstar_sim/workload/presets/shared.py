@@ -37,8 +37,11 @@ ROOT = "<root>"
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A model with the batch that runs through it. attention: "flash", "efficient" or "math". language_head: False for
-    a GPT that classifies sequences: no logits over the vocabulary (its own head, of a few labels, is left out).
+    """A model with the batch that runs through it.
+
+    attention: "flash", "efficient" or "math".
+    language_head: False for a GPT that classifies sequences: no logits over the vocabulary (its own head, of a few
+        labels, is left out).
     early_stop: see [Note: early stop]; False for reentrant checkpoints, which run the whole layer again (gpt, llama).
     """
 
