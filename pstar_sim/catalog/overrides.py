@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
-from pstar_sim.arguments import parse_bytes, parse_bytes_per_s, real
+from pstar_sim.arguments import real
 from pstar_sim.catalog.machine import Fabric, Gpu, Host, Link, Machine, Nvme, Rank
-from pstar_sim.errors import CatalogError, PstarError
+from pstar_sim.errors import CatalogError
+from pstar_sim.schema.quantities import COUNT, FLAG, FLOPS, MONEY, PARAMS, RATE, SECONDS, SIZE, Quantity
 from pstar_sim.units import format_bytes
 
 __all__ = ["ADAM_BYTES_PER_PARAM", "override", "override_paths", "parse_settings"]
@@ -29,14 +30,21 @@ ADAM_BYTES_PER_PARAM = 28
 """DRAM traffic for which `Host.adam_params_per_s` is quoted (cost.py, hosts.toml)."""
 
 Value = str | int | float | bool
+_RATES = (1e5, 2e13)
+_SIZES = (1e6, 1e17)
 
 
 @dataclass(frozen=True)
 class _Path:
-    """One figure: how it is written, its range, how to read it off a machine (None: the machine has no such part) and
-    how to put another one in its place."""
+    """One figure.
 
-    kind: str
+    quantity: how it is written.
+    low, high: its range, in SI units.
+    get: reads it off a machine; None where the machine has no such part.
+    put: the machine with another one in its place.
+    """
+
+    quantity: Quantity
     low: float
     high: float
     get: Callable[[Machine], float | None]
@@ -120,13 +128,11 @@ def _put(machine: Machine, path: str, value: Value) -> Machine:
         raise CatalogError(f"{path} = {value!r}: there is no such figure of a machine; {hint}")
     number = _number(machine, path, figure, value)
     if not figure.low <= number <= figure.high:
-        unit = _LIKELY.get(figure.kind)
-        if unit is not None and re.fullmatch(r"\s*[0-9.]+\s*", str(value)):
+        unit, shown = figure.quantity.likely, figure.quantity.shown
+        if unit and re.fullmatch(r"\s*[0-9.]+\s*", str(value)):
             raise CatalogError(f"{path} = {value!r} has no unit; write {value}{unit}")
-        raise CatalogError(
-            f"{path} = {value!r} is absurd; it must be between {_shown(figure.kind, figure.low)} and "
-            f"{_shown(figure.kind, figure.high)}"
-        )
+        between = f"{shown(figure.low)} and {shown(figure.high)}"
+        raise CatalogError(f"{path} = {value!r} is absurd; it must be between {between}")
     try:
         return figure.put(machine, number)
     except CatalogError as error:
@@ -136,121 +142,47 @@ def _put(machine: Machine, path: str, value: Value) -> Machine:
 
 
 _RELATIVE = re.compile(r"([+-])\s*([0-9]+(?:\.[0-9]*)?)\s*%|[x*]\s*([0-9]+(?:\.[0-9]*)?)")
-_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*([a-z/]*)", re.IGNORECASE)
-_UNITS: dict[str, dict[str, float]] = {
-    "flops": {"": 1, "g": 1e9, "t": 1e12, "p": 1e15},
-    "params": {"": 1, "m": 1e6, "g": 1e9, "b": 1e9},
-    "seconds": {"": 1, "s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9},
-    "money": {"": 1},
-    "count": {"": 1},
-}
-_LIKELY = {"size": "GB", "rate": "GB/s", "flops": "T", "params": "G", "seconds": "us"}
-"""The unit that people mean who write none."""
-_EXAMPLES = {
-    "size": "48GB",
-    "rate": "25GB/s",
-    "flops": "150T",
-    "params": "2G",
-    "seconds": "10us",
-    "money": "3.5",
-    "count": "8",
-    "flag": "true or false",
-}
 
 
 def _number(machine: Machine, path: str, figure: _Path, value: Value) -> float:
     """The value in SI units (a flag as 0 or 1)."""
+    quantity = figure.quantity
     refusal = CatalogError(
-        f"{path} = {value!r} is no {_KINDS[figure.kind]}; write {_EXAMPLES[figure.kind]}"
-        + ("" if figure.kind == "flag" else ", or a change such as +10% or x2")
+        f"{path} = {value!r} is no {quantity.what}; write {quantity.example}"
+        + ("" if quantity is FLAG else ", or a change such as +10% or x2")
     )
-    if figure.kind == "flag":
-        return _switch(value, refusal)
-    if isinstance(value, bool):
+    if isinstance(value, bool) != (quantity is FLAG) and not isinstance(value, str):
         raise refusal
     if isinstance(value, (int, float)):
-        number = real(value)
-    elif (change := _RELATIVE.fullmatch(value.strip())) is not None:
+        number = float(value) if isinstance(value, bool) else real(value)
+    elif quantity is not FLAG and (change := _RELATIVE.fullmatch(value.strip())) is not None:
         present = figure.get(machine)
         if present is None:
             raise CatalogError(
-                f"{path} = {value!r}: {machine.name} has no {path} to change; give it as {_EXAMPLES[figure.kind]}"
+                f"{path} = {value!r}: {machine.name} has no {path} to change; give it as {quantity.example}"
             )
-        number = _changed(figure.kind, present, change)
+        number = _changed(quantity, present, change)
     else:
-        number = _absolute(figure.kind, value, refusal)
+        try:
+            number = quantity.parse(value)
+        except ValueError:
+            raise refusal from None
     if number != number or (number <= 0 and not (figure.low <= 0 == number)):
-        raise CatalogError(f"{path} = {value!r}: it must be positive; write {_EXAMPLES[figure.kind]}")
-    if figure.kind == "count" and not number.is_integer():
+        raise CatalogError(f"{path} = {value!r}: it must be positive; write {quantity.example}")
+    if quantity is COUNT and not number.is_integer():
         raise refusal
     return number
 
 
-def _switch(value: Value, refusal: CatalogError) -> float:
-    flags = {True: 1.0, False: 0.0, "true": 1.0, "false": 0.0, "on": 1.0, "off": 0.0}
-    key = value.lower() if isinstance(value, str) else value
-    if key not in flags or (not isinstance(key, (str, bool))):
-        raise refusal
-    return flags[key]
-
-
-def _changed(kind: str, present: float, change: re.Match[str]) -> float:
+def _changed(quantity: Quantity, present: float, change: re.Match[str]) -> float:
     """The figure after a change such as +10 % or x2; a count is a whole number, and 0 only after a decrease."""
     if change[3] is not None:
         number = present * float(change[3])
     else:
         number = present * (1 + float(change[2]) / (100 if change[1] == "+" else -100))
-    if kind == "count":
+    if quantity is COUNT:
         return float(max(round(number), 1 if change[1] != "-" else 0))
     return number
-
-
-def _absolute(kind: str, text: str, refusal: CatalogError) -> float:
-    if text.startswith("-"):
-        return -1.0
-    match = _QUANTITY.fullmatch(text)
-    if match is None:
-        raise refusal
-    if float(match[1]) == 0:
-        return 0.0
-    if kind in ("size", "rate"):
-        if float(match[1]) > 1e18:
-            return float("inf")  # out of range in any unit
-        if re.fullmatch(r"[0-9.]+", text):
-            return float(match[1])  # out of range, if its unit was left out
-        try:
-            return float(parse_bytes(text)) if kind == "size" else parse_bytes_per_s(text)
-        except PstarError:
-            raise refusal from None
-    units = _UNITS[kind]
-    unit = re.sub(r"(flops|flop/s|params|params/s|/s)$", "", match[2].lower())
-    if kind == "flops":
-        unit = unit.removesuffix("flop").removesuffix("flops")
-    if unit not in units:
-        raise refusal
-    return float(match[1]) * units[unit]
-
-
-_KINDS = {
-    "size": "size",
-    "rate": "rate",
-    "flops": "number of flops per second",
-    "params": "number of parameters per second",
-    "seconds": "duration",
-    "money": "price in USD per hour",
-    "count": "count",
-    "flag": "yes or no",
-}
-
-
-def _shown(kind: str, number: float) -> str:
-    if kind == "size":
-        return format_bytes(number)
-    if kind == "rate":
-        return f"{format_bytes(number)}/s"
-    if kind == "seconds":
-        return f"{number:g} s"
-    return f"{number:g}"
 
 
 # Parts of a machine.
@@ -278,7 +210,7 @@ def _gpu_memory(machine: Machine, size: float) -> Machine:
 
 def _flops(dtype: str) -> _Path:
     return _Path(
-        "flops",
+        FLOPS,
         1e8,
         1e17,
         lambda m: m.gpu.flops_per_s.get(dtype),
@@ -352,8 +284,9 @@ def _fabric(which: str, field: str) -> _Path:
             fabric = Fabric(name=which, bytes_per_s=value, latency_s=1e-5, measured=False, source="set by hand")
         return replace(machine, **{which: replace(fabric, **{field: value})})  # type: ignore[arg-type]
 
-    kind = "rate" if field == "bytes_per_s" else "seconds"
-    return _Path(kind, *((1e5, 2e13) if kind == "rate" else (0.0, 0.1)), get, put)
+    if field == "bytes_per_s":
+        return _Path(RATE, *_RATES, get, put)
+    return _Path(SECONDS, 0.0, 0.1, get, put)
 
 
 def _nvme(field: str) -> _Path:
@@ -373,81 +306,76 @@ def _nvme(field: str) -> _Path:
         number = round(value) if field == "memory_bytes" else value
         return replace(machine, nvme=replace(disk, **{field: number}))  # type: ignore[arg-type]
 
-    return _Path(
-        "size" if field == "memory_bytes" else "rate", 1e6, 1e17 if field == "memory_bytes" else 2e13, get, put
-    )
+    return _Path(SIZE if field == "memory_bytes" else RATE, 1e6, 1e17 if field == "memory_bytes" else 2e13, get, put)
 
 
 def _both_ways(machine: Machine, rate: float) -> Machine:
     return _link(machine, lambda k: replace(k, h2d_bytes_per_s=rate, d2h_bytes_per_s=rate))
 
 
-_RATES = (1e5, 2e13)
-_SIZES = (1e6, 1e17)
-
 _PATHS: dict[str, _Path] = {
-    "nodes": _Path("count", 1, 4096, lambda m: m.nodes, _nodes),
-    "gpus": _Path("count", 1, 64, lambda m: m.local_ranks, _gpus),
-    "gpu.memory": _Path("size", *_SIZES, lambda m: m.gpu.usable_bytes, _gpu_memory),
+    "nodes": _Path(COUNT, 1, 4096, lambda m: m.nodes, _nodes),
+    "gpus": _Path(COUNT, 1, 64, lambda m: m.local_ranks, _gpus),
+    "gpu.memory": _Path(SIZE, *_SIZES, lambda m: m.gpu.usable_bytes, _gpu_memory),
     "gpu.context": _Path(
-        "size",
+        SIZE,
         0,
         1e11,
         lambda m: m.gpu.context_bytes,
         lambda m, v: _gpu(m, lambda g: replace(g, context_bytes=round(v))),
     ),
-    "gpu.hbm": _Path("rate", *_RATES, lambda m: m.gpu.hbm_bytes_per_s, lambda m, v: _gpu(m, lambda g: _with_hbm(g, v))),
+    "gpu.hbm": _Path(RATE, *_RATES, lambda m: m.gpu.hbm_bytes_per_s, lambda m, v: _gpu(m, lambda g: _with_hbm(g, v))),
     "gpu.flops.fp32": _flops("fp32"),
     "gpu.flops.fp16": _flops("fp16"),
     "gpu.flops.bf16": _flops("bf16"),
     "host.memory": _Path(
-        "size",
+        SIZE,
         *_SIZES,
         lambda m: m.host.memory_bytes,
         lambda m, v: _host(m, lambda h: replace(h, memory_bytes=round(v))),
     ),
     "host.reserved": _Path(
-        "size",
+        SIZE,
         0,
         1e13,
         lambda m: m.host.reserved_bytes,
         lambda m, v: _host(m, lambda h: replace(h, reserved_bytes=round(v))),
     ),
-    "host.dram": _Path("rate", *_RATES, lambda m: m.host.dram_bytes_per_s, _dram),
-    "host.cores": _Path("count", 1, 4096, lambda m: m.host.cores, _cores),
+    "host.dram": _Path(RATE, *_RATES, lambda m: m.host.dram_bytes_per_s, _dram),
+    "host.cores": _Path(COUNT, 1, 4096, lambda m: m.host.cores, _cores),
     "host.adam": _Path(
-        "params",
+        PARAMS,
         1e6,
         1e12,
         lambda m: m.host.adam_params_per_s,
         lambda m, v: _host(m, lambda h: replace(h, adam_params_per_s=v)),
     ),
-    "link.bandwidth": _Path("rate", *_RATES, lambda m: min(m.link.h2d_bytes_per_s, m.link.d2h_bytes_per_s), _both_ways),
+    "link.bandwidth": _Path(RATE, *_RATES, lambda m: min(m.link.h2d_bytes_per_s, m.link.d2h_bytes_per_s), _both_ways),
     "link.h2d": _Path(
-        "rate",
+        RATE,
         *_RATES,
         lambda m: m.link.h2d_bytes_per_s,
         lambda m, v: _link(m, lambda k: replace(k, h2d_bytes_per_s=v)),
     ),
     "link.d2h": _Path(
-        "rate",
+        RATE,
         *_RATES,
         lambda m: m.link.d2h_bytes_per_s,
         lambda m, v: _link(m, lambda k: replace(k, d2h_bytes_per_s=v)),
     ),
     "link.latency": _Path(
-        "seconds", 0.0, 0.1, lambda m: m.link.latency_s, lambda m, v: _link(m, lambda k: replace(k, latency_s=v))
+        SECONDS, 0.0, 0.1, lambda m: m.link.latency_s, lambda m, v: _link(m, lambda k: replace(k, latency_s=v))
     ),
     "link.pageable": _Path(
-        "rate",
+        RATE,
         *_RATES,
         lambda m: m.link.pageable_bytes_per_s,
         lambda m, v: _link(m, lambda k: replace(k, pageable_bytes_per_s=v)),
     ),
     "link.duplex": _Path(
-        "flag", 0, 1, lambda m: m.link.duplex, lambda m, v: _link(m, lambda k: replace(k, duplex=bool(v)))
+        FLAG, 0, 1, lambda m: m.link.duplex, lambda m, v: _link(m, lambda k: replace(k, duplex=bool(v)))
     ),
-    "root.bandwidth": _Path("rate", *_RATES, lambda m: m.root_bytes_per_s, lambda m, v: replace(m, root_bytes_per_s=v)),
+    "root.bandwidth": _Path(RATE, *_RATES, lambda m: m.root_bytes_per_s, lambda m, v: replace(m, root_bytes_per_s=v)),
     "peer.bandwidth": _fabric("peer", "bytes_per_s"),
     "peer.latency": _fabric("peer", "latency_s"),
     "network.bandwidth": _fabric("network", "bytes_per_s"),
@@ -455,7 +383,7 @@ _PATHS: dict[str, _Path] = {
     "nvme.memory": _nvme("memory_bytes"),
     "nvme.read": _nvme("read_bytes_per_s"),
     "nvme.write": _nvme("write_bytes_per_s"),
-    "price": _Path("money", 1e-3, 1e6, lambda m: m.price_usd_per_hour, lambda m, v: replace(m, price_usd_per_hour=v)),
+    "price": _Path(MONEY, 1e-3, 1e6, lambda m: m.price_usd_per_hour, lambda m, v: replace(m, price_usd_per_hour=v)),
 }
 
 

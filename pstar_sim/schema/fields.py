@@ -173,7 +173,8 @@ def want(kind: Any, table: str = "an object") -> str:
         return f"one of {', '.join(str(member.value) for member in base)}"
     if base in (int, float):
         return _number("a whole number" if base is int else "a number", base, metas)
-    return {str: "a text that is not empty" if metas else "a text", bool: "true or false"}.get(base, str(base))
+    empty = not any(m.pattern for m in metas)
+    return {str: "a text" if empty else "a text that is not empty", bool: "true or false"}.get(base, str(base))
 
 
 def _number(words: str, base: type, metas: tuple[Meta, ...]) -> str:
@@ -182,5 +183,5 @@ def _number(words: str, base: type, metas: tuple[Meta, ...]) -> str:
     if low is None or low <= -(2**63):
         return f"{words} of at most 64 bits" if base is int else "a finite number"
     if high is None or high == 2**63 - 1:
-        return f"{words} of at least {low:g}"
+        return f"{words} of at least {low:g}" + (" (64 bits)" if high else "")
     return f"{words} from {low:g} to {high:g}"

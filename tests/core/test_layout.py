@@ -211,7 +211,7 @@ def test_a_damaged_dictionary_names_the_field():
     assert caught.value.in_json() == "field 'chunks[0].numel' is missing"
     with pytest.raises(Fault) as caught:
         convert(LayoutForm, values | {"chunks": [], "chunk_bytes": -1})
-    assert caught.value.in_json() == "field 'chunk_bytes' is -1; it must be a whole number of at least 0"
+    assert caught.value.in_json() == "field 'chunk_bytes' is -1; it must be a whole number of at least 0 (64 bits)"
 
 
 def test_at_most_two_percent_is_wasted_on_every_preset_of_the_catalog():

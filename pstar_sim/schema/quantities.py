@@ -1,0 +1,65 @@
+"""Quantities as people write them: a number with its unit, "48GB", "25GB/s", "150T", "10us", or yes and no."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from pstar_sim.units import BYTES_OF, format_bytes
+
+__all__ = ["COUNT", "FLAG", "FLOPS", "MONEY", "PARAMS", "RATE", "SECONDS", "SIZE", "Quantity"]
+
+_WRITTEN = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*([a-z/]*)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One kind of figure.
+
+    what: its name, for messages.
+    example: how it is written.
+    units: unit in lower case -> its value in SI units.
+    words: what may be written instead of a number -> its value.
+    endings: what may follow a unit without meaning.
+    likely: the unit that people mean who write none.
+    shown: a figure in SI units, for people.
+    """
+
+    what: str
+    example: str
+    units: Mapping[str, float]
+    words: Mapping[str, float] = field(default_factory=dict)
+    endings: tuple[str, ...] = ()
+    likely: str = ""
+    shown: Callable[[float], str] = "{:g}".format
+
+    def parse(self, text: str) -> float:
+        """In SI units; a negative one as -1. Raises ValueError for a text that is no such quantity."""
+        if text.lower() in self.words:
+            return self.words[text.lower()]
+        if text.startswith("-") and self.units:
+            return -1.0
+        match = _WRITTEN.fullmatch(text)
+        if match is None:
+            raise ValueError(text)
+        unit = match[2].lower()
+        for ending in self.endings:
+            unit = unit.removesuffix(ending)
+        if unit not in self.units:
+            raise ValueError(text)
+        return float(match[1]) * self.units[unit]
+
+
+_BYTES = {unit: float(size) for unit, size in BYTES_OF.items()}
+_FLOPS = {"": 1, "g": 1e9, "t": 1e12, "p": 1e15}
+_PARAMS = {"": 1, "m": 1e6, "g": 1e9, "b": 1e9}
+_SECONDS = {"": 1, "s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+SIZE = Quantity("size", "48GB", _BYTES, likely="GB", shown=format_bytes)
+RATE = Quantity("rate", "25GB/s", _BYTES, endings=("/s",), likely="GB/s", shown=lambda rate: f"{format_bytes(rate)}/s")
+FLOPS = Quantity("number of flops per second", "150T", _FLOPS, endings=("/s", "flops", "flop"), likely="T")
+PARAMS = Quantity("number of parameters per second", "2G", _PARAMS, endings=("/s", "params"), likely="G")
+SECONDS = Quantity("duration", "10us", _SECONDS, likely="us", shown=lambda time: f"{time:g} s")
+MONEY = Quantity("price in USD per hour", "3.5", {"": 1})
+COUNT = Quantity("count", "8", {"": 1})
+FLAG = Quantity("yes or no", "true or false", {}, words={"true": 1, "on": 1, "false": 0, "off": 0})
