@@ -31,6 +31,7 @@ from pstar_sim.workload.workload import (
 __all__ = [
     "PolicyReport",
     "chain_workload",
+    "check_once",
     "check_policy",
     "random_jitter",
     "random_machine",
@@ -533,15 +534,18 @@ def check_policy(
     fitted = 0
     for number in range(seed, seed + examples):
         try:
-            fitted += _check_example(policy, random.Random(f"check_policy {number}"))
+            fitted += check_once(policy, random.Random(f"check_policy {number}"))
         except Exception as error:
             what = str(error) if isinstance(error, PstarError) else f"{type(error).__name__}: {error}"
             raise PstarError(f"policy {name!r}, seed {number}: {what}") from error
     return PolicyReport(policy=name, examples=examples, fitted=fitted)
 
 
-def _check_example(policy: Callable[[Workload, Machine, Settings], Plan], rng: random.Random) -> bool:
-    """Whether the policy made a plan. Raises PlanError (or whatever the policy raises) if anything is wrong."""
+def check_once(policy: Callable[[Workload, Machine, Settings], Plan], rng: random.Random) -> bool:
+    """One example of `check_policy`, drawn from rng; whether the policy made a plan.
+
+    For a property-based test, whose generator may shrink what fails. Raises PlanError, or what the policy raises.
+    """
     workload = random_workload(rng)
     machine = random_machine(rng, workload)
     settings = random_settings(rng)
@@ -563,7 +567,8 @@ def _check_example(policy: Callable[[Workload, Machine, Settings], Plan], rng: r
         raise PlanError("a policy is a pure function: asked twice, it made two different plans")
     proved = plan.check(workload, machine)
     budgets = {"gpu": plan.gpu_budget_bytes, "host": plan.host_budget_bytes}
-    for jitter in (None, random_jitter(rng, plan)):
+    shaken = random_jitter(random.Random(rng.randrange(2**32)), plan)
+    for jitter in (None, shaken):
         timeline = play(plan, jitter=jitter, max_iterations=4)
         for place, budget in budgets.items():
             peak = timeline.peak_bytes[place]

@@ -7,6 +7,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from drawn import TIME_TO_SHRINK, Drawn, chances, jobs, planned
+from hypothesis import given, settings
 
 from pstar_sim import machine, preset
 from pstar_sim.core.plan import Settings
@@ -24,26 +26,35 @@ from pstar_sim.policy.kit.ties import AS_FAST
 from pstar_sim.policy.passes.feasibility import check_gpu, check_host
 from pstar_sim.policy.registry import built_in
 from pstar_sim.sim.play import play
-from pstar_sim.testing import check_policy, random_machine, random_ranks, random_settings, random_workload
+from pstar_sim.testing import check_once
+
+pytestmark = TIME_TO_SHRINK
 
 
 def test_every_plan_is_correct_and_keeps_the_budget() -> None:
-    report = check_policy(find_policy("optimal"), examples=25, seed=30_000)
-    assert report.fitted >= 5
+    fitted = 0
+
+    @settings(max_examples=25)
+    @given(chances())
+    def holds(chance: random.Random) -> None:
+        nonlocal fitted
+        fitted += check_once(find_policy("optimal"), chance)
+
+    holds()
+    assert fitted >= 5
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_never_behind_another_policy(seed: int) -> None:
-    rng = random.Random(7_000 + seed)
-    workload = random_workload(rng)
-    machine, settings = random_machine(rng, workload), random_settings(rng)
-    if seed % 2:  # host DRAM that copies and Adam have to share
-        scarce = machine.link.h2d_bytes_per_s * rng.choice((1, 2, 3))
+@settings(max_examples=10)
+@given(jobs(), chances())
+def test_never_behind_another_policy(job: Drawn, chance: random.Random) -> None:
+    workload, machine, asked = job
+    if chance.random() < 0.5:  # host DRAM that copies and Adam have to share
+        scarce = machine.link.h2d_bytes_per_s * chance.choice((1, 2, 3))
         machine = replace(machine, host=replace(machine.host, dram_bytes_per_s=scarce))
     fastest: dict[str, float] = {}
     for name, policy in built_in().items():
         try:
-            plan = policy(workload, machine, settings)
+            plan = policy(workload, machine, asked)
         except PstarError:
             continue
         fastest[name] = play(plan).iteration_s
@@ -56,59 +67,71 @@ def test_never_behind_another_policy(seed: int) -> None:
 
 
 @pytest.mark.parametrize("policy", ["static_partition", "tide", "optimal"])
-@pytest.mark.parametrize("seed", range(6))
-def test_on_several_ranks(policy: str, seed: int) -> None:
+def test_on_several_ranks(policy: str) -> None:
     """Proved for all ranks at once; one that stands for all takes as long as every one of them played by itself."""
-    rng = random.Random(900 + seed)
-    workload = random_workload(rng)
-    machine, settings = random_ranks(rng, random_machine(rng, workload), rng.choice((2, 4))), random_settings(rng)
-    try:
-        plan = find_policy(policy)(workload, machine, settings)
-    except DoesNotFit:
-        return
-    plan.check(workload, machine)
-    alone, everyone = play(plan), play(plan, every_rank=True)
-    assert alone.iteration_s == pytest.approx(everyone.iteration_s, rel=1e-3)
-    assert period_s(plan) == pytest.approx(alone.iteration_s, rel=1e-9)
+    several = 0
+
+    @settings(max_examples=6)
+    @given(jobs(ranks=(2, 4)))
+    def holds(job: Drawn) -> None:
+        nonlocal several
+        plan = planned(find_policy(policy), job)
+        if plan is None:
+            return
+        plan.check(job.workload, job.machine)
+        alone, everyone = play(plan), play(plan, every_rank=True)
+        assert alone.iteration_s == pytest.approx(everyone.iteration_s, rel=1e-3)
+        assert period_s(plan) == pytest.approx(alone.iteration_s, rel=1e-9)
+        several += 1
+
+    holds()
+    assert several
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("seed", range(20))
-def test_any_choice_of_modes_that_has_room_makes_a_correct_plan(seed: int, ranks: int) -> None:
-    rng = random.Random(100 * ranks + seed)
-    workload = random_workload(rng)
-    machine, settings = random_ranks(rng, random_machine(rng, workload), ranks), random_settings(rng)
-    if ranks == 1 and rng.random() < 0.2:
-        machine = replace(machine, ranks=(replace(machine.ranks[0], link=replace(machine.link, duplex=False)),))
-    job = Job("any", workload, machine, settings, Point(streams=True))
-    order = list(job.candidates)
-    rng.shuffle(order)
-    pins = rng.randint(0, len(order) // 2)
-    streams = rng.randint(0, len(order) - pins)
-    modes = Modes(frozenset(order[:pins]), frozenset(order[pins : pins + streams]))
-    knobs = Knobs(
-        linger=rng.random() < 0.5,
-        lead_chunks=rng.randint(0, 3),
-        spare_chunks=rng.randint(0, 2),
-        down=rng.choice(("edf", "fifo")),
-        stay=rng.choice((0.0, 0.25, 1.0)),
-        states_first=rng.random() < 0.5,
-    )
-    try:
-        check_gpu(job)
-        check_host(job, modes.pinned)
-    except DoesNotFit:
-        return
-    course = Course(job, modes, knobs)
-    if min(course.room) < 0:
-        return
-    made = attempt_course(course)
-    assert made.window.stuck is None
-    plan = made.plan()
-    plan.check()
-    timeline = play(plan)
-    assert timeline.peak_bytes["gpu"] <= machine.gpu_budget_bytes
-    assert timeline.peak_bytes["host"] <= machine.host_budget_bytes
+def test_any_choice_of_modes_that_has_room_makes_a_correct_plan(ranks: int) -> None:
+    made_plans = 0
+
+    @settings(max_examples=20)
+    @given(jobs(ranks=(ranks,)), chances())
+    def holds(drawn: Drawn, chance: random.Random) -> None:
+        nonlocal made_plans
+        workload, machine, asked = drawn
+        if ranks == 1 and chance.random() < 0.2:
+            machine = replace(machine, ranks=(replace(machine.ranks[0], link=replace(machine.link, duplex=False)),))
+        job = Job("any", workload, machine, asked, Point(streams=True))
+        order = list(job.candidates)
+        chance.shuffle(order)
+        pins = chance.randint(0, len(order) // 2)
+        streams = chance.randint(0, len(order) - pins)
+        modes = Modes(frozenset(order[:pins]), frozenset(order[pins : pins + streams]))
+        knobs = Knobs(
+            linger=chance.random() < 0.5,
+            lead_chunks=chance.randint(0, 3),
+            spare_chunks=chance.randint(0, 2),
+            down=chance.choice(("edf", "fifo")),
+            stay=chance.choice((0.0, 0.25, 1.0)),
+            states_first=chance.random() < 0.5,
+        )
+        try:
+            check_gpu(job)
+            check_host(job, modes.pinned)
+        except DoesNotFit:
+            return
+        course = Course(job, modes, knobs)
+        if min(course.room) < 0:
+            return
+        made = attempt_course(course)
+        assert made.window.stuck is None
+        plan = made.plan()
+        plan.check()
+        timeline = play(plan)
+        assert timeline.peak_bytes["gpu"] <= machine.gpu_budget_bytes
+        assert timeline.peak_bytes["host"] <= machine.host_budget_bytes
+        made_plans += 1
+
+    holds()
+    assert made_plans >= 4
 
 
 def test_the_forward_pass_does_not_wait_for_parameters_on_their_way_down() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
+from drawn import TIME_TO_SHRINK, Drawn, chances, jobs, planned, seeds
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
@@ -19,22 +22,35 @@ from pstar_sim.policy.systems.all_on_gpu import all_on_gpu
 from pstar_sim.sim.play import play
 from pstar_sim.testing import (
     chain_workload,
+    check_once,
     check_policy,
     random_jitter,
     random_machine,
-    random_settings,
-    random_workload,
 )
 from pstar_sim.units import MIB
 from pstar_sim.workload.workload import Workload
+
+pytestmark = TIME_TO_SHRINK
 
 
 @pytest.mark.parametrize("policy", ["all_on_gpu", "zero_offload", "static_partition", "patrickstar", "tide"])
 def test_every_plan_is_correct_and_keeps_the_budget(policy: str) -> None:
     """Proved by the checker, played with the thought-of and with random durations; or DoesNotFit."""
-    report = check_policy(find_policy(policy), examples=60, seed=20_000)
-    assert report.examples == 60
-    assert report.fitted >= 5
+    assert fitted(find_policy(policy), 60) >= 5
+
+
+def fitted(policy: Callable[[Workload, Machine, Settings], Plan], examples: int) -> int:
+    """Puts the policy through that many random jobs; how many of them it made a plan for."""
+    count = 0
+
+    @settings(max_examples=examples)
+    @given(chances())
+    def holds(chance: random.Random) -> None:
+        nonlocal count
+        count += check_once(policy, chance)
+
+    holds()
+    return count
 
 
 def test_the_last_gradient_is_added_behind_the_earlier_ones() -> None:
@@ -42,43 +58,41 @@ def test_the_last_gradient_is_added_behind_the_earlier_ones() -> None:
     assert check_policy(find_policy("tide"), examples=1, seed=50_082).fitted == 1
 
 
-def tried(seed: int, whole: bool) -> list[str]:
-    """Every policy; `optimal`, whose search takes most of the time, for every third seed, or all with --whole."""
-    return [name for name in policies() if name != "optimal" or whole or seed % 3 == 0]
+TRIED = [([name for name in policies() if name != "optimal"], 15, 15), (["optimal"], 5, 15)]
+"""Policies, jobs for them, and jobs with --whole: the search of `optimal` takes most of the time."""
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_jitter_never_breaks_the_budget(seed: int, whole: bool) -> None:
-    """Thinned (`tried`) but for --whole."""
-    rng = random.Random(seed)
-    workload = random_workload(rng)
-    machine, settings = random_machine(rng, workload), random_settings(rng)
-    for policy in map(find_policy, tried(seed, whole)):
-        try:
-            plan = policy(workload, machine, settings)
-        except DoesNotFit:
-            continue
-        for _ in range(3):
-            timeline = play(plan, jitter=random_jitter(rng, plan), max_iterations=4)
-            assert timeline.peak_bytes["gpu"] <= machine.gpu_budget_bytes
-            assert timeline.peak_bytes["host"] <= machine.host_budget_bytes
+@pytest.mark.parametrize(("names", "few", "many"), TRIED, ids=["others", "optimal"])
+def test_jitter_never_breaks_the_budget(names: list[str], few: int, many: int, whole: bool) -> None:
+    @settings(max_examples=many if whole else few)
+    @given(jobs(), seeds())
+    def holds(job: Drawn, shake: random.Random) -> None:
+        for policy in map(find_policy, names):
+            plan = planned(policy, job)
+            for _ in range(3 if plan is not None else 0):
+                timeline = play(plan, jitter=random_jitter(shake, plan), max_iterations=4)
+                assert timeline.peak_bytes["gpu"] <= job.machine.gpu_budget_bytes
+                assert timeline.peak_bytes["host"] <= job.machine.host_budget_bytes
+
+    holds()
 
 
-@pytest.mark.parametrize("seed", range(15))
-def test_more_memory_never_stops_a_plan_from_fitting(seed: int, whole: bool) -> None:
-    """Thinned (`tried`) but for --whole."""
-    rng = random.Random(seed)
-    workload = random_workload(rng)
-    settings = random_settings(rng)
-    machines = sorted((random_machine(rng, workload) for _ in range(5)), key=lambda m: m.gpu_budget_bytes)
-    for policy in map(find_policy, tried(seed, whole)):
-        fitted = False
-        for machine in machines:
-            try:
-                policy(workload, machine, settings)
-                fitted = True
-            except DoesNotFit as error:
-                assert not fitted or error.place == "host"
+@pytest.mark.parametrize(("names", "few", "many"), TRIED, ids=["others", "optimal"])
+def test_more_memory_never_stops_a_plan_from_fitting(names: list[str], few: int, many: int, whole: bool) -> None:
+    @settings(max_examples=many if whole else few)
+    @given(jobs(), chances())
+    def holds(job: Drawn, chance: random.Random) -> None:
+        others = [random_machine(chance, job.workload) for _ in range(4)]
+        for policy in map(find_policy, names):
+            fits = False
+            for machine in sorted([job.machine, *others], key=lambda m: m.gpu_budget_bytes):
+                try:
+                    policy(job.workload, machine, job.settings)
+                    fits = True
+                except DoesNotFit as error:
+                    assert not fits or error.place == "host"
+
+    holds()
 
 
 # check_policy itself: what it has to find.
@@ -181,12 +195,10 @@ def fewest_misses(uses: Sequence[int], capacity: int) -> int:
     return min(states.values())
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_belady_never_misses_more_than_lru_and_is_optimal(seed: int) -> None:
-    rng = random.Random(seed)
-    count = rng.randint(2, 6)
-    uses = [rng.randrange(count) for _ in range(rng.randint(5, 30))]
-    for capacity in range(1, count + 1):
+@settings(max_examples=60)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=30))
+def test_belady_never_misses_more_than_lru_and_is_optimal(uses: list[int]) -> None:
+    for capacity in range(1, max(uses) + 2):
         misses = belady_misses(uses, capacity)
         assert misses <= lru_misses(uses, capacity)
         assert misses == fewest_misses(uses, capacity)
@@ -201,9 +213,9 @@ def test_over_forward_and_backward_lru_keeps_little() -> None:
     assert belady_misses(round_and_round, 4) == 12  # 0, 1 and 2 stay beside the one in use; then 7 in the place of 0
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_the_keep_set_never_takes_more_than_the_room(seed: int) -> None:
-    rng = random.Random(seed)
+@settings(max_examples=60)
+@given(chances())
+def test_the_keep_set_never_takes_more_than_the_room(rng: random.Random) -> None:
     length = rng.randint(4, 40)
     sizes = [rng.choice((1, 1, 1, 3)) for _ in range(6)]
     gaps = []
@@ -267,7 +279,7 @@ def on_demand(workload: Workload, machine: Machine, settings: Settings) -> Plan:
 
 
 def test_the_builder_finds_memory_edges() -> None:
-    assert check_policy(on_demand, examples=150, seed=7).fitted > 20
+    assert fitted(on_demand, 150) > 20
 
 
 def test_the_builder_refuses_what_does_not_come_back() -> None:

@@ -7,16 +7,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from drawn import TIME_TO_SHRINK, Drawn, chances, jobs, planned, seeds
+from hypothesis import given, settings
 
 from pstar_sim.catalog.loader import load_catalog, load_machine
 from pstar_sim.catalog.machine import Machine, Rank
 from pstar_sim.core.plan import Plan, Settings
-from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.planner.compare import compare
 from pstar_sim.planner.ranks import tightest
 from pstar_sim.policy import find_policy
 from pstar_sim.sim.play import play
-from pstar_sim.testing import random_jitter, random_machine, random_ranks, random_settings, random_workload
+from pstar_sim.testing import random_jitter
 from pstar_sim.workload.presets import preset
 from pstar_sim.workload.workload import Workload
 
@@ -29,6 +30,7 @@ POLICIES = (
     "zero3_offload",
     "zero_infinity",
 )
+pytestmark = TIME_TO_SHRINK
 SAME = 1e-3
 """What the explicit and the representative simulation may differ by."""
 
@@ -44,21 +46,23 @@ def play_both(plan: Plan, workloads: Sequence[Workload] | None = None) -> float:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_plan_is_correct_and_one_rank_stands_for_all(policy: str) -> None:
     fitted = several = 0
-    for number in range(40):
-        rng = random.Random(f"ranks {number}")
-        workload = random_workload(rng)
-        machine = random_ranks(rng, random_machine(rng, workload), rng.randint(1, 4))
-        try:
-            plan = find_policy(policy)(workload, machine, random_settings(rng))
-        except (DoesNotFit, CannotPlan):
-            continue
-        proved = plan.check(workload, machine)
+
+    @settings(max_examples=40)
+    @given(jobs(ranks=(1, 2, 3, 4)), chances(), seeds())
+    def holds(job: Drawn, chance: random.Random, shake: random.Random) -> None:
+        nonlocal fitted, several
+        plan = planned(find_policy(policy), job)
+        if plan is None:
+            return
+        proved = plan.check(job.workload, job.machine)
         play_both(plan)
         fitted += 1
-        several += len(machine.ranks) > 1
-        if number % 4 == 0:
-            peak = play(plan, jitter=random_jitter(rng, plan), max_iterations=3).peak_bytes
+        several += len(job.machine.ranks) > 1
+        if chance.random() < 0.25:
+            peak = play(plan, jitter=random_jitter(shake, plan), max_iterations=3).peak_bytes
             assert all(size <= proved.peak_bytes[place] for place, size in peak.items())
+
+    holds()
     assert fitted >= 5
     assert several >= 3
 

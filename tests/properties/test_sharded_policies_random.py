@@ -6,6 +6,8 @@ import random
 from dataclasses import replace
 
 import pytest
+from drawn import TIME_TO_SHRINK, Drawn, chances, jobs, planned, seeds
+from hypothesis import given, settings
 
 from pstar_sim.catalog.machine import Fabric, Machine, Nvme
 from pstar_sim.core.step import Kind
@@ -13,8 +15,8 @@ from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy import find_policy
 from pstar_sim.sim.play import play
 from pstar_sim.testing import random_jitter, random_machine, random_settings, random_workload
-from pstar_sim.workload.workload import Workload
 
+pytestmark = TIME_TO_SHRINK
 TRACED = "bucket=1e6,reuse=2e6"
 SPECS = (
     "zero3_resident",
@@ -53,29 +55,33 @@ def with_ranks(machine: Machine, ranks: int, rng: random.Random) -> Machine:
     )
 
 
-def job(ranks: int, seed: int) -> tuple[random.Random, Workload, Machine]:
-    rng = random.Random(f"{ranks} {seed}")
-    workload = random_workload(rng)
-    return rng, workload, with_ranks(random_machine(rng, workload), ranks, rng)
+def sharded(job: Drawn, ranks: int, chance: random.Random) -> Drawn:
+    return job._replace(machine=with_ranks(job.machine, ranks, chance))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_plan_is_proved(spec: str, ranks: int) -> None:
     fitted = 0
-    for seed in range(6):
-        rng, workload, machine = job(ranks, seed)
+
+    @settings(max_examples=6)
+    @given(jobs(), chances(), seeds())
+    def holds(job: Drawn, chance: random.Random, shake: random.Random) -> None:
+        nonlocal fitted
+        workload, machine, asked = sharded(job, ranks, chance)
         try:
-            plan = find_policy(spec)(workload, machine, random_settings(rng))
+            plan = find_policy(spec)(workload, machine, asked)
         except DoesNotFit as short:
             assert short.needed_bytes > short.available_bytes
-            continue
+            return
         fitted += 1
         proved = plan.check(workload, machine)
-        for jitter in (None, random_jitter(rng, plan)):
+        for jitter in (None, random_jitter(shake, plan)):
             timeline = play(plan, jitter=jitter, max_iterations=4)
             for place in ("gpu", "host"):
                 assert timeline.peak_bytes[place] <= proved.peak_bytes[place] <= proved.budget_bytes[place]
+
+    holds()
     assert fitted
 
 
@@ -83,21 +89,29 @@ def test_every_plan_is_proved(spec: str, ranks: int) -> None:
 def test_every_gradient_is_scattered_once_a_micro_batch(ranks: int) -> None:
     """Reduce-scatters: one of each trained chunk a micro-batch; gathers: whole chunks, at least one of each that is
     read and lives in slices."""
-    for seed in range(6):
-        _, workload, machine = job(ranks, seed)
+    fitted = 0
+
+    @settings(max_examples=6)
+    @given(jobs(), chances())
+    def holds(drawn: Drawn, chance: random.Random) -> None:
+        nonlocal fitted
+        job = sharded(drawn, ranks, chance)
         for spec in (SPECS[0], SPECS[1], SPECS[6]):
-            try:
-                plan = find_policy(spec)(workload, machine, random_settings(random.Random(seed)))
-            except DoesNotFit:
+            plan = planned(find_policy(spec), job)
+            if plan is None:
                 continue
+            fitted += 1
             trained = {s.chunk for s in plan.steps if s.kind in (Kind.CPU_ADAM, Kind.GPU_ADAM)}
             scattered = [s for s in plan.steps if s.kind is Kind.REDUCE_SCATTER]
             gathered = [s for s in plan.steps if s.kind is Kind.GATHER]
-            assert len(scattered) == len(trained) * workload.micro_batches
+            assert len(scattered) == len(trained) * job.workload.micro_batches
             for step in (*scattered, *gathered):
                 assert step.chunk is not None
                 assert step.bytes == plan.layout.whole_bytes(step.chunk)
             assert {s.chunk for s in gathered} >= trained
+
+    holds()
+    assert fitted
 
 
 def test_more_ranks_never_hold_more_on_each_host() -> None:

@@ -6,6 +6,8 @@ import random
 from dataclasses import replace
 
 import pytest
+from drawn import TIME_TO_SHRINK, Drawn, chances, planned, seeds
+from hypothesis import given, settings
 
 from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.bounds.fluid import fluid_bound
@@ -14,13 +16,15 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.cost import CostModel
-from pstar_sim.errors import CannotPlan, DoesNotFit, PlanError, TraceError
+from pstar_sim.errors import PlanError, TraceError
 from pstar_sim.policy.registry import built_in
 from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload, random_jitter, random_machine
 from pstar_sim.units import KIB
 from pstar_sim.workload.mixing import block_names, mix_blocks, offload_blocks
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
+
+pytestmark = TIME_TO_SHRINK
 
 
 def random_choice(rng: random.Random) -> Workload:
@@ -42,28 +46,27 @@ def random_choice(rng: random.Random) -> Workload:
             offload = offload[:-1]
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_every_policy_on_random_choices(seed: int) -> None:
-    rng = random.Random(seed)
-    w = random_choice(rng)
-    machine: Machine = random_machine(rng, w)
-    settings = Settings(update=rng.choice(("step", "eager")), clip=rng.random() < 0.5)
+@settings(max_examples=12)
+@given(chances(), seeds())
+def test_every_policy_on_random_choices(chance: random.Random, shake: random.Random) -> None:
+    w = random_choice(chance)
+    machine: Machine = random_machine(chance, w)
+    asked = Settings(update=chance.choice(("step", "eager")), clip=chance.random() < 0.5)
     checked = 0
     for name, policy in built_in().items():
-        try:
-            plan = policy(w, machine, settings)
-        except (DoesNotFit, CannotPlan):
+        plan = planned(policy, Drawn(w, machine, asked))
+        if plan is None:
             continue
         report = plan.check()
         assert sum(step.stash is not None for step in plan.steps) == 2 * len(w.stashes)
         timeline = play(plan)
-        bound = lower_bound(w, machine, settings, plan.layout).seconds
+        bound = lower_bound(w, machine, asked, plan.layout).seconds
         assert timeline.iteration_s >= bound * (1 - 1e-9), name
-        jittered = play(plan, jitter=random_jitter(rng, plan), max_iterations=6)
+        jittered = play(plan, jitter=random_jitter(shake, plan), max_iterations=6)
         for place, most in report.peak_bytes.items():
             assert jittered.peak_bytes.get(place, 0) <= most, (name, place)
         checked += 1
-        for step in rng.sample(plan.steps, min(6, len(plan.steps))):
+        for step in shake.sample(plan.steps, min(6, len(plan.steps))):
             if step.stash is None or not step.after:
                 continue
             steps = tuple(replace(s, after=s.after[1:]) if s is step else s for s in plan.steps)
@@ -96,35 +99,38 @@ def test_stashes_raise_the_bound_and_no_policy_beats_it() -> None:
     that of computing and stashes alone; often higher than both; and no plan of any policy is faster, by the joint LP
     or the fluid program."""
     higher = finer = plans = 0
-    for seed in range(30):
-        rng = random.Random(1000 + seed)
-        w, machine = loaded_choice(rng)
-        settings = Settings(update=rng.choice(("step", "eager")), clip=rng.random() < 0.5)
+
+    @settings(max_examples=30)
+    @given(chances())
+    def holds(chance: random.Random) -> None:
+        nonlocal higher, finer, plans
+        w, machine = loaded_choice(chance)
+        asked = Settings(update=chance.choice(("step", "eager")), clip=chance.random() < 0.5)
+        searched = chance.random() < 1 / 3
         layout = build_layout(w)
-        bound = lower_bound(w, machine, settings, layout).seconds
-        pinned = lower_bound(w, machine, settings, layout, stream=False).seconds
+        bound = lower_bound(w, machine, asked, layout).seconds
+        pinned = lower_bound(w, machine, asked, layout, stream=False).seconds
         without = replace(w, stashes=(), activations=())
         alone = stash_bound_s(w, CostModel(w, machine, layout))
-        before = max(lower_bound(without, machine, settings, layout).seconds, alone)
+        before = max(lower_bound(without, machine, asked, layout).seconds, alone)
         assert bound >= before * (1 - 1e-6)
-        assert pinned >= max(lower_bound(without, machine, settings, layout, stream=False).seconds, alone) * (1 - 1e-9)
+        assert pinned >= max(lower_bound(without, machine, asked, layout, stream=False).seconds, alone) * (1 - 1e-9)
         higher += bound > before * 1.01
-        fluid = fluid_bound(w, machine, settings, layout).seconds
+        fluid = fluid_bound(w, machine, asked, layout).seconds
         assert fluid >= bound * (1 - 1e-9)
-        finer += fluid > max(bound, fluid_bound(without, machine, settings, layout).seconds) * 1.001
+        finer += fluid > max(bound, fluid_bound(without, machine, asked, layout).seconds) * 1.001
         for name, policy in built_in().items():
-            if name == "optimal" and seed % 3:
-                continue
-            try:
-                plan = policy(w, machine, settings)
-            except (DoesNotFit, CannotPlan):
+            plan = None if name == "optimal" and not searched else planned(policy, Drawn(w, machine, asked))
+            if plan is None:
                 continue
             plans += 1
             seconds = play(plan).iteration_s
             mine = plan.layout
-            assert seconds >= lower_bound(w, machine, settings, mine).seconds * (1 - 1e-6), (seed, name)
+            assert seconds >= lower_bound(w, machine, asked, mine).seconds * (1 - 1e-6), name
             if mine == layout:
-                assert seconds >= fluid * (1 - 1e-6), (seed, name)
+                assert seconds >= fluid * (1 - 1e-6), name
                 if name not in ("optimal", "deep_optimizer_states"):
-                    assert seconds >= pinned * (1 - 1e-6), (seed, name)
+                    assert seconds >= pinned * (1 - 1e-6), name
+
+    holds()
     assert plans > 100 and higher > 5 and finer > 5, (plans, higher, finer)

@@ -1,0 +1,103 @@
+"""Hypothesis strategies of random jobs: what fails shrinks to the plainest job that fails.
+
+The generators of pstar_sim.testing take all chance from a `random.Random`. `chances()` is such a one whose numbers
+hypothesis draws, so that a test may also pass it on. What has more numbers than hypothesis keeps (jitter of every step)
+takes a seed instead: `seeds()`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import strategies as st
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.errors import CannotPlan, DoesNotFit
+from pstar_sim.testing import random_machine, random_ranks, random_settings, random_workload
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["TIME_TO_SHRINK", "Drawn", "chances", "jobs", "planned", "seeds", "workloads"]
+
+TIME_TO_SHRINK = pytest.mark.timeout(900)
+"""Hypothesis shrinks a failure for up to five minutes; a test that passes takes nowhere near as long."""
+
+
+class Chance(random.Random):
+    """Numbers drawn by hypothesis. They shrink to the plainest: what happens now and then (`random() < 0.3`) does not
+    happen, a choice is the first, a number the lowest."""
+
+    def __init__(self, draw_integer: Callable[[int, int], int]) -> None:
+        super().__init__(0)
+        self._draw_integer = draw_integer
+
+    def random(self) -> float:
+        return 1 - (self._below(2**16) + 1) / 2**16
+
+    def _randbelow(self, n: int) -> int:
+        """What choice, randint, randrange, sample and shuffle are made of."""
+        return self._below(n)
+
+    def getrandbits(self, k: int) -> int:
+        return self._below(2**k)
+
+    def _below(self, n: int) -> int:
+        """Byte by byte: hypothesis draws low numbers most of the time where there are more than a few hundred."""
+        if n <= 256:
+            return self._draw_integer(0, n - 1)
+        size = (n.bit_length() + 7) // 8
+        number = 0
+        for _ in range(size):
+            number = 256 * number + self._draw_integer(0, 255)
+        return number * n >> 8 * size
+
+
+class Chances(st.SearchStrategy[random.Random]):
+    """Draws from hypothesis's data itself. Of `draw(st.integers(...))` for each number, hypothesis would make five jobs
+    in six by copying one number of the job before over another: hardly a new job."""
+
+    def do_draw(self, data: Any) -> random.Random:
+        return Chance(data.draw_integer)
+
+
+def chances() -> st.SearchStrategy[random.Random]:
+    return Chances()
+
+
+def seeds() -> st.SearchStrategy[random.Random]:
+    """A generator for many numbers, of which only the seed shrinks."""
+    return st.integers(0, 2**20).map(random.Random)
+
+
+@st.composite
+def workloads(draw: st.DrawFn, **settled: Any) -> Workload:
+    """settled: arguments of random_workload."""
+    return random_workload(draw(chances()), **settled)
+
+
+class Drawn(NamedTuple):
+    """A random job: what a policy is asked for."""
+
+    workload: Workload
+    machine: Machine
+    settings: Settings
+
+
+@st.composite
+def jobs(draw: st.DrawFn, *, ranks: tuple[int, ...] = (1,), **settled: Any) -> Drawn:
+    """ranks: numbers of GPUs to choose from. settled: arguments of random_workload."""
+    chance = draw(chances())
+    workload = random_workload(chance, **settled)
+    machine = random_ranks(chance, random_machine(chance, workload), chance.choice(ranks))
+    return Drawn(workload, machine, random_settings(chance))
+
+
+def planned(policy: Callable[[Workload, Machine, Settings], Plan], job: Drawn) -> Plan | None:
+    """None where the policy has no plan for the job."""
+    try:
+        return policy(*job)
+    except (DoesNotFit, CannotPlan):
+        return None
