@@ -26,6 +26,7 @@ NEEDED_FOR = {
     "hypothesis": "tests that use it",
     "peft": "tests of adapters",
     "scipy": "the check that every plan passes before it runs",
+    "highspy": "lower bounds and certificates",
     "simpy": "simulations of ranks that differ (one rank, and equal ranks, are simulated without it)",
     "pyarrow": "trace files (Parquet)",
     "pandas": "tables as frames",

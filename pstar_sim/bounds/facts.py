@@ -14,7 +14,7 @@ from pstar_sim.cost import CostModel
 from pstar_sim.policy.kit.facts import facts_of
 from pstar_sim.workload.workload import Phase, Workload
 
-__all__ = ["NAMES", "Array", "Bound", "BoundFacts"]
+__all__ = ["NAMES", "Array", "Bound", "BoundFacts", "rate_with_latency"]
 
 Array = NDArray[np.float64]
 
@@ -37,6 +37,11 @@ class Bound:
     streamed_params: int = 0
     method: str = "closed form"
     notes: tuple[str, ...] = ()
+
+
+def rate_with_latency(rate: float, latency_s: float, largest_bytes: float) -> float:
+    """Bytes per second that no row of copies of at most `largest_bytes` each exceeds."""
+    return 1 / (1 / rate + latency_s / largest_bytes) if largest_bytes > 0 else rate
 
 
 class BoundFacts:

@@ -28,29 +28,22 @@ counts is what the dual solution proves (linear.py), or the joint bound (joint.p
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Mapping, Set
-from dataclasses import replace
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pstar_sim.bounds.bounds import lower_bound
-from pstar_sim.bounds.facts import Bound
-from pstar_sim.bounds.joint import rate_with_latency
-from pstar_sim.bounds.linear import Program, Solution, Unsolved
+from pstar_sim.bounds.facts import Array, Bound
+from pstar_sim.bounds.fluid_facts import FluidFacts
+from pstar_sim.bounds.linear import Expression, Index, LinearProgram, Solution, Unsolved
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.cost import CostModel, cost_of
-from pstar_sim.policy.kit.facts import facts_of
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["fluid_bound"]
-
-Array = NDArray[np.float64]
-Terms = list[tuple[int, float]]
 
 MOST_POINTS = 600
 TIME_LIMIT_S = 60.0
@@ -72,12 +65,13 @@ def fluid_bound(
     cost = cost or cost_of(workload, machine, layout)
     joint = lower_bound(workload, machine, settings, layout, cost=cost)
     try:
-        fluid = _Fluid(workload, machine, settings, layout, cost, most_points, joint.seconds)
-        found = fluid.program.solve(method="highs-ipm", time_limit_s=time_limit_s)
+        facts = FluidFacts(workload, machine, layout, cost, most_points=most_points)
+        fluid = _FluidProgram(facts, settings, far_s=FAR * joint.seconds)
+        found = fluid.lp.solve(method="ipx", time_limit_s=time_limit_s)
     except Unsolved as error:
         note = f"the fluid linear program did not solve ({error}); the bound is the joint LP"
         return replace(joint, notes=(*joint.notes, note))
-    seconds = min(fluid.own_s + found.proved, FAR * joint.seconds)
+    seconds = min(facts.compute_s + found.proved, FAR * joint.seconds)
     if seconds <= joint.seconds:
         return replace(joint, method="fluid LP")
     terms = {**joint.terms, **fluid.busy(found)}
@@ -87,561 +81,353 @@ def fluid_bound(
         seconds=seconds,
         binding=binding,
         terms=terms,
-        pinned_params=fluid.share(found, fluid.p),
-        streamed_params=fluid.share(found, fluid.q),
+        pinned_params=int(fluid.params(found, fluid.p)),
+        streamed_params=int(fluid.params(found, fluid.q)),
         method="fluid LP",
     )
 
 
-class _Fluid:
-    """Builds the program. Bytes are counted in units of `unit`, seconds as they are."""
+@dataclass(frozen=True, kw_only=True)
+class _Flow:
+    """Variables of what has happened up to each point of an iteration, and at last in all (`upto`), so that rows about
+    long windows are short. within: of each interval its own."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        machine: Machine,
-        settings: Settings,
-        layout: Layout,
-        cost: CostModel,
-        most_points: int,
-        joint_s: float,
-    ) -> None:
-        self.workload, self.layout, self.cost = workload, layout, cost
-        self.barrier = settings.barrier(workload.dtype) is not None
+    upto: Expression
+    within: Expression
+
+
+class _FluidProgram:
+    """Variables and rows of [Note: the fluid program]; a method is a family of rows. Chunks, lists and sums are counted
+    in units of bytes (`facts.unit`)."""
+
+    def __init__(self, facts: FluidFacts, settings: Settings, *, far_s: float) -> None:
+        self.facts, self.far_s = facts, far_s
+        self.barrier = settings.barrier(facts.workload.dtype) is not None
         self.clip = settings.clip
-        self.program = Program()
-        self._lives()
-        self._sizes(machine)
-        self._speeds(machine)
-        self._points(most_points)
-        self.far_s = FAR * joint_s
-        self.own_s = float(self.clock[-1])  # without any stall; the program finds the stalls
-        self._flows()
+        lp = self.lp = LinearProgram()
+        n = facts.intervals
+        self.all_units, all_states = float(facts.size.sum()), float(facts.states.sum())
+
+        # of each chunk: the parts that are pinned and streamed; the rest is updated on the CPU
+        self.p = lp.variables(len(facts.chunks), most=1.0)
+        self.q = lp.variables(len(facts.chunks), most=np.where(facts.states > 0, 1.0, 0.0))
+        self.on_cpu = 1 - self.p - self.q
+        lp.add(self.p + self.q <= 1.0)
+
+        # in each interval: seconds of stall; units of gradients that go down, are updated on the CPU, come up as
+        # parameters; units of states whose Adam is done on the gpu
+        self.stall = self._flow(far_s)
+        self.gradients_down = self._flow(self.all_units)
+        self.adam = self._flow(self.all_units)
+        self.params_up = self._flow(self.all_units)
+        self.streamed_adam = self._flow(all_states)
+        # units of states that come up and go down; of what is updated on the gpu that leaves over the border and comes
+        # back; of chunks given up between two reads that come up again
+        self.states_up, self.states_down = lp.variables(n, most=all_states), lp.variables(n, most=all_states)
+        self.leave, self.back = lp.variables(n, most=self.all_units), lp.variables(n, most=self.all_units)
+        read = sum(facts.payload[c] * len(moments) for c, moments in facts.read_at.items())
+        self.again = lp.variables(n, most=read)
+        # what families add: units held at each point, units of gradient sums on the link, seconds of adds on the host
+        self.held = Expression.zero(n) + facts.read
+        self.sums_down = self.sums_up = self.adds = self.early_down = Expression.zero(n)
+
+        lp.minimise(self.stall.upto[-1])
         self._updated_on_cpu()
+        self._identity()
         self._updated_on_gpu()
-        self._reads()
+        self._over_the_border()
+        self._between_reads()
         self._stashes()
-        if self.batches > 1:
+        if facts.batches > 1:
             self._sums()
         self._rates()
-        self._memory()
         self._totals()
+        lp.add(self.held <= facts.room)
 
-    # -- what is given --
+    def _flow(self, most: float) -> _Flow:
+        upto = self.lp.variables(self.facts.intervals + 1, most=[0.0, *[most] * self.facts.intervals])
+        within = upto[1:] - upto[:-1]
+        self.lp.add(within >= 0.0)
+        return _Flow(upto=upto, within=within)
 
-    def _lives(self) -> None:
-        """Chunks in the order of their first reads, and when each is read and gets its gradients. The program's own:
-        it goes by that order, and leaves out gradients that not every micro-batch gives."""
-        w, layout = self.workload, self.layout
-        self.job = job = facts_of(w, layout)
-        self.mine = sorted(job.trained, key=lambda c: (job.reads[c][0], c))
-        self.others = list(job.only_read)
-        self.batches = w.micro_batches if job.every_batch else 1
-        self.arrivals = {c: {batch: last for batch, _, last in job.spans[c]} for c in self.mine}
-        self.final = {c: job.last_gradient(c) for c in self.mine}
-        self.read_at = {c: job.reads_until_final(c) or job.reads[c][:1] for c in (*self.mine, *self.others)}
-        self.first = {c: job.reads[c][0] for c in self.mine}
-
-    def _sizes(self, machine: Machine) -> None:
-        """Bytes in units, and the rooms at points. The program's own: it counts in units."""
-        w, layout, cost = self.workload, self.layout, self.cost
-        payload = {c: float(layout.payload_bytes(c, "param")) for c in (*self.mine, *self.others)}
-        self.largest = max(payload.values(), default=1.0)
-        self.unit = max(1.0, self.largest)
-        self.payload = {c: b / self.unit for c, b in payload.items()}
-        self.size = {c: cost.params[c] * self.job.width(c) / self.unit for c in self.mine}
-        each = w.optimizer.states_bytes_per_param / self.unit
-        self.states = {c: cost.params[c] * each for c in self.mine}  # without padding, as `size`
-        self.states_room = {c: layout.states_bytes(c) / self.unit for c in self.mine}
-        self.room: Array = (machine.gpu_budget_bytes - np.array([m.peak_bytes for m in w.moments], float)) / self.unit
-        at_end = min(w.moments[-1].peak_bytes, w.moments[0].peak_bytes)
-        self.end_room = (machine.gpu_budget_bytes - at_end) / self.unit
-
-    def _speeds(self, machine: Machine) -> None:
-        """Units per second of what moves them, and seconds per unit of CPU Adam."""
-        w, cost, link = self.workload, self.cost, self.cost.link
-        self.clock: Array = np.concatenate(([0.0], np.cumsum(cost.moments_s)))
-        largest_state = max([self.layout.chunks[c].numel * 4.0 for c in self.mine], default=self.largest)
-        self.dram = machine.host.dram_bytes_per_s / self.unit
-        self.duplex = link.duplex
-
-        def rate(each: float, size: float) -> float:
-            return rate_with_latency(each, link.latency_s, size) / self.unit
-
-        self.up, self.up_states = rate(link.h2d_bytes_per_s, self.largest), rate(link.h2d_bytes_per_s, largest_state)
-        self.down, self.down_states = (
-            rate(link.d2h_bytes_per_s, self.largest),
-            rate(link.d2h_bytes_per_s, largest_state),
-        )
-        widths = [self.size[c] / cost.params[c] for c in self.mine if cost.params[c]]
-        least, most = min(widths, default=1.0), max(widths, default=1.0)
-        self.adam_s = w.optimizer.dram_bytes_per_param / cost.adam_bytes_per_s / most  # seconds a unit, at least
-        self.adam_traffic = w.optimizer.dram_bytes_per_param / self.unit / most
-        self.width = least * self.unit  # of the working list, bytes a parameter, at least
-
-    def _points(self, most: int) -> None:
-        """points: moments at whose start time is cut, one for each run of moments that read the same chunks: that with
-        the highest tide. Of too many every n-th is kept, and that with the highest tide of all."""
-        w, sets = self.workload, self.job.read_in
-        points, begin = [0], 0
-        for m in range(1, len(sets) + 1):
-            if m == len(sets) or sets[m] != sets[begin]:
-                points.append(max(range(begin, m), key=lambda i: w.moments[i].peak_bytes))
-                begin = m
-        points = sorted(set(points))
-        if len(points) > most:
-            top = max(points, key=lambda i: w.moments[i].peak_bytes)
-            step = -(-len(points) // most)
-            points = sorted({0, top, *points[::step]})
-        self.points = points
-        self.count = len(points)  # number of intervals but for the last; also the index of the end
-        edges = [*(float(self.clock[m]) for m in points), float(self.clock[-1])]
-        self.seconds = [*(b - a for a, b in pairwise(edges)), 0.0]
-        self.intervals = range(self.count + 1)
-
-    def interval_of_end(self, moment: int) -> int:
-        """The interval in which the moment ends."""
-        return bisect_right(self.points, moment) - 1
-
-    def point_from(self, moment: int) -> int:
-        """The first point at or after the moment's start (the end, if none)."""
-        return bisect_left(self.points, moment)
-
-    def inside(self, after: int, before: int) -> range:
-        """Points strictly after moment `after` and before moment `before`."""
-        return range(bisect_right(self.points, after), bisect_left(self.points, before))
-
-    # -- the program --
-
-    def _flows(self) -> None:
-        p = self.program
-        n = len(self.intervals)
-        total = sum(self.size.values())
-        states = sum(self.states.values())
-        self.stalled = [p.variable(0.0), *p.variables(n, self.far_s)]  # seconds of stall before each point, and in all
-        for k in self.intervals:
-            p.at_most([(self.stalled[k], 1.0), (self.stalled[k + 1], -1.0)], 0.0)
-        p.cost[self.stalled[-1]] = 1.0
-        self.p = {c: p.variable(1.0) for c in self.mine}
-        self.q = {c: p.variable(1.0 if self.states[c] else 0.0) for c in self.mine}
-        for c in self.mine:
-            p.at_most([(self.p[c], 1.0), (self.q[c], 1.0)], 1.0)
-        self.gradients_down = self._cumulative(total)
-        self.adam = self._cumulative(total)
-        self.params_up = self._cumulative(total)
-        self.streamed_adam = self._cumulative(states)
-        bulk = sum(self.payload[c] * len(moments) for c, moments in self.read_at.items())
-        self.again = p.variables(n, bulk)
-        self.states_up, self.states_down = p.variables(n, states), p.variables(n, states)
-        self.leave, self.back = p.variables(n, total), p.variables(n, total)
-        self.early_down: list[int] = []
-        self.sums_down: dict[int, Terms] = {k: [] for k in self.intervals}
-        self.sums_up: dict[int, Terms] = {k: [] for k in self.intervals}
-        self.adds: list[int] = []
-        self.held: dict[int, Terms] = {k: [] for k in range(self.count + 1)}  # memory at a point
-        self.constant = np.zeros(self.count + 1)
-
-    def _cumulative(self, upper: float) -> list[int]:
-        """Amount before each point, from 0 at the first, and at last in all."""
-        p = self.program
-        row = [p.variable(0.0), *p.variables(len(self.intervals), upper)]
-        for a, b in pairwise(row):
-            p.at_most([(a, 1.0), (b, -1.0)], 0.0)
-        return row
-
-    def _in(self, cumulative: list[int], k: int, factor: float = 1.0) -> Terms:
-        return [(cumulative[k + 1], factor), (cumulative[k], -factor)]
-
-    def _cpu(self, c: int, factor: float) -> tuple[float, Terms]:
-        """factor * (1 - p - q) as (constant, terms)."""
-        return factor, [(self.p[c], -factor), (self.q[c], -factor)]
-
-    def _stock(self, upper: float, flows: list[tuple[float, Terms]]) -> range:
-        """A cyclic stock at each point: the next is this one and the interval's flow."""
-        p = self.program
-        stock = p.variables(self.count + 1, upper)
-        for k, (constant, terms) in zip(self.intervals, flows):
-            after = stock[(k + 1) % (self.count + 1)]
-            p.equal([(after, 1.0), (stock[k], -1.0), *((v, -f) for v, f in terms)], constant)
+    def _stock(self, most: float, change: Expression) -> Expression:
+        """Variables of a cyclic stock at each point: at the next point it is this one and the interval's change."""
+        stock = self.lp.variables(self.facts.intervals, most=most)
+        self.lp.add(stock[self.facts.following] == stock + change)
         return stock
 
+    def _running(self, of: Expression, most: Array | float) -> Expression:
+        """Variables of the sums of the rows up to each, so that rows that use them are short."""
+        running = self.lp.variables(len(of), most=most)
+        self.lp.add(running[:1] == of[:1])
+        self.lp.add(running[1:] == running[:-1] + of[1:])
+        return running
+
+    def _there(self, points: Index, of_chunk: Sequence[Sequence[int]], units: Expression, most: float) -> Expression:
+        """Variables of the units that are there at each of `points`, which follow one another. of_chunk: at which of
+        them a chunk is there; units: how many units it has."""
+        there = np.zeros((len(points) + 1, len(of_chunk)), dtype=int)  # a row of zeros before the first point
+        for c, at in enumerate(of_chunk):
+            there[np.asarray(at, dtype=np.intp) - points[0] + 1, c] = 1
+        comes = np.diff(there, axis=0)  # 1 where a chunk comes, -1 where it goes
+        point, chunk = np.nonzero(comes)
+        return self._running((units[chunk] * comes[point, chunk]).gathered(point, len(points)), most)
+
+    # -- the life of a chunk --
+
     def _updated_on_cpu(self) -> None:
-        p = self.program
-        total = sum(self.size.values())
-        final: dict[int, list[int]] = {k: [] for k in self.intervals}
-        needed: dict[int, list[int]] = {k: [] for k in self.intervals}
-        for c in self.mine:
-            final[self.interval_of_end(self.final[c])].append(c)
-            needed[(self.point_from(self.first[c]) - 1) % (self.count + 1)].append(c)
+        """Gradient waits -> on the host -> updated on the host -> waits on the gpu -> read."""
+        lp, facts, n = self.lp, self.facts, self.facts.intervals
+        units = self.on_cpu * facts.size
+        final = units.gathered(facts.final_in, n)
+        needed = units.gathered((facts.first_at - 1) % n, n)
+        waiting = self._stock(self.all_units, final - self.gradients_down.within)
+        on_host = self._stock(self.all_units, self.gradients_down.within - self.adam.within)
+        updated = self._stock(self.all_units, self.adam.within - self.params_up.within)
+        early = self._stock(self.all_units, self.params_up.within - needed)
+        # stocks are cyclic; those of one life add up to the chunks' units at the cut
+        unread = np.array(facts.first, dtype=int) > facts.points[0]
+        lp.add((waiting + on_host + updated + early)[0] == units[unread].sum())
+        self.held += waiting + early
 
-        def amount(chunks: list[int], sign: float) -> tuple[float, Terms]:
-            parts = [self._cpu(c, sign * self.size[c]) for c in chunks]
-            return sum(constant for constant, _ in parts), [t for _, terms in parts for t in terms]
+    def _identity(self) -> None:
+        """Of the chunks up to j in the order of first reads: all of them goes down, is updated and comes up from the
+        end of the earliest of their last gradients to the next first read of j. On the gpu they are updated by the end
+        of the iteration. Barrier: updates only after the end of the last moment."""
+        lp, facts = self.lp, self.facts
+        if not facts.chunks:
+            return
+        cpu = self._running(self.on_cpu * facts.size, np.cumsum(facts.size))
+        streamed = self._running(self.q * facts.states, float(facts.states.sum()))
+        gpu_s = self._running((self.p + self.q) * facts.gpu_adam_s, self.far_s)
+        begin = np.minimum.accumulate(facts.final_in)
+        update = np.full_like(begin, facts.end) if self.barrier else begin
+        border = np.zeros_like(begin)
 
-        def flow(chunks: list[int], sign: float, k: int, cumulative: list[int], factor: float) -> tuple[float, Terms]:
-            constant, terms = amount(chunks, sign)
-            return constant, terms + self._in(cumulative, k, factor)
+        def window(flow: _Flow, need: Expression, begin: Index, end: Index) -> None:
+            """need <= what flows from `begin` to the end of the iteration and up to `end` of the next one."""
+            j = end <= begin
+            lp.add(need[j] <= flow.upto[-1] - flow.upto[begin[j]] + flow.upto[end[j]])
 
-        ks = list(self.intervals)
-        waiting = self._stock(total, [flow(final[k], 1.0, k, self.gradients_down, -1.0) for k in ks])
-        on_host = self._stock(
-            total, [(0.0, self._in(self.gradients_down, k) + self._in(self.adam, k, -1.0)) for k in ks]
-        )
-        updated = self._stock(total, [(0.0, self._in(self.adam, k) + self._in(self.params_up, k, -1.0)) for k in ks])
-        early = self._stock(total, [flow(needed[k], -1.0, k, self.params_up, 1.0) for k in ks])
-        outside = [c for c in self.mine if self.first[c] > self.points[0]]
-        constant, terms = amount(outside, -1.0)
-        p.equal([*((stock[0], 1.0) for stock in (waiting, on_host, updated, early)), *terms], -constant)
-        for k in ks:
-            self.held[k] += [(waiting[k], 1.0), (early[k], 1.0)]
-        self._windows()
-
-    def _windows(self) -> None:
-        """Identity: prefix sums in order of first read. Barrier: updates only from the end on."""
-        p = self.program
-        last = self.count + 1
-        earliest = len(self.workload.moments)
-        cpu: Terms = []
-        cpu_all = 0.0
-        streamed: Terms = []
-        on_gpu: Terms = []
-        before_cpu = before_streamed = before_gpu = -1
-        gpu_s = 1 / self.cost.gpu.hbm_bytes_per_s * self.workload.optimizer.dram_bytes_per_param
-        for c in self.mine:
-            earliest = min(earliest, self.final[c])
-            constant, terms = self._cpu(c, self.size[c])
-            cpu_all += constant
-            cpu += terms
-            streamed.append((self.q[c], self.states[c]))
-            on_gpu += [(self.p[c], gpu_s * self.cost.params[c]), (self.q[c], gpu_s * self.cost.params[c])]
-            # sums so far as variables, so that rows stay short
-            now = p.variable(cpu_all)
-            p.equal(
-                [(now, 1.0), *((v, -f) for v, f in cpu), *([(before_cpu, -1.0)] if before_cpu >= 0 else [])], constant
-            )
-            now_streamed = p.variable(sum(self.states.values()))
-            p.equal(
-                [
-                    (now_streamed, 1.0),
-                    *((v, -f) for v, f in streamed),
-                    *([(before_streamed, -1.0)] if before_streamed >= 0 else []),
-                ],
-                0.0,
-            )
-            now_gpu = p.variable(self.far_s)
-            p.at_most([(now_gpu, -1.0), *on_gpu, *([(before_gpu, 1.0)] if before_gpu >= 0 else [])], 0.0)
-            before_cpu, before_streamed, before_gpu = now, now_streamed, now_gpu
-            cpu, streamed, on_gpu = [], [], []
-            begin, end = self.interval_of_end(earliest), self.point_from(self.first[c])
-            after = self.count if self.barrier else begin
-
-            def within(cumulative: list[int], need: int, start: int, end: int = end) -> None:
-                if end <= start:  # in [start, last) and [0, end) of the next iteration
-                    row = [(cumulative[last], -1.0), (cumulative[start], 1.0), (cumulative[end], -1.0), (need, 1.0)]
-                    p.at_most(row, 0.0)
-
-            within(self.gradients_down, now, begin)
-            within(self.adam, now, after)
-            within(self.params_up, now, after)
-            # GPU Adam is on the compute queue, whose steps of an iteration all precede the next one's ([Note: the cut])
-            within(self.streamed_adam, now_streamed, after, 0)
-            within(self.stalled, now_gpu, after, 0)
-        if before_cpu >= 0:
-            for cumulative in (self.gradients_down, self.adam, self.params_up):
-                p.equal([(cumulative[last], 1.0), (before_cpu, -1.0)], 0.0)
-            p.equal([(self.streamed_adam[last], 1.0), (before_streamed, -1.0)], 0.0)
-            p.at_most([(before_gpu, 1.0), (self.stalled[last], -1.0)], 0.0)
+        window(self.gradients_down, cpu, begin, facts.first_at)
+        window(self.adam, cpu, update, facts.first_at)
+        window(self.params_up, cpu, update, facts.first_at)
+        # the compute queue does an iteration's updates before the first moment of the next ([Note: the cut])
+        window(self.streamed_adam, streamed, update, border)
+        window(self.stall, gpu_s, update, border)
+        # in all
+        for flow in (self.gradients_down, self.adam, self.params_up):
+            lp.add(flow.upto[-1] == cpu[-1])
+        lp.add(self.streamed_adam.upto[-1] == streamed[-1])
+        lp.add(gpu_s[-1] <= self.stall.upto[-1])
 
     def _updated_on_gpu(self) -> None:
-        p = self.program
-        states = sum(self.states.values())
-        come = [(0.0, [(self.states_up[k], 1.0), *self._in(self.streamed_adam, k, -1.0)]) for k in self.intervals]
-        go = [(0.0, [*self._in(self.streamed_adam, k), (self.states_down[k], -1.0)]) for k in self.intervals]
-        coming, going = self._stock(states, come), self._stock(states, go)
-        resident = p.variable(sum(self.states_room.values()))
-        p.equal([(resident, 1.0), *((self.p[c], -self.states_room[c]) for c in self.mine)], 0.0)
-        if self.mine and states:
-            per_unit = self.workload.optimizer.dram_bytes_per_param / self.cost.gpu.hbm_bytes_per_s
-            least = min(self.cost.params[c] / self.states[c] for c in self.mine if self.states[c])
-            for k in self.intervals:
-                p.at_most([*self._in(self.streamed_adam, k, per_unit * least), *self._in(self.stalled, k, -1.0)], 0.0)
-        # over the border: gradient or parameters stay, or leave and come back
-        members: dict[int, list[int]] = {k: [] for k in range(self.count + 1)}
-        for c in self.mine:
-            for k in (*range(self.interval_of_end(self.final[c]) + 1, self.count + 1), *self.inside(-1, self.first[c])):
-                members[k].append(c)
-        total = sum(self.size.values())
-        there = dict(enumerate(p.variables(self.count + 1, total)))
-        self._present(there, members, self.size, self.p, self.q)
-        absent = self._stock(total, [(0.0, [(self.leave[k], 1.0), (self.back[k], -1.0)]) for k in self.intervals])
-        for k in range(self.count + 1):
-            p.at_most([(absent[k], 1.0), (there[k], -1.0)], 0.0)
-            self.held[k] += [(there[k], 1.0), (absent[k], -1.0), (resident, 1.0), (coming[k], 1.0), (going[k], 1.0)]
+        """States come -> update -> go, or are resident. Streamed Adam makes the interval longer."""
+        lp, facts = self.lp, self.facts
+        states = float(facts.states.sum())
+        coming = self._stock(states, self.states_up - self.streamed_adam.within)
+        going = self._stock(states, self.streamed_adam.within - self.states_down)
+        resident = lp.variable(most=float(facts.states_room.sum()))
+        lp.add(resident == (self.p * facts.states_room).sum())
+        if states:
+            some = facts.states > 0
+            least_s = float((facts.gpu_adam_s[some] / facts.states[some]).min())  # per unit of states
+            lp.add(self.streamed_adam.within * least_s <= self.stall.within)
+        self.held += resident + coming + going
 
-    def _present(
-        self,
-        there: Mapping[int, int],
-        members: Mapping[int, Collection[int]],
-        size: Mapping[int, float],
-        *parts: Mapping[int, int],
-    ) -> None:
-        """there: point -> variable of the bytes there, of points that follow one another: of each chunk that is a
-        member at the point its size, times the sum of its parts."""
-        before: Set[int] = set()
-        for k, variable in there.items():
-            now = set(members.get(k, ()))
-            row = [(variable, 1.0), *([(there[k - 1], -1.0)] if k - 1 in there else [])]
-            for chunks, sign in ((now - before, -1.0), (before - now, 1.0)):
-                row += [(part[c], sign * size[c]) for c in sorted(chunks) for part in parts]
-            self.program.equal(row, 0.0)
-            before = now
+    def _over_the_border(self) -> None:
+        """What is updated on the gpu stays from its last gradient to its next first read, or leaves and comes back."""
+        facts, points = self.facts, np.arange(self.facts.intervals)
+        there = self._there(points, facts.over_the_border(), (self.p + self.q) * facts.size, self.all_units)
+        absent = self._stock(self.all_units, self.leave - self.back)
+        self.lp.add(absent <= there)
+        self.held += there - absent
 
-    def _reads(self) -> None:
-        """Chunks between two reads: there, or given up and copied again."""
-        p, w = self.program, self.workload
-        classes: dict[tuple[object, ...], dict[int, float]] = {}
-        for c, moments in self.read_at.items():
-            for a, b in pairwise(moments):
-                x, y = w.moments[a], w.moments[b]
-                key = (x.micro_batch, x.phase, y.micro_batch, y.phase)
-                for k in self.inside(a, b):
-                    row = classes.setdefault(key, {})
-                    row[k] = row.get(k, 0.0) + self.payload[c]
-            if c not in self.final:  # not updated: the gap to the next iteration is one like the others
-                row = classes.setdefault(("border",), {})
-                for k in (*range(bisect_right(self.points, moments[-1]), self.count + 1), *self.inside(-1, moments[0])):
-                    row[k] = row.get(k, 0.0) + self.payload[c]
-        parts: dict[int, Terms] = {k: [] for k in self.intervals}
-        for row in classes.values():
-            gone = {k: p.variable(size) for k, size in row.items()}
-            for k, size in row.items():
-                self.constant[k] += size
-                self.held[k].append((gone[k], -1.0))
-                flow = p.variable(size)
-                parts[k].append((flow, 1.0))
-                after = (k + 1) % (self.count + 1)
-                p.at_most([(gone[k], 1.0), (flow, -1.0), *([(gone[after], -1.0)] if after in gone else [])], 0.0)
-        for k in self.intervals:
-            p.equal([(self.again[k], 1.0), *((v, -f) for v, f in parts[k])], 0.0)
-        for k, m in enumerate(self.points):
-            self.constant[k] += sum(self.payload[c] for c in self.payload if c in self.job.read_in[m])
+    def _between_reads(self) -> None:
+        """Chunks between two reads: there, or given up and copied again. Gaps are classes in which each opens before
+        any closes, so the longest are given up first."""
+        lp, facts, n = self.lp, self.facts, self.facts.intervals
+        again = Expression.zero(n)
+        for gap in facts.gaps():
+            lies = np.asarray(np.bincount(gap.points, gap.units, minlength=n), dtype=float)
+            given_up = lp.variables(len(gap.points), most=gap.units).gathered(gap.points, n)  # at each point
+            copied = lp.variables(len(gap.points), most=gap.units).gathered(gap.points, n)  # in the interval after it
+            lp.add((given_up - given_up[facts.following])[gap.points] <= copied[gap.points])
+            self.held += -given_up + lies
+            again += copied
+        lp.add(self.again == again)
+
+    # -- sums of several micro-batches --
 
     def _sums(self) -> None:
-        """Several micro-batches: each gradient goes down, or they add up on the gpu."""
-        p, u = self.program, self.batches
-        self.cpu_sum = {c: p.variable(1.0) for c in self.mine}
-        self.gpu_sum = {c: p.variable(1.0) for c in self.mine}
-        for c in self.mine:
-            p.at_most([(self.cpu_sum[c], 1.0), (self.p[c], 1.0), (self.q[c], 1.0)], 1.0)
-            p.at_most([(self.gpu_sum[c], 1.0), (self.p[c], -1.0), (self.q[c], -1.0)], 0.0)
-            if u == 2:
-                p.at_most([(self.gpu_sum[c], -1.0), (self.p[c], 1.0), (self.q[c], 1.0)], 0.0)
+        """Each gradient goes down, or they add up on the gpu (as in [Note: the joint bound])."""
+        lp, facts, batches = self.lp, self.facts, self.facts.batches
+        on_gpu = self.p + self.q
+        # of each chunk: the parts whose sums are on the gpu and whose Adam is the CPU's, or the gpu's
+        self.cpu_sum = lp.variables(len(facts.chunks), most=1.0)
+        self.gpu_sum = lp.variables(len(facts.chunks), most=1.0)
+        lp.add(self.cpu_sum + on_gpu <= 1.0)
+        lp.add(self.gpu_sum <= on_gpu)
+        if batches == 2:
+            lp.add(on_gpu <= self.gpu_sum)
         self._down_each_time()
-        held = {c: self.cost.params[c] * (4.0 if u > 2 else min(self.width, 4.0)) / self.unit for c in self.mine}
-        for batch in range(u - 1):
-            self._added_on_gpu(batch, held)
-        self._added_on_host()
+        for batch in range(batches - 1):
+            self._added_on_gpu(batch)
+        self._added_on_host(on_gpu - self.gpu_sum)
 
     def _down_each_time(self) -> None:
-        """Gradients of all micro-batches but the last wait for the link."""
-        total, before_last = sum(self.size.values()), self.batches - 1
-        released: dict[int, tuple[float, Terms]] = {k: (0.0, []) for k in self.intervals}
-        for c in self.mine:
-            for batch, m in self.arrivals[c].items():
-                if batch < before_last:
-                    k = self.interval_of_end(m)
-                    constant, terms = released[k]
-                    more, own = self._cpu(c, self.size[c])
-                    released[k] = (constant + more, [*terms, *own, (self.cpu_sum[c], -self.size[c])])
-        self.early_down = self._cumulative(total * before_last)
-        flows = [(released[k][0], released[k][1] + self._in(self.early_down, k, -1.0)) for k in self.intervals]
-        waiting = self._stock(total * before_last, flows)
-        for k in range(self.count + 1):
-            self.held[k].append((waiting[k], 1.0))
+        """Gradients of all micro-batches but the last, where they do not add up on the gpu, wait for the link."""
+        facts, n, before_last = self.facts, self.facts.intervals, self.facts.batches - 1
+        units = (self.on_cpu - self.cpu_sum) * facts.size
+        arrives = [
+            (facts.interval_of_end(m), c)
+            for c, arrivals in enumerate(facts.arrivals)
+            for batch, m in arrivals.items()
+            if batch < before_last
+        ]
+        interval, chunk = np.array(arrives, dtype=np.intp).reshape(-1, 2).T
+        most = self.all_units * before_last
+        self.early_down = self._flow(most).within
+        self.held += self._stock(most, units[chunk].gathered(interval, n) - self.early_down)
 
-    def _added_on_gpu(self, batch: int, held: Mapping[int, float]) -> None:
-        """Sums are on the gpu from the backward pass of `batch` to the next one, or go down and up in between. held:
-        bytes of each chunk's sum."""
-        p = self.program
-        members: dict[int, list[int]] = {}
-        for c in self.mine:
-            for k in self.inside(self.arrivals[c][batch], self.arrivals[c][batch + 1]):
-                members.setdefault(k, []).append(c)
-        if not members:
+    def _added_on_gpu(self, batch: int) -> None:
+        """Sums are on the gpu from the backward pass of `batch` to the next one, or go down and up in between."""
+        lp, facts, n = self.lp, self.facts, self.facts.intervals
+        of_chunk = [facts.inside(arrivals[batch], arrivals[batch + 1]) for arrivals in facts.arrivals]
+        if not any(of_chunk):
             return
-        low, high = min(members), max(members)
-        most = sum(held.values())
-        spilt = {k: p.variable(most) for k in range(low, high + 1)}
-        there = {k: p.variable(most) for k in range(low, high + 1)}
-        self._present(there, members, held, self.cpu_sum, self.gpu_sum)
-        for k in there:
-            p.at_most([(spilt[k], 1.0), (there[k], -1.0)], 0.0)
-            self.held[k] += [(there[k], 1.0), (spilt[k], -1.0)]
-        for k in range(low - 1, high + 1):
-            down, up = p.variable(most), p.variable(most)
-            row = [(down, 1.0), (up, -1.0)]
-            row += [(spilt[k + 1], -1.0)] if k + 1 in spilt else []
-            row += [(spilt[k], 1.0)] if k in spilt else []
-            p.equal(row, 0.0)
-            self.sums_down[k % (self.count + 1)].append((down, 1.0))
-            self.sums_up[k % (self.count + 1)].append((up, 1.0))
+        points = np.arange(min(at[0] for at in of_chunk if at), max(at[-1] for at in of_chunk if at) + 1)
+        bytes_each = 4.0 if facts.batches > 2 else min(facts.least_width, 4.0)
+        size = facts.params * (bytes_each / facts.unit)
+        most = float(size.sum())
+        there = self._there(points, of_chunk, (self.cpu_sum + self.gpu_sum) * size, most)
+        spilt = lp.variables(len(points), most=most)
+        lp.add(spilt <= there)
+        self.held += (there - spilt).gathered(points, n)
+        # in each interval from the one before the first point on
+        intervals = np.append(points[0] - 1, points)
+        down, up = lp.variables(len(intervals), most=most), lp.variables(len(intervals), most=most)
+        index = np.arange(len(points))
+        lp.add(down - up == spilt.gathered(index, len(intervals)) - spilt.gathered(index + 1, len(intervals)))
+        self.sums_down += down.gathered(intervals % n, n)
+        self.sums_up += up.gathered(intervals % n, n)
 
-    def _added_on_host(self) -> None:
-        """What Adam on the gpu needs of sums made on the host, and the adding: at any time."""
-        p, u, n = self.program, self.batches, len(self.intervals)
-        total = sum(self.size.values())
-        extra_down, extra_up = p.variables(n, total * u), p.variables(n, 4 * total)
-        self.adds = list(p.variables(n, self.far_s))
-        down_row: Terms = [(v, -1.0) for v in extra_down]
-        up_row: Terms = [(v, -1.0) for v in extra_up]
-        add_row: Terms = [(v, -1.0) for v in self.adds]
-        add_all = 0.0
-        each = u if self.clip else u - 2
-        for c in self.mine:
-            add_s = self.cost.cpu_add_s(c)
-            add_all += each * add_s
-            add_row += [(self.p[c], -each * add_s), (self.q[c], -each * add_s), (self.cpu_sum[c], -each * add_s)]
-            for v, sign in ((self.p[c], 1.0), (self.q[c], 1.0), (self.gpu_sum[c], -1.0)):
-                if u > 2:
-                    down_row.append((v, sign * (u - 2) * self.size[c]))
-                    up_row.append((v, sign * 4 * self.cost.params[c] / self.unit))
-                    add_row.append((v, sign * (u - 2) * add_s))
-        p.at_most(down_row, 0.0)
-        p.at_most(up_row, 0.0)
-        p.at_most(add_row, -add_all)
-        for k in self.intervals:
-            self.sums_down[k].append((extra_down[k], 1.0))
-            self.sums_up[k].append((extra_up[k], 1.0))
+    def _added_on_host(self, summed_on_host: Expression) -> None:
+        """What Adam on the gpu needs of sums made on the host, and the adding: at any time. summed_on_host: of each
+        chunk the part that is updated on the gpu and whose sum is not there."""
+        lp, facts, batches = self.lp, self.facts, self.facts.batches
+        down = lp.variables(facts.intervals, most=self.all_units * batches)
+        up = lp.variables(facts.intervals, most=4 * self.all_units)
+        adds = lp.variables(facts.intervals, most=self.far_s)
+        add_s = np.array([facts.cost.cpu_add_s(c) for c in facts.chunks], dtype=float)
+        each = batches if self.clip else batches - 2
+        lp.add((summed_on_host * (facts.size * (batches - 2))).sum() <= down.sum())
+        lp.add((summed_on_host * (facts.params * (4 / facts.unit))).sum() <= up.sum())
+        added = (self.on_cpu - self.cpu_sum) * each + summed_on_host * (batches - 2)
+        lp.add((added * add_s).sum() <= adds.sum())
+        self.sums_down += down
+        self.sums_up += up
+        self.adds = adds
+
+    # -- stashes, seconds --
 
     def _stashes(self) -> None:
         """Each stash's seconds on the link, spread over the intervals in which it may move. The bytes that go with them
         are what the tide counts."""
-        p, cost = self.program, self.cost
-        self.stash_up: dict[int, Terms] = {k: [] for k in self.intervals}
-        self.stash_down: dict[int, Terms] = {k: [] for k in self.intervals}
-        self.stash_traffic: dict[int, Terms] = {k: [] for k in self.intervals}
-        self.stash_up_s = self.stash_down_s = 0.0
-        for stash in self.workload.stashes:
-            down_s, up_s = cost.transfer_s(stash.bytes, "d2h"), cost.transfer_s(stash.bytes, "h2d")
-            self.stash_down_s, self.stash_up_s = self.stash_down_s + down_s, self.stash_up_s + up_s
-            for seconds, after, before, ways in (
-                (down_s, stash.made, stash.gone, self.stash_down),
-                (up_s, stash.back, stash.needed, self.stash_up),
-            ):
-                parts = {
-                    k: p.variable(1.0) for k in range(self.interval_of_end(after), bisect_left(self.points, before))
-                }
-                p.equal([(part, 1.0) for part in parts.values()], 1.0)
-                for k, part in parts.items():
-                    ways[k].append((part, seconds))
-                    self.stash_traffic[k].append((part, stash.bytes / self.unit))
+        facts, cost, stashes = self.facts, self.facts.cost, self.facts.workload.stashes
+        down_s = np.array([cost.transfer_s(stash.bytes, "d2h") for stash in stashes], dtype=float)
+        up_s = np.array([cost.transfer_s(stash.bytes, "h2d") for stash in stashes], dtype=float)
+        units = np.array([stash.bytes for stash in stashes], dtype=float) / facts.unit
+        self.stash_down_s, self.stash_up_s = float(down_s.sum()), float(up_s.sum())
+        down, down_units = self._spread(down_s, units, [(stash.made, stash.gone) for stash in stashes])
+        up, up_units = self._spread(up_s, units, [(stash.back, stash.needed) for stash in stashes])
+        self.stash_down, self.stash_up, self.stash_traffic = down, up, down_units + up_units
 
-    def _ways(self, k: int) -> tuple[Terms, Terms]:
-        """Seconds of link work up and down in an interval."""
-        up = self._in(self.params_up, k, 1 / self.up)
-        up += [(self.again[k], 1 / self.up), (self.back[k], 1 / self.up)]
-        up += [(self.states_up[k], 1 / self.up_states), *((v, f / self.up_states) for v, f in self.sums_up[k])]
-        down = [*self._in(self.gradients_down, k, 1 / self.down), (self.leave[k], 1 / self.down)]
-        down += [
-            (self.states_down[k], 1 / self.down_states),
-            *((v, f / self.down_states) for v, f in self.sums_down[k]),
+    def _spread(
+        self, seconds: Array, units: Array, between: Sequence[tuple[int, int]]
+    ) -> tuple[Expression, Expression]:
+        """Seconds and units in each interval of copies that may move between the ends of two moments."""
+        facts, n = self.facts, self.facts.intervals
+        may = [
+            (copy, k)
+            for copy, (after, before) in enumerate(between)
+            for k in range(facts.interval_of_end(after), facts.point_from(before))
         ]
-        if self.early_down:
-            down += self._in(self.early_down, k, 1 / self.down)
+        copy, interval = np.array(may, dtype=np.intp).reshape(-1, 2).T
+        part = self.lp.variables(len(may), most=1.0)
+        self.lp.add(part.gathered(copy, len(between)) == 1.0)
+        return (part * seconds[copy]).gathered(interval, n), (part * units[copy]).gathered(interval, n)
+
+    def _link_s(self) -> tuple[Expression, Expression]:
+        """Seconds of link work up and down in each interval, without stashes."""
+        facts = self.facts
+        up = (self.params_up.within + self.again + self.back) / facts.up
+        down = (self.gradients_down.within + self.early_down + self.leave) / facts.down
+        up += (self.states_up + self.sums_up) / facts.up_states
+        down += (self.states_down + self.sums_down) / facts.down_states
         return up, down
 
     def _rates(self) -> None:
-        p = self.program
-        add_traffic = self.cost.adam_bytes_per_s / self.unit  # an add runs at the memory rate of Adam
-        for k in self.intervals:
-            up, down = self._ways(k)
-            last = self._in(self.stalled, k, -1.0)
-            own = self.seconds[k]
-            stash_up, stash_down = self.stash_up[k], self.stash_down[k]
-            if self.duplex:
-                p.at_most([*up, *stash_up, *last], own)
-                p.at_most([*down, *stash_down, *last], own)
-            else:
-                p.at_most([*up, *stash_up, *down, *stash_down, *last], own)
-            adds: Terms = [(self.adds[k], 1.0)] if self.adds else []
-            p.at_most([*self._in(self.adam, k, self.adam_s), *adds, *last], own)
-            moved = [
-                *((v, f * (self.up_states if v in self._wide(k) else self.up)) for v, f in up),
-                *((v, f * (self.down_states if v in self._wide(k) else self.down)) for v, f in down),
-                *self._in(self.adam, k, self.adam_traffic),
-                *((v, f * add_traffic) for v, f in adds),
-                *self.stash_traffic[k],
-            ]
-            p.at_most([*((v, f / self.dram) for v, f in moved), *last], own)
-
-    def _wide(self, k: int) -> set[int]:
-        sums = {v for v, _ in (*self.sums_up[k], *self.sums_down[k])}
-        return {self.states_up[k], self.states_down[k], *sums}
-
-    def _memory(self) -> None:
-        for k in range(self.count + 1):
-            room = float(self.room[self.points[k]]) if k < self.count else self.end_room
-            self.program.at_most(self.held[k], room - float(self.constant[k]))
+        """Each copy direction, CPU Adam, host DRAM: work in an interval <= its seconds."""
+        lp, facts = self.lp, self.facts
+        seconds = facts.seconds + self.stall.within
+        up, down = self._link_s()
+        if facts.duplex:
+            lp.add(up + self.stash_up <= seconds)
+            lp.add(down + self.stash_down <= seconds)
+        else:
+            lp.add(up + self.stash_up + down + self.stash_down <= seconds)
+        lp.add(self.adam.within * facts.adam_s + self.adds <= seconds)
+        moved = self.params_up.within + self.again + self.back + self.states_up + self.sums_up
+        moved += self.gradients_down.within + self.early_down + self.leave + self.states_down + self.sums_down
+        moved += self.adam.within * facts.adam_traffic + self.adds * facts.add_traffic + self.stash_traffic
+        lp.add(moved / facts.dram <= seconds)
 
     def _totals(self) -> None:
-        """Each chunk's own seconds over the whole iteration."""
-        p, cost, layout = self.program, self.cost, self.layout
-        last = (self.stalled[-1], -1.0)
-        own = float(self.clock[-1])
-        up_all, down_all, adam_all = self.stash_up_s, self.stash_down_s, 0.0
-        up: Terms = []
-        down: Terms = []
-        adam: Terms = [(v, 1.0) for v in self.adds]
-        for c in self.mine:
-            up_s = cost.transfer_s(layout.payload_bytes(c, "param"), "h2d")
-            down_s = cost.transfer_s(layout.payload_bytes(c, "param"), "d2h")
-            adam_s = cost.cpu_adam_s(c)
-            states_up = sum(cost.transfer_s(layout.payload_bytes(c, name), "h2d") for name in layout.state_lists)
-            states_down = sum(cost.transfer_s(layout.payload_bytes(c, name), "d2h") for name in layout.state_lists)
-            up_all, down_all, adam_all = up_all + up_s, down_all + down_s, adam_all + adam_s
-            up += [(self.p[c], -up_s), (self.q[c], states_up - up_s)]
-            down += [(self.p[c], -down_s), (self.q[c], states_down - down_s)]
-            adam += [(self.p[c], -adam_s), (self.q[c], -adam_s)]
-        for k in self.intervals:
-            up += [(self.again[k], 1 / self.up), (self.back[k], 1 / self.up)]
-            up += [(v, f / self.up_states) for v, f in self.sums_up[k]]
-            down += [(self.leave[k], 1 / self.down), *((v, f / self.down_states) for v, f in self.sums_down[k])]
-            if self.early_down:
-                down += self._in(self.early_down, k, 1 / self.down)
-        if self.duplex:
-            p.at_most([*up, last], own - up_all)
-            p.at_most([*down, last], own - down_all)
+        """Over the iteration, with each chunk's own seconds (latency, padding)."""
+        lp, facts, cost = self.lp, self.facts, self.facts.cost
+        seconds = facts.compute_s + self.stall.upto[-1]
+        up_s, down_s = facts.copy_s("h2d", ("param",)), facts.copy_s("d2h", ("param",))
+        states = facts.layout.state_lists
+        states_up_s, states_down_s = facts.copy_s("h2d", states), facts.copy_s("d2h", states)
+        adam_s = np.array([cost.cpu_adam_s(c) for c in facts.chunks], dtype=float)
+        up = (self.on_cpu * up_s + self.q * states_up_s).sum() + self.stash_up_s
+        up += ((self.again + self.back) / facts.up + self.sums_up / facts.up_states).sum()
+        down = (self.on_cpu * down_s + self.q * states_down_s).sum() + self.stash_down_s
+        down += ((self.leave + self.early_down) / facts.down + self.sums_down / facts.down_states).sum()
+        if facts.duplex:
+            lp.add(up <= seconds)
+            lp.add(down <= seconds)
         else:
-            p.at_most([*up, *down, last], own - up_all - down_all)
-        p.at_most([*adam, last], own - adam_all)
+            lp.add(up + down <= seconds)
+        lp.add((self.on_cpu * adam_s).sum() + self.adds.sum() <= seconds)
 
     # -- the answer --
 
-    def share(self, found: Solution, part: dict[int, int]) -> int:
+    def params(self, found: Solution, parts: Expression) -> float:
         """Parameters of the chunks' parts."""
-        return int(sum(float(found.at[v]) * self.cost.params[c] for c, v in part.items()))
+        return float(found.of(parts) @ self.facts.params)
 
     def busy(self, found: Solution) -> dict[str, float]:
         """Seconds of work over the iteration, by resource."""
-
-        def sum_of(terms: Terms) -> float:
-            return sum(f * float(found.at[v]) for v, f in terms)
-
-        ways = [self._ways(k) for k in self.intervals]
-        up, down = sum(sum_of(a) for a, _ in ways), sum(sum_of(b) for _, b in ways)
-        adam = self.adam_s * float(found.at[self.adam[-1]]) + sum(float(found.at[v]) for v in self.adds)
-        params = self.share(found, self.p) + self.share(found, self.q)
-        traffic = self.workload.optimizer.dram_bytes_per_param
-        compute = float(self.clock[-1]) + params * traffic / self.cost.gpu.hbm_bytes_per_s
-        moved = up * self.up + down * self.down + self.adam_traffic * float(found.at[self.adam[-1]])
-        moved += 2 * sum(s.bytes for s in self.workload.stashes) / self.unit
+        facts = self.facts
+        up, down = (float(found.of(seconds).sum()) for seconds in self._link_s())
+        updated = float(found.of(self.adam.within).sum())
+        moved = up * facts.up + down * facts.down + facts.adam_traffic * updated
+        moved += 2 * sum(stash.bytes for stash in facts.workload.stashes) / facts.unit
         up, down = up + self.stash_up_s, down + self.stash_down_s
-        work = {"compute": compute, "adam": adam, "h2d": up, "d2h": down, "dram": moved / self.dram}
-        if not self.duplex:
+        work = {
+            "compute": facts.compute_s + float(found.of(self.p + self.q) @ facts.gpu_adam_s),
+            "adam": facts.adam_s * updated + float(found.of(self.adds).sum()),
+            "h2d": up,
+            "d2h": down,
+            "dram": moved / facts.dram,
+        }
+        if not facts.duplex:
             work["link"] = up + down
         return work
 
-    def binding(self, found: Solution, terms: dict[str, float]) -> str:
+    def binding(self, found: Solution, terms: Mapping[str, float]) -> str:
         """The resource with the most work."""
         work = self.busy(found)
         top = max(work.values())

@@ -44,23 +44,79 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
-from pstar_sim.bounds.facts import NAMES, Bound, BoundFacts
-from pstar_sim.bounds.linear import Program
+from pstar_sim.bounds.facts import NAMES, Array, Bound, BoundFacts, rate_with_latency
+from pstar_sim.bounds.linear import Expression, LinearProgram
+from pstar_sim.bounds.windows import barrier_windows, update_windows
 from pstar_sim.core.layout import Layout
 from pstar_sim.cost import CostModel
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["joint_bound", "rate_with_latency"]
-
-Array = NDArray[np.float64]
-Terms = list[tuple[int, float]]
+__all__ = ["joint_bound"]
 
 
-def rate_with_latency(rate: float, latency_s: float, largest_bytes: float) -> float:
-    """Bytes per second that no row of copies of at most `largest_bytes` each exceeds."""
-    return 1 / (1 / rate + latency_s / largest_bytes) if largest_bytes > 0 else rate
+def joint_bound(
+    workload: Workload, layout: Layout, facts: BoundFacts, cost: CostModel, *, barrier: bool, clip: bool, x_limit: float
+) -> Bound:
+    """[Note: the joint bound]. x_limit: at most so many pinned parameters. Raises linear.Unsolved if HiGHS fails."""
+    job = _Job(workload, layout, facts, cost, barrier, clip, x_limit)
+    found = _best_windows(job)
+    ordered = {name: found.terms[name] for name in NAMES if name in found.terms}
+    top = max(ordered.values())
+    return Bound(
+        method="joint LP",
+        seconds=max(found.proved_s, float(facts.clock[-1])),
+        binding=next(name for name, value in ordered.items() if value >= top * (1 - 1e-6)),
+        terms=ordered,
+        pinned_params=int(found.pinned),
+        max_pinned_params=int(job.x_max),
+        streamed_params=int(found.streamed),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Solved:
+    """proved_s: what the dual solution proves.
+    terms: seconds by name, of each name the largest.
+    pinned, streamed: x and y of the note, in parameters."""
+
+    proved_s: float
+    terms: Mapping[str, float]
+    pinned: float
+    streamed: float
+
+    @property
+    def on_gpu(self) -> float:
+        """s = x + y."""
+        return self.pinned + self.streamed
+
+
+def _best_windows(job: _Job) -> _Solved:
+    """The best s lies in one [ends[k], ends[k + 1]]. With the windows of k and s >= ends[k]: a solution beyond
+    ends[k + 1] says it lies further up; one stopped by s >= ends[k] that it lies further down, or here."""
+    ends = job.ends
+    best = _JointProgram(job, float(ends[0])).solve()
+    low = 0
+    k = high = int(np.searchsorted(ends, best.on_gpu * (1 + 1e-9), side="right")) - 1
+    while low < high:
+        k = min(max(k, low + 1), high)
+        found = _JointProgram(job, float(ends[k])).solve()
+        s = found.on_gpu
+        if found.proved_s < best.proved_s:
+            best = found
+        stopped = s <= ends[k] * (1 + 1e-9)
+        if stopped:
+            high = k - 1
+            k -= 1
+        elif k < high and s > ends[k + 1] * (1 + 1e-9):
+            low = k
+            k = (low + high + 1) // 2
+        else:
+            break
+    return best
+
+
+# -- what is given --
 
 
 @dataclass
@@ -85,30 +141,18 @@ class _Family:
         return float(self.best[k]) if k < len(self.best) else None
 
 
-def joint_bound(
-    workload: Workload, layout: Layout, facts: BoundFacts, cost: CostModel, *, barrier: bool, clip: bool, x_limit: float
-) -> Bound:
-    """[Note: the joint bound]. x_limit: at most so many pinned parameters. Raises linear.Unsolved if HiGHS fails."""
-    return _Joint(workload, layout, facts, cost, barrier, clip, x_limit).bound()
+class _Job:
+    """The quantities of [Note: the joint bound] that hold for every choice of windows.
 
+    u: micro-batches, where each gives every gradient.
+    v, w: bytes per parameter of the states and of the working list (at least; most_w: at most).
+    total, bytes, frozen: parameters with a gradient (E), their bytes, and the bytes of frozen chunks.
+    up, down: bytes per second of the link. per_param_s: CPU Adam. add_bytes: DRAM traffic of adding a parameter.
+    late_room, end_room: from where nothing is read any more, and at the end.
+    turns: (bytes, room, moment). families: windows by slope. ends: all values of s at which one of them ends.
+    scale: about how long an iteration takes, in seconds.
+    """
 
-@dataclass(frozen=True, kw_only=True)
-class _Solved:
-    """proved: what the dual solution proves, in parts of the scale. terms: seconds by name, of each name the largest.
-    pinned, streamed: x and y of the note, in parameters."""
-
-    proved: float
-    terms: Mapping[str, float]
-    pinned: float
-    streamed: float
-
-    @property
-    def on_gpu(self) -> float:
-        """s = x + y."""
-        return self.pinned + self.streamed
-
-
-class _Joint:
     def __init__(
         self,
         workload: Workload,
@@ -119,13 +163,13 @@ class _Joint:
         clip: bool,
         x_limit: float,
     ) -> None:
-        self.facts, self.cost, self.clip = facts, cost, clip
+        self.facts, self.cost, self.barrier, self.clip = facts, cost, barrier, clip
         self.u = workload.micro_batches if facts.job.every_batch else 1
         self.v = float(workload.optimizer.states_bytes_per_param)
+        self.w, self.most_w = float(facts.least_w), float(facts.most_w)
         self.total = float(facts.params.sum())
         self.bytes = float(facts.bytes.sum())
         self.frozen = facts.frozen_bytes
-        self.w, self.most_w = float(facts.least_w), float(facts.most_w)
         link = cost.link
         width = max([self.most_w, 4.0, *(float(each) for _, each in layout.state_bytes)])
         largest = max((c.numel for c in layout.chunks), default=0) * width
@@ -138,13 +182,8 @@ class _Joint:
         self.x_max = float(np.clip(min(fits, x_limit), 0.0, self.total))
         self.late_room = max(0.0, float(facts.room[facts.late :].min())) if facts.late < facts.moments else np.inf
         self.end_room = max(0.0, float(facts.room[-1]))
-        until = int(facts.final.min()) + 1 if len(facts.final) else 0
-        needed = facts.read_from()
-        waits = facts.clock[:until] + (needed - facts.room)[:until] / self.up + facts.stash_up_from_s[:until]
-        self.turn_s = float(waits.max()) if until else 0.0
         self.turns = [(size, room, at) for size, room, at in facts.turns() if size > 0]
-        self.families = self._families(barrier) if self.total else []
-        self.barrier_spans = self._barrier_spans() if barrier and self.total else None
+        self.families = self._families() if self.total else []
         ends = [f.ends[np.isfinite(f.ends)] for f in self.families]
         self.ends: Array = np.unique(np.concatenate([[0.0], *ends]))
         self.scale = max(
@@ -154,315 +193,218 @@ class _Joint:
             1e-12,
         )
 
-    # -- windows --
-
-    def _families(self, barrier: bool) -> list[_Family]:
-        facts, w = self.facts, self.most_w
-        found: list[_Family] = []
-        everything = np.ones(len(facts.params), dtype=bool)
-        groups = [everything, ~facts.small] if facts.small.any() and not facts.small.all() else [everything]
-        rows: dict[tuple[str, str, float], list[tuple[Array, Array]]] = {}
-        for members in groups:
-            first, final = facts.first[members], facts.final[members]
-            params, size = facts.params[members], facts.bytes[members]
-            down, up, adam = facts.down_s[members], facts.up_s[members], facts.adam_s[members]
-            nested = (first[None, :] <= first[:, None]) & (final[None, :] >= final[:, None])
-            spans = np.maximum(0.0, facts.clock[final + 1] - facts.clock[first])
-            inside_p, inside_b = nested @ params, nested @ size
-            least = {k: np.where(nested, row[None, :], np.inf).min(axis=1) for k, row in
-                     (("down", down), ("up", up), ("adam", adam))}  # fmt: skip
-            a, h, d = self.per_param_s, w / self.up, w / self.down
-            for key, values in (
-                (("adam", "s", a), spans + inside_p * a + least["down"] + least["up"]),
-                (("h2d", "s", h), spans + inside_b / self.up + least["down"] + least["adam"]),
-                (("d2h", "s", d), spans + inside_b / self.down + least["adam"] + least["up"]),
-            ):
-                rows.setdefault(key, []).append((inside_p, values))
-            endless = np.full(len(spans), np.inf)
-            rows.setdefault(("h2d", "kept", 1 / self.up), []).append((endless, spans + inside_b / self.up))
-            rows.setdefault(("d2h", "kept", 1 / self.down), []).append((endless, spans + inside_b / self.down))
-            if barrier:
-                inside = first[None, :] <= first[:, None]
-                to_end = facts.clock[-1] - facts.clock[first]
-                after_p, after_b = inside @ params, inside @ size
-                least_up = np.where(inside, up[None, :], np.inf).min(axis=1)
-                least_adam = np.where(inside, adam[None, :], np.inf).min(axis=1)
-                rows.setdefault(("barrier", "s", a), []).append((after_p, to_end + after_p * a + least_up))
-                rows.setdefault(("barrier", "s", h), []).append((after_p, to_end + after_b / self.up + least_adam))
-        for (name, on, slope), parts in rows.items():
-            ends = np.concatenate([p for p, _ in parts])
-            found.append(_Family(name, on, slope, ends, np.concatenate([v for _, v in parts])))
-        return found
-
-    def _barrier_spans(self) -> tuple[Array, Array, Array]:
-        """Of each chunk j: seconds from f_j to the end of the iteration; bytes and parameters first read up to f_j."""
+    def _families(self) -> list[_Family]:
         facts = self.facts
-        inside = facts.first[None, :] <= facts.first[:, None]
-        return facts.clock[-1] - facts.clock[facts.first], inside @ facts.bytes, inside @ facts.params
-
-    # -- the program --
-
-    def _solve(self, k: int) -> _Solved:
-        """With s >= ends[k] and the windows that end after ends[k]."""
-        return _JointProgram(self, float(self.ends[k])).solve()
-
-    def _best_windows(self) -> _Solved:
-        """The best s lies in one [ends[k], ends[k + 1]]. With the windows of k and s >= ends[k]: a solution beyond
-        ends[k + 1] says it lies further up; one stopped by s >= ends[k] that it lies further down, or here."""
-        best = self._solve(0)
-        low = 0
-        k = high = int(np.searchsorted(self.ends, best.on_gpu * (1 + 1e-9), side="right")) - 1
-        while low < high:
-            k = min(max(k, low + 1), high)
-            found = self._solve(k)
-            s = found.on_gpu
-            if found.proved < best.proved:
-                best = found
-            stopped = s <= self.ends[k] * (1 + 1e-9)
-            if stopped:
-                high = k - 1
-                k -= 1
-            elif k < high and s > self.ends[k + 1] * (1 + 1e-9):
-                low = k
-                k = (low + high + 1) // 2
-            else:
-                break
-        return best
-
-    def bound(self) -> Bound:
-        found = self._best_windows()
-        seconds = found.proved * self.scale
-        ordered = {name: found.terms[name] for name in NAMES if name in found.terms}
-        top = max(ordered.values())
-        binding = next(name for name, value in ordered.items() if value >= top * (1 - 1e-6))
-        return Bound(
-            method="joint LP",
-            seconds=max(seconds, float(self.facts.clock[-1])),
-            binding=binding,
-            terms=ordered,
-            pinned_params=int(found.pinned),
-            max_pinned_params=int(self.x_max),
-            streamed_params=int(found.streamed),
-        )
+        slopes = {"adam": self.per_param_s, "h2d": self.most_w / self.up, "d2h": self.most_w / self.down}
+        rows: dict[tuple[str, str, float], list[tuple[Array, Array]]] = {}  # ends and values
+        for windows in (*update_windows(facts), *(barrier_windows(facts) if self.barrier else ())):
+            seconds = windows.seconds(adam_s=self.per_param_s, up=self.up, down=self.down)
+            for resource, values in seconds.items():
+                name = "barrier" if windows.behind_barrier else resource
+                rows.setdefault((name, "s", slopes[resource]), []).append((windows.params, values))
+            if not windows.behind_barrier:  # the border windows
+                endless = np.full(len(windows.span_s), np.inf)
+                for name, rate in (("h2d", self.up), ("d2h", self.down)):
+                    values = windows.span_s + windows.bytes / rate
+                    rows.setdefault((name, "kept", 1 / rate), []).append((endless, values))
+        return [
+            _Family(name, on, slope, *(np.concatenate(column) for column in zip(*parts)))
+            for (name, on, slope), parts in rows.items()
+        ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Sums:
-    """Gradients of several micro-batches, cpu + cpu_sum + gpu_sum + gpu = 1, by who updates and where they add up.
-    Variables: of those that add up on the gpu the part that Adam on the CPU updates, and that on the gpu; and what is
-    sent down and up between two backward passes, from that before micro-batch 1 on. bytes_each: of a held sum."""
-
-    cpu: int
-    gpu: int
-    spilt: range
-    bytes_each: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Amount:
-    """A constant and what comes on top of it, of the variables."""
-
-    constant: float
-    terms: Terms
+# -- the program --
 
 
 class _JointProgram:
-    """The program for one choice of windows: those that end after s_min, and s >= s_min. Each method is a kind of rows
-    of [Note: the joint bound]. Parameters are counted in parts of all (`unit`), bytes in parts of `size`, seconds in
-    parts of the job's scale."""
+    """The program for one choice of windows: those that end after s_min, and s >= s_min. A method is a kind of rows of
+    [Note: the joint bound]. The solver counts parameters in parts of all, bytes in parts of all and seconds in parts of
+    the job's scale; the rows here are in parameters, bytes and seconds."""
 
-    def __init__(self, job: _Joint, s_min: float) -> None:
+    def __init__(self, job: _Job, s_min: float) -> None:
         self.job, self.s_min = job, s_min
-        self.unit = max(job.total, 1.0)
-        self.size = max(job.bytes + job.frozen, 1.0)
-        p = self.program = Program()
-        self.t = p.variable(0.0, cost=1.0)
-        self.x = p.variable(job.x_max / self.unit)
-        self.y = p.variable(job.total / self.unit)
-        self.kept = p.variable(min(job.bytes, job.late_room) / self.size)
-        self.frozen_kept = p.variable(min(job.frozen, job.late_room) / self.size)
-        self.terms: list[tuple[str, _Amount]] = []
-        self._parts_and_border()
-        self.sums = self._sums() if job.u > 1 and job.total else None
-        self.again = self._turns()
-        self.shift = self._shift()
-        adds = self._adds()
-        self._compute_and_adam(adds)
-        self._windows()
+        self.all_params = max(job.total, 1.0)
+        self.all_bytes = max(job.bytes + job.frozen, 1.0)
+        lp = self.lp = LinearProgram()
+        self.terms: list[tuple[str, Expression]] = []  # T >= each of these, in seconds
+
+        # parts of the scale: T, of which the terms say the most that it can be
+        self.t = lp.variable(most=0.0)
+        # parameters: states on the gpu for ever, or for the update only
+        self.x = self._params(job.x_max)
+        self.y = self._params(job.total)
+        self.s = self.x + self.y
+        # bytes: on the gpu over the border, of what is updated there and of frozen chunks
+        self.kept = self._bytes(min(job.bytes, job.late_room))
+        self.frozen_kept = self._bytes(min(job.frozen, job.late_room))
+        # parameters of several micro-batches: sums on the gpu whose Adam is the CPU's, or the gpu's; and sums that are
+        # sent down and up before micro-batch 1, 2, ...
+        several = job.u > 1 and job.total > 0
+        self.cpu_sum, self.gpu_sum = (self._params(job.total) if several else Expression.zero(1) for _ in range(2))
+        self.spilt = self._params(job.total, count=job.u - 1 if several else 0)
+        self.sum_bytes = 4.0 if job.u > 2 else min(job.w, 4.0)  # of a held sum, per parameter
+        # bytes that each turn cannot keep
+        most = [size + abs(room) + (job.v + 8) * self.all_params for size, room, _ in job.turns]
+        self.again = lp.variables(len(most), most=np.array(most) / self.all_bytes) * self.all_bytes
+        # bytes of what is updated on the gpu that go down and come up over the border
+        self.gone = self._bytes(job.bytes)
+
+        lp.add(self.s <= job.total, unit=self.all_params)
+        if s_min:
+            lp.add(self.s >= min(s_min, job.total), unit=self.all_params)
+        self._border()
+        if several:
+            self._sums()
+        self._turns()
+        lp.add(job.w * self.s <= self.kept + self.gone, unit=self.all_bytes)
+        self._compute_and_adam()
         if job.total:
-            self._turn_of_the_queue()
-        if job.barrier_spans is not None:
-            self._barrier(*job.barrier_spans)
-        self._bytes(adds)
+            self._windows()
+            self._compute_queue()
+            if job.barrier:
+                self._barrier()
+        self._copies()
 
-    def _s(self, factor: float) -> Terms:
-        """factor * s."""
-        return [(self.x, factor), (self.y, factor)]
+    def _params(self, most: float, *, count: int = 1) -> Expression:
+        return self.lp.variables(count, most=most / self.all_params) * self.all_params
 
-    def _term(self, name: str, constant: float, terms: Terms) -> None:
-        """T >= constant + terms, in seconds."""
-        scale = self.job.scale
-        self.terms.append((name, _Amount(constant=constant, terms=terms)))
-        self.program.at_most([*((c, f / scale) for c, f in terms), (self.t, -1.0)], -constant / scale)
+    def _bytes(self, most: float) -> Expression:
+        return self.lp.variable(most=most / self.all_bytes) * self.all_bytes
 
     # -- what fits --
 
-    def _parts_and_border(self) -> None:
-        """x and y are parts of all; what is kept over the border is of s, and has room."""
-        p, job, unit, size = self.program, self.job, self.unit, self.size
-        p.at_most(self._s(1.0), job.total / unit)
-        if self.s_min:
-            p.at_most(self._s(-1.0), -min(self.s_min, job.total) / unit)
-        p.at_most([(self.kept, size), *self._s(-job.most_w * unit)], 0.0)
+    def _border(self) -> None:
+        """Of what is updated on the gpu w bytes per parameter are kept, or go down and come up."""
+        lp, job = self.lp, self.job
+        lp.add(self.kept <= job.most_w * self.s)
         if np.isfinite(job.late_room):
-            row = [(self.kept, 1.0), (self.frozen_kept, 1.0), (self.x, job.v * unit / size)]
-            p.at_most(row, job.late_room / size)
+            lp.add(self.kept + self.frozen_kept + job.v * self.x <= job.late_room, unit=self.all_bytes)
 
-    def _sums(self) -> _Sums:
-        """Gradients of several micro-batches, and the room that sums have from one backward pass to the next."""
-        p, job, facts, unit = self.program, self.job, self.job.facts, self.unit
-        all_of_it = job.total / unit
-        cpu, gpu = p.variable(all_of_it), p.variable(all_of_it)
-        p.at_most([(cpu, 1.0), *self._s(1.0)], all_of_it)
-        p.at_most([(gpu, 1.0), *self._s(-1.0)], 0.0)
+    def _sums(self) -> None:
+        """Gradients of several micro-batches: each goes down, or they add up on the gpu. Held sums have room from one
+        backward pass to the next."""
+        lp, job, facts = self.lp, self.job, self.job.facts
+        lp.add(self.cpu_sum + self.s <= job.total, unit=self.all_params)
+        lp.add(self.gpu_sum <= self.s, unit=self.all_params)
         if job.u == 2:
-            p.at_most([(gpu, -1.0), *self._s(1.0)], 0.0)
-        bytes_each = 4.0 if job.u > 2 else min(job.w, 4.0)
-        sums = _Sums(cpu=cpu, gpu=gpu, spilt=p.variables(job.u - 1, all_of_it), bytes_each=bytes_each)
-        for batch, spill in enumerate(sums.spilt, start=1):
+            lp.add(self.s <= self.gpu_sum, unit=self.all_params)
+        for batch in range(1, job.u):
             low, high = facts.between(batch)
             if low < high:
                 room = max(0.0, float((facts.room - facts.read_bytes)[low:high].min()))
-                row = [(cpu, bytes_each), (gpu, bytes_each), (spill, -bytes_each), (self.x, job.v)]
-                p.at_most([(c, f * unit / self.size) for c, f in row], room / self.size)
-        return sums
+                lp.add(self._held_sums(batch) + job.v * self.x <= room, unit=self.all_bytes)
 
-    def _turns(self) -> list[int]:
-        """Per turn: the bytes that it cannot keep beside states and sums."""
-        p, job, unit, size = self.program, self.job, self.unit, self.size
-        again: list[int] = []
-        for turn_bytes, room, at in job.turns:
-            h = p.variable((turn_bytes + abs(room) + (job.v + 8) * unit) / size)
-            again.append(h)
-            row = [(self.x, job.v * unit), (h, -size)]
-            if self.sums is not None:
-                each = self.sums.bytes_each * unit
-                for batch, spill in enumerate(self.sums.spilt, start=1):
-                    low, high = job.facts.between(batch)
-                    if low <= at < high:
-                        row += [(self.sums.cpu, each), (self.sums.gpu, each), (spill, -each)]
-            p.at_most([(c, f / size) for c, f in row], (room - turn_bytes) / size)
-        return again
+    def _held_sums(self, batch: int) -> Expression:
+        """Bytes of the sums on the gpu before micro-batch `batch`."""
+        return (self.cpu_sum + self.gpu_sum - self.spilt[batch - 1]) * self.sum_bytes
 
-    def _shift(self) -> int:
-        """Parameters updated on the gpu that do not stay there over the border."""
-        p, job, size = self.program, self.job, self.size
-        shift = p.variable(job.bytes / size)
-        p.at_most([*self._s(job.w * self.unit / size), (self.kept, -1.0), (shift, -1.0)], 0.0)
-        return shift
+    def _turns(self) -> None:
+        """What is read behind a turn, and has been before, stays beside states and sums or comes up again."""
+        job = self.job
+        for turn, (size, room, at) in enumerate(job.turns):
+            held = job.v * self.x
+            for batch in range(1, len(self.spilt) + 1):
+                low, high = job.facts.between(batch)
+                if low <= at < high:
+                    held += self._held_sums(batch)
+            self.lp.add(size + held - room <= self.again[turn], unit=self.all_bytes)
 
     # -- seconds --
 
-    def _adds(self) -> _Amount:
-        """Parameters added on the host, each time counted."""
-        job, unit, sums = self.job, self.unit, self.sums
-        if sums is None:
-            return _Amount(constant=0.0, terms=[])
+    def _added(self) -> Expression:
+        """Parameters added on the host, each time counted: all gradients but two, of CPU Adam with clipping all."""
+        job = self.job
+        if job.u == 1:
+            return Expression.zero(1)
         each = job.u if job.clip else job.u - 2
-        own = [*self._s(-each * unit), (sums.cpu, -each * unit)]
-        return _Amount(constant=each * job.total, terms=[*own, *((c, (job.u - 2) * f) for c, f in self._on_gpu(sums))])
+        return each * (job.total - self.s - self.cpu_sum) + (job.u - 2) * (self.s - self.gpu_sum)
 
-    def _on_gpu(self, sums: _Sums) -> Terms:
-        """Parameters updated on the gpu whose gradients are added on the host."""
-        return [*self._s(self.unit), (sums.gpu, -self.unit)]
-
-    def _compute_and_adam(self, adds: _Amount) -> None:
-        job, facts, cost, unit = self.job, self.job.facts, self.job.cost, self.unit
-        self._term("compute", float(facts.clock[-1]), self._s(facts.traffic / cost.gpu.hbm_bytes_per_s * unit))
+    def _compute_and_adam(self) -> None:
+        job, cost, traffic = self.job, self.job.cost, self.job.facts.traffic
+        self.terms.append(("compute", float(job.facts.clock[-1]) + self.s * (traffic / cost.gpu.hbm_bytes_per_s)))
         if job.total:
-            a = job.per_param_s
-            add_s = job.add_bytes / cost.adam_bytes_per_s
-            cpu = [*self._s(-a * unit), *((c, f * add_s) for c, f in adds.terms)]
-            self._term("adam", job.total * a + adds.constant * add_s, cpu)
+            adds_s = self._added() * (job.add_bytes / cost.adam_bytes_per_s)
+            self.terms.append(("adam", (job.total - self.s) * job.per_param_s + adds_s))
 
     def _windows(self) -> None:
-        for family in self.job.families if self.job.total else ():
+        """Windows, eager and behind a barrier, and border windows."""
+        for family in self.job.families:
             value = family.value(self.s_min)
             if value is not None:
-                kept = [(self.kept, -family.slope * self.size)]
-                self._term(family.name, value, self._s(-family.slope * self.unit) if family.on == "s" else kept)
+                inside = self.s if family.on == "s" else self.kept
+                self.terms.append((family.name, value - family.slope * inside))
 
-    def _turn_of_the_queue(self) -> None:
-        """The compute queue does an iteration's updates before the first moment of the next one."""
-        job, facts, unit = self.job, self.job.facts, self.unit
-        self._term("h2d", job.turn_s, self._s(job.v * unit / job.up))
-        every = (job.v + job.w) * unit
-        after_s = float(facts.clock[int(facts.final.min()) + 1])
+    def _compute_queue(self) -> None:
+        """The compute queue does an iteration's updates before the first moment of the next one: what is read from a
+        moment on (before any gradient is final) and all states are there at that moment, or come up later."""
+        job, facts = self.job, self.job.facts
+        until = int(facts.final.min()) + 1
+        needed_s = (facts.read_from() - facts.room)[:until] / job.up + facts.stash_up_from_s[:until]
+        turn_s = float((facts.clock[:until] + needed_s).max())
+        self.terms.append(("h2d", turn_s + job.v * self.s / job.up))
+        # what then is too much for the room of the first moment has gone down since the first final gradient
         first_room = max(0.0, float(facts.room[0]))
-        self._term("d2h", after_s - first_room / job.down, self._s(every / job.down))
+        too_much = (job.v + job.w) * self.s - first_room
+        self.terms.append(("d2h", float(facts.clock[until]) + too_much / job.down))
 
-    def _barrier(self, spans: Array, after_b: Array, after_p: Array) -> None:
-        """Arguments: see `_Joint._barrier_spans`."""
-        job, facts, unit = self.job, self.job.facts, self.unit
-        every = (job.v + job.w) * unit
+    def _barrier(self) -> None:
+        """The updates come between two iterations."""
+        job, facts = self.job, self.job.facts
+        compute_s = float(facts.clock[-1])
         for rate, room in ((job.up, job.end_room), (job.down, max(0.0, float(facts.room[0])))):
-            self._term("barrier", float(facts.clock[-1]) - room / rate, self._s(every / rate))
-        pinned = job.v * unit / job.up
-        self._term("barrier", float((spans + (after_b - job.end_room) / job.up).max()), [(self.x, pinned)])
-        others = after_b - job.end_room - job.v * (job.total - after_p)
-        self._term("barrier", float((spans + others / job.up).max()), self._s(pinned))
+            self.terms.append(("barrier", compute_s + ((job.v + job.w) * self.s - room) / rate))
+        # of the chunks first read up to f_j: seconds from f_j to the end of the iteration, bytes and parameters. What
+        # is not on the gpu at the end, beside pinned states, comes up before the next f_j, and so do streamed states
+        inside = facts.first[None, :] <= facts.first[:, None]
+        span_s, size, params = compute_s - facts.clock[facts.first], inside @ facts.bytes, inside @ facts.params
+        comes_s = float((span_s + (size - job.end_room) / job.up).max())
+        self.terms.append(("barrier", comes_s + job.v * self.x / job.up))
+        others_s = float((span_s + (size - job.end_room - job.v * (job.total - params)) / job.up).max())
+        self.terms.append(("barrier", others_s + job.v * self.s / job.up))
 
-    def _bytes(self, adds: _Amount) -> None:
+    def _copies(self) -> None:
         """h2d, d2h, where they share it the link, and host DRAM."""
         job, facts, cost = self.job, self.job.facts, self.job.cost
         up, down = self._up(), self._down()
-        up_s = up.constant / job.up + facts.stash_up_s
-        down_s = down.constant / job.down + facts.stash_down_s
-        self._term("h2d", up_s, [(c, f / job.up) for c, f in up.terms])
-        self._term("d2h", down_s, [(c, f / job.down) for c, f in down.terms])
+        up_s, down_s = up / job.up + facts.stash_up_s, down / job.down + facts.stash_down_s
+        self.terms += [("h2d", up_s), ("d2h", down_s)]
         if not cost.link.duplex:
-            both = [*((c, f / job.up) for c, f in up.terms), *((c, f / job.down) for c, f in down.terms)]
-            self._term("link", up_s + down_s, both)
-        dram = cost.machine.host.dram_bytes_per_s
-        traffic = up.constant + down.constant + job.total * facts.traffic + adds.constant * job.add_bytes
-        traffic += 2 * facts.stash_bytes
-        updates = self._s(-facts.traffic * self.unit)
-        moved = [*up.terms, *down.terms, *updates, *((c, f * job.add_bytes) for c, f in adds.terms)]
-        self._term("dram", traffic / dram, [(c, f / dram) for c, f in moved])
+            self.terms.append(("link", up_s + down_s))
+        moved = up + down + (job.total - self.s) * facts.traffic + self._added() * job.add_bytes + 2 * facts.stash_bytes
+        self.terms.append(("dram", moved / cost.machine.host.dram_bytes_per_s))
 
-    def _up(self) -> _Amount:
-        """Bytes that come up."""
-        job, unit, size = self.job, self.unit, self.size
-        terms = [*self._s(-job.most_w * unit), (self.shift, size), (self.frozen_kept, -size), (self.y, job.v * unit)]
-        terms += [(h, size) for h in self.again]
-        if self.sums is not None:
-            terms += [(spill, self.sums.bytes_each * unit) for spill in self.sums.spilt]
-            terms += [(c, 4 * f) for c, f in self._on_gpu(self.sums)]
-        return _Amount(constant=job.bytes + job.frozen, terms=terms)
+    def _up(self) -> Expression:
+        """Bytes that come up: chunks updated on the CPU, what is not kept over the border, what turns cannot keep,
+        states of streamed chunks; sums that were sent down, and those made on the host for Adam on the gpu."""
+        job = self.job
+        up = job.bytes - job.most_w * self.s + self.gone + (job.frozen - self.frozen_kept)
+        up += self.again.sum() + job.v * self.y
+        if len(self.spilt):
+            up += self.sum_bytes * self.spilt.sum() + 4 * (self.s - self.gpu_sum)
+        return up
 
-    def _down(self) -> _Amount:
-        """Bytes that go down."""
-        job, unit, u = self.job, self.unit, self.job.u
-        terms = [*self._s(-job.most_w * unit * u), (self.shift, self.size), (self.y, job.v * unit)]
-        if self.sums is not None:
-            terms += [(self.sums.cpu, (4.0 - job.most_w * u) * unit)]
-            terms += [(spill, self.sums.bytes_each * unit) for spill in self.sums.spilt]
-            terms += [(c, (u - 2) * job.w * f) for c, f in self._on_gpu(self.sums)]
-        return _Amount(constant=job.bytes * u, terms=terms)
+    def _down(self) -> Expression:
+        """Bytes that go down: gradients, each time or as a sum, what is not kept over the border, states of streamed
+        chunks; sums that come up again, and gradients added on the host for Adam on the gpu."""
+        job, u = self.job, self.job.u
+        down = u * (job.bytes - job.most_w * self.s) + self.gone + job.v * self.y
+        if len(self.spilt):
+            down += (4 - u * job.most_w) * self.cpu_sum
+            down += self.sum_bytes * self.spilt.sum() + (u - 2) * job.w * (self.s - self.gpu_sum)
+        return down
 
     # -- the answer --
 
     def solve(self) -> _Solved:
-        """Raises linear.Unsolved if HiGHS fails."""
-        p = self.program
-        p.upper[self.t] = max(
-            (row.constant + sum(max(f * p.lower[c], f * p.upper[c]) for c, f in row.terms)) / self.job.scale
-            for _, row in self.terms
-        )
-        found = p.solve()
+        """T is at least each term. Raises linear.Unsolved if HiGHS fails."""
+        lp, scale = self.lp, self.job.scale
+        lp.limit(self.t, max(float(lp.most_of(seconds)[0]) for _, seconds in self.terms) / scale)
+        for _, seconds in self.terms:
+            lp.add(seconds <= self.t * scale, unit=scale)
+        lp.minimise(self.t)
+        found = lp.solve()
         terms: dict[str, float] = {}
-        for name, row in self.terms:
-            seconds = row.constant + sum(f * float(found.at[c]) for c, f in row.terms)
-            terms[name] = max(terms.get(name, 0.0), seconds)
-        x, y = float(found.at[self.x]) * self.unit, float(found.at[self.y]) * self.unit
-        return _Solved(proved=found.proved, terms=terms, pinned=x, streamed=y)
+        for name, seconds in self.terms:
+            terms[name] = max(terms.get(name, 0.0), float(found.of(seconds)[0]))
+        x, y = float(found.of(self.x)[0]), float(found.of(self.y)[0])
+        return _Solved(proved_s=found.proved * scale, terms=terms, pinned=x, streamed=y)

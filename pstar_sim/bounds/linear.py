@@ -1,134 +1,247 @@
-"""Small sparse linear programs by name, solved with HiGHS, and a lower bound of the optimum that is safe.
+"""Linear programs whose rows are written as expressions, solved with HiGHS, and a lower bound of the optimum that is
+safe.
 
-A solver's optimum is right to some tolerance; a certificate must not be. So what is reported is not the solver's value
-but what its dual solution proves. [Note: what the dual proves] For  min c.v,  A v <= b,  E v = d,  l <= v <= u  and any
-multipliers p >= 0 and q,  c.v >= -p.b - q.d + sum_j min(r_j l_j, r_j u_j)  with  r = c + A'p + E'q  for every feasible
-v. With the solver's own multipliers that is its optimum but for rounding, and it is true of any others too. So every
-variable has finite bounds.
+[Note: expressions] `program.variables(n, most=...)` is a block of n variables. An `Expression` has rows side by side;
+arithmetic goes row by row, as in numpy, and a number or a single row goes with every row: `2 * a - b[1:] + limits`.
+`program.add(a <= b)` adds the rows of such a comparison to the program. (highspy has expressions too, one object per
+row: too slow for programs of ten thousand rows.)
+
+[Note: what the dual proves] A solver's optimum is right to some tolerance; a certificate must not be. So what is
+reported is not the solver's value but what its dual solution proves. For  min c.v,  A v <= b,  E v = d,  0 <= v <= u
+and any multipliers p >= 0 and q,  c.v >= -p.b - q.d + sum_j min(0, r_j u_j)  with  r = c + A'p + E'q  for every
+feasible v. With the solver's own multipliers that is its optimum but for rounding, and it is true of any others too. So
+every variable is at least 0 and has a finite upper bound.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Program", "Solution", "Unsolved"]
+__all__ = ["Array", "Expression", "Index", "LinearProgram", "Rows", "Solution", "Unsolved"]
 
 Array = NDArray[np.float64]
-Terms = Iterable[tuple[int, float]]
+Index = NDArray[np.intp]
 
 
 class Unsolved(Exception):
     """The solver gave no optimum; the text says why."""
 
 
+class Expression:
+    """Row r is constant[r] + the sum of factor * variable over the terms with row == r.
+
+    constant: an entry per row. row, column, factor: an entry per term; column is the number of its variable.
+    """
+
+    __slots__ = ("column", "constant", "factor", "row")
+    __array_ufunc__ = None  # so that array * expression is an expression, not an array of expressions
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, constant: Array, row: Index, column: Index, factor: Array) -> None:
+        self.constant, self.row, self.column, self.factor = constant, row, column, factor
+
+    @staticmethod
+    def zero(rows: int) -> Expression:
+        """Rows without terms."""
+        none = np.zeros(0, dtype=np.intp)
+        return Expression(np.zeros(rows), none, none, np.zeros(0))
+
+    def __len__(self) -> int:
+        return len(self.constant)
+
+    def __getitem__(self, index: int | slice | Index | NDArray[np.bool_]) -> Expression:
+        """The rows that numpy would choose; for a number a single row."""
+        chosen = np.atleast_1d(np.arange(len(self))[index])
+        by_row = np.argsort(self.row, kind="stable")
+        begin, end = (np.searchsorted(self.row, chosen, side, sorter=by_row) for side in ("left", "right"))
+        count = end - begin
+        first = np.cumsum(count) - count  # of each chosen row, among the terms chosen
+        terms = by_row[np.arange(count.sum()) + np.repeat(begin - first, count)]
+        row = np.repeat(np.arange(len(chosen)), count)
+        return Expression(self.constant[chosen], row, self.column[terms], self.factor[terms])
+
+    def gathered(self, where: Sequence[int] | Index, count: int) -> Expression:
+        """`count` rows: row k is the sum of the rows r with where[r] == k."""
+        to = np.asarray(where, dtype=np.intp)
+        constant = np.asarray(np.bincount(to, self.constant, minlength=count), dtype=float)
+        return Expression(constant, to[self.row], self.column, self.factor)
+
+    def sum(self) -> Expression:
+        """A single row: the sum of all rows."""
+        return self.gathered(np.zeros(len(self), dtype=np.intp), 1)
+
+    def _spread(self, rows: int) -> Expression:
+        if len(self) == rows:
+            return self
+        return self[np.zeros(rows, dtype=np.intp)]  # of a single row only: numpy refuses the sum of any others
+
+    def __add__(self, other: Expression | Array | float) -> Expression:
+        if isinstance(other, Expression):
+            constant = self.constant + other.constant
+            a, b = self._spread(len(constant)), other._spread(len(constant))
+            row = np.concatenate((a.row, b.row))
+            return Expression(constant, row, np.concatenate((a.column, b.column)), np.concatenate((a.factor, b.factor)))
+        constant = self.constant + other
+        own = self._spread(len(constant))
+        return Expression(constant, own.row, own.column, own.factor)
+
+    def __mul__(self, factor: Array | float) -> Expression:
+        if not isinstance(factor, np.ndarray):
+            return Expression(self.constant * factor, self.row, self.column, self.factor * factor)
+        constant = self.constant * factor
+        own = self._spread(len(constant))
+        return Expression(constant, own.row, own.column, own.factor * np.broadcast_to(factor, len(own))[own.row])
+
+    def __truediv__(self, factor: Array | float) -> Expression:
+        return self * (1 / factor)
+
+    def __neg__(self) -> Expression:
+        return self * -1.0
+
+    def __sub__(self, other: Expression | Array | float) -> Expression:
+        return self + -other
+
+    def __rsub__(self, other: Array | float) -> Expression:
+        return -self + other
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+    def __le__(self, other: Expression | Array | float) -> Rows:
+        return Rows(self - other, equal=False)
+
+    def __ge__(self, other: Expression | Array | float) -> Rows:
+        return Rows(other - self, equal=False)
+
+    def __eq__(self, other: Expression | Array | float) -> Rows:  # type: ignore[override]
+        return Rows(self - other, equal=True)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Each row of `difference` is at most 0, or (`equal`) 0."""
+
+    difference: Expression
+    equal: bool
+
+    def __bool__(self) -> bool:
+        raise TypeError("rows of a linear program are neither true nor false; a <= b <= c is two comparisons")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """value: what the solver says the optimum is. proved: a lower bound of it that holds exactly (but for the rounding
-    of one sum). at: the variables' values."""
+    """value: what the solver says the optimum is.
+    proved: a lower bound of it that holds exactly (but for the rounding of one sum).
+    at: the variables' values."""
 
     value: float
     proved: float
     at: Array
 
+    def of(self, expression: Expression) -> Array:
+        """The value of each row."""
+        terms = expression.factor * self.at[expression.column]
+        return expression.constant + np.bincount(expression.row, terms, minlength=len(expression))
 
-class Program:
-    """Minimise a sum over variables with finite bounds, under rows of the form sum <= b or sum = b."""
+
+class LinearProgram:
+    """Minimise a sum over variables between 0 and a finite upper bound, under rows that are at most 0 or equal to 0."""
 
     def __init__(self) -> None:
-        self.lower: list[float] = []
-        self.upper: list[float] = []
-        self.cost: list[float] = []
-        self._most = _Rows()
-        self._equal = _Rows()
+        self._most: list[float] = []
+        self._rows: list[Rows] = []
+        self._objective = Expression.zero(1)
 
-    def variable(self, upper: float, *, lower: float = 0.0, cost: float = 0.0) -> int:
-        """A new variable in [lower, upper]; its number."""
-        self.lower.append(lower)
-        self.upper.append(max(lower, upper))
-        self.cost.append(cost)
-        return len(self.cost) - 1
+    def variable(self, *, most: float) -> Expression:
+        """A new variable in [0, most]; a single row."""
+        return self.variables(1, most=most)
 
-    def variables(self, count: int, upper: float | Sequence[float] | Array, *, lower: float = 0.0) -> range:
-        """`count` new variables in [lower, upper]; their numbers."""
-        uppers = [upper] * count if isinstance(upper, int | float) else list(map(float, upper))
-        first = len(self.cost)
-        for each in uppers:
-            self.variable(each, lower=lower)
-        return range(first, first + count)
+    def variables(self, count: int, *, most: float | Sequence[float] | Array) -> Expression:
+        """`count` new variables in [0, most], a row each. most: one number, or one per variable."""
+        row, before = np.arange(count), len(self._most)
+        each = [most] * count if isinstance(most, int | float) else most
+        self._most += [max(0.0, float(value)) for value in each]
+        return Expression(np.zeros(count), row, row + before, np.ones(count))
 
-    def at_most(self, terms: Terms, limit: float) -> int:
-        """A row: sum of factor * variable <= limit; its number among these rows."""
-        return self._most.add(terms, limit)
+    def limit(self, variable: Expression, most: float) -> None:
+        """Another upper bound of a variable."""
+        self._most[int(variable.column[0])] = most
 
-    def equal(self, terms: Terms, value: float) -> None:
-        """A row: sum of factor * variable = value."""
-        self._equal.add(terms, value)
+    def most_of(self, expression: Expression) -> Array:
+        """The largest value of each row that the variables' bounds allow."""
+        terms = np.maximum(0.0, expression.factor * np.array(self._most)[expression.column])
+        return expression.constant + np.bincount(expression.row, terms, minlength=len(expression))
 
-    def solve(self, *, method: str = "highs-ds", time_limit_s: float | None = None) -> Solution:
-        """Raises Unsolved where HiGHS finds no optimum in time."""
-        linprog: Any = importlib.import_module("scipy.optimize").linprog
-        c, low, high = np.array(self.cost), np.array(self.lower), np.array(self.upper)
-        small = len(c) < 60
-        a, b = self._most.matrix(len(c), dense=small)
-        e, d = self._equal.matrix(len(c), dense=small)
-        options = {} if time_limit_s is None else {"time_limit": time_limit_s}
-        result = linprog(
-            c,
-            A_ub=a if len(b) else None,
-            b_ub=b if len(b) else None,
-            A_eq=e if len(d) else None,
-            b_eq=d if len(d) else None,
-            bounds=np.column_stack((low, high)),
-            method=method,
-            options=options,
-        )
-        if result.status != 0 or result.x is None:
-            raise Unsolved(" ".join(str(result.message).split()))
-        reduced, proved = c.copy(), 0.0
-        if len(b):
-            p = np.maximum(0.0, -np.asarray(result.ineqlin.marginals, dtype=float))
-            reduced = reduced + a.T @ p
-            proved -= float(p @ b)
-        if len(d):
-            q = -np.asarray(result.eqlin.marginals, dtype=float)
-            reduced = reduced + e.T @ q
-            proved -= float(q @ d)
-        proved += float(np.minimum(reduced * low, reduced * high).sum())
-        if not np.isfinite(proved):
-            raise Unsolved("the solver gave no dual solution")
-        return Solution(value=float(result.fun), proved=proved, at=np.asarray(result.x, dtype=float))
+    def minimise(self, objective: Expression) -> None:
+        """objective: a single row."""
+        self._objective = objective
+
+    def add(self, rows: Rows, *, unit: float = 1.0) -> None:
+        """unit: what the rows are counted in, so that the solver sees factors near 1."""
+        self._rows.append(rows if unit == 1.0 else Rows(rows.difference * (1 / unit), rows.equal))
+
+    def solve(self, *, method: str = "simplex", time_limit_s: float | None = None) -> Solution:
+        """method: "simplex" or "ipx" (interior point, then a vertex). Raises Unsolved where HiGHS finds no optimum in
+        time."""
+        rows, equal = self._stacked()
+        limit = -rows.constant
+        most = np.array(self._most)
+        cost = np.bincount(self._objective.column, self._objective.factor, minlength=len(most))
+        highspy: Any = importlib.import_module("highspy")
+        lp = highspy.HighsLp()
+        lp.num_col_, lp.num_row_ = len(most), len(rows)
+        lp.col_cost_, lp.col_lower_, lp.col_upper_ = cost, np.zeros(len(most)), most
+        lp.row_lower_, lp.row_upper_ = np.where(equal, limit, -highspy.kHighsInf), limit
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+        lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = _by_column(rows, len(most))
+        highs = highspy.Highs()
+        highs.setOptionValue("output_flag", False)
+        highs.setOptionValue("solver", method)
+        if time_limit_s is not None:
+            highs.setOptionValue("time_limit", float(time_limit_s))
+        highs.passModel(lp)
+        highs.run()
+        status = highs.getModelStatus()
+        if status != highspy.HighsModelStatus.kOptimal:
+            raise Unsolved(f"HiGHS: {highs.modelStatusToString(status).lower()}")
+        solution = highs.getSolution()
+        # [Note: what the dual proves]
+        multipliers = -np.array(solution.row_dual, dtype=float)
+        multipliers = np.where(equal, multipliers, np.maximum(0.0, multipliers))
+        reduced = cost + np.bincount(rows.column, rows.factor * multipliers[rows.row], minlength=len(most))
+        constant = float(self._objective.constant[0])
+        proved = constant - float(multipliers @ limit) + float(np.minimum(0.0, reduced * most).sum())
+        if not solution.dual_valid or not np.isfinite(proved):
+            raise Unsolved("HiGHS gave no dual solution")
+        at = np.array(solution.col_value, dtype=float)
+        return Solution(value=constant + float(cost @ at), proved=proved, at=at)
+
+    def _stacked(self) -> tuple[Expression, NDArray[np.bool_]]:
+        """All rows in one expression, and which of them are equations."""
+        parts = [Expression.zero(0), *(rows.difference for rows in self._rows)]
+        lengths = [len(part) for part in parts]
+        begins = np.cumsum([0, *lengths[:-1]])
+        return Expression(
+            np.concatenate([part.constant for part in parts]),
+            np.concatenate([part.row + begin for part, begin in zip(parts, begins)]),
+            np.concatenate([part.column for part in parts]),
+            np.concatenate([part.factor for part in parts]),
+        ), np.repeat([False, *(rows.equal for rows in self._rows)], lengths)
 
 
-class _Rows:
-    def __init__(self) -> None:
-        self.limits: list[float] = []
-        self._row: list[int] = []
-        self._column: list[int] = []
-        self._factor: list[float] = []
-
-    def add(self, terms: Terms, limit: float) -> int:
-        row = len(self.limits)
-        for column, factor in terms:
-            if factor:
-                self._row.append(row)
-                self._column.append(column)
-                self._factor.append(factor)
-        self.limits.append(limit)
-        return row
-
-    def matrix(self, columns: int, *, dense: bool) -> tuple[Any, Array]:
-        """(matrix, right-hand side); doubled terms are added up."""
-        sparse: Any = importlib.import_module("scipy.sparse")
-        shape = (len(self.limits), columns)
-        limits = np.array(self.limits, dtype=float)
-        if dense:
-            full = np.zeros(shape)
-            np.add.at(full, (self._row, self._column), self._factor)
-            return full, limits
-        return sparse.csr_array(sparse.coo_array((self._factor, (self._row, self._column)), shape=shape)), limits
+def _by_column(rows: Expression, columns: int) -> tuple[Index, Index, Array]:
+    """The matrix by columns (start of each column, row and value of each entry); terms of one row and variable are
+    added up."""
+    place = rows.column * len(rows) + rows.row
+    order = np.argsort(place, kind="stable")
+    place = place[order]
+    first = np.flatnonzero(np.diff(place, prepend=-1))
+    value = np.add.reduceat(rows.factor[order], first) if len(first) else rows.factor
+    column, row = np.divmod(place[first], max(1, len(rows)))
+    return np.searchsorted(column, np.arange(columns + 1)), row, value

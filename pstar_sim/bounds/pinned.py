@@ -40,9 +40,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pstar_sim.bounds.facts import NAMES, Array, Bound, BoundFacts
+from pstar_sim.bounds.windows import Windows, barrier_windows, update_windows
 
 __all__ = ["pinned_bound"]
 
@@ -82,12 +82,9 @@ def _update_lines(facts: BoundFacts, barrier: bool) -> list[_Line]:
     """Adam of all parameters that are not pinned, and the windows of all chunks and of all but the small ones."""
     per_param_s = facts.traffic / facts.cost.adam_bytes_per_s
     lines = [_Line("adam", float(facts.params.sum()) * per_param_s, -per_param_s)]
-    everything = np.ones(len(facts.params), dtype=bool)
-    for members in (everything, ~facts.small):
-        if members.any() and (members is everything or facts.small.any()):
-            lines += _windows(facts, members, per_param_s)
-            if barrier:
-                lines += _barrier_windows(facts, members, per_param_s)
+    windows = [*update_windows(facts), *(barrier_windows(facts) if barrier else ())]
+    for each in windows:
+        lines += _window_lines(facts, each, per_param_s)
     return lines
 
 
@@ -119,56 +116,20 @@ def _byte_lines(facts: BoundFacts, x_max: float) -> list[_Line]:
     return lines
 
 
-def _windows(facts: BoundFacts, members: NDArray[np.bool_], per_param_s: float) -> list[_Line]:
-    """The nested update windows of the chunks `members`: Adam, copies down and copies up as the serial resource."""
-    first, final = facts.first[members], facts.final[members]
-    inside = (first[None, :] <= first[:, None]) & (final[None, :] >= final[:, None])  # [j, i]: i is in J_j
-    span = np.maximum(0.0, facts.clock[final + 1] - facts.clock[first])
-    return _serial(facts, members, inside, span, per_param_s, copies_down=True)
-
-
-def _barrier_windows(facts: BoundFacts, members: NDArray[np.bool_], per_param_s: float) -> list[_Line]:
-    first = facts.first[members]
-    inside = first[None, :] <= first[:, None]
-    span = facts.clock[-1] - facts.clock[first]
-    return _serial(facts, members, inside, span, per_param_s, copies_down=False)
-
-
-def _serial(
-    facts: BoundFacts,
-    members: NDArray[np.bool_],
-    inside: NDArray[np.bool_],
-    span: Array,
-    per_param_s: float,
-    *,
-    copies_down: bool,
-) -> list[_Line]:
-    """Lines for windows j with the chunks inside[j]. copies_down: the gradients come down inside the window too."""
-    link = facts.machine.link
-    params = inside @ facts.params[members]
-    size = inside @ facts.bytes[members]
-    shortest = {
-        name: np.where(inside, row[members][None, :], np.inf).min(axis=1)
-        for name, row in (("down", facts.down_s), ("up", facts.up_s), ("adam", facts.adam_s))
-    }
-    down_s = shortest["down"] if copies_down else np.zeros(len(span))
-    name = "adam" if copies_down else "barrier"
-    # all of a family have the same slope, and one ends where its window is pinned entirely: the largest among
-    # those that end later stands for all, so one line for each different end
-    families = [(name, span + params * per_param_s + down_s + shortest["up"], -per_param_s)]
-    w = float(facts.most_w)
-    up = span + size / link.h2d_bytes_per_s + down_s + shortest["adam"]
-    families.append(("h2d" if copies_down else "barrier", up, -w / link.h2d_bytes_per_s))
-    if copies_down:
-        down = span + size / link.d2h_bytes_per_s + shortest["adam"] + shortest["up"]
-        families.append(("d2h", down, -w / link.d2h_bytes_per_s))
-    order = np.argsort(params, kind="stable")
+def _window_lines(facts: BoundFacts, windows: Windows, per_param_s: float) -> list[_Line]:
+    """Of each resource all windows have the same slope, and one ends where its window is pinned entirely: the largest
+    among those that end later stands for all, so one line for each different end."""
+    link, w = facts.machine.link, float(facts.most_w)
+    slopes = {"adam": -per_param_s, "h2d": -w / link.h2d_bytes_per_s, "d2h": -w / link.d2h_bytes_per_s}
+    order = np.argsort(windows.params, kind="stable")
+    ends = windows.params[order]
+    seconds = windows.seconds(adam_s=per_param_s, up=link.h2d_bytes_per_s, down=link.d2h_bytes_per_s)
     lines: list[_Line] = []
-    for label, value, slope in families:
+    for resource, value in seconds.items():
         best = np.maximum.accumulate(value[order][::-1])[::-1]
-        ends = params[order]
         keep = np.append(best[1:] < best[:-1], True)  # a line under a later-ending one says nothing
-        lines += [_Line(label, float(v), slope, until_x=float(e)) for v, e in zip(best[keep], ends[keep])]
+        name = "barrier" if windows.behind_barrier else resource
+        lines += [_Line(name, float(v), slopes[resource], until_x=float(e)) for v, e in zip(best[keep], ends[keep])]
     return lines
 
 

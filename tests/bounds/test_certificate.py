@@ -14,7 +14,7 @@ from pstar_sim.bounds import fluid
 from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.bounds.certificate import Certifier, agree
 from pstar_sim.bounds.fluid import fluid_bound
-from pstar_sim.bounds.linear import Program, Solution, Unsolved
+from pstar_sim.bounds.linear import LinearProgram, Solution, Unsolved
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.cli import main
 from pstar_sim.core.layout import build_layout
@@ -218,15 +218,15 @@ def test_the_fluid_bound_is_no_less_than_the_closed_form_and_no_plan_beats_it() 
 def test_a_program_that_does_not_solve_falls_back(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def give_up(self: Program, **_: object) -> Solution:
+    def give_up(self: LinearProgram, **_: object) -> Solution:
         raise Unsolved("time limit reached")
 
     w = chain_workload(3, MPARAM, forward_s=1.0)
     m, layout = machine(), build_layout(w)
     closed = lower_bound(w, m, EAGER, layout)
-    solve = Program.solve
+    solve = LinearProgram.solve
     monkeypatch.setattr(
-        Program, "solve", lambda self, **k: give_up(self) if k.get("method") == "highs-ipm" else solve(self, **k)
+        LinearProgram, "solve", lambda self, **k: give_up(self) if k.get("method") == "ipx" else solve(self, **k)
     )
     found = fluid_bound(w, m, EAGER, layout)
     assert (found.seconds, found.method) == (closed.seconds, "joint LP")
@@ -239,15 +239,16 @@ def test_a_program_that_does_not_solve_falls_back(
 
 def test_the_proof_holds_for_any_multipliers() -> None:
     """min x + y, x + 2 y >= 3, x <= 1: 2; proved to the last digit, and by the dual, not the value."""
-    p = Program()
-    x, y = p.variable(1.0, cost=1.0), p.variable(10.0, cost=1.0)
-    p.at_most([(x, -1.0), (y, -2.0)], -3.0)
+    p = LinearProgram()
+    x, y = p.variable(most=1.0), p.variable(most=10.0)
+    p.minimise(x + y)
+    p.add(x + 2 * y >= 3.0)
     found = p.solve()
     assert found.value == pytest.approx(1.5) and found.proved == pytest.approx(1.5, abs=1e-12)
-    p.equal([(x, 1.0)], 1.0)
+    p.add(x == 1.0)
     assert p.solve().proved == pytest.approx(2.0, abs=1e-12)
-    p.at_most([(y, 1.0)], 0.5)
-    with pytest.raises(Unsolved):
+    p.add(y <= 0.5)
+    with pytest.raises(Unsolved, match="HiGHS: infeasible"):
         p.solve()
 
 
@@ -317,7 +318,7 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     def give_up(*_: object, **__: object) -> None:
         raise Unsolved("out of time")
 
-    monkeypatch.setattr(fluid, "_Fluid", give_up)
+    monkeypatch.setattr(fluid, "_FluidProgram", give_up)
     assert main(["compare", *job, "--policy", "tide", "--certify"]) == 0
     said = capsys.readouterr()
     assert said.err == "pstar: the fluid linear program did not solve (out of time); the bound is the joint LP\n"

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "matplotlib", "pandas", "simpy", "transformers", "scipy", "pyarrow", "numpy", "rich")
+HEAVY = ("torch", "matplotlib", "pandas", "simpy", "transformers", "scipy", "pyarrow", "numpy", "rich", "highspy")
 
 
 def loaded(statement: str) -> set[str]:

@@ -1,0 +1,172 @@
+"""What the fluid program knows of a job: the points at which time is cut, and arrays with an entry per point, interval
+or chunk. Bytes are counted in units of the largest working list (`unit` bytes), seconds as they are."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from pstar_sim.bounds.facts import Array, rate_with_latency
+from pstar_sim.bounds.linear import Index
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.layout import Layout
+from pstar_sim.cost import CostModel
+from pstar_sim.policy.kit.facts import facts_of
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["FluidFacts", "Gap"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gap:
+    """What lies unread between two reads, of all chunks of one class. points: where; units: how much is there, kept or
+    not."""
+
+    points: Index
+    units: Array
+
+
+class FluidFacts:
+    """The quantities of [Note: the fluid program].
+
+    chunks: those that get gradients, in the order of their first reads; arrays per chunk follow it.
+    points: the moments at whose starts time is cut; point `ends` is the end of the last moment.
+    intervals: how many, one from each point on; that of the end runs to the first moment of the next iteration.
+    """
+
+    def __init__(
+        self, workload: Workload, machine: Machine, layout: Layout, cost: CostModel, *, most_points: int
+    ) -> None:
+        self.workload, self.layout, self.cost = workload, layout, cost
+        self.job = job = facts_of(workload, layout)
+        self.chunks = sorted(job.trained, key=lambda c: (job.reads[c][0], c))
+        self.batches = workload.micro_batches if job.every_batch else 1
+        self._points(most_points)
+        self._sizes(machine)
+        self._lives()
+        self._speeds(machine)
+
+    def _points(self, most: int) -> None:
+        """One point for each run of moments that read the same chunks: the moment with the highest tide. Of too many
+        every n-th is kept, and that with the highest tide of all."""
+        w, sets = self.workload, self.job.read_in
+        points, begin = [0], 0
+        for m in range(1, len(sets) + 1):
+            if m == len(sets) or sets[m] != sets[begin]:
+                points.append(max(range(begin, m), key=lambda i: w.moments[i].peak_bytes))
+                begin = m
+        points = sorted(set(points))
+        if len(points) > most:
+            top = max(points, key=lambda i: w.moments[i].peak_bytes)
+            step = -(-len(points) // most)
+            points = sorted({0, top, *points[::step]})
+        self.points = points
+        self.end = len(points)
+        self.intervals = len(points) + 1
+        self.following: Index = (np.arange(self.intervals) + 1) % self.intervals
+        clock = np.concatenate(([0.0], np.cumsum(self.cost.moments_s)))
+        self.compute_s = float(clock[-1])  # of the iteration without any stall
+        self.seconds: Array = np.append(np.diff(clock[[*points, -1]]), 0.0)  # of each interval
+
+    def _sizes(self, machine: Machine) -> None:
+        """Units of each chunk's lists, and the room at each point."""
+        w, layout, cost, job = self.workload, self.layout, self.cost, self.job
+        lists = {c: float(layout.payload_bytes(c, "param")) for c in (*self.chunks, *job.only_read)}
+        self.largest_bytes = max(lists.values(), default=1.0)
+        self.unit = max(1.0, self.largest_bytes)
+        self.payload = {c: size / self.unit for c, size in lists.items()}
+        self.params: Array = np.array([cost.params[c] for c in self.chunks], dtype=float)
+        self.size: Array = self.params * np.array([job.width(c) for c in self.chunks], dtype=float) / self.unit
+        self.states: Array = self.params * (w.optimizer.states_bytes_per_param / self.unit)  # no padding, as `size`
+        self.states_room: Array = np.array([layout.states_bytes(c) for c in self.chunks], dtype=float) / self.unit
+        tide = [w.moments[m].peak_bytes for m in self.points]
+        at_end = min(w.moments[-1].peak_bytes, w.moments[0].peak_bytes)
+        self.room: Array = (machine.gpu_budget_bytes - np.array([*tide, at_end], dtype=float)) / self.unit
+
+    def _lives(self) -> None:
+        """Where in time each chunk is read for the first time and gets its last gradient."""
+        job, chunks = self.job, self.chunks
+        self.first = [job.reads[c][0] for c in chunks]
+        self.final = [job.last_gradient(c) for c in chunks]
+        self.arrivals = [{batch: last for batch, _, last in job.spans[c]} for c in chunks]
+        # the interval in which the last gradient comes, and the first point at or after the first read
+        self.final_in: Index = np.array([self.interval_of_end(m) for m in self.final], dtype=np.intp)
+        self.first_at: Index = np.array([self.point_from(m) for m in self.first], dtype=np.intp)
+        self.read_at = {c: job.reads_until_final(c) or job.reads[c][:1] for c in (*chunks, *job.only_read)}
+        self.read: Array = np.zeros(self.intervals)  # units that the moment of each point reads
+        for k, m in enumerate(self.points):
+            self.read[k] = sum(size for c, size in self.payload.items() if c in job.read_in[m])
+
+    def _speeds(self, machine: Machine) -> None:
+        """Units per second of the link (with the latency of the largest list) and of host DRAM; what an update
+        costs."""
+        w, cost, link = self.workload, self.cost, self.cost.link
+        self.duplex = link.duplex
+        largest_state = max([self.layout.chunks[c].numel * 4.0 for c in self.chunks], default=self.largest_bytes)
+        self.up, self.up_states, self.down, self.down_states = (
+            rate_with_latency(rate, link.latency_s, size) / self.unit
+            for rate in (link.h2d_bytes_per_s, link.d2h_bytes_per_s)
+            for size in (self.largest_bytes, largest_state)
+        )
+        self.dram = machine.host.dram_bytes_per_s / self.unit
+        widths = (self.size / np.maximum(self.params, 1.0))[self.params > 0]
+        least, most = float(min(widths, default=1.0)), float(max(widths, default=1.0))
+        traffic = w.optimizer.dram_bytes_per_param
+        self.adam_s = traffic / cost.adam_bytes_per_s / most  # CPU Adam: seconds per unit, at least
+        self.adam_traffic = traffic / self.unit / most  # units of DRAM per unit, at least
+        self.add_traffic = cost.adam_bytes_per_s / self.unit  # an add on the host runs at the memory rate of Adam
+        self.gpu_adam_s: Array = self.params * (traffic / cost.gpu.hbm_bytes_per_s)  # per chunk
+        self.least_width = least * self.unit  # of the working list: bytes per parameter
+
+    def interval_of_end(self, moment: int) -> int:
+        """The interval in which the moment ends."""
+        return bisect_right(self.points, moment) - 1
+
+    def point_from(self, moment: int) -> int:
+        """The first point at or after the moment's start (the end, if none)."""
+        return bisect_left(self.points, moment)
+
+    def inside(self, after: int, before: int) -> range:
+        """Points strictly after moment `after` and before moment `before`."""
+        return range(bisect_right(self.points, after), bisect_left(self.points, before))
+
+    def copy_s(self, direction: str, lists: Sequence[str]) -> Array:
+        """Of each chunk: seconds of copying these lists, one after the other."""
+        sizes = [[self.layout.payload_bytes(c, name) for name in lists] for c in self.chunks]
+        return np.array([sum(self.cost.transfer_s(size, direction) for size in row) for row in sizes], dtype=float)
+
+    def over_the_border(self) -> list[list[int]]:
+        """Of each chunk the points between its last gradient and its next first read."""
+        return [
+            [*range(final_in + 1, self.intervals), *self.inside(-1, first)]
+            for final_in, first in zip(self.final_in, self.first)
+        ]
+
+    def gaps(self) -> list[Gap]:
+        """One for each pair of phases and micro-batches between which chunks are read again: of one class each opens
+        before any closes. What is never updated has a gap to the next iteration, too."""
+        w = self.workload
+        classes: dict[tuple[object, ...], dict[int, float]] = {}
+
+        def lies(key: tuple[object, ...], points: Iterable[int], units: float) -> None:
+            at = classes.setdefault(key, {})
+            for k in points:
+                at[k] = at.get(k, 0.0) + units
+
+        trained = set(self.chunks)
+        for c, moments in self.read_at.items():
+            for a, b in pairwise(moments):
+                x, y = w.moments[a], w.moments[b]
+                lies((x.micro_batch, x.phase, y.micro_batch, y.phase), self.inside(a, b), self.payload[c])
+            if c not in trained:
+                behind = range(bisect_right(self.points, moments[-1]), self.intervals)
+                lies(("border",), (*behind, *self.inside(-1, moments[0])), self.payload[c])
+        return [
+            Gap(points=np.array(list(at), dtype=np.intp), units=np.array(list(at.values()), dtype=float))
+            for at in classes.values()
+            if at
+        ]

@@ -1,0 +1,89 @@
+"""Update windows, of which both bounds without time are made ([Note: the bound] of pinned.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pstar_sim.bounds.facts import Array, BoundFacts
+
+__all__ = ["Windows", "barrier_windows", "update_windows"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """Arrays with an entry per window j, in which lie the updates of the chunks J_j.
+
+    span_s: seconds of the iteration outside of the window.
+    params, bytes: of J_j together.
+    down_s, up_s, adam_s: the shortest copy down, copy up and CPU Adam of any chunk of J_j. behind_barrier: copies down
+    need not lie in the window.
+    """
+
+    span_s: Array
+    params: Array
+    bytes: Array
+    down_s: Array
+    up_s: Array
+    adam_s: Array
+    behind_barrier: bool
+
+    def seconds(self, *, adam_s: float, up: float, down: float) -> Mapping[str, Array]:
+        """What an iteration takes at least if nothing of J_j is pinned: by what does its work one after the other
+        ("adam", "h2d", "d2h") the seconds of each window. adam_s: per parameter; up, down: bytes per second.
+
+        Before the first of that work in the window and after the last one comes at least the shortest other one."""
+        before_s = np.zeros(len(self.span_s)) if self.behind_barrier else self.down_s
+        found = {
+            "adam": self.span_s + self.params * adam_s + before_s + self.up_s,
+            "h2d": self.span_s + self.bytes / up + before_s + self.adam_s,
+        }
+        if not self.behind_barrier:
+            found["d2h"] = self.span_s + self.bytes / down + self.adam_s + self.up_s
+        return found
+
+
+def update_windows(facts: BoundFacts) -> Iterator[Windows]:
+    """From the last gradient of each chunk to its next first read: of all chunks, and of all but the small ones."""
+    for members in _groups(facts):
+        first, final = facts.first[members], facts.final[members]
+        inside = (first[None, :] <= first[:, None]) & (final[None, :] >= final[:, None])  # [j, i]: i is in J_j
+        span_s = np.maximum(0.0, facts.clock[final + 1] - facts.clock[first])
+        yield _windows(facts, members, inside, span_s, behind_barrier=False)
+
+
+def barrier_windows(facts: BoundFacts) -> Iterator[Windows]:
+    """From the end of the last moment to the next first read of each chunk."""
+    for members in _groups(facts):
+        first = facts.first[members]
+        inside = first[None, :] <= first[:, None]
+        yield _windows(facts, members, inside, facts.clock[-1] - facts.clock[first], behind_barrier=True)
+
+
+def _groups(facts: BoundFacts) -> list[NDArray[np.bool_]]:
+    """All chunks; without the small ones, whose copies are the shortest, the other windows say more."""
+    everything = np.ones(len(facts.params), dtype=bool)
+    if not everything.size:
+        return []
+    return [everything, ~facts.small] if facts.small.any() and not facts.small.all() else [everything]
+
+
+def _windows(
+    facts: BoundFacts, members: NDArray[np.bool_], inside: NDArray[np.bool_], span_s: Array, *, behind_barrier: bool
+) -> Windows:
+    down_s, up_s, adam_s = (
+        np.where(inside, seconds[members][None, :], np.inf).min(axis=1)
+        for seconds in (facts.down_s, facts.up_s, facts.adam_s)
+    )
+    return Windows(
+        span_s=span_s,
+        params=inside @ facts.params[members],
+        bytes=inside @ facts.bytes[members],
+        down_s=down_s,
+        up_s=up_s,
+        adam_s=adam_s,
+        behind_barrier=behind_barrier,
+    )
