@@ -12,7 +12,7 @@ EXTRAS := executor,hf,notebooks,docs,test
 # The versions of constraints.txt are of Python 3.11 and newer; on 3.10 pip chooses.
 export CONSTRAINTS := import sys; print("-c constraints.txt" if sys.version_info >= (3, 11) else "")
 
-.PHONY: help install demo test check docs notebooks bench results peers clean gpu-smoke gpu-test gpu-parity gpu-record gpu-steady \
+.PHONY: help install demo test check docs package notebooks bench results peers clean gpu-smoke gpu-test gpu-parity gpu-record gpu-steady \
 	gpu-7b gpu-peers gpu-largest gpu-mirror
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make test       the whole test suite"
 	@echo "make check      ruff format and lint, mypy --strict, import contracts"
 	@echo "make docs       builds the documentation into site/ and checks its links; needs no network"
+	@echo "make package    builds wheel and sdist, checks both, installs the wheel without torch; WITH_TORCH=1: and with torch"
 	@echo "make notebooks  runs the notebooks in place"
 	@echo "make bench      runs benchmarks/*.py, but for those below"
 	@echo "make results    lists the results under benchmarks/results whose code has changed since"
@@ -63,6 +64,10 @@ check: install
 # --strict: a link or an anchor that leads nowhere is an error. Links to other sites are not looked at.
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# Makes environments of its own: what is in $(VENV) would hide a dependency that pyproject.toml lacks.
+package:
+	PYTHON=$(PYTHON) .ci/package
 
 notebooks: install
 	$(BIN)/python notebooks/execute.py notebooks/*.ipynb

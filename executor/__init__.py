@@ -23,6 +23,13 @@ Where a behaviour is, lowest first (a folder or file imports only from its own r
     running, calibrate, run, examples
 """
 
+from importlib.util import find_spec
+
+if find_spec("torch") is None:  # said here, by name, rather than by whichever file imports torch first
+    raise ModuleNotFoundError(
+        "executor needs torch, which is not installed; `pip install 'pstar-sim[executor]'` installs it", name="torch"
+    )
+
 from executor import hf
 from executor.adamw import AdamW
 from executor.capture import capture, capture_module
