@@ -356,7 +356,7 @@ class _Chooser:
                             wanted = size if (lap_of, first[n]) == (k, i) else size + draft.lead_bytes
                             span = slack[low:high]
                             if least(span) < wanted:
-                                refused[q] = (first_ready, low + int(np.flatnonzero(span < wanted)[-1]))
+                                refused[q] = (first_ready, low + int((span < wanted).nonzero()[0][-1]))
                                 break
                             span -= size
                     elif size > gpu_free or not (ahead or self._safe(i, k, gpu_free, started, ended)):

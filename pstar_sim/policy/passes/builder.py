@@ -291,14 +291,18 @@ class Builder:
             steps=without_implied(self._steps, memory or {}),
             gpu_budget_bytes=self.machine.gpu_budget_bytes,
             host_budget_bytes=self.machine.host_budget_bytes,
-            nvme_budget_bytes=self.machine.nvme_budget_bytes if self._uses_disks() else 0,
+            nvme_budget_bytes=self._nvme_budget_bytes(),
             buffers=tuple(self.buffers),
             predictions=dict(self.predictions),
             choices=dict(self.choices),
         )
 
-    def _uses_disks(self) -> bool:
-        return any(s.queue is Queue.NVME for s in self._steps) or any(r.place is Place.NVME for r in self.initial)
+    def _nvme_budget_bytes(self) -> int:
+        """0 for a plan that leaves the disks alone."""
+        if not self.machine.nvme_budget_bytes:
+            return 0
+        used = any(s.queue is Queue.NVME for s in self._steps) or any(r.place is Place.NVME for r in self.initial)
+        return self.machine.nvme_budget_bytes if used else 0
 
     def _predicted_memory_edges(self) -> dict[int, list[Ref]]:
         holdings = Holdings(self.layout, self.initial, self.buffers, self.uses.tide)
