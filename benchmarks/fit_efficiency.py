@@ -24,7 +24,7 @@ from pstar_sim.catalog.efficiency import Efficiency, fitted
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.validation.experiments import Experiment, experiment_of, runs_of
 from pstar_sim.validation.replay import replay, row_value
-from pstar_sim.validation.rows import Row, published_rows
+from pstar_sim.validation.rows import PublishedRow, published_rows
 from pstar_sim.validation.scope import published_scope, rule_of
 
 HERE = Path(__file__).resolve().parent.parent / "pstar_sim"
@@ -33,7 +33,7 @@ VM = "v100-32-vm"
 NAMES = ("matmul", "launch_us", "adam_dram", "adam_gparams_core", "pageable_gb_per_s", "loop_ms", "vm_adam_gparams")
 
 
-def fitted_runs() -> list[tuple[Row, ...]]:
+def fitted_runs() -> list[tuple[PublishedRow, ...]]:
     """Runs whose rows are fitted, their times and phases only."""
     rules = published_scope()
     rows = [r for r in published_rows() if rule_of(r, rules).use == "fitted" and r.metric.endswith("_ms")]
@@ -52,7 +52,7 @@ def efficiency_of(values: tuple[float, ...]) -> Efficiency:
     )
 
 
-def job(run: tuple[Row, ...], values: tuple[float, ...]) -> Experiment:
+def job(run: tuple[PublishedRow, ...], values: tuple[float, ...]) -> Experiment:
     """The run with these parameters in place of the shipped ones."""
     experiment = experiment_of(run, efficiency_of(values))
     machine: Machine = experiment.machine
@@ -62,7 +62,7 @@ def job(run: tuple[Row, ...], values: tuple[float, ...]) -> Experiment:
     return replace(experiment, machine=machine, loop_s=loop_s)
 
 
-def residuals(values: tuple[float, ...], runs: list[tuple[Row, ...]]) -> list[float]:
+def residuals(values: tuple[float, ...], runs: list[tuple[PublishedRow, ...]]) -> list[float]:
     """log(predicted / published) of every row; a run that does not fit is an error of the experiment."""
     found: list[float] = []
     for run in runs:

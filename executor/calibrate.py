@@ -241,7 +241,7 @@ def _slowdowns(device: Device, bench: Bench) -> dict[str, float]:
 def machine_of(
     found: Findings, device: Device, *, name: str, cores: int, memory: tuple[int, int] | None = None
 ) -> Machine:
-    """The machine that was measured. memory: (bytes, available bytes) of the host, else read."""
+    """The measured machine. memory: (bytes, available bytes) of the host; by default they are read from the system."""
     total, available = read_memory(Path("/")) if memory is None else memory
     origin = f"measured by pstar calibrate: {device.title}, {_origin()}"
     notes = list(found.skipped)

@@ -108,8 +108,8 @@ def capture(
 def capture_variants(
     model: str, *, batch: int = 1, sequence: int = 1024, dtype: str | None = None, attention: str | None = None
 ) -> tuple[Workload, ...]:
-    """What a planner may choose among for one model: the batch, its half and its quarter (as far as they are whole),
-    each with its activations kept and, where the model can switch that on, recomputed.
+    """Variants of one model that a planner may choose among: the batch, its half and its quarter (as far as they are
+    whole), each with activations kept and, if the model can switch that on, recomputed.
 
     Raises ModelError as `capture` does.
     """

@@ -237,7 +237,7 @@ def map_parameters(value: Any, replace: Callable[[ChunkParameter], Any]) -> Any:
 
 
 def writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """The torch function changes its first argument (or `out=`) in place."""
+    """Whether the torch function changes its first argument (or `out=`) in place."""
     name = getattr(func, "__name__", "")
     if kwargs.get("out") is not None:
         return True

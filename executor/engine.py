@@ -293,10 +293,11 @@ class Session:
         log.info("iteration %d left the plan: %s", self.iteration, reason)
 
     def close(self, *, restore: bool = True) -> None:
-        """End the session: queues stop, hooks go, and (restore) parameters become plain ones with their current
-        values.
+        """Stop the queues and remove the hooks. restore: parameters become plain parameters with their current values.
+        A second call does nothing.
 
-        Raises, once all of that is done, what a queue died of if no error has been raised for it yet."""
+        Afterwards raises the error of a queue that died, unless that error was raised before.
+        """
         self.ending.close(restore=restore)
 
 

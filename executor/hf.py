@@ -112,8 +112,8 @@ def _check_arguments(args: Any, session: Session) -> None:
 
 
 class _Kept:
-    """What takes the place of the Trainer's own saving and loading, which would put states and weights where nobody
-    looks for them."""
+    """Takes the place of the Trainer's own saving and loading, which would put states and weights in files that are
+    never read."""
 
     def __init__(self, trainer: Any, optimizer: OffloadedAdamW) -> None:
         self._trainer = trainer
@@ -157,7 +157,7 @@ def _one_mesh(model: Any) -> bool:
 
 
 class _Norm:
-    """What the Trainer asks before the step and the session knows after it: the global norm of the gradients."""
+    """The global norm of the gradients, which the Trainer asks for before the step and the session knows after it."""
 
     def __init__(self, session: Session) -> None:
         self.session = session

@@ -255,7 +255,7 @@ class Stashes:
         return self.session.plan.workload.stashes
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """The tensor may go to the host and come back: it is one of the accelerator's own, and plain."""
+        """Whether the tensor may go to the host and come back: it is one of the accelerator's own, and plain."""
         return (
             type(tensor) in (torch.Tensor, torch.nn.Parameter)
             and tensor.layout is torch.strided

@@ -111,8 +111,8 @@ class Backend(Protocol):
         ...
 
     def give_back(self) -> int:
-        """What payloads leave free, and the backend keeps for later ones, is there for operators; how many bytes. May
-        stop the device."""
+        """Make the memory that payloads leave free, which the backend keeps for later payloads, available to operators.
+        Returns its bytes. May stop the device."""
         ...
 
     def give_host_back(self) -> None:

@@ -105,7 +105,8 @@ class CudaBackend(CudaStreams):
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def give_back(self) -> int:
-        """What payloads leave free goes back to the driver, for operators to have; how many bytes did."""
+        """Give the memory that payloads leave free back to the driver, so that operators can have it. Returns the bytes
+        given back."""
         check_no_capture("memory is given back")
         self.gate.flush()
         return self._blocks.give_back()

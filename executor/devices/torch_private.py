@@ -75,7 +75,7 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 
 
 def writes_in_place(operator: Any) -> bool:
-    """The operator writes one of its arguments."""
+    """Whether the operator writes one of its arguments."""
     return bool(operator._schema.is_mutable)
 
 
@@ -101,7 +101,7 @@ def replace_call(module: nn.Module, call: Callable[..., Any]) -> Callable[[], No
 
 
 def override(module: nn.Module, name: str, value: object) -> Callable[[], None]:
-    """The module has an attribute of its own in place of its class's; returns what takes it back."""
+    """Give the module an attribute of its own in place of its class's. Returns a function that undoes it."""
     module.__dict__[name] = value
 
     def remove() -> None:

@@ -98,7 +98,7 @@ class Absent:
         s.now.outstanding = set()
 
     def waits(self, tensor: int) -> bool:
-        """A gradient that came stays in `.grad`: its moment is a later one of the micro-batch."""
+        """Whether a gradient that came stays in `.grad`: its moment is a later one of the micro-batch."""
         s = self.session
         return s.cursor.moment >= 0 and s.timetable.final_in(s.cursor.moment, tensor) > s.cursor.moment
 

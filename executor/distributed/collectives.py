@@ -207,7 +207,7 @@ class _Deadline:
                 self._thread.start()
 
     def end(self) -> bool:
-        """Look no more; whether it still did."""
+        """Stop watching. Returns whether it was still watching."""
         was = not self._over.is_set()
         self._over.set()
         return was

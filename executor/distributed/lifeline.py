@@ -132,7 +132,7 @@ class Lifeline:
         return RankLost(f"an exchange with the other ranks broke, and none of them said why: {error}")
 
     def departure(self) -> str | None:
-        """Who has ended its run in order and how, None if nobody."""
+        """Which rank has ended its run in order, and how; None without one."""
         rows = sorted(self._words.items())
         return f"{self._names[rows[0][0]]} {rows[0][1]}" if rows else None
 

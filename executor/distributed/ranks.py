@@ -187,12 +187,13 @@ class Ranks:
         return total.sqrt().to(norm.device, torch.float32).reshape(())
 
     def meet(self, row: Sequence[float]) -> list[list[float]]:
-        """What every rank says, in order of the ranks; every rank calls it at the same point of its loop."""
+        """Exchange a value with all ranks; returns the values in order of rank. Every rank calls it at the same point
+        of its loop."""
         rows: list[list[float]] = self._meeting.exchange(torch.tensor(row, dtype=torch.float64)).tolist()
         return rows
 
     def on_this_host(self) -> int:
-        """How many of the ranks run on this host; every rank asks at the same point."""
+        """Number of ranks that run on this host. Every rank calls it at the same point."""
         mine = _digest(socket.gethostname())
         return sum(row[0] == mine for row in self.meet([mine]))
 

@@ -84,10 +84,11 @@ class Ending:
             host.ranks.announce(host.queues.failure or error, host.iteration)
 
     def close(self, *, restore: bool) -> None:
-        """Queues stop, hooks go, and (restore) parameters become plain ones with their current values. Does nothing
-        when called again.
+        """Stop the queues and remove the hooks. restore: parameters become plain parameters with their current values.
+        A second call does nothing.
 
-        Raises, once all of that is done, what a queue died of if no error has been raised for it yet."""
+        Afterwards raises the error of a queue that died, unless that error was raised before.
+        """
         host = self.host
         if host.closed:
             return

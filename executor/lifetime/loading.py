@@ -24,7 +24,7 @@ class ValueSource(Protocol):
     """Where values come from instead of the model: `saving.weights.Weights`."""
 
     def holds(self, tensor: int) -> bool:
-        """The tensor's value comes from here."""
+        """Whether the tensor's value comes from here."""
         ...
 
     def fill(self, arena: Arena, contents: Contents) -> None:

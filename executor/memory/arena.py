@@ -100,7 +100,7 @@ class Arena:
 
     @property
     def present(self) -> frozenset[Resident]:
-        """Who has memory now."""
+        """All payloads that have memory now."""
         with self._lock:
             return self._ledger.residents
 

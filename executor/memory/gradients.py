@@ -72,11 +72,12 @@ class ChunkGradients:
             target.copy_(gradient)
 
     def norm(self, tensor: int) -> torch.Tensor:
-        """Norm of the gradient of a tensor wherever it is, in fp32. Raises PlanError if it has none or is in two
-        parts.
+        """Norm, in fp32, of a tensor's gradient, wherever the gradient is. Raises PlanError if the tensor has no
+        gradient or has it in two parts.
 
-        A sum on its way to the gpu for an update there is read on the host, which has it still: the queue that copies
-        it is ordered by nothing against whoever asks."""
+        A sum on its way to the gpu for an update there is read on the host, which still has it, because the reader is
+        not ordered after the queue that copies the sum.
+        """
         chunk = self.slots.chunk_of(tensor)
         parts = {where for where, mine in list(self.chunks[chunk].gradients.items()) if tensor in mine}
         if (GPU, "grad32") in parts and self.arena.has(HOST, chunk, "grad32"):

@@ -33,11 +33,11 @@ class ParameterValues:
         self.changed = changed
 
     def holds(self, chunk: int) -> bool:
-        """The gpu holds the current values of the chunk, all of them."""
+        """Whether the gpu holds the current values of the chunk, all of them."""
         return self.readable(chunk) and self.arena.has(GPU, chunk, "param")
 
     def readable(self, chunk: int) -> bool:
-        """The gpu's working list holds current values, but for those of `overwritten`."""
+        """Whether the gpu's working list holds current values, but for those of `overwritten`."""
         state = self.chunks[chunk]
         return GPU in state.current and (state.whole or not self.arena.sliced)
 

@@ -87,10 +87,10 @@ def _form(leaf: Any) -> Any:
 
 
 class _Form(NamedTuple):
-    """A real result.
+    """Form of one real result.
 
-    storage: which of the results' storages it is in.
-    size_bytes: of that.
+    storage: index of the storage that the result is in.
+    size_bytes: bytes of that storage.
     """
 
     storage: int

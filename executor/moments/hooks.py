@@ -79,7 +79,7 @@ def units(model: nn.Module) -> dict[str, nn.Module]:
 
 
 @dataclass
-class _Link:
+class _ClockLink:
     """The link from hooks on outputs to their clock. The hooks hold the clock weakly, because a hook that hangs on a
     graph is not collected with the model if the model keeps an output of its own."""
 
@@ -114,7 +114,7 @@ class MomentClock:
         self._callback_due = False
         self._in_one = False  # several calls of autograd are one backward
         self._handles: list[Any] = []
-        self._link = _Link(weakref.ref(self))
+        self._link = _ClockLink(weakref.ref(self))
         self._hear = wrap(_hearing(self._link))
         self._wrap = wrap
         self._take_call_back: Callable[[], None] | None = None
@@ -134,17 +134,17 @@ class MomentClock:
 
     @property
     def unfinished(self) -> bool:
-        """A backward has begun but not ended. It never ends if it raised an exception."""
+        """Whether a backward has begun but not ended. It never ends if it raised an exception."""
         return self._callback_due
 
     def outside_root(self, event: ModuleEvent) -> bool:
-        """The event begins the forward of a module that was not called from the root's forward. Valid while the event
-        is handled."""
+        """Whether the event begins the forward of a module that was not called from the root's forward. Valid while the
+        event is handled."""
         return event.module != "" and self.outermost(event)
 
     def outermost(self, event: ModuleEvent) -> bool:
-        """The event begins the forward of a module that no other unit's forward called. Valid while the event is
-        handled."""
+        """Whether the event begins the forward of a module that no other unit's forward called. Valid while the event
+        is handled."""
         return event.kind == "begin" and event.phase is Phase.FWD and self._open == 1
 
     def step(self) -> None:
@@ -256,7 +256,7 @@ class MomentClock:
             self._on_event(ModuleEvent("backward-end", "", "backward-end", Phase.BWD, self.micro_batch))
 
 
-def _hearing(link: _Link) -> Callable[[ModuleEvent, list[bool], torch.Tensor], None]:
+def _hearing(link: _ClockLink) -> Callable[[ModuleEvent, list[bool], torch.Tensor], None]:
     """What hooks on the outputs of one call of a unit do: the first gradient is the event. heard: shared by them; not
     empty once one has come."""
 

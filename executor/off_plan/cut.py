@@ -15,7 +15,7 @@ from executor.session.reader import Reader
 from pstar_sim.core.step import Place
 from pstar_sim.errors import OutOfMemory
 
-__all__ = ["Cut", "Host", "Places"]
+__all__ = ["Host", "Places", "PlanCut"]
 
 GPU, HOST = Place.GPU, Place.HOST
 Places = frozenset[tuple[Place, int, str]]
@@ -48,7 +48,7 @@ class Host(BytesHost, LoopHost, Protocol):
     def reader(self) -> Reader: ...
 
 
-class Cut:
+class PlanCut:
     def __init__(self, host: Host, inline: Inline, in_use: InUse, shares: Shares, states: States) -> None:
         self.host = host
         self.inline = inline
@@ -86,7 +86,7 @@ class Cut:
 
     @property
     def places(self) -> Places:
-        """Who has memory now."""
+        """(place, chunk, list) of all payloads that have memory now."""
         return frozenset((r.place, r.chunk, r.list) for r in self.host.arena.present)
 
     def reach(self, wanted: Places) -> None:

@@ -79,7 +79,7 @@ class Demand:
         self._room = room.RoomMaker(session, self._inline, self._in_use, self._states)
         self._arrivals = room.Arrivals(session, self._inline, self._in_use, self._room)
         self._gradients = gradients.OffPlanGradients(session, self._inline, shares, self._states)
-        self._cut = cut.Cut(session, self._inline, self._in_use, shares, self._states)
+        self._cut = cut.PlanCut(session, self._inline, self._in_use, shares, self._states)
         self._stepping = update.Stepping(session, self._inline, self._states, self._room, self._gradients, self._cut)
         self._mending = mending.Mending(session, self._gradients, self._states, self._stepping, self._cut)
         self._before_visit: cut.Places | None = None  # during a visit: the places as they were
@@ -170,7 +170,7 @@ class Demand:
         self._arrivals.ensure(chunks)
 
     def held(self, chunk: int) -> bool:
-        """The working list may be read on the gpu."""
+        """Whether the working list may be read on the gpu."""
         return self._arrivals.held(chunk)
 
     def join(self, chunk: int) -> None:
@@ -215,8 +215,8 @@ class Demand:
         return self._mending.half_update_error()
 
     def replan(self) -> None:
-        """Called after each step off plan: a new plan if the last iterations all were, by the same policy, for what
-        they did; the ladder's if memory ran out."""
+        """Called after each step off plan. Makes the ladder's plan if memory ran out; otherwise, if the last iterations
+        were all off plan, a new plan by the same policy for what they did."""
         s = self.session
         if s.ladder.pending:
             s.ladder.replan()

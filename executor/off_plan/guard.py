@@ -58,7 +58,7 @@ class Guard(Standing[Host]):  # type: ignore[no-untyped-call]
 
     @property
     def counts(self) -> bool:
-        """The accelerator goes by what is counted here, so that nothing else is held."""
+        """Whether the accelerator goes by what is counted here, so that nothing else is held."""
         return self._counts is not None and self._counts.gpu_bytes is not None
 
     @property

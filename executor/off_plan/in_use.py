@@ -31,7 +31,7 @@ class InUse:
         return set().union(*self._frames) | self._recomputed
 
     def add(self, chunks: Iterable[int]) -> None:
-        """What runs now reads them."""
+        """These chunks are read by what runs now."""
         self._frames[-1] |= set(chunks)
 
     def only(self, chunks: Iterable[int]) -> None:

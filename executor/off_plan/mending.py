@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from executor.lifetime.ending import Ending
-from executor.off_plan.cut import Cut
+from executor.off_plan.cut import PlanCut
 from executor.off_plan.gradients import OffPlanGradients
 from executor.off_plan.states import States
 from executor.off_plan.update import Stepping
@@ -45,7 +45,9 @@ class Host(BytesHost, LoopHost, Protocol):
 
 
 class Mending:
-    def __init__(self, host: Host, gradients: OffPlanGradients, states: States, stepping: Stepping, cut: Cut) -> None:
+    def __init__(
+        self, host: Host, gradients: OffPlanGradients, states: States, stepping: Stepping, cut: PlanCut
+    ) -> None:
         self.host = host
         self.gradients = gradients
         self.states = states

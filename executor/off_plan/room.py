@@ -147,7 +147,7 @@ class Arrivals:
         self.room = room
 
     def held(self, chunk: int) -> bool:
-        """The working list may be read on the gpu."""
+        """Whether the working list may be read on the gpu."""
         contents = self.host.contents
         return contents.values.holds(chunk) and not contents.chunks[chunk].where(GPU, "param")
 

@@ -65,7 +65,7 @@ def asked_bytes(text: str) -> int:
 
 
 def with_gpu_budget(machine: Machine, budget_bytes: int) -> Machine:
-    """The machine with so much for a plan on each GPU."""
+    """The machine with this many bytes for a plan on each GPU."""
     return replace(
         machine,
         ranks=tuple(

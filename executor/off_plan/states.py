@@ -24,7 +24,7 @@ class States:
         self.shares = shares
 
     def pinned(self, chunk: int) -> bool:
-        """The master copy is on the gpu: the working list can be rewritten there and needs no host."""
+        """Whether the master copy is on the gpu: the working list can be rewritten there and needs no host."""
         return self.host.arena.has(GPU, chunk, "param32")
 
     def home(self, chunk: int) -> Place:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from executor.memory.update import Update
-from executor.off_plan.cut import Cut
+from executor.off_plan.cut import PlanCut
 from executor.off_plan.gradients import OffPlanGradients
 from executor.off_plan.inline import Inline
 from executor.off_plan.room import RoomMaker
@@ -31,7 +31,7 @@ class Host(BytesHost, Protocol):
 
 class Stepping:
     def __init__(
-        self, host: Host, inline: Inline, states: States, room: RoomMaker, gradients: OffPlanGradients, cut: Cut
+        self, host: Host, inline: Inline, states: States, room: RoomMaker, gradients: OffPlanGradients, cut: PlanCut
     ) -> None:
         self.host = host
         self.inline = inline

@@ -91,7 +91,7 @@ class WarmUp:
             self._begun_s = None
 
     def gradient_is_final(self, tensor: int) -> bool:
-        """A gradient was accumulated; whether it is the tensor's last in this micro-batch."""
+        """Called when a gradient was accumulated. Returns whether it is the tensor's last one in this micro-batch."""
         if self._recorder is not None:
             return self._recorder.gradient(tensor) >= self._firings.get(tensor, 1)
         key = (self._micro_batch, tensor)

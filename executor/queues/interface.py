@@ -223,8 +223,8 @@ class Timing(Protocol):
         *,
         wait: bool = True,
     ) -> tuple[Sequence[StepLog], Sequence[IterationLog], Sequence[ByteChange]]:
-        """The logs in the time in which things happened; they were written when things were issued. wait: for what has
-        not happened yet (else it keeps the time it was issued at)."""
+        """The logs with the times at which things happened; they were written when things were issued. wait: wait for
+        what has not happened yet; otherwise an entry that has not happened keeps the time at which it was issued."""
         ...
 
 
@@ -243,7 +243,7 @@ class Health(Protocol):
 
     @property
     def troubled(self) -> bool:
-        """There is a `failure`, or a queue is `short`."""
+        """Whether there is a `failure`, or a queue is `short`."""
         ...
 
     def fail(self, error: BaseException) -> None:

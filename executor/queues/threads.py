@@ -75,7 +75,7 @@ class ThreadQueues(QueuesBase):
 
     @property
     def stopped(self) -> bool:
-        """They do not start again."""
+        """Whether the queues have stopped for good."""
         return self._crew.stopping
 
     def renew(self) -> ThreadQueues:
@@ -316,7 +316,7 @@ class ThreadQueues(QueuesBase):
             self._notify_all()
 
     def _moves(self) -> bool:
-        """A step is being executed or may start."""
+        """Whether a step is being executed or may start."""
         if self._busy:
             return True
         return not self._paused and any(

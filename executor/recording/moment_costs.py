@@ -66,7 +66,7 @@ def fit(samples: Sequence[Sample], product_s: Callable[[float], float]) -> tuple
     return constant, 1 / slope
 
 
-class _Block(nn.Module):
+class _SampleBlock(nn.Module):
     """A transformer's block written out, so that each operator reads and writes what it does in most models."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -92,7 +92,7 @@ class _Reference(nn.Module):
     def __init__(self, width: int, blocks: int, words: int) -> None:
         super().__init__()
         self.words = nn.Embedding(words, width)
-        self.blocks = nn.Sequential(*(_Block(width, width // 64) for _ in range(blocks)))
+        self.blocks = nn.Sequential(*(_SampleBlock(width, width // 64) for _ in range(blocks)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, words, bias=False)
 

@@ -52,7 +52,7 @@ class ByteText:
 
     @property
     def digest(self) -> str:
-        """Tells this text from another."""
+        """Digest of the text; different texts have different digests."""
         return hashlib.blake2b(bytes(self.bytes.numpy()), digest_size=8).hexdigest()
 
     def windows(self, *, batch: int, sequence: int, seed: int, skip: int = 0) -> Iterator[torch.Tensor]:

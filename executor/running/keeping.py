@@ -77,8 +77,8 @@ class Keeping:
         return stored
 
     def begin(self, *, steps: int, data: dict[str, Any], empty: bool) -> JobPosition:
-        """Where the job begins. data: name of the stream of data; if the checkpoint's stream has another name, the data
-        begins anew. Raises as `check` does, before anything is built."""
+        """Decide where the job begins. data: name of the stream of data; if the checkpoint's stream has another name,
+        the data begins anew. Raises as `check` does, before anything is built."""
         stored = self.check(steps)
         if stored is None:
             return JobPosition(empty=empty)

@@ -106,8 +106,8 @@ T = TypeVar("T")
 
 
 def together(ranks: Ranks | None, what: str, action: Callable[[], T]) -> T:
-    """What `action` gives, once every rank has done it. What it raises on one rank ends it on all: there with its own
-    error, on the others with one that names the rank. OSError becomes CheckpointError."""
+    """Run `action` on every rank and return its result once all have done it. An error on one rank ends it on all: on
+    that rank with its own error, on the others with one that names the rank. OSError becomes CheckpointError."""
     error: PstarError | None = None
     result: Any = None
     try:

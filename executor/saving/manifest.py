@@ -50,7 +50,7 @@ class Trained(Protocol):
 
 
 def is_checkpoint(folder: str | Path) -> bool:
-    """A whole checkpoint was put there."""
+    """Whether a whole checkpoint was put there."""
     return (Path(folder) / MANIFEST).is_file()
 
 

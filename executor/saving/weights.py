@@ -325,7 +325,7 @@ class Weights:
         return f"weights {self.folder}: " + "; ".join(parts)
 
     def holds(self, tensor: int) -> bool:
-        """The folder has the value of that parameter."""
+        """Whether the folder has the value of that parameter."""
         return tensor in self._parameters
 
     # -- reading ------------------------------------------------------------------------------------------------------

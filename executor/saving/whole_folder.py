@@ -90,7 +90,7 @@ def _link(source: str | Path, target: str | Path) -> object:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Two paths change names in one step. False where the system or the file system cannot."""
+    """Exchange the names of two paths atomically. Returns False if the system or the file system cannot."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):

@@ -39,7 +39,7 @@ class Host(BytesHost, LoopHost, Protocol):
 
 
 def movable(arena: Arena, chunk: int) -> bool:
-    """The chunk's working list may leave the gpu: it can be had again."""
+    """Whether the chunk's working list may leave the gpu: it can be had again."""
     if arena.has(Place.GPU, chunk, "param32"):
         return False
     return arena.has(Place.HOST, chunk, "param") or arena.has(Place.HOST, chunk, "param32")
@@ -153,12 +153,12 @@ class Batches:
 
     @property
     def planned(self) -> bool:
-        """The last batch has the shape that the plan was made for."""
+        """Whether the last batch has the shape that the plan was made for."""
         return self.moments is None
 
     @property
     def fits(self) -> bool:
-        """The last batch may run on plan: its tide is nowhere higher than the plan's."""
+        """Whether the last batch may run on plan: its tide is nowhere higher than the plan's."""
         moments = self.moments
         if moments is None:
             return True

@@ -323,7 +323,7 @@ class Cursor:
 
     @property
     def inside(self) -> bool:
-        """An iteration is open, on plan or off."""
+        """Whether an iteration is open, on plan or off."""
         return self.moment >= 0 or self.off_plan
 
     @property

@@ -212,7 +212,7 @@ class Loop:
         )
 
     def _undisturbed(self) -> bool:
-        """The session works as it was made, and nobody but the plan's rows looks at an event."""
+        """Whether the session works as it was made, and only the plan's rows look at events."""
         host = self.host
         at_work, reader = host.at_work, host.reader
         return (

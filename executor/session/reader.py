@@ -98,7 +98,7 @@ class Reader:
 
     @property
     def trains(self) -> bool:
-        """A forward that runs now is one of training: gradients are on, and not every trainable parameter is
+        """Whether a forward that runs now is one of training: gradients are on, and not every trainable parameter is
         switched off for an evaluation."""
         return torch.is_grad_enabled() and not (self.switched and self.switched >= self.host.timetable.trainable)
 

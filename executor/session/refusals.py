@@ -12,7 +12,7 @@ __all__ = ["TEXTS", "Refusal", "refused"]
 
 
 class Refusal(Enum):
-    """What raises ContractError; `TEXTS` has the words."""
+    """Reasons for a ContractError; `TEXTS` has the words."""
 
     CLOSED = "closed"
     INTERRUPTED = "interrupted"

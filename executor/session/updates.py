@@ -83,7 +83,7 @@ class Updates:
         return found
 
     def settings_changed(self) -> bool:
-        """Settings of the optimizer are not those that the eager updates of this iteration were made with."""
+        """Whether the optimizer's settings have changed since the first eager update of this iteration."""
         update = self.host.now.update
         return self.eager and update is not None and update.hyper != self._hyper()
 
@@ -95,9 +95,9 @@ class Updates:
 
     @property
     def running(self) -> bool:
-        """Parameters may be changing: with eager updates, from the first chunk whose gradients are complete until
-        `optimizer.step()`. Told by the plan's moments, so that the same loop is always answered alike, however fast the
-        queues are."""
+        """Whether parameters may be changing: with eager updates, from the first chunk whose gradients are complete
+        until `optimizer.step()`. Told by the plan's moments, so that the same loop is always answered alike, however
+        fast the queues are."""
         return self.eager and (self.host.cursor.moment > self.host.timetable.first_complete or bool(self.begun))
 
     def decide_scaling(self, update: Update) -> None:

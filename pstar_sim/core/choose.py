@@ -138,7 +138,7 @@ class _Chooser:
         return op_of
 
     def _link(self, rows: Sequence[DraftRow], op_of: Sequence[int]) -> None:
-        """Who waits for whom."""
+        """Compute which rows wait for which."""
         self.followers: list[list[int]] = [[] for _ in rows]  # in the same iteration
         self.successors: dict[int, list[int]] = {}  # in the next one
         self.base_waits = [len(row.after) for row in rows]
@@ -250,7 +250,8 @@ class _Chooser:
                         heapq.heappush(ready[queue_of[j]], (k + 1) * count + rank[j])
 
         def start(q: int, i: int, k: int) -> bool:
-            """Whether it has ended already, since it takes no time."""
+            """Start step i of iteration k on queue q. Returns whether the step has ended already, because it takes no
+            time."""
             nonlocal gpu_free, host_free
             gpu_free -= gpu_take[i]
             host_free -= host_take[i]

@@ -32,8 +32,8 @@ class Stated:
 
 
 def own_shares(plan: Plan) -> str | None:
-    """Why what was predicted of the plan cannot be computed from the plan alone, or None. Its ranks may take different
-    shares of the batch, or have different GPUs; its one workload is then as hard as the hardest of theirs."""
+    """Why the plan's predictions cannot be computed from the plan alone; None if they can. Its ranks may take different
+    shares of the batch or have different GPUs; the plan's one workload is then as hard as the hardest of theirs."""
     first, *others = plan.machine.ranks
     alike = all(r.gpu == first.gpu and r.batch_share == first.batch_share for r in others)
     if alike and (not others or OWN_SHARES not in plan.choices):

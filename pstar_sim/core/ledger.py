@@ -408,7 +408,7 @@ class Moves:
 
 
 class Holdings:
-    """Who holds what while steps run one after the other.
+    """Which payloads are held while steps run one after the other.
 
     residents: payloads held at the cut.
     buffers: buffers held at the cut.

@@ -202,7 +202,7 @@ def ablate(
 
 
 def _has_own_chunks(spec: str, machine: Machine) -> bool:
-    """Chunks that are not sliced have a size of their own on several ranks."""
+    """Whether chunks that are not sliced have a size of their own on several ranks."""
     return spec == BASE and len(machine.ranks) > 1
 
 

@@ -120,7 +120,7 @@ class Cheapest(Collection):
 
     @property
     def too_late(self) -> bool:
-        """None is in time, though some machine could do it or would if it were faster."""
+        """Whether none is in time, though some machine could do it or would if it were faster."""
         return self.best is None and any(row.days is not None or row.least_days is not None for row in self.rows)
 
     def to_json(self) -> list[dict[str, object]]:
@@ -172,7 +172,7 @@ def cheapest(
     lora = None if lora is None else adapter(lora)
     known = load_prices(None if prices is None else str(file_path("prices", prices)))
     settings = settings_of(settings)
-    job = _Job(
+    job = _CheapestJob(
         model,
         batch,
         seq,
@@ -205,7 +205,7 @@ def _rank(row: Offer) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _CheapestJob:
     model: str
     batch: int
     seq: int
@@ -270,7 +270,7 @@ def _counts(machine: Machine, batch: int, most: int) -> list[int]:
 
 def _offer(
     machine: Machine,
-    job: _Job,
+    job: _CheapestJob,
     usd: float,
     what: str,
     tokens: float,
@@ -315,7 +315,7 @@ def _no_more(machine: Machine, batch: int, most_nodes: int) -> str:
 
 
 def _so_many(
-    machine: Machine, job: _Job, usd: float, what: str, tokens: float, deadline_s: float | None
+    machine: Machine, job: _CheapestJob, usd: float, what: str, tokens: float, deadline_s: float | None
 ) -> tuple[Offer, bool]:
     """One number of nodes, and whether its reason is one that more nodes do not change."""
     base = Offer(
@@ -357,7 +357,7 @@ def _so_many(
     return offer, False
 
 
-def _least_s(machine: Machine, job: _Job, tokens: float) -> float:
+def _least_s(machine: Machine, job: _CheapestJob, tokens: float) -> float:
     """Seconds of the matmuls alone, with a rank's sequences in one micro-batch, on the rank that takes longest."""
     workloads = job.workloads(machine, 1)
     every = sum(w.tokens for w in workloads)
@@ -367,7 +367,7 @@ def _least_s(machine: Machine, job: _Job, tokens: float) -> float:
     return slowest * tokens / every
 
 
-def _fastest(machine: Machine, job: _Job) -> tuple[Row, int, int]:
+def _fastest(machine: Machine, job: _CheapestJob) -> tuple[Row, int, int]:
     """The fastest policy with the largest micro-batches that fit: (row, batch of all ranks, micro-batches). Memory is
     asked first, as `fits` does. Raises DoesNotFit or CannotPlan, the last reason heard, if none fits."""
     worst: PstarError | None = None
@@ -392,7 +392,9 @@ def _fastest(machine: Machine, job: _Job) -> tuple[Row, int, int]:
     raise worst
 
 
-def _with_room(workload: Workload, machine: Machine, job: _Job) -> tuple[list[str], list[DoesNotFit | CannotPlan]]:
+def _with_room(
+    workload: Workload, machine: Machine, job: _CheapestJob
+) -> tuple[list[str], list[DoesNotFit | CannotPlan]]:
     """Policies that have room for the workload, and why the others have none."""
     roomy: list[str] = []
     refusals: list[DoesNotFit | CannotPlan] = []

@@ -20,7 +20,8 @@ def confidence(workload: Workload, machine: Machine) -> dict[str, str]:
 
 
 def confidence_line(found: Mapping[str, str]) -> str:
-    """ "calibrated: compute, link; datasheet: CPU Adam, DRAM"; both words always, "none" where nothing is."""
+    """For example "calibrated: compute, link; datasheet: CPU Adam, DRAM". Both words always appear, with "none" if a
+    list is empty."""
     words = [word for word in ("recorded", "calibrated", "datasheet") if word != "recorded" or word in found.values()]
     named = {word: [name for name, source in found.items() if source == word] for word in words}
     return "; ".join(f"{word}: {', '.join(names) or 'none'}" for word, names in named.items())

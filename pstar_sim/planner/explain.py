@@ -23,7 +23,7 @@ from pstar_sim.terminal import terminal_width, wrap
 from pstar_sim.units import GB, format_bytes, format_s
 from pstar_sim.workload.workload import Phase, activations_text
 
-__all__ = ["Gap", "chunk_gaps", "explain", "tide_gain"]
+__all__ = ["BoundGap", "chunk_gaps", "explain", "tide_gain"]
 
 _MODES = {
     "cpu": "gradient goes down, Adam runs on the CPU, the parameters come up again",
@@ -56,7 +56,7 @@ _WAITS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class BoundGap:
     """A chunk is used in moment `start` and next in moment `end`; between them it could be away.
 
     turn: a forward use, then a backward one; otherwise the next micro-batch's forward after a backward use.
@@ -68,7 +68,7 @@ class Gap:
     turn: bool
 
 
-def chunk_gaps(plan: Plan) -> tuple[Gap, ...]:
+def chunk_gaps(plan: Plan) -> tuple[BoundGap, ...]:
     """The long gaps within the iteration of every chunk whose parameters travel: forward to backward of a micro-batch,
     and backward to the next micro-batch's forward.
     """
@@ -79,7 +79,7 @@ def chunk_gaps(plan: Plan) -> tuple[Gap, ...]:
             row = uses.setdefault(chunk_of[tensor], [])
             if not row or row[-1] != moment:
                 row.append(moment)
-    gaps: list[Gap] = []
+    gaps: list[BoundGap] = []
     for chunk, moments in sorted(uses.items()):
         if plan.modes[chunk] == "pin" or plan.layout.chunks[chunk].small:
             continue
@@ -88,7 +88,7 @@ def chunk_gaps(plan: Plan) -> tuple[Gap, ...]:
             if forward == (True, False) or (
                 forward == (False, True) and w.moments[a].micro_batch < w.moments[b].micro_batch
             ):
-                gaps.append(Gap(chunk, a, b, forward[0]))
+                gaps.append(BoundGap(chunk, a, b, forward[0]))
     return tuple(gaps)
 
 
@@ -152,8 +152,8 @@ def explain(
     first_steps: int = 12,
     width: int | None = None,
 ) -> str:
-    """The plan in words, for people. bound_by and barrier_cost_s as in the comparison's row, if known. width: of the
-    terminal, where none is given."""
+    """The plan in words, for people. bound_by, barrier_cost_s: as in the comparison's row, if known. width: columns, by
+    default the terminal's."""
     instance("plan", plan, Plan, "a Plan")
     instance("timeline", timeline, Timeline, "a Timeline, such as ps.play(plan)")
     if bound_by is not None:

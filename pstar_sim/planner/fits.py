@@ -209,7 +209,7 @@ class Asked:
     loading: str
 
     def of(self, policy: str, *, others: bool = True) -> Ask:
-        """Why the policy has no room for a job, None if it has. others: as of `memory_need`."""
+        """Why the policy has no room for a job; None if it has. others: as in `memory_need`."""
 
         def ask(workload: Workload, machine: Machine, settings: Settings) -> DoesNotFit | None:
             try:

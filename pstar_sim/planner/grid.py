@@ -240,7 +240,7 @@ def _check(file: str, name: str, value: Value) -> None:
 
 
 def _check_machines(file: str, grid: Grid) -> None:
-    """Every machine under every combination of [set]."""
+    """Check that every machine can take every combination of [set]."""
     paths = [name for name in grid.axes if name.startswith("set.")]
     for name in grid.axes["machine"]:
         for values in product(*(grid.axes[path] for path in paths)):

@@ -203,7 +203,7 @@ def _workloads(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNo
         return
 
     def promising(changed: Workload) -> bool:
-        """The policy needs as much less as the tide is lower: worth planning."""
+        """Whether the policy needs as much less as the tide is lower: worth planning."""
         lower = workload.peak_non_model_bytes - changed.peak_non_model_bytes
         return error.needed_bytes - lower <= error.available_bytes
 

@@ -39,7 +39,7 @@ from pstar_sim.workload.workload import Workload
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["PARTS", "POLICIES", "Effect", "Sensitivity", "sensitivity"]
+__all__ = ["PARTS", "POLICIES", "PartEffect", "Sensitivity", "sensitivity"]
 
 PARTS: dict[str, tuple[str, ...]] = {
     "GPU memory": ("gpu.memory",),
@@ -70,7 +70,7 @@ PLANNED, REPLAYED, AS_NOW = "planned", "replayed", "as now"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Effect:
+class PartEffect:
     """part: None for the machine as it is.
     iteration_s: of the fastest policy that fits, None if none does.
     change: of the time a token takes, relative (-0.05: 5 % faster).
@@ -108,13 +108,13 @@ class Sensitivity(Collection):
     batch: int
     by: float
     policies: tuple[str, ...]
-    now: Effect
-    rows: tuple[Effect, ...]
+    now: PartEffect
+    rows: tuple[PartEffect, ...]
     short: tuple[str, ...] = ()
 
     _name = "part"
 
-    def _rows(self) -> tuple[Effect, ...]:
+    def _rows(self) -> tuple[PartEffect, ...]:
         return (self.now, *self.rows)
 
     def to_json(self) -> list[dict[str, object]]:
@@ -174,7 +174,7 @@ def sensitivity(
 
     tell("as it is", 0)
     now, plan, short = asked.now()
-    rows: list[Effect] = []
+    rows: list[PartEffect] = []
     for count, (name, where) in enumerate(wanted, start=1):
         tell(name, count)
         rows.append(asked.effect(name, where, now, plan))
@@ -201,7 +201,7 @@ class _Deepest:
 
 
 class _Larger(TypedDict):
-    """Fields of an `Effect` about the largest model."""
+    """Fields of an `PartEffect` about the largest model."""
 
     layers: int | None
     params: int | None
@@ -224,12 +224,12 @@ class _Asked:
     largest: bool
     written: Written = field(default_factory=dict)
 
-    def now(self) -> tuple[Effect, Plan | None, tuple[str, ...]]:
+    def now(self) -> tuple[PartEffect, Plan | None, tuple[str, ...]]:
         """The machine as it is: the fastest plan for it, and what each policy lacks. No plan if nothing fits."""
         found = self._compared(self.machine)
         best = found.best().row if any(row.fits for row in found.rows) else None
         deepest = self._deepest(self.machine, self.policies, {})
-        effect = Effect(
+        effect = PartEffect(
             part=None,
             policy=None if best is None else best.policy,
             iteration_s=None if best is None else best.iteration_s,
@@ -243,7 +243,7 @@ class _Asked:
             return effect, None, tuple(str(row.reason) for row in found.rows)
         return effect, found[best.policy].plan, ()
 
-    def effect(self, part: str, where: Machine, now: Effect, plan: Plan | None) -> Effect:
+    def effect(self, part: str, where: Machine, now: PartEffect, plan: Plan | None) -> PartEffect:
         """The effect of having more of one part. plan: the fastest plan for the machine as it is."""
         found = self._compared(where)
         best = found.best().row if any(row.fits for row in found.rows) else None
@@ -255,7 +255,7 @@ class _Asked:
             if seconds is None or kept_s < seconds * (1 - ROUNDING):
                 how = REPLAYED if replayed_s <= now.iteration_s else AS_NOW
                 policy, seconds, planned_s = now.policy, kept_s, seconds
-        return Effect(
+        return PartEffect(
             part=part,
             policy=policy,
             iteration_s=seconds,
@@ -269,13 +269,13 @@ class _Asked:
         each = self.share.ranked or (self.share.workload,) * len(where.ranks)
         return compare(each, where, policies=self.policies, settings=self.settings, barrier_cost=False, near=False)
 
-    def _change(self, seconds: float | None, where: Machine, now: Effect) -> float | None:
+    def _change(self, seconds: float | None, where: Machine, now: PartEffect) -> float | None:
         """Relative change of the time per token."""
         if seconds is None or now.iteration_s is None:
             return None
         return seconds / len(where.ranks) / (now.iteration_s / len(self.machine.ranks)) - 1
 
-    def _larger(self, where: Machine, now: Effect) -> _Larger:
+    def _larger(self, where: Machine, now: PartEffect) -> _Larger:
         """The figures of the largest model. Searched with the policy and from the depth that are the largest now."""
         if now.largest_policy is None:
             deepest = self._deepest(where, self.policies, {})

@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from pstar_sim.python310 import StrEnum
 from pstar_sim.units import format_bytes, format_s
 
-__all__ = ["Cap", "Outcome", "Tried", "tried_of", "tried_text"]
+__all__ = ["Cap", "Tried", "WayOutcome", "tried_of", "tried_text"]
 
 MOST_NAMED = 4
 
 
-class Outcome(StrEnum):
+class WayOutcome(StrEnum):
     PLANNED = "planned"
     NO_ROOM = "does not fit"
     COMPUTING = "computing takes longer"  # than the best plan, its stashes included
@@ -46,7 +46,7 @@ class Tried:
     cap: of a way that was not tried.
     """
 
-    outcome: Outcome
+    outcome: WayOutcome
     seconds: float | None = None
     place: str | None = None
     short_bytes: int | None = None
@@ -61,14 +61,14 @@ class Tried:
 
     def __str__(self) -> str:
         seconds = format_s(self.seconds or 0.0)
-        if self.outcome is Outcome.PLANNED:
+        if self.outcome is WayOutcome.PLANNED:
             return seconds
-        if self.outcome is Outcome.NO_ROOM:
+        if self.outcome is WayOutcome.NO_ROOM:
             return f"does not fit: short by {self.short_bytes} bytes of the {self.place}"
-        if self.outcome is Outcome.COMPUTING:
+        if self.outcome is WayOutcome.COMPUTING:
             what = "computing and its stashes alone take" if self.stashes else "computing alone takes"
             return f"not planned: {what} {seconds}"
-        if self.outcome is Outcome.BOUND:
+        if self.outcome is WayOutcome.BOUND:
             size = format_bytes(self.chunk_bytes or 0)
             return f"not planned: no plan of it with chunks of {size} takes less than {seconds}"
         return f"not tried: {self.cap}; its bound is {seconds}"
@@ -90,11 +90,11 @@ def _one(said: object) -> Tried:
         raise TypeError
     cap = said.get("cap")
     made = Tried(
-        **{**said, "outcome": Outcome(str(said.get("outcome"))), "cap": Cap(**cap) if cap is not None else None}
+        **{**said, "outcome": WayOutcome(str(said.get("outcome"))), "cap": Cap(**cap) if cap is not None else None}
     )
-    if made.outcome is not Outcome.NO_ROOM and not isinstance(made.seconds, int | float):
+    if made.outcome is not WayOutcome.NO_ROOM and not isinstance(made.seconds, int | float):
         raise TypeError
-    if made.outcome is Outcome.BOUND and not isinstance(made.chunk_bytes, int):
+    if made.outcome is WayOutcome.BOUND and not isinstance(made.chunk_bytes, int):
         raise TypeError
     return made
 
@@ -103,11 +103,11 @@ def tried_text(tried: Mapping[str, Tried], chosen: str = "") -> str:
     """The ways that were planned, with their seconds, and how many were not and why. chosen: the way that is not named
     again."""
 
-    def of(*outcomes: Outcome) -> list[Tried]:
+    def of(*outcomes: WayOutcome) -> list[Tried]:
         return [row for row in tried.values() if row.outcome in outcomes]
 
-    others = [f"{way}: {row}" for way, row in tried.items() if row.outcome is Outcome.PLANNED and way != chosen]
-    skipped, capped, short = of(Outcome.COMPUTING, Outcome.BOUND), of(Outcome.CAPPED), of(Outcome.NO_ROOM)
+    others = [f"{way}: {row}" for way, row in tried.items() if row.outcome is WayOutcome.PLANNED and way != chosen]
+    skipped, capped, short = of(WayOutcome.COMPUTING, WayOutcome.BOUND), of(WayOutcome.CAPPED), of(WayOutcome.NO_ROOM)
     parts = others[:MOST_NAMED]
     if len(others) > MOST_NAMED:
         parts.append(f"{len(others) - MOST_NAMED} more planned")

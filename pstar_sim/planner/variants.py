@@ -39,7 +39,7 @@ from pstar_sim.errors import CannotPlan, DoesNotFit, TraceError
 from pstar_sim.planner.compare import plan_and_play
 from pstar_sim.planner.memory import shortage
 from pstar_sim.planner.nearest import nearest
-from pstar_sim.planner.tried import Cap, Outcome, Tried
+from pstar_sim.planner.tried import Cap, Tried, WayOutcome
 from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.ties import AS_FAST, burden, least_of
@@ -322,7 +322,7 @@ class _Race:
             self.note(w, error)
             return
         self.splits[w.micro_batches] += 1
-        self.tried[self._words(w)] = Tried(outcome=Outcome.PLANNED, seconds=timeline.iteration_s)
+        self.tried[self._words(w)] = Tried(outcome=WayOutcome.PLANNED, seconds=timeline.iteration_s)
         self.best_s = min(self.best_s, timeline.iteration_s)
         limit_s = self.best_s * (1 + AS_FAST)
         self.fast = [one for one in (*self.fast, (plan, timeline)) if one[1].iteration_s <= limit_s]
@@ -349,7 +349,7 @@ class _Race:
 
     def note(self, w: Workload, error: DoesNotFit) -> None:
         """It does not fit."""
-        self.tried[self._words(w)] = Tried(outcome=Outcome.NO_ROOM, place=error.place, short_bytes=error.short_bytes)
+        self.tried[self._words(w)] = Tried(outcome=WayOutcome.NO_ROOM, place=error.place, short_bytes=error.short_bytes)
         if self.shortest is None or error.short_bytes < self.shortest[1].short_bytes:
             self.shortest = (w, error)
 
@@ -359,11 +359,13 @@ class _Race:
             return None
         least, promise = self.least_s[id(w)], self.promise_s[id(w)]
         if least >= self.best_s:
-            return Tried(outcome=Outcome.COMPUTING, seconds=least, stashes=bool(w.stashes))
+            return Tried(outcome=WayOutcome.COMPUTING, seconds=least, stashes=bool(w.stashes))
         if promise > self.best_s * (1 - WORTH):
-            return Tried(outcome=Outcome.BOUND, seconds=promise, chunk_bytes=self.layouts[id(w)].chunk_bytes)
+            return Tried(outcome=WayOutcome.BOUND, seconds=promise, chunk_bytes=self.layouts[id(w)].chunk_bytes)
         if self.searching and (self.splits.total() >= SEARCHED or self.splits[w.micro_batches] >= ALIKE):
-            return Tried(outcome=Outcome.CAPPED, seconds=promise, cap=Cap(policy=SEARCHING, ways=SEARCHED, alike=ALIKE))
+            return Tried(
+                outcome=WayOutcome.CAPPED, seconds=promise, cap=Cap(policy=SEARCHING, ways=SEARCHED, alike=ALIKE)
+            )
         return None
 
 

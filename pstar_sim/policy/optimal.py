@@ -20,7 +20,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy.family.pace import period_s
-from pstar_sim.policy.family.searched import Found, own_plans
+from pstar_sim.policy.family.searched import SearchResult, own_plans
 from pstar_sim.policy.kit.capabilities import Capabilities, capabilities_of
 from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.kit.options import specified
@@ -49,7 +49,7 @@ def optimal(workload: Workload, machine: Machine, settings: Settings, **changes:
     """
     point = Point(**({"streams": True} | changes))
     reason: DoesNotFit | None = None
-    found: list[Found] = []
+    found: list[SearchResult] = []
     try:
         found = list(own_plans(workload, machine, settings, point, "optimal"))
     except DoesNotFit as short:
@@ -80,7 +80,9 @@ def optimal(workload: Workload, machine: Machine, settings: Settings, **changes:
     return replace(best.plan, policy="optimal", choices=choices, predictions=predictions)
 
 
-def _others(workload: Workload, machine: Machine, settings: Settings, own: Sequence[Found]) -> Iterator[Found]:
+def _others(
+    workload: Workload, machine: Machine, settings: Settings, own: Sequence[SearchResult]
+) -> Iterator[SearchResult]:
     """The plans of the other policies shipped here, where they fit. Those that bring no states to the GPU are left out
     where the closed form says that no number of pins alone comes near (on one GPU; on several only those of its own
     space)."""
@@ -93,10 +95,10 @@ def _others(workload: Workload, machine: Machine, settings: Settings, own: Seque
             plan = plan_once(policy, workload, machine, settings)
         except PstarError:  # it does not fit, or does not apply to this machine
             continue
-        yield Found(period_s(plan), name, plan)
+        yield SearchResult(period_s(plan), name, plan)
 
 
-def _from_disks(workload: Workload, machine: Machine, settings: Settings) -> Iterator[Found]:
+def _from_disks(workload: Workload, machine: Machine, settings: Settings) -> Iterator[SearchResult]:
     """Plans with lists on the disks: for what fits nowhere else."""
     for name, policy in _rivals().items():
         for options in capabilities_of(policy).from_disks:
@@ -104,7 +106,7 @@ def _from_disks(workload: Workload, machine: Machine, settings: Settings) -> Ite
                 plan = specified(name, policy, options)(workload, machine, settings)
             except PstarError:
                 continue
-            yield Found(period_s(plan), f"{name}:{options}", plan)
+            yield SearchResult(period_s(plan), f"{name}:{options}", plan)
 
 
 def _rivals() -> dict[str, Callable[[Workload, Machine, Settings], Plan]]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pstar_sim.planner.cheapest import Cheapest, Offer
     from pstar_sim.planner.fits import Fit, Fits
     from pstar_sim.planner.limits import Limit, Limits
-    from pstar_sim.planner.sensitivity import Effect, Sensitivity
+    from pstar_sim.planner.sensitivity import PartEffect, Sensitivity
 
 __all__ = ["cheapest_text", "fits_text", "limits_text", "sensitivity_text"]
 
@@ -314,7 +314,7 @@ def sensitivity_text(answer: Sensitivity, *, width: int | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _kept_text(row: Effect, now: Effect) -> str:
+def _kept_text(row: PartEffect, now: PartEffect) -> str:
     """Why a part's time is not that of a plan made for it, where that would be worse than now; empty elsewhere."""
     from pstar_sim.planner.sensitivity import PLANNED, REPLAYED
 
@@ -334,7 +334,7 @@ def _kept_text(row: Effect, now: Effect) -> str:
     )
 
 
-def _effect_cells(name: str, row: Effect) -> tuple[str, ...]:
+def _effect_cells(name: str, row: PartEffect) -> tuple[str, ...]:
     return (
         name,
         "does not fit" if row.iteration_s is None else format_s(row.iteration_s),

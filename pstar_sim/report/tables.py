@@ -31,7 +31,7 @@ __all__ = [
 BINDS_NAMES = {"adam": "CPU Adam", "dram": "host DRAM", "net": "collectives", "nvme": "disks"}
 
 
-class Answer(Protocol):
+class TableAnswer(Protocol):
     """What every answer about one job on one machine carries."""
 
     @property
@@ -44,7 +44,7 @@ class Answer(Protocol):
     def batch(self) -> int: ...
 
 
-def heading(answer: Answer) -> str:
+def heading(answer: TableAnswer) -> str:
     """What was asked about, under which setting and where; of "here" also what was found and what was assumed."""
     w, m, s = answer.workload, answer.machine, answer.settings
     barrier = s.barrier(w.dtype)
@@ -71,7 +71,7 @@ def heading(answer: Answer) -> str:
     return "\n".join(lines)
 
 
-def batch_words(answer: Answer) -> str:
+def batch_words(answer: TableAnswer) -> str:
     """The batch of all GPUs together, and what of it each GPU has."""
     w, ranks = answer.workload, len(answer.machine.ranks)
     words = f"batch {answer.batch}"

@@ -20,7 +20,7 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CatalogError
 from pstar_sim.python310 import toml_loads
 from pstar_sim.units import GIB, MIB
-from pstar_sim.validation.rows import Row
+from pstar_sim.validation.rows import PublishedRow
 from pstar_sim.workload.presets import workload_of
 from pstar_sim.workload.workload import Workload
 
@@ -67,7 +67,7 @@ class Experiment:
     host_bytes_per_param: what the system really takes, where that is more than its plan does.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[PublishedRow, ...]
     machine: Machine
     policy: str
     sizes: tuple[ModelEntry, ...]
@@ -97,9 +97,9 @@ class Experiment:
         )
 
 
-def runs_of(rows: Iterable[Row]) -> list[tuple[Row, ...]]:
+def runs_of(rows: Iterable[PublishedRow]) -> list[tuple[PublishedRow, ...]]:
     """Rows of one run together, in the order of the first of each."""
-    found: dict[tuple[str, ...], list[Row]] = {}
+    found: dict[tuple[str, ...], list[PublishedRow]] = {}
     for row in rows:
         found.setdefault(row.run, []).append(row)
     return [tuple(run) for run in found.values()]
@@ -139,7 +139,7 @@ def first_ranks(
     return replace(machine, name=f"{machine.name} ({count} in use)", ranks=ranks, host=host)
 
 
-def experiment_of(run: tuple[Row, ...], efficiency: Efficiency | None = None) -> Experiment:
+def experiment_of(run: tuple[PublishedRow, ...], efficiency: Efficiency | None = None) -> Experiment:
     """The job that a run in scope was. efficiency: instead of the shipped parameters (for fitting).
 
     Raises CatalogError for a run that nobody here knows how to set up.
@@ -182,7 +182,7 @@ def _loop_s(source: str) -> float:
     return next((seconds for name, seconds in _harness().items() if source.startswith(name)), 0.0)
 
 
-def _whole(row: Row, what: str, text: str) -> int:
+def _whole(row: PublishedRow, what: str, text: str) -> int:
     if not text.isdigit():
         raise CatalogError(f"measurements.csv, row {row.line}: {what} is {text!r}, not a whole number")
     return int(text)
@@ -194,7 +194,7 @@ _DOS_SHAPE = re.compile(r"(\d+)/(\d+)/(\d+) ffn(\d+) swiglu")
 _DOS_BATCH = re.compile(r"gbs(\d+) mbs(\d+)")
 
 
-def _dos_model(row: Row) -> ModelEntry:
+def _dos_model(row: PublishedRow) -> ModelEntry:
     match = _DOS_SHAPE.fullmatch(row.shape)
     if match is None:
         raise CatalogError(
@@ -234,7 +234,7 @@ def _dos_policy(system: str) -> str:
     return "zero3_offload:" + ",".join([f"flush={flush}", *options])
 
 
-def _dos(run: tuple[Row, ...], efficiency: Efficiency) -> Experiment:
+def _dos(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
     row = run[0]
     match = _DOS_BATCH.fullmatch(row.batch)
     if match is None:
@@ -282,12 +282,12 @@ def _gpt(layers: int, hidden: int, heads: int, sequence: int) -> ModelEntry:
     return replace(entry, params=count_params(entry))
 
 
-def _gpt_of(row: Row) -> ModelEntry:
+def _gpt_of(row: PublishedRow) -> ModelEntry:
     layers, hidden, heads = (_whole(row, "shape", part) for part in row.shape.split("/"))
     return _gpt(layers, hidden, heads, _whole(row, "sequence", row.sequence))
 
 
-def _dgx2(run: tuple[Row, ...], efficiency: Efficiency) -> Experiment:
+def _dgx2(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
     row = run[0]
     return Experiment(
         rows=run,
@@ -310,7 +310,7 @@ _YARD_SIZES = ("8B", "10B", "11B", "12B", "13B", "15B", "18B", "DS_20B")
 """PatrickStar's models around its largest one on the Yard."""
 
 
-def _yard(run: tuple[Row, ...], efficiency: Efficiency) -> Experiment:
+def _yard(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
     row = run[0]
     machine = first_ranks(_machine("v100-32x8", efficiency), row.gpus, sockets=2)
     patrickstar = row.system.startswith("PatrickStar")
@@ -348,7 +348,7 @@ _VM_LAYERS = (16, 24, 32, 48, 64, 78, 100)
 """Layers of the models that were tried on it (0.9 B to 5.1 B parameters)."""
 
 
-def _vm(run: tuple[Row, ...], efficiency: Efficiency) -> Experiment:
+def _vm(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
     row = run[0]
     sequence = _whole(row, "sequence", row.sequence)
     largest = row.metric == "max_trainable_model"
@@ -368,7 +368,7 @@ def _vm(run: tuple[Row, ...], efficiency: Efficiency) -> Experiment:
     )
 
 
-_KNOWN: Mapping[str, Callable[[tuple[Row, ...], Efficiency], Experiment]] = {
+_KNOWN: Mapping[str, Callable[[tuple[PublishedRow, ...], Efficiency], Experiment]] = {
     "Polaris-A100-40GB": _dos,
     "4xH100-80GB": _dos,
     "1xV100-SXM3-32GB (DGX-2 class)": _dgx2,

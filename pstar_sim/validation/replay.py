@@ -18,10 +18,10 @@ from pstar_sim.planner.compare import plan_and_play
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.units import GIB, MIB
 from pstar_sim.validation.experiments import Experiment
-from pstar_sim.validation.rows import Row
+from pstar_sim.validation.rows import PublishedRow
 from pstar_sim.workload.workload import Phase
 
-__all__ = ["Outcome", "Phases", "phases_of", "predict", "replay"]
+__all__ = ["Phases", "Prediction", "phases_of", "predict", "replay"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Phases:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class Prediction:
     """What the simulator says of one experiment: predicted values by metric, or why there are none.
 
     batch: the one that was used, of several the fastest.
@@ -68,7 +68,7 @@ def phases_of(plan: Plan, timeline: Timeline) -> Phases:
     )
 
 
-def replay(experiment: Experiment) -> Outcome:
+def replay(experiment: Experiment) -> Prediction:
     """Plan and simulate; of several batches the one with the most tokens per second, of several sizes the largest that
     fits. An experiment that does not fit has a reason instead of predictions."""
     if len(experiment.sizes) > 1:
@@ -83,10 +83,10 @@ def replay(experiment: Experiment) -> Outcome:
             continue
         found.append((batch / timeline.iteration_s, batch, plan, timeline))
     if not found:
-        return Outcome(experiment=experiment, predicted={}, reason=reason)
+        return Prediction(experiment=experiment, predicted={}, reason=reason)
     _, batch, plan, timeline = max(found, key=lambda f: f[0])
     predicted = predict(experiment, plan, timeline, batch)
-    return Outcome(experiment=experiment, predicted=predicted, batch=batch)
+    return Prediction(experiment=experiment, predicted=predicted, batch=batch)
 
 
 def _play(experiment: Experiment, batch: int, size: int = 0) -> tuple[Plan, Timeline]:
@@ -110,7 +110,7 @@ def _check_host(experiment: Experiment, size: int) -> None:
         )
 
 
-def _largest(experiment: Experiment) -> Outcome:
+def _largest(experiment: Experiment) -> Prediction:
     """The largest of the sizes that fits, by bisection (what fits is a matter of size here)."""
     low, high = -1, len(experiment.sizes)
     batch = experiment.batches[0]
@@ -126,9 +126,9 @@ def _largest(experiment: Experiment) -> Outcome:
         else:
             low = middle
     if low < 0:
-        return Outcome(experiment=experiment, predicted={}, reason=reason)
+        return Prediction(experiment=experiment, predicted={}, reason=reason)
     predicted = {"max_trainable_model": float(experiment.sizes[low].params)}
-    return Outcome(experiment=experiment, predicted=predicted, batch=batch)
+    return Prediction(experiment=experiment, predicted=predicted, batch=batch)
 
 
 def predict(experiment: Experiment, plan: Plan, timeline: Timeline, batch: int) -> dict[str, float]:
@@ -190,7 +190,7 @@ def _chunk_bytes(plan: Plan, timeline: Timeline, moment: int) -> int:
     return sum(size for category, size in held.items() if category in ("param", "grad", "states"))
 
 
-def row_value(row: Row, outcome: Outcome) -> float | None:
+def row_value(row: PublishedRow, outcome: Prediction) -> float | None:
     """The prediction for a row, None where the run did not fit. Raises PstarError for a metric that is not
     predicted."""
     if outcome.reason:

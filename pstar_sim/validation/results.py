@@ -16,7 +16,7 @@ from pstar_sim.errors import PstarError
 from pstar_sim.planner.collection import Collection
 from pstar_sim.validation.experiments import Experiment, experiment_of, runs_of
 from pstar_sim.validation.replay import replay, row_value
-from pstar_sim.validation.rows import Row, published_rows
+from pstar_sim.validation.rows import PublishedRow, published_rows
 from pstar_sim.validation.scope import USES, Rule, published_scope, rule_of
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class Validation(Collection):
 
 
 def _comparable(a: Result, b: Result) -> bool:
-    """One metric on one machine, of the same batch, and one of the two tested."""
+    """Whether two results have one metric, machine and batch, and at least one of them is tested."""
     if "tested" not in (a.use, b.use) or a.metric != b.metric or (a.hardware, a.gpus) != (b.hardware, b.gpus):
         return False
     batches = [x.batch.split(" ")[0] for x in (a, b)]  # "best" and "best of 8/16/32" are the same rule
@@ -233,11 +233,13 @@ def validate(
     return Validation(counts=counts, results=tuple(sorted(results, key=lambda r: r.line)))
 
 
-_Job = tuple[tuple[Row, ...], Experiment]
+_Job = tuple[tuple[PublishedRow, ...], Experiment]
 """The rows of one published run, and what replays it."""
 
 
-def _on_machine(machine: str, jobs: Sequence[_Job], rows: Sequence[Row]) -> tuple[list[_Job], list[Row]]:
+def _on_machine(
+    machine: str, jobs: Sequence[_Job], rows: Sequence[PublishedRow]
+) -> tuple[list[_Job], list[PublishedRow]]:
     """Those whose hardware, or machine of the catalog, contains the text."""
     kept_jobs = [(run, x) for run, x in jobs if _holds(machine, run[0].hardware) or _holds(machine, x.machine.name)]
     kept = {row.line for run, _ in kept_jobs for row in run}
@@ -253,7 +255,7 @@ def _no_row(system: str | None, machine: str | None) -> PstarError:
     )
 
 
-def _replayed(run: Sequence[Row], experiment: Experiment, rules: Mapping[int, Rule]) -> list[Result]:
+def _replayed(run: Sequence[PublishedRow], experiment: Experiment, rules: Mapping[int, Rule]) -> list[Result]:
     """The result of each row of a run. rules: line of a row -> its rule."""
     outcome, machine = replay(experiment), experiment.machine
     return [
@@ -274,7 +276,9 @@ def _holds(text: str | None, where: str) -> bool:
     return text is None or text.lower() in where.lower()
 
 
-def _result(row: Row, rule: Rule, machine: str, gpu: str, policy: str, value: float | None, reason: str) -> Result:
+def _result(
+    row: PublishedRow, rule: Rule, machine: str, gpu: str, policy: str, value: float | None, reason: str
+) -> Result:
     return Result(
         line=row.line,
         system=row.system,

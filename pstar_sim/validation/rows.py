@@ -11,7 +11,7 @@ from importlib.resources import files
 
 from pstar_sim.errors import CatalogError
 
-__all__ = ["Row", "number", "published_rows", "read_rows"]
+__all__ = ["PublishedRow", "number", "published_rows", "read_rows"]
 
 COLUMNS = (
     "system",
@@ -30,7 +30,7 @@ _VALUE = re.compile(r"^(\d+(?:\.\d+)?(?:e\d+)?)(?:-(\d+(?:\.\d+)?))?([BT]?)$")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class PublishedRow:
     """One published figure, as written.
 
     line: of the file, 1 = the first after the header.
@@ -75,21 +75,21 @@ def number(text: str) -> float:
     return middle * _SUFFIX[suffix]
 
 
-def read_rows(file: str, text: str) -> tuple[Row, ...]:
+def read_rows(file: str, text: str) -> tuple[PublishedRow, ...]:
     """The rows of a measurements file. Raises CatalogError naming the line and what is wrong with it."""
     table = csv.DictReader(io.StringIO(text))
     if tuple(table.fieldnames or ()) != COLUMNS:
         raise CatalogError(
             f"{file}: columns are {', '.join(table.fieldnames or ())}; they must be {', '.join(COLUMNS)}"
         )
-    rows: list[Row] = []
+    rows: list[PublishedRow] = []
     for line, raw in enumerate(table, 1):
         try:
             value, gpus = number(raw["value"]), int(raw["gpus"])
         except ValueError as error:
             raise CatalogError(f"{file}, row {line}: {error}") from error
         rows.append(
-            Row(
+            PublishedRow(
                 line=line,
                 system=raw["system"],
                 hardware=raw["hardware"],
@@ -107,7 +107,7 @@ def read_rows(file: str, text: str) -> tuple[Row, ...]:
 
 
 @cache
-def published_rows() -> tuple[Row, ...]:
+def published_rows() -> tuple[PublishedRow, ...]:
     """The rows shipped with the project."""
     text = (files("pstar_sim.validation") / "data" / "measurements.csv").read_text(encoding="utf-8")
     return read_rows("measurements.csv", text)

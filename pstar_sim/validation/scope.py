@@ -10,7 +10,7 @@ from importlib.resources import files
 
 from pstar_sim.errors import CatalogError
 from pstar_sim.python310 import TOMLDecodeError, toml_loads
-from pstar_sim.validation.rows import Row
+from pstar_sim.validation.rows import PublishedRow
 
 __all__ = ["USES", "Rule", "published_scope", "read_scope", "rule_of"]
 
@@ -27,7 +27,7 @@ class Rule:
     use: str
     why: str
 
-    def matches(self, row: Row) -> bool:
+    def matches(self, row: PublishedRow) -> bool:
         return all(
             any(fnmatchcase(getattr(row, column), p) for p in patterns) for column, patterns in self.patterns.items()
         )
@@ -53,7 +53,7 @@ def read_scope(file: str, text: str) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def rule_of(row: Row, rules: Iterable[Rule]) -> Rule:
+def rule_of(row: PublishedRow, rules: Iterable[Rule]) -> Rule:
     """The first rule that matches. Raises CatalogError for a row that none does."""
     for rule in rules:
         if rule.matches(row):

@@ -15,7 +15,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.cli import main
 from pstar_sim.core.plan import Settings, load_plan
 from pstar_sim.errors import CannotPlan, DoesNotFit, TraceError
-from pstar_sim.planner.tried import Cap, Outcome, Tried, tried_of, tried_text
+from pstar_sim.planner.tried import Cap, Tried, WayOutcome, tried_of, tried_text
 from pstar_sim.planner.variants import candidates, choose, words
 from pstar_sim.policy.kit.ties import AS_FAST
 from pstar_sim.policy.registry import built_in
@@ -114,15 +114,15 @@ def test_what_was_not_tried_is_told_from_what_cannot_win() -> None:
     """Two ways promise too little (proof: their bounds), three were left out although they might have been the best."""
     cap = Cap(policy="optimal", ways=5, alike=2)
     tried = {
-        "a": Tried(outcome=Outcome.PLANNED, seconds=2.5),
-        "b": Tried(outcome=Outcome.COMPUTING, seconds=2.6),
-        "c": Tried(outcome=Outcome.BOUND, seconds=2.5, chunk_bytes=2_100_000),
-        "d": Tried(outcome=Outcome.CAPPED, seconds=1.1, cap=cap),
-        "e": Tried(outcome=Outcome.CAPPED, seconds=1.2, cap=cap),
-        "f": Tried(outcome=Outcome.CAPPED, seconds=2.0, cap=cap),
-        "g": Tried(outcome=Outcome.NO_ROOM, place="gpu", short_bytes=10),
-        "h": Tried(outcome=Outcome.PLANNED, seconds=3.0),
-        "i": Tried(outcome=Outcome.COMPUTING, seconds=2.7, stashes=True),
+        "a": Tried(outcome=WayOutcome.PLANNED, seconds=2.5),
+        "b": Tried(outcome=WayOutcome.COMPUTING, seconds=2.6),
+        "c": Tried(outcome=WayOutcome.BOUND, seconds=2.5, chunk_bytes=2_100_000),
+        "d": Tried(outcome=WayOutcome.CAPPED, seconds=1.1, cap=cap),
+        "e": Tried(outcome=WayOutcome.CAPPED, seconds=1.2, cap=cap),
+        "f": Tried(outcome=WayOutcome.CAPPED, seconds=2.0, cap=cap),
+        "g": Tried(outcome=WayOutcome.NO_ROOM, place="gpu", short_bytes=10),
+        "h": Tried(outcome=WayOutcome.PLANNED, seconds=3.0),
+        "i": Tried(outcome=WayOutcome.COMPUTING, seconds=2.7, stashes=True),
     }
     rule = "optimal plans at most 5 ways, 2 of one number of micro-batches, and where another policy is faster"
     assert tried_text(tried, "a") == (

@@ -22,9 +22,9 @@ from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.policy.passes.collectives import Collectives
 from pstar_sim.policy.passes.draft_rows import DraftRows, Pass
 from pstar_sim.policy.passes.floors import Floors
-from pstar_sim.policy.passes.gradients import Gradients
+from pstar_sim.policy.passes.gradients import GradientRows
 from pstar_sim.policy.passes.lowering import draft_of
-from pstar_sim.policy.passes.updates import Updates
+from pstar_sim.policy.passes.updates import UpdateRows
 from pstar_sim.policy.passes.working_lists import WorkingLists
 from pstar_sim.policy.passes.write_plan import step_of
 from pstar_sim.testing import chain_workload, random_machine, random_ranks, random_settings, random_workload
@@ -106,7 +106,7 @@ def test_a_second_fetch_waits_for_the_first_list_to_be_gone() -> None:
 def test_gradients_of_early_micro_batches_have_a_list_and_the_last_one_takes_the_working_list() -> None:
     s = schedule(micro_batches=2)
     rows = DraftRows(s)
-    mine = [(kind, name) for _, kind, c, name in write(rows, Gradients(rows)) if c == 1]
+    mine = [(kind, name) for _, kind, c, name in write(rows, GradientRows(rows)) if c == 1]
     early = [(Kind.ALLOC, "grad"), (Kind.WRITEBACK, "grad"), (Kind.FREE, "grad"), (Kind.CPU_ADD, "grad")]
     assert mine == [*early, (Kind.WRITEBACK, "param"), (Kind.DROP, "param")]
     assert set(rows.send_of) == {0, 1, 2}
@@ -115,7 +115,7 @@ def test_gradients_of_early_micro_batches_have_a_list_and_the_last_one_takes_the
 def test_on_several_ranks_a_gradient_is_whole_until_it_is_summed_and_a_pinned_one_stays() -> None:
     s = schedule(micro_batches=2, machine="h100-80x4", pinned=[0])
     rows = DraftRows(s)
-    written = write(rows, Gradients(rows))
+    written = write(rows, GradientRows(rows))
     opened = [(Kind.ALLOC, "grad"), (Kind.ALLOC, "grad_remote"), (Kind.REDUCE_SCATTER, "grad_remote")]
     assert [(kind, name) for _, kind, c, name in written if c == 0] == [*opened, (Kind.FREE, "grad")]
     assert [(kind, name) for _, kind, c, name in written if c == 1][:5] == [
@@ -143,7 +143,7 @@ def test_states_of_a_streamed_chunk_come_and_go() -> None:
     s = schedule(streamed=[1], pinned=[0])
     rows = DraftRows(s)
     floors = Floors(rows)
-    one = Updates(rows, WorkingLists(rows, floors))
+    one = UpdateRows(rows, WorkingLists(rows, floors))
     update = s.updates[1]
     for n in range(update + 1):
         waits = one.before(n)

@@ -13,14 +13,14 @@ from pstar_sim.cost import CostModel
 from pstar_sim.errors import CatalogError
 from pstar_sim.validation.experiments import experiment_of, first_ranks, runs_of
 from pstar_sim.validation.replay import phases_of, predict, replay
-from pstar_sim.validation.rows import Row, published_rows
+from pstar_sim.validation.rows import PublishedRow, published_rows
 from pstar_sim.workload.presets import preset
 from pstar_sim.workload.workload import Workload
 
 GB = 10**9
 
 
-def run_at(line: int) -> tuple[Row, ...]:
+def run_at(line: int) -> tuple[PublishedRow, ...]:
     """The published run that the row of this line is part of."""
     return next(run for run in runs_of(published_rows()) if any(row.line == line for row in run))
 

@@ -19,7 +19,7 @@ __all__ = ["check_stash_step", "check_stashes"]
 
 
 def check_stash_step(plan: Plan, step: Step) -> None:
-    """What can be said of one step alone. Raises PlanError."""
+    """Check what can be checked of one step alone. Raises PlanError."""
     stashes = plan.workload.stashes
     if step.stash is None or not 0 <= step.stash < len(stashes):
         raise PlanError(f"{label(step)} needs stash=, below {len(stashes)}")

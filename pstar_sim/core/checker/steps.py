@@ -64,7 +64,7 @@ def check_structure(plan: Plan) -> list[int]:
 
 
 def _check_step(plan: Plan, step: Step) -> None:
-    """What can be said of one step alone. Raises PlanError."""
+    """Check what can be checked of one step alone. Raises PlanError."""
     queues = _QUEUES[step.kind]
     if step.via is not None and step.kind not in (Kind.FETCH, Kind.WRITEBACK):
         raise PlanError(f"{label(step)} has via={step.via}; only copies between host and gpu can go another way")

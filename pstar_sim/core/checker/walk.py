@@ -322,7 +322,7 @@ class Walk:
             raise PlanError(f"{label(step)} gives up gradients that no reduce_scatter has summed over the ranks")
 
     def _check_not_lost(self, step: Step, key: _Key, content: _Content) -> None:
-        """What was given up is somewhere else too, or something newer is."""
+        """Check that what a step gives up is somewhere else too, or that something newer is."""
         for place in Place:
             other = self.content.get((key[0], key[1], place))
             if other is None:

@@ -82,7 +82,7 @@ class _Idle:
         heapq.heappush(self._oldest, (since, gap.chunk, lap, gap))
 
     def take(self, lap: int, gap: UseGap) -> bool:
-        """The chunk is idle no more; whether it still was."""
+        """The chunk is not idle any more. Returns whether it was idle."""
         if (lap, gap) not in self._entries:
             return False
         self._entries.discard((lap, gap))

@@ -85,10 +85,13 @@ def _least_net_s(job: Job) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """seconds: for each number of pinned chunks and each streamed share of the others.
-    mean_s: mean of the terms of which that is the largest.
-    floor_s: without the windows, which depend on where the modes lie, but that of the last chunk, and with streamed
-        parameters that need not come up again. Shapes (len(pins), len(shares)).
+    """Closed-form seconds. Arrays have shape (len(pins), len(shares)): number of pinned chunks, share of the others
+    that is streamed.
+
+    seconds: seconds per iteration, the largest of several terms.
+    mean_s: mean of these terms.
+    floor_s: seconds without the terms of windows, which depend on where the modes lie (except the window of the last
+        chunk), and with streamed parameters that need not come up again.
     """
 
     seconds: Array

@@ -27,7 +27,7 @@ from pstar_sim.policy.passes.feasibility import check_gpu
 from pstar_sim.units import format_bytes, format_s
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["Found", "own_plans", "searched"]
+__all__ = ["SearchResult", "own_plans", "searched"]
 
 FEWEST_CHUNKS, MOST_CHUNKS = 16, 400  # of other chunk sizes that are tried
 MOST_WASTE = 0.06  # of them
@@ -38,7 +38,7 @@ WORTH_A_SIZE, WORTH_A_SIZE_OF_FEW = 2e-2, 5e-3  # so far from the floor other ch
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """A plan, whose it is, and its seconds as followed.
 
     pins_alone_s: what the closed form allows without streams.
@@ -68,7 +68,7 @@ def own_plans(
     name: str,
     *,
     sizes: bool = True,
-) -> Iterator[Found]:
+) -> Iterator[SearchResult]:
     """The best of the search over each chunk size tried. sizes: try others than the usual one, where the settings leave
     the size open. Raises DoesNotFit if no size fits."""
     over = _Sizes(workload, machine, settings, point, name)
@@ -79,7 +79,7 @@ def own_plans(
     search = min(over.searches, key=lambda search: search.seconds)
     for attempt in search.fastest:  # followed, since what `choose` says is a prediction
         plan = attempt.plan(_choices(search, attempt, over.tried))
-        yield Found(period_s(plan), name, plan, search.alone_s)
+        yield SearchResult(period_s(plan), name, plan, search.alone_s)
 
 
 class _Sizes:

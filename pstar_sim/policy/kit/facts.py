@@ -117,7 +117,7 @@ class Facts:
 
     @cached_property
     def every_batch(self) -> bool:
-        """Every micro-batch gives a gradient to every chunk in `trained`."""
+        """Whether every micro-batch gives a gradient to every chunk in `trained`."""
         return all(len(self.spans[c]) == self.workload.micro_batches for c in self.trained)
 
     @cached_property
@@ -135,7 +135,7 @@ class Facts:
         return self.reads[chunk] if final < 0 else tuple(m for m in self.reads[chunk] if m <= final)
 
     def updated(self, chunk: int) -> bool:
-        """Some parameter of it gets a gradient, so that the chunk has an Adam step."""
+        """Whether some parameter of it gets a gradient, so that the chunk has an Adam step."""
         return bool(self.spans[chunk])
 
     def first_use(self, chunk: int) -> int:

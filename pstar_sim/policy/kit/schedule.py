@@ -81,5 +81,5 @@ class Schedule:
         return stretches[1:] if chunk in self.stays else stretches
 
     def is_resident(self, chunk: int) -> bool:
-        """Its working list and states are always on the GPU."""
+        """Whether its working list and states are always on the GPU."""
         return chunk in self.modes.pinned or chunk in self.job.small

@@ -11,7 +11,7 @@ from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.passes.collectives import reduce
 from pstar_sim.policy.passes.draft_rows import After, DraftRows
 
-__all__ = ["Gradients", "room"]
+__all__ = ["GradientRows", "room"]
 
 
 def room(job: Job, block: int, pinned: frozenset[int] = frozenset()) -> int:
@@ -21,7 +21,7 @@ def room(job: Job, block: int, pinned: frozenset[int] = frozenset()) -> int:
     return sum(size for c, size in lists if job.ranks > 1 or c not in pinned) if lists else 0
 
 
-class Gradients:
+class GradientRows:
     """The pass that moves the gradients of all chunks that are updated, wherever Adam runs."""
 
     def __init__(self, rows: DraftRows) -> None:

@@ -13,9 +13,9 @@ from pstar_sim.policy.passes.collectives import Collectives
 from pstar_sim.policy.passes.draft_rows import DraftRows, Pass, ends_of
 from pstar_sim.policy.passes.feasibility import held_on_host
 from pstar_sim.policy.passes.floors import Floors
-from pstar_sim.policy.passes.gradients import Gradients
+from pstar_sim.policy.passes.gradients import GradientRows
 from pstar_sim.policy.passes.stash_copies import StashCopies
-from pstar_sim.policy.passes.updates import Updates
+from pstar_sim.policy.passes.updates import UpdateRows
 from pstar_sim.policy.passes.working_lists import WorkingLists
 
 __all__ = ["draft_of"]
@@ -31,7 +31,7 @@ def draft_of(schedule: Schedule) -> Draft:
     rows = DraftRows(schedule)
     floors = Floors(rows)
     working, collectives = WorkingLists(rows, floors), Collectives(rows, floors)
-    stashes, gradients, updates = StashCopies(rows), Gradients(rows), Updates(rows, working)
+    stashes, gradients, updates = StashCopies(rows), GradientRows(rows), UpdateRows(rows, working)
     idle = {collectives: not schedule.whole, stashes: not schedule.job.workload.stashes}
     before: list[Pass] = [one for one in (working, collectives, gradients, stashes, updates) if not idle.get(one)]
     behind: list[Pass] = [one for one in (stashes, collectives, working, gradients, updates) if not idle.get(one)]

@@ -13,7 +13,7 @@ from pstar_sim.policy.kit.schedule import Position
 from pstar_sim.policy.passes.draft_rows import After, DraftRows, ends_of
 from pstar_sim.policy.passes.working_lists import WorkingLists
 
-__all__ = ["Updates", "adam_key", "adam_waits_for_backward", "room"]
+__all__ = ["UpdateRows", "adam_key", "adam_waits_for_backward", "room"]
 
 
 def room(job: Job, position: Position) -> int:
@@ -33,7 +33,7 @@ def adam_waits_for_backward(adam: str) -> bool:
     return adam == "after-backward"
 
 
-class Updates:
+class UpdateRows:
     """Every chunk that has a gradient, once."""
 
     def __init__(self, rows: DraftRows, working: WorkingLists) -> None:
@@ -53,7 +53,7 @@ class Updates:
                 self._residents_behind[schedule.at[job.update_block[c]]].append(c)
 
     def before(self, n: int) -> Sequence[int]:
-        """The states of a streamed chunk."""
+        """Fetch the states of a streamed chunk."""
         rows, schedule = self._rows, self._rows.schedule
         job, c = schedule.job, schedule.positions[n].chunk
         if c < 0:

@@ -62,12 +62,12 @@ class Groups:
         return [c for c in sorted(touched) if m == self._uses.last_gradient(c) or self._all_used(c, m)]
 
     def _all_used(self, c: int, m: int) -> bool:
-        """All tensors are in the same state that follows a use, and the group holds nothing but parameters."""
+        """Whether all tensors are in the same state that follows a use, and the group holds nothing but parameters."""
         states = [self._state[t] for t in self._tensors[c]]
         same = states[0] is not _Hold.HOLD and states.count(states[0]) == len(states)
         return same and not self._holds_gradient(c, m)
 
     def _holds_gradient(self, c: int, m: int) -> bool:
-        """The last gradient has begun to overwrite the working lists."""
+        """Whether the last gradient has begun to overwrite the working lists."""
         last_batch = self._workload.moments[m].micro_batch == self._workload.micro_batches - 1
         return last_batch and self._uses.updated(c) and self._uses.spans[c][-1][1] <= m

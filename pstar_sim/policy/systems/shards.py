@@ -75,15 +75,15 @@ class Shards:
         self.unpinned = None if b.machine.link.pageable_bytes_per_s is None else PAGEABLE
 
     def lives_on_gpu(self, c: int) -> bool:
-        """Its own slice of the parameters is on the GPU all the time."""
+        """Whether its own slice of the parameters is on the GPU all the time."""
         return self.scheme.home is Place.GPU or c in self.scheme.resident or c in self.kept
 
     def comes(self, c: int) -> bool:
-        """Something has to be brought before the chunk can be used."""
+        """Whether something has to be brought before the chunk can be used."""
         return c not in self.kept and (self.ranks > 1 or not self.lives_on_gpu(c))
 
     def in_place(self, c: int) -> bool:
-        """The gradient overwrites the working list: nothing else wants it whole, and it is not accumulated."""
+        """Whether the gradient overwrites the working list: nothing else wants it whole, and it is not accumulated."""
         return c in self.on_gpu and not self.several
 
     def reside(self, host_list: str) -> None:
