@@ -1,7 +1,7 @@
 """`pstar ...`: the command line, and the one place that joins pstar_sim and executor (both imported only when needed).
 
-A user's mistake is one line on stderr and exit status 2, "it does not fit" is an answer and 3; Ctrl-C is one line and
-130. JSON goes to stdout alone.
+`app.app` declares the commands. A user's mistake is one line on stderr and exit status 2, "it does not fit" is an
+answer and 3; Ctrl-C is one line and 130. JSON goes to stdout alone.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status as in `status.HELP`."""
-    from pstar_sim.cli.parser import make_parser
     from pstar_sim.cli.status import INTERRUPTED, MISTAKE, status_of
 
     _open_streams()
-    parser = make_parser()
     try:
-        args = parser.parse_args(argv)
-        if getattr(args, "command", None) is None:
-            parser.print_help()
-            return 0
-        status: int = args.call(args)
+        from pstar_sim.cli.app import app
+        from pstar_sim.cli.usage import run_app
+
+        if "_PSTAR_COMPLETE" in os.environ:  # a shell asks what could be written next
+            app(prog_name="pstar")
+        status = run_app(app, "pstar", sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
     except PstarError as error:
         return _complain(str(error), status_of(error))

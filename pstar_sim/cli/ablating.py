@@ -2,46 +2,62 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
+from typing import Annotated
 
-from pstar_sim.cli.planning import save_picture, say, say_json, tell
+import typer
 
-__all__ = ["ablate"]
+from pstar_sim.cli.bars import bar
+from pstar_sim.cli.declare import command
+from pstar_sim.cli.flags import JsonObject, MachineFlags, SettingFlags, WorkloadFlags, certify, output
+from pstar_sim.cli.output import save_picture, say, say_json, tell
+from pstar_sim.cli.values import policy_names
+
+__all__ = ["commands"]
+
+commands = typer.Typer()
 
 
-def ablate(args: argparse.Namespace) -> int:
+@command(commands, "pstar ablate --model 8B --batch 8 --seq 1024 --machine v100-32 -o waterfall.png")
+def ablate(
+    *,
+    job: WorkloadFlags,
+    on: MachineFlags,
+    setting: SettingFlags,
+    policy: Annotated[
+        str, typer.Option(metavar="P", autocompletion=policy_names, help="the policy that the changes lead to")
+    ] = "optimal",
+    lp: Annotated[
+        bool, certify("hold all lines against the tighter bound of a linear program, which takes seconds")
+    ] = False,
+    json: JsonObject = False,
+    path: Annotated[str | None, output("also draw the waterfall")] = None,
+) -> int:
+    """Say what each idea is worth: from PatrickStar's schedule to the best one, one change at a time."""
     from pstar_sim.cli.inputs import machine_of, settings_of, workloads_of
     from pstar_sim.planner.ablate import ablate as ask
 
-    machine = machine_of(args)
-    found = ask(
-        workloads_of(args, machine),
-        machine,
-        settings_of(args),
-        policy=args.policy,
-        certify=args.certify,
-        progress=_progress,
-    )
-    if args.output is not None:
+    machine = machine_of(on)
+    workloads = workloads_of(job, machine)
+    with bar("planning", quiet=json) as on_part:
+        found = ask(
+            workloads,
+            machine,
+            settings_of(setting),
+            policy=policy,
+            certify=lp,
+            progress=lambda done, lines: on_part("planning", done, lines),
+        )
+    if path is not None:
         from pstar_sim.report.waterfall import waterfall_figure
 
-        save_picture(waterfall_figure(found), Path(args.output), dpi=150)
-    if args.json:
+        save_picture(waterfall_figure(found), Path(path), dpi=150)
+    if json:
         say_json(found.to_json())
     else:
         from pstar_sim.report.ablation import ablation_text
 
         say(ablation_text(found))
-        if args.output is not None:
-            tell(f"\n{args.output}: the waterfall")
+        if path is not None:
+            tell(f"\n{path}: the waterfall")
     return 0
-
-
-def _progress(done: int, lines: int) -> None:
-    """One line that is written over, on a terminal only."""
-    if sys.stderr.isatty():
-        end = "\r" if done < lines else "\r\033[K"
-        sys.stderr.write(f"planning: {done} of {lines}{end}")
-        sys.stderr.flush()

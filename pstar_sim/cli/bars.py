@@ -1,4 +1,5 @@
-"""Bars: how far a command is that takes a while, on stderr; nothing if quiet or where stderr is not a terminal."""
+"""How far a command is that takes a while: a bar on stderr, on a terminal only; nothing if quiet. `progress` shows a
+run, which has more to tell."""
 
 from __future__ import annotations
 
@@ -12,20 +13,20 @@ if TYPE_CHECKING:
 
 __all__ = ["bar", "parts"]
 
-OnPart = Callable[[str, int, int], None]
-"""Called with what is being done, how many parts are behind it and how many there are."""
-
 
 @contextmanager
-def bar(first: str, *, quiet: bool) -> Iterator[OnPart]:
-    """A progress bar that goes away at the end. first: what is being done until it is told."""
+def bar(first: str, *, quiet: bool, alike: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar that goes away at the end; what it is told with is `planner.asked.OnPart`. first: what is done
+    until it is told. alike: all parts take about as long, so the bar says how long the rest will take, not how long it
+    has been."""
     if quiet or not sys.stderr.isatty():
         yield lambda name, number, count: None
         return
     from rich.console import Console
-    from rich.progress import Progress, TimeElapsedColumn
+    from rich.progress import Progress, TimeElapsedColumn, TimeRemainingColumn
 
-    with Progress(*parts(TimeElapsedColumn), console=Console(file=sys.stderr), transient=True) as shown:
+    time = TimeRemainingColumn if alike else TimeElapsedColumn
+    with Progress(*parts(time), console=Console(file=sys.stderr), transient=True) as shown:
         task = shown.add_task(first, total=None)
         yield lambda name, number, count: shown.update(task, description=name, completed=number, total=count)
 

@@ -2,37 +2,64 @@
 
 from __future__ import annotations
 
-import argparse
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pstar_sim.catalog.curves import Curve
-from pstar_sim.catalog.machine import Machine
+import typer
+
 from pstar_sim.cli.bars import bar
-from pstar_sim.cli.planning import say, say_json, tell
-from pstar_sim.cli.running import executor_module
+from pstar_sim.cli.declare import command
+from pstar_sim.cli.executor_parts import executor_module
+from pstar_sim.cli.flags import output
+from pstar_sim.cli.output import say_json, say_table, tell
+from pstar_sim.cli.values import one_of
 from pstar_sim.errors import PstarError
-from pstar_sim.terminal import table_text, terminal_width
 from pstar_sim.units import GB
 
-__all__ = ["calibrate"]
+if TYPE_CHECKING:
+    from pstar_sim.catalog.curves import Curve
+    from pstar_sim.catalog.machine import Machine
+
+__all__ = ["commands"]
+
+commands = typer.Typer()
+
+DEVICES = Literal["auto", "virtual", "cuda"]
 
 
-def calibrate(args: argparse.Namespace) -> int:
-    if not args.output.endswith(".toml"):
-        raise PstarError(f"{args.output!r}: a machine file's name ends in .toml, by which --machine knows it")
+@command(
+    commands,
+    "pstar calibrate -o my.toml && pstar plan --trace gpt2.parquet --machine my.toml --gpu-memory 1GB -o plan.json",
+)
+def calibrate(
+    *,
+    path: Annotated[str, output("the machine file to write (.toml)")],
+    device: Annotated[
+        DEVICES,
+        typer.Option(
+            parser=one_of(DEVICES),
+            help="what to measure (auto: the GPU where there is one, else the virtual accelerator)",
+        ),
+    ] = "auto",
+    quick: Annotated[bool, typer.Option("--quick", help="a quarter of the time, for twice the scatter")] = False,
+    json: Annotated[bool, typer.Option("--json", help="what was measured as a JSON object")] = False,
+) -> int:
+    """Measure the machine this runs on, in less than two minutes, and write it as a machine file."""
+    if not path.endswith(".toml"):
+        raise PstarError(f"{path!r}: a machine file's name ends in .toml, by which --machine knows it")
     measure = executor_module("calibrate").calibrate
-    with bar("starting", quiet=args.json) as on_part:
-        machine, found = measure(args.output, device=args.device, quick=args.quick, on_part=on_part)
-    if args.json:
-        say_json(_facts(machine, args.output, found.skipped))
+    with bar("starting", quiet=json) as on_part:
+        machine, found = measure(path, device=device, quick=quick, on_part=on_part)
+    if json:
+        say_json(_facts(machine, path, found.skipped))
         return 0
-    say(table_text(("measured", "figure", "by size"), _rows(machine), width=terminal_width()))
+    say_table(("measured", "figure", "by size"), _rows(machine))
     tell("\n".join([f"not measured: {reason}" for reason in found.skipped] or ["everything was measured"]))
     if found.taken_by_others > 0.1:
         tell(
             f"other programs had {found.taken_by_others:.0%} of the processor time meanwhile; measure again when the "
             "machine is idle"
         )
-    tell(f"{args.output}: use it with --machine {args.output}")
+    tell(f"{path}: use it with --machine {path}")
     return 0
 
 

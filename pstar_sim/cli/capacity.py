@@ -2,218 +2,335 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from pstar_sim.cli.bars import bar, parts
-from pstar_sim.cli.inputs import lora_of, machine_of, settings_of, workloads_of
-from pstar_sim.cli.planning import say, say_json, tell
+import typer
+
+from pstar_sim.cli.bars import bar
+from pstar_sim.cli.declare import command
+from pstar_sim.cli.flags import (
+    JobFlags,
+    JsonList,
+    MachineFlags,
+    MicroBatches,
+    Preset,
+    Quiet,
+    SettingFlags,
+    WorkloadFlags,
+    output,
+    policies,
+)
+from pstar_sim.cli.output import note, say, say_json, tell
 from pstar_sim.cli.status import NO
+from pstar_sim.cli.values import count, duration_s, machine_names, model_names, one_of, positive, share
 from pstar_sim.errors import PstarError
 
-if TYPE_CHECKING:
-    from pstar_sim.planner.sweep import Progress
+__all__ = ["commands"]
 
-__all__ = ["cheapest", "fits", "max_batch", "max_model", "sensitivity", "sweep"]
+commands = typer.Typer()
+
+LOADINGS = Literal["whole", "in-place"]
 
 
-def fits(args: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class AskedFlags:
+    """What is asked about, and how the answer is printed."""
+
+    policy: Annotated[list[str] | None, policies("ask about", "all policies")] = None
+    loading: Annotated[
+        LOADINGS,
+        typer.Option(
+            parser=one_of(LOADINGS),
+            help="how the weights come: whole, into host memory beside the chunks, or made in place",
+        ),
+    ] = "whole"
+    json: JsonList = False
+
+
+@command(commands, "pstar fits --model 12B --batch 8 --seq 1024 --machine rtx4090-128gb")
+def fits(*, job: WorkloadFlags, on: MachineFlags, setting: SettingFlags, asked: AskedFlags) -> int:
+    """Say whether a job fits a machine, by policy: with how much room to spare, or what is short and what would do."""
+    from pstar_sim.cli.inputs import machine_of, settings_of, workloads_of
     from pstar_sim.planner.fits import fits as ask
     from pstar_sim.report.capacity import fits_text
 
-    machine = machine_of(args)
-    answer = ask(
-        workloads_of(args, machine), machine, policies=args.policy, settings=settings_of(args), loading=args.loading
-    )
-    if args.json:
+    machine = machine_of(on)
+    workloads = workloads_of(job, machine)
+    with bar("starting", quiet=asked.json) as on_part:
+        answer = ask(
+            workloads,
+            machine,
+            policies=asked.policy,
+            settings=settings_of(setting),
+            loading=asked.loading,
+            on_part=on_part,
+        )
+    if asked.json:
         say_json(answer.to_json())
     else:
         say(fits_text(answer))
     if not answer.any:
         what = "no policy fits" if len(answer.rows) > 1 else f"{answer.rows[0].policy} does not fit"
-        sys.stderr.write(f"pstar: {what} {answer.workload.model} on {machine.name}; the answer says why\n")
+        note(f"{what} {answer.workload.model} on {machine.name}; the answer says why")
         return NO
     return 0
 
 
-def max_model(args: argparse.Namespace) -> int:
+@command(commands, "pstar max-model --machine v100-32 --batch 8 --seq 1024 --like 12B")
+def max_model(
+    *,
+    like: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", autocompletion=model_names, help="the family: this preset with more or fewer layers"
+        ),
+    ] = "12B",
+    hidden: Annotated[int | None, typer.Option(parser=positive, metavar="H", help="another hidden size for it")] = None,
+    heads: Annotated[
+        int | None, typer.Option(parser=positive, metavar="N", help="another number of heads for it")
+    ] = None,
+    batch: Annotated[
+        int, typer.Option(parser=positive, metavar="B", help="sequences per micro-batch, of all GPUs together")
+    ],
+    micro_batches: MicroBatches = 1,
+    job: JobFlags,
+    on: MachineFlags,
+    setting: SettingFlags,
+    asked: AskedFlags,
+) -> int:
+    """Find the largest model a machine can train, by policy: of the catalog, and of a family by its depth."""
+    from pstar_sim.cli.inputs import lora_of, machine_of, settings_of
     from pstar_sim.planner.limits import max_model as ask
     from pstar_sim.report.capacity import limits_text
 
-    with bar("starting", quiet=args.json) as on_policy:
+    machine = machine_of(on)
+    with bar("starting", quiet=asked.json) as on_policy:
         answer = ask(
-            machine_of(args),
-            batch=args.batch,
-            seq=args.seq,
-            like=args.like,
-            hidden=args.hidden,
-            heads=args.heads,
-            policies=args.policy,
-            settings=settings_of(args),
-            micro_batches=args.micro_batches,
-            dtype=args.dtype,
-            checkpointing=args.checkpointing,
-            lora=lora_of(args),
-            optimizer=args.optimizer,
-            loading=args.loading,
+            machine,
+            batch=batch,
+            seq=job.seq,
+            like=like,
+            hidden=hidden,
+            heads=heads,
+            policies=asked.policy,
+            settings=settings_of(setting),
+            micro_batches=micro_batches,
+            dtype=job.dtype,
+            checkpointing=job.checkpointing,
+            lora=lora_of(job.lora),
+            optimizer=job.optimizer,
+            loading=asked.loading,
             on_policy=on_policy,
         )
-    if args.json:
+    if asked.json:
         say_json(answer.to_json())
     else:
         say(limits_text(answer))
     if not any(row.value for row in answer.rows):
-        sys.stderr.write(f"pstar: not even one layer like {args.like} fits {args.machine}; the answer says why\n")
+        note(f"not even one layer like {like} fits {on.machine}; the answer says why")
         return NO
     return 0
 
 
-def max_batch(args: argparse.Namespace) -> int:
+@command(commands, "pstar max-batch --model 8B --seq 1024 --machine rtx4090")
+def max_batch(
+    *,
+    model: Preset,
+    micro_batches: MicroBatches = 1,
+    job: JobFlags,
+    on: MachineFlags,
+    setting: SettingFlags,
+    asked: AskedFlags,
+) -> int:
+    """Find the largest batch with which a machine can train a model, by policy."""
+    from pstar_sim.cli.inputs import lora_of, machine_of, settings_of
     from pstar_sim.planner.limits import max_batch as ask
     from pstar_sim.report.capacity import limits_text
     from pstar_sim.workload.presets import default_dtype, preset
     from pstar_sim.workload.workload import Workload
 
-    machine = machine_of(args)
-    adapter = lora_of(args)
+    machine = machine_of(on)
+    adapter = lora_of(job.lora)
 
     def write(batch: int) -> Workload:
         return preset(
-            args.model,
+            model,
             batch=batch,
-            seq=args.seq,
-            micro_batches=args.micro_batches,
-            dtype=args.dtype or default_dtype(machine),
-            checkpointing=args.checkpointing,
+            seq=job.seq,
+            micro_batches=micro_batches,
+            dtype=job.dtype or default_dtype(machine),
+            checkpointing=job.checkpointing,
             lora=adapter,
-            optimizer=args.optimizer,
+            optimizer=job.optimizer,
         )
 
-    with bar("starting", quiet=args.json) as on_policy:
+    with bar("starting", quiet=asked.json) as on_policy:
         answer = ask(
             machine,
             write,
-            policies=args.policy,
-            settings=settings_of(args),
-            loading=args.loading,
+            policies=asked.policy,
+            settings=settings_of(setting),
+            loading=asked.loading,
             on_policy=on_policy,
         )
-    if args.json:
+    if asked.json:
         say_json(answer.to_json())
     else:
         say(limits_text(answer))
     if not any(row.value for row in answer.rows):
-        sys.stderr.write(f"pstar: not even one sequence of {args.model} fits {machine.name}; the answer says why\n")
+        note(f"not even one sequence of {model} fits {machine.name}; the answer says why")
         return NO
     return 0
 
 
-def cheapest(args: argparse.Namespace) -> int:
+@command(commands, "pstar cheapest --model 8B --tokens 3e9 --deadline 14d --batch 64 --seq 1024")
+def cheapest(
+    *,
+    model: Preset,
+    tokens: Annotated[float, typer.Option(parser=count, metavar="N", help="tokens in all, such as 300e9")],
+    deadline: Annotated[
+        float | None,
+        typer.Option(parser=duration_s, metavar="TIME", help="such as 14d, 36h or 2w (default: none)"),
+    ] = None,
+    batch: Annotated[
+        int,
+        typer.Option(
+            parser=positive, metavar="B", help="sequences per iteration, of all GPUs and micro-batches together"
+        ),
+    ],
+    job: JobFlags,
+    machine: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="M",
+            autocompletion=machine_names,
+            help="only this machine; may be given several times (default: every machine with a price)",
+        ),
+    ] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="another figure of every --machine")
+    ] = None,
+    prices: Annotated[
+        str | None, typer.Option(metavar="FILE", help="prices of your own: [MACHINE] usd_per_hour = ...")
+    ] = None,
+    most_nodes: Annotated[
+        int, typer.Option("--nodes", parser=positive, metavar="N", help="largest number of nodes to try")
+    ] = 64,
+    setting: SettingFlags,
+    policy: Annotated[list[str] | None, policies("use", "optimal")] = None,
+    json: JsonList = False,
+) -> int:
+    """Find the cheapest machine that trains a model on so many tokens by a deadline."""
     from pstar_sim.catalog.loader import load_machine
+    from pstar_sim.cli.inputs import lora_of, settings_of
     from pstar_sim.planner.cheapest import cheapest as ask
     from pstar_sim.report.capacity import cheapest_text
 
-    if args.set and not args.machine:
+    if changes and not machine:
         raise PstarError("--set changes machines that are named: give --machine too")
-    machines = None if args.machine is None else [load_machine(name, overrides=args.set) for name in args.machine]
-    answer = ask(
-        args.model,
-        tokens=args.tokens,
-        batch=args.batch,
-        seq=args.seq,
-        deadline_s=args.deadline,
-        machines=machines,
-        policies=args.policy,
-        settings=settings_of(args),
-        dtype=args.dtype,
-        checkpointing=args.checkpointing,
-        lora=lora_of(args),
-        optimizer=args.optimizer,
-        prices=args.prices,
-        most_nodes=args.most_nodes,
-    )
-    if args.json:
+    machines = None if machine is None else [load_machine(name, overrides=changes or ()) for name in machine]
+    with bar("starting", quiet=json) as on_part:
+        answer = ask(
+            model,
+            tokens=tokens,
+            batch=batch,
+            seq=job.seq,
+            deadline_s=deadline,
+            machines=machines,
+            policies=policy,
+            settings=settings_of(setting),
+            dtype=job.dtype,
+            checkpointing=job.checkpointing,
+            lora=lora_of(job.lora),
+            optimizer=job.optimizer,
+            prices=prices,
+            most_nodes=most_nodes,
+            on_part=on_part,
+        )
+    if json:
         say_json(answer.to_json())
     else:
         say(cheapest_text(answer))
     if answer.best is None:
-        what = f"none in time for {args.model}" if answer.too_late else f"no machine trains {args.model}"
-        sys.stderr.write(f"pstar: {what}; the answer says why\n")
+        what = f"none in time for {model}" if answer.too_late else f"no machine trains {model}"
+        note(f"{what}; the answer says why")
         return NO
     return 0
 
 
-def sensitivity(args: argparse.Namespace) -> int:
+@command(commands, "pstar sensitivity --model 12B --batch 8 --seq 1024 --machine v100-32")
+def sensitivity(
+    *,
+    job: WorkloadFlags,
+    on: MachineFlags,
+    setting: SettingFlags,
+    policy: Annotated[list[str] | None, policies("ask about", "three of them")] = None,
+    by: Annotated[
+        float, typer.Option(parser=share, metavar="SHARE", show_default="10%", help="such as 10% or 0.5")
+    ] = 0.1,
+    json: JsonList = False,
+) -> int:
+    """Say what a tenth more GPU memory, RAM, link, DRAM, cores or network is worth, in time and in model size."""
+    from pstar_sim.cli.inputs import machine_of, settings_of, workloads_of
     from pstar_sim.planner.sensitivity import sensitivity as ask
     from pstar_sim.report.capacity import sensitivity_text
 
-    machine = machine_of(args)
-    named = {} if args.policy is None else {"policies": args.policy}
-    with bar("starting", quiet=args.json) as on_part:
+    machine = machine_of(on)
+    named: dict[str, Any] = {} if policy is None else {"policies": policy}
+    with bar("starting", quiet=json) as on_part:
         answer = ask(
-            workloads_of(args, machine), machine, settings=settings_of(args), by=args.by, on_part=on_part, **named
+            workloads_of(job, machine), machine, settings=settings_of(setting), by=by, on_part=on_part, **named
         )
-    if args.json:
+    if json:
         say_json(answer.to_json())
     else:
         say(sensitivity_text(answer))
     if answer.now.policy is None:
-        sys.stderr.write(f"pstar: no policy fits {answer.workload.model} on {machine.name} as it is\n")
+        note(f"no policy fits {answer.workload.model} on {machine.name} as it is")
         return NO
     return 0
 
 
-def sweep(args: argparse.Namespace) -> int:
+@command(commands, "pstar sweep grid.toml -o results.parquet")
+def sweep(
+    *,
+    grid: Annotated[str, typer.Argument(metavar="GRID", help="a .toml file of axes (see the README)")],
+    path: Annotated[str, output("the results to write (.parquet)")],
+    jobs: Annotated[
+        int | None, typer.Option(parser=positive, metavar="N", help="processes (default: one per core)")
+    ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(metavar="B", help="a backend of joblib (default: loky, processes on this machine)"),
+    ] = None,
+    cache: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="where points are kept (default: FILE.points)")
+    ] = None,
+    quiet: Quiet = False,
+    json: Annotated[bool, typer.Option("--json", help="all points as a list of JSON objects")] = False,
+) -> int:
+    """Plan and simulate every point of a grid; goes on where an interrupted one stopped."""
     from pstar_sim.planner.sweep import sweep as ask
 
     done = [0, 0]
 
-    with _bar(quiet=args.quiet) as bar:
+    with bar("points", quiet=quiet, alike=True) as on_part:
 
         def on_progress(points: int, cached: int, total: int) -> None:
             done[:] = points, total
-            if bar is not None:
-                bar(points, cached, total)
+            on_part(f"points, {cached} known already" if cached else "points", points, total)
 
         try:
-            answer = ask(
-                args.grid,
-                args.output,
-                jobs=args.jobs or -1,
-                backend=args.backend,
-                cache=args.cache,
-                on_progress=on_progress,
-            )
+            answer = ask(grid, path, jobs=jobs or -1, backend=backend, cache=cache, on_progress=on_progress)
         except KeyboardInterrupt:
-            sys.stderr.write(f"pstar: {done[0]} of {done[1]} points are kept; the same command goes on from there\n")
+            note(f"{done[0]} of {done[1]} points are kept; the same command goes on from there")
             raise
-    if args.json:
+    if json:
         say_json(answer.to_json())
         return 0
     fitting = sum(row["fits"] is True for row in answer.rows)
     refused = sum(row["fits"] is None for row in answer.rows)
-    note = f", {refused} make no sense (see reason)" if refused else ""
-    tell(f"{args.output}: {len(answer.rows)} points, {fitting} fit{note}; {answer.cached} were known already")
+    senseless = f", {refused} make no sense (see reason)" if refused else ""
+    tell(f"{path}: {len(answer.rows)} points, {fitting} fit{senseless}; {answer.cached} were known already")
     return 0
-
-
-@contextlib.contextmanager
-def _bar(*, quiet: bool) -> Iterator[Progress | None]:
-    """A progress bar on stderr; none if quiet."""
-    if quiet:
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress, TimeRemainingColumn
-
-    with Progress(*parts(TimeRemainingColumn), console=Console(file=sys.stderr), transient=True) as progress:
-        task = progress.add_task("points", total=None)
-
-        def show(points: int, cached: int, total: int) -> None:
-            known = f"points, {cached} known already" if cached else "points"
-            progress.update(task, completed=points, total=total, description=known)
-
-        yield show

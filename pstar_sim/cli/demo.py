@@ -6,17 +6,20 @@ measured beside what was predicted. Everything goes through the functions that t
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
+from typing import Annotated
 
-from pstar_sim.cli.planning import save_picture, say, tell
-from pstar_sim.cli.progress import progress
-from pstar_sim.cli.running import compare_with_run, executor_module, explain_run, figures_as_json, predictor
-from pstar_sim.files import write_atomically
-from pstar_sim.terminal import terminal_width
+import typer
 
-__all__ = ["demo"]
+from pstar_sim.cli.declare import command
+from pstar_sim.cli.executor_parts import executor_module
+from pstar_sim.cli.output import save_picture, say, tell
+from pstar_sim.cli.values import natural, positive
+
+__all__ = ["commands"]
+
+commands = typer.Typer()
 
 MODEL = "gpt2"
 BATCH, SEQUENCE = 2, 64
@@ -26,18 +29,28 @@ MICRO_BATCHES = (1, 4)
 LEARNING_RATE = 1e-4
 
 
-def demo(args: argparse.Namespace) -> int:
-    """Writes trace, warm-up, plan, timeline, pictures and summary into the folder --out."""
+@command(commands, "pstar demo -o demo-out")
+def demo(
+    *,
+    folder: Annotated[str, typer.Option("-o", "--out", metavar="FOLDER", help="folder for its files")] = "demo-out",
+    seed: Annotated[int, typer.Option(parser=natural, metavar="N", help="seed of weights and data")] = 0,
+    steps: Annotated[int, typer.Option(parser=positive, metavar="N", help="iterations of training")] = 6,
+) -> int:
+    """Trace a GPT-2, compare policies on a machine too small for it, plan, run the plan beside plain PyTorch."""
     from pstar_sim.catalog.loader import load_machine
+    from pstar_sim.cli.progress import progress
+    from pstar_sim.cli.run_report import compare_with_run, explain_run, figures_as_json, predictor
+    from pstar_sim.files import write_atomically
     from pstar_sim.planner.compare import compare
     from pstar_sim.report.run import figures_text, losses_text
     from pstar_sim.report.tables import comparison_text
     from pstar_sim.report.tide import tide_figure
+    from pstar_sim.terminal import terminal_width
     from pstar_sim.units import format_bytes
     from pstar_sim.workload.trace import save_trace
     from pstar_sim.workload.workload import repeat_micro_batch
 
-    out = Path(args.output)
+    out = Path(folder)
     out.mkdir(parents=True, exist_ok=True)
     capture = executor_module("capture")
     rates = executor_module("measuring.rates")
@@ -61,7 +74,7 @@ def demo(args: argparse.Namespace) -> int:
         say(comparison_text(compare(repeat_micro_batch(traced, micro_batches), machine)))
 
     job = executor_module("run").Job(
-        model=MODEL, batch=BATCH, sequence=SEQUENCE, dtype="fp32", checkpointing=True, lr=LEARNING_RATE, seed=args.seed
+        model=MODEL, batch=BATCH, sequence=SEQUENCE, dtype="fp32", checkpointing=True, lr=LEARNING_RATE, seed=seed
     )
     tell("3. Warm-up: real iterations, chunks fetched on demand, bytes and seconds of every moment recorded")
     recorded = job.record(machine)
@@ -72,12 +85,12 @@ def demo(args: argparse.Namespace) -> int:
     best.save(out / "plan.json")
     tell(f"   plan.json: {plan.describe()}\n")
 
-    tell(f"4. Run the plan for {args.steps} steps, and the same steps in plain PyTorch")
+    tell(f"4. Run the plan for {steps} steps, and the same steps in plain PyTorch")
     rate = (BANDWIDTH_BYTES_PER_S, BANDWIDTH_BYTES_PER_S)
-    with progress(args.steps, plan, quiet=False) as on_step:
-        ran = job.run(plan, steps=args.steps, bandwidth=rate, order=predict, on_step=on_step)
+    with progress(steps, plan, quiet=False) as on_step:
+        ran = job.run(plan, steps=steps, bandwidth=rate, order=predict, on_step=on_step)
     plan, predicted = ran.plan, predict(ran.plan)
-    plain = job.run_plain(plan, steps=args.steps)
+    plain = job.run_plain(plan, steps=steps)
     losses = {"plain PyTorch": [r.loss for r in plain], plan.policy: [r.loss for r in ran.reports]}
     say(losses_text(losses, width=terminal_width()))
     rows = compare_with_run(plan, predicted, ran)

@@ -1,224 +1,213 @@
-"""What every command's parser is made of: one-line mistakes, lazily imported functions, and the groups of flags that
-several commands share. argparse only."""
+"""Flags that several commands take, each declared once: a type for one flag, a dataclass for those that go together."""
 
 from __future__ import annotations
 
-import argparse
-import importlib
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from pstar_sim.errors import PstarError, UnknownName
-from pstar_sim.files import check_writable
+import typer
+
+from pstar_sim.cli.values import machine_names, model_names, new_file, one_of, policy_names, positive
 
 __all__ = [
-    "Commands",
-    "Parser",
-    "call_of",
-    "certify_flag",
-    "checkpointing_flag",
-    "learning_rate",
-    "machine_flags",
-    "natural",
-    "new_file",
-    "policies_flag",
-    "positive",
-    "settings_flags",
-    "workload_flags",
+    "Dtype",
+    "JobFlags",
+    "JsonList",
+    "JsonObject",
+    "MachineFlags",
+    "MicroBatches",
+    "OptionalMachineFlags",
+    "OptionalWorkloadFlags",
+    "PlanFile",
+    "Quiet",
+    "SettingFlags",
+    "WorkloadFlags",
+    "certify",
+    "output",
+    "policies",
 ]
 
+DTYPES = Literal["fp32", "bf16", "fp16"]
+UPDATES = Literal["step", "eager"]
 
-class Parser(argparse.ArgumentParser):
-    """One line for a mistake in the flags, like for every other mistake; for a command that is not
-    known, the nearest ones."""
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """argparse has no public place for a message of one's own."""
-        if action.nargs == argparse.PARSER and action.choices is not None and value not in action.choices:
-            raise UnknownName(str(action.metavar).lower(), str(value), tuple(action.choices))
-        super()._check_value(action, value)
-
-    def error(self, message: str) -> NoReturn:
-        raise PstarError(f"{message} (see `{self.prog} --help`)")
-
-
-def call_of(where: str) -> Callable[[argparse.Namespace], int]:
-    """The command's function "module:name", imported when the command runs."""
-
-    def call(args: argparse.Namespace) -> int:
-        module, _, name = where.partition(":")
-        status: int = getattr(importlib.import_module(f"pstar_sim.cli.{module}"), name)(args)
-        return status
-
-    return call
-
-
-class Adding(Protocol):
-    """What `ArgumentParser.add_subparsers` returns."""
-
-    def add_parser(self, name: str, **options: Any) -> argparse.ArgumentParser: ...
-
-
-class Taking(Protocol):
-    """A parser, or a group of its flags."""
-
-    def add_argument(self, *names: str, **options: Any) -> argparse.Action: ...
-
-
-class Commands:
-    """Adds a command: its name, its help, an example, and the function "module:name" of pstar_sim.cli that runs it."""
-
-    def __init__(self, commands: Adding) -> None:
-        self._commands = commands
-
-    def __call__(self, name: str, help_: str, example: str, where: str) -> argparse.ArgumentParser:
-        sub = self._commands.add_parser(
-            name,
-            help=help_,
-            description=help_[0].upper() + help_[1:] + ".",
-            epilog=f"example: {example}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        sub.set_defaults(call=call_of(where))
-        return sub
-
-
-def workload_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    group = parser.add_argument_group("workload")
-    one = group.add_mutually_exclusive_group(required=required)
-    one.add_argument("--trace", metavar="FILE", help="a trace file (see `pstar trace`)")
-    one.add_argument("--model", metavar="NAME", help="a model preset (see `pstar models`)")
-    group.add_argument(
-        "--batch",
-        type=positive,
+Batch = Annotated[
+    int | None,
+    typer.Option(
+        parser=positive,
         metavar="B",
         help="sequences per micro-batch, of all GPUs together (with --trace: picks a variant by each GPU's share)",
-    )
-    group.add_argument("--seq", type=positive, metavar="S", help="tokens a sequence (with --trace: picks a variant)")
-    group.add_argument(
-        "--micro-batches", type=positive, metavar="U", help="micro-batches an iteration (default: 1, or the trace's)"
-    )
-    group.add_argument(
-        "--dtype",
-        choices=("fp32", "bf16", "fp16"),
-        help="working dtype (default: bf16 where the GPU has it, else fp16; with --trace: picks a variant)",
-    )
-    checkpointing_flag(group, default=None, note="default: on for presets; with --trace: picks a variant")
-    group.add_argument(
-        "--lora",
+    ),
+]
+Dtype = Annotated[
+    DTYPES | None,
+    typer.Option(
+        parser=one_of(DTYPES), help="working dtype (default: bf16 where the GPU has it, else fp16, or the trace's)"
+    ),
+]
+JsonList = Annotated[bool, typer.Option("--json", help="a list of JSON objects instead of the table")]
+JsonObject = Annotated[bool, typer.Option("--json", help="a JSON object instead of sentences and tables")]
+Lora = Annotated[
+    str | None,
+    typer.Option(
         metavar="r=R",
         help="freeze the model and train adapters of rank R, such as r=16 or r=8,targets=all-linear (presets only)",
-    )
-    group.add_argument(
-        "--optimizer",
-        metavar="O",
-        help="adamw, adamw-bf16-states, sgd-momentum or sgd (default: adamw, or the trace's)",
-    )
+    ),
+]
+MicroBatches = Annotated[int, typer.Option(parser=positive, metavar="U", help="micro-batches per iteration")]
+PlanFile = Annotated[str, typer.Argument(metavar="PLAN", help="a plan file")]
+Preset = Annotated[
+    str, typer.Option(metavar="NAME", autocompletion=model_names, help="a model preset (see `pstar models`)")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", help="no progress on stderr")]
+RECOMPUTE = "recompute activations in the backward pass"
+OPTIMIZERS = "adamw, adamw-bf16-states, sgd-momentum or sgd"
 
 
-def global_batch_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--global-batch",
-        type=positive,
-        metavar="B",
-        help="sequences an iteration on all GPUs: choose micro-batches, and what activations are kept, recomputed or "
-        "offloaded, among the variants of --trace or of the preset",
-    )
-
-
-def checkpointing_flag(group: Taking, *, default: bool | None, note: str) -> None:
-    group.add_argument(
-        "--checkpointing",
-        action=argparse.BooleanOptionalAction,
-        default=default,
-        help=f"recompute activations in the backward pass ({note})",
+def policies(what: str, default: str) -> Any:
+    """--policy, several times."""
+    return typer.Option(
+        "--policy",
+        metavar="P",
+        autocompletion=policy_names,
+        help=f"{what} this policy; may be given several times (default: {default})",
     )
 
 
-def machine_flags(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    group = parser.add_argument_group("machine")
-    group.add_argument(
-        "--machine",
-        required=required,
-        metavar="M",
-        help="a machine of the catalog, a .toml file, or here (see `pstar machines`)",
-    )
-    group.add_argument("--nodes", type=positive, metavar="N", help="so many of its nodes (default: as in the catalog)")
-    group.add_argument("--gpus", type=positive, metavar="N", help="GPUs per node (default: as in the catalog)")
-    group.add_argument("--gpu-memory", metavar="SIZE", help="another GPU memory, such as 8GB")
-    group.add_argument("--host-memory", metavar="SIZE", help="another host memory, such as 64GB")
-    group.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="PATH=VALUE",
-        help="another figure of the machine, such as gpu.memory=48GB, link.bandwidth=x2 or host.cores=+10%%; may be "
-        "given several times",
-    )
+def certify(what: str) -> Any:
+    return typer.Option("--certify", help=what)
 
 
-def settings_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("setting")
-    group.add_argument(
-        "--update",
-        choices=("step", "eager"),
-        default="step",
-        help="when Adam may run: in optimizer.step(), or in backward as soon as a gradient is final (default: step)",
-    )
-    group.add_argument(
-        "--clip",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="clip gradients by their global norm (default: on)",
-    )
-    group.add_argument("--chunk", metavar="SIZE", help="chunk size, such as 128MiB (default: searched for least waste)")
+def output(what: str) -> Any:
+    """-o FILE, which is tried before any work is done for it."""
+    return typer.Option("-o", "--output", parser=new_file, metavar="FILE", help=what)
 
 
-def policies_flag(parser: argparse.ArgumentParser, help_: str) -> None:
-    parser.add_argument("--policy", action="append", metavar="P", help=help_)
+@dataclass(frozen=True, kw_only=True)
+class OptionalWorkloadFlags:
+    """What each iteration computes, or nothing."""
+
+    SECTION = "workload"
+
+    trace: Annotated[str | None, typer.Option(metavar="FILE", help="a trace file (see `pstar trace`)")] = None
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", autocompletion=model_names, help="instead: a model preset (see `pstar models`)"),
+    ] = None
+    batch: Batch = None
+    seq: Annotated[
+        int | None,
+        typer.Option(parser=positive, metavar="S", help="tokens per sequence (with --trace: picks a variant)"),
+    ] = None
+    micro_batches: Annotated[
+        int | None,
+        typer.Option(parser=positive, metavar="U", help="micro-batches per iteration (default: 1, or the trace's)"),
+    ] = None
+    dtype: Dtype = None
+    checkpointing: Annotated[
+        bool | None,
+        typer.Option(
+            "--checkpointing/--no-checkpointing",
+            help=f"{RECOMPUTE} (default: on for presets; with --trace: picks a variant)",
+        ),
+    ] = None
+    lora: Lora = None
+    optimizer: Annotated[
+        str | None, typer.Option(metavar="O", help=f"{OPTIMIZERS} (default: adamw, or the trace's)")
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.trace is not None and self.model is not None:
+            raise typer.BadParameter("argument --trace: not allowed with argument --model; give one of them")
 
 
-def certify_flag(parser: argparse.ArgumentParser, help_: str) -> None:
-    parser.add_argument("--certify", action="store_true", help=help_)
+@dataclass(frozen=True, kw_only=True)
+class WorkloadFlags(OptionalWorkloadFlags):
+    """What each iteration computes."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.trace is None and self.model is None:
+            raise typer.BadParameter("one of the arguments --trace --model is required")
 
 
-def positive(text: str) -> int:
-    value = _whole(text, least=1)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
-    return value
+@dataclass(frozen=True, kw_only=True)
+class JobFlags:
+    """What each iteration of a preset computes, but for its batch."""
+
+    SECTION = "workload"
+
+    seq: Annotated[int, typer.Option(parser=positive, metavar="S", help="tokens per sequence")]
+    dtype: Dtype = None
+    checkpointing: Annotated[bool, typer.Option("--checkpointing/--no-checkpointing", help=RECOMPUTE)] = True
+    lora: Lora = None
+    optimizer: Annotated[str, typer.Option(metavar="O", help=OPTIMIZERS)] = "adamw"
 
 
-def learning_rate(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number; write one such as 3e-4") from None
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be at least 0 and finite, not {text}; write a rate such as 3e-4")
-    return value
+MACHINE = typer.Option(
+    metavar="M",
+    autocompletion=machine_names,
+    help="a machine of the catalog, a .toml file, or here (see `pstar machines`)",
+)
 
 
-def natural(text: str) -> int:
-    return _whole(text, least=0)
+@dataclass(frozen=True, kw_only=True)
+class _MachineChanges:
+    SECTION = "machine"
+
+    nodes: Annotated[
+        int | None, typer.Option(parser=positive, metavar="N", help="number of nodes (default: as in the catalog)")
+    ] = None
+    gpus: Annotated[
+        int | None, typer.Option(parser=positive, metavar="N", help="GPUs per node (default: as in the catalog)")
+    ] = None
+    gpu_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="another GPU memory, such as 8GB")] = None
+    host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="another host memory, such as 64GB")] = None
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="PATH=VALUE",
+            help="another figure of the machine, such as gpu.memory=48GB, link.bandwidth=x2 or host.cores=+10%; may "
+            "be given several times",
+        ),
+    ] = None
 
 
-def _whole(text: str, *, least: int) -> int:
-    digits = text.removeprefix("-")
-    if digits != text and digits.isascii() and digits.isdigit():
-        raise argparse.ArgumentTypeError(f"must be at least {least}, not {text}")
-    if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}")
-    if len(text) > 9:
-        raise argparse.ArgumentTypeError(f"must be less than a billion, not {text}")
-    return int(text)
+@dataclass(frozen=True, kw_only=True)
+class _Machine:
+    machine: Annotated[str, MACHINE]
 
 
-def new_file(text: str) -> str:
-    """A file that can be written, tried before any work is done for it."""
-    try:
-        check_writable(Path(text))
-    except PstarError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
+@dataclass(frozen=True, kw_only=True)
+class _OptionalMachine:
+    machine: Annotated[str | None, MACHINE] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineFlags(_MachineChanges, _Machine):
+    """The machine asked about. Fields of the last base come first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionalMachineFlags(_MachineChanges, _OptionalMachine):
+    """The machine asked about, or none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettingFlags:
+    """How the job trains."""
+
+    SECTION = "setting"
+
+    update: Annotated[
+        UPDATES,
+        typer.Option(
+            parser=one_of(UPDATES),
+            help="when Adam may run: in optimizer.step(), or in backward as soon as a gradient is final",
+        ),
+    ] = "step"
+    clip: Annotated[bool, typer.Option("--clip/--no-clip", help="clip gradients by their global norm")] = True
+    chunk: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="chunk size, such as 128MiB (default: searched for least waste)"),
+    ] = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+from typing import TYPE_CHECKING
 
 from pstar_sim.arguments import parse_bytes
 from pstar_sim.catalog.loader import load_machine
@@ -18,52 +18,52 @@ from pstar_sim.workload.presets import default_dtype, preset
 from pstar_sim.workload.trace import load_trace, load_variants
 from pstar_sim.workload.workload import Workload, retype
 
+if TYPE_CHECKING:
+    from pstar_sim.cli.flags import MachineFlags, OptionalMachineFlags, OptionalWorkloadFlags, SettingFlags
+
 __all__ = ["lora_of", "machine_of", "settings_of", "variants_of", "workload_of", "workloads_of"]
 
 SPLITS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of micro-batches of a preset that a global batch may be cut in
-MOST_SPLITS, LARGE_BATCH = (
-    5,
-    64,
-)  # of them that are tried; those that make larger micro-batches only where no other does
+MOST_SPLITS, LARGE_BATCH = 5, 64  # of them that are tried; larger micro-batches only where no other split does
 
 
-def machine_of(args: argparse.Namespace) -> Machine:
+def machine_of(flags: MachineFlags | OptionalMachineFlags) -> Machine:
     """The machine named by --machine, with --nodes, --gpus, --gpu-memory, --host-memory and every --set over it."""
-    if args.machine is None:
+    if flags.machine is None:
         raise PstarError("--machine is needed (see `pstar machines`)")
     return load_machine(
-        args.machine,
-        gpu_memory=args.gpu_memory,
-        host_memory=args.host_memory,
-        nodes=args.nodes,
-        gpus=args.gpus,
-        overrides=args.set,
+        flags.machine,
+        gpu_memory=flags.gpu_memory,
+        host_memory=flags.host_memory,
+        nodes=flags.nodes,
+        gpus=flags.gpus,
+        overrides=flags.changes or (),
     )
 
 
-def settings_of(args: argparse.Namespace) -> Settings:
-    chunk = parse_bytes(args.chunk) if args.chunk is not None else None
+def settings_of(flags: SettingFlags) -> Settings:
+    chunk = parse_bytes(flags.chunk) if flags.chunk is not None else None
     if chunk is not None and chunk < MIB:
-        raise PstarError(f"--chunk {args.chunk}: a chunk holds at least 1 MiB (128MiB is usual)")
-    return Settings(update=args.update, clip=args.clip, chunk_bytes=chunk)
+        raise PstarError(f"--chunk {flags.chunk}: a chunk holds at least 1 MiB (128MiB is usual)")
+    return Settings(update=flags.update, clip=flags.clip, chunk_bytes=chunk)
 
 
-def lora_of(args: argparse.Namespace) -> Adapter | None:
+def lora_of(text: str | None) -> Adapter | None:
     """The adapter of --lora: "r=16", "16", "r=8,targets=q_proj+v_proj". Raises PstarError for anything else."""
-    if args.lora is None:
+    if text is None:
         return None
     try:
-        return adapter(str(args.lora))
+        return adapter(text)
     except ModelError as error:
         raise PstarError(f"--{error}") from None
 
 
-def workload_of(args: argparse.Namespace, machine: Machine) -> Workload:
+def workload_of(job: OptionalWorkloadFlags, machine: Machine) -> Workload:
     """One rank's job: see `workloads_of`; where ranks take different shares, one as hard as the hardest of theirs."""
-    return share_out(workloads_of(args, machine), machine).workload
+    return share_out(workloads_of(job, machine), machine).workload
 
 
-def workloads_of(args: argparse.Namespace, machine: Machine) -> tuple[Workload, ...]:
+def workloads_of(job: OptionalWorkloadFlags, machine: Machine) -> tuple[Workload, ...]:
     """What each rank does: the variant of --trace that agrees with the flags given, or the preset --model with --batch
     and --seq. --batch is the batch of all GPUs together, of which each gets its share; a trace whose batch is not named
     is what one GPU does.
@@ -71,99 +71,99 @@ def workloads_of(args: argparse.Namespace, machine: Machine) -> tuple[Workload, 
     Raises PstarError for flags that name no variant of the trace or more than one, for flags that are missing, and for
     a batch that the ranks cannot share.
     """
-    if args.batch is None:
-        return (_one_workload(args, machine, None),) * len(machine.ranks)
-    shares = shares_of_batch(args.batch, machine)
-    known = {share: _one_workload(args, machine, share) for share in sorted(set(shares))}
+    if job.batch is None:
+        return (_one_workload(job, machine, None),) * len(machine.ranks)
+    shares = shares_of_batch(job.batch, machine)
+    known = {share: _one_workload(job, machine, share) for share in sorted(set(shares))}
     return tuple(known[share] for share in shares)
 
 
-def variants_of(args: argparse.Namespace, machine: Machine) -> tuple[Workload, ...]:
+def variants_of(job: OptionalWorkloadFlags, global_batch: int, machine: Machine) -> tuple[Workload, ...]:
     """One rank's workloads, one for each way to run --global-batch that --trace holds and the other flags allow, or
     that the preset --model gives in SPLITS micro-batches.
 
     Raises PstarError for flags that leave none, and for ranks that take different shares.
     """
-    if args.batch is not None or args.micro_batches is not None:
+    if job.batch is not None or job.micro_batches is not None:
         raise PstarError("--global-batch chooses --batch and --micro-batches: give either it or them")
-    shares = set(shares_of_batch(args.global_batch, machine))
+    shares = set(shares_of_batch(global_batch, machine))
     if len(shares) > 1:
         raise PstarError(f"the ranks of {machine.name} take different shares of a batch; give --batch instead")
-    if args.trace is None:
-        return _preset_variants(args, machine, shares.pop())
-    known = load_variants(args.trace)
-    found = [w for w in known if _agrees(w, args)]
+    if job.trace is None:
+        return _preset_variants(job, machine, shares.pop())
+    known = load_variants(job.trace)
+    found = [w for w in known if _agrees(w, job)]
     if not found:
         raise PstarError(
-            f"{args.trace}: none of its {len(known)} variants agrees with --seq, --checkpointing and --dtype"
+            f"{job.trace}: none of its {len(known)} variants agrees with --seq, --checkpointing and --dtype"
         )
-    made = [w if w.dtype == "fp32" else retype(w, args.dtype or default_dtype(machine)) for w in found]
-    return candidates([_optimized(w, args) for w in made], shares.pop())
+    made = [w if w.dtype == "fp32" else retype(w, job.dtype or default_dtype(machine)) for w in found]
+    return candidates([_optimized(w, job) for w in made], shares.pop())
 
 
-def _agrees(w: Workload, args: argparse.Namespace) -> bool:
+def _agrees(w: Workload, job: OptionalWorkloadFlags) -> bool:
     """Whether a variant of a trace is what --seq, --checkpointing and --dtype ask for; the 16-bit types are alike."""
-    if args.seq is not None and w.sequence != args.seq:
+    if job.seq is not None and w.sequence != job.seq:
         return False
-    if args.checkpointing is not None and w.checkpointing != args.checkpointing:
+    if job.checkpointing is not None and w.checkpointing != job.checkpointing:
         return False
-    return args.dtype is None or w.dtype == args.dtype or (args.dtype in ("bf16", "fp16") and w.dtype != "fp32")
+    return job.dtype is None or w.dtype == job.dtype or (job.dtype in ("bf16", "fp16") and w.dtype != "fp32")
 
 
-def _preset_variants(args: argparse.Namespace, machine: Machine, share: int) -> tuple[Workload, ...]:
+def _preset_variants(job: OptionalWorkloadFlags, machine: Machine, share: int) -> tuple[Workload, ...]:
     """The preset in some of SPLITS micro-batches, with and without recomputation (unless --checkpointing says), and
     what becomes of these block by block."""
-    choices = (True, False) if args.checkpointing is None else (args.checkpointing,)
+    choices = (True, False) if job.checkpointing is None else (job.checkpointing,)
     possible = [split for split in SPLITS if share % split == 0]
     splits = [split for split in possible if share // split <= LARGE_BATCH] or possible[-1:]
     made = [
-        _preset(args, machine, share // split, checkpointing)
+        _preset(job, machine, share // split, checkpointing)
         for split in splits[:MOST_SPLITS]
         for checkpointing in choices
     ]
     return candidates(made, share)
 
 
-def _one_workload(args: argparse.Namespace, machine: Machine, batch: int | None) -> Workload:
-    adapter = lora_of(args)
-    if args.trace is not None:
+def _one_workload(job: OptionalWorkloadFlags, machine: Machine, batch: int | None) -> Workload:
+    adapter = lora_of(job.lora)
+    if job.trace is not None:
         if adapter is not None:
             raise PstarError("--lora is for presets (--model); trace the model with its adapters instead")
-        half = args.dtype in ("bf16", "fp16")
+        half = job.dtype in ("bf16", "fp16")
         found = load_trace(
-            args.trace,
+            job.trace,
             batch=batch,
-            sequence=args.seq,
-            checkpointing=args.checkpointing,
-            micro_batches=args.micro_batches,
-            dtype=None if half else args.dtype,
+            sequence=job.seq,
+            checkpointing=job.checkpointing,
+            micro_batches=job.micro_batches,
+            dtype=None if half else job.dtype,
         )
         if found.dtype == "fp32":
             if half:
                 raise PstarError(
-                    f"{args.trace}: --dtype {args.dtype}, but the trace is of fp32; trace the model in {args.dtype}"
+                    f"{job.trace}: --dtype {job.dtype}, but the trace is of fp32; trace the model in {job.dtype}"
                 )
-            return _optimized(found, args)
-        return _optimized(retype(found, args.dtype or default_dtype(machine)), args)
-    return _preset(args, machine, batch, True if args.checkpointing is None else args.checkpointing)
+            return _optimized(found, job)
+        return _optimized(retype(found, job.dtype or default_dtype(machine)), job)
+    return _preset(job, machine, batch, True if job.checkpointing is None else job.checkpointing)
 
 
-def _preset(args: argparse.Namespace, machine: Machine, batch: int | None, checkpointing: bool) -> Workload:
-    if args.model is None:
+def _preset(job: OptionalWorkloadFlags, machine: Machine, batch: int | None, checkpointing: bool) -> Workload:
+    if job.model is None:
         raise PstarError("give --trace FILE, or --model NAME with --batch and --seq")
-    if batch is None or args.seq is None:
+    if batch is None or job.seq is None:
         raise PstarError(f"--model needs {'--batch and ' if batch is None else ''}--seq")
     return preset(
-        args.model,
+        job.model,
         batch=batch,
-        seq=args.seq,
-        micro_batches=args.micro_batches or 1,
-        dtype=args.dtype or default_dtype(machine),
+        seq=job.seq,
+        micro_batches=job.micro_batches or 1,
+        dtype=job.dtype or default_dtype(machine),
         checkpointing=checkpointing,
-        lora=lora_of(args),
-        optimizer=args.optimizer or "adamw",
+        lora=lora_of(job.lora),
+        optimizer=job.optimizer or "adamw",
     )
 
 
-def _optimized(workload: Workload, args: argparse.Namespace) -> Workload:
-    return workload if args.optimizer is None else with_optimizer(workload, args.optimizer)
+def _optimized(workload: Workload, job: OptionalWorkloadFlags) -> Workload:
+    return workload if job.optimizer is None else with_optimizer(workload, job.optimizer)

@@ -1,64 +1,89 @@
-"""Commands that need no torch: compare, plan, check, explain, plot, export and the listings."""
+"""Commands that need no torch: compare, plan, check, explain, plot, export."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
-import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pstar_sim.cli.status import NO
+import typer
+
+from pstar_sim.cli.bars import bar
+from pstar_sim.cli.declare import command
+from pstar_sim.cli.flags import (
+    JsonList,
+    MachineFlags,
+    OptionalMachineFlags,
+    OptionalWorkloadFlags,
+    PlanFile,
+    SettingFlags,
+    WorkloadFlags,
+    certify,
+    output,
+    policies,
+)
+from pstar_sim.cli.output import note, save_perfetto, save_picture, say, say_json, tell
+from pstar_sim.cli.status import MISTAKE, NO
+from pstar_sim.cli.usage import Group
+from pstar_sim.cli.values import natural, one_of, policy_names, positive
 from pstar_sim.errors import DoesNotFit, FalseFigures, NothingFits, PlanError, PstarError
-from pstar_sim.terminal import narrow_encoding, table_text, terminal_width, wrap
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from pstar_sim.catalog.machine import Machine
     from pstar_sim.core.check_report import CheckReport
     from pstar_sim.core.plan import Plan, Settings
     from pstar_sim.core.timeline import Timeline
     from pstar_sim.planner.compare import Comparison
 
-__all__ = [
-    "check",
-    "checked_plan",
-    "compare",
-    "explain",
-    "export",
-    "machines",
-    "measured_of",
-    "models",
-    "plan",
-    "plot_tide",
-    "policies",
-    "save_perfetto",
-    "save_picture",
+__all__ = ["checked_plan", "commands", "measured_of"]
+
+commands = typer.Typer()
+
+GlobalBatch = Annotated[
+    int | None,
+    typer.Option(
+        parser=positive,
+        metavar="B",
+        help="sequences per iteration on all GPUs: choose micro-batches, and what activations are kept, recomputed or "
+        "offloaded, among the variants of --trace or of the preset",
+    ),
 ]
 
 
-def say(text: str) -> None:
-    """Write text that is laid out already."""
-    sys.stdout.write(narrow_encoding(text if text.endswith("\n") else text + "\n", sys.stdout.encoding))
+@dataclass(frozen=True, kw_only=True)
+class _Question:
+    """What is planned: a job on a machine."""
+
+    job: WorkloadFlags
+    on: MachineFlags
+    setting: SettingFlags
+    global_batch: int | None
+    certify: bool
+    quiet: bool
 
 
-def tell(text: str) -> None:
-    """Write prose, folded to the terminal."""
-    say("\n".join(wrap(text, terminal_width())))
-
-
-def say_json(value: object) -> None:
-    """Strict JSON: no NaN, no Infinity."""
-    say(json.dumps(value, indent=2, allow_nan=False))
-
-
-def compare(args: argparse.Namespace) -> int:
-    result = _compared(args, args.policy)
+@command(
+    commands, "pstar compare --model 15B --batch 8 --seq 1024 --machine v100-32 --policy tide --policy patrickstar"
+)
+def compare(
+    *,
+    job: WorkloadFlags,
+    on: MachineFlags,
+    setting: SettingFlags,
+    global_batch: GlobalBatch = None,
+    policy: Annotated[list[str] | None, policies("compare", "all policies")] = None,
+    lp: Annotated[
+        bool, certify("hold the policies against the tighter bound of a linear program, which takes seconds")
+    ] = False,
+    json: JsonList = False,
+) -> int:
+    """Compare policies on a machine: what fits, how fast, what binds, and why the rest does not fit."""
+    asked = _Question(job=job, on=on, setting=setting, global_batch=global_batch, certify=lp, quiet=json)
+    result = _compared(asked, policy)
     say_notes(result)
-    if args.json:
+    if json:
         say_json(result.to_json())
         say_left_out(result)
     else:
@@ -73,27 +98,42 @@ def _fits_or_says_why(result: Comparison) -> int:
     if any(row.fits for row in result.rows):
         return 0
     what = "no policy fits" if len(result.rows) > 1 else f"{result.rows[0].policy} does not fit"
-    sys.stderr.write(f"pstar: {what} {result.workload.model} on {result.machine.name}; the answer says why\n")
+    note(f"{what} {result.workload.model} on {result.machine.name}; the answer says why")
     return NO
 
 
-def plan(args: argparse.Namespace) -> int:
-    result = _compared(args, None if args.policy == "auto" else [args.policy], only_best=True)
+@command(commands, "pstar plan --trace gpt2.parquet --machine virtual --policy auto -o plan.json")
+def plan(
+    *,
+    job: WorkloadFlags,
+    on: MachineFlags,
+    setting: SettingFlags,
+    global_batch: GlobalBatch = None,
+    policy: Annotated[
+        str, typer.Option(metavar="P", autocompletion=policy_names, help="policy, or auto: the fastest that fits")
+    ] = "auto",
+    path: Annotated[str, output("the plan file to write")],
+    lp: Annotated[bool, certify("give the plan the tighter bound of a linear program, which takes seconds")] = False,
+    json: Annotated[bool, typer.Option("--json", help="the plan's line of the comparison as a JSON object")] = False,
+) -> int:
+    """Make a plan and write it to a file."""
+    asked = _Question(job=job, on=on, setting=setting, global_batch=global_batch, certify=lp, quiet=json)
+    result = _compared(asked, None if policy == "auto" else [policy], only_best=True)
     say_notes(result)
     if not any(row.fits for row in result.rows):
         from pstar_sim.report.tables import refusal_text
 
-        if args.json:
+        if json:
             say_json({"fits": False, "policies": result.to_json()})
         else:
             say(refusal_text(result))
         return _fits_or_says_why(result)
     best = result.best()
-    best.save(args.output)
+    best.save(path)
     say_left_out(result)
     from pstar_sim.planner.confidence import confidence, confidence_line
 
-    if args.json:
+    if json:
         say_json({**best.row.to_json(), "confidence": confidence(result.workload, result.machine)})
         return 0
     from pstar_sim.report.tables import format_percent
@@ -102,7 +142,7 @@ def plan(args: argparse.Namespace) -> int:
     row = best.row
     sources = confidence_line(confidence(result.workload, result.machine))
     tell(
-        f"{args.output}: {row.policy}, {format_s(row.iteration_s or 0)} an iteration, "
+        f"{path}: {row.policy}, {format_s(row.iteration_s or 0)} an iteration, "
         + (f"{format_percent(row.gap)} above the bound, " if row.gap is not None else "")
         + f"peaks at {format_bytes(row.peak_gpu_bytes or 0)} of the GPU; "
         f"{len(best.plan.steps)} steps; {sources}"
@@ -113,14 +153,14 @@ def plan(args: argparse.Namespace) -> int:
 def say_notes(result: Comparison) -> None:
     """What went wrong on the way to a bound, a line each, on stderr."""
     notes = {str(row.certificate["note"]) for row in result.rows if row.certificate and "note" in row.certificate}
-    for note in sorted(notes):
-        sys.stderr.write(f"pstar: {note}\n")
+    for one in sorted(notes):
+        note(one)
 
 
 def say_left_out(result: Comparison) -> None:
     """What an answer for several GPUs leaves out, on stderr, where the answer itself has no place for it."""
-    for note in result.notes:
-        sys.stderr.write(f"pstar: note: {note}\n")
+    for one in result.notes:
+        note(f"note: {one}")
 
 
 def checked_plan(path: str) -> tuple[Plan, CheckReport]:
@@ -143,28 +183,35 @@ def _named(path: str) -> Iterator[None]:
         raise PlanError(f"{path}: {error}") from None
 
 
-def check(args: argparse.Namespace) -> int:
-    """Prove a plan and compute again what it states; each false figure is a line of the answer."""
+@command(commands, "pstar check plan.json")
+def check(
+    *,
+    path: PlanFile,
+    lp: Annotated[bool, certify("also solve the linear program of the tighter bound again")] = False,
+    json: Annotated[bool, typer.Option("--json", help="a JSON object instead of sentences")] = False,
+) -> int:
+    """Prove that a plan file is right: chunks resident when used, no place over its budget in any legal order, every
+    parameter updated once."""
     from pstar_sim.core.plan import load_plan
     from pstar_sim.planner.stated import examine
 
-    loaded = load_plan(args.plan)
-    of = f"{args.plan}: {loaded.policy} for {loaded.workload.model} on {loaded.machine.name}"
-    answer: dict[str, object] = {"plan": args.plan, "ok": True, "policy": loaded.policy}
+    loaded = load_plan(path)
+    of = f"{path}: {loaded.policy} for {loaded.workload.model} on {loaded.machine.name}"
+    answer: dict[str, object] = {"plan": path, "ok": True, "policy": loaded.policy}
     try:
-        with _named(args.plan):
-            found = examine(loaded, lp=args.certify)
+        with _named(path), bar("proving", quiet=json) as on_part:
+            found = examine(loaded, lp=lp, on_part=on_part)
     except FalseFigures as error:
-        lines = [line.removeprefix(f"{args.plan}: ") for line in error.false]
-        if args.json:
+        lines = [line.removeprefix(f"{path}: ") for line in error.false]
+        if json:
             say_json({**answer, "ok": False, "false": lines})
         else:
             tell("\n".join([of, *(f"false: {line}" for line in lines)]))
         more = f"; and {len(lines) - 1} more of its figures are false" if len(lines) > 1 else ""
-        sys.stderr.write(f"pstar: {error.false[0]}{more}\n")
-        return 2
+        note(f"{error.false[0]}{more}")
+        return MISTAKE
     report = found.report
-    if args.json:
+    if json:
         peaks = {f"peak_{place}_bytes": size for place, size in report.peak_bytes.items()}
         said = {"lower_bound": found.bound, "as_stated": report.figures, "not_checked": report.not_checked}
         say_json({**answer, "steps": report.steps, **peaks, **said})
@@ -174,73 +221,119 @@ def check(args: argparse.Namespace) -> int:
     return 0
 
 
-def explain(args: argparse.Namespace) -> int:
+@command(commands, "pstar explain plan.json")
+def explain(
+    *,
+    path: PlanFile,
+    steps: Annotated[int, typer.Option(parser=natural, metavar="N", help="first steps to show")] = 12,
+) -> int:
+    """Say what a plan does: what lives where and why, what binds, what the tide gains, its first steps."""
     from pstar_sim.core.plan import load_plan
     from pstar_sim.planner.explain import explain as words
     from pstar_sim.planner.stated import examine
 
-    loaded = load_plan(args.plan)
-    with _named(args.plan):
-        found = examine(loaded)
+    loaded = load_plan(path)
+    with _named(path), bar("proving", quiet=False) as on_part:
+        found = examine(loaded, on_part=on_part)
     cost = loaded.predictions.get("barrier_cost_s")
-    say(words(loaded, found.timeline, barrier_cost_s=cost, first_steps=args.steps))
+    say(words(loaded, found.timeline, barrier_cost_s=cost, first_steps=steps))
     return 0
 
 
-def plot_help(args: argparse.Namespace) -> int:
-    raise PstarError("say what to plot: `pstar plot tide ...`")
+plot = typer.Typer(
+    cls=Group,
+    subcommand_metavar="PICTURE ...",
+    help="Draw pictures.",
+    epilog="example: pstar plot tide --model 15B --batch 8 --seq 1024 --machine v100-32 -o tide.png",
+)
+
+AXES = Literal["time", "moment", "both"]
 
 
-def plot_tide(args: argparse.Namespace) -> int:
+@command(
+    plot,
+    "pstar plot tide --model 15B --batch 8 --seq 1024 --machine v100-32 -o tide.png\n"
+    "example: pstar plot tide plan.json --measured timeline.json -o tide.png",
+)
+def tide(
+    *,
+    plans: Annotated[
+        list[str] | None, typer.Argument(metavar="PLAN", help="plan files to draw, instead of planning")
+    ] = None,
+    job: OptionalWorkloadFlags,
+    on: OptionalMachineFlags,
+    setting: SettingFlags,
+    policy: Annotated[list[str] | None, policies("draw", "static_partition and tide")] = None,
+    x: Annotated[AXES, typer.Option(parser=one_of(AXES), help="against what")] = "both",
+    measured: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="what `pstar run --timeline` kept, over the first policy"),
+    ] = None,
+    path: Annotated[str, output("picture to write")] = "tide.png",
+) -> int:
+    """Draw GPU memory over an iteration, stacked by what fills it: non-model data, param16, gradients, optimizer
+    states, free; policies side by side."""
     from pstar_sim.report.tide import tide_figure
 
-    timelines, title = _timelines(args)
-    measured = None
-    if args.measured is not None:
-        measured = measured_of(args.measured)
-    xs = ("time", "moment") if args.x == "both" else (args.x,)
-    figure = tide_figure(timelines, xs=xs, measured=measured, title=title)
-    save_picture(figure, Path(args.output), dpi=150)
-    tell(f"{args.output}: {', '.join(t.label for t in timelines)}")
+    if not plans:
+        timelines, title = _planned_timelines(job, on, setting, policy)
+    elif job.trace is not None or job.model is not None:
+        raise PstarError("draw plan files, or plan now with --trace or --model: not both")
+    else:
+        timelines, title = _timelines_of(plans)
+    over = None if measured is None else measured_of(measured)
+    figure = tide_figure(timelines, xs=("time", "moment") if x == "both" else (x,), measured=over, title=title)
+    save_picture(figure, Path(path), dpi=150)
+    tell(f"{path}: {', '.join(t.label for t in timelines)}")
     return 0
 
 
-def save_picture(figure: Figure, path: Path, *, dpi: int) -> None:
-    """Write a picture, whole or not at all; its kind is the file's ending, PNG where there is none.
-
-    Raises PstarError for an ending that matplotlib does not know and for a file that cannot be written.
-    """
-    from pstar_sim.files import replaced_atomically
-
-    kind = picture_kind(path)
-    with replaced_atomically(path) as temporary:
-        figure.savefig(temporary, dpi=dpi, format=kind)
+commands.add_typer(plot, name="plot")
 
 
-def picture_kind(path: Path) -> str:
-    """What `save_picture` will write there. Raises PstarError for an ending that matplotlib does not know."""
-    from matplotlib.backend_bases import FigureCanvasBase
+@dataclass(frozen=True, kw_only=True)
+class _Form:
+    """What a timeline is written as: one of two."""
 
-    kind = path.suffix.removeprefix(".") or "png"
-    known = FigureCanvasBase.get_supported_filetypes()
-    if kind.lower() not in known:
-        raise PstarError(f"{path}: {kind!r} is not a kind of picture; it is one of {', '.join(sorted(known))}")
-    return kind.lower()
+    perfetto: Annotated[
+        bool, typer.Option("--perfetto", help="Chrome trace JSON: a lane per queue, counters of memory")
+    ] = False
+    timeline: Annotated[bool, typer.Option("--timeline", help="instead: our own timeline JSON")] = False
+
+    def __post_init__(self) -> None:
+        if self.perfetto and self.timeline:
+            raise typer.BadParameter("argument --timeline: not allowed with argument --perfetto; give one of them")
+        if not (self.perfetto or self.timeline):
+            raise typer.BadParameter("one of the arguments --perfetto --timeline is required")
 
 
-def export(args: argparse.Namespace) -> int:
+@command(commands, "pstar export plan.json --perfetto -o trace.json   (open it at ui.perfetto.dev)")
+def export(
+    *,
+    plan: PlanFile,
+    form: _Form,
+    measured: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="with --perfetto: what `pstar run --timeline` kept, beside the prediction",
+        ),
+    ] = None,
+    path: Annotated[str, output("file to write")],
+) -> int:
+    """Simulate a plan and write its timeline for other tools."""
     from pstar_sim.planner.compare import play_plan
 
-    loaded, _ = checked_plan(args.plan)
-    if args.timeline and args.measured is not None:
+    loaded, _ = checked_plan(plan)
+    if form.timeline and measured is not None:
         raise PstarError("--measured goes with --perfetto; `pstar run --timeline` keeps both timelines itself")
-    measured = [measured_of(args.measured)] if args.measured is not None else []
+    beside = [] if measured is None else [measured_of(measured)]
     timeline = play_plan(loaded)
-    if args.timeline:
-        timeline.save(args.output)
+    if form.timeline:
+        timeline.save(path)
     else:
-        save_perfetto([timeline, *measured], loaded, Path(args.output))
-    tell(f"{args.output}: {len(timeline.spans)} spans of {timeline.iterations} iterations")
+        save_perfetto([timeline, *beside], loaded, Path(path))
+    tell(f"{path}: {len(timeline.spans)} spans of {timeline.iterations} iterations")
     return 0
 
 
@@ -255,81 +348,29 @@ def measured_of(path: str) -> Timeline:
     return found["measured"]
 
 
-def save_perfetto(timelines: Sequence[Timeline], plan: Plan, path: Path) -> None:
-    """Write a trace for ui.perfetto.dev, whole or not at all."""
-    from pstar_sim.files import write_atomically
-    from pstar_sim.report.perfetto import to_perfetto
-
-    text = json.dumps(to_perfetto(timelines, plan), allow_nan=False, separators=(",", ":"))
-    write_atomically(path, text + "\n")
-
-
-def machines(args: argparse.Namespace) -> int:
-    from pstar_sim.report.listing import machines as listed
-
-    return _listing(listed().to_json(), args.json)
-
-
-def models(args: argparse.Namespace) -> int:
-    from pstar_sim.report.listing import models as listed
-
-    return _listing(listed().to_json(), args.json)
-
-
-def policies(args: argparse.Namespace) -> int:
-    from pstar_sim.report.listing import policies as listed
-
-    rows = listed().to_json()
-    alike: dict[tuple[str, str, str], dict[str, str]] = {}  # option, its values and meaning -> policy -> default
-    for row in rows:
-        options = row["options"] if args.json else row.pop("options")
-        assert isinstance(options, list)
-        for option in options:
-            meaning = (option["option"], option["values"], option["what"])
-            alike.setdefault(meaning, {})[str(row["policy"])] = option["default"]
-    _listing(rows, args.json)
-    if alike and not args.json:
-        tell("\nOptions, as in --policy tide:capacity=peak,adam=fifo:\n")
-        _listing([_option_row(*meaning, defaults) for meaning, defaults in alike.items()], False)
-    return 0
-
-
-def _option_row(key: str, values: str, what: str, defaults: dict[str, str]) -> dict[str, object]:
-    """One line for an option that several policies offer; its default where all agree, else each one's."""
-    shared = set(defaults.values())
-    default = ", ".join(shared) if len(shared) == 1 else ", ".join(f"{v} ({p})" for p, v in defaults.items())
-    return {"option": key, "values": values, "what": f"{what} ({', '.join(defaults)}; default {default})"}
-
-
-def _listing(rows: Sequence[dict[str, object]], as_json: bool) -> int:
-    if as_json:
-        say_json(list(rows))
-        return 0
-    columns = list(rows[0]) if rows else []
-    texts = [["" if row[c] is None else str(row[c]) for c in columns] for row in rows]
-    say(table_text(columns, texts, width=terminal_width()))
-    return 0
-
-
-def _compared(args: argparse.Namespace, policies: Sequence[str] | None, *, only_best: bool = False) -> Comparison:
+def _compared(asked: _Question, policies: Sequence[str] | None, *, only_best: bool = False) -> Comparison:
     from pstar_sim.cli.inputs import machine_of, settings_of, workloads_of
     from pstar_sim.planner.compare import compare as ask
 
-    machine, settings = machine_of(args), settings_of(args)
-    if args.global_batch is not None:
-        return _among_variants(args, machine, settings, policies, only_best=only_best)
-    return ask(
-        workloads_of(args, machine),
-        machine,
-        policies=policies,
-        settings=settings,
-        certify=args.certify,
-        only_best=only_best,
-    )
+    machine, settings = machine_of(asked.on), settings_of(asked.setting)
+    if asked.global_batch is not None:
+        return _among_variants(asked, asked.global_batch, machine, settings, policies, only_best=only_best)
+    workloads = workloads_of(asked.job, machine)
+    with bar("starting", quiet=asked.quiet) as on_part:
+        return ask(
+            workloads,
+            machine,
+            policies=policies,
+            settings=settings,
+            certify=asked.certify,
+            only_best=only_best,
+            on_part=on_part,
+        )
 
 
 def _among_variants(
-    args: argparse.Namespace,
+    asked: _Question,
+    global_batch: int,
     machine: Machine,
     settings: Settings,
     policies: Sequence[str] | None,
@@ -339,7 +380,6 @@ def _among_variants(
     """The comparison on the variant that is fastest by the one policy asked for, or by `optimal`."""
     from dataclasses import replace
 
-    from pstar_sim.cli.bars import bar
     from pstar_sim.cli.inputs import variants_of
     from pstar_sim.planner.compare import Comparison, unfit_row
     from pstar_sim.planner.compare import compare as ask
@@ -348,12 +388,12 @@ def _among_variants(
     from pstar_sim.policy.registry import policy_name
 
     policy = policies[0] if policies is not None and len(policies) == 1 else "optimal"
-    with bar("writing the ways to run it", quiet=args.json) as on_way:
-        ways = variants_of(args, machine)
+    with bar("writing the ways to run it", quiet=asked.quiet) as on_way:
+        ways = variants_of(asked.job, global_batch, machine)
         try:
             chosen = choose(ways, machine, settings, policy=policy, on_way=on_way)
         except DoesNotFit as error:
-            note = f"global batch {args.global_batch}: none of {len(ways)} ways fits; the heading has one of them"
+            note = f"global batch {global_batch}: none of {len(ways)} ways fits; the heading has one of them"
             row = unfit_row(policy_name(policy), error)
             return Comparison(
                 workload=ways[0],
@@ -364,15 +404,15 @@ def _among_variants(
                 planned={},
                 notes=(note,),
             )
-        on_way("comparing policies", len(chosen.tried), len(chosen.tried))
         result = ask(
             (chosen.workload,) * len(machine.ranks),
             machine,
             policies=policies,
             settings=settings,
-            certify=args.certify,
+            certify=asked.certify,
             only_best=only_best,
             made={policy_name(policy): (chosen.plan, chosen.timeline)},
+            on_part=on_way,
         )
     planned = {
         name: replace(p, plan=replace(p.plan, choices={**p.plan.choices, **chosen.choices()}))
@@ -380,35 +420,42 @@ def _among_variants(
     }
     others = tried_text(dict(chosen.tried), chosen.words)
     notes = [
-        f"global batch {args.global_batch}: {chosen.words}, fastest by {policy} of {len(chosen.tried)} ways"
+        f"global batch {global_batch}: {chosen.words}, fastest by {policy} of {len(chosen.tried)} ways"
         + f" ({others})" * bool(others)
     ]
     notes += [f"not considered: {what}" for what in chosen.left_out]
     return replace(result, planned=planned, notes=(*result.notes, *notes))
 
 
-def _timelines(args: argparse.Namespace) -> tuple[list[Timeline], str]:
-    """What to draw and its title: the plans named, or plans made now."""
+def _timelines_of(plans: Sequence[str]) -> tuple[list[Timeline], str]:
+    """Of plan files, and a title for them."""
     from pstar_sim.planner.compare import play_plan
 
-    if args.plans:
-        if args.trace is not None or args.model is not None:
-            raise PstarError("draw plan files, or plan now with --trace or --model: not both")
-        loaded = [checked_plan(path)[0] for path in args.plans]
-        first = loaded[0]
-        return [play_plan(p) for p in loaded], f"{first.workload.model} on {first.machine.name}"
+    loaded = [checked_plan(path)[0] for path in plans]
+    first = loaded[0]
+    return [play_plan(p) for p in loaded], f"{first.workload.model} on {first.machine.name}"
+
+
+def _planned_timelines(
+    job: OptionalWorkloadFlags, on: OptionalMachineFlags, setting: SettingFlags, policies: Sequence[str] | None
+) -> tuple[list[Timeline], str]:
+    """Of plans made now, and a title for them."""
     from pstar_sim.cli.inputs import machine_of, settings_of, workloads_of
     from pstar_sim.planner.compare import compare as ask
 
-    machine = machine_of(args)
-    names = args.policy or ["static_partition", "tide"]
-    result = ask(workloads_of(args, machine), machine, policies=names, settings=settings_of(args), barrier_cost=False)
+    machine = machine_of(on)
+    names = policies or ["static_partition", "tide"]
+    workloads = workloads_of(job, machine)
+    with bar("starting", quiet=False) as on_part:
+        result = ask(
+            workloads, machine, policies=names, settings=settings_of(setting), barrier_cost=False, on_part=on_part
+        )
     drawn = [result.planned[row.policy].timeline for row in result.rows if row.fits]
     missing = [str(row.reason) for row in result.rows if not row.fits]
     if not drawn:
         raise NothingFits("there is nothing to draw: " + "; ".join(missing))
     for reason in missing:
-        sys.stderr.write(f"pstar: not drawn: {reason}\n")
+        note(f"not drawn: {reason}")
     w = result.workload
     batch = f"batch {result.batch}" + (f" x {w.micro_batches}" if w.micro_batches > 1 else "")
     return drawn, f"{w.model}, {batch}, sequence {w.sequence}, {w.dtype}, on {machine.name}"

@@ -6,7 +6,6 @@ in it, each rank writes its own. Every process of torchrun runs `main`; torch is
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import statistics
@@ -15,16 +14,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import typer
+
 from executor.checks import check_processes
 from executor.distributed.processes import Processes, processes_of
 from executor.run import Job, Keeping, RunResult, check_hardware
 from pstar_sim.arguments import parse_bytes, parse_bytes_per_s
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.cli.flags import Parser, new_file
-from pstar_sim.cli.parse_run import run_flags
-from pstar_sim.cli.planning import say, tell
+from pstar_sim.cli.declare import command
+from pstar_sim.cli.output import say, say_table, tell
 from pstar_sim.cli.progress import progress
-from pstar_sim.cli.running import (
+from pstar_sim.cli.run_flags import RunFlags
+from pstar_sim.cli.run_report import (
+    OUTPUTS,
     check_outputs,
     machine_here,
     others_words,
@@ -32,13 +34,14 @@ from pstar_sim.cli.running import (
     predictor,
     retimed_s,
     save_recording,
+    try_outputs,
     write_timelines,
 )
 from pstar_sim.cli.status import status_of
+from pstar_sim.cli.usage import run_app
 from pstar_sim.core.plan import Plan, load_plan
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PstarError
-from pstar_sim.terminal import table_text, terminal_width
 from pstar_sim.units import format_bytes, format_s
 
 __all__ = ["main"]
@@ -46,51 +49,61 @@ __all__ = ["main"]
 RANK = "{rank}"  # in a file's name
 
 
+app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, or after an error, which is one line on stderr, 2 or 3 (`pstar_sim.cli.status`)."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
-        args = _parser().parse_args(arguments)
-        check_outputs(args)
-        plan = load_plan(args.plan)
-        check_hardware(plan, args.device)
-        with processes_of(args.device) as processes:
-            _run(args, plan, processes)
+        return run_app(app, "torchrun --nproc-per-node N -m executor", sys.argv[1:] if arguments is None else arguments)
     except PstarError as error:
         sys.stderr.write(f"pstar: {' '.join(str(error).split())}\n")
         return status_of(error)
+
+
+@command(app, "torchrun --nproc-per-node 2 -m executor plan.json --model hf:gpt2 --timeline run.{rank}.json")
+def run(*, flags: RunFlags) -> int:
+    """Train a real model by a plan of N ranks: `pstar run` in N processes, of which the first prints."""
+    check_outputs(flags)
+    plan = load_plan(flags.plan)
+    check_hardware(plan, flags.device)
+    with processes_of(flags.device) as processes:
+        _run(flags, plan, processes)
     return 0
 
 
-def _run(args: argparse.Namespace, plan: Plan, processes: Processes) -> None:
-    rank, device, virtual = processes.rank, processes.device, args.device == "virtual"
-    check_processes(plan, processes.count, file=args.plan, model=args.model)
-    mine = processes.on_all(lambda: _files_of(args, rank))
-    keeping = Keeping(save=args.save, every=args.save_every, resume=args.resume)
-    keeping.check(args.steps)
-    job = Job.of_plan(plan, args.model, data=args.data, lr=args.lr, seed=args.seed, weights=args.weights)
-    rate = parse_bytes_per_s(args.bandwidth) if args.bandwidth is not None else None
-    memory = parse_bytes(args.gpu_memory) if args.gpu_memory is not None else None
+def _run(flags: RunFlags, plan: Plan, processes: Processes) -> None:
+    rank, device, virtual = processes.rank, processes.device, flags.device == "virtual"
+    check_processes(plan, processes.count, file=flags.plan, model=flags.model)
+    mine = processes.on_all(lambda: _files_of(flags, rank))
+    keeping = Keeping(save=flags.save, every=flags.save_every, resume=flags.resume)
+    keeping.check(flags.steps)
+    job = Job.of_plan(plan, flags.model, data=flags.data, lr=flags.lr, seed=flags.seed, weights=flags.weights)
+    rate = parse_bytes_per_s(flags.bandwidth) if flags.bandwidth is not None else None
+    memory = parse_bytes(flags.gpu_memory) if flags.gpu_memory is not None else None
     link = plan.machine.link
     bandwidth = (rate or link.h2d_bytes_per_s, rate or link.d2h_bytes_per_s)
     # All at the same time, as they will run; and one of them for all: see `predicted`.
     here = processes.of_first(machine_here(plan, bandwidth, virtual=virtual))
-    if args.record is not None:
+    if (recording := flags.record) is not None:
         alone = processes.group_of_first()
 
         def record() -> None:
             if rank == 0:
                 one = _first_rank_of(plan.machine)
-                save_recording(job.record(one, device=device, gpu_memory=memory, group=alone), here, args)
+                save_recording(
+                    job.record(one, device=device, gpu_memory=memory, group=alone), here, recording, quiet=flags.json
+                )
 
         processes.on_all(record)
     # The order of the measured iteration, which has to be the same on every rank: they wait for each other in it.
     predict = predictor(here)
     predict(plan)
-    with progress(args.steps, plan, quiet=args.json or args.quiet or rank > 0) as on_step:
+    with progress(flags.steps, plan, quiet=flags.json or flags.quiet or rank > 0) as on_step:
         result = job.run(
             plan,
-            steps=args.steps,
+            steps=flags.steps,
             device=device,
             bandwidth=bandwidth if virtual else None,
             gpu_memory=memory,
@@ -101,38 +114,23 @@ def _run(args: argparse.Namespace, plan: Plan, processes: Processes) -> None:
     plan, predicted = result.plan, predict(result.plan)
     write_timelines(mine, plan, predicted, result)
     if rank == 0:
-        _say(plan, here, predicted, result, as_json=args.json)
+        _say(plan, here, predicted, result, as_json=flags.json)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="torchrun --nproc-per-node N -m executor",
-        description="Train a real model by a plan of N ranks: `pstar run` in N processes, of which the first prints.",
-        epilog="example: torchrun --nproc-per-node 2 -m executor plan.json --model hf:gpt2 --timeline run.{rank}.json",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    run_flags(parser, several=True)
-    return parser
-
-
-def _files_of(args: argparse.Namespace, rank: int) -> argparse.Namespace:
-    """The arguments with the names of the files that this rank writes, None for those of others. Raises PstarError for
+def _files_of(flags: RunFlags, rank: int) -> RunFlags:
+    """The flags with the names of the files that this rank writes, None for those of others. Raises PstarError for
     one that cannot be written."""
     names: dict[str, str | None] = {}
-    for flag in ("record", "timeline", "perfetto", "plot"):
-        name = getattr(args, flag)
+    for flag in OUTPUTS:
+        name = getattr(flags, flag)
         if name is None:
             continue
         if flag == "record" and RANK in name:
             raise PstarError(f"--record {name}: one rank records, for all; leave {RANK} out")
-        if RANK not in name and rank > 0:
-            names[flag] = None
-            continue
-        try:
-            names[flag] = new_file(name.replace(RANK, str(rank)))
-        except argparse.ArgumentTypeError as error:
-            raise PstarError(f"argument --{flag}: {error}") from None
-    return argparse.Namespace(**{**vars(args), **names})
+        names[flag] = name.replace(RANK, str(rank)) if RANK in name or rank == 0 else None
+    mine = replace(flags, **names)  # type: ignore[arg-type]
+    try_outputs(mine)
+    return mine
 
 
 def _first_rank_of(machine: Machine) -> Machine:
@@ -148,9 +146,10 @@ def _say(plan: Plan, machine: Machine, predicted: Timeline, result: RunResult, *
     ranks, losses = said.ranks, said.losses
     several = f"{ranks} ranks" if ranks > 1 else "one rank"
     tell(f"{plan.policy}: {plan.workload.model} on {several}, {len(losses)} steps of {int(said.tokens)} tokens\n")
-    width = terminal_width()
-    say(table_text(("step", "loss", "seconds", "tokens/s"), said.step_rows(), width=width) + "\n")
-    say(table_text(("", "predicted", "measured"), said.predicted_rows(), width=width) + "\n")
+    say_table(("step", "loss", "seconds", "tokens/s"), said.step_rows())
+    say("")
+    say_table(("", "predicted", "measured"), said.predicted_rows())
+    say("")
     tell("\n".join(said.notes()))
 
 

@@ -2,35 +2,49 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
+from typing import Annotated
 
-from pstar_sim.cli.planning import say, say_json
+import typer
+
+from pstar_sim.cli.bars import bar
+from pstar_sim.cli.declare import command
+from pstar_sim.cli.flags import JsonObject
+from pstar_sim.cli.output import say, say_json
 from pstar_sim.errors import PstarError
 
-__all__ = ["validate"]
+__all__ = ["commands"]
+
+commands = typer.Typer()
 
 
-def validate(args: argparse.Namespace) -> int:
+@command(commands, "pstar validate --machine h100")
+def validate(
+    *,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="only systems whose name contains this")] = None,
+    machine: Annotated[str | None, typer.Option(metavar="TEXT", help="only machines whose name contains this")] = None,
+    rows: Annotated[bool, typer.Option("--rows", help="print every row in scope")] = False,
+    json: JsonObject = False,
+    write: Annotated[
+        bool,
+        typer.Option("--write", help="keep the errors by class of machine, for the answers that quote them"),
+    ] = False,
+) -> int:
+    """Replay published measurements and print predicted against published: what was fitted, what was tested, every
+    miss."""
     from pstar_sim.validation import errors, results
 
-    if args.write and (args.system or args.machine):
+    if write and (system or machine):
         raise PstarError("--write keeps the errors of all rows: leave out --system and --machine")
-    found = results.validate(system=args.system, machine=args.machine, progress=_progress)
-    if args.write:
+    with bar("replaying published runs", quiet=json) as on_part:
+        found = results.validate(
+            system=system, machine=machine, progress=lambda done, runs: on_part("replaying published runs", done, runs)
+        )
+    if write:
         errors.write_errors(found)
-    if args.json:
+    if json:
         say_json(found.to_json())
     else:
         from pstar_sim.report.validation import validation_text
 
-        say(validation_text(found, every_row=args.rows))
+        say(validation_text(found, every_row=rows))
     return 0
-
-
-def _progress(done: int, runs: int) -> None:
-    """One line that is written over, on a terminal only."""
-    if sys.stderr.isatty():
-        end = "\r" if done < runs else "\r\033[K"
-        sys.stderr.write(f"replaying published runs: {done} of {runs}{end}")
-        sys.stderr.flush()

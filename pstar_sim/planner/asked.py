@@ -1,19 +1,22 @@
 """Asked: what the planner's questions have in common, from what a caller gave to what is looked at.
 
-Policies by name, one or several, and settings. Knows no machine and no workload.
+Policies by name, one or several, settings, and whom to tell how far an answer is. Knows no machine and no workload.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from pstar_sim.arguments import instance, names, refused
+from pstar_sim.arguments import function, instance, names, refused
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import PstarError
 from pstar_sim.policy.registry import Policy
 from pstar_sim.policy.registry import policies as all_policies
 
-__all__ = ["asked_names", "asked_policies", "settings_of"]
+__all__ = ["OnPart", "asked_names", "asked_policies", "settings_of", "teller"]
+
+OnPart = Callable[[str, int, int], object]
+"""Called with what is done next, how many parts are done and how many parts there are."""
 
 
 def settings_of(settings: Settings | None) -> Settings:
@@ -44,3 +47,11 @@ def asked_names(policies: Iterable[str] | str | None) -> list[str]:
     if not all(isinstance(policy, str) for policy in found):
         raise refused("policies", policies, "names of policies")
     return [str(policy) for policy in found]
+
+
+def teller(on_part: OnPart | None) -> OnPart:
+    """What to call as an answer proceeds; it does nothing where nobody listens. Raises PstarError for no function."""
+    if on_part is None:
+        return lambda part, done, parts: None
+    function("on_part", on_part)
+    return on_part

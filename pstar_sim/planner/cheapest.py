@@ -26,7 +26,7 @@ from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import CannotPlan, DoesNotFit, ModelError, PstarError, UnknownName
-from pstar_sim.planner.asked import asked_names, settings_of
+from pstar_sim.planner.asked import OnPart, asked_names, settings_of, teller
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Row, compare
 from pstar_sim.planner.memory import memory_need
@@ -151,10 +151,12 @@ def cheapest(
     optimizer: str = "adamw",
     prices: str | None = None,
     most_nodes: int = MOST_NODES,
+    on_part: OnPart | None = None,
 ) -> Cheapest:
     """batch: sequences per iteration, all ranks and micro-batches together.
     machines: by default every machine with a price.
     prices: a file that comes before the shipped list.
+    on_part: called with the machine that is asked next, the number of machines done and of all.
 
     Raises PstarError for a model, machine or price that is none, and where no machine has a price; one of several that
     has none is a row that says so.
@@ -188,8 +190,10 @@ def cheapest(
     if not chosen:
         raise PstarError("machines = []: give at least one machine, or leave it out for all that have a price")
     costs = _prices_of(chosen, known)
+    tell = teller(on_part)
     rows: list[Offer] = []
     for machine, cost in zip(chosen, costs):
+        tell(machine.name, len(rows), len(chosen))
         if isinstance(cost, str):
             rows.append(Offer(machine=machine.name, nodes=machine.nodes, gpus=len(machine.ranks), reason=cost))
         else:

@@ -18,7 +18,7 @@ from pstar_sim.core.figures import OWN_SHARES
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import CannotPlan, DoesNotFit, NothingFits, PlanError, PstarError
-from pstar_sim.planner.asked import asked_policies, settings_of
+from pstar_sim.planner.asked import OnPart, asked_policies, settings_of, teller
 from pstar_sim.planner.binding import bound_by
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.confidence import confidence
@@ -189,6 +189,7 @@ def compare(
     certify: bool = False,
     only_best: bool = False,
     made: Mapping[str, tuple[Plan, Timeline]] | None = None,
+    on_part: OnPart | None = None,
 ) -> Comparison:
     """Plan and simulate every policy (all known ones if none is named) for `workload` on `machine`.
 
@@ -203,6 +204,7 @@ def compare(
     only_best: for a caller that looks at `best()` alone: barrier costs of the others, and what would fit where
         something does, are left out.
     made: plans and timelines of policies for this very job that are known already.
+    on_part: called with what is planned or looked for next, the number of policies done and of all.
 
     Raises UnknownName for an unknown policy and PstarError for settings that make no sense.
     """
@@ -217,6 +219,7 @@ def compare(
         flag(what, value)
     if made is not None and not isinstance(made, Mapping):
         raise refused("made", made, "plans and timelines by policy")
+    tell = teller(on_part)
     share = share_out(workload, machine)
     free = _free(share, machine, settings, barrier_cost)
     with without_garbage_collection(), plans_shared(share.workload, *(free[:1] if free is not None else ())):
@@ -230,6 +233,7 @@ def compare(
             certify=certify,
             only_best=only_best,
             made=made or {},
+            tell=tell,
         )
 
 
@@ -244,14 +248,17 @@ def _compare(
     certify: bool,
     only_best: bool,
     made: Mapping[str, tuple[Plan, Timeline]],
+    tell: OnPart,
 ) -> Comparison:
     workload, ranked = share.workload, share.ranked
     certifier = Certifier(workload, machine, settings, lp=certify)
+    tell("lower bound", 0, len(asked))
     usual = certifier.usual()
     rows: list[Row] = []
     planned: dict[str, Planned] = {}
     failures: dict[str, tuple[Policy, DoesNotFit]] = {}
     for name, policy in asked:
+        tell(name, len(rows), len(asked))
         try:
             if name in made:
                 plan, timeline = made[name][0], made[name][1].labelled(name)
@@ -277,6 +284,7 @@ def _compare(
             wanted = near and not (only_best and others)
             hint = ""
             if wanted:
+                tell(f"what would do for {row.policy}", len(rows), len(asked))
                 hint = nearest(policy, workload, machine, settings, error, fitting=others, elsewhere=elsewhere)
             rows[i] = unfit_row(row.policy, error, usual, hint)
     if only_best and others:

@@ -14,7 +14,7 @@ from pstar_sim.arguments import choice, flag
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CannotPlan, DoesNotFit
-from pstar_sim.planner.asked import asked_names, settings_of
+from pstar_sim.planner.asked import OnPart, asked_names, settings_of, teller
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.memory import LOADING, Need, host_shortage, least_gpu_bytes, memory_need, need_with_room
 from pstar_sim.planner.nearest import Ask, Elsewhere, Remedy, in_words, remedies
@@ -150,6 +150,7 @@ def fits(
     loading: str = "whole",
     times: bool = True,
     near: bool = True,
+    on_part: OnPart | None = None,
 ) -> Fits:
     """Whether each policy (all known ones if none is named) has room for the job, start-up and rounding included.
 
@@ -157,6 +158,7 @@ def fits(
     loading: how the weights come ([Note: what the host really has to give] in memory.py).
     times: also plan and simulate what fits.
     near: look for changes that would make the others fit, and for what these need of the place that is not short.
+    on_part: as in `compare`.
 
     Raises UnknownName for a policy that does not exist.
     """
@@ -164,10 +166,14 @@ def fits(
     choice("loading", loading, LOADING)
     flag("times", times)
     flag("near", near)
+    tell = teller(on_part)
     names = asked_names(policies)
     share = share_out(workload, machine)
     job = Asked(workload=share.workload, machine=machine, settings=settings, loading=loading)
-    answers = [_fit(name, share, job, times=times) for name in names]
+    answers: list[tuple[Fit, DoesNotFit | None]] = []
+    for name in names:
+        tell(name, len(answers), len(names))
+        answers.append(_fit(name, share, job, times=times))
     rows = [row for row, _ in answers]
     fitting = [row.policy for row in sorted(rows, key=lambda r: r.iteration_s or 0.0) if row.fits]
     change = None
@@ -176,6 +182,7 @@ def fits(
         elsewhere = Elsewhere(share.workload, machine)
         for i, (row, error) in enumerate(answers):
             if error is not None:
+                tell(f"what would do for {row.policy}", len(names), len(names))
                 ask = job.of(row.policy)
                 ways = remedies(
                     find_policy(row.policy), share.workload, machine, settings, error, ask=ask, elsewhere=elsewhere
@@ -184,6 +191,7 @@ def fits(
                 row, error = _with_room(row, job, error)
                 rows[i] = replace(row, reason=f"{error}; {in_words(ways, fitting)}")
         if not fitting:
+            tell("the smallest change", len(names), len(names))
             change = _smallest(found, job, names)
     return Fits(
         workload=share.workload,

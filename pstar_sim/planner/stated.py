@@ -20,6 +20,7 @@ from pstar_sim.core.figures import byte_figures, not_checked, own_shares
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import FalseFigures, PlanError
+from pstar_sim.planner.asked import OnPart, teller
 from pstar_sim.planner.confidence import confidence
 from pstar_sim.planner.trust import trust
 from pstar_sim.policy.kit.options import split_spec
@@ -51,10 +52,15 @@ class Examined:
 
 
 def examine(
-    plan: Plan, workload: Workload | None = None, machine: Machine | None = None, *, lp: bool = False
+    plan: Plan,
+    workload: Workload | None = None,
+    machine: Machine | None = None,
+    *,
+    lp: bool = False,
+    on_part: OnPart | None = None,
 ) -> Examined:
     """Prove the plan and compute again what it states. workload, machine: hold it against these, too. lp: solve the
-    fluid program of the bound again.
+    fluid program of the bound again. on_part: called with what is done next, the number of parts done and of all.
 
     Raises PlanError with the first thing that is wrong with the plan itself, FalseFigures with all its figures that are
     false.
@@ -63,8 +69,12 @@ def examine(
         check_workload_of(plan, workload)
     if machine is not None:
         check_machine(plan, machine)
+    tell = teller(on_part)
+    tell("proving", 0, 3)
     report = prove(plan)
+    tell("simulating", 1, 3)
     timeline = play(plan)
+    tell("lower bound", 2, 3)
     found = certificate_of(plan, lp=lp)
     notes = _Notes(plan)
     notes.bytes(report)

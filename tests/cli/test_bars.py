@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import io
+import os
+import pty
+import shutil
+import struct
+import subprocess
 import sys
+import termios
+from pathlib import Path
 
 import pytest
 
 import pstar_sim as ps
+from pstar_sim.cli import main
 from pstar_sim.cli.bars import bar
+from pstar_sim.errors import PstarError
+from pstar_sim.planner.cheapest import cheapest
+from pstar_sim.planner.compare import compare
+from pstar_sim.planner.fits import fits
 from pstar_sim.planner.limits import max_model
 from pstar_sim.planner.sensitivity import sensitivity
+from pstar_sim.planner.stated import examine
 from pstar_sim.planner.variants import candidates, choose
+
+JOB = ["--model", "1B", "--batch", "1", "--seq", "128"]
+GRID = """
+model = "tiny-gpt2"
+batch = [1, 2]
+seq = 8
+machine = "t4"
+policy = "tide"
+"""
 
 
 class _Terminal(io.StringIO):
@@ -35,6 +59,74 @@ def test_a_file_gets_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == ""
 
 
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bars") / "plan.json"
+    assert main(["plan", *JOB, "--machine", "v100-32", "--policy", "tide", "-o", str(path)]) == 0
+    return path
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["compare", *JOB, "--machine", "v100-32", "--policy", "tide"], "tide"),
+        (["compare", *JOB, "--machine", "v100-32", "--policy", "tide", "--certify"], "lower bound"),
+        (["fits", *JOB, "--machine", "v100-32", "--policy", "tide"], "tide"),
+        (["cheapest", *JOB, "--tokens", "1e9", "--machine", "a100-80", "--policy", "tide"], "a100-80"),
+        (
+            ["max-batch", "--model", "tiny-gpt2", "--seq", "8", "--machine", "t4", "--policy", "all_on_gpu"],
+            "all_on_gpu",
+        ),
+        (["ablate", *JOB, "--machine", "v100-32", "--policy", "tide"], "planning"),
+        (["check", "PLAN"], "proving"),
+        (["sweep", "grid.toml", "-o", "swept.parquet", "--backend", "sequential"], "points"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_progress_is_on_the_terminal_and_not_in_the_pipe(
+    argv: list[str], said: str, plan_file: Path, tmp_path: Path
+) -> None:
+    """On a real terminal, of which only stderr is one; then in a pipe. Stdout is the same either way."""
+    (tmp_path / "grid.toml").write_text(GRID)
+    argv = [str(plan_file) if word == "PLAN" else word for word in argv]
+    status, out, shown = on_terminal(argv, tmp_path)
+    assert status == 0 and said in shown and "━" in shown and "…" not in shown
+    assert shown.endswith("\x1b[2K") or shown.rstrip("\r\n").endswith(("\x1b[?25h", "\x1b[2K")), "it goes away"
+    for kept in tmp_path.glob("swept*"):
+        shutil.rmtree(kept) if kept.is_dir() else kept.unlink()
+    done = subprocess.run(command(argv), capture_output=True, text=True, cwd=tmp_path, timeout=120, env=environment())
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout == out
+
+
+def command(argv: list[str]) -> list[str]:
+    return [sys.executable, "-m", "pstar_sim", *argv]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "TERM": "xterm", "PYTHONIOENCODING": "utf-8"}
+
+
+def on_terminal(argv: list[str], folder: Path) -> tuple[int, str, str]:
+    """Exit status, stdout, and what a terminal of 80 columns was sent on stderr."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    with (folder / "stdout").open("w+") as out:
+        process = subprocess.Popen(
+            command(argv), stdin=subprocess.DEVNULL, stdout=out, stderr=theirs, cwd=folder, env=environment()
+        )
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # EIO: nobody has the other end any more
+            while part := os.read(ours, 65536):
+                shown += part
+        os.close(ours)
+        status = process.wait(timeout=120)
+        out.seek(0)
+        said = out.read()
+    (folder / "stdout").unlink()
+    return status, said, shown.decode()
+
+
 def test_long_questions_tell_how_far_they_are() -> None:
     told: list[tuple[str, int, int]] = []
 
@@ -48,6 +140,21 @@ def test_long_questions_tell_how_far_they_are() -> None:
     told.clear()
     sensitivity(w, m, policies=["tide"], parts=["link", "GPU speed"], largest=False, on_part=tell)
     assert told == [("as it is", 0, 3), ("link", 1, 3), ("GPU speed", 2, 3)]
+    told.clear()
+    small = ps.machine("v100-16", gpu_memory="2GB")
+    compare(w, small, policies=["all_on_gpu", "tide"], on_part=tell)
+    assert told == [("lower bound", 0, 2), ("all_on_gpu", 0, 2), ("tide", 1, 2), ("what would do for all_on_gpu", 2, 2)]
+    told.clear()
+    fits(w, m, policies=["tide", "zero_offload"], on_part=tell)
+    assert told == [("tide", 0, 2), ("zero_offload", 1, 2)]
+    told.clear()
+    cheapest("gpt2", tokens=1e9, batch=2, seq=64, machines=["a100-40", "a100-80"], policies=["tide"], on_part=tell)
+    assert told == [("a100-40", 0, 2), ("a100-80", 1, 2)]
+    told.clear()
+    examine(compare(w, m, policies=["tide"]).best().plan, on_part=tell)
+    assert told == [("proving", 0, 3), ("simulating", 1, 3), ("lower bound", 2, 3)]
+    with pytest.raises(PstarError, match="on_part"):
+        compare(w, m, policies=["tide"], on_part="loud")  # type: ignore[arg-type]
     told.clear()
     ways = candidates([w], 4)
     choose(ways, m, ps.Settings(), policy="tide", on_way=tell)

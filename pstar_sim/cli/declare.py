@@ -1,0 +1,77 @@
+"""How a command is declared: a function whose parameters are its flags, whose docstring is its help, and which returns
+the exit status. What several commands take is a frozen dataclass of flags; a parameter of that type stands for all."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from copy import copy
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import typer
+
+from pstar_sim.cli.usage import Command
+
+__all__ = ["command", "flat"]
+
+Function = Callable[..., int]
+
+
+def command(app: typer.Typer, example: str, *, name: str | None = None) -> Callable[[Function], Function]:
+    """Adds the function below as a command. example: a command line, shown below the help. name: where the name is not
+    the function's."""
+
+    def declare(function: Function) -> Function:
+        app.command(name, cls=Command, epilog=f"example: {example}")(flat(function))
+        return function
+
+    return declare
+
+
+def flat(function: Function) -> Function:
+    """The function as typer takes it: the flags of a dataclass in place of each parameter that is one. The dataclass
+    may have a SECTION, the heading of its flags in the help, and raises typer.BadParameter for flags that exclude each
+    other."""
+    groups: dict[str, Any] = {}
+    taken: list[inspect.Parameter] = []
+    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+        kind = parameter.annotation
+        if is_dataclass(kind):
+            groups[parameter.name] = kind
+            taken += _flags_of(kind)
+        else:
+            taken.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+    def call(**given: Any) -> int:
+        made = {name: kind(**{f.name: given.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
+        return function(**made, **given)
+
+    call.__name__, call.__doc__ = function.__name__, function.__doc__
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in taken}
+    call.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
+    return call
+
+
+def _flags_of(kind: Any) -> list[inspect.Parameter]:
+    """The fields of a dataclass as parameters."""
+    hints = get_type_hints(kind, include_extras=True)
+    section = getattr(kind, "SECTION", None)
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=_in_section(hints[field.name], section),
+        )
+        for field in fields(kind)
+    ]
+
+
+def _in_section(annotation: Any, section: str | None) -> Any:
+    if section is None or get_origin(annotation) is not Annotated:
+        return annotation
+    kind, info = get_args(annotation)
+    info = copy(info)
+    info.rich_help_panel = section
+    return Annotated[kind, info]

@@ -1,0 +1,67 @@
+"""The listings: machines, models, policies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import typer
+
+from pstar_sim.cli.declare import command
+from pstar_sim.cli.flags import JsonList
+from pstar_sim.cli.output import say_json, say_table, tell
+
+__all__ = ["commands"]
+
+commands = typer.Typer()
+
+
+@command(commands, "pstar machines")
+def machines(*, json: JsonList = False) -> int:
+    """List the machines of the catalog."""
+    from pstar_sim.report.listing import machines as listed
+
+    return _listing(listed().to_json(), json)
+
+
+@command(commands, "pstar models")
+def models(*, json: JsonList = False) -> int:
+    """List the model presets."""
+    from pstar_sim.report.listing import models as listed
+
+    return _listing(listed().to_json(), json)
+
+
+@command(commands, "pstar policies --json")
+def policies(*, json: JsonList = False) -> int:
+    """List the policies."""
+    from pstar_sim.report.listing import policies as listed
+
+    rows = listed().to_json()
+    alike: dict[tuple[str, str, str], dict[str, str]] = {}  # option, its values and meaning -> policy -> default
+    for row in rows:
+        options = row["options"] if json else row.pop("options")
+        assert isinstance(options, list)
+        for option in options:
+            meaning = (option["option"], option["values"], option["what"])
+            alike.setdefault(meaning, {})[str(row["policy"])] = option["default"]
+    _listing(rows, json)
+    if alike and not json:
+        tell("\nOptions, as in --policy tide:capacity=peak,adam=fifo:\n")
+        _listing([_option_row(*meaning, defaults) for meaning, defaults in alike.items()], False)
+    return 0
+
+
+def _option_row(key: str, values: str, what: str, defaults: dict[str, str]) -> dict[str, object]:
+    """One line for an option that several policies offer; its default where all agree, else each one's."""
+    shared = set(defaults.values())
+    default = ", ".join(shared) if len(shared) == 1 else ", ".join(f"{v} ({p})" for p, v in defaults.items())
+    return {"option": key, "values": values, "what": f"{what} ({', '.join(defaults)}; default {default})"}
+
+
+def _listing(rows: Sequence[dict[str, object]], as_json: bool) -> int:
+    if as_json:
+        say_json(list(rows))
+        return 0
+    columns = list(rows[0]) if rows else []
+    say_table(columns, [["" if row[c] is None else str(row[c]) for c in columns] for row in rows])
+    return 0

@@ -1,0 +1,77 @@
+"""What commands print: the one way to write text, a table, JSON, a note on stderr, a picture."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pstar_sim.errors import PstarError
+from pstar_sim.terminal import narrow_encoding, table_text, terminal_width, wrap
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from pstar_sim.core.plan import Plan
+    from pstar_sim.core.timeline import Timeline
+
+__all__ = ["note", "picture_kind", "save_perfetto", "save_picture", "say", "say_json", "say_table", "tell"]
+
+
+def say(text: str) -> None:
+    """Write text that is laid out already."""
+    sys.stdout.write(narrow_encoding(text if text.endswith("\n") else text + "\n", sys.stdout.encoding))
+
+
+def tell(text: str) -> None:
+    """Write prose, folded to the terminal."""
+    say("\n".join(wrap(text, terminal_width())))
+
+
+def say_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Write a table as wide as the terminal allows ([Note: narrow terminals] in terminal.py)."""
+    say(table_text(heads, rows, width=terminal_width()))
+
+
+def say_json(value: object) -> None:
+    """Strict JSON: no NaN, no Infinity."""
+    say(json.dumps(value, indent=2, allow_nan=False))
+
+
+def note(text: str) -> None:
+    """One line on stderr, beside the answer on stdout."""
+    sys.stderr.write(f"pstar: {text}\n")
+
+
+def save_picture(figure: Figure, path: Path, *, dpi: int) -> None:
+    """Write a picture, atomically; its kind is the file's ending, PNG where there is none.
+
+    Raises PstarError for an ending that matplotlib does not know and for a file that cannot be written.
+    """
+    from pstar_sim.files import replaced_atomically
+
+    kind = picture_kind(path)
+    with replaced_atomically(path) as temporary:
+        figure.savefig(temporary, dpi=dpi, format=kind)
+
+
+def picture_kind(path: Path) -> str:
+    """What `save_picture` will write there. Raises PstarError for an ending that matplotlib does not know."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kind = path.suffix.removeprefix(".") or "png"
+    known = FigureCanvasBase.get_supported_filetypes()
+    if kind.lower() not in known:
+        raise PstarError(f"{path}: {kind!r} is not a kind of picture; it is one of {', '.join(sorted(known))}")
+    return kind.lower()
+
+
+def save_perfetto(timelines: Sequence[Timeline], plan: Plan, path: Path) -> None:
+    """Write a trace for ui.perfetto.dev, atomically."""
+    from pstar_sim.files import write_atomically
+    from pstar_sim.report.perfetto import to_perfetto
+
+    text = json.dumps(to_perfetto(timelines, plan), allow_nan=False, separators=(",", ":"))
+    write_atomically(path, text + "\n")

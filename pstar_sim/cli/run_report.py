@@ -1,0 +1,222 @@
+"""What a run leaves behind: files, figures beside their predictions, and the words that explain both. Shared by
+`pstar run`, `pstar demo` and `torchrun -m executor`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.cli.executor_parts import executor_module
+from pstar_sim.cli.output import note, picture_kind, save_perfetto, save_picture, tell
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.timeline import Timeline
+from pstar_sim.errors import PstarError
+from pstar_sim.files import check_writable
+from pstar_sim.report.run import Figure, figures
+from pstar_sim.workload.workload import Workload
+
+if TYPE_CHECKING:
+    from executor.run import RunResult
+    from pstar_sim.cli.run_flags import RunFlags
+
+__all__ = [
+    "OUTPUTS",
+    "check_outputs",
+    "compare_with_run",
+    "explain_run",
+    "figures_as_json",
+    "machine_here",
+    "others_words",
+    "predicted_from",
+    "predictor",
+    "retimed_s",
+    "save_recording",
+    "try_outputs",
+    "write_timelines",
+]
+
+OUTPUTS = ("record", "timeline", "perfetto", "plot")
+"""Flags of a run that name a file to write."""
+
+
+def predictor(machine: Machine) -> Callable[[Plan], Timeline]:
+    """Predicts plans on `machine`, each once: a run may end with another plan than it began with."""
+    from pstar_sim.planner.compare import play_plan
+
+    known: dict[int, tuple[Plan, Timeline]] = {}
+
+    def predict(plan: Plan) -> Timeline:
+        if id(plan) not in known:
+            known[id(plan)] = plan, play_plan(replace(plan, machine=machine))
+        return known[id(plan)][1]
+
+    return predict
+
+
+def machine_here(plan: Plan, bandwidth: tuple[float, float], *, virtual: bool) -> Machine:
+    """The machine that a run of the plan is predicted for. bandwidth: bytes per second of the virtual link, (to the
+    gpu, to the host)."""
+    if not virtual:
+        return plan.machine
+    rates = executor_module("measuring.rates")
+    found: Machine
+    if plan.machine.gpu.launch_s is not None and plan.machine.confidence == "calibrated":
+        found = rates.throttled(plan.machine, *bandwidth)  # the plan's own prediction stands
+    else:
+        found = rates.measure_virtual_machine(plan.machine, h2d_bytes_per_s=bandwidth[0], d2h_bytes_per_s=bandwidth[1])
+    return found
+
+
+def save_recording(recorded: Workload, machine: Machine, path: str, *, quiet: bool) -> None:
+    """What --record keeps: the trace, and the rates measured here as a machine file of the same name."""
+    from pstar_sim.catalog.writing import save_machine
+    from pstar_sim.workload.trace import save_trace
+
+    save_trace(recorded, path)
+    machine_file = Path(path).with_suffix(".toml")
+    save_machine(machine, machine_file)
+    if not quiet:
+        tell(f"warm-up recorded: {path}; rates measured here: {machine_file}")
+
+
+def check_outputs(flags: RunFlags) -> None:
+    """Raise PstarError where two flags name one file (the second would take the place of the first), and where --plot
+    names no kind of picture."""
+    named: dict[Path, str] = {}
+    for flag in OUTPUTS:
+        name = getattr(flags, flag)
+        if name is None:
+            continue
+        path = Path(name).resolve()
+        paths = [path, path.with_suffix(".toml")] if flag == "record" else [path]
+        for one in paths:
+            if one in named:
+                raise PstarError(
+                    f"--{named[one]} and --{flag} would both write {one.name}; give each a file of its own"
+                )
+            named[one] = flag
+    if flags.plot is not None:
+        picture_kind(Path(flags.plot))
+
+
+def try_outputs(flags: RunFlags) -> None:
+    """Raise PstarError, naming the flag, for a file that cannot be written, before any work is done for it."""
+    for flag in OUTPUTS:
+        name = getattr(flags, flag)
+        if name is not None:
+            try:
+                check_writable(Path(name))
+            except PstarError as error:
+                raise PstarError(f"argument --{flag}: {error}") from None
+
+
+def write_timelines(flags: RunFlags, plan: Plan, predicted: Timeline, result: RunResult) -> None:
+    """The files that lay the measured timeline beside the predicted one, as far as they were asked for."""
+    asked = [name for name in (flags.timeline, flags.perfetto, flags.plot) if name is not None]
+    if result.timeline is None:
+        for name in asked:
+            note(f"{name} is not written: the last iteration did not run on plan")
+        return
+    if flags.timeline is not None:
+        from pstar_sim.core.run_file import RunTimelines
+
+        RunTimelines(predicted=predicted, measured=result.timeline).save(flags.timeline)
+    if flags.perfetto is not None:
+        save_perfetto([predicted, result.timeline], plan, Path(flags.perfetto))
+    if flags.plot is not None:
+        from pstar_sim.report.tide import tide_figure
+
+        w = plan.workload
+        each = " per GPU" if len(plan.machine.ranks) > 1 else ""
+        title = f"{plan.policy}, {w.model}, batch {w.batch}{each}: predicted (areas) and measured (lines)"
+        save_picture(tide_figure([predicted], measured=result.timeline, title=title), Path(flags.plot), dpi=150)
+
+
+def compare_with_run(plan: Plan, predicted: Timeline, result: RunResult) -> list[Figure]:
+    """Predicted beside measured: seconds are the median step after the first, bytes those of the measured iteration.
+
+    "re-timed" is the same plan, simulated with the seconds that its steps took in the run (sim/retime.py).
+    """
+    times = [r.time_s for r in result.reports]
+    step_s = statistics.median(times[1:] or times)
+    wanted: dict[str, float] = {"iteration_s": predicted.iteration_s}
+    found: dict[str, float] = {"iteration_s": step_s}
+    if result.timeline is not None:
+        if (again_s := retimed_s(plan, result.timeline)) is not None:
+            wanted["re-timed_s"], found["re-timed_s"] = again_s, step_s
+        wanted |= {"h2d_bytes": predicted.moved_bytes["h2d"], "d2h_bytes": predicted.moved_bytes["d2h"]}
+        found |= {"h2d_bytes": result.timeline.moved_bytes["h2d"], "d2h_bytes": result.timeline.moved_bytes["d2h"]}
+    if result.measured is not None and result.measured.on_plan:
+        wanted |= {"GPU peak_bytes": predicted.peak_bytes["gpu"], "host peak_bytes": predicted.peak_bytes["host"]}
+        found |= {"GPU peak_bytes": result.measured.peak_gpu_bytes, "host peak_bytes": result.measured.peak_host_bytes}
+    return figures(wanted, found)
+
+
+def retimed_s(plan: Plan, measured: Timeline) -> float | None:
+    """Seconds of the re-timed iteration; None for ranks that differ, whose plan is simulated with seconds of their
+    own."""
+    from pstar_sim.sim.ranks import classes_of
+    from pstar_sim.sim.retime import retime
+
+    return None if len(set(classes_of(plan.machine))) > 1 else retime(plan, measured)
+
+
+def figures_as_json(rows: Sequence[Figure]) -> list[dict[str, object]]:
+    return [{"name": r.name, "unit": r.unit, "predicted": r.predicted, "measured": r.measured} for r in rows]
+
+
+def predicted_from(plan: Plan, machine: Machine) -> str:
+    """What the predicted seconds of a run of the plan on `machine` (see `machine_here`) rest on."""
+    w = plan.workload
+    if w.recorded_on is not None and w.recorded_on == machine.name:
+        compute = "compute as recorded in a warm-up"
+    elif machine.gpu.measured and "measured here" in machine.gpu.source:
+        compute = "compute by the rate of one matrix product measured at the start (a trace without a warm-up)"
+    else:
+        compute = f"compute by the {machine.confidence} rates of {machine.name}"
+    if machine.host.measured and "measured here" in machine.host.source:
+        return f"{compute}; copies and CPU Adam by rates measured at the start"
+    return f"{compute}; copies and CPU Adam by the {machine.confidence} rates of {machine.name}"
+
+
+def explain_run(plan: Plan, machine: Machine, result: RunResult) -> str:
+    """Lines below the table: what the figures are, what the prediction rests on, whether other programs disturbed the
+    run, and how the run left the plan if it did. machine: the one that the run was predicted for."""
+    steps = len(result.reports)
+    counted = f"median of steps 2 to {steps}" if steps > 2 else "of the last step" if steps == 2 else "of the one step"
+    lines = [
+        *result.notes,
+        (
+            f"iteration: {counted}; bytes: counted where they are copied or allocated, the GPU peak in one more, "
+            "untimed iteration in the predicted order"
+        ),
+        f"predicted from: {predicted_from(plan, machine)}",
+    ]
+    if result.tide is not None:
+        lines.append(str(result.tide))
+    if result.timeline is None:
+        lines.append("no iteration ran on plan: bytes were not measured")
+    else:
+        lines.append(
+            "re-timed: the same plan simulated with the seconds that its steps took in this run; the rest of the "
+            "difference above is the machine's (rates that changed since they were measured)"
+        )
+    lines.append(others_words(result.taken_by_others))
+    if result.deviations:
+        lines.append(f"the run left the plan {len(result.deviations)} times, first: {result.deviations[0]}")
+    return "\n".join(lines)
+
+
+BUSY = 0.1
+"""Share of the processor time from which on other programs are worth a warning."""
+
+
+def others_words(share: float | None) -> str:
+    if share is None:
+        return "other programs: their processor time is not measurable here"
+    words = f"other programs had {share:.0%} of this machine's processor time meanwhile"
+    return f"{words}: run again when the machine is idle" if share > BUSY else words

@@ -1,0 +1,196 @@
+"""What click does below typer, in this project's words: which flags there are and what is wrong with those given (one
+line that names the thing, the value and what would do), and help in sections."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
+
+from pstar_sim.cli.values import did_you_mean
+from pstar_sim.errors import PstarError, UnknownName
+from pstar_sim.terminal import terminal_width
+
+__all__ = ["Command", "Group", "run_app"]
+
+
+def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
+    """The exit status of a command line. Raises PstarError for one that is wrong, SystemExit after help."""
+    command: Any = get_command(app)
+    try:
+        with command.make_context(program, list(arguments), terminal_width=terminal_width()) as context:
+            status: int = command.invoke(context)
+            return status
+    except typer.Exit as done:  # help, version, completion
+        raise SystemExit(done.exit_code) from None
+    except typer.TyperException as error:
+        raise PstarError(_words(error)) from None
+
+
+def _words(error: typer.TyperException) -> str:
+    """A wrong value: the flag, what is wrong with its value, and where the flags are listed."""
+    text, context = error.message.rstrip("."), getattr(error, "ctx", None)
+    if (parameter := getattr(error, "param", None)) is not None:
+        text = f"argument {_name(parameter)}: {text}"
+    return text if context is None else _see(context, text)
+
+
+def _see(context: Any, text: str) -> str:
+    return f"{text} (see `{context.command_path} --help`)"
+
+
+def _name(parameter: Any) -> str:
+    return "/".join(parameter.opts) if parameter.param_type_name == "option" else str(parameter.display_name_raw)
+
+
+def _check_words(context: Any, parameters: Sequence[Any], words: Sequence[str], *, until_word: bool) -> None:
+    """Refuse flags that are not known or have no value, and arguments that are missing or too many: click would take
+    the next flag for a value, and names one missing flag at a time. until_word: a command follows."""
+    flags = {name: p for p in parameters for name in (*p.opts, *p.secondary_opts) if p.param_type_name == "option"}
+    places = [p for p in parameters if p.param_type_name == "argument"]
+    left, given, arguments = list(words), set(), 0
+    while left:
+        word = left.pop(0)
+        if word == "--":
+            arguments += len(left)
+            break
+        if word == "-" or not word.startswith("-"):
+            if until_word:
+                return
+            arguments += 1
+            if all(p.nargs == 1 for p in places) and arguments > len(places):
+                raise PstarError(_see(context, f"unexpected argument {word!r}"))
+            continue
+        name = word.partition("=")[0]
+        flag = flags.get(name) or (None if word.startswith("--") else flags.get(word[:2]))
+        if flag is None:
+            raise PstarError(_see(context, f"unknown flag {name!r}{did_you_mean(name, flags)}"))
+        if flag.name == "help":
+            return
+        given.add(flag.name)
+        _take_value(context, flag, word, left, flags)
+    missing = [_name(p) for p in places[arguments:] if p.required]
+    missing += [_name(p) for p in flags.values() if p.required and p.name not in given]
+    if missing:
+        raise PstarError(_see(context, f"the following arguments are required: {', '.join(dict.fromkeys(missing))}"))
+
+
+def _take_value(context: Any, flag: Any, word: str, left: list[str], flags: Collection[str]) -> None:
+    """Take the value of a flag from the words behind it, unless its own word has it. left: the words behind it."""
+    name, equals, value = word.partition("=")
+    if flag.is_flag:
+        if equals:
+            raise PstarError(_see(context, f"argument {name}: takes no value, not {value!r}"))
+    elif not equals and name in flags:  # -oFILE is no name
+        if not left or left[0].partition("=")[0] in flags:
+            wanted = f", {flag.metavar}" if flag.metavar else ""
+            raise PstarError(_see(context, f"argument {_name(flag)}: needs a value{wanted}"))
+        left.pop(0)
+
+
+class _OwnParser:
+    """How the value of a flag is read: by the flag's parser, or as it is. Typer's own way gives the same values, but
+    imports pydantic: a tenth of a second of CPU time per command."""
+
+    def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
+        read = param.type_descriptor.parameter_info.parser or (lambda text: text)
+        if param.multiple or param.nargs == -1:
+            return [read(one) for one in value or ()]
+        return None if value is None else read(value)
+
+
+def _read_values(parameters: Sequence[Any]) -> None:
+    for parameter in parameters:
+        parameter.get_runtime_param = _OwnParser
+
+
+def _write_options(command: Any, context: Any, formatter: Any) -> None:
+    """Arguments, then flags by section, those of no section last."""
+    sections: dict[str, list[tuple[str, str]]] = {"arguments": []}
+    others: list[tuple[str, str]] = []
+    for parameter in command.get_params(context):
+        record = parameter.get_help_record(context)
+        if record is None:
+            continue
+        if parameter.param_type_name == "argument":
+            sections["arguments"].append((_argument_name(parameter), record[1]))
+        elif parameter.rich_help_panel:
+            sections.setdefault(parameter.rich_help_panel, []).append(record)
+        else:
+            others.append(record)
+    sections["options"] = others
+    for heading, records in sections.items():
+        if records:
+            with formatter.section(heading):
+                formatter.write_dl(records, col_max=_column(formatter.width))
+
+
+def _argument_name(parameter: Any) -> str:
+    return f"{parameter.display_name_raw}{'...' if parameter.nargs != 1 else ''}"
+
+
+def _column(width: int) -> int:
+    """Columns of the names, beside which is what they mean."""
+    return min(26, width // 3)
+
+
+def _write_epilog(command: Any, formatter: Any) -> None:
+    """Examples as they are, to be copied; other lines folded."""
+    for line in (command.epilog or "").splitlines():
+        formatter.write("\n")
+        formatter.write(f"{line}\n") if line.startswith("example") else formatter.write_text(line)
+
+
+class Command(TyperCommand):
+    """A command of `pstar`."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{**options, "rich_markup_mode": None})
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing:
+            _check_words(ctx, self.get_params(ctx), args, until_word=False)
+        _read_values(self.get_params(ctx))
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        _write_options(self, ctx, formatter)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        _write_epilog(self, formatter)
+
+
+class Group(TyperGroup):
+    """Commands; what one of them is called is the metavar, such as COMMAND."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{**options, "rich_markup_mode": None})
+
+    @property
+    def _kind(self) -> str:
+        return self.subcommand_metavar.split()[0].lower()
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing:
+            _check_words(ctx, self.get_params(ctx), args, until_word=True)
+            if not args and not self.invoke_without_command:
+                raise PstarError(_see(ctx, f"say which {self._kind}: {', '.join(self.commands)}"))
+        _read_values(self.get_params(ctx))
+        return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in self.commands and not ctx.resilient_parsing:
+            raise UnknownName(self._kind, args[0], tuple(self.commands))
+        return super().resolve_command(ctx, args)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        _write_options(self, ctx, formatter)
+        with formatter.section(f"{self._kind}s"):
+            rows = [(name, (one.help or "").rstrip(".")) for name, one in self.commands.items()]
+            formatter.write_dl(rows, col_max=_column(formatter.width))
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        _write_epilog(self, formatter)

@@ -1,0 +1,123 @@
+"""Flags: each mistake in them is one line that names the flag, the value and what would do; help has them all; a shell
+completes them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from pstar_sim.cli import main
+from pstar_sim.cli.app import app
+
+COMMANDS = tuple(get_command(app).commands)  # type: ignore[attr-defined]
+JOB = ["--model", "1B", "--batch", "1", "--seq", "128", "--machine", "v100-32"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["compare", *JOB, "--polcy", "tide"], "unknown flag '--polcy'; did you mean --policy? (see `pstar compare"),
+        (["compare", "--mach", "v100-32"], "unknown flag '--mach'; did you mean --machine?"),
+        (["compare", *JOB, "--frobnicate"], "unknown flag '--frobnicate' (see `pstar compare --help`)"),
+        (["--versoin"], "unknown flag '--versoin'; did you mean --version? (see `pstar --help`)"),
+        (["compare", *JOB, "--certify=yes"], "argument --certify: takes no value, not 'yes'"),
+        (["compare", *JOB, "--chunk"], "argument --chunk: needs a value, SIZE (see `pstar compare --help`)"),
+        (["plan", *JOB, "-o", "--json"], "argument -o/--output: needs a value, FILE"),
+        (["plan", *JOB, "--output=no/plan.json"], "argument -o/--output: no/plan.json: there is no folder 'no'"),
+        (["plan", *JOB, "-ono/plan.json"], "argument -o/--output: no/plan.json: there is no folder 'no'"),
+        (["compare", *JOB, "--update", "stepp"], "'stepp' (choose from step, eager); did you mean step?"),
+        (["compare", *JOB, "--update", "now"], "'now' (choose from step, eager) (see `pstar compare --help`)"),
+        (["compare", *JOB, "--trace", "x"], "argument --trace: not allowed with argument --model; give one of them"),
+        (["compare", "--machine", "v100-32"], "one of the arguments --trace --model is required"),
+        (["export", "plan.json", "-o", "x.json"], "one of the arguments --perfetto --timeline is required"),
+        (["trace"], "the following arguments are required: MODEL, --batch, --seq, -o/--output (see `pstar trace"),
+        (["run", "--steps", "2"], "the following arguments are required: PLAN, --model"),
+        (["run", "plan.json", "--model", "1B", "--steps", "-1"], "argument --steps: must be at least 1, not -1"),
+        (["machines", "v100-32"], "unexpected argument 'v100-32' (see `pstar machines --help`)"),
+        (["check", "a.json", "b.json"], "unexpected argument 'b.json'"),
+        (["check", "--", "-a.json", "b.json"], "b.json"),
+        (["plot"], "say which picture: tide (see `pstar plot --help`)"),
+        (["plot", "tide"], "--machine is needed"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line(
+    argv: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("pstar: ") and err.count("\n") == 1 and said in err, err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_words_behind_two_dashes_are_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--", "-a.json"]) == 2
+    assert capsys.readouterr().err.startswith("pstar: -a.json: ")
+
+
+@pytest.mark.parametrize("width", [40, 60, 100])
+@pytest.mark.parametrize("command", ["", "plot tide", *COMMANDS])
+def test_help_is_no_wider_than_the_terminal(
+    command: str, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Examples, which are copied, stay on one line; names that are wider than their column stand above the text."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    with pytest.raises(SystemExit) as done:
+        main([*command.split(), "-h"])
+    out, err = capsys.readouterr()
+    assert (done.value.code, err) == (0, "") and "…" not in out and "\x1b" not in out
+    lines = [line for line in out.splitlines() if not line.startswith("example: ")]
+    assert not [line for line in lines if len(line) > width and len(line.split()) > 1]
+    assert "\nexample: pstar" in out
+
+
+def test_no_command_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    for name in COMMANDS:
+        assert f"\n  {name} " in out
+    help_ = get_command(app).commands["fits"].help  # type: ignore[attr-defined]
+    assert help_.removesuffix(".") in " ".join(out.split()), "it is not cut"
+
+
+def complete(words: str) -> list[str]:
+    """What a shell is offered for the last of the words."""
+    env = {"_PSTAR_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
+    argv = [sys.executable, "-m", "pstar_sim"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, env={**os.environ, **env}, check=True)
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+def test_a_shell_completes_commands_flags_and_values() -> None:
+    assert complete("pstar comp") == ["compare"]
+    assert complete("pstar compare --gpu") == ["--gpus", "--gpu-memory"]
+    assert complete("pstar compare --dtype ") == ["fp32", "bf16", "fp16"]
+    assert complete("pstar compare --machine v100-32") == ["v100-32", "v100-32x8"]
+    assert "12B" in complete("pstar max-batch --model 1")
+    assert complete("pstar plan --policy zero_") == ["zero_offload", "zero_infinity"]
+    assert complete("pstar plot ") == ["tide"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_is_told_how_to_ask(shell: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pstar_sim"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "_PSTAR_COMPLETE": f"source_{shell}"},
+    )
+    assert (done.returncode, done.stderr) == (0, "") and f"_PSTAR_COMPLETE=complete_{shell}" in done.stdout
+
+
+def test_a_reader_who_leaves_is_no_mistake() -> None:
+    for words in ("--help", "policies"):
+        command = f'"{sys.executable}" -m pstar_sim {words} | true; exit "${{PIPESTATUS[0]}}"'
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stderr) == (0, ""), words
