@@ -218,7 +218,7 @@ def peers_offloading() -> str:
         if peer in peers and (pair := f"{mine} / {peer}") in compared["ratios"][clip]
     ]  # fmt: skip
     return (
-        "**Model data leave**: ours with room for half of the model data beside activations, and with the least memory "
+        "Ours with room for half of the model data beside activations, and with the least memory "
         "in which it can train; ZeRO-2 leaves gradients and optimizer states on the host, ZeRO-3 and FSDP2 everything. "
         "Copies go at the speed of memory for all. For ours the table says what the plan keeps on the host between two "
         f"steps. {', '.join(said)} ({'not ' * (clip == 'unclipped')}clipped; {link('peers')})."
