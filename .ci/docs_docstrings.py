@@ -1,7 +1,7 @@
 """Docstrings of this project as Markdown: an extension of griffe (mkdocs.yml names it).
 
-A docstring explains arguments and attributes in its text, `name: what it is.`, several in a paragraph. Where `name` is one
-of the signature or of the class, the site shows a list with an item each; a sentence that begins with "Raises" or
+A docstring explains arguments and attributes in its text, `name: what it is.`, several in a paragraph. Where `name` is
+one of the signature or of the class, the site shows a list with an item each; a sentence that begins with "Raises" or
 "Returns" begins a paragraph.
 """
 
