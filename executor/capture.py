@@ -270,7 +270,7 @@ class _RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ranges: dict[int, tuple[float, float]] = {}  # storage -> smallest and largest value of its elements
 
     def value_of(self, tensor: torch.Tensor) -> float | None:
-        """What every element is, where that is known."""
+        """The value that all elements have; None if it is not known."""
         low, high = self._range_of(tensor) or (0.0, 1.0)
         return low if low == high else None
 

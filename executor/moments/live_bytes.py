@@ -29,8 +29,9 @@ _DEVICE = torch.ops.prim.device.default
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """Two products per query head: scores, and scores by values. Keys and values may have fewer heads (grouped-query
-    attention): the kernel takes each for several query heads. A causal mask is not taken off, as torch has it."""
+    """Flops of two products per query head: the scores, and the scores by the values. Keys and values may have fewer
+    heads (grouped-query attention); the kernel then uses each for several query heads. A causal mask is not subtracted,
+    as in torch."""
     return int(2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
 
 

@@ -25,11 +25,11 @@ class StepLog(NamedTuple):
     copied_bytes: int = 0
 
     def at(self, start_s: float, end_s: float) -> StepLog:
-        """The step with these times; it was ready when it began."""
+        """The step with these times, as ready when it began."""
         return self._replace(ready_s=start_s, start_s=start_s, end_s=end_s)
 
     def after_wait(self, ready_s: float, cause: str) -> StepLog:
-        """The step as one that could have begun at ready_s but for the cause."""
+        """The step, as ready at `ready_s` and held back from then on by `cause`."""
         return self._replace(ready_s=ready_s, cause=cause)
 
 

@@ -75,10 +75,10 @@ class StoredTensor:
 
 
 class TensorFile:
-    """A safetensors file whose header was read and found sound.
+    """A safetensors file whose header was read and found valid.
 
-    entries: by tensor name.
-    metadata: the header's own.
+    entries: tensor name -> where it is in the file.
+    metadata: the header's own metadata.
 
     Raises WeightsError for a file that is missing, truncated, longer than its header says, or not of this format.
     """
@@ -212,8 +212,8 @@ class TensorFile:
 class TensorToStore:
     """One tensor to write.
 
-    pieces: called once, when its turn comes; gives its elements in order, flat, in any number of tensors of any dtype
-        and device, none longer than it has to be.
+    pieces: called once, when the tensor is written; yields the elements in order, flat, in any number of tensors of any
+        dtype and device. Pieces should be as short as possible.
     """
 
     name: str

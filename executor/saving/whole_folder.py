@@ -49,10 +49,13 @@ def find(folder: Path, is_whole: Callable[[Path], bool]) -> Path:
 
 
 def finish(folder: Path, replaces: Collection[str], swap: Callable[[Path, Path], bool] | None = None) -> None:
-    """Put what was written in place. Its files have to be on the disk.
+    """Move the written folder to its place. Its files have to be on the disk already.
 
-    replaces: names in the old folder that the new one stands for; whatever else lies there is carried over (as hard
-    links where the disk has them). swap: `exchange`, or another. Raises OSError; the old folder is then still there.
+    replaces: names in the old folder that the new folder replaces; everything else there is carried over (as hard links
+        where the disk has them).
+    swap: `exchange`, or another function that swaps two paths.
+
+    Raises OSError; the old folder is then still there.
     """
     written, previous = temporary(folder), _previous(folder)
     for entry in sorted(folder.iterdir()) if folder.is_dir() else ():

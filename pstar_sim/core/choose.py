@@ -6,7 +6,7 @@ The compute queue always runs in the order of the draft; the others take, among 
 the smallest key.
 
 [Note: what follows at once] A row that follows another one at once (`DraftRow.behind`) frees its bytes and lets others
-go in the instant in which that one ends. So it is a part of that one while the draft is played, and is told apart only
+go in the instant in which that one ends. So it is a part of that one while the order is chosen, and is told apart only
 in the window.
 
 [Note: fetching ahead] A fetch (or a gather, on the net queue) for the use at compute position u may start when, at

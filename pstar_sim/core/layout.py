@@ -263,7 +263,8 @@ def _chunk(index: int, key: _Class, items: Iterable[_Item], numel: int, small: b
 
 
 def _in_order_of_first_use(workload: Workload) -> dict[_Class, list[_Item]]:
-    """Tensors with storage of their own, by class, in order of the moment of their first read; never read ones last."""
+    """Tensors with storage of their own, per class, in order of the moment that first reads them; tensors that are
+    never read come last."""
     never = len(workload.moments)
     first = [never] * len(workload.tensors)
     for use in workload.uses:

@@ -337,7 +337,7 @@ def _fitting(rows: Sequence[Row], planned: Mapping[str, Planned]) -> list[str]:
 def _retyped(
     ranked: Sequence[Workload] | None, workload: Workload, machine: Machine, settings: Settings
 ) -> Sequence[Workload] | None:
-    """The ranks' own workloads in the type in which nothing makes Adam wait."""
+    """The ranks' own workloads in a dtype under which Adam need not wait for all gradients."""
     if ranked is None:
         return None
     known = {id(w): without_barrier(w, machine, settings)[0] for w in ranked}

@@ -1,4 +1,4 @@
-"""play_one: one rank by itself, followed by core/follow.py until two successive iterations agree."""
+"""play_one: simulates one rank by itself; core/follow.py follows the plan until two successive iterations agree."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def replay(experiment: Experiment) -> Prediction:
     reason = ""
     for batch in experiment.batches:
         try:
-            plan, timeline = _play(experiment, batch)
+            plan, timeline = _simulate(experiment, batch)
         except DoesNotFit as error:
             reason = str(error)
             continue
@@ -89,7 +89,7 @@ def replay(experiment: Experiment) -> Prediction:
     return Prediction(experiment=experiment, predicted=predicted, batch=batch)
 
 
-def _play(experiment: Experiment, batch: int, size: int = 0) -> tuple[Plan, Timeline]:
+def _simulate(experiment: Experiment, batch: int, size: int = 0) -> tuple[Plan, Timeline]:
     _check_host(experiment, size)
     policy = find_policy(experiment.policy)
     workload = experiment.workload(batch, experiment.sizes[size])

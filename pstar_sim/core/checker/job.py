@@ -18,7 +18,7 @@ _MOMENT = tuple(f.name for f in dataclasses.fields(Moment) if f.name != "duratio
 
 
 def check_workload_of(plan: Plan, workload: Workload) -> None:
-    """Raises PlanError with the first thing in which the plan's workload is another one than `workload`."""
+    """Raise PlanError naming the first difference between the plan's workload and `workload`."""
     mine = plan.workload
     workload = _as_planned(plan, workload)
     if workload.dtype != mine.dtype:

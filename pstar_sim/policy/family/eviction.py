@@ -1,7 +1,7 @@
 """Eviction: who stays on the GPU between two uses, by the coordinate `eviction` of a point (kit/points.py).
 
 Beside Belady's rule (residency.py), two that know nothing of the future, to hold it against: LRU and FIFO. Both are
-played along the iteration like a cache: chunks that are idle stay until there is no room, then one goes, by the rule.
+run along the iteration like a cache: chunks that are idle stay until there is no room, then one goes, by the rule.
 What went in that gap is fetched again for its end. Arguments and result are those of `belady`.
 """
 
@@ -14,7 +14,7 @@ from pstar_sim.policy.family.residency import UseGap, belady
 
 __all__ = ["fifo", "keep_set", "lru"]
 
-LAPS = 4  # iterations played where chunks may stay over the border, so that the last one begins as it ends
+LAPS = 4  # iterations run where chunks may stay over the border, so that the last one begins as it ends
 
 
 def keep_set(
@@ -31,16 +31,16 @@ def keep_set(
 
 def lru(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int]) -> set[UseGap]:
     """Gaps to keep: on overload the chunk goes that was used the longest ago (of several, that of the lowest index)."""
-    return _play(gaps, sizes, room, None)
+    return _sweep_along(gaps, sizes, room, None)
 
 
 def fifo(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], first: Sequence[int]) -> set[UseGap]:
     """Gaps to keep: on overload the chunk goes that has been on the GPU the longest without a break. first: chunk ->
     point of its first use, with which it comes."""
-    return _play(gaps, sizes, room, first)
+    return _sweep_along(gaps, sizes, room, first)
 
 
-def _play(
+def _sweep_along(
     gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], first: Sequence[int] | None
 ) -> set[UseGap]:
     """first None: the age of an idle chunk is that of its last use, else that of its arrival."""

@@ -1,7 +1,7 @@
 """Job: what the asynchronous policies know of a job before they decide anything.
 
 Chunks and their uses, blocks of moments (the positions of the compute queue), and what each block holds besides chunks.
-Decides nothing and plays nothing.
+Decides nothing.
 """
 
 from __future__ import annotations

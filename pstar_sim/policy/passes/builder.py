@@ -2,7 +2,7 @@
 
 A policy calls `Builder.compute`, `fetch`, `writeback` ... in an order in which the steps could run one after the
 other; each returns its id for the `after` of later ones. `Builder.plan` leaves out the edges that others imply and
-freezes the result. `Builder.plan(predict=True)` also plays the steps once (`choose`) and adds the memory edges, so
+freezes the result. `Builder.plan(predict=True)` also schedules the steps once (`choose`) and adds the memory edges, so
 that a policy of one's own only has to name its data edges.
 """
 
@@ -273,7 +273,7 @@ class Builder:
         return self._steps
 
     def plan(self, *, predict: bool = False, memory: Mapping[int, Sequence[Ref]] | None = None) -> Plan:
-        """The plan. memory: memory edges found by the policy. predict: find them here, by playing the steps in order
+        """The plan. memory: memory edges found by the policy. predict: find them here, by scheduling the steps in order
         once within the budgets; raises DoesNotFit if they cannot run in them."""
         if self.stash_bytes:
             what = f"what lies there all the time, {format_bytes(self.stash_bytes)} of it for offloaded activations"

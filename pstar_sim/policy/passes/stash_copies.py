@@ -13,8 +13,8 @@ __all__ = ["StashCopies"]
 
 
 class StashCopies:
-    """The forward pass of the next but one block waits for a copy on its way out, so that copy goes first; one on its
-    way in has its deadline like a fetch."""
+    """The pass that copies stashes out and in. A copy out goes first on its queue, because the forward pass of the next
+    but one block waits for it; a copy in has a deadline, as a fetch has."""
 
     def __init__(self, rows: DraftRows) -> None:
         self._rows = rows

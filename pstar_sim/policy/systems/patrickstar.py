@@ -72,21 +72,21 @@ def patrickstar(workload: Workload, machine: Machine, settings: Settings, *, msc
     homes = homes_of(facts_of(workload, layout), machine.gpu_budget_bytes)
     unit = "group" if layout.ranks > 1 and not msc else "chunk"
 
-    def play(resident: frozenset[int]) -> _Iteration:
+    def iterate(resident: frozenset[int]) -> _Iteration:
         b = Builder("patrickstar", workload, machine, settings, layout=layout)
         iteration = _Iteration(b, homes, resident, unit)
-        iteration.play()
+        iteration.run()
         return iteration
 
     seen: list[frozenset[int]] = [frozenset()]
     for _ in range(MOST_ITERATIONS):
-        iteration = play(seen[-1])
+        iteration = iterate(seen[-1])
         end = iteration.memory.resident
         if end == seen[-1]:
             break
         seen.append(end)
     else:  # it goes round in a circle of several iterations: close it after one
-        iteration = play(seen[-1])
+        iteration = iterate(seen[-1])
         iteration.restore(seen[-1])
     return iteration.plan(rounds=len(seen))
 
@@ -119,7 +119,7 @@ class _Iteration:
         stay = homes.small | homes.pinned
         self._gradients = GradientLists(b, updated, last=False, stay=stay, one_by_one=True)
 
-    def play(self) -> None:
+    def run(self) -> None:
         """All of it. Raises DoesNotFit with what the worst moment needs, not the first that is short."""
         try:
             for m in range(len(self._b.workload.moments)):
@@ -231,7 +231,7 @@ class _Iteration:
             self.memory.fetch(c)
 
     def plan(self, rounds: int) -> Plan:
-        """The plan. rounds: iterations played until the chunks on the GPU repeated. Raises DoesNotFit for the host."""
+        """The plan. rounds: iterations run until the chunks on the GPU repeated. Raises DoesNotFit for the host."""
         b, homes, memory = self._b, self._homes, self.memory
         b.check_room(
             Place.HOST,

@@ -210,7 +210,8 @@ class Offloaded:
         s.hold("the resident optimizer's own buffers", Place.GPU, resident - listed)
 
     def check_room(self) -> None:
-        """Raise DoesNotFit where what is held all the time is too much; the rest is found by playing the plan."""
+        """Raise DoesNotFit where what is held all the time is too much; the rest is found when the steps are
+        scheduled."""
         s = self.sharded
         offloaded, resident = (f"{n / 1e9:.2f} B parameters" for n in (self.offloaded_params, self.resident_params))
         what = f"a rank's optimizer of {offloaded} with its buffers"
