@@ -24,7 +24,7 @@ _Tflops = Annotated[float, between(1e-4, 1e5)]
 _Efficiency = Annotated[float, between(0.01, 1)]
 _Adam = Annotated[float, between(1e-3, 1e3)]
 _Latency = Annotated[float, between(0, 1e5)]
-_SlowDown = Annotated[float, between(1, 1000)] | None
+_SlowDown = Annotated[float, between(1, 1000)]
 
 
 class _Origin(Table, frozen=True, kw_only=True):
@@ -147,18 +147,18 @@ class RankGroup(Table, frozen=True, kw_only=True):
 class Slowdowns(Table, frozen=True, kw_only=True):
     """How many times as long one queue takes while another one works."""
 
-    compute_while_adam: _SlowDown = None
-    compute_while_h2d: _SlowDown = None
-    compute_while_d2h: _SlowDown = None
-    adam_while_compute: _SlowDown = None
-    adam_while_h2d: _SlowDown = None
-    adam_while_d2h: _SlowDown = None
-    h2d_while_compute: _SlowDown = None
-    h2d_while_adam: _SlowDown = None
-    h2d_while_d2h: _SlowDown = None
-    d2h_while_compute: _SlowDown = None
-    d2h_while_adam: _SlowDown = None
-    d2h_while_h2d: _SlowDown = None
+    compute_while_adam: Annotated[_SlowDown | None, says("compute, while CPU Adam runs")] = None
+    compute_while_h2d: Annotated[_SlowDown | None, says("compute, while a copy to the GPU runs")] = None
+    compute_while_d2h: Annotated[_SlowDown | None, says("compute, while a copy from the GPU runs")] = None
+    adam_while_compute: Annotated[_SlowDown | None, says("CPU Adam, while compute runs")] = None
+    adam_while_h2d: Annotated[_SlowDown | None, says("CPU Adam, while a copy to the GPU runs")] = None
+    adam_while_d2h: Annotated[_SlowDown | None, says("CPU Adam, while a copy from the GPU runs")] = None
+    h2d_while_compute: Annotated[_SlowDown | None, says("a copy to the GPU, while compute runs")] = None
+    h2d_while_adam: Annotated[_SlowDown | None, says("a copy to the GPU, while CPU Adam runs")] = None
+    h2d_while_d2h: Annotated[_SlowDown | None, says("a copy to the GPU, while a copy from the GPU runs")] = None
+    d2h_while_compute: Annotated[_SlowDown | None, says("a copy from the GPU, while compute runs")] = None
+    d2h_while_adam: Annotated[_SlowDown | None, says("a copy from the GPU, while CPU Adam runs")] = None
+    d2h_while_h2d: Annotated[_SlowDown | None, says("a copy from the GPU, while a copy to the GPU runs")] = None
 
 
 class MachineEntry(_Origin, frozen=True, kw_only=True):

@@ -41,11 +41,17 @@ def _check(
 class Gpu:
     """One accelerator.
 
-    memory_bytes: what the card has. usable_bytes: what a process can take of it. context_bytes: taken by the
-    driver context, workspaces and fragmentation before the first tensor; a plan's budget is usable - context.
+    name: of the card.
+    memory_bytes: what the card has.
+    usable_bytes: what a process can take of it.
+    context_bytes: taken by the driver context, workspaces and fragmentation before the first tensor; a plan's budget is
+        usable - context.
+    hbm_bytes_per_s: effective bandwidth of its memory.
     flops_per_s: effective matrix rate by dtype ("fp32", "fp16", "bf16"); a dtype that is missing is not supported.
+    measured: whether its figures are calibrated.
+    source: where they come from.
     launch_s: None where rates are those of whole iterations; else rates are those of kernels, and a moment lasts
-    flops / rate + bytes / bandwidth + launch_s (catalog/efficiency.py).
+        flops / rate + bytes / bandwidth + launch_s (catalog/efficiency.py).
     matmul_tables: by dtype, flops/s of a product by its flops, where it was measured; flops_per_s is then their best.
     operator_bytes_per_s: bandwidth that the operators of a moment reach, where it was measured; None: that of the HBM.
     """
@@ -86,11 +92,19 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Host to GPU. A transfer lasts latency_s + bytes / rate; full duplex unless duplex is False.
+    """Host to GPU. A transfer lasts latency_s + bytes / rate.
 
+    name: of the link.
+    h2d_bytes_per_s: effective rate to the GPU.
+    d2h_bytes_per_s: effective rate from the GPU.
+    latency_s: of one transfer.
+    duplex: whether both directions run at full rate at once.
+    measured: whether its figures are calibrated.
+    source: where they come from.
     pageable_bytes_per_s: rate of a copy from or to host memory that is not pinned, either way; None: not known, and
-    then a plan that copies so cannot be timed. h2d_table, d2h_table: bytes/s by bytes of a copy, where it was measured;
-    h2d_bytes_per_s and d2h_bytes_per_s are then their best, or less for a link that is throttled.
+        then a plan that copies so cannot be timed.
+    h2d_table, d2h_table: bytes/s by bytes of a copy, where it was measured; h2d_bytes_per_s and d2h_bytes_per_s are
+        then their best, or less for a link that is throttled.
     """
 
     name: str
@@ -112,8 +126,14 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
-    """What joins the GPUs of a node, or the nodes. bytes_per_s: what one member (GPU, node) sends, and at the same time
-    receives; latency_s: of one hop."""
+    """What joins the GPUs of a node, or the nodes.
+
+    name: of the link.
+    bytes_per_s: what one member (GPU, node) sends, and at the same time receives.
+    latency_s: of one hop.
+    measured: whether its figures are calibrated.
+    source: where they come from.
+    """
 
     name: str
     bytes_per_s: float
@@ -127,7 +147,16 @@ class Fabric:
 
 @dataclass(frozen=True, kw_only=True)
 class Nvme:
-    """Solid-state disks of one node, all together."""
+    """Solid-state disks of one node, all together.
+
+    name: of the set of disks.
+    memory_bytes: what a training job may fill.
+    read_bytes_per_s: of large sequential reads.
+    write_bytes_per_s: of large sequential writes.
+    latency_s: of one access.
+    measured: whether its figures are calibrated.
+    source: where they come from.
+    """
 
     name: str
     memory_bytes: int
@@ -144,11 +173,18 @@ class Nvme:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """Host memory of one node and its CPUs. adam_params_per_s: fused AdamW over fp32 states, all cores given to it.
+    """Host memory of one node and its CPUs.
 
-    dram_bytes_per_s is shared by DMA (each transfer's bytes once) and CPU Adam (`OptimizerSpec.dram_bytes_per_param`).
+    name: of the host.
+    memory_bytes: its DRAM.
     reserved_bytes: left for the operating system and the training process itself; a plan's budget is memory - reserved.
-    adam_table: parameters/s by threads, where it was measured. dram_measured: whether dram_bytes_per_s was.
+    dram_bytes_per_s: shared by DMA (each transfer's bytes once) and CPU Adam (`OptimizerSpec.dram_bytes_per_param`).
+    cores: physical cores that CPU Adam may use.
+    adam_params_per_s: fused AdamW over fp32 states, all cores given to it.
+    measured: whether its figures are calibrated.
+    source: where they come from.
+    adam_table: parameters/s by threads, where it was measured.
+    dram_measured: whether dram_bytes_per_s was measured.
     """
 
     name: str
@@ -178,8 +214,13 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """One worker: its GPU, its link to the host, its share of the batch. root: the PCIe switch of its node that its
-    link hangs on, None if it has a root port of its own."""
+    """One worker.
+
+    gpu: its GPU.
+    link: its link to the host.
+    batch_share: its share of the batch; those of all ranks add up to 1.
+    root: the PCIe switch of its node that its link hangs on, None if it has a root port of its own.
+    """
 
     gpu: Gpu
     link: Link
@@ -194,13 +235,22 @@ class Rank:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Nodes and their ranks (one rank for a single GPU). confidence: "calibrated" or "datasheet" (the weakest part).
+    """Nodes and their ranks, one rank for a single GPU. Its weakest part gives its `confidence`, "calibrated" or
+    "datasheet".
 
-    ranks: of all nodes, node by node, as many in each. host, nvme: of ONE node; its ranks share them in equal parts
-    (memory, cores) or as they come (bandwidths). root_bytes_per_s: what a PCIe switch passes to or from the host, each
-    way, shared by the ranks on it. peer: joins the GPUs of a node; None: they reach each other over their links.
-    network: joins the nodes. price_usd_per_hour: of all of it. slowdowns: "compute_while_adam" = 1.2 says that compute
-    takes 1.2 times as long while CPU Adam runs; of "compute", "adam", "h2d", "d2h", where it was measured.
+    name: of the machine.
+    ranks: of all nodes, node by node, as many in each.
+    host: of ONE node; its ranks share it in equal parts (memory, cores) or as they come (bandwidths).
+    notes: what the catalog says of it.
+    price_usd_per_hour: of all of it.
+    extra: further figures by name.
+    nodes: number of nodes.
+    peer: joins the GPUs of a node; None: they reach each other over their links.
+    network: joins the nodes.
+    root_bytes_per_s: what a PCIe switch passes to or from the host, each way, shared by the ranks on it.
+    nvme: of ONE node; its ranks share it as they share the host.
+    slowdowns: "compute_while_adam" = 1.2 says that compute takes 1.2 times as long while CPU Adam runs; of "compute",
+        "adam", "h2d", "d2h", where it was measured.
     """
 
     name: str

@@ -24,7 +24,7 @@ from pstar_sim.errors import CatalogError
 from pstar_sim.schema.quantities import COUNT, FLAG, FLOPS, MONEY, PARAMS, RATE, SECONDS, SIZE, Quantity
 from pstar_sim.units import format_bytes
 
-__all__ = ["ADAM_BYTES_PER_PARAM", "override", "override_paths", "parse_settings"]
+__all__ = ["ADAM_BYTES_PER_PARAM", "override", "override_paths", "override_rows", "parse_settings"]
 
 ADAM_BYTES_PER_PARAM = 28
 """DRAM traffic for which `Host.adam_params_per_s` is quoted (cost.py, hosts.toml)."""
@@ -79,6 +79,16 @@ def _plain(value: object) -> Any:
 def override_paths() -> tuple[str, ...]:
     """Every path `override` knows."""
     return tuple(_PATHS)
+
+
+def override_rows() -> list[tuple[str, str, str, str]]:
+    """Of every path, for people: its name, what its value is and how it is written, and its range."""
+    rows = []
+    for path, figure in _PATHS.items():
+        quantity = figure.quantity
+        written = f"{quantity.what}, such as {quantity.example}" if quantity is not FLAG else quantity.example
+        rows.append((f"`{path}`", written, quantity.shown(figure.low), quantity.shown(figure.high)))
+    return rows
 
 
 def parse_settings(texts: Iterable[str]) -> dict[str, Value]:

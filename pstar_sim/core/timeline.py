@@ -38,7 +38,16 @@ VERSION = 1
 class Span:
     """One step of one iteration.
 
+    step: id of the step.
+    iteration: which of the iterations that were played.
+    queue: the queue it ran on.
+    kind: what it does.
+    chunk: the chunk it is about, None for none.
+    moment: the moment that it computes or belongs to, None for none.
+    bytes: what it moves.
     ready_s: when the queue came to the step, which then waited until start_s.
+    start_s: when it began.
+    end_s: when it ended.
     cause: what the step waited for last: the queue of a step ("h2d", "d2h", "adam", "compute") or "barrier"; "" if it
         did not wait.
     """
@@ -58,8 +67,13 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class ByteSample:
-    """From `time_s` on, until the next sample of the same place and category, `place` holds `bytes` of `category`:
-    "non-model", "param", "grad", "states" or "buffer"."""
+    """How many bytes of one category lie in one place, until the next sample of the same place and category.
+
+    time_s: from when on.
+    place: where they lie.
+    category: "non-model", "param", "grad", "states" or "buffer".
+    bytes: how many.
+    """
 
     time_s: float
     place: str
@@ -129,13 +143,15 @@ class Timeline:
     source: "simulated" or "measured".
     iterations: how many `spans` cover; the last of them is the steady one.
     iteration_s: period of the steady iteration.
+    spans: when each step ran.
     samples: bytes in the steady iteration, times relative to its start.
     peak_bytes: place -> most bytes in the steady iteration.
     moved_bytes: direction ("h2d", "d2h") -> bytes in the steady iteration.
     stall_s: cause -> seconds for which the compute queue waited in the steady iteration.
     busy_s: queue -> seconds for which it worked in the steady iteration.
-    label, phases, budget_bytes: for pictures, optional: the policy, the phase of each moment, and place -> what the
-        plan may take of it.
+    label: of pictures, optional: the policy.
+    phases: of pictures, optional: the phase of each moment.
+    budget_bytes: of pictures, optional: place -> what the plan may take of it.
     """
 
     source: str

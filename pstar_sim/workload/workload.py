@@ -54,6 +54,7 @@ class UseKind(StrEnum):
 class OptimizerSpec:
     """What the optimizer keeps for each trainable parameter.
 
+    name: of the optimizer.
     state_bytes: list name -> bytes per parameter, in the order they are stored. AdamW with fp32 states is the default:
         with the 2-byte working list that makes 14 bytes per parameter.
     dram_bytes_per_param: host memory traffic of one CPU update (reads and writes of the states, gradient in, parameter
@@ -73,7 +74,11 @@ class OptimizerSpec:
 class Tensor:
     """One parameter.
 
+    name: of the parameter in its model.
+    shape: extents of its axes.
+    dtype: its working dtype.
     bytes: in its working dtype.
+    frozen: whether it gets no gradient and no update.
     tied_to: index of the tensor whose storage it shares (such a tensor has no bytes of its own, and uses name the
         other).
     group: optimizer parameter group.
@@ -100,7 +105,14 @@ class Moment:
     """Interval between two observable points of the iteration; the clock of a plan.
 
     name: the event that opens it: "begin:MODULE", "end:MODULE", "grad:MODULE", "backward-end" or "step".
-    start/peak/end_bytes: non-model bytes (logical bytes of live storages) when it opens, at most, and when it closes.
+    phase: forward, recomputed forward, backward, or the optimizer step.
+    module: the module that its name is about.
+    micro_batch: index of the micro-batch.
+    flops: floating-point operations of its work.
+    bytes_read, bytes_written: what its operators read and write in GPU memory.
+    start_bytes: non-model bytes (logical bytes of live storages) when it opens.
+    peak_bytes: the most non-model bytes in it.
+    end_bytes: non-model bytes when it closes.
     duration_s: measured seconds of the moment's own work (stalls left out), None in a trace that was not recorded.
     """
 
@@ -119,7 +131,12 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Use:
-    """Moment (by index) reads tensor (by index), or the tensor's gradient arrives in it."""
+    """Moment (by index) reads tensor (by index), or the tensor's gradient arrives in it.
+
+    moment: index of the moment.
+    tensor: index of the tensor.
+    kind: whether it is read or its gradient arrives.
+    """
 
     moment: int
     tensor: int
@@ -131,9 +148,12 @@ class Stash:
     """What one block's forward leaves behind, on its way to the host and back ([Note: stashes]).
 
     block: the module.
+    micro_batch: index of the micro-batch.
+    bytes: of all its tensors.
     made: last moment of its forward.
-    needed: first moment of its backward. The peaks of the moments count the bytes up to `gone` (inclusive) and from
-        `back` on (inclusive); in between they are on the host.
+    gone: last moment whose peak counts the bytes; from then on they are on the host.
+    back: first moment whose peak counts them again.
+    needed: first moment of its backward.
     """
 
     block: str
@@ -158,12 +178,22 @@ class Workload:
     the two copies runs, and at no other time; whatever the timing, what the peaks leave free is free.
 
     model: what the user called it.
+    dtype: working dtype of the model.
     batch: sequences per micro-batch, of all GPUs together where the workload stands for a whole job, of one rank within
         a plan and in a list of one workload per rank.
+    sequence: tokens of one sequence.
+    micro_batches: number of micro-batches per iteration.
+    checkpointing: whether the model recomputes activations.
+    tensors: all parameters.
+    moments: the clock of the iteration, in order.
+    uses: which moment reads which parameter, and where each gradient arrives.
+    optimizer: what it keeps for each trainable parameter.
     dtype_open: nobody named the dtype, so that a comparison takes what the GPU has.
     attention: "flash", "efficient", "math" or "none".
     source: "capture" (fake tensors), "recorded" (a real iteration) or "preset".
     recorded_on: name of the machine whose durations the moments carry, or None.
+    torch_version: of the torch it was captured with; "" for a preset.
+    notes: anything else, for people.
     """
 
     model: str
