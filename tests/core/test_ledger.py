@@ -6,6 +6,8 @@ from dataclasses import astuple, replace
 from itertools import accumulate
 
 import pytest
+from drawn import TIME_TO_SHRINK, Drawn, jobs, planned, seeds
+from hypothesis import given, settings
 
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.effects import CATEGORIES, frees, gradient_list, takes, tide_at_cut, tide_moves
@@ -15,10 +17,10 @@ from pstar_sim.core.plan import Plan, Resident, Settings, steps_from_text
 from pstar_sim.core.program import Program
 from pstar_sim.core.step import EFFECTS, Kind, Place, from_text
 from pstar_sim.cost import CostModel
-from pstar_sim.errors import CannotPlan, DoesNotFit, PlanError
+from pstar_sim.errors import PlanError
 from pstar_sim.policy.registry import built_in
 from pstar_sim.sim.play import play
-from pstar_sim.testing import chain_workload, random_jitter, random_machine, random_settings, random_workload
+from pstar_sim.testing import chain_workload, random_jitter
 
 GPU, HOST = Place.GPU, Place.HOST
 MakePlan = Callable[..., Plan]
@@ -191,45 +193,45 @@ def test_a_book_of_steps_one_after_the_other(hand_plan: MakePlan):
     assert book.changed == {Resident(0, "param", GPU)}
 
 
-def test_all_books_say_the_same_of_random_runs():
+@TIME_TO_SHRINK
+@settings(max_examples=6)
+@given(jobs(), seeds())
+def test_all_books_say_the_same_of_random_runs(job: Drawn, shake: random.Random):
     """Those that take a move or a step at a time, and the one that takes all at once."""
-    for seed in range(6):
-        rng = random.Random(f"books {seed}")
-        workload = random_workload(rng)
-        for policy in built_in().values():
-            try:
-                plan = policy(workload, random_machine(rng, workload), random_settings(rng))
-            except (CannotPlan, DoesNotFit):
-                continue
-            jitter = random_jitter(rng, plan)
-            cost = CostModel(plan.workload, plan.machine, plan.layout)
-            record = follow(Program.of(plan), cost.step_costs(plan.steps), cost.rates(), factor=jitter, most=3)
-            ledger = Ledger(plan)
-            peaks = [m.peak_bytes for m in workload.moments]
-            ledger.set_tide(tide_at_cut(peaks))
-            for r in plan.initial:
-                if r.chunk >= 0:
-                    ledger.claim(r.chunk, r.list, r.place)
-                    ledger.hold(r.chunk, r.list, r.place)
-            moves = Moves(plan)
-            rise, fall = tide_moves(peaks)
-            booked = [bytes_after(moves.book(record.events), place, used, len(record.events))
-                      for place, used in zip(PLACES, moves.used)]  # fmt: skip
-            steps = Holdings(plan.layout, plan.initial, plan.buffers, peaks)
-            for n, event in enumerate(record.events):
-                step, ends = plan.steps[event // 2], event % 2
-                (steps.end if ends else steps.begin)(step)
-                if step.kind is Kind.COMPUTE:
-                    ledger.set_tide(ledger.tide_bytes + (-fall[step.moment] if ends else rise[step.moment]))
-                elif ends and (freed := frees(step)) and (not freed[1] or ledger.holds(*astuple(freed[0]))):
-                    ledger.begin_release(*astuple(freed[0]))
-                    ledger.end_release(*astuple(freed[0]))
-                elif not ends and (taken := takes(step)) and (not taken[1] or not ledger.holds(*astuple(taken[0]))):
-                    ledger.claim(*astuple(taken[0]))
-                    ledger.hold(*astuple(taken[0]))
-                now = [ledger.used_bytes(GPU) + ledger.tide_bytes, *map(ledger.used_bytes, PLACES[1:])]
-                assert now == [row[n] for row in booked] == steps.used_bytes, (seed, plan.policy, n, step)
-            assert steps.changed == ledger.residents ^ {r for r in plan.initial if r.chunk >= 0}
+    workload = job.workload
+    for policy in built_in().values():
+        plan = planned(policy, job)
+        if plan is None:
+            continue
+        jitter = random_jitter(shake, plan)
+        cost = CostModel(plan.workload, plan.machine, plan.layout)
+        record = follow(Program.of(plan), cost.step_costs(plan.steps), cost.rates(), factor=jitter, most=3)
+        ledger = Ledger(plan)
+        peaks = [m.peak_bytes for m in workload.moments]
+        ledger.set_tide(tide_at_cut(peaks))
+        for r in plan.initial:
+            if r.chunk >= 0:
+                ledger.claim(r.chunk, r.list, r.place)
+                ledger.hold(r.chunk, r.list, r.place)
+        moves = Moves(plan)
+        rise, fall = tide_moves(peaks)
+        booked = [bytes_after(moves.book(record.events), place, used, len(record.events))
+                  for place, used in zip(PLACES, moves.used)]  # fmt: skip
+        steps = Holdings(plan.layout, plan.initial, plan.buffers, peaks)
+        for n, event in enumerate(record.events):
+            step, ends = plan.steps[event // 2], event % 2
+            (steps.end if ends else steps.begin)(step)
+            if step.kind is Kind.COMPUTE:
+                ledger.set_tide(ledger.tide_bytes + (-fall[step.moment] if ends else rise[step.moment]))
+            elif ends and (freed := frees(step)) and (not freed[1] or ledger.holds(*astuple(freed[0]))):
+                ledger.begin_release(*astuple(freed[0]))
+                ledger.end_release(*astuple(freed[0]))
+            elif not ends and (taken := takes(step)) and (not taken[1] or not ledger.holds(*astuple(taken[0]))):
+                ledger.claim(*astuple(taken[0]))
+                ledger.hold(*astuple(taken[0]))
+            now = [ledger.used_bytes(GPU) + ledger.tide_bytes, *map(ledger.used_bytes, PLACES[1:])]
+            assert now == [row[n] for row in booked] == steps.used_bytes, (plan.policy, n, step)
+        assert steps.changed == ledger.residents ^ {r for r in plan.initial if r.chunk >= 0}
 
 
 def test_the_tide_at_the_cut_is_the_lower_of_last_and_first_moment(hand_plan: MakePlan):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
-import pytest
+from drawn import chances
+from hypothesis import given, settings
 
 from pstar_sim.policy.family.eviction import fifo, keep_set, lru
 from pstar_sim.policy.family.residency import UseGap, belady
@@ -58,10 +59,10 @@ def test_over_the_border_they_are_played_until_iterations_repeat() -> None:
     assert lru([border, inner], ONE, [9, 1, 9, 9]) == {inner}  # at 1, chunk 0 was used the longest ago
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_what_they_keep_fits_and_belady_keeps_no_less(seed: int) -> None:
+@settings(max_examples=60)
+@given(chances())
+def test_what_they_keep_fits_and_belady_keeps_no_less(rng: random.Random) -> None:
     """Random sequences of equal chunks, some of them kept over the border too."""
-    rng = random.Random(seed)
     length, chunks = rng.randint(4, 14), rng.randint(1, 6)
     uses = [sorted(rng.sample(range(length), rng.randint(1, min(4, length)))) for _ in range(chunks)]
     gaps = [UseGap(a, b, c) for c, row in enumerate(uses) for a, b in pairwise(row) if b > a + 1]

@@ -6,6 +6,8 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from drawn import TIME_TO_SHRINK, chances
+from hypothesis import given, settings
 
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.effects import tide_at_cut
@@ -187,13 +189,17 @@ def with_stashes(rng: random.Random) -> Workload:
     return repeat_micro_batch(offload_blocks(workload, block_names(workload)[: layers // 2 : 2]), rng.randint(1, 3))
 
 
+@TIME_TO_SHRINK
 def test_rows_are_charged_what_the_ledger_books() -> None:
     """`choose` counts the bytes of charges alone. On random jobs they are those of the steps that the rows stand for,
     booked one after the other from the residents of the plan; and what is free at the cut is what these leave."""
     rows = stashes = 0
-    for number in range(40):
-        rng = random.Random(f"charges {number}")
-        workload = random_workload(rng) if number % 4 else with_stashes(rng)
+
+    @settings(max_examples=40)
+    @given(chances())
+    def holds(rng: random.Random) -> None:
+        nonlocal rows, stashes
+        workload = with_stashes(rng) if rng.random() < 0.25 else random_workload(rng)
         machine = random_ranks(rng, random_machine(rng, workload), rng.choice((1, 1, 2, 3)))
         job = Job("any", workload, machine, random_settings(rng), Point(capacity=rng.choice(("tide", "peak"))))
         modes = [rng.choice(("pin", "stream", "cpu", "cpu")) for _ in job.candidates]
@@ -202,7 +208,7 @@ def test_rows_are_charged_what_the_ledger_books() -> None:
         course = Course(job, Modes(chosen.get("pin", none), chosen.get("stream", none)), Knobs())
         made = attempt_course(course) if course.least_room_bytes >= 0 else None
         if made is None or made.window.stuck is not None:
-            continue
+            return
         plan, draft = made.plan(), made.draft
         book = Holdings(job.layout, plan.initial, plan.buffers)
         start = list(book.used_bytes)
@@ -220,11 +226,13 @@ def test_rows_are_charged_what_the_ledger_books() -> None:
             most = list(book.used_bytes)
             book.end(step)
             charge = row.charge
-            assert (charge.gpu_take, charge.host_take) == (most[0] - before[0], most[1] - before[1]), (number, step)
+            assert (charge.gpu_take, charge.host_take) == (most[0] - before[0], most[1] - before[1]), step
             assert (charge.gpu_free, charge.host_free) == (
                 most[0] - book.used_bytes[0], most[1] - book.used_bytes[1]
-            ), (number, step)  # fmt: skip
+            ), step  # fmt: skip
             rows += 1
             stashes += row.stash >= 0
         assert (book.used_bytes, book.changed) == (start, frozenset())
+
+    holds()
     assert rows > 1000 and stashes > 20

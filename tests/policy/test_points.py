@@ -7,25 +7,21 @@ clipping. Backward of layer 3 follows its forward at once, so chunk 3 comes once
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
+from drawn import TIME_TO_SHRINK, Drawn, jobs, planned
+from hypothesis import given, settings
 
 from pstar_sim.catalog.machine import Fabric, Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.policy import find_policy
 from pstar_sim.sim.play import play
 from pstar_sim.testing import (
     chain_workload,
     check_policy,
-    random_machine,
-    random_ranks,
-    random_settings,
-    random_workload,
     round_machine,
 )
 from pstar_sim.units import MIB
@@ -202,20 +198,23 @@ def test_in_a_palindrome_lru_is_belady() -> None:
 # several ranks
 
 
+@TIME_TO_SHRINK
 @pytest.mark.parametrize("spec", ["tide:prefetch=none", "optimal:eviction=lru,prefetch=1,adam=fifo,barrier=on"])
 def test_every_point_makes_correct_plans_on_several_ranks(spec: str) -> None:
     fitted = 0
-    for number in range(8):
-        rng = random.Random(f"points on ranks {number}")
-        workload = random_workload(rng)
-        where = random_ranks(rng, random_machine(rng, workload), rng.randint(2, 4))
-        try:
-            plan = find_policy(spec)(workload, where, random_settings(rng))
-        except (DoesNotFit, CannotPlan):
-            continue
-        plan.check(workload, where)
+
+    @settings(max_examples=8)
+    @given(jobs(ranks=(2, 3, 4)))
+    def holds(job: Drawn) -> None:
+        nonlocal fitted
+        plan = planned(find_policy(spec), job)
+        if plan is None:
+            return
+        plan.check(job.workload, job.machine)
         play(plan)
         fitted += 1
+
+    holds()
     assert fitted >= 2
 
 
