@@ -534,21 +534,29 @@ def check_policy(
     fitted = 0
     for number in range(seed, seed + examples):
         try:
-            fitted += check_once(policy, random.Random(f"check_policy {number}"))
+            rng = random.Random(f"check_policy {number}")
+            workload = random_workload(rng)
+            machine = random_machine(rng, workload)
+            fitted += check_once(policy, workload, machine, random_settings(rng), rng=rng)
         except Exception as error:
             what = str(error) if isinstance(error, PstarError) else f"{type(error).__name__}: {error}"
             raise PstarError(f"policy {name!r}, seed {number}: {what}") from error
     return PolicyReport(policy=name, examples=examples, fitted=fitted)
 
 
-def check_once(policy: Callable[[Workload, Machine, Settings], Plan], rng: random.Random) -> bool:
-    """One example of `check_policy`, drawn from rng; whether the policy made a plan.
+def check_once(
+    policy: Callable[[Workload, Machine, Settings], Plan],
+    workload: Workload,
+    machine: Machine,
+    settings: Settings,
+    *,
+    rng: random.Random,
+) -> bool:
+    """What `check_policy` does with each job; whether the policy made a plan for it.
 
-    For a property-based test, whose generator may shrink what fails. Raises PlanError, or what the policy raises.
+    For a property-based test, whose strategies draw the job and shrink what fails. rng: for the random durations.
+    Raises PlanError if anything is wrong, or what the policy raises.
     """
-    workload = random_workload(rng)
-    machine = random_machine(rng, workload)
-    settings = random_settings(rng)
     try:
         plan = policy(workload, machine, settings)
     except DoesNotFit as error:
@@ -567,8 +575,7 @@ def check_once(policy: Callable[[Workload, Machine, Settings], Plan], rng: rando
         raise PlanError("a policy is a pure function: asked twice, it made two different plans")
     proved = plan.check(workload, machine)
     budgets = {"gpu": plan.gpu_budget_bytes, "host": plan.host_budget_bytes}
-    shaken = random_jitter(random.Random(rng.randrange(2**32)), plan)
-    for jitter in (None, shaken):
+    for jitter in (None, random_jitter(rng, plan)):
         timeline = play(plan, jitter=jitter, max_iterations=4)
         for place, budget in budgets.items():
             peak = timeline.peak_bytes[place]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from drawn import TIME_TO_SHRINK, Drawn, chances, jobs, planned
+from drawn import TIME_TO_SHRINK, Drawn, chances, jobs, planned, seeds
 from hypothesis import given, settings
 
 from pstar_sim import machine, preset
@@ -35,10 +35,10 @@ def test_every_plan_is_correct_and_keeps_the_budget() -> None:
     fitted = 0
 
     @settings(max_examples=25)
-    @given(chances())
-    def holds(chance: random.Random) -> None:
+    @given(jobs(), seeds())
+    def holds(job: Drawn, shake: random.Random) -> None:
         nonlocal fitted
-        fitted += check_once(find_policy("optimal"), chance)
+        fitted += check_once(find_policy("optimal"), *job, rng=shake)
 
     holds()
     assert fitted >= 5

@@ -63,8 +63,7 @@ def test_every_plan_is_correct_and_one_rank_stands_for_all(policy: str) -> None:
             assert all(size <= proved.peak_bytes[place] for place, size in peak.items())
 
     holds()
-    assert fitted >= 5
-    assert several >= 3
+    assert fitted >= 2 and several >= 1
 
 
 def mixed(*gpus: str, switches: bool = False) -> Machine:

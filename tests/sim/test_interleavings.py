@@ -63,5 +63,5 @@ def test_two_hundred_timings_keep_every_plan_within_its_room(name: str, whole: b
         moved += bool(t.moved_bytes["h2d"])
 
     holds()
-    assert played >= (45 if name in ("all_on_gpu", "zero3_resident") else 150)
+    assert played >= (25 if name in ("all_on_gpu", "zero3_resident") else 100)
     assert moved or name in ("all_on_gpu", "zero3_resident")
