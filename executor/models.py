@@ -152,10 +152,11 @@ def named_failures(name: str, model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def attention_kernel(attention: str | None) -> Iterator[None]:
-    """Inside, scaled_dot_product_attention uses this kernel: "flash", "efficient" or "math"; None: torch's own choice.
+    """A context in which scaled_dot_product_attention uses this kernel: "flash", "efficient" or "math"; None: torch's
+    own choice.
 
     "flash" and "efficient" are for fake tensors or a CUDA device. torch's CPU flash kernel knows no dropout, the CUDA
-    one does at the same bytes; so under "flash" dropout is left out of attention on the CPU. "efficient" has no CPU
+    kernel does at the same bytes; so under "flash" attention on the CPU leaves dropout out. "efficient" has no CPU
     kernel: its shapes are those that torch registers for it.
     """
     if attention is None:

@@ -99,9 +99,9 @@ def gradient_traffic_bytes(w: Workload, moment: int) -> int:
 
 
 def cost_of(workload: Workload, machine: Machine, layout: Layout) -> CostModel:
-    """The cost model that policies reckon with. The same three objects asked again give the same one, so that the
-    policies of one job, and whoever plays their plans, share what it has worked out. A machine with other rates is
-    another object (`dataclasses.replace`): rates that are written into a machine's tables are not seen."""
+    """The cost model that policies reckon with. The same three objects give the same model, so that the policies of one
+    job and the simulator share what it has worked out. A machine with other rates has to be another object
+    (`dataclasses.replace`): rates written into a machine's tables are not seen."""
     known = workload.derived.get(_COST)
     if not (isinstance(known, CostModel) and known.machine is machine and known.layout is layout):
         workload.derived[_COST] = known = CostModel(workload, machine, layout)
@@ -282,8 +282,8 @@ class CostModel:
         return seconds(self, step.chunk)
 
     def duty(self, step: Step) -> float:
-        """How much of its nominal seconds the step keeps what it shares with others busy: less than 1 for a copy over a
-        link that is throttled below the rate that was measured."""
+        """Part of its nominal seconds in which the step keeps busy what it shares with others: less than 1 for a copy
+        over a link that is throttled below the measured rate."""
         link = self.link
         route = ROUTES.get(step.kind)
         if route == "h2d" and link.h2d_table:

@@ -1,8 +1,9 @@
-"""Renderers: an answer is shown as text, HTML or a picture by whoever registered for it, found when it is shown.
+"""Renderers: an answer is shown as text, HTML or a picture by the renderer registered for it, which is looked up when
+it is shown.
 
 A plan's form "proof" is what the checker finds: a plan can check itself and does not know its checker.
 
-An answer knows the name of a form and nothing of who draws it. Who draws registers at the package's front door
+An answer knows the name of a form, not its renderer. Renderers are registered at the package's front door
 (`pstar_sim/__init__.py`), which every import of a module of the package passes.
 """
 

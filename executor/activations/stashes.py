@@ -134,7 +134,7 @@ class _Saved:
         return self.source is None and not self.back
 
     def let_go(self) -> None:
-        """The gpu's memory of it goes, as far as nobody else holds it."""
+        """Free the gpu's memory of the storage, unless something else holds it."""
         self.changed = self.changed or any(v.alias is not None and version_of(v.alias) != v.version for v in self.views)
         for view in self.views:
             view.alias = None
@@ -374,8 +374,8 @@ class Stashes:
         return [memory for memory in found if memory is not None]
 
     def _bring(self, saved: _Saved, issues: StreamBackend | None = None, *, ahead: bool = False) -> torch.Tensor | None:
-        """Copy it back, if nobody has; the memory it is in then. issues: the backend, in a thread in which the copy is
-        only issued. ahead: no step of the plan asks for it."""
+        """Copy the storage back unless that is done already; returns the memory it is in. issues: the backend, in a
+        thread in which the copy is only issued. ahead: no step of the plan asks for the copy."""
         with self._lock:
             if saved.back or saved.returned is None or saved.host is None:
                 return None
@@ -413,7 +413,7 @@ class Stashes:
         self._report(self.planned[n], moved_bytes=moved, freed_bytes=freed)
 
     def settle(self) -> None:
-        """Take the memory that is due. Outside of the engine's own business, so that it is seen by whoever counts."""
+        """Take the memory that is due, outside of the engine's own business, so that counters of the model see it."""
         while self._returning:
             n = self._returning.pop(0)
             for saved in _alive(self._out.get(n, ())):

@@ -79,7 +79,7 @@ class Scratch:
         self._kept: dict[int, torch.Tensor] = {}
 
     def get(self, number: int, like: torch.Tensor) -> torch.Tensor:
-        """[block] on the device of `like`; another number is another tensor."""
+        """A buffer of [block] on the device of `like`; each number has a buffer of its own."""
         kept = self._kept.get(number)
         if kept is None or kept.device != like.device:
             kept = self._kept[number] = torch.empty(self.block, dtype=torch.float32, device=like.device)

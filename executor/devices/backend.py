@@ -116,7 +116,7 @@ class Backend(Protocol):
         ...
 
     def give_host_back(self) -> None:
-        """Host slabs that nobody holds any more go back to the system."""
+        """Give host slabs that are not held any more back to the system."""
         ...
 
     def close(self) -> None:

@@ -112,8 +112,8 @@ class CudaBackend(CudaStreams):
         return self._blocks.give_back()
 
     def give_host_back(self) -> None:
-        """Pinned memory that nobody holds goes back to the system. torch keeps it otherwise, also from plans that are
-        over. What still copies from it keeps it. Stops the device."""
+        """Give pinned memory that is not held any more back to the system. Otherwise torch keeps it, also from plans
+        that are over. Memory of a running copy stays. Stops the device."""
         torch.cuda.synchronize(self.device)
         empty = getattr(torch._C, "_host_emptyCache", None)
         if empty is None:
@@ -184,7 +184,7 @@ class CudaBackend(CudaStreams):
         return dataclasses.replace(self.kept, outside_bytes=outside_bytes(self.device))
 
     def idle_bytes(self) -> int:
-        """Reserved by torch and used by nobody, beside the pool of payloads, which operators cannot have."""
+        """Bytes reserved by torch and unused, beside the pool of payloads, which operators cannot have."""
         return self._blocks.idle_bytes()
 
     def undisturbed(self) -> contextlib.AbstractContextManager[object]:

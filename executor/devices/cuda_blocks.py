@@ -230,7 +230,7 @@ class Blocks:
 
     @property
     def loose_free_bytes(self) -> int:
-        """Reserved outside the pool, of use to nobody at present."""
+        """Bytes reserved outside the pool that are of no use at present."""
         return sum(size * count for size, count in self._loose_free.items()) + self._former_free_bytes
 
     def grow(self, payload: torch.Tensor) -> None:
@@ -300,7 +300,7 @@ class Blocks:
                 self._exchange()
 
     def idle_bytes(self) -> int:
-        """Reserved and in nobody's use, but for the pool's own free blocks."""
+        """Bytes reserved and unused, without the pool's own free blocks."""
         with self._lock:
             return self._idle_bytes()
 

@@ -1,7 +1,7 @@
 """Models that are built without memory for their parameters.
 
 [Note: buffers on meta] Buffers that a state_dict holds come from the file that parameters come from. Others (rotary
-frequencies, masks) are computed when the module is built, and nobody but the module knows how; so they must not be on
+frequencies, masks) are computed when the module is built, and only the module knows how; so they must not be on
 meta.
 """
 

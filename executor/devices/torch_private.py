@@ -130,5 +130,5 @@ def default_store() -> Any:
 
 
 def limit_nccl(options: Any, limit: timedelta) -> None:
-    """How long a collective may take; NCCL's group takes it in its options alone."""
+    """Limit the seconds that a collective may take; NCCL's group takes the limit in its options alone."""
     options._timeout = limit

@@ -40,11 +40,11 @@ NAPS_S = (5e-5, 5e-4)
 
 
 class Wire:
-    """Collectives on `group`, a backend's process group that is nobody else's (`open_group`).
+    """Collectives on `group`, a backend's process group of its own (`open_group`).
 
     check(waited_s): called while waiting; raises when the others are gone.
     explain: what to raise for a collective that broke.
-    broken(error): from another thread, where `check` raised for a collective that nobody waits for in Python (NCCL's).
+    broken(error): from another thread, where `check` raised for a collective that no Python code waits for (NCCL's).
     device: NCCL's.
 
     sent_bytes: what this rank has sent to the others, a ring reckoned (its own slice left out).

@@ -1,8 +1,8 @@
-"""Holdings: what a session has of the process, beyond objects that go by themselves.
+"""Resources: what a session has of the process, beyond objects that Python frees by itself.
 
-Threads, the chunks' memory, a dispatch mode, the number of torch threads. Nothing here holds the session, so that one
-whose model and optimizer nobody holds any more can be collected; `let_go` then gives back what `Session.close` would
-have.
+Threads, the chunks' memory, a dispatch mode, the number of torch threads. Nothing here holds the session, so that a
+session whose model and optimizer are not held any more can be collected; `let_go` then gives back what `Session.close`
+would have.
 """
 
 from __future__ import annotations

@@ -13,9 +13,10 @@ __all__ = ["ByteChange", "ByteLog"]
 
 
 class ByteChange(NamedTuple):
-    """`place` holds `change` more bytes of `category` from `time_s` on; payload: of which list of which chunk.
+    """`place` holds `change` more bytes of `category` from `time_s` on.
 
-    mark: what the compute queue had last told the log (`ByteLog.mark`).
+    payload: the list and chunk that the bytes are of.
+    mark: the compute queue's last mark in the log (`ByteLog.mark`).
     """
 
     time_s: float

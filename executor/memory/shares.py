@@ -101,7 +101,7 @@ class Shares:
                 state.adding = False
 
     def kept_to_param(self, tensor: int, place: Place) -> None:
-        """A kept gradient goes into the working list at the place, which nobody reads any more."""
+        """Put a kept gradient into the working list at the place; the list is not read any more."""
         contents = self.contents
         mine = contents.chunks[contents.slots.chunk_of(tensor)].where(place, "param")
         target = contents.slots.at(place, tensor, "param")

@@ -33,7 +33,7 @@ def unseen() -> contextlib.AbstractContextManager[object]:
 
 
 class Watching(Protocol):
-    """Somebody who counts operators moment by moment; the session's loop calls."""
+    """A counter of operators by moment; the session's loop calls its methods."""
 
     def close_moment(self, moment: int) -> None:
         """The open moment, by its index in the plan, ends. The engine's own work comes next."""

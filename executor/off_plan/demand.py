@@ -1,6 +1,6 @@
 """Demand: what the engine does when reality leaves the plan.
 
-A parameter is fetched when somebody reads it and something else is dropped to make room. Nothing is overlapped, every
+A parameter is fetched when it is read, and something else is dropped to make room. Nothing is overlapped, every
 update happens in `optimizer.step()`, results are those of plain torch. At the step the places are brought back to the
 plan's cut and the next iteration is on plan again.
 

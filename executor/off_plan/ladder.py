@@ -1,6 +1,6 @@
 """Ladder: what a session does when the accelerator refuses memory that the plan counted on.
 
-The iteration in progress is carried to its end on demand (`demand.py`): working lists that nobody uses now leave the
+The iteration in progress is carried to its end on demand (`demand.py`): working lists that are not in use leave the
 accelerator, then optimizer states of pinned chunks, and what was asked for is asked for again. After the step the next
 plan is made by the first rung that fits what is there: [Note: rungs] in rungs.py. Nothing is computed twice and nothing
 is lost: the updates of that iteration are those of plain torch, as of any iteration off plan.

@@ -1,7 +1,7 @@
-"""Room and arrivals: who has to be on the gpu off the plan, and who leaves it for that.
+"""Room and arrivals: which chunks have to be on the gpu off the plan, and which leave it for that.
 
-Working lists that nobody uses now go first, the one that the plan's uses need last before the others (Belady's rule on
-what is known); where memory ran out, optimizer states of pinned chunks follow.
+Working lists that are not in use go first, and of these the one whose next use in the plan is farthest (Belady's rule);
+where memory ran out, optimizer states of pinned chunks follow.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class RoomMaker:
             self.inline.perform(self.inline.drop(GPU, chunk, "param"))
 
     def give_back(self, size: int, *, needed: set[int]) -> tuple[list[int], int]:
-        """Drop working lists that nobody uses now until the gpu holds `size` bytes less, as far as possible; (chunks
-        dropped, bytes)."""
+        """Drop working lists that are not in use until the gpu holds `size` bytes less, as far as possible. Returns
+        (chunks dropped, bytes)."""
         dropped: list[int] = []
         freed = 0
         for chunk in self._victims(needed):

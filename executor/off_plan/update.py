@@ -77,7 +77,7 @@ class Stepping:
         self.cut.return_to()
 
     def _take_kept_back(self) -> None:
-        """Gradients of pinned chunks go back to the gpu, into the working list: nobody reads it any more."""
+        """Move gradients of pinned chunks back to the gpu, into the working list, which is not read any more."""
         shares, chunk_of = self.gradients.shares, self.host.contents.slots.chunk_of
         for t in list(shares.kept):
             self._take(chunk_of(t))

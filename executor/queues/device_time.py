@@ -1,7 +1,7 @@
 """When things happened on the device, for logs that were written when they were issued.
 
 Each step has an event where it begins on its stream and one where it ends. They are turned into seconds once they are
-complete, between iterations, so that nobody waits for them; `apply` then moves the host's logs into the device's time.
+complete, between iterations, so that nothing waits for them; `apply` then moves the host's logs into the device's time.
 """
 
 from __future__ import annotations

@@ -129,7 +129,8 @@ class Lifetime(Protocol):
         ...
 
     def stopper(self) -> Callable[[], object]:
-        """What ends their threads when nobody holds the work any more. Holds neither the work nor the queues."""
+        """A function that ends the queues' threads when the work is not held any more. It holds neither the work nor
+        the queues."""
         ...
 
     def renew(self) -> Queues:
@@ -252,8 +253,8 @@ class Health(Protocol):
 
 
 class Queues(Lifetime, ComputeSide, Landing, Stillness, Handover, Timing, Health, Protocol):
-    """The side queues: whoever needs less asks for one of the parts. All methods but `fail` are called from the user's
-    thread."""
+    """The side queues. Code that needs less asks for one of the parts. All methods but `fail` are called from the
+    user's thread."""
 
 
 class QueuesBase:

@@ -161,7 +161,7 @@ class ThreadQueues(QueuesBase):
         """The step that arrived last got no memory; it will arrive again, or the queues jump over it."""
 
     def _depart(self, queue: Queue, i: int, iteration: int) -> None:
-        """The step has ended, which nobody knows yet. Called as `_arrive`."""
+        """Note that a step has ended, before other threads know. Called as `_arrive`."""
 
     def _limit(self, queue: Queue) -> int:
         return min(self._allowed, self._net_allowed) if queue is Queue.NET else self._allowed

@@ -70,8 +70,8 @@ class ByteText:
 
 
 def _texts(folder: Path) -> Iterator[Path]:
-    """Its text files and those of its folders, in the order of their paths, one folder after the other: whoever stops
-    early has not walked the rest. No folder behind a link; one that may not be listed has none, as for `rglob`."""
+    """Text files of the folder and of its subfolders, lazily, in the order of their paths, one folder after the other.
+    Links to folders are not followed; a folder that may not be listed counts as empty, as in `rglob`."""
     try:
         entries = sorted(folder.iterdir(), key=lambda entry: entry.name)
     except PermissionError:

@@ -1,7 +1,7 @@
 """How much processor time other programs took while this one ran: what tells a slow machine from a wrong prediction.
 
 Read from /proc/stat, which counts every core of the machine, and from the times of this process. Time that a
-hypervisor gave to somebody else counts as taken by others. Where /proc/stat is missing or stands still (other systems
+hypervisor gave to another machine counts as taken by others. Where /proc/stat is missing or stands still (other systems
 than Linux, some sandboxes) the answer is None: not measurable here.
 """
 

@@ -1,7 +1,7 @@
 """A folder written atomically: beside its place first, then moved there in one step.
 
-Whoever reads the folder, or starts again after a SIGKILL at any moment, finds what was there before or what was
-written, never a mixture. `begin` gives a temporary folder on the same disk, `finish` puts it in place (on Linux two
+A reader of the folder, also after a SIGKILL at any moment, finds what was there before or what was written, never a
+mixture. `begin` gives a temporary folder on the same disk, `finish` puts it in place (on Linux two
 folders change names in one system call; elsewhere two renames, between which `find` looks for the older one).
 """
 

@@ -213,8 +213,8 @@ class Following:
     # -- iterations ---------------------------------------------------------------------------------------------------
 
     def begin_iteration(self) -> None:
-        """The first event of an iteration has come, on plan or off: `host.now` is a new value, whose number
-        `host.iteration` is already."""
+        """The first event of an iteration has come, on plan or off. `host.now` becomes a new value; `host.iteration` is
+        its number already."""
         host = self.host
         host.now = host.now.next(host.iteration, host.updates.new() if host.updates.eager else None)
         if host.first is not None:

@@ -197,9 +197,9 @@ class Loop:
             self._carry_out(event, act, found)
 
     def _as_planned(self, event: ModuleEvent) -> bool:
-        """The event is the plan's next, nothing stands in its way and nobody watches: whatever the act, the table
-        answers FOLLOW, and to follow is all there is to do. A step has hundreds of these. What is left out here takes
-        the way through the table, and so do the events of the root and of calls."""
+        """Whether the event is the plan's next, nothing stands in its way and no counter listens: the table then
+        answers FOLLOW for every act, and nothing but following is to be done. A step has hundreds of such events. All
+        other events, those of the root and of calls included, go through the table."""
         host = self.host
         cursor, now, table = host.cursor, host.now, host.timetable
         return (

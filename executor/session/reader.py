@@ -120,7 +120,7 @@ class Reader:
         set_raw_grad(self.parameters[tensor], None)
 
     def see_requires_grad(self, tensor: int, value: bool) -> None:
-        """requires_grad of a parameter is about to be `value`. Around an evaluation that is nobody's business."""
+        """requires_grad of a parameter is about to be `value`. Around an evaluation this has no effect."""
         if value == (not self.host.plan.workload.tensors[tensor].frozen):
             self.switched.discard(tensor)
         else:

@@ -72,8 +72,8 @@ class Updates:
         return Update(hyper=self._hyper(), max_grad_norm=self.max_grad_norm, agree=agree, streams=streams)
 
     def _agreed(self, norm: torch.Tensor) -> torch.Tensor:
-        """`Others.agree`. Where an update on the accelerator asks first, it is the training thread that waits, which
-        the queues are told."""
+        """`Others.agree`. If an update on the accelerator asks first, the training thread waits; the queues note that
+        wait."""
         host = self.host
         assert host.ranks is not None
         begun_s = self._clock()
@@ -96,8 +96,8 @@ class Updates:
     @property
     def running(self) -> bool:
         """Whether parameters may be changing: with eager updates, from the first chunk whose gradients are complete
-        until `optimizer.step()`. Told by the plan's moments, so that the same loop is always answered alike, however
-        fast the queues are."""
+        until `optimizer.step()`. Decided by the plan's moments, so that the same loop always gets the same answer,
+        however fast the queues are."""
         return self.eager and (self.host.cursor.moment > self.host.timetable.first_complete or bool(self.begun))
 
     def decide_scaling(self, update: Update) -> None:

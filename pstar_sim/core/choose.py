@@ -12,7 +12,7 @@ in the window.
 [Note: fetching ahead] A fetch (or a gather, on the net queue) for the use at compute position u may start when, at
 every position from the running one up to u, the room that is not needed otherwise (`Draft.room`) still holds it, plus
 a lead unless it is the earliest of its queue not yet started: memory is reserved when a copy starts, never before it is
-ready, and the last slots stay for urgent ones. Without `room` (steps in an order of somebody's own), a step may take
+ready, and the last slots stay for urgent ones. Without `room` (the steps have an order already), a step may take
 bytes before earlier ones of the draft only if these could still run one after the other in what is left (the banker's
 rule).
 """
@@ -318,7 +318,7 @@ class _Chooser:
                     at, lap = 0, lap + 1
                     if lap + 1 >= len(waits):
                         open_iteration()
-            # Whether a step that took no time has made room, or set others free, where nobody looks any more.
+            # Whether a step that took no time has made room, or set others free, after these were looked at.
             again = False
             for q in others:
                 while ready[q] and running[q] < 0:

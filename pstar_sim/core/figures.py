@@ -84,10 +84,10 @@ def _least_bytes(plan: Plan, place: Place) -> int:
 def not_checked(
     plan: Plan, checked: Collection[str], why: Mapping[str, str], *, workload: bool, machine: bool
 ) -> tuple[str, ...]:
-    """A line for each kind of thing that the plan states and nobody computed again.
+    """One line per kind of thing that the plan states and that was not computed again.
 
-    checked: names of figures and words that were.
-    why: name -> reason, of others.
+    checked: names of figures and words that were computed.
+    why: name -> reason why it was not.
     workload, machine: whether the plan was held against one.
     """
     lines: list[str] = []

@@ -240,7 +240,7 @@ class _CheapestJob:
 
 
 def _price_of(machine: Machine, prices: Mapping[str, Price]) -> tuple[float, str] | str:
-    """(USD per hour of one node, what it is the price of), or what to do if nobody knows."""
+    """(USD per hour of one node, what that is the price of); what to do about it if the price is unknown."""
     price = prices.get(machine.name)
     if price is not None and (price.own or machine.price_usd_per_hour is None):
         when = "" if price.as_of is None else f", {price.as_of}"

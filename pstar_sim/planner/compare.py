@@ -311,7 +311,8 @@ _Free = tuple[Workload, Machine, Settings, Sequence[Workload] | None]
 
 
 def _free(share: Share, machine: Machine, settings: Settings, wanted: bool) -> _Free | None:
-    """None where it is not wanted, or where nothing makes Adam wait in the job as it is."""
+    """The setting in which nothing makes Adam wait, with its workloads; None if it is not wanted, or if nothing makes
+    Adam wait anyway."""
     workload = share.workload
     if not wanted or settings.barrier(workload.dtype) is None:
         return None

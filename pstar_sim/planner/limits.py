@@ -473,7 +473,8 @@ def _along_a_line(errors: Mapping[int, Refusal], low: int, high: int) -> int:
 
 
 def _may_use_disks(policy: str | Policy) -> bool:
-    """Whether a plan of it may keep anything on disks; of those shipped here what is told to."""
+    """Whether a plan of the policy may keep anything on disks. A policy of the catalog does so only if its options say
+    so."""
     if not isinstance(policy, str):
         return True
     _, options = split_spec(policy)

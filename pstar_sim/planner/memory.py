@@ -1,5 +1,5 @@
-"""Memory: whether a policy has room for a job, and how much of each place it needs at least, without planning it where
-that can be told without.
+"""Memory: whether a policy has room for a job, and how much of each place it needs at least, without planning it, where
+that is possible.
 
 [Note: what the host really has to give] A plan counts payloads. A machine has to give more, and capacity answers
 reckon with it:

@@ -1,4 +1,4 @@
-"""Trust: how far off predicted iteration times were, by class of machine, for whoever quotes one.
+"""Trust: how far off predicted iteration times were, by class of machine.
 
 [Note: classes] A class is a generation of GPUs (the first part of the GPU's catalog name: "v100", "a100", "h100") and
 how many of them: "one GPU", "node" (several in one node) or "nodes". Its errors are those of the tested rows of whole

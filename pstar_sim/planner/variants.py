@@ -329,7 +329,7 @@ class _Race:
         self.best = least_of(self.fast, seconds=lambda one: one[1].iteration_s, burden=lambda one: burden(one[0]))
 
     def refusal(self) -> DoesNotFit:
-        """Why none fits: what the candidate lacks that lacks least, what would do for it, and what was not tried."""
+        """Why no candidate fits: what the nearest candidate lacks, what would make it fit, and what was not tried."""
         assert self.shortest is not None
         w, error = self.shortest
 

@@ -69,7 +69,7 @@ def least(low: float) -> Meta:
 
 
 def choice(words: Iterable[str]) -> Meta:
-    """One of these words, which somebody else lists."""
+    """One of these words, which are listed elsewhere."""
     known = tuple(words)
     return Meta(extra={"rule": Rule(known.__contains__, f"one of {', '.join(known)}")})
 

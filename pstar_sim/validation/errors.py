@@ -1,4 +1,4 @@
-"""Errors by class of machine: what validation keeps of its results, for whoever quotes a time (planner/trust.py)."""
+"""Errors by class of machine: what validation keeps of its results, shown with predicted times (planner/trust.py)."""
 
 from __future__ import annotations
 

@@ -240,7 +240,7 @@ _Job = tuple[tuple[PublishedRow, ...], Experiment]
 def _on_machine(
     machine: str, jobs: Sequence[_Job], rows: Sequence[PublishedRow]
 ) -> tuple[list[_Job], list[PublishedRow]]:
-    """Those whose hardware, or machine of the catalog, contains the text."""
+    """The jobs and rows whose hardware, or machine of the catalog, contains the text."""
     kept_jobs = [(run, x) for run, x in jobs if _holds(machine, run[0].hardware) or _holds(machine, x.machine.name)]
     kept = {row.line for run, _ in kept_jobs for row in run}
     return kept_jobs, [r for r in rows if r.line in kept or _holds(machine, r.hardware)]

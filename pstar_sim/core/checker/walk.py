@@ -179,7 +179,7 @@ class Walk:
 
     def _check_nothing_lost(self, iteration: int) -> None:
         """The parameters of each chunk are somewhere at the cut, as they are after iteration `iteration`, also those
-        that no moment reads: nobody would miss them before a checkpoint does."""
+        that no moment reads, which only a checkpoint would miss."""
         for chunk in range(len(self.plan.layout.chunks)):
             wanted = iteration + 1 if chunk in self.expected else 0
             held = (self.content.get((chunk, "param", place)) for place in Place)

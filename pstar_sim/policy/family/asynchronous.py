@@ -126,8 +126,7 @@ class Asynchronous:
         return found
 
     def _static(self) -> _Rival | None:
-        """What static_partition would choose here (or has just chosen: whoever compares policies asks both); None if it
-        does not fit."""
+        """What static_partition would choose here; None if it does not fit. Often a comparison has planned it."""
         g = self.job
         point = replace(self.point, capacity="peak")
         known = g.workload.derived.get(_RIVAL)

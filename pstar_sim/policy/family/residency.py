@@ -1,4 +1,4 @@
-"""Who has to be on the GPU when, and which chunks stay there between two uses.
+"""Which chunks have to be on the GPU when, and which stay there between two uses.
 
 Gaps between uses of chunks (not tensors), and the keep set: Belady's rule with a capacity that changes with time, in
 bytes. Knows no clock and no queue; costs are not its matter.

@@ -232,7 +232,7 @@ class Search:
             step = max(1, step // 2)
 
     def short(self) -> DoesNotFit:
-        """Why nothing fits."""
+        """The error that says why nothing fits."""
         if self.reason is not None:
             return self.reason
         budget = self.job.machine.gpu_budget_bytes

@@ -1,4 +1,4 @@
-"""Capabilities: what a policy can do beside making a plan, for whoever chooses among policies without knowing one.
+"""Capabilities: what a policy can do beside making a plan, for code that chooses among policies without knowing them.
 
 A policy's module says its own as `CAPABILITIES`, as it says its options as `OPTIONS`; a policy of the user's own may do
 the same, and has none where it does not.
@@ -19,13 +19,15 @@ __all__ = ["Capabilities", "capabilities_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """point: the point of the asynchronous family that the policy is; its checks of room can be asked without a plan.
-    tries_others: it also tries other chunk sizes and policies, so that its own checks are not the last word and it is
-        at least as fast as the others, for seconds of planning.
-    one_at_a_time: copies, updates and computing wait for each other, which is where an ablation begins.
-    yardstick: one of the few policies that a question over many machines is asked of where none is named.
-    streams_states: it updates chunks on the GPU whose states live elsewhere.
-    from_disks: options under which lists live on disks, tried where the host has no room.
+    """What planner and executor may ask of a policy beside a plan.
+
+    point: the point of the asynchronous family that the policy is; its checks of room can be asked without a plan.
+    tries_others: the policy also tries other chunk sizes and policies. So its own checks are not final, and it is at
+        least as fast as the others, for seconds of planning.
+    one_at_a_time: copies, updates and computing wait for each other; an ablation begins with such a policy.
+    yardstick: the policy is one of the few that a question about many machines asks by default.
+    streams_states: the policy updates chunks on the GPU whose states live elsewhere.
+    from_disks: options under which lists live on disks, tried if the host has no room.
     """
 
     point: Point | None = None

@@ -50,7 +50,7 @@ class Schedule:
     visits: chunk that is not resident -> stretches over which its working list is on the GPU, ascending.
     whole: on several ranks, chunk -> stretches over which the others' slices are there, resident chunks included.
     stays: chunks whose working list is also on the GPU between the last stretch and the first of the next iteration.
-    room: bytes at each position that nobody is known to need.
+    room: bytes at each position that are not known to be needed.
     resident_bytes: what small and pinned chunks hold on the GPU for ever.
     lead_bytes: room that fetches ahead leave to urgent ones.
     prefetch: how far ahead copies may go: "none", a number of chunks, or "edf".

@@ -50,7 +50,7 @@ def moment_of(workload: Workload, kind: Kind, stash: int) -> int:
 
 
 def stash_cuts(workload: Workload) -> Iterable[int]:
-    """Moments that have to open a block, for whoever looks at several moments as one: copies begin behind the last of a
-    block, and the first of a block waits for them."""
+    """Moments that have to open a block, so that several moments can be treated as one: copies begin after the last
+    moment of a block, and the first moment of a block waits for them."""
     for s in workload.stashes:
         yield from (s.made + 1, s.gone, s.gone + 1, s.back, s.back + 1, s.needed)

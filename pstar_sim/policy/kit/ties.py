@@ -1,4 +1,4 @@
-"""Ties: of plans that are equally fast, the one that moves and pins least. The one rule, for whoever chooses a plan."""
+"""Ties: of plans that are equally fast, the plan that moves and pins least. The one rule for choosing among plans."""
 
 from __future__ import annotations
 

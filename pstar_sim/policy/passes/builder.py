@@ -87,8 +87,9 @@ class Builder:
         self.initial.update(Resident(chunk, name, place) for name in lists)
 
     def live(self, chunk: int, place: Place) -> None:
-        """The chunk's home is `place`, where its working list is all the time, and for one that is updated its states
-        (with several micro-batches also grad32). On the GPU its mode is "pin" ("frozen" if it has no gradient)."""
+        """Give the chunk its home at `place`: the working list stays there all the time and, if the chunk is updated,
+        its states too (with several micro-batches also grad32). On the GPU its mode is "pin", or "frozen" if it has no
+        gradient."""
         self.resident(chunk, place, *self.uses.home_lists(chunk))
         if place is Place.GPU and self.uses.updated(chunk):
             self.modes[chunk] = "pin"
@@ -100,8 +101,8 @@ class Builder:
 
     @property
     def holdings(self) -> Holdings:
-        """Who holds what once the steps so far have run, one after the other; the tide is left out. `initial` and
-        `buffers` are complete when this is asked for first."""
+        """Which payloads are held once the steps so far have run one after the other; the tide is left out. `initial`
+        and `buffers` must be complete before the first call."""
         if self._holdings is None:
             self._holdings = Holdings(self.layout, self.initial, self.buffers)
             for step in self._steps:

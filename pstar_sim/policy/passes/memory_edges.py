@@ -46,7 +46,7 @@ def fifo_edges(
 
     window: takes and frees in the order they happen in the predicted schedule, each step's once (frees before takes
         where both happen at once).
-    free_bytes: bytes of the place that nobody holds when the window opens.
+    free_bytes: bytes of the place that are free when the window opens.
     lengths: steps on each queue in one iteration. Only the latest step of each queue is named: its queue is in order.
 
     Raises ValueError for a window that frees more or less than it takes, or in which bytes are taken before they are
