@@ -244,7 +244,7 @@ def interleavings() -> str:
 
 def leaks() -> str:
     part = result("reliability")["leaks"]
-    grown = [f"{what}: {part[f'{what} bytes/step']:.0f} bytes a step" for what in ("accelerator", "host payloads")]
+    grown = [f"{what}: {part[f'{what} bytes/step']:.0f} bytes per step" for what in ("accelerator", "host payloads")]
     return (
         f"{part['steps']:,} steps of {part['policy']}: {', '.join(grown)}; resident memory "
         f"{part['resident bytes/step']:.0f} (bound: {part['bound_bytes_per_step']:.0f}); "

@@ -254,8 +254,8 @@ class Run:
         )
 
     def try_alone(self, task: Task, what: str) -> dict[str, Any] | None:
-        """A step or two of a contender alone, each task once; None where there is no time, or by arithmetic no memory,
-        for it (it is skipped then)."""
+        """A step or two of a contender alone, each task once; None where there is no time, or by arithmetic no
+        memory, for it (it is skipped then)."""
         steps = 1 if len(self.args.micro) == 1 else 2
         key = f"alone {steps} {task.key}"
         least_bytes = least_host_bytes(task, self.params_of(task.model))

@@ -70,11 +70,11 @@ def open_backend(device: str, plan: Plan, options: DeviceOptions) -> Backend:
 
 
 def check_placement(model: nn.Module, device: torch.device) -> torch.device:
-    """Where the model's parameters are; they are moved from there into chunks. Raises ContractError for a model on
-    another device than the host, meta or the run's, or on several.
+    """The device of the model's parameters, which are moved from there into chunks. Raises ContractError for a model on
+    several devices, or on another device than the host, meta or the run's.
 
-    The host is the place to build one: a model worth offloading does not fit the device, and its values go to host
-    chunks anyway. One that is on the device already is taken too (it fits, then).
+    Build a model on the host: a model worth offloading does not fit the device, and its values go to host chunks
+        anyway. A model that is on the device already is accepted too.
     """
     found = {parameter.device for parameter in model.parameters()}
     values = {where for where in found if where.type != "meta"}

@@ -79,7 +79,7 @@ class Wire:
         return even, even[self.rank * size : (self.rank + 1) * size], flat[size * self.ranks :]
 
     def gather(self, flat: torch.Tensor) -> None:
-        """Each rank's slice of `flat` becomes that rank's own, in place. Returns when it is there."""
+        """Fill `flat` in place: each rank's slice comes from that rank. Returns when all slices are there."""
         even, mine, _ = self._slice(flat)
         if even.numel():
             self._do(lambda: all_gather(self._group, even, mine, self._options("AllgatherOptions")))

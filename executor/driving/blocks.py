@@ -83,7 +83,8 @@ class Sink:
 
 
 class _BlockBorder(torch.autograd.Function):
-    """The consumer's side: the same values in a new graph. (Not a leaf, so that modules may work on it in place.)"""
+    """The consumer's side of a cut: the same values in a new graph. The values are not a leaf, so that modules may work
+    on them in place."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor, sink: Sink) -> torch.Tensor:
@@ -98,7 +99,8 @@ class _BlockBorder(torch.autograd.Function):
 
 
 class _Root(torch.autograd.Function):
-    """The producer's side: an empty tensor whose backward gives the producer what arrived in the sink."""
+    """The producer's side of a cut: an empty tensor whose backward gives the producer the gradient that arrived in the
+    sink."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, sink: Sink) -> torch.Tensor:

@@ -75,7 +75,8 @@ class ByteLog:
             return len(self.changes), self._ledger.held_bytes(Place.GPU)
 
     def mark(self, word: str, moment: int) -> None:
-        """What the compute queue does from now on: ("in", m) during moment m, ("after", m) between m and the next."""
+        """Mark what the compute queue does from now on: ("in", m) during moment m, ("after", m) between m and the next
+        moment."""
         self._mark = (word, moment)
         if self.marks is not None:
             self.marks.append((len(self.changes), word, moment))

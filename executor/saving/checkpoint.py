@@ -149,7 +149,7 @@ class _Writing:
 
 
 def _plan_work(optimizer: Trained, folder: Path, extra: Any, shard_bytes: int) -> _Writing:
-    """All that can be wrong before anything is written."""
+    """Prepare everything that a save writes, and raise every error that can be found before anything is written."""
     session = optimizer.session
     check_between_iterations(session, "save")
     if folder.exists() and not folder.is_dir():

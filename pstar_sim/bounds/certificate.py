@@ -27,9 +27,11 @@ COARSE = frozenset({"closed form", "joint LP"})
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """seconds: no schedule is faster; None where no bound exists. text: what a plan carries among its choices, and a
-    line of a comparison: bound ("joint LP", "fluid LP", "closed form" or None), and with it binding, relative_to and,
-    where something went wrong on the way, note; without it reason."""
+    """seconds: no schedule is faster; None where no bound exists.
+    text: what a plan carries among its choices, and a line of a comparison: bound ("joint LP", "fluid LP", "closed
+        form" or None), and with it binding, relative_to and, where something went wrong on the way, note; without it
+        reason.
+    """
 
     seconds: float | None
     text: Mapping[str, object]
@@ -41,7 +43,10 @@ class Certificate:
 
 
 class Certifier:
-    """Bounds of one job. lp: also the fluid linear program (seconds instead of milliseconds, and tighter)."""
+    """Bounds of one job.
+
+    lp: also the fluid linear program (seconds instead of milliseconds, and tighter).
+    """
 
     def __init__(self, workload: Workload, machine: Machine, settings: Settings, *, lp: bool = False) -> None:
         self.workload, self.machine, self.settings, self.lp = workload, machine, settings, lp

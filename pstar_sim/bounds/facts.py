@@ -23,11 +23,15 @@ NAMES = ("compute", "adam", "barrier", "h2d", "d2h", "link", "dram")
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """seconds: no schedule of this setting is faster. binding: its largest term ("compute", "adam", "barrier", "h2d",
-    "d2h", "link", "dram", "stashes"; a tie goes to the first of these). terms: every term at the best numbers of
-    parameters whose states stay on the gpu (`pinned_params`) or visit it (`streamed_params`). max_pinned_params: how
-    many would fit. method: "closed form" (no linear program was solved), "joint LP" or
-    "fluid LP". notes: what went wrong on the way, for people."""
+    """seconds: no schedule of this setting is faster.
+    binding: its largest term ("compute", "adam", "barrier", "h2d", "d2h", "link", "dram", "stashes"; a tie goes to the
+        first of these).
+    terms: every term at the best numbers of parameters whose states stay on the gpu (`pinned_params`) or visit it
+        (`streamed_params`).
+    max_pinned_params: how many would fit.
+    method: "closed form" (no linear program was solved), "joint LP" or "fluid LP".
+    notes: what went wrong on the way, for people.
+    """
 
     seconds: float
     binding: str

@@ -90,7 +90,10 @@ def fluid_bound(
 @dataclass(frozen=True, kw_only=True)
 class _Flow:
     """Variables of what has happened up to each point of an iteration, and at last in all (`upto`), so that rows about
-    long windows are short. within: of each interval its own."""
+    long windows are short.
+
+    within: of each interval its own.
+    """
 
     upto: Expression
     within: Expression

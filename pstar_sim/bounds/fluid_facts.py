@@ -23,8 +23,11 @@ __all__ = ["FluidFacts", "Gap"]
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """What lies unread between two reads, of all chunks of one class. points: where; units: how much is there, kept or
-    not."""
+    """What lies unread between two reads, of all chunks of one class.
+
+    points: where.
+    units: how much is there, kept or not.
+    """
 
     points: Index
     units: Array

@@ -11,7 +11,7 @@ parameter, v: of the states). What any legal schedule keeps:
 - compute: all moments + s * traffic / HBM. adam: (E - s) / R, and accumulation on the host (below).
 - windows, eager and behind a barrier: those of pinned.py with s in place of x.
 - the border: during the last moments every gradient is final and no parameter is read any more. Of what is updated on
-  the gpu, w bytes a parameter (the gradient, or the new values) are on the gpu then, `kept` in all, or have gone down
+  the gpu, w bytes per parameter (the gradient, or the new values) are on the gpu then, `kept` in all, or have gone down
   before and come up after. Frozen chunks are kept (`frozen_kept`) or come up again. kept + frozen_kept + v x <= room.
 - the compute queue does all steps of an iteration, its updates too, before the first moment of the next. So whatever
   is read from a moment m (before any gradient is final) on, and all states of what is updated on the gpu, is there at m
@@ -147,9 +147,13 @@ class _Job:
     u: micro-batches, where each gives every gradient.
     v, w: bytes per parameter of the states and of the working list (at least; most_w: at most).
     total, bytes, frozen: parameters with a gradient (E), their bytes, and the bytes of frozen chunks.
-    up, down: bytes per second of the link. per_param_s: CPU Adam. add_bytes: DRAM traffic of adding a parameter.
+    up, down: bytes per second of the link.
+    per_param_s: CPU Adam.
+    add_bytes: DRAM traffic of adding a parameter.
     late_room, end_room: from where nothing is read any more, and at the end.
-    turns: (bytes, room, moment). families: windows by slope. ends: all values of s at which one of them ends.
+    turns: (bytes, room, moment).
+    families: windows by slope.
+    ends: all values of s at which one of them ends.
     scale: about how long an iteration takes, in seconds.
     """
 

@@ -36,7 +36,8 @@ class Unsolved(Exception):
 class Expression:
     """Row r is constant[r] + the sum of factor * variable over the terms with row == r.
 
-    constant: an entry per row. row, column, factor: an entry per term; column is the number of its variable.
+    constant: an entry per row.
+    row, column, factor: an entry per term; column is the number of its variable.
     """
 
     __slots__ = ("column", "constant", "factor", "row")

@@ -19,8 +19,8 @@ class Windows:
 
     span_s: seconds of the iteration outside of the window.
     params, bytes: of J_j together.
-    down_s, up_s, adam_s: the shortest copy down, copy up and CPU Adam of any chunk of J_j. behind_barrier: copies down
-    need not lie in the window.
+    down_s, up_s, adam_s: the shortest copy down, copy up and CPU Adam of any chunk of J_j.
+    behind_barrier: copies down need not lie in the window.
     """
 
     span_s: Array

@@ -62,7 +62,11 @@ _CURVES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Catalog:
-    """Checked entries by name. own: the machines that a user's file defined. main: the one it says is meant."""
+    """Checked entries by name.
+
+    own: the machines that a user's file defined.
+    main: the one it says is meant.
+    """
 
     gpus: Mapping[str, Entry[GpuEntry]]
     links: Mapping[str, Entry[LinkEntry]]

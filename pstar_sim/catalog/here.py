@@ -42,7 +42,11 @@ def nvidia_smi() -> str | None:
 def this_machine(
     catalog: Catalog, *, gpus: Callable[[], str | None] = nvidia_smi, root: Path = Path("/"), cores: int | None = None
 ) -> Machine:
-    """The machine this runs on. gpus: output of nvidia-smi. root: where proc/ and sys/ lie. cores: else read.
+    """The machine this runs on.
+
+    gpus: output of nvidia-smi.
+    root: where proc/ and sys/ lie.
+    cores: else read.
 
     Raises CatalogError for a GPU that the catalog does not have.
     """

@@ -36,10 +36,13 @@ def load_machine(
 ) -> Machine:
     """A machine by name, "here" for the one this runs on, or the one a .toml file defines.
 
-    gpu_memory, host_memory: sizes ("8GB", or bytes) that replace those of the catalog (see `resize`). nodes: how many
-    of its nodes (see `with_nodes`). gpus: how many GPUs per node. overrides: any figure by its path,
-    {"link.bandwidth": "25GB/s"} or ["link.bandwidth=25GB/s"] (see overrides.py). user_file: a file that extends or
-    overrides the catalog. Raises UnknownName, CatalogError, and PstarError for a size that is none.
+    gpu_memory, host_memory: sizes ("8GB", or bytes) that replace those of the catalog (see `resize`).
+    nodes: how many of its nodes (see `with_nodes`).
+    gpus: how many GPUs per node.
+    overrides: any figure by its path, {"link.bandwidth": "25GB/s"} or ["link.bandwidth=25GB/s"] (see overrides.py).
+    user_file: a file that extends or overrides the catalog.
+
+    Raises UnknownName, CatalogError, and PstarError for a size that is none.
     """
     text = str(
         file_path("machine", name, want="the name of a machine, or the path of a file of one", error=CatalogError)

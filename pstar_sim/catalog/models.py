@@ -45,9 +45,12 @@ class ModelShape(Table, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelEntry:
-    """One model shape. vocab: 0 for a ViT. params: true count, tied weights once.
+    """One model shape.
 
-    max_seq: positions the model has (learned ones are parameters). tied: the head is the token embedding.
+    vocab: 0 for a ViT.
+    params: true count, tied weights once.
+    max_seq: positions the model has (learned ones are parameters).
+    tied: the head is the token embedding.
     attention_bias: biases of q, k and v in the llama family (the others always have all biases).
     patch, image, classes: pixels of a patch's and an image's side, outputs of the head; ViT only, else 0.
     """

@@ -41,8 +41,11 @@ class ShippedPrice(OwnPrice, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """USD per hour of one node. as_of: when its source gives it, None where a user's file does not say. own: from a
-    user's file."""
+    """USD per hour of one node.
+
+    as_of: when its source gives it, None where a user's file does not say.
+    own: from a user's file.
+    """
 
     machine: str
     usd_per_hour: float

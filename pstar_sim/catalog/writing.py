@@ -48,7 +48,10 @@ def machine_toml(machine: Machine, *, checked: date) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """A table of the file. calibrated: what its calibrated table holds, if it is measured."""
+    """A table of the file.
+
+    calibrated: what its calibrated table holds, if it is measured.
+    """
 
     name: str
     values: dict[str, object]

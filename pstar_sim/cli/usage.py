@@ -84,7 +84,7 @@ def _take_value(context: Any, flag: Any, word: str, left: list[str], flags: Coll
     if flag.is_flag:
         if equals:
             raise PstarError(_see(context, f"argument {name}: takes no value, not {value!r}"))
-    elif not equals and name in flags:  # -oFILE is no name
+    elif not equals and name in flags:  # -oFILE is not a name
         if not left or left[0].partition("=")[0] in flags:
             wanted = f", {flag.metavar}" if flag.metavar else ""
             raise PstarError(_see(context, f"argument {_name(flag)}: needs a value{wanted}"))

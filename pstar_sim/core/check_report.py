@@ -34,7 +34,7 @@ class CheckReport:
     not_checked: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """For people."""
+        """The report in words, for people."""
         lines = [f"correct: {self.steps} steps, {self.moments} moments, every legal interleaving"]
         for place, size in self.peak_bytes.items():
             moment = self.peak_at[place]

@@ -42,8 +42,9 @@ def own_shares(plan: Plan) -> str | None:
 
 
 def byte_figures(plan: Plan, peak_bytes: Mapping[str, int]) -> Stated:
-    """peak_bytes: the most each place can hold, proved. What a run holds at its peak depends on its timing, so a stated
-    peak has to lie between what it holds whatever the timing and that. A peak of ranks that differ is left out."""
+    """peak_bytes: the most that each place can hold, as proved. What a run really holds at its peak depends on its
+    timing. So a stated peak has to lie between what a run holds whatever the timing and the proved peak. The peak of
+    ranks that differ is left out."""
     false: list[str] = []
     checked: list[str] = []
     for name, lane in _MOVED.items():

@@ -120,7 +120,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def format_percent(share: float) -> str:
-    """A share as a percentage; two digits behind the point where there is only a zero before it."""
+    """A share as a percentage. Below 1 % it has two digits after the point."""
     percent = share * 100
     return f"{percent:.2f} %" if abs(percent) < 0.995 else f"{percent:.1f} %"
 

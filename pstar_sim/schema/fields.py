@@ -48,7 +48,10 @@ class Table(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Rule:
-    """What no bound can say of a value of the right type. want: what the value must be, in words."""
+    """What no bound can say of a value of the right type.
+
+    want: what the value must be, in words.
+    """
 
     test: Callable[[Any], bool]
     want: str

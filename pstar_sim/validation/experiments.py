@@ -62,7 +62,7 @@ class Experiment:
 
     batches: sequences per rank and micro-batch; where several are given the one with the most tokens per second counts.
     sizes: models tried for a row that gives the largest trainable one, ascending; otherwise one.
-    loop_s: seconds a micro-batch outside the three phases.
+    loop_s: seconds per micro-batch outside the three phases.
     other_host_bytes: in use on the node beside the plans of its ranks.
     host_bytes_per_param: what the system really takes, where that is more than its plan does.
     """

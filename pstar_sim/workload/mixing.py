@@ -154,7 +154,7 @@ def _stack(w: Workload, runs: Sequence[_Run], offload: Collection[str]) -> list[
 
 def _stash(w: Workload, stack: Sequence[_Block], n: int, until: int, size: int) -> Stash:
     """What the n-th block leaves behind, which has the time of the blocks up to `until` to be gone and to come back.
-    Raises TraceError where that is no time."""
+    Raises TraceError where that is not a time."""
     block, forward, backward = stack[n]
     gone, back = stack[until][1][-1] + 1, stack[until][2][0] - 1
     if until == n or back <= gone:

@@ -90,7 +90,7 @@ class _Idle:
         return True
 
     def shrink(self, room_bytes: int) -> None:
-        """The oldest go until the others fit."""
+        """Give up the oldest chunks until the others fit."""
         while self._held_bytes > room_bytes and self._oldest:
             _, _, lap, gap = heapq.heappop(self._oldest)
             self.take(lap, gap)
