@@ -236,3 +236,24 @@ def test_rows_are_charged_what_the_ledger_books() -> None:
 
     holds()
     assert rows > 500 and stashes > 5
+
+
+def test_rows_of_an_attempt_like_it_are_those_that_would_be_written() -> None:
+    taken = written = 0
+    for number in range(40):
+        rng = random.Random(f"alike {number}")
+        workload = random_workload(rng)
+        machine = random_ranks(rng, random_machine(rng, workload), rng.choice((1, 1, 2)))
+        job = Job("any", workload, machine, random_settings(rng), Point())
+        modes = Modes(frozenset(c for c in job.candidates if rng.random() < 0.4))
+        first = Course(job, modes, Knobs())
+        second = Course(job, modes, Knobs(linger=False, down=rng.choice(("edf", "edf", "fifo"))))
+        if min(first.least_room_bytes, second.least_room_bytes) < 0:
+            continue
+        known = attempt_course(first)
+        made, anew = attempt_course(second, like=known), attempt_course(second)
+        assert (made.draft, made.window) == (anew.draft, anew.window)
+        taken += made.draft.rows is known.draft.rows
+        written += made.draft.rows is not known.draft.rows
+    assert taken > 5
+    assert written > 3

@@ -122,7 +122,8 @@ class Asynchronous:
             raise error
         found = list(attempts.values())
         if not g.several:  # no gradient list waits for room; only fetches do
-            found.append(self._attempt(_fastest(found).pins, linger=False))
+            fastest = _fastest(found)
+            found.append(self._attempt(fastest.pins, linger=False, like=fastest))
         return found
 
     def _static(self) -> _Rival | None:
@@ -163,9 +164,9 @@ class Asynchronous:
         best = min(asked, most) if isinstance(asked, int) else int(bounds.argmin())
         return best, most, float(bounds[best])
 
-    def _attempt(self, pins: int, *, linger: bool = True) -> Attempt:
+    def _attempt(self, pins: int, *, linger: bool = True, like: Attempt | None = None) -> Attempt:
         g = self.job
-        made = attempt(g, Modes(frozenset(g.candidates[:pins])), Knobs(linger=linger))
+        made = attempt(g, Modes(frozenset(g.candidates[:pins])), Knobs(linger=linger), like=like)
         if made.window.stuck is not None:
             op, place, wanted, free = made.window.stuck
             raise AssertionError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pstar_sim.core.choose import Window, choose
 from pstar_sim.core.draft import Draft
@@ -59,14 +59,20 @@ def burden_of(made: Attempt) -> tuple[int, int]:
     return made.fetched_bytes, made.pins
 
 
-def attempt(job: Job, modes: Modes, knobs: Knobs | None = None) -> Attempt:
-    """The attempt with these modes. Its window is stuck where a step never finds room."""
-    return attempt_course(Course(job, modes, knobs or Knobs()))
+def attempt(job: Job, modes: Modes, knobs: Knobs | None = None, *, like: Attempt | None = None) -> Attempt:
+    """The attempt with these modes. Its window is stuck where a step never finds room. like: see `attempt_course`."""
+    return attempt_course(Course(job, modes, knobs or Knobs()), like=like)
 
 
-def attempt_course(course: Course, *, limit_s: float = math.inf, tolerance: float = 1e-6) -> Attempt:
-    """`attempt` for a course that is laid out already. limit_s, tolerance: see `choose`."""
+def attempt_course(
+    course: Course, *, limit_s: float = math.inf, tolerance: float = 1e-6, like: Attempt | None = None
+) -> Attempt:
+    """`attempt` for a course that is laid out already. limit_s, tolerance: see `choose`. like: an attempt of the same
+    job, whose rows are taken where they are the same."""
     schedule = course.schedule()
-    draft = draft_of(schedule)
+    if like is not None and schedule.rows_as(like.schedule):
+        draft = replace(like.draft, room=schedule.room, lead_bytes=schedule.lead_bytes)
+    else:
+        draft = draft_of(schedule)
     fetched = sum(row.charge.gpu_take for row in draft.rows if row.queue is Queue.H2D)
     return Attempt(course, schedule, draft, choose(draft, limit_s=limit_s, tolerance=tolerance), fetched)

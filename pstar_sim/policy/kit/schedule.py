@@ -6,7 +6,7 @@ Knows no queue and no clock but the seconds a position takes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from pstar_sim.policy.kit.job import Job
@@ -74,6 +74,11 @@ class Schedule:
     adam: str
     down: str = "edf"
     states_first: bool = False
+
+    def rows_as(self, other: Schedule) -> bool:
+        """Whether the passes write the same rows for both: at most the room for copies ahead differs."""
+        names = (f.name for f in fields(self) if f.name not in ("room", "lead_bytes"))
+        return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def fetched(self, chunk: int) -> Sequence[Stretch]:
         """The visits for which its working list comes: all, but for the first where it stays over the border."""
