@@ -47,7 +47,7 @@ from executor.models import (
     build,
     forward_loss,
     known_masks,
-    map_tensors,
+    map_batch,
     quiet,
     unpacked_sequences,
     unread_padding,
@@ -440,7 +440,7 @@ def fake_module(module: nn.Module, batch: Any, mode: FakeTensorMode, dtype: str 
                     if tensor is not None:
                         undo.append((table, key, tensor))
                         table[key] = faked(tensor)
-        yield map_tensors(batch, fake)
+        yield map_batch(batch, fake)
     finally:
         for part, before in kept:
             if before is None:

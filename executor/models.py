@@ -35,7 +35,7 @@ __all__ = [
     "enable_checkpointing",
     "forward_loss",
     "known_masks",
-    "map_tensors",
+    "map_batch",
     "named_failures",
     "quiet",
     "unpacked_sequences",
@@ -330,7 +330,7 @@ def _from_factory(
     model, example = _made_by(spec, factory, {name: value for name, value in wanted.items() if name in names})
     if dtype is not None:
         model = model.to(TORCH_DTYPES[dtype])
-        example = map_tensors(example, lambda t: t.to(TORCH_DTYPES[dtype]) if t.is_floating_point() else t)
+        example = map_batch(example, lambda t: t.to(TORCH_DTYPES[dtype]) if t.is_floating_point() else t)
     if checkpointing and "checkpointing" not in names:
         enable_checkpointing(spec, model)
     model.train()
@@ -629,14 +629,14 @@ def _scalar(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point()
 
 
-def map_tensors(value: Any, change: Any) -> Any:
+def map_batch(value: Any, change: Any) -> Any:
     """The same nest of mappings, tuples and lists with every tensor changed."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: map_tensors(item, change) for key, item in value.items()}
+        return {key: map_batch(item, change) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(map_tensors(item, change) for item in value)
+        return type(value)(map_batch(item, change) for item in value)
     return value
 
 

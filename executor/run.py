@@ -20,7 +20,7 @@ from executor.devices.device import is_cuda
 from executor.measuring.first import TideReport
 from executor.measuring.measured import Measured, with_tide
 from executor.measuring.status import Status
-from executor.models import BuiltModel, build, map_tensors, named_failures
+from executor.models import BuiltModel, build, map_batch, named_failures
 from executor.optimizer import OffloadedAdamW
 from executor.prepare import prepare
 from executor.recording.record import record
@@ -121,7 +121,7 @@ def on_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
     """The batches, each copied to the device as it is drawn."""
     if device.type == "cpu":
         return batches
-    return (map_tensors(one, lambda tensor: tensor.to(device, non_blocking=True)) for one in batches)
+    return (map_batch(one, lambda tensor: tensor.to(device, non_blocking=True)) for one in batches)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from executor.moments.nests import change_tensors
+from executor.moments.nests import map_tensors
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.workload import Tensor
 
@@ -195,4 +195,4 @@ def _bounded(value: Any, factor: Callable[[], float], made: dict[int, torch.Tens
             made[id(tensor)] = _Boundary.apply(tensor, factor)  # type: ignore[no-untyped-call]
         return made[id(tensor)]
 
-    return change_tensors(value, bounded)
+    return map_tensors(value, bounded)

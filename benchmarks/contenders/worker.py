@@ -36,12 +36,12 @@ class Built:
 
     def micro_batches(self, batch: Any) -> list[Any]:
         """The global batch as micro-batches, on the task's device."""
-        from executor.models import map_tensors
+        from executor.models import map_batch
 
         size, device = self.task.micro_batch, self.task.device
 
         def part(start: int) -> Any:
-            return map_tensors(batch, lambda t: t[start : start + size].to(device))
+            return map_batch(batch, lambda t: t[start : start + size].to(device))
 
         return [part(start) for start in range(0, self.task.global_batch, size)]
 

@@ -15,7 +15,7 @@ from executor import AdamW, prepare
 from executor.capture import capture
 from executor.devices.on_meta import parameters_on_meta
 from executor.memory.byte_log import ByteChange
-from executor.models import build, map_tensors
+from executor.models import build, map_batch
 from executor.moments.hooks import MomentClock
 from executor.running.data import batches_like, open_data
 from executor.training import train_step
@@ -84,7 +84,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         built = build(job["model"], **options)
     draw_weights(built.module, seed=0, shared=True)
     batches = batches_like(built.example_batch, open_data(None), vocabulary=built.vocabulary, seed=0)
-    there = (map_tensors(batch, lambda t: t.to("cuda" if on_card else "cpu")) for batch in batches)
+    there = (map_batch(batch, lambda t: t.to("cuda" if on_card else "cpu")) for batch in batches)
     where: dict[str, Any] = {"device": "virtual"}
     if on_card:
         where = {"device": "cuda", "gpu_memory": job["gpu_memory_bytes"]}

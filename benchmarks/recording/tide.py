@@ -20,7 +20,7 @@ from torch import nn
 
 from executor.capture import capture
 from executor.devices.on_meta import parameters_on_meta
-from executor.models import build, forward_loss, map_tensors
+from executor.models import build, forward_loss, map_batch
 from executor.moments.hooks import ModuleEvent, MomentClock
 from pstar_sim.workload.workload import Workload
 
@@ -123,7 +123,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     with parameters_on_meta():
         built = build(job["model"], **options)
     model = draw_weights(built.module, seed=0, shared=True).to("cuda")  # each has memory of its own there
-    tide = record_tide(model, map_tensors(built.example_batch, lambda t: t.to("cuda")))
+    tide = record_tide(model, map_batch(built.example_batch, lambda t: t.to("cuda")))
     figures = tide_rows(workload, tide.names, tide.bytes)
     figures |= {"measured_reserved_bytes": tide.reserved_bytes, "params": workload.params}
     folder = Path(job["folder"])

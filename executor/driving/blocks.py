@@ -30,7 +30,7 @@ from torch import nn
 
 from executor.devices.torch_private import node_class
 from executor.moments.compiled import untraced
-from executor.moments.nests import change_tensors
+from executor.moments.nests import map_tensors
 
 __all__ = ["BlockPart", "BlockTape", "Borders", "find_blocks", "shared_part"]
 
@@ -216,7 +216,7 @@ class BlockTape:
         if self._open > 1:
             return None  # a block that calls another
         part = BlockPart(f"{_BEFORE}{name}")
-        given = change_tensors((args, kwargs), lambda t: self._input(t, part))
+        given = map_tensors((args, kwargs), lambda t: self._input(t, part))
         if part.ends:
             self.parts.append(part)
         return given
@@ -227,7 +227,7 @@ class BlockTape:
         if self._open > 0:
             return None
         part = BlockPart(name)
-        given = change_tensors(output, lambda t: self._output(t, part))
+        given = map_tensors(output, lambda t: self._output(t, part))
         self.parts.append(part)
         self.calls += 1
         return given
@@ -235,7 +235,7 @@ class BlockTape:
     def give_back(self, output: Any) -> Any:
         """What the model returns of its last block is not cut: the clock hooks it for both, and the block comes first.
         Such a block belongs to the tail."""
-        return change_tensors(output, self._uncut)
+        return map_tensors(output, self._uncut)
 
     def _input(self, tensor: torch.Tensor, part: BlockPart) -> torch.Tensor:
         if tensor.grad_fn is None:
@@ -255,7 +255,7 @@ class BlockTape:
         return made
 
     def _known(self, tensor: torch.Tensor) -> _Known | None:
-        """What was cut is written on the tensor itself: a list of them would keep their memory."""
+        """What was cut is noted on the tensor itself, because a list of cut tensors would keep their memory."""
         known: _Known | None = getattr(tensor, "pstar_border", None)
         return known if known is not None and known.tape is self and known.node is tensor.grad_fn else None
 

@@ -129,7 +129,7 @@ class Contents:
         return step.bytes != self.layout.payload_bytes(step.chunk, self._list(step))
 
     def fetch(self, chunk: int, list_name: str, *, in_fp32: bool = False) -> None:
-        """gpu content = host content. in_fp32: of parameters, which are cast from their fp32 list behind the link."""
+        """Copy a list from the host to the gpu. in_fp32: parameters cross the link as fp32 and are cast behind it."""
         self._require_fetchable(chunk, list_name)
         state = self.chunks[chunk]
         waiting = state.where(HOST, list_name)

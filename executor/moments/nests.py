@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["change_tensors"]
+__all__ = ["map_tensors"]
 
 
-def change_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """`value` with its tensors changed: a tensor, tuples, lists, mappings and dataclasses, nested,
     each of its own type. The same object where no tensor changed."""
     if isinstance(value, torch.Tensor):
@@ -29,7 +29,7 @@ def change_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -
 def _with_fields(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """A dataclass with its tensors changed, also where it is frozen."""
     old = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
-    new = {name: change_tensors(item, change) for name, item in old.items()}
+    new = {name: map_tensors(item, change) for name, item in old.items()}
     changed = {name: item for name, item in new.items() if item is not old[name]}
     made = copy.copy(value) if changed else value
     for name, item in changed.items():
@@ -39,7 +39,7 @@ def _with_fields(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 def _with_items(value: Any, keys: Sequence[Any], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """A mapping, list or tuple (named ones included) with its tensors changed."""
-    items = [change_tensors(value[key], change) for key in keys]
+    items = [map_tensors(value[key], change) for key in keys]
     if all(item is value[key] for key, item in zip(keys, items)):
         return value
     if isinstance(value, tuple):

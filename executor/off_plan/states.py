@@ -32,7 +32,7 @@ class States:
         return GPU if self.pinned(chunk) else HOST
 
     def leave_gpu(self, chunk: int, list_name: str) -> None:
-        """The list goes off the gpu; what was updated there since it came goes home first."""
+        """Drop the list on the gpu. If it was updated there since it came, copy it to the host first."""
         perform, inline = self.inline.perform, self.inline
         if list_name in self.host.contents.chunks[chunk].ahead:
             perform(inline.copy(HOST, chunk, list_name))

@@ -23,7 +23,7 @@ from torch import nn
 from executor.adamw import AdamW, group_of
 from executor.devices.device import synchronized
 from executor.engine import Session
-from executor.models import forward_loss, map_tensors
+from executor.models import forward_loss, map_batch
 from executor.moments.compiled import eagerly
 from executor.moments.hooks import tensors_of
 from executor.moments.live_bytes import LiveStorages
@@ -85,13 +85,13 @@ def record(
     clock = synchronized(where, clock)
     devices = [where] if where.type == "cuda" else []
     if devices:
-        batches = [map_tensors(one, lambda tensor: tensor.to(where)) for one in batches]
+        batches = [map_batch(one, lambda tensor: tensor.to(where)) for one in batches]
     session.following.takes_norms = optimizer is not None and optimizer.max_grad_norm is not None
 
     def fresh(one: Any) -> Any:
         made: dict[int, torch.Tensor] = {}  # ids and labels are often one tensor
         with unseen():  # a loader made it before; it counts from the first operator that reads it
-            return map_tensors(one, lambda tensor: made.setdefault(id(tensor), tensor.clone()))
+            return map_batch(one, lambda tensor: made.setdefault(id(tensor), tensor.clone()))
 
     def iteration() -> None:
         # The usual loop, as in a capture: a batch is there until the next one is drawn.

@@ -16,7 +16,7 @@ from torch import nn
 
 from executor.activations.planned import as_planned, recomputing
 from executor.memory.arena import Arena
-from executor.models import map_tensors
+from executor.models import map_batch
 from executor.moments.hooks import tensors_of
 from executor.session.hosting import BytesHost, LoopHost
 from executor.session.others import CountOf
@@ -121,7 +121,7 @@ class Batches:
             self.moments = None
             return
         # Its form only: keeping the batch would keep its memory.
-        self.last = map_tensors((args, kwargs), lambda t: torch.empty_like(t, device="meta"))
+        self.last = map_batch((args, kwargs), lambda t: torch.empty_like(t, device="meta"))
         shapes = tuple((tuple(t.shape), t.dtype) for t in tensors_of((args, kwargs)))
         if shapes not in self._known:
             if self._is_planned(shapes):

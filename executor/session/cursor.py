@@ -163,7 +163,7 @@ class FactSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class TableRow:
     """when: (fact, whether it must hold), all of which must be so for the row to hold.
     then: what the row gives.
     """
@@ -172,8 +172,8 @@ class Rule:
     then: Answer | Refusal
 
 
-def _row(when: str, then: Answer | Refusal) -> Rule:
-    return Rule(tuple((Fact(word.removeprefix("!")), not word.startswith("!")) for word in when.split()), then)
+def _row(when: str, then: Answer | Refusal) -> TableRow:
+    return TableRow(tuple((Fact(word.removeprefix("!")), not word.startswith("!")) for word in when.split()), then)
 
 
 _FORWARD = (
@@ -215,7 +215,7 @@ _CLEAR = (
     _row("pending", Answer.DROP),
     _ALLOW,
 )
-_CALLS: dict[Act, tuple[Rule, ...]] = {
+_CALLS: dict[Act, tuple[TableRow, ...]] = {
     Act.CLEAR: _CLEAR,
     Act.READ_GRAD: (_row("consumed", Refusal.GRAD), _ALLOW),
     Act.SET_GRAD: (_row("", Refusal.GRAD_SET),),
@@ -226,7 +226,7 @@ _CALLS: dict[Act, tuple[Rule, ...]] = {
 }
 _EVENTS = (Act.FORWARD, Act.RECOMPUTE, Act.END, Act.GRADIENT, Act.BACKWARD_END, Act.STEP)
 
-_ROWS: dict[State, dict[Act, tuple[Rule, ...]]] = {
+_ROWS: dict[State, dict[Act, tuple[TableRow, ...]]] = {
     State.BETWEEN: {
         Act.FORWARD: (*_FORWARD, _FIRST, _UPDATING, _EVALUATION, _LEAVE),
         Act.RECOMPUTE: (_FIRST, _EVALUATION, _LEAVE),
@@ -272,7 +272,7 @@ _ROWS: dict[State, dict[Act, tuple[Rule, ...]]] = {
     State.CLOSED: {**dict.fromkeys(_EVENTS, (_NOTHING,)), Act.UPDATE: (_CLOSED,), Act.CLEAR: (_CLOSED,)},
 }
 
-TABLE: Mapping[tuple[State, Act], tuple[Rule, ...]] = MappingProxyType(
+TABLE: Mapping[tuple[State, Act], tuple[TableRow, ...]] = MappingProxyType(
     {(state, act): rows for state, mine in _ROWS.items() for act, rows in {**_CALLS, **mine}.items()}
 )
 """(where the loop stands, what the loop does) -> rows; the first that holds counts."""

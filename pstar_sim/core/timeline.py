@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.axes import Axes
 
-__all__ = ["ByteSample", "Rows", "Span", "Timeline", "load_timeline", "read_values"]
+__all__ = ["ByteSample", "RowsByColumn", "Span", "Timeline", "load_timeline", "read_values"]
 
 FORMAT = "pstar-sim timeline"
 VERSION = 1
@@ -86,8 +86,8 @@ _COLUMNS: dict[str, type] = {"spans": Span, "samples": ByteSample}
 _Row = TypeVar("_Row")
 
 
-class Rows(Generic[_Row]):
-    """Rows of a dataclass kept by column. The columns are made when they are asked for first, the rows likewise."""
+class RowsByColumn(Generic[_Row]):
+    """Rows of a dataclass, kept by column. Columns and rows are each made when they are first asked for."""
 
     def __init__(
         self,
@@ -114,8 +114,8 @@ class Rows(Generic[_Row]):
         return self._rows
 
 
-class _Kept(Generic[_Row]):
-    """A field that is given as rows, or as `Rows`, and read as a tuple of rows."""
+class _RowsField(Generic[_Row]):
+    """A field that is given as rows, or as `RowsByColumn`, and read as a tuple of rows."""
 
     def __init__(self, cls: type[_Row]) -> None:
         self._cls = cls
@@ -123,16 +123,16 @@ class _Kept(Generic[_Row]):
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = f"_{name}"
 
-    def __set__(self, holder: object, rows: Iterable[_Row] | Rows[_Row]) -> None:
-        if not isinstance(rows, Rows):
+    def __set__(self, holder: object, rows: Iterable[_Row] | RowsByColumn[_Row]) -> None:
+        if not isinstance(rows, RowsByColumn):
             table = tuple(rows)
-            rows = Rows(self._cls, partial(to_columns, self._cls, table), table)
+            rows = RowsByColumn(self._cls, partial(to_columns, self._cls, table), table)
         holder.__dict__[self._name] = rows
 
     def __get__(self, holder: object | None, owner: type) -> tuple[_Row, ...]:
         if holder is None:  # a field without a default
             raise AttributeError(self._name)
-        kept: Rows[_Row] = holder.__dict__[self._name]
+        kept: RowsByColumn[_Row] = holder.__dict__[self._name]
         return kept.rows()
 
 
@@ -157,8 +157,8 @@ class Timeline:
     source: str
     iterations: int
     iteration_s: float
-    spans: _Kept[Span] = _Kept(Span)
-    samples: _Kept[ByteSample] = _Kept(ByteSample)
+    spans: _RowsField[Span] = _RowsField(Span)
+    samples: _RowsField[ByteSample] = _RowsField(ByteSample)
     peak_bytes: dict[str, int] = field(default_factory=dict)
     moved_bytes: dict[str, int] = field(default_factory=dict)
     stall_s: dict[str, float] = field(default_factory=dict)
@@ -181,7 +181,7 @@ class Timeline:
 
     def columns(self, name: str) -> dict[str, list[Any]]:
         """ "spans" or "samples" by column: field of `Span` or `ByteSample` -> its values. Makes no row."""
-        kept: Rows[Any] = self.__dict__[f"_{name}"]
+        kept: RowsByColumn[Any] = self.__dict__[f"_{name}"]
         return dict(kept.columns())
 
     def to_frame(self) -> pandas.DataFrame:

@@ -83,8 +83,8 @@ def optimal(workload: Workload, machine: Machine, settings: Settings, **changes:
 def _others(
     workload: Workload, machine: Machine, settings: Settings, own: Sequence[SearchResult]
 ) -> Iterator[SearchResult]:
-    """The plans of the other policies shipped here, where they fit. Those that bring no states to the GPU are left out
-    where the closed form says that no number of pins alone comes near (on one GPU; on several only those of its own
+    """The plans of the other shipped policies that fit. A policy that brings no states to the GPU is left out if the
+    closed form says that no number of pins alone comes near (on one GPU; on several GPUs only policies of optimal's own
     space)."""
     beaten = any(f.seconds < f.pins_alone_s * FAR_AHEAD for f in own)
     for name, policy in _rivals().items():

@@ -22,7 +22,7 @@ import numpy as np
 
 from pstar_sim.core.follow import Record
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.timeline import ByteSample, Rows, Span, Timeline
+from pstar_sim.core.timeline import ByteSample, RowsByColumn, Span, Timeline
 from pstar_sim.sim.memory import Held
 from pstar_sim.workload.workload import Phase
 
@@ -41,8 +41,8 @@ def timeline(plan: Plan, record: Record, held: Held, moved_bytes: Mapping[str, i
         source="simulated",
         iterations=record.iterations,
         iteration_s=record.iteration_s,
-        spans=Rows(Span, partial(_spans, plan, record, waits)),
-        samples=Rows(ByteSample, held.samples),
+        spans=RowsByColumn(Span, partial(_spans, plan, record, waits)),
+        samples=RowsByColumn(ByteSample, held.samples),
         peak_bytes=dict(held.peaks),
         moved_bytes=dict(moved_bytes or plan.moved_bytes),
         stall_s=waits.stall_s(k),

@@ -153,8 +153,8 @@ def _stack(w: Workload, runs: Sequence[_Run], offload: Collection[str]) -> list[
 
 
 def _stash(w: Workload, stack: Sequence[_Block], n: int, until: int, size: int) -> Stash:
-    """What the n-th block leaves behind, which has the time of the blocks up to `until` to be gone and to come back.
-    Raises TraceError where that is not a time."""
+    """The stash of the n-th block, which has the time of the blocks up to `until` to go to the host and come back.
+    Raises TraceError if that is no time."""
     block, forward, backward = stack[n]
     gone, back = stack[until][1][-1] + 1, stack[until][2][0] - 1
     if until == n or back <= gone:
