@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from pstar_sim.errors import CatalogError
-from pstar_sim.schema.fields import Field, fields_of, is_table, rule_of, split, want
+from pstar_sim.schema.fields import Rule, fields_of, is_table, rule_of, split, want
 
 __all__ = ["Fault", "Path", "brief", "convert", "nearest", "read_table"]
 
@@ -152,32 +152,30 @@ def _table_faults(table: type[Struct], value: dict[str, Any], path: Path, word: 
 
 
 @cache
-def _ruled(table: type[Struct]) -> tuple[Field, ...]:
-    """Fields with a rule, or with tables below them that may have some."""
+def _ruled(table: type[Struct]) -> tuple[tuple[str, Rule | None], ...]:
+    """Fields with their rule; None for one with tables below it that may have some."""
 
     def concerned(kind: Any) -> bool:
         base, args, _ = split(kind)
         return rule_of(kind) is not None or is_table(base) or (base is tuple and is_table(split(args[0])[0]))
 
-    return tuple(f for f in fields_of(table).values() if concerned(f.kind))
+    return tuple((f.name, rule_of(f.kind)) for f in fields_of(table).values() if concerned(f.kind))
 
 
 def _check_rules(value: object) -> None:
     if not isinstance(value, Struct):
         return
-    for field in _ruled(type(value)):
-        held = getattr(value, field.name)
-        rule = rule_of(field.kind)
+    for name, rule in _ruled(type(value)):
+        held = getattr(value, name)
         if held is None:
             continue
         if rule is not None:
             if not rule.test(held):
                 shown = [list(row) for row in held] if isinstance(held, tuple) else held
-                raise Fault((field.name,), shown, f"must be {rule.want}")
+                raise Fault((name,), shown, f"must be {rule.want}")
             continue
-        rows = enumerate(held) if isinstance(held, tuple) else [(None, held)]
-        for i, row in rows:
+        for i, row in enumerate(held) if isinstance(held, tuple) else [(None, held)]:
             try:
                 _check_rules(row)
             except Fault as fault:
-                raise (fault if i is None else fault.under(i)).under(field.name) from None
+                raise (fault if i is None else fault.under(i)).under(name) from None
