@@ -138,9 +138,9 @@ def test_bounds_are_below_the_exact_optimum_of_tiny_instances(barrier: bool, who
 @pytest.mark.slow
 def test_bounds_are_below_the_exact_optimum_of_three_layers() -> None:
     rng = random.Random(77)
-    for _ in range(2):
-        t = replace(random_tiny(rng, 3), forward=1, up=1, down=1, cpu_adam=1)
-        held_against(t, simulate=True)
+    tiny = [replace(random_tiny(rng, 3), forward=1, up=1, down=1, cpu_adam=1) for _ in range(2)]
+    ratios = [held_against(t, simulate=True) for t in tiny]
+    assert any(r is not None for r in ratios), "nothing was compared"
 
 
 def test_exact_optimum_by_hand() -> None:

@@ -318,17 +318,22 @@ def test_what_is_accepted_runs_in_any_order_and_never_goes_over(
 ) -> None:
     """A third of the jobs for `optimal`, whose search takes most of the time, but for --whole; so does the next."""
 
+    proved = 0
+
     @settings(max_examples=many if whole else few)
     @given(workloads(), chances(), seeds())
     def holds(w: Workload, chance: random.Random, order: random.Random) -> None:
+        nonlocal proved
         for plan in plans(w, chance.choice(SETTINGS), chance.choice([1.0, 2.0, 4.0, 9.0]), names):
             report = check_plan(plan)
+            proved += 1
             for _ in range(4):
                 peak = play(plan, order)
                 assert peak[GPU] <= report.peak_bytes["gpu"] <= plan.gpu_budget_bytes
                 assert peak[HOST] <= report.peak_bytes["host"] <= plan.host_budget_bytes
 
     holds()
+    assert proved
 
 
 @pytest.mark.parametrize(

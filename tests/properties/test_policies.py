@@ -64,24 +64,32 @@ TRIED = [([name for name in policies() if name != "optimal"], 15, 15), (["optima
 
 @pytest.mark.parametrize(("names", "few", "many"), TRIED, ids=["others", "optimal"])
 def test_jitter_never_breaks_the_budget(names: list[str], few: int, many: int, whole: bool) -> None:
+    played = 0
+
     @settings(max_examples=many if whole else few)
     @given(jobs(), seeds())
     def holds(job: Drawn, shake: random.Random) -> None:
+        nonlocal played
         for policy in map(find_policy, names):
             plan = planned(policy, job)
             for _ in range(3 if plan is not None else 0):
                 timeline = play(plan, jitter=random_jitter(shake, plan), max_iterations=4)
                 assert timeline.peak_bytes["gpu"] <= job.machine.gpu_budget_bytes
                 assert timeline.peak_bytes["host"] <= job.machine.host_budget_bytes
+                played += 1
 
     holds()
+    assert played
 
 
 @pytest.mark.parametrize(("names", "few", "many"), TRIED, ids=["others", "optimal"])
 def test_more_memory_never_stops_a_plan_from_fitting(names: list[str], few: int, many: int, whole: bool) -> None:
+    short = fitted = 0
+
     @settings(max_examples=many if whole else few)
     @given(jobs(), chances())
     def holds(job: Drawn, chance: random.Random) -> None:
+        nonlocal short, fitted
         others = [random_machine(chance, job.workload) for _ in range(4)]
         for policy in map(find_policy, names):
             fits = False
@@ -89,10 +97,13 @@ def test_more_memory_never_stops_a_plan_from_fitting(names: list[str], few: int,
                 try:
                     policy(job.workload, machine, job.settings)
                     fits = True
+                    fitted += 1
                 except DoesNotFit as error:
                     assert not fits or error.place == "host"
+                    short += 1
 
     holds()
+    assert short and fitted
 
 
 # check_policy itself: what it has to find.
