@@ -239,7 +239,7 @@ class Stashes:
         self.bind()
 
     def bind(self) -> None:
-        """The session has a new plan."""
+        """Take over the session's new plan."""
         w = self.session.plan.workload
         self._moves = StashMoves(w)
         self._stash: dict[tuple[str, int], int] = {(s.block, s.micro_batch): n for n, s in enumerate(w.stashes)}

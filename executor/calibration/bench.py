@@ -55,11 +55,11 @@ class Bench:
         longest_s: float = 1.0,
         reduce: Callable[[list[float]], float] = statistics.median,
     ) -> dict[Key, float]:
-        """Median seconds of each action (or what `reduce` makes of them). Each is called once untimed first (caches,
-        pages, kernels).
+        """Median seconds of each action (or what `reduce` makes of the seconds). Each action is first called once
+        untimed, because of caches, pages and kernels.
 
-        An action that takes longer than `longest_s` is measured once a round, and those after it (larger ones, by
-        convention) are left out: the curve ends there.
+        An action that takes longer than `longest_s` is measured once per round, and the actions after it (larger ones,
+        by convention) are left out: the curve ends there.
         """
         samples: dict[Key, list[float]] = {}
         left_out: set[Key] = set()

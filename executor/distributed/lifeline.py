@@ -122,7 +122,8 @@ class Lifeline:
     # -- the others' --------------------------------------------------------------------------------------------------
 
     def explain(self, error: BaseException) -> BaseException:
-        """What to raise for a collective that broke with `error`: the loss that explains it, if word of one comes."""
+        """The error to raise for a collective that broke with `error`: the loss of a rank that explains it, if word of
+        one comes."""
         self._heard.wait(WORD_S)
         if self.lost is not None:
             return self.lost

@@ -150,7 +150,7 @@ class Ranks:
             raise RankLost(f"{who}, and this is rank {self.rank}, which still waits for it")
 
     def cannot_leave(self, reason: str) -> PlanError:
-        """What to raise where one process would go on without its plan; the others hear it."""
+        """The error to raise where one process would go on without its plan. The other ranks are told."""
         return self.ends(
             f"rank {self.rank} cannot go on: {reason}. On several ranks an iteration keeps to its plan, as the others "
             "wait for what it says comes next; make a plan for what the model does on every rank (trace it with "
@@ -158,7 +158,7 @@ class Ranks:
         )
 
     def ends(self, text: str) -> PlanError:
-        """What to raise where this rank's run is over; the others hear it."""
+        """The error to raise where this rank's run is over. The other ranks are told."""
         self.life.fail(f"PlanError: {text}")
         return PlanError(text)
 

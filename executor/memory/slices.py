@@ -170,7 +170,7 @@ class GpuPayload:
         self._backend.issue(lambda: target.copy_(source))
 
     def give(self) -> None:
-        """All memory back."""
+        """Give all memory back."""
         with self._steady:
             self._backend.give(self._alone)
             self._backend.give(self.whole)

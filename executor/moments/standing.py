@@ -54,7 +54,7 @@ class Standing(LiveStorages, Generic[HostType]):  # type: ignore[no-untyped-call
         self.bind()
 
     def bind(self) -> None:
-        """The session has a new plan, and its parameters new storages."""
+        """Take over the session's new plan: its parameters have new storages."""
         self._ours.clear()
         self._keep.clear()
         s = self._session

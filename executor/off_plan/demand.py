@@ -65,7 +65,7 @@ class Demand:
 
     Attributes:
         in_a_row: number of iterations off plan since the last on plan.
-        moment: the plan's moment that what runs off plan looks like; -1: none.
+        moment: the plan's moment that corresponds to what runs off plan; -1 without one.
     """
 
     def __init__(self, session: Host) -> None:

@@ -216,7 +216,7 @@ class Ladder(Sequence[Rung]):
             raise self.ends_ranks(error) from refused
         s.guard_memory(always=True)
         if 0 < error.asked_bytes <= idle_bytes:  # [Note: refused beside a pool] in cuda_blocks.py
-            self._log(error, "the iteration is given up, to be run again under the same plan: as much was idle")
+            self._log(error, "the iteration is given up, to be run again under the same plan: as many bytes were idle")
         else:
             self.note(error, "the iteration is given up, to be run again")
         with s.at_work, unseen(), torch.no_grad():

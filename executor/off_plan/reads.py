@@ -182,7 +182,7 @@ class _Calls(TorchDispatchMode):
 
 
 def _held_weakly(reads: Reads) -> tuple[Any, Any]:
-    """Saved-tensor hooks that do not hold the session: what hangs on a graph is not collected."""
+    """Saved-tensor hooks that hold the session weakly, because what hangs on a graph is not collected."""
     keeper = weakref.ref(reads)
 
     def held() -> Reads:

@@ -137,7 +137,7 @@ class TensorFile:
         return entry
 
     def _check_bytes(self, first: int) -> None:
-        """Every byte behind the header belongs to one tensor."""
+        """Check that every byte after the header belongs to exactly one tensor."""
         reached = first
         for name, entry in sorted(self.entries.items(), key=lambda item: (item[1].start, item[1].stop)):
             if entry.start != reached or entry.stop < entry.start:

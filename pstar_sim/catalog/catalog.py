@@ -326,7 +326,7 @@ def _effective(part: Table, figure: str, efficiency: float) -> float | None:
 
 
 def _rate(part: Table, figure: str, efficiency: float) -> float:
-    """Bytes per second, of a figure that every entry has in GB per second."""
+    """The figure in bytes per second; every entry gives it in GB per second."""
     rate = _effective(part, figure, efficiency)
     assert rate is not None, figure
     return rate * GB

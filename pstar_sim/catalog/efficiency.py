@@ -87,7 +87,7 @@ def fitted_gpu(gpu: Gpu, peak_flops_per_s: Mapping[str, float], hbm_peak_bytes_p
 
 
 def fitted_host(host: Host, dram_peak_bytes_per_s: float, e: Efficiency) -> Host:
-    """`host` with CPU Adam by the model; one with a calibrated Adam keeps it."""
+    """`host` with its CPU Adam rate computed by the model; a calibrated rate is kept."""
     if host.measured:
         return host
     by_dram = dram_peak_bytes_per_s * e.adam_dram / ADAM_BYTES_PER_PARAM

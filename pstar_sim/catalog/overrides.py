@@ -82,7 +82,7 @@ def override_paths() -> tuple[str, ...]:
 
 
 def override_rows() -> list[tuple[str, str, str, str]]:
-    """Of every path, for people: its name, what its value is and how it is written, and its range."""
+    """For people, one row per path: its name, what its value is and how it is written, and its range."""
     rows = []
     for path, figure in _PATHS.items():
         quantity = figure.quantity

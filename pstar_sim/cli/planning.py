@@ -428,7 +428,7 @@ def _among_variants(
 
 
 def _timelines_of(plans: Sequence[str]) -> tuple[list[Timeline], str]:
-    """Of plan files, and a title for them."""
+    """Timelines of plan files, and a title for them."""
     from pstar_sim.planner.compare import play_plan
 
     loaded = [checked_plan(path)[0] for path in plans]

@@ -105,7 +105,7 @@ def _power_of_two(size: int) -> int:
 
 
 def stash_key(block: str) -> tuple[int, str]:
-    """The key among host payloads of the room for a block's stash."""
+    """Key of a stash's room among the host payloads."""
     return -1, f"stash of {block}"
 
 

@@ -293,8 +293,8 @@ def need_with_room(
     *,
     loading: str = "whole",
 ) -> tuple[Machine, Need] | None:
-    """The machine with just enough more of each place that is short for the job to fit, and what the job then needs of
-    the host. None where no memory that is added helps. short: why the job does not fit."""
+    """The machine with just enough more of each place that is short, so that the job fits, and what the job then needs
+    of the host. None if more memory does not help. short: why the job does not fit."""
     roomy, error = machine, short
     for _ in range(MOST_SHORT):
         if error.place == "gpu":

@@ -78,7 +78,7 @@ def can(policy: str | Policy) -> Capabilities:
 
 
 def named(wanted: Callable[[Capabilities], bool]) -> tuple[str, ...]:
-    """Names of the policies shipped here that can do what is wanted, in their order."""
+    """Names of the shipped policies that have the capabilities asked for, in registry order."""
     return tuple(name for name, policy in _BUILT_IN.items() if wanted(capabilities_of(policy)))
 
 

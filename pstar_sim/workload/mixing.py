@@ -73,7 +73,7 @@ def mix_blocks(recomputed: Workload, kept: Workload, keep: Collection[str]) -> W
 
 
 def _check_variants(recomputed: Workload, kept: Workload, ours: Sequence[_Run], theirs: Sequence[_Run]) -> list[str]:
-    """Their blocks. Raises TraceError unless both are of one job and stacks of the same blocks."""
+    """The blocks of both workloads. Raises TraceError unless both are of one job and stacks of the same blocks."""
     if recomputed.micro_batches != 1 or kept.micro_batches != 1:
         raise TraceError("blocks are mixed in variants of one micro-batch; repeat the result")
     if (recomputed.fingerprint, recomputed.batch, recomputed.sequence) != (kept.fingerprint, kept.batch, kept.sequence):

@@ -240,7 +240,7 @@ class Workload:
 
     @cached_property
     def params(self) -> int:
-        """Parameters, tied ones once."""
+        """Number of parameters; tied parameters count once."""
         return sum(t.numel for t in self.tensors if t.tied_to is None)
 
     @cached_property

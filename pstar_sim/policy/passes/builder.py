@@ -263,7 +263,7 @@ class Builder:
             raise self._no_room(place, missing, what)
 
     def wait(self, step: int, *refs: Ref) -> None:
-        """Let a step wait for more: for what comes later in the program, of the previous iteration."""
+        """Let a step wait for a step that comes later in the program, of the previous iteration."""
         old = self._steps[step]
         self._steps[step] = replace(old, after=(*old.after, *refs))
 

@@ -219,7 +219,7 @@ class _Iteration:
                 memory.fetch_updated(c)
 
     def _send_last(self, c: int) -> None:
-        """The last gradient goes to the host, if it is not there."""
+        """Send the last gradient to the host, unless it is there already."""
         if c in self.memory.on_gpu:
             self.memory.send_gradient(c)
 
