@@ -116,10 +116,11 @@ class Field:
 
 @cache
 def fields_of(table: type[Struct]) -> dict[str, Field]:
-    """The fields of a table by name, in the order in which they are declared."""
+    """The fields of a table by name, in the order in which they are declared; those of its base come last."""
+    base = getattr(table.__base__, "__struct_fields__", ())
     hints = typing.get_type_hints(table, include_extras=True)
     found = {}
-    for f in structs.fields(table):
+    for f in sorted(structs.fields(table), key=lambda f: f.name in base):
         default = f.default if f.default is not NODEFAULT else f.default_factory
         default = default() if callable(default) and f.default is NODEFAULT and default is not NODEFAULT else default
         found[f.encode_name] = Field(f.encode_name, hints[f.name], f.required, default)
