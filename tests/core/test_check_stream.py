@@ -251,3 +251,13 @@ def test_without_clipping_the_last_gradient_lies_in_place(two: MakePlan) -> None
     plan = two(text, settings=Settings(update="step", clip=False))
     check_plan(plan)
     reject(replace(plan, settings=Settings()), "the norm misses the gradient")
+
+
+def test_a_sum_that_is_there_already_is_changed_by_what_is_added(two: MakePlan) -> None:
+    """The sum begins with micro-batch 0 and takes in micro-batch 1: it is copied behind both."""
+    plain = Settings(update="step", clip=False)
+    last = "25 d2h writeback chunk=0 list=param moment=3 bytes=2048"
+    text = TWO.replace(last, f"{last} after=10")
+    check_plan(two(text, settings=plain))
+    early = text.replace("list=grad32 moment=4 bytes=4096 after=10", "list=grad32 moment=4 bytes=4096 after=6")
+    reject(two(early, settings=plain), "nothing makes step 12 .* wait for step 10 .*: both touch the grad32 list")
