@@ -54,6 +54,7 @@ DEPENDENCIES: Mapping[str, tuple[str, ...]] = {
     "play_speed": PLANNED,
     "reliability": (*EXECUTED, "benchmarks/_*.py", "benchmarks/kills.py"),
     "semantics*": (*EXECUTED, "tests/executor/semantics_rows.py"),
+    "search_constants": PLANNED,
     "simulate": PLANNED,
     "sweep": PLANNED,
     "table_policies": PLANNED,
