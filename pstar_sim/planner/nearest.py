@@ -19,7 +19,7 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy.registry import Policy
 from pstar_sim.units import GB
-from pstar_sim.workload.presets import variant
+from pstar_sim.workload.presets import can_vary, variant
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["KINDS", "Ask", "Elsewhere", "Remedy", "in_words", "nearest", "remedies"]
@@ -76,13 +76,18 @@ class Elsewhere:
                 known.append(one)
         return tuple(sorted(known, key=lambda m: (m.gpu_budget_bytes, -m.host_budget_bytes)))
 
+    @property
+    def varies(self) -> bool:
+        """Whether the workload can be written with another batch or with checkpointing."""
+        return can_vary(self.workload, self._shape)
+
     @cached_property
     def checkpointed(self) -> Workload:
         """The preset with checkpointing."""
         return variant(self.workload, checkpointing=True, shape=self._shape)
 
     def smaller(self, batch: int, micro_batches: int) -> Workload:
-        """The preset with so many micro-batches of so many sequences."""
+        """The preset with another number of sequences per micro-batch, and of micro-batches."""
         key = (batch, micro_batches)
         if key not in self._smaller:
             self._smaller[key] = variant(self.workload, batch=batch, micro_batches=micro_batches, shape=self._shape)
@@ -199,7 +204,7 @@ def _host_memory(
 
 def _workloads(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNotFit) -> Iterator[Remedy]:
     workload, machine = elsewhere.workload, elsewhere.machine
-    if workload.source != "preset":
+    if not elsewhere.varies:
         return
 
     def promising(changed: Workload) -> bool:

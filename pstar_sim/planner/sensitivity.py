@@ -34,6 +34,7 @@ from pstar_sim.policy.registry import named
 from pstar_sim.renderers import render_text
 from pstar_sim.sim.play import play
 from pstar_sim.workload.lora import adapter_of
+from pstar_sim.workload.presets import can_vary
 from pstar_sim.workload.workload import Workload
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def sensitivity(
     names = list(PARTS) if parts is None else _known_parts(parts)
     share = share_out(workload, machine)
     ranked, one = share.ranked, share.workload
-    largest = largest and one.source == "preset"
+    largest = largest and can_vary(one)
     asked = _Asked(share=share, machine=machine, policies=policies, settings=settings, by=by, largest=largest)
 
     changed = [(name, None if ranked and name == "one more GPU" else _more(machine, name, by)) for name in names]

@@ -38,7 +38,7 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("text", "says"),
     [
         (MACHINE.replace('gpu = "v100-32"\n', ""), "[mine] gpu is missing"),
-        (MACHINE + 'colour = "red"\n', "colour = 'red' is not a known field; it takes gpu, gpus"),
+        (MACHINE + 'colour = "red"\n', "colour = 'red' is not a known field; it takes source, checked, gpu, gpus"),
         (MACHINE.replace("gpus = 1", "gpus = -1"), "gpus = -1; must be a whole number from 1 to 1024"),
         (MACHINE.replace("v100-32", "v100-33"), "gpu = 'v100-33'; must be the name of a GPU, such as v100-32"),
         (MACHINE + "[gpus.v100-32]\nmemory_gb = 1e9\n", "memory_gb = 1000000000.0; must be a number from"),

@@ -249,3 +249,10 @@ def test_where_nothing_fits_the_best_alone_says_what_would() -> None:
     with pytest.raises(PlanError) as alone:
         ps.compare(w, m, policies=["all_on_gpu"], only_best=True).best()
     assert str(alone.value) == str(whole.value)
+
+
+def test_what_no_catalog_knows_is_compared_where_a_policy_has_no_room() -> None:
+    """A chain of layers counts as a preset, but nothing can write it with a smaller batch."""
+    chain = chain_workload(12, 10**8)
+    rows = compare(chain, ps.machine("rtx4090", gpu_memory="2.5GB"), policies=["all_on_gpu", "tide"]).rows
+    assert rows[0].short_of == "gpu" and "does not fit" in str(rows[0].reason)

@@ -222,7 +222,8 @@ def test_a_timeline_file_reads_back_equal(tmp_path: Path) -> None:
     [
         ("{}", "'format'"),
         ('{"format": "pstar-sim timeline", "version": 9}', "newer"),
-        ('{"format": "pstar-sim timeline", "version": 1}', "field 'spans'"),
+        ('{"format": "pstar-sim timeline", "version": 1}', "field 'source' is missing"),
+        ('{"format": "pstar-sim timeline", "version": 1, "source": "simulated"}', "field '.*' is missing"),
         ('{"format": "pstar', "truncated"),
     ],
 )

@@ -188,6 +188,7 @@ def _valid(tmp_path: Path) -> dict[str, dict[str, Any]]:
         "max_model": {"machine": small, "like": "tiny-gpt2", "catalog": False, **job, **few},
         "models": {},
         "play": {"plan": planned.plan},
+        "plot_schedule": {"timeline": planned.timeline},
         "plot_tide": {"timelines": planned.timeline},
         "plot_waterfall": {"ablation": ablation},
         "policies": {},

@@ -19,7 +19,7 @@ from functools import partial
 
 from pstar_sim.arguments import flag, whole
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.catalog.models import ModelEntry, model_entry
+from pstar_sim.catalog.models import ModelEntry, model_entry, model_names
 from pstar_sim.errors import ModelError
 from pstar_sim.workload.lora import AdaptedTape, Adapter, adapter, adapter_of
 from pstar_sim.workload.optimizers import optimizer_spec
@@ -31,7 +31,7 @@ from pstar_sim.workload.presets.vit import write_vit
 from pstar_sim.workload.tape import Tape
 from pstar_sim.workload.workload import DTYPE_BYTES, Workload, repeat_micro_batch
 
-__all__ = ["ATTENTION", "default_dtype", "preset", "variant", "workload_of"]
+__all__ = ["ATTENTION", "can_vary", "default_dtype", "preset", "variant", "workload_of"]
 
 ATTENTION = ("flash", "efficient", "math")
 
@@ -180,6 +180,12 @@ def _check_sequence(model: str, entry: ModelEntry, sequence: int) -> None:
         raise _refusal(model, "sequence", sequence, f"an image of this model is {entry.max_seq} tokens")
     if sequence > entry.max_seq:
         raise _refusal(model, "sequence", sequence, f"the model has {entry.max_seq} positions")
+
+
+def can_vary(workload: Workload, shape: ModelEntry | None = None) -> bool:
+    """Whether `variant` can write the workload anew: a preset whose shape is given or in the catalog. A workload of
+    another catalog, or one written by hand, is not."""
+    return workload.source == "preset" and (shape is not None or workload.model in model_names())
 
 
 def variant(
