@@ -197,7 +197,7 @@ def peers() -> str:
         if "ours / plain" in of:
             others = {name: 1 / of[f"ours / {peer}"] for peer, name in PEERS.items() if f"ours / {peer}" in of}
             said.append(
-                f"{word} clipping a step of ours takes {of['ours / plain']:.2f} times plain PyTorch's; "
+                f"{word} clipping a step of pstar-sim takes {of['ours / plain']:.2f} times plain PyTorch's; "
                 f"{', '.join(others)}: {', '.join(f'{ratio:.2f}' for ratio in others.values())} times ours"
             )
     return f"{'. '.join(said)} ({link('peers')})."

@@ -10,7 +10,7 @@ __all__ = ["run_ranks"]
 
 
 def run_ranks() -> int:
-    """The command line of one of several ranks; the exit status."""
+    """Run the command line of one of several ranks and return the exit status."""
     from pstar_sim.cli.torchrun import main
 
     return main()

@@ -48,7 +48,8 @@ def refused(name: str, value: object, want: str, error: type[PstarError] = Pstar
 
 
 def spelled(name: str, known: Iterable[str]) -> str:
-    """The known name that is written so but for upper and lower case; the name itself if there is none, or two."""
+    """The known name that differs from `name` at most in upper and lower case; `name` itself if there is none, or more
+    than one."""
     names_ = list(known)
     alike = [other for other in names_ if other.lower() == name.lower()]
     return alike[0] if len(alike) == 1 and name not in names_ else name

@@ -1,7 +1,7 @@
 """Seconds and host-memory traffic of a step on a machine: policies order by it, the simulator times by it.
 
 Knows a workload, a machine and a layout; knows no schedule, so every figure here is that of a step running alone.
-What happens when copies and CPU Adam want more host DRAM bandwidth than there is, is the simulator's matter.
+The simulator decides what happens when copies and CPU Adam want more host DRAM bandwidth than there is.
 
 [Note: which rate computes a moment]
 1. A moment recorded on this very machine (`workload.recorded_on == machine.name`) lasts what was measured.
@@ -21,16 +21,16 @@ machine; whether the dtype may be asked for at all is decided above this module.
 
 [Note: several ranks, in seconds] A figure is that of one rank: its own slices, its part of the node's cores
 (`Machine.adam_params_per_s`) and of the node's disks, which all ranks use at the same time because they run the same
-program. Of a rank that is named, copies go at its own link's rate, and the simulator sees who shares the switch. Where
-none is named the figures are those a policy reckons with: the weakest GPU and link, and of a PCIe switch the part that
-is left when all ranks on it copy at once.
+program. For a named rank, copies run at the rate of its own link, and the simulator knows which ranks share a switch.
+Where no rank is named, the figures are those that a policy reckons with: the weakest GPU and link, and of a PCIe switch
+the part that is left when all ranks on it copy at once.
 
 [Note: collectives] A gather and a reduce-scatter of S bytes (all slices together) over P ranks go round a ring: inside
 each node, then between the nodes. Every rank sends and receives the (P-1)/P of S that it does not have, so
     seconds = (L-1) * latency inside + (N-1) * latency between + (P-1)/P * S / (rate of the slowest hop)
 with N nodes of L ranks. A ring enters and leaves each node once, so the hop between two nodes has the node's whole
 network rate. Without a peer link the hops inside a node are those of the GPUs' links (and of the PCIe switch, where
-they share one); that such traffic also slows the copies to the host down is left out.
+they share one); the model leaves out that such traffic also slows down the copies to the host.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def _rate_of(gpu: Gpu, dtype: str) -> float:
 
 
 def expected_link(machine: Machine) -> Link:
-    """The link a rank can reckon with when all ranks copy at once: the weakest, less where a PCIe switch is shared."""
+    """The link that a rank can reckon with when all ranks copy at once: the weakest one, slower where ranks share a
+    PCIe switch."""
     link = machine.link
     sharing = Counter(r.root for r in machine.ranks[: machine.local_ranks] if r.root is not None)
     if not sharing or machine.root_bytes_per_s is None:
@@ -100,7 +101,7 @@ def gradient_traffic_bytes(w: Workload, moment: int) -> int:
 
 def cost_of(workload: Workload, machine: Machine, layout: Layout) -> CostModel:
     """The cost model that policies reckon with. The same three objects give the same model, so that the policies of one
-    job and the simulator share what it has worked out. A machine with other rates has to be another object
+    job and the simulator share its results. A machine with other rates has to be another object
     (`dataclasses.replace`): rates written into a machine's tables are not seen."""
     known = workload.derived.get(_COST)
     if not (isinstance(known, CostModel) and known.machine is machine and known.layout is layout):
@@ -111,8 +112,8 @@ def cost_of(workload: Workload, machine: Machine, layout: Layout) -> CostModel:
 class CostModel:
     """Nominal seconds of every step of a plan for `workload` (one rank's) on `machine` with `layout`.
 
-    rank: that one's GPU and link; None: those a policy reckons with ([Note: several ranks, in seconds]).
-    Raises PlanError for a dtype no rate is known for, and for a kind of step it cannot time.
+    rank: number of the rank whose GPU and link count; None: those that a policy reckons with ([Note: several ranks, in
+    seconds]). Raises PlanError for a dtype no rate is known for, and for a kind of step it cannot time.
     """
 
     def __init__(self, workload: Workload, machine: Machine, layout: Layout, *, rank: int | None = None) -> None:
@@ -236,7 +237,8 @@ class CostModel:
         return self.params[chunk] * self.workload.optimizer.dram_bytes_per_param
 
     def cpu_adam_s(self, chunk: int) -> float:
-        """One CPU update of the chunk: params / rate, scaled by traffic for one that is not 28 B/param AdamW."""
+        """Seconds of one CPU update of the chunk: params / rate, scaled by traffic for an optimizer other than AdamW
+        with its 28 bytes per parameter."""
         return self.cpu_adam_bytes(chunk) / self.adam_bytes_per_s
 
     def cpu_add_bytes(self, chunk: int) -> int:
@@ -282,8 +284,8 @@ class CostModel:
         return seconds(self, step.chunk)
 
     def duty(self, step: Step) -> float:
-        """Part of its nominal seconds in which the step keeps busy what it shares with others: less than 1 for a copy
-        over a link that is throttled below the measured rate."""
+        """Share of its nominal seconds in which the step keeps the shared resources busy: less than 1 for a copy over a
+        link that is throttled below the measured rate."""
         link = self.link
         route = ROUTES.get(step.kind)
         if route == "h2d" and link.h2d_table:
@@ -297,7 +299,7 @@ class CostModel:
         return step.bytes if step.kind in _ON_HOST else 0
 
     def step_costs(self, steps: Sequence[Step]) -> StepCosts:
-        """What each of the steps takes, for `follow`."""
+        """Seconds and traffic of each step, for `follow`."""
         slowed = bool(self.machine.slowdowns)
         return StepCosts(
             seconds=[self.seconds(step) for step in steps],

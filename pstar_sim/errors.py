@@ -34,7 +34,8 @@ class PstarError(Exception):
 
 
 class CannotPlan(PstarError):
-    """A policy has no plan for this kind of machine or job at all, whatever its memory; the text names it and why."""
+    """A policy has no plan for this kind of machine or job, however much memory it has; the text names the policy and
+    says why."""
 
 
 class CatalogError(PstarError):
@@ -81,16 +82,17 @@ class CheckpointError(PstarError):
 
 
 class Interrupted(PstarError):
-    """A run that was interrupted (Ctrl-C) where its values are neither those before a step nor those after it."""
+    """A run was interrupted (Ctrl-C) in the middle of a step, so that its values are neither those before nor those
+    after the step."""
 
 
 class OutOfMemory(PstarError):
     """An accelerator refused memory while a plan ran, as torch.OutOfMemoryError does where CUDA refuses it.
 
-    asked_bytes: what was asked for.
-    payload_bytes, other_bytes: chunks and everything else that was there.
-    limit_bytes: what there is (None where the device does not say). The executor catches it and climbs its ladder
-        (executor/off_plan/ladder.py); it is seen by a user's loop only where no rung helps.
+    asked_bytes: bytes that were asked for.
+    payload_bytes, other_bytes: bytes of chunks and of everything else on the device.
+    limit_bytes: bytes that the device has (None where it does not say). The executor catches the error and climbs its
+        ladder (executor/off_plan/ladder.py); a user's loop sees the error only where no rung helps.
     """
 
     def __init__(
@@ -135,7 +137,7 @@ class DoesNotFit(PstarError):
     """A policy cannot place this workload on this machine.
 
     place: "gpu" or "host".
-    needed_bytes, available_bytes: at the moment where it is worst.
+    needed_bytes, available_bytes: of that place, at the moment that lacks most.
     what: one clause that names what needs the room ("all param16 resident plus 14.2 GB of non-model data at moment
         361").
     """

@@ -1,8 +1,8 @@
-"""Files written atomically: what every kind of file here is written through. Knows no format.
+"""Files written atomically: every kind of file here is written by these functions. Knows no format.
 
 [Note: what is written over] A new file, or a regular one, which keeps its permissions; of a symbolic link, the file
-that it leads to. Folders, devices, pipes and sockets are refused, /dev/stdout among them: what replaces a file whole
-cannot be sent through it.
+that it leads to. Folders, devices, pipes and sockets are refused, /dev/stdout among them: a file that is replaced as a
+whole cannot be sent through them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _LINKS = 40  # as many as Linux follows
 
 
 def write_atomically(path: Path, text: str, *, error: type[PstarError] = PstarError) -> None:
-    """The file is the old one or the new one, never half of it. Raises `error` as `replaced_atomically` does."""
+    """Write a file that is always either the old one or the new one, never half of it. Raises `error` as
+    `replaced_atomically` does."""
     with replaced_atomically(path, error=error) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
@@ -41,7 +42,7 @@ def check_writable(path: Path, *, error: type[PstarError] = PstarError) -> Path:
 
 @contextlib.contextmanager
 def replaced_atomically(path: Path, *, error: type[PstarError] = PstarError) -> Iterator[Path]:
-    """A file beside the one that is written to, which takes its place at the end, or is gone if something was raised.
+    """Open a new file beside `path`. It takes the place of `path` at the end, and is removed if anything is raised.
 
     Raises `error`, naming `path`, where it cannot be written ([Note: what is written over]): its folder is missing or
     closed to us, the disk is full.

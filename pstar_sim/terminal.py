@@ -1,11 +1,11 @@
 """Text for a terminal of a given width: prose and tables that never cut a number. Every table of the project is
 printed by `table_text`.
 
-[Note: narrow terminals] What is too wide is made narrower in this order: heads fold at spaces; long texts fold at
-spaces, the longest first; names fold behind - _ : , = and /; columns that are still too many go to a second table below
-the first, with the first column repeated, and a line between the two says how wide a terminal has to be for one table.
-Nothing is dropped, no number is parted from its unit, and no figure is cut: a line with a figure wider than the
-terminal is longer than the terminal.
+[Note: narrow terminals] A table that is too wide is made narrower in this order: heads fold at spaces; long texts fold
+at spaces, the longest first; names fold behind - _ : , = and /; columns for which there is still no room go to a second
+table below the first, with the first column repeated, and a line between the two says how wide a terminal has to be for
+one table. Nothing is dropped, no number is parted from its unit, and no figure is cut: a line with a figure wider than
+the terminal is longer than the terminal.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def table_text(
 ) -> str:
     """The table as lines that end in a newline, by [Note: narrow terminals]. Columns of figures are set to the right.
 
-    keys: so many of the first columns are repeated where the others need a second table. rule_before: the row before
-    which a rule is drawn, as before a sum.
+    keys: number of the first columns, which are repeated where the others need a second table. rule_before: number of
+        the row above which a rule is drawn, as above a sum.
     """
     columns = [_column(head.strip(), tuple(row[i] for row in rows)) for i, head in enumerate(heads)]
     lines = wrap(title, width) if title else []
@@ -131,7 +131,7 @@ def _column(head: str, cells: tuple[str, ...]) -> _Column:
 
 
 def _words(cell: str) -> list[str]:
-    """Words, a figure and its unit being one."""
+    """The words of a text; a figure and its unit count as one word."""
     return [word.replace("\u00a0", " ") for word in _GLUED.sub("\u00a0", cell).split(" ")]
 
 
@@ -160,7 +160,7 @@ def _fold(cell: str, width: int) -> list[str]:
 
 
 def _blocks(columns: Sequence[_Column], width: int, keys: int) -> list[list[_Column]]:
-    """The columns in as few tables as there is width for."""
+    """The columns, divided among as few tables as the width allows."""
     if _taken(columns) <= width:
         return [list(columns)]
     first = list(columns[:keys])
@@ -192,8 +192,8 @@ def _block(columns: Sequence[_Column], width: int, rule_before: int | None) -> l
 
 
 def _widths(columns: Sequence[_Column], width: int) -> list[int]:
-    """Widths of the columns, as far unfolded as the width allows. Heads fold first, then texts, then names; of each the
-    widest first."""
+    """Widths of the columns, folded as little as the width allows. Heads fold first, then texts, then names; among
+    each, the widest folds first."""
     widths = [column.widest for column in columns]
     over = sum(widths) + len(GAP) * (len(widths) - 1) - width
     for limits in zip(*((column.natural, column.spaced, column.least) for column in columns)):

@@ -1,5 +1,5 @@
 """Workloads and machines for tests: random ones that are small but varied, and ones whose figures can be worked out by
-hand. And `check_policy`, which puts a policy of one's own through the checker and the simulator on random ones.
+hand. `check_policy` tries a policy of one's own on random jobs, with the checker and the simulator.
 
 For the tests of this project and of anybody's own policy. Needs neither torch nor hypothesis: all chance comes from
 the `random.Random` that is passed in.
@@ -54,7 +54,8 @@ def chain_workload(
     dtype: str = "bf16",
     forward_s: float | None = None,
 ) -> Workload:
-    """A chain of equal layers: a moment each FWD, one each BWD (checkpointing: a RECOMPUTE one before it), the step.
+    """A chain of equal layers: each has one FWD and one BWD moment (with checkpointing a RECOMPUTE moment before it);
+    the step is last.
 
     params_per_layer is spread over `tensors_per_layer` equal tensors of shape (n,), all read in each moment of their
     layer; every gradient arrives in the layer's BWD moment.
@@ -153,8 +154,8 @@ def round_machine(
     are fast enough not to count. With forward_s=1.0 in `chain_workload`, every duration is a whole number of seconds.
 
     gpu_memory_bytes: per GPU, all of it usable.
-    host_memory_bytes: of the node, as dram_bytes_per_s and adam_params_per_s are.
-    d2h_bytes_per_s: None for that of h2d.
+    host_memory_bytes: of the node; so are dram_bytes_per_s and adam_params_per_s.
+    d2h_bytes_per_s: by default the rate of h2d.
     flops_per_s: per dtype, or one figure for bf16, fp16 and fp32.
     ranks: number of GPUs; each has an equal share of the batch.
     peer_bytes_per_s: of the link between the GPUs; None: there is no such link.
@@ -226,7 +227,7 @@ def random_workload(
     embedding, which is then read at both ends), sometimes a tensor much larger than the rest, frozen layers, two
     optimizer groups, a layer used in two places (its gradients fire twice) and a tensor that nothing reads. Something
     is always trainable. Most matrices have 0.25 to 8 MiB. The tide rises over FWD and falls over BWD, with spikes.
-    None for a setting: chance decides. `unused=False` etc. leave the oddity out.
+    A setting that is None is chosen at random. `unused=False` and the like leave the oddity out.
     """
     rng = seed if isinstance(seed, random.Random) else random.Random(seed)
 
@@ -463,7 +464,8 @@ def random_machine(rng: random.Random, workload: Workload) -> Machine:
 
 
 def random_ranks(rng: random.Random, machine: Machine, count: int) -> Machine:
-    """`count` such GPUs on as much more host; with or without PCIe switches and a peer link, on one node or two."""
+    """`count` such GPUs, on a host larger by the same factor; with or without PCIe switches and a peer link, on one
+    node or two."""
     if count == 1:
         return machine
     rank = machine.ranks[0]
@@ -495,7 +497,7 @@ def random_settings(rng: random.Random) -> Settings:
 
 
 def random_jitter(rng: random.Random, plan: Plan) -> Jitter:
-    """For `play`: each queue slower or faster than thought by a factor of up to 10, each step by up to 4 on top."""
+    """For `play`: each queue slower or faster than predicted by a factor of up to 10, each step by up to 4 on top."""
     pace = {queue: 10 ** rng.uniform(-1, 1) for queue in sorted({step.queue for step in plan.steps})}
     queue_of = {step.id: step.queue for step in plan.steps}
     return lambda step, iteration: pace[queue_of[step]] * 4 ** rng.uniform(-1, 1)
@@ -503,11 +505,11 @@ def random_jitter(rng: random.Random, plan: Plan) -> Jitter:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyReport:
-    """What `check_policy` saw.
+    """The result of `check_policy`.
 
     examples: jobs tried.
     fitted: those for which the policy made a plan, which was then proved and played; for the others it raised
-        DoesNotFit. 0 says nothing good about a policy.
+        DoesNotFit. 0 shows that no plan was checked.
     """
 
     policy: str
@@ -552,7 +554,7 @@ def check_once(
     *,
     rng: random.Random,
 ) -> bool:
-    """What `check_policy` does with each job; whether the policy made a plan for it.
+    """Check the policy on one job, as `check_policy` does. Returns whether the policy made a plan for it.
 
     For a property-based test, whose strategies draw the job and shrink what fails. rng: for the random durations.
     Raises PlanError if anything is wrong, or what the policy raises.

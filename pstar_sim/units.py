@@ -1,4 +1,4 @@
-"""Bytes and seconds in and out of words. GB = 1e9, GiB = 2**30; converted only here."""
+"""Units of bytes, and the text for bytes and seconds. GB = 1e9, GiB = 2**30; converted only here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The version of the package, for what is written to files; that of pyproject.toml."""
+"""The version of the package, as in pyproject.toml; files carry it."""
 
 __all__ = ["__version__"]
 

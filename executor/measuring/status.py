@@ -150,8 +150,8 @@ def _busy(steps: Sequence[StepLog], number: int, start_s: float, end_s: float) -
 def _links(
     session: Host, logs: Sequence[IterationLog], busy: Mapping[str, float], length_s: float
 ) -> dict[str, LinkUse]:
-    """Seconds and bytes per direction, of the newest iteration whose copies have all happened. busy: see `_busy`; of a
-    window of `length_s`."""
+    """Seconds and bytes per direction, in the newest iteration all of whose copies have ended. busy: result of `_busy`
+    for a window of `length_s`."""
     backend, link = session.backend, session.plan.machine.link
     rates: Mapping[str, float | None] = {"h2d": link.h2d_bytes_per_s, "d2h": link.d2h_bytes_per_s}
     if isinstance(backend, VirtualBackend):

@@ -41,9 +41,9 @@ def lower_bound(
     cost: CostModel | None = None,
 ) -> Bound:
     """The bound for every legal schedule, [Note: the joint bound] of joint.py; stream=False: for schedules that stream
-    no chunk, [Note: the bound]. max_pinned: at most so many parameters beside the small chunks' own have their states
-    on the gpu for ever (0 with stream=False: "everything by CPU Adam"). A workload that does not fit at all still gets
-    a bound, that of x = 0. Raises PlanError, with `bound_reason`, for a machine of several gpus."""
+    no chunk, [Note: the bound]. max_pinned: the most parameters, those of the small chunks not counted, whose states
+    may stay on the gpu for ever (0 with stream=False: "everything by CPU Adam"). A workload that does not fit at all
+    still gets a bound, that of x = 0. Raises PlanError, with `bound_reason`, for a machine of several gpus."""
     reason = bound_reason(machine)
     if reason is not None:
         raise PlanError(reason)
@@ -94,7 +94,7 @@ def bound_reason(machine: Machine) -> str | None:
 
 
 def relative_to(workload: Workload, machine: Machine, settings: Settings, layout: Layout) -> str:
-    """What a bound is about, in words: of another cost model, chunk size ... nothing is claimed."""
+    """The setting for which a bound holds, in words; it claims nothing for another cost model, chunk size and so on."""
     w = workload
     barrier = settings.barrier(w.dtype)
     return ", ".join(

@@ -1,6 +1,6 @@
 """What a plan's lower bound is, what binds it and what it is relative to; and whether figures stored in a file agree.
 
-A bound belongs to a workload, a machine, settings and a chunk layout, to no plan: `Certifier` finds it once a layout.
+A bound belongs to a workload, a machine, settings and a chunk layout, to no plan: `Certifier` finds it once per layout.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ COARSE = frozenset({"closed form", "joint LP"})
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
     """seconds: no schedule is faster; None where no bound exists.
-    text: what a plan carries among its choices, and a line of a comparison: bound ("joint LP", "fluid LP", "closed
-        form" or None), and with it binding, relative_to and, where something went wrong on the way, note; without it
-        reason.
+    text: entries that stand in a plan's choices and in a row of a comparison: bound ("joint LP", "fluid LP", "closed
+        form" or None); with a bound binding, relative_to and, where something went wrong, note; without one reason.
     """
 
     seconds: float | None
@@ -53,7 +52,7 @@ class Certifier:
         self._known: list[tuple[Layout, Certificate]] = []
 
     def usual(self) -> Certificate:
-        """That of the layout which a policy starts from."""
+        """The certificate of the layout that a policy starts from."""
         reason = bound_reason(self.machine)
         if reason is not None:
             return Certificate(seconds=None, text={"bound": None, "reason": reason})
@@ -91,13 +90,14 @@ class Certifier:
 
 
 def certificate_of(plan: Plan, *, lp: bool = False) -> Certificate:
-    """That of the plan's workload, machine, settings and layout. lp: of the fluid program."""
+    """The certificate of the plan's workload, machine, settings and layout. lp: use the fluid program, too."""
     return Certifier(plan.workload, plan.machine, plan.settings, lp=lp).of(plan.layout)
 
 
 def agree(plan: Plan, *, lp: bool = False, found: Certificate | None = None) -> str:
-    """What a recomputation from workload, machine, settings and layout alone says of the figures that the plan carries:
-    a sentence if they agree or there are none. lp: solve the fluid program again, too. found: the recomputation.
+    """Compare the figures that the plan carries with a recomputation from workload, machine, settings and layout alone.
+    Returns a sentence if they agree or the plan carries none. lp: solve the fluid program again, too. found: the
+    recomputation.
 
     Raises PlanError naming the stored and the recomputed figure where they do not agree.
     """

@@ -28,7 +28,7 @@ class Bound:
         first of these).
     terms: every term at the best numbers of parameters whose states stay on the gpu (`pinned_params`) or visit it
         (`streamed_params`).
-    max_pinned_params: how many would fit.
+    max_pinned_params: number of parameters whose states would have room on the gpu.
     method: "closed form" (no linear program was solved), "joint LP" or "fluid LP".
     notes: what went wrong on the way, for people.
     """
@@ -49,9 +49,9 @@ def rate_with_latency(rate: float, latency_s: float, largest_bytes: float) -> fl
 
 
 class BoundFacts:
-    """The quantities of the notes: `job`, which policies know too, and on top of it what only a bound asks. That is
-    arrays with an entry per chunk that gets gradients (`job.trained`) or per moment, seconds of its copies and its
-    Adam, the room beside the tide, and the spans of all gradients of a micro-batch."""
+    """The quantities of the notes: `job`, which policies use too, and what only a bound needs: arrays with an entry per
+    chunk that gets gradients (`job.trained`) or per moment, seconds of its copies and its Adam, the room beside the
+    tide, and the spans of all gradients of a micro-batch."""
 
     def __init__(self, workload: Workload, machine: Machine, layout: Layout, cost: CostModel) -> None:
         self.machine, self.cost = machine, cost
@@ -94,7 +94,7 @@ class BoundFacts:
         self.least_w, self.most_w = min(width, default=0), max(width, default=0)
 
     def _stashes(self, w: Workload) -> None:
-        """Of all stashes together; and of those that come up once a moment has begun, by moment."""
+        """Bytes and seconds of all stashes together; seconds of those copied up after each moment has begun."""
         cost = self.cost
         self.stash_bytes = float(sum(s.bytes for s in w.stashes))
         self.stash_down_s = sum(cost.transfer_s(s.bytes, "d2h") for s in w.stashes)

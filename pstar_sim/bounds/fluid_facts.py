@@ -38,7 +38,8 @@ class FluidFacts:
 
     chunks: those that get gradients, in the order of their first reads; arrays per chunk follow it.
     points: the moments at whose starts time is cut; point `ends` is the end of the last moment.
-    intervals: how many, one from each point on; that of the end runs to the first moment of the next iteration.
+    intervals: number of intervals. One begins at each point; the last one runs to the first moment of the next
+        iteration.
     """
 
     def __init__(
@@ -54,8 +55,8 @@ class FluidFacts:
         self._speeds(machine)
 
     def _points(self, most: int) -> None:
-        """One point for each run of moments that read the same chunks: the moment with the highest tide. Of too many
-        every n-th is kept, and that with the highest tide of all."""
+        """One point for each run of moments that read the same chunks: the moment with the highest tide. Where these
+        are too many, every n-th one is kept, and the one with the highest tide of all."""
         w, sets = self.workload, self.job.read_in
         points, begin = [0], 0
         for m in range(1, len(sets) + 1):

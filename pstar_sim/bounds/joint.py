@@ -58,7 +58,7 @@ __all__ = ["joint_bound"]
 def joint_bound(
     workload: Workload, layout: Layout, facts: BoundFacts, cost: CostModel, *, barrier: bool, clip: bool, x_limit: float
 ) -> Bound:
-    """[Note: the joint bound]. x_limit: at most so many pinned parameters. Raises linear.Unsolved if HiGHS fails."""
+    """[Note: the joint bound]. x_limit: the most pinned parameters. Raises linear.Unsolved if HiGHS fails."""
     job = _Job(workload, layout, facts, cost, barrier, clip, x_limit)
     found = _best_windows(job)
     ordered = {name: found.terms[name] for name in NAMES if name in found.terms}
@@ -92,8 +92,9 @@ class _Solved:
 
 
 def _best_windows(job: _Job) -> _Solved:
-    """The best s lies in one [ends[k], ends[k + 1]]. With the windows of k and s >= ends[k]: a solution beyond
-    ends[k + 1] says it lies further up; one stopped by s >= ends[k] that it lies further down, or here."""
+    """The best s lies in one [ends[k], ends[k + 1]]. The program is solved with the windows of k and s >= ends[k]. If
+    its s is beyond ends[k + 1], the best s lies further up. If s >= ends[k] stops it, the best s lies further down, or
+    here."""
     ends = job.ends
     best = _JointProgram(job, float(ends[0])).solve()
     low = 0

@@ -1,11 +1,11 @@
 """A lower bound of offloaded activations alone: computing, and the copies of stashes that it waits for.
 
-[Note: the bound of stashes] No plan is faster than the moments one after the other, each stash copied out behind the
-moment that makes it and awaited by the moment behind which its bytes are no longer counted, copied in behind the moment
-from which they are counted again and awaited by the one that needs it, with each direction of the link to themselves:
-every plan has these waits (core/checker/stashes.py proves them) and more on the link. On one direction the copies go in
-the order in which they are made; a stash made earlier is also awaited earlier, so no other order makes any wait end
-earlier. Successive iterations do not overlap on the compute queue.
+[Note: the bound of stashes] No plan is faster than this schedule. The moments run one after the other. Each stash is
+copied out behind the moment that makes it; the moment behind which its bytes are no longer counted waits for that copy.
+The stash is copied in behind the moment from which its bytes are counted again; the moment that needs it waits for that
+copy. The link carries nothing else. Every plan has these waits (core/checker/stashes.py proves them) and more on the
+link. On one direction the copies go in the order in which they are made; a stash made earlier is also awaited earlier,
+so no other order makes any wait end earlier. Successive iterations do not overlap on the compute queue.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ __all__ = ["Windows", "barrier_windows", "update_windows"]
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """Arrays with an entry per window j, in which lie the updates of the chunks J_j.
+    """Arrays with an entry per window j, in which the updates of the chunks J_j lie.
 
     span_s: seconds of the iteration outside of the window.
     params, bytes: of J_j together.
@@ -32,10 +32,11 @@ class Windows:
     behind_barrier: bool
 
     def seconds(self, *, adam_s: float, up: float, down: float) -> Mapping[str, Array]:
-        """What an iteration takes at least if nothing of J_j is pinned: by what does its work one after the other
-        ("adam", "h2d", "d2h") the seconds of each window. adam_s: per parameter; up, down: bytes per second.
+        """Least seconds of an iteration if nothing of J_j is pinned: for each resource that works serially ("adam",
+        "h2d", "d2h") an entry per window. adam_s: per parameter; up, down: bytes per second.
 
-        Before the first of that work in the window and after the last one comes at least the shortest other one."""
+        Before the resource's first work in the window and after its last comes at least the shortest work of another
+        one."""
         before_s = np.zeros(len(self.span_s)) if self.behind_barrier else self.down_s
         found = {
             "adam": self.span_s + self.params * adam_s + before_s + self.up_s,

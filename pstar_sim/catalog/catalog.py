@@ -1,10 +1,10 @@
 """From TOML to parts and machines: the shipped catalog, and a user's file over it.
 
-The shipped files are gpus.toml, links.toml, hosts.toml, disks.toml and machines.toml beside this module; what their
-fields mean is at their heads. A user's file holds the same entries as [gpus.NAME], [links.NAME], [hosts.NAME],
+The shipped files are gpus.toml, links.toml, hosts.toml, disks.toml and machines.toml beside this module; the head of
+each file says what its fields mean. A user's file holds the same entries as [gpus.NAME], [links.NAME], [hosts.NAME],
 [disks.NAME] and [machines.NAME]: a new name extends the catalog (and must be complete, but for source and checked: the
 file is its own source), a known one overrides the fields it gives. `machine = "NAME"` at the head of a user's file
-says which of its machines is meant where it has several.
+chooses one of its machines where it has several.
 
 [Note: which figure is used] An entry's `calibrated` table is preferred, field by field, and used as it is; a datasheet
 peak is multiplied by the entry's efficiency. A user's datasheet figure displaces the calibrated one of the same
@@ -65,7 +65,7 @@ class Catalog:
     """Checked entries by name.
 
     own: the machines that a user's file defined.
-    main: the one it says is meant.
+    main: the machine that this file chooses.
     """
 
     gpus: Mapping[str, Entry[GpuEntry]]
@@ -262,8 +262,8 @@ def _groups(e: Entry[MachineEntry]) -> list[tuple[str, int, float]]:
 
 
 def with_nodes(machine: Machine, nodes: int) -> Machine:
-    """So many nodes like the (first) one of `machine`; its price grows with them. Raises CatalogError for several nodes
-    that no network joins."""
+    """`machine` with `nodes` nodes like its first one; the price grows in proportion. Raises CatalogError for several
+    nodes that no network joins."""
     whole(f"machine {machine.name!r}: nodes", nodes, error=CatalogError)
     if nodes > 1 and machine.network is None:
         raise CatalogError(
@@ -283,8 +283,8 @@ def _bytes(gigabytes: float) -> int:
 
 
 def _curve(e: Entry[GpuEntry] | Entry[LinkEntry], field: str, best: str, size_unit: float, rate_unit: float) -> Curve:
-    """The calibrated curve `field`; () without one. Raises CatalogError for a `best` of the entry that is more than its
-    best rate (less is a link that is throttled)."""
+    """The calibrated curve `field`; () without one. Raises CatalogError where the entry's field `best` is above the
+    curve's best rate. A lower one stands: a throttled link has it."""
     curve = scaled(getattr(e.values.calibrated, field, None), size_unit, rate_unit)
     if not curve:
         return ()
@@ -297,7 +297,8 @@ def _curve(e: Entry[GpuEntry] | Entry[LinkEntry], field: str, best: str, size_un
 
 
 def _adam_curve(e: Entry[HostEntry]) -> Curve:
-    """Adam's rate by threads; () where it was not measured. Raises CatalogError unless it has the rate that is used."""
+    """Adam's rate by threads; () where it was not measured. Raises CatalogError where the rate that is used is not on
+    the curve."""
     measured = e.values.calibrated
     if measured is None or measured.adam_table is None:
         return ()
@@ -319,7 +320,7 @@ def _slowdowns(given: MachineEntry) -> dict[str, float]:
 
 
 def _effective(part: Table, figure: str, efficiency: float) -> float | None:
-    """The calibrated figure, or that of the entry times an efficiency; None where neither is given."""
+    """The calibrated figure, else the entry's figure times an efficiency; None where neither is given."""
     measured: float | None = getattr(getattr(part, "calibrated", None), figure, None)
     stated: float | None = getattr(part, figure)
     return stated * efficiency if measured is None and stated is not None else measured
@@ -356,7 +357,8 @@ def _shipped() -> dict[str, dict[str, tuple[str, object]]]:
 
 
 def _merged(file: str, known: object, given: object) -> object:
-    """A user's entry over the catalog's: given fields replace, and displace the calibrated field of the same name."""
+    """A user's entry over the catalog's entry: each field given replaces the field and the calibrated field of its
+    name."""
     if not isinstance(known, dict) or not isinstance(given, dict):
         return given
     merged = {**known, **given}
@@ -375,7 +377,7 @@ def _merged(file: str, known: object, given: object) -> object:
 
 
 def load_catalog(user_file: str | Path | None = None) -> Catalog:
-    """The shipped catalog, and a user's file over it. Raises CatalogError for any entry of either that is wrong."""
+    """The shipped catalog, and a user's file over it. Raises CatalogError for a wrong entry in either."""
     raws = {table: dict(entries) for table, entries in _shipped().items()}
     own: list[str] = []
     main: str | None = None

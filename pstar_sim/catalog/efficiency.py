@@ -1,9 +1,9 @@
-"""Efficiency: what machines reach of their datasheet peaks, by a few parameters fitted to published runs.
+"""Efficiency: the share of datasheet peaks that machines reach, by a few parameters fitted to published runs.
 
 [Note: fitted rates] A machine whose entry says `rates = "fitted"` takes its GPUs' matrix rates as matmul x peak and
-their bandwidth as hbm x peak, and every moment is timed as flops / rate + bytes / bandwidth + launch (cost.py); its
-CPU Adam as the less of what the DRAM feeds (adam_dram x peak / 28 bytes per parameter) and what the cores compute; a
-copy of memory that is not pinned at pageable_gb_per_s. The parameters are the same for all machines: none knows a
+their bandwidth as hbm x peak, and every moment is timed as flops / rate + bytes / bandwidth + launch (cost.py); its CPU
+Adam rate is the lower of what the DRAM feeds (adam_dram x peak / 28 bytes per parameter) and what the cores compute; a
+copy of memory that is not pinned runs at pageable_gb_per_s. The parameters are the same for all machines: none knows a
 model, a system or a node. `pstar validate` shows how far they carry. Calibrated figures stand beside them unused.
 """
 
@@ -42,7 +42,7 @@ class FittedRates(Table, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """Shares of peaks (0 to 1), seconds and rates; what each is, at the head of efficiency.toml."""
+    """Shares of peaks (0 to 1), seconds and rates; the head of efficiency.toml explains each."""
 
     matmul: float
     hbm: float

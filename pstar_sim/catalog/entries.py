@@ -1,8 +1,8 @@
 """The tables of catalog files, field by field: what an entry of gpus.toml or of a user's file may say.
 
 Units are in the names: gb is 1e9 bytes, gb_per_s 1e9 bytes per second, tflops 1e12 flops per second, us 1e-6 s. A
-`calibrated` table holds effective values with a source of their own; what is preferred is in catalog.py
-([Note: which figure is used]).
+`calibrated` table holds effective values with a source of their own; catalog.py says which figure is used ([Note: which
+figure is used]).
 """
 
 from __future__ import annotations
@@ -221,8 +221,8 @@ class Entry(Generic[_E]):
         return cls(file, name, raw, read_table(table, file, name, raw))
 
     def refuse(self, field: str, want: str) -> CatalogError:
-        """The error for a value that is in range but contradicts another field. field: "calibrated.usable_gb" for one
-        of a table below."""
+        """The error for a value that is in range but contradicts another field. field: its path; a field of a table
+        below is "calibrated.usable_gb"."""
         *tables, last = field.split(".")
         place = ".".join((self.name, *tables))
         return CatalogError(f"{self.file}: [{place}] {last} = {self.written(field)!r}; must be {want}")

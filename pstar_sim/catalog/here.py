@@ -1,7 +1,7 @@
-"""The machine this runs on, as far as it tells: GPUs and their free memory, RAM and cgroup limit, cores.
+"""The machine that this process runs on: GPUs and their free memory, RAM and cgroup limit, cores.
 
-What cannot be read (bandwidths, Adam rate) is taken from the catalog and said so in the machine's notes. Looks at
-nothing but nvidia-smi, /proc and /sys, which are arguments; allocates nothing and imports no torch.
+What cannot be read (bandwidths, Adam rate) is taken from the catalog, and the machine's notes say so. Looks at nothing
+but nvidia-smi, /proc and /sys, which are arguments; allocates nothing and imports no torch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def this_machine(
 
     gpus: output of nvidia-smi.
     root: where proc/ and sys/ lie.
-    cores: else read.
+    cores: by default those that `read_cores` finds.
 
     Raises CatalogError for a GPU that the catalog does not have.
     """

@@ -1,4 +1,4 @@
-"""A machine by the name or the file that a user gives, with other sizes: of the catalog, or the one this runs on.
+"""A machine by name or by file, with other sizes where they are given: one of the catalog, or the one this runs on.
 
 What the files say, and how a user's file goes over the shipped ones, is in catalog.py.
 """
@@ -37,12 +37,12 @@ def load_machine(
     """A machine by name, "here" for the one this runs on, or the one a .toml file defines.
 
     gpu_memory, host_memory: sizes ("8GB", or bytes) that replace those of the catalog (see `resize`).
-    nodes: how many of its nodes (see `with_nodes`).
-    gpus: how many GPUs per node.
+    nodes: number of nodes (see `with_nodes`).
+    gpus: number of GPUs per node.
     overrides: any figure by its path, {"link.bandwidth": "25GB/s"} or ["link.bandwidth=25GB/s"] (see overrides.py).
     user_file: a file that extends or overrides the catalog.
 
-    Raises UnknownName, CatalogError, and PstarError for a size that is none.
+    Raises UnknownName, CatalogError, and PstarError for a text that is not a size.
     """
     text = str(
         file_path("machine", name, want="the name of a machine, or the path of a file of one", error=CatalogError)

@@ -1,7 +1,8 @@
 """Machine, Rank, Gpu, Link, Host and what joins several GPUs: the hardware a plan is made for, as plain values.
 
-What the fields mean is here, and what they may be: a value that makes no sense raises CatalogError where it is made,
-whoever makes it. Where the numbers come from is in the TOML files and `catalog.py`. Knows no workload and no clock.
+This module says what the fields mean and which values they take. A wrong value raises CatalogError when the part is
+made, whoever makes it. Where the numbers come from is in the TOML files and `catalog.py`. Knows no workload and no
+clock.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _SHARES = 1e-6  # by which the shares of a batch may miss 1, for rounding
 def _check(
     what: str, part: object, *, positive: Sequence[str] = (), natural: Sequence[str] = (), counts: Sequence[str] = ()
 ) -> str:
-    """Raise CatalogError unless these figures are numbers above 0, numbers from 0, whole numbers from 1. An optional
-    figure that is None is left out. Returns the part in words."""
+    """Raise CatalogError unless the `positive` figures are above 0, the `natural` ones at least 0 and the `counts`
+    whole numbers from 1. An optional figure that is None is left out. Returns the part in words."""
     where = f"{what} {text(f'the name of a {what}', getattr(part, 'name', None), 'a text', error=CatalogError)!r}"
     optional = {name for name, default in type(part).__dict__.items() if default is None}
     for names, least in ((positive, False), (natural, True)):
@@ -101,8 +102,8 @@ class Link:
     duplex: whether both directions run at full rate at once.
     measured: whether its figures are calibrated.
     source: where they come from.
-    pageable_bytes_per_s: rate of a copy from or to host memory that is not pinned, either way; None: not known, and
-        then a plan that copies so cannot be timed.
+    pageable_bytes_per_s: rate of a copy from or to host memory that is not pinned, either way; None: not known; a plan
+        with such copies cannot be timed then.
     h2d_table, d2h_table: bytes/s by bytes of a copy, where it was measured; h2d_bytes_per_s and d2h_bytes_per_s are
         then their best, or less for a link that is throttled.
     """
@@ -240,7 +241,7 @@ class Machine:
 
     name: of the machine.
     ranks: of all nodes, node by node, as many in each.
-    host: of ONE node; its ranks share it in equal parts (memory, cores) or as they come (bandwidths).
+    host: of ONE node; its ranks share memory and cores in equal parts, and bandwidths as they need them.
     notes: what the catalog says of it.
     price_usd_per_hour: of all of it.
     extra: further figures by name.
@@ -323,7 +324,8 @@ class Machine:
 
     @property
     def confidence_by_input(self) -> dict[str, str]:
-        """ "calibrated" or "datasheet" for each figure that a prediction rests on; only what this machine has."""
+        """ "calibrated" or "datasheet" for each figure that a prediction rests on; parts that this machine lacks are
+        left out."""
         found = {
             "compute": all(r.gpu.measured for r in self.ranks),
             "link": all(r.link.measured for r in self.ranks),
@@ -366,7 +368,7 @@ def _different(gpus: Sequence[Gpu]) -> list[Gpu]:
 
 
 def _of_known(pick: Callable[[list[float]], float], figures: Sequence[float | None]) -> float | None:
-    """What `pick` takes of the figures, None where one is not known."""
+    """What `pick` chooses from the figures; None where one of them is not known."""
     known = [figure for figure in figures if figure is not None]
     return pick(known) if len(known) == len(figures) else None
 

@@ -108,7 +108,8 @@ def _entry(file: str, name: str, raw: object) -> ModelEntry:
 
 
 def _check_shape(e: Entry[ModelShape], m: ModelEntry) -> None:
-    """Raises CatalogError, naming the field, for a shape that contradicts itself or does not have its parameters."""
+    """Raises CatalogError, naming the field, for a shape that contradicts itself or has another number of parameters
+    than it says."""
     if m.hidden % m.heads:
         raise e.refuse("heads", f"a divisor of hidden = {m.hidden}")
     if m.heads % m.kv_heads or (m.family != "llama" and m.kv_heads != m.heads):
@@ -121,7 +122,7 @@ def _check_shape(e: Entry[ModelShape], m: ModelEntry) -> None:
 
 
 def _check_image(e: Entry[ModelShape], m: ModelEntry) -> None:
-    """Patches, image and classes are a ViT's alone, a vocabulary everybody else's."""
+    """Only a ViT has patch, image and classes; every other family has a vocabulary."""
     if m.family == "vit":
         if not (m.patch and m.image and m.classes) or m.image % m.patch:
             raise e.refuse("patch", "given for a ViT, with image (a multiple of it) and classes")

@@ -54,8 +54,8 @@ class _Path:
 def override(machine: Machine, changes: Mapping[str, Value] | Iterable[str]) -> Machine:
     """The machine with these figures in place of its own: {"gpu.memory": "48GB"} or ["gpu.memory=48GB"].
 
-    Raises CatalogError, naming path and value, for a path or value that is none, out of range, or in contradiction to
-    the rest of the machine; and for a figure of a part the machine does not have.
+    Raises CatalogError, naming path and value, for an unknown path, a value that is not a quantity, is out of range or
+    contradicts the rest of the machine, and for a figure of a part that the machine does not have.
     """
     given = dict(changes) if isinstance(changes, Mapping) else parse_settings(changes)
     given = {path: _plain(value) for path, value in given.items()}
@@ -109,8 +109,8 @@ def parse_settings(texts: Iterable[str]) -> dict[str, Value]:
 
 
 def _in_order(machine: Machine, given: Mapping[str, Value]) -> list[str]:
-    """The paths so that no machine on the way contradicts itself: what is taken of a memory that becomes less is set
-    before it."""
+    """The paths in an order in which no machine on the way contradicts itself: where a memory shrinks, what is taken
+    from it is set before it."""
     paths = sorted(given, key=_order)
     for memory, taken in (("gpu.memory", "gpu.context"), ("host.memory", "host.reserved")):
         if memory in given and taken in given:
@@ -237,7 +237,7 @@ def _cores(machine: Machine, count: float) -> Machine:
 
 
 def _with_hbm(gpu: Gpu, rate: float) -> Gpu:
-    """A measured bandwidth of a moment's operators goes along."""
+    """The GPU with another memory bandwidth; a measured bandwidth of a moment's operators changes in proportion."""
     measured = gpu.operator_bytes_per_s
     operators = None if measured is None else measured * rate / gpu.hbm_bytes_per_s
     return replace(gpu, hbm_bytes_per_s=rate, operator_bytes_per_s=operators)

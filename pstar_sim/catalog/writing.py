@@ -168,7 +168,7 @@ def save_machine(machine: Machine, path: str | Path) -> None:
 
 
 def _gpu_curves(gpu: Gpu) -> dict[str, object]:
-    """Curves without those that a figure set by hand went beyond, as with the others below."""
+    """Curves of the GPU. A curve is left out where a figure set by hand is above its best rate."""
     found: dict[str, object] = {
         f"{dtype}_table": _points(curve, 1e9, 1e12)
         for dtype, curve in gpu.matmul_tables.items()

@@ -17,7 +17,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status as in `status.HELP`."""
+    """Run one command and return its exit status (`status.HELP`)."""
     from pstar_sim.cli.status import INTERRUPTED, MISTAKE, status_of
 
     _open_streams()
@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_streams() -> None:
-    """Python has None for a stream that was closed before it started, as by `pstar ... >&-`: what is said goes nowhere
-    then, what is asked for in a file is still written."""
+    """Python has None for a stream that was closed before it started, as by `pstar ... >&-`: text for such a stream is
+    dropped, files are still written."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 (open to the end)

@@ -1,5 +1,5 @@
-"""How far a command is that takes a while: a bar on stderr, on a terminal only; nothing if quiet. `progress` shows a
-run, which has more to tell."""
+"""The progress bar of a command that takes a while: on stderr, on a terminal only; none if quiet. `progress` shows the
+progress of a run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["bar", "parts"]
 
 @contextmanager
 def bar(first: str, *, quiet: bool, alike: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar that goes away at the end; what it is told with is `planner.asked.OnPart`. first: what is done
-    until it is told. alike: all parts take about as long, so the bar says how long the rest will take, not how long it
-    has been."""
+    """A progress bar that goes away at the end; it yields the `planner.asked.OnPart` that moves the bar. first: the
+    text until the first call. alike: all parts take about the same time, so the bar shows the time left instead of the
+    time spent."""
     if quiet or not sys.stderr.isatty():
         yield lambda name, number, count: None
         return

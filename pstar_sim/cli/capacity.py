@@ -221,7 +221,7 @@ def cheapest(
     policy: Annotated[list[str] | None, policies("use", "optimal")] = None,
     json: JsonList = False,
 ) -> int:
-    """Find the cheapest machine that trains a model on so many tokens by a deadline."""
+    """Find the cheapest machine that trains a model on a number of tokens by a deadline."""
     from pstar_sim.catalog.loader import load_machine
     from pstar_sim.cli.inputs import lora_of, settings_of
     from pstar_sim.planner.cheapest import cheapest as ask
@@ -310,7 +310,7 @@ def sweep(
     quiet: Quiet = False,
     json: Annotated[bool, typer.Option("--json", help="all points as a list of JSON objects")] = False,
 ) -> int:
-    """Plan and simulate every point of a grid; goes on where an interrupted one stopped."""
+    """Plan and simulate every point of a grid; continue where an interrupted sweep stopped."""
     from pstar_sim.planner.sweep import sweep as ask
 
     done = [0, 0]

@@ -59,7 +59,8 @@ def lora_of(text: str | None) -> Adapter | None:
 
 
 def workload_of(job: OptionalWorkloadFlags, machine: Machine) -> Workload:
-    """One rank's job: see `workloads_of`; where ranks take different shares, one as hard as the hardest of theirs."""
+    """One rank's job: see `workloads_of`; where ranks take different shares, a workload that is as hard as that of the
+    hardest rank."""
     return share_out(workloads_of(job, machine), machine).workload
 
 
@@ -102,7 +103,7 @@ def variants_of(job: OptionalWorkloadFlags, global_batch: int, machine: Machine)
 
 
 def _agrees(w: Workload, job: OptionalWorkloadFlags) -> bool:
-    """Whether a variant of a trace is what --seq, --checkpointing and --dtype ask for; the 16-bit types are alike."""
+    """Whether a variant of a trace is what --seq, --checkpointing and --dtype ask for; bf16 and fp16 count as one."""
     if job.seq is not None and w.sequence != job.seq:
         return False
     if job.checkpointing is not None and w.checkpointing != job.checkpointing:

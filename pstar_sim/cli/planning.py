@@ -142,7 +142,7 @@ def plan(
     row = best.row
     sources = confidence_line(confidence(result.workload, result.machine))
     tell(
-        f"{path}: {row.policy}, {format_s(row.iteration_s or 0)} an iteration, "
+        f"{path}: {row.policy}, {format_s(row.iteration_s or 0)} per iteration, "
         + (f"{format_percent(row.gap)} above the bound, " if row.gap is not None else "")
         + f"peaks at {format_bytes(row.peak_gpu_bytes or 0)} of the GPU; "
         f"{len(best.plan.steps)} steps; {sources}"
@@ -151,7 +151,7 @@ def plan(
 
 
 def say_notes(result: Comparison) -> None:
-    """What went wrong on the way to a bound, a line each, on stderr."""
+    """Print on stderr, one line each, what went wrong while the bound was computed."""
     notes = {str(row.certificate["note"]) for row in result.rows if row.certificate and "note" in row.certificate}
     for one in sorted(notes):
         note(one)
@@ -267,7 +267,7 @@ def tide(
     x: Annotated[AXES, typer.Option(parser=one_of(AXES), help="against what")] = "both",
     measured: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="what `pstar run --timeline` kept, over the first policy"),
+        typer.Option(metavar="FILE", help="the timeline that `pstar run --timeline` kept, drawn over the first policy"),
     ] = None,
     path: Annotated[str, output("picture to write")] = "tide.png",
 ) -> int:
@@ -316,7 +316,7 @@ def export(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="with --perfetto: what `pstar run --timeline` kept, beside the prediction",
+            help="with --perfetto: the timeline that `pstar run --timeline` kept, beside the prediction",
         ),
     ] = None,
     path: Annotated[str, output("file to write")],
@@ -439,7 +439,7 @@ def _timelines_of(plans: Sequence[str]) -> tuple[list[Timeline], str]:
 def _planned_timelines(
     job: OptionalWorkloadFlags, on: OptionalMachineFlags, setting: SettingFlags, policies: Sequence[str] | None
 ) -> tuple[list[Timeline], str]:
-    """Of plans made now, and a title for them."""
+    """Timelines of plans that are made now, and a title for them."""
     from pstar_sim.cli.inputs import machine_of, settings_of, workloads_of
     from pstar_sim.planner.compare import compare as ask
 

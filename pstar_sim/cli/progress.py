@@ -1,6 +1,6 @@
 """Progress of a run on stderr: live lines on a terminal, plain lines elsewhere, nothing if quiet.
 
-It is told of a step after it ended, with `session.status()`; it never asks the run for anything.
+The run calls it after each step with `session.status()`; it never asks the run for anything.
 """
 
 from __future__ import annotations

@@ -49,13 +49,14 @@ class RunFlags:
         typer.Option(metavar="FOLDER", help="write a checkpoint there at the end; transformers loads its weights"),
     ] = None
     save_every: Annotated[
-        int | None, typer.Option(parser=positive, metavar="N", help="and after every N iterations (with --save)")
+        int | None,
+        typer.Option(parser=positive, metavar="N", help="write it after every N iterations, too (with --save)"),
     ] = None
     resume: Annotated[
         str | None,
         typer.Option(
             metavar="FOLDER",
-            help="go on from that checkpoint, under this plan (need not be the one it had; of any number of ranks)",
+            help="continue from that checkpoint under this plan; it may be of another plan and of any number of ranks",
         ),
     ] = None
     device: Annotated[

@@ -53,7 +53,7 @@ app = typer.Typer(add_completion=False, context_settings={"help_option_names": [
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or after an error, which is one line on stderr, 2 or 3 (`pstar_sim.cli.status`)."""
+    """Returns the exit status: 0; after an error 2 or 3 (`pstar_sim.cli.status`). An error is one line on stderr."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
         return run_app(app, "torchrun --nproc-per-node N -m executor", sys.argv[1:] if arguments is None else arguments)
@@ -204,7 +204,7 @@ class _Said:
 
     @cached_property
     def peaks(self) -> list[int]:
-        """GPU peaks of the ranks that told theirs, in bytes."""
+        """GPU peaks in bytes, of the ranks that reported theirs."""
         here, shared = self.result.measured, self.result.shared
         if shared is not None:
             return list(shared.peak_gpu_bytes)

@@ -79,7 +79,8 @@ def _check_words(context: Any, parameters: Sequence[Any], words: Sequence[str], 
 
 
 def _take_value(context: Any, flag: Any, word: str, left: list[str], flags: Collection[str]) -> None:
-    """Take the value of a flag from the words behind it, unless its own word has it. left: the words behind it."""
+    """Take the value of a flag from the words behind it, unless the flag's own word has it (--flag=value). left: the
+    words behind it."""
     name, equals, value = word.partition("=")
     if flag.is_flag:
         if equals:
@@ -164,7 +165,7 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """Commands; what one of them is called is the metavar, such as COMMAND."""
+    """A group of commands. Its metavar, such as COMMAND, is the word for one of them."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{**options, "rich_markup_mode": None})

@@ -1,5 +1,5 @@
-"""Values of flags: from text to what it means, and the names with which a shell completes it. Errors name the value and
-what would do; the flag is added by `usage.run_app`."""
+"""Values of flags: each text is turned into a value, and a shell completes the names. An error names the value and what
+would do; `usage.run_app` adds the flag."""
 
 from __future__ import annotations
 

@@ -127,8 +127,8 @@ class Plan:
 
     @cached_property
     def moved_bytes(self) -> dict[str, int]:
-        """Bytes that one rank moves in an iteration: {"h2d": ..., "d2h": ...}, where there are such steps also "net"
-        (what it sends, and receives, in collectives), "nvme_read" and "nvme_write"."""
+        """Bytes that one rank moves per iteration: {"h2d": ..., "d2h": ...}; where the plan has such steps, also "net"
+        (bytes sent, and as many received, in collectives), "nvme_read" and "nvme_write"."""
         return moved_bytes(self.steps, len(self.machine.ranks))
 
     def check(self, workload: Workload | None = None, machine: Machine | None = None) -> CheckReport:
@@ -170,14 +170,14 @@ class Plan:
             f"budgets: gpu {gpu}, host {host}; tide peak {format_bytes(w.peak_non_model_bytes)}",
             f"{len(self.modes)} chunks of {size} ({waste}): {what}",
             f"{len(self.steps)} steps: " + ", ".join(f"{count} {kind}" for kind, count in kinds.items()),
-            f"moves {format_bytes(moved['h2d'])} to the gpu and {format_bytes(moved['d2h'])} to the host an iteration",
+            f"moves {format_bytes(moved['h2d'])} to the gpu and {format_bytes(moved['d2h'])} to the host per iteration",
         ]
         if w.activations:
             lines.append(f"activations: {activations_text(w)}")
         if len(self.machine.ranks) > 1:
             lines.append(
                 f"on each of {len(self.machine.ranks)} ranks, which all run these steps; each sends "
-                f"{format_bytes(moved.get('net', 0))} to the others an iteration"
+                f"{format_bytes(moved.get('net', 0))} to the others per iteration"
             )
         if "iteration_s" in self.predictions:
             lines.append(f"predicted iteration: {format_s(self.predictions['iteration_s'])}")

@@ -118,7 +118,7 @@ class Ablation(Collection):
         }
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row a line, columns as in `Line`; `part` is "ladder" or "without"."""
+        """One row per line, columns as in `Line`; `part` is "ladder" or "without"."""
         import pandas
 
         rows = [{"part": "ladder", **line.to_json()} for line in self.lines]
@@ -225,8 +225,8 @@ def _held_against(row: Row, bound_s: float | None) -> Row:
 
 
 def ladder(policy: str, *, barrier: bool) -> list[tuple[str, str]]:
-    """(change, spec) of every line, `patrickstar` first and `policy` last. barrier: whether the setting leaves it to
-    the policy. Raises PstarError for a policy that is not a point of the asynchronous family."""
+    """(change, spec) of every line, `patrickstar` first and `policy` last. barrier: whether the setting leaves the
+    barrier to the policy. Raises PstarError for a policy that is not a point of the asynchronous family."""
     own = _place_of(policy, barrier)
     now = {key: next(iter(values)) for key, values in _VALUES.items() if key in own}
     lines = [("as published, one thing at a time", BASE)]

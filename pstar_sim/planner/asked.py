@@ -26,7 +26,8 @@ def settings_of(settings: Settings | None) -> Settings:
 
 
 def asked_policies(policies: Iterable[str | Policy] | str | None) -> list[str | Policy]:
-    """All that there are where none is named; a single name stands for a list of it. Raises PstarError for none."""
+    """The policies asked about: all known ones where none is named; one name stands for a list of one. Raises
+    PstarError for an empty list."""
     if policies is None:
         return list(all_policies())
     found = names("policies", policies, "a list of policies, such as ['tide', 'optimal']")
@@ -50,7 +51,8 @@ def asked_names(policies: Iterable[str] | str | None) -> list[str]:
 
 
 def teller(on_part: OnPart | None) -> OnPart:
-    """What to call as an answer proceeds; it does nothing where nobody listens. Raises PstarError for no function."""
+    """What to call as an answer proceeds; it does nothing where nobody listens. Raises PstarError for what is not a
+    function."""
     if on_part is None:
         return lambda part, done, parts: None
     function("on_part", on_part)

@@ -20,9 +20,9 @@ BARRIER_SHARE = 0.5
 def bound_by(timeline: Timeline, *, barrier_cost_s: float | None) -> str:
     """One of BINDS.
 
-    "compute": the accelerator waits less than 2 % of the iteration. Else the cause most of its waiting is put down to
-    (`Timeline.stall_s`). Waiting for Adam that a barrier held back is "barrier" if without the barrier at
-    least half of all waiting would go (`barrier_cost_s`, as far as known), else "adam": it would take as long anyhow.
+    "compute": the accelerator waits less than 2 % of the iteration. Else the cause of most of its waiting
+    (`Timeline.stall_s`). Waiting for Adam behind a barrier counts as "barrier" if at least half of all waiting would go
+    without the barrier (`barrier_cost_s`, where known), else as "adam".
     """
     total = sum(timeline.stall_s.values())
     if total <= COMPUTE_BOUND_STALL * timeline.iteration_s:

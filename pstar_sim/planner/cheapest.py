@@ -1,11 +1,11 @@
 """Cheapest: the cheapest machine that trains a model on a number of tokens by a deadline.
 
-Every machine that has a price, alone and, where a network joins its nodes, as many of it as the deadline takes (counts
-that double, then bisection); on each the sequences of an iteration are shared by the ranks and cut into the largest
-micro-batches that some policy fits, and the fastest policy counts. Data parallel only: what several nodes cost in
-communication is simulated; machines that no network joins are not counted together, and tensor, pipeline or expert
-parallelism, the likely choice for models that fill many nodes, is not modelled. Idle time, failures, evaluation and
-storage cost extra and are left out.
+Every machine with a price is tried: one node, and, where a network joins its nodes, as many nodes as the deadline takes
+(numbers that double, then bisection). The ranks share the sequences of an iteration, cut into the largest micro-batches
+that fit under some policy; the fastest policy counts. Data parallel only: what several nodes cost in communication is
+simulated; machines that no network joins are not counted together, and tensor, pipeline or expert parallelism, the
+likely choice for models that fill many nodes, is not modelled. Idle time, failures, evaluation and storage cost extra
+and are left out.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Cheapest(Collection):
 
     @property
     def too_late(self) -> bool:
-        """Whether none is in time, though some machine could do it or would if it were faster."""
+        """Whether no offer makes the deadline, but some machine would train the model or would be too slow."""
         return self.best is None and any(row.days is not None or row.least_days is not None for row in self.rows)
 
     def to_json(self) -> list[dict[str, object]]:
@@ -158,8 +158,8 @@ def cheapest(
     prices: a file that comes before the shipped list.
     on_part: called with the machine that is asked next, the number of machines done and of all.
 
-    Raises PstarError for a model, machine or price that is none, and where no machine has a price; one of several that
-    has none is a row that says so.
+    Raises PstarError for an unknown model or machine, for a wrong price, and where no machine has a price. Where only
+    some machines have none, their rows say so.
     """
     model_entry(model)
     number("tokens", tokens)
@@ -321,7 +321,7 @@ def _no_more(machine: Machine, batch: int, most_nodes: int) -> str:
 def _so_many(
     machine: Machine, job: _CheapestJob, usd: float, what: str, tokens: float, deadline_s: float | None
 ) -> tuple[Offer, bool]:
-    """One number of nodes, and whether its reason is one that more nodes do not change."""
+    """The offer of one number of nodes, and whether more nodes would leave its reason as it is."""
     base = Offer(
         machine=machine.name,
         nodes=machine.nodes,

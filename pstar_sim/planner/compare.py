@@ -163,7 +163,7 @@ class Comparison(Collection):
         return [row.to_json() for row in self.rows]
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row a policy, columns as in `Row`."""
+        """One row per policy, columns as in `Row`."""
         import pandas
 
         return pandas.DataFrame(self.to_json())

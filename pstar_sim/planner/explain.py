@@ -93,8 +93,8 @@ def chunk_gaps(plan: Plan) -> tuple[BoundGap, ...]:
 
 
 def tide_gain(plan: Plan) -> str:
-    """What a capacity that follows the tide gains over one sized for its peak, in bytes to the GPU, and why if
-    nothing.
+    """What a capacity that follows the tide gains over one sized for its peak, in bytes to the GPU, and why where it
+    gains nothing.
     """
     w = plan.workload
     both: dict[str, Plan] = {}
@@ -110,7 +110,7 @@ def tide_gain(plan: Plan) -> str:
                 return f"neither capacity rule fits here: {error}"
             return f"the plan itself: with a constant capacity sized for the tide's peak nothing fits ({error})"
     static, tide = both[constant].moved_bytes["h2d"], both[following].moved_bytes["h2d"]
-    figures = f"{format_bytes(tide)} to the GPU an iteration, against {format_bytes(static)} with a constant capacity"
+    figures = f"{format_bytes(tide)} to the GPU per iteration, against {format_bytes(static)} with a constant capacity"
     if (
         plan.policy not in both
     ):  # the question is what the tide is worth in this job, and those two differ in nothing else
@@ -226,7 +226,7 @@ def _where(plan: Plan, timeline: Timeline) -> list[str]:
         largest = max(s.bytes for s in stashes)
         lines.append(
             f"  activations: {len(plan.workload.stash_room)} blocks offloaded, up to {format_bytes(largest)} each; "
-            f"{format_bytes(moved)} go to the host and come back an iteration"
+            f"{format_bytes(moved)} go to the host and come back per iteration"
         )
     top = max(plan.workload.moments, key=lambda moment: moment.peak_bytes)
     low = min(moment.peak_bytes for moment in plan.workload.moments)
@@ -308,5 +308,5 @@ def _binds(plan: Plan, timeline: Timeline, bound: str | None, barrier_cost_s: fl
         )
     lines += _certificate(plan)
     if barrier_cost_s is not None:
-        lines.append(f"  the barrier costs {format_s(barrier_cost_s)} an iteration")
+        lines.append(f"  the barrier costs {format_s(barrier_cost_s)} per iteration")
     return lines

@@ -284,8 +284,8 @@ def _filled(row: Fit, gpu_needed_bytes: int | None, need: Need) -> Fit:
 
 
 def _with_room(row: Fit, job: Asked, error: DoesNotFit) -> tuple[Fit, DoesNotFit]:
-    """The row of a policy that does not fit, with what it needs of both places, and why it does not fit: of the host
-    with rounding and start-up, which a policy that is refused before it plans has not counted."""
+    """The row of a policy that does not fit, with what it needs of both places, and why it does not fit. For the host,
+    rounding and start-up count, too, which a policy that is refused before it plans leaves out."""
     machine = job.machine
     found = need_with_room(row.policy, job.workload, machine, job.settings, error, loading=job.loading)
     if found is None:

@@ -171,7 +171,7 @@ def _hint(word: str, known: Iterable[str], otherwise: str) -> str:
 
 
 def _check_axes(file: str, axes: Collection[str]) -> None:
-    """Raises PstarError for an axis that is missing, or beside another that it does not go with."""
+    """Raises PstarError for an axis that is missing, and for two axes of which only one may be given."""
     if ("model" in axes) == ("trace" in axes):
         raise PstarError(f"{file}: a sweep is over models or over traces; give one of the axes model and trace")
     needed = ["machine", "policy"] + (["batch", "seq"] if "model" in axes else [])

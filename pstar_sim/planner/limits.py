@@ -2,10 +2,11 @@
 
 Only memory is asked (memory.py), nothing is timed. [Note: an upper bound of any model] The working list and the states
 of every parameter lie somewhere: w + s bytes per parameter, on the GPUs, the hosts and the disks together. No policy
-fits a model above that, so no search goes beyond it. The least memory a policy needs grows with depth and with batch
-but for small steps where the chunk size changes; so what is asked next is where a line through the bytes of what did
-not fit meets the bytes there are (halves, where that says nothing), until some L fits and L + 1 does not. Few depths
-are planned that way, and few larger ones than fit. Policies that keep nothing on disks are held to GPUs and hosts.
+fits a model above that, so no search goes beyond it. The least memory that a policy needs grows with depth and with
+batch, but for small steps where the chunk size changes. So the next depth asked about is where a line through the needs
+of refused depths meets the bytes that the machine has (half way, where there is no such line), until L fits and L + 1
+does not. That way few depths are planned, and few of them are above the limit. For policies that keep nothing on disks
+only GPUs and hosts count.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class Limit:
     value: layers, or sequences per micro-batch of all ranks; 0 where not even 1 fits.
     params: of the largest model.
     catalog_model: the largest of the catalog that fits, None if none does.
-    short_of, short_bytes, reason: what the next one lacks, in one place of one rank, or why the policy has no plan for
-        such a machine.
+    short_of, short_bytes, reason: what one layer or sequence more lacks, in one place of one rank, or why the policy
+        has no plan for such a machine.
     """
 
     policy: str
@@ -95,7 +96,7 @@ class Limits(Collection):
         return [row.to_json() for row in self.rows]
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row a policy, columns as in `Limit`."""
+        """One row per policy, columns as in `Limit`."""
         import pandas
 
         return pandas.DataFrame(self.to_json())
@@ -164,8 +165,8 @@ def max_model(
 
     batch: sequences per micro-batch, of all ranks together.
     dtype: by default what the GPU has.
-    near: by policy, the layers where the search begins, such as the limit of a machine that is much the same.
-    written: workloads that calls about the same job on other machines have written; it is added to.
+    near: by policy, the number of layers at which the search begins, such as the limit of a similar machine.
+    written: workloads that calls about the same job on other machines have made; this call adds its own.
     on_policy: called with a policy, its number and how many there are before it is looked at.
 
     Raises PstarError for sizes that do not go together and a batch the ranks cannot share, UnknownName for unknown
@@ -254,8 +255,8 @@ class _Models:
 
     shares: batch of each rank.
     write: the workload of a shape, of `batch` sequences.
-    least_bytes: that a parameter takes somewhere.
-    written: of (shape, batch).
+    least_bytes: bytes that a parameter takes at least, in all places together.
+    written: the workloads made so far, by (shape, batch).
     """
 
     machine: Machine
@@ -275,7 +276,7 @@ class _Models:
         return self.of(self.shape(layers))
 
     def of(self, shape: ModelEntry) -> Workload:
-        """How hard the shape is for the rank with the hardest share of the batch."""
+        """The workload of the shape, of the rank with the hardest share of the batch."""
         if shape not in self.made:
             known = {share: self._of_share(shape, share) for share in sorted(set(self.shares))}
             alike = len(known) == 1
@@ -307,7 +308,7 @@ def _depth_row(
     names: Sequence[str],
     ask: Callable[[str | Policy, Workload], Refusal | None],
 ) -> Limit:
-    """The limit of one policy. error: why it has no room for a layer more. names: models of the catalog to try, the
+    """The limit of one policy. error: why it has no room for one more layer. names: models of the catalog to try, the
     largest first."""
     row = _limit(policy, layers, error)
     if layers:
@@ -395,8 +396,8 @@ def _limits(
     near: Mapping[str, int] | None = None,
     on_policy: Callable[[str, int, int], None] | None = None,
 ) -> list[tuple[int, Refusal | None]]:
-    """`_largest` of each policy. One that tries others fits wherever another does (disks left out here), so it comes
-    last, when the limits of the others are known."""
+    """`_largest` of each policy. A policy that tries others fits wherever another one does (disks left out here), so it
+    comes last, when the limits of the others are known."""
     found: dict[str, tuple[int, Refusal | None]] = {}
     for number, policy in enumerate(sorted(policies, key=lambda policy: can(policy).tries_others)):
         if on_policy is not None:
@@ -416,8 +417,8 @@ def _others_go_on(
     ask_of: Callable[[str], Callable[[int], Refusal | None]],
     most: int,
 ) -> tuple[int, Refusal | None]:
-    """The limit of a policy that tries others from that of its own modes: further if another policy goes further.
-    known: limits of others that are known already; the rest are asked whether they fit one more."""
+    """The limit of a policy that tries others: the limit of its own modes, or a higher one that another policy has.
+    known: limits of others that are known already; the other policies are asked whether one more fits."""
     largest, error = max((found, *known.values()), key=lambda limit: limit[0])  # its own where they are equal
     for other in built_in():
         if can(other).tries_others or other in known or error is None:
@@ -433,7 +434,7 @@ def _largest(
 ) -> tuple[int, Refusal | None]:
     """(the largest n in 0..most that fits, why n + 1 does not; None if `most` fits): doubled from `first` on until
     something does not fit, as larger n take longer to ask about; then along lines, every third time by halves. near: a
-    guess, which is asked about first, then the one behind it, then further and further."""
+    guess. It is asked about first, then the number behind it, then numbers further and further away."""
     low, high = 0, most + 1
     errors: dict[int, Refusal] = {}
     tried, asked = min(first if near is None else max(1, near), most), 0
@@ -455,8 +456,9 @@ def _largest(
 
 
 def _along_a_line(errors: Mapping[int, Refusal], low: int, high: int) -> int:
-    """The largest n that should fit, from the two least refusals for want of room at the same place (from one: as if
-    it needed nothing at 0), or the next one where that is known to fit. Half way where there is none."""
+    """The largest n that should fit, on the line through the two smallest refused n that lack room in the same place
+    (with one such n: through a need of 0 at 0). Where that n is known to fit, the next one. Half way where no n lacks
+    room."""
     last = errors[high]
     if not isinstance(last, DoesNotFit):
         return (low + high) // 2
@@ -473,8 +475,8 @@ def _along_a_line(errors: Mapping[int, Refusal], low: int, high: int) -> int:
 
 
 def _may_use_disks(policy: str | Policy) -> bool:
-    """Whether a plan of the policy may keep anything on disks. A policy of the catalog does so only if its options say
-    so."""
+    """Whether a plan of the policy may keep anything on disks. A built-in policy does so only with its option
+    `nvme`."""
     if not isinstance(policy, str):
         return True
     _, options = split_spec(policy)
@@ -501,8 +503,8 @@ def _with_nearest_yes(
     loading: str,
     shape: ModelEntry | None = None,
 ) -> list[Limit]:
-    """Rows of policies that cannot even have `least`, of one layer or sequence, also say what would do for that. shape:
-    of a `least` that is not in the catalog."""
+    """The rows. The row of a policy that cannot run even `least`, one layer or one sequence, also says which change
+    would make that fit. shape: the shape of `least` where it is not in the catalog."""
     able = [row.policy for row in rows if row.value]
     elsewhere = Elsewhere(least, machine, shape)
 

@@ -15,11 +15,11 @@ reckon with it:
 its own for each would be as large as what lies on the disks. A plan that uses disks is therefore asked for slabs of the
 payloads that never leave the host, and for a pool of buffers that the others take turns in: each is as large as the
 largest of them, and there are as many as hold the most bytes of them that a simulation has there at once (its peak of
-the host, less the permanent payloads and the policy's own host buffers), rounded up; where
-a place for each is less, for that. Every other plan is asked for a place for each payload, as the executor gives it.
+the host, less the permanent payloads and the policy's own host buffers), rounded up; or for a place for each, where
+that is less. Every other plan is asked for a place for each payload, as the executor gives it.
 
 The asynchronous policies (tide, static_partition) decide what they need before they plan: their own checks are asked
-(policy/kit/job.py). How many chunks they pin is up to them; where the host is short, as few are pinned as it has
+(policy/kit/job.py). How many chunks they pin is up to them; where the host is short, only as many are pinned as it has
 no room for. Every other policy is asked for its plan: it has no cheaper way to say what it needs.
 """
 
@@ -79,7 +79,7 @@ class Need:
 
     @property
     def host_bytes(self) -> int:
-        """All of it, when it is most."""
+        """Bytes of all of it at the time when they are most."""
         return self.pinned_bytes + max(self.startup_bytes, self.buffer_bytes)
 
 
@@ -93,8 +93,8 @@ def startup_bytes(workload: Workload, machine: Machine, loading: str = "whole") 
 
 
 def shortage(policy: str | Policy, workload: Workload, machine: Machine, settings: Settings) -> DoesNotFit | None:
-    """What the policy's planning would be refused for, None if it can plan. Its own words: rounding and start-up are
-    left out."""
+    """Why the policy would refuse to plan, in its own words; None if it can plan. Rounding and start-up are left
+    out."""
     able = can(policy)
     try:
         if able.point is not None:
@@ -234,7 +234,7 @@ def _job(name: str, point: Point, workload: Workload, machine: Machine, settings
 
 def _asynchronous_need(job: Job, machine: Machine, startup: int, *, fewest: bool) -> Need:
     """Needs with as few pins as the host allows, by bisection: more pins never need more of the host. fewest: False
-    stops at the first number of pins that the host allows, which is none or the most."""
+    stops at the first number of pins that the host allows, which is no pins or the most."""
 
     def need(pins: int) -> Need:
         sizes = _payloads(job, pins)
@@ -319,7 +319,7 @@ def least_gpu_bytes(ask: Callable[[Machine], DoesNotFit | None], machine: Machin
     """The smallest budget of each GPU with which a job still fits this host; None if it does not fit now. ask: why the
     job does not fit a machine, None if it does.
 
-    Asked with next to no GPU memory a policy names the bytes it needs at its worst moment. Where those do not do (the
+    Asked with next to no GPU memory a policy names the bytes it needs at its worst moment. Where these are too few (the
     host is short then, so chunks have to be pinned) the smallest budget is found by bisection, to a hundredth of a GB.
     """
     if ask(machine) is not None:

@@ -1,4 +1,4 @@
-"""Nearest: which changes would make a policy fit that does not, found by trying.
+"""Nearest: which changes would make a policy fit, found by trying.
 
 Tried in this order, stopping at the first success of each kind: a catalog machine with more GPU memory, more host
 memory, smaller micro-batches at the same global batch, checkpointing; then the other policies that are known to fit.
@@ -33,7 +33,7 @@ class Remedy:
     """One change that was tried and makes a job fit.
 
     kind: what it changes, one of KINDS.
-    size: by which two changes of one kind are compared: bytes of memory, of a machine those of its GPU, or a number of
+    size: two changes of one kind are compared by it: bytes of memory (for a machine, of its GPU) or a number of
         micro-batches.
     words: the change as flags, "with --host-memory 128GB" or "on a100-80".
     """
@@ -53,7 +53,7 @@ Ask = Callable[[Workload, Machine, Settings], DoesNotFit | None]
 
 
 class Elsewhere:
-    """The machines and workloads that a job could be instead, whichever policies ask: each is made once.
+    """Other machines and workloads to try for a job. Each is made once, however many policies ask.
 
     shape: of a preset that is not in the catalog.
     """
@@ -208,7 +208,7 @@ def _workloads(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNo
         return
 
     def promising(changed: Workload) -> bool:
-        """Whether the policy needs as much less as the tide is lower: worth planning."""
+        """Whether the policy would fit if its need fell by as much as the tide: only then is it planned."""
         lower = workload.peak_non_model_bytes - changed.peak_non_model_bytes
         return error.needed_bytes - lower <= error.available_bytes
 

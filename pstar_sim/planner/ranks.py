@@ -72,8 +72,8 @@ def share_out(workload: Workload | Sequence[Workload], machine: Machine) -> Shar
     rank; a workload in such a list, and within a plan, is what that rank does.
 
     A preset whose dtype was left open gets what the GPU has. Raises PstarError for what is not a workload, for a batch
-    that the ranks cannot share, for a captured workload that stands alone for several GPUs, and for a list that has not
-    one workload per rank.
+    that the ranks cannot share, for a captured workload that stands alone for several GPUs, and for a list without one
+    workload per rank.
     """
     if isinstance(workload, Workload):
         given = _divided(workload, machine)
@@ -149,7 +149,7 @@ def _parts(machine: Machine) -> list[Fraction]:
 
 
 def tightest(workloads: Sequence[Workload], machine: Machine) -> Workload:
-    """One workload that is as hard on `machine.gpu` (the weakest of each figure) as the hardest of `workloads` (one a
+    """One workload that is as hard on `machine.gpu` (the weakest of each figure) as the hardest of `workloads` (one per
     rank) is on its own GPU, moment by moment: as little room, and at least as much time.
 
     Raises PstarError for workloads that are not one per rank or not of one model and shape of iteration.
@@ -188,7 +188,7 @@ def tightest(workloads: Sequence[Workload], machine: Machine) -> Workload:
 
 
 def _check_one_job(workloads: Sequence[Workload], machine: Machine) -> None:
-    """One workload a rank, all of one model and shape of iteration. Raises PstarError."""
+    """Raises PstarError unless there is one workload per rank, all of one model and shape of iteration."""
     if len(workloads) != len(machine.ranks):
         raise PstarError(
             f"{len(workloads)} workloads for the {len(machine.ranks)} ranks of {machine.name}; one per rank"

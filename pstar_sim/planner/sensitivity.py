@@ -6,9 +6,9 @@ fastest of the policies asked about.
 
 [Note: better is not worse] What is planned for a better machine may turn out slower: policies are heuristics, and a
 faster link takes DRAM bandwidth from CPU Adam while it copies. But any plan for the machine as it is is one for the
-better machine, and a better part can be run as the old one was. So of a machine with more of one part counts the
-fastest of what is planned for it, the unchanged plan simulated there (REPLAYED), and the time of now (AS_NOW); `how`
-says which. One more GPU is another job for each of them: there the first alone counts.
+better machine, and a better part can be run as the old one was. So the time of a machine with more of one part is the
+least of three: of the fastest plan made for it, of the unchanged plan simulated there (REPLAYED), and of now (AS_NOW);
+`how` says which. One more GPU gives every GPU another job: there only a plan made for it counts.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Sensitivity(Collection):
     """workload: what one rank does.
     batch: sequences per micro-batch, of all GPUs together.
     now: the machine as it is.
-    rows: one a part.
+    rows: one per part.
     policies: those that were tried.
     short: what each of them lacks on the machine as it is, where none fits.
     """
@@ -202,7 +202,7 @@ class _Deepest:
 
 
 class _Larger(TypedDict):
-    """Fields of an `PartEffect` about the largest model."""
+    """Fields of a `PartEffect` about the largest model."""
 
     layers: int | None
     params: int | None

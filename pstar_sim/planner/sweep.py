@@ -102,7 +102,7 @@ def sweep(
 ) -> Sweep:
     """Compute every point of the grid (a TOML file, or the same as a mapping) and write them to `output` (.parquet).
 
-    jobs: processes, -1 for one a core, None for what `joblib.parallel_config` says.
+    jobs: number of processes, -1 for one per core, None for what `joblib.parallel_config` says.
     backend: any that joblib knows; None for what `joblib.parallel_config` says, loky without it.
     cache: folder of the points, by default OUTPUT.points; without an output nothing is kept.
 

@@ -1,4 +1,4 @@
-"""Tried: what came of each way to run a job that was looked at, as data; and the few words that are said of it."""
+"""Tried: the outcome of each way to run a job that was looked at, as data and in words."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class Cap:
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """seconds: of its plan; of a way that was not planned, what no plan of it goes below; None where it does not fit.
+    """seconds: of its plan; of a way that was not planned, a lower bound of every plan of it; None where it does not
+    fit.
     place, short_bytes: what it lacks then.
     stashes: whether computing waits for any.
     chunk_bytes: of the bound.
@@ -55,7 +56,7 @@ class Tried:
     cap: Cap | None = None
 
     def to_json(self) -> dict[str, object]:
-        """Without what is not said of such an outcome."""
+        """As JSON, without the fields that such an outcome does not have."""
         said = {key: value for key, value in asdict(self).items() if value is not None and value is not False}
         return {**said, "outcome": self.outcome.value}
 
@@ -121,7 +122,7 @@ def tried_text(tried: Mapping[str, Tried], chosen: str = "") -> str:
 
 
 def _capped_text(capped: Sequence[Tried]) -> str:
-    """They are in the order of their bounds. "3 not tried (optimal plans at most 5 ways ...; their bounds are 1.1 s to
+    """capped: in the order of their bounds. "3 not tried (optimal plans at most 5 ways ...; their bounds are 1.1 s to
     2.0 s)"."""
     first, last = (format_s(row.seconds or 0.0) for row in (capped[0], capped[-1]))
     bounds = f"its bound is {first}" if len(capped) == 1 else f"their bounds are {first} to {last}"

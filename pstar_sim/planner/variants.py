@@ -82,8 +82,8 @@ class Chosen:
 
 
 def words(w: Workload, among: Sequence[Workload] = ()) -> str:
-    """A variant in words: "2 micro-batches of 8, activations recomputed"; with its attention where those it is among
-    differ in it: "..., flash attention"."""
+    """A variant in words: "2 micro-batches of 8, activations recomputed"; with the attention kernel where the
+    candidates differ in it: "..., flash attention"."""
     batches = f"{w.micro_batches} micro-batch{'es' if w.micro_batches > 1 else ''} of {w.batch}"
     kernel = f", {w.attention} attention" if any(other.attention != w.attention for other in among) else ""
     return f"{batches}, {activations_text(w)}{kernel}"
@@ -246,8 +246,8 @@ class _Race:
         self.tried: dict[str, Tried] = {}
 
     def run_all(self) -> list[Workload]:
-        """All in the order of their promises, a bound being found only for one whose turn comes. Returns those that a
-        policy that searches long has left out because tide has no room for them."""
+        """Plan all candidates in the order of their promises; a bound is computed only when a candidate's turn comes.
+        Returns the candidates that a policy with a long search left out because tide has no room for them."""
         later: list[Workload] = []
         # Of equal promises the one of fewer micro-batches, then the one that moves less.
         less = [(w.micro_batches, sum(s.bytes for s in w.stashes), n) for n, w in enumerate(self.workloads)]
@@ -270,7 +270,7 @@ class _Race:
         return later
 
     def run(self, w: Workload) -> None:
-        """Plan it, if it is worth it."""
+        """Plan the candidate, if it is worth it."""
         hopeless = self._hopeless(w)
         if hopeless is not None:
             self.tried[self._words(w)] = hopeless
@@ -278,7 +278,7 @@ class _Race:
             self._plan(w)
 
     def ask_others(self) -> None:
-        """Whether another policy is faster on a candidate that was not planned; it then is."""
+        """Plan a candidate that was not planned if another policy is faster on it."""
         others = [policy for name, policy in built_in().items() if name != self.policy]
         for number, w in enumerate(sorted(self.workloads, key=lambda w: self.promise_s[id(w)])):
             self._tell("asking other policies", number)
@@ -348,13 +348,13 @@ class _Race:
         )
 
     def note(self, w: Workload, error: DoesNotFit) -> None:
-        """It does not fit."""
+        """Note that the candidate does not fit."""
         self.tried[self._words(w)] = Tried(outcome=WayOutcome.NO_ROOM, place=error.place, short_bytes=error.short_bytes)
         if self.shortest is None or error.short_bytes < self.shortest[1].short_bytes:
             self.shortest = (w, error)
 
     def _hopeless(self, w: Workload) -> Tried | None:
-        """What comes of it without planning it; None if it is to be planned."""
+        """The outcome of a candidate that need not be planned; None if it has to be planned."""
         if self.best is None:
             return None
         least, promise = self.least_s[id(w)], self.promise_s[id(w)]

@@ -135,7 +135,7 @@ def _under(policies: Sequence[str]) -> str:
 
 
 def _lack(row: Fit, machine: Machine) -> str:
-    """What a policy needs of the place that is short, what there is of it, and by how much that is too little."""
+    """What a policy needs of the place that is short, how much can be used, and how much is lacking."""
     needed = {"gpu": row.gpu_needed_bytes, "host": row.host_needed_bytes}.get(row.short_of or "")
     if needed is None:
         return f"lacks {format_bytes(row.short_bytes or 0)} on {row.short_of}"
@@ -174,7 +174,7 @@ def _fit_cells(row: Fit) -> tuple[str, ...]:
 
 
 def limits_text(answer: Limits, *, width: int | None = None) -> str:
-    """One line per policy, published limits beside them where there are any, and what the next size lacks."""
+    """One line per policy, published limits beside them where publications give any, and what the next size lacks."""
     width = terminal_width() if width is None else width
     m = answer.machine
     each = "" if len(m.ranks) == 1 else f" for each of {len(m.ranks)} GPUs"
@@ -199,7 +199,7 @@ def limits_text(answer: Limits, *, width: int | None = None) -> str:
 
 
 def _depths(limits: Sequence[Limit], published: Sequence[PublishedLimit]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of the deepest models; with a column of published limits where there are any."""
+    """Columns and rows of the deepest models; with a column of published limits where publications give any."""
     columns = ["policy", "layers", "parameters", "of the catalog", "then short of"]
     rows = [_depth_cells(row) for row in limits]
     if published:
@@ -242,7 +242,7 @@ def cheapest_text(answer: Cheapest, *, width: int | None = None) -> str:
 
 
 def _offer_notes(answer: Cheapest, shown: Sequence[Offer]) -> Iterator[str]:
-    """Why others are not offered, and what the columns mean."""
+    """Why the other machines are not offered, and what the columns mean."""
     yield from (f"{_tried(row)}: {row.reason}" for row in answer.rows if row.reason is not None)
     if shown:
         prices = dict.fromkeys(f"{row.machine}: {row.price_of}" for row in shown)
@@ -292,7 +292,7 @@ def _offer_cells(row: Offer) -> tuple[str, ...]:
 
 
 def sensitivity_text(answer: Sensitivity, *, width: int | None = None) -> str:
-    """A line a part: what more of it changes."""
+    """One line per part: what more of it changes."""
     width = terminal_width() if width is None else width
     w = answer.workload
     by = f"{answer.by * 100:+g} %"

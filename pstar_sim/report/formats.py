@@ -1,7 +1,7 @@
-"""The reference page of each file format, made of the types that its files are read by.
+"""The reference page of each file format, made from the types by which its files are read.
 
-What a key may be, its meaning and its default are said once, at the field; the unit follows from the key's name. The
-documentation puts `format_page(NAME)` where a page says `<!-- format: NAME -->`.
+The field of a type says what values its key takes, what the key means and what its default is; the unit follows from
+the key's name. The documentation puts `format_page(NAME)` where a page says `<!-- format: NAME -->`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Format:
 
     what: what it is for, in one or two sentences.
     version: what this package writes, and the newest that it reads.
-    said: where a file says its version.
+    said: the place of the version in a file.
     tables: heading -> type of the keys below it.
     more: what follows the tables, in Markdown.
     """
@@ -154,7 +154,7 @@ def _tables(title: str, table: type[Struct], shown: set[type[Struct]]) -> Iterat
 
 
 def _summary(table: type[Struct]) -> str:
-    """The first sentence of what the type's docstring says."""
+    """The first sentence of the type's docstring."""
     text = inspect.cleandoc((record_class(table) or table).__doc__ or "")
     return " ".join(text.split("\n\n")[0].split())
 

@@ -25,7 +25,7 @@ def comparison_html(comparison: Comparison) -> str:
 
 
 def planned_html(planned: Planned) -> str:
-    """The line of the table, and how many steps of which kind the plan has."""
+    """The line of the table, and the number of the plan's steps by kind."""
     kinds: dict[str, int] = {}
     for step in planned.plan.steps:
         kinds[step.kind.value] = kinds.get(step.kind.value, 0) + 1

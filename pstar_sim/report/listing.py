@@ -1,4 +1,4 @@
-"""Listings: what machines, models and policies there are, by name and as a table."""
+"""Listings: the machines, models and policies that exist, by name and as a table."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def models() -> Listing:
 
 
 def policies() -> Listing:
-    """The policies there are, by the names that `ps.compare` takes; each row has the policy's options."""
+    """All policies, by the names that `ps.compare` takes; each row has the policy's options."""
     rows: list[dict[str, object]] = []
     for name, policy in all_policies().items():
         said = (policy.__doc__ or "").strip()

@@ -49,7 +49,8 @@ def figures_text(rows: Sequence[Figure], *, width: int) -> str:
 
 def losses_text(columns: Mapping[str, Sequence[float]], *, width: int, first: int = 0, most: int | None = None) -> str:
     """Losses per step, one column per run, and the largest relative difference to the first column in each row. first:
-    the number of the first step. most: rows, where there are more steps: of the first and the last ones."""
+    the number of the first step. most: number of rows; where there are more steps, the first and the last ones are
+    shown."""
     heads = ["step", *columns, *(["relative difference"] if len(columns) > 1 else [])]
     rows = list(enumerate(zip(*columns.values()), start=first))
     if most is not None and len(rows) > most:

@@ -80,7 +80,7 @@ def plot_limits(limits: Sequence[Limits], ax: Axes | None = None) -> Any:
 def _bar(
     ax: Any, y: float, row: Limit, thick: float, widest: float, colour: str, *, machine: str, legend: bool
 ) -> None:
-    """One policy on one machine, its billions of parameters beside it. widest: of all bars."""
+    """One policy on one machine, its billions of parameters beside it. widest: length of the longest bar."""
     billions = (row.params or 0) / 1e9
     label = row.policy if legend else None
     ax.barh(y, billions, thick * 0.92, color=colour, label=label, gid=f"{machine} {row.policy}")
@@ -91,8 +91,8 @@ def _bar(
 def plot_times(frame: pandas.DataFrame, x: str, ax: Axes | None = None, *, bound: bool = True) -> Any:
     """Seconds per iteration along the axis `x` of a sweep, one line per policy and the lower bound dashed.
 
-    A policy's line begins where it fits. Sizes as texts ("48GB") are drawn in GB. Raises PstarError for an axis that
-    the frame has not, and for a frame in which another axis varies too.
+    A policy's line begins where it fits. Sizes as texts ("48GB") are drawn in GB. Raises PstarError for an axis that is
+    not in the frame, and for a frame in which another axis varies, too.
     """
     frame = _over(frame, [x])
     ax = _axes(ax, (8.0, 4.2))

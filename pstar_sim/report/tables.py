@@ -45,7 +45,7 @@ class TableAnswer(Protocol):
 
 
 def heading(answer: TableAnswer) -> str:
-    """What was asked about, under which setting and where; of "here" also what was found and what was assumed."""
+    """What was asked about, under which setting and where; for "here" also what was found and what was assumed."""
     w, m, s = answer.workload, answer.machine, answer.settings
     barrier = s.barrier(w.dtype)
     parts = [
@@ -72,7 +72,7 @@ def heading(answer: TableAnswer) -> str:
 
 
 def batch_words(answer: TableAnswer) -> str:
-    """The batch of all GPUs together, and what of it each GPU has."""
+    """The batch of all GPUs together, and the share of each GPU."""
     w, ranks = answer.workload, len(answer.machine.ranks)
     words = f"batch {answer.batch}"
     if w.micro_batches > 1:
@@ -137,7 +137,9 @@ def comparison_text(comparison: Comparison, *, width: int | None = None) -> str:
     lines = [*wrap(heading(comparison), width), "", table.rstrip()]
     bounds = list(dict.fromkeys((row.lower_bound_s, _certificate(row)) for row in comparison.rows))
     for seconds, words in bounds:
-        what = "no lower bound" if seconds is None else f"lower bound of this setting: {format_s(seconds)} an iteration"
+        what = (
+            "no lower bound" if seconds is None else f"lower bound of this setting: {format_s(seconds)} per iteration"
+        )
         lines += ["", *wrap(f"{what} ({words})" if words else what, width)]
     lines += ["", *wrap(confidence_line(confidence(comparison.workload, comparison.machine)), width)]
     for line in trust_lines([(row.policy, row.trust) for row in comparison.rows if row.fits]):
@@ -185,7 +187,7 @@ def trust_lines(pairs: Sequence[tuple[str, str | None]]) -> list[str]:
 
 
 def _certificate(row: Row) -> str:
-    """What kind of bound a line is held against, or why there is none."""
+    """The kind of bound that a line is compared with, or why it has none."""
     said = row.certificate or {}
     if said.get("bound") is None:
         return str(said.get("reason", ""))

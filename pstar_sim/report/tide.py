@@ -108,7 +108,7 @@ def _axes_for(ax: Axes | Iterable[Axes] | None, count: int) -> list[Any]:
 
 
 def _timelines(given: object) -> list[Timeline]:
-    """What there is to draw. Raises PstarError for nothing, and for what has no timeline."""
+    """The timelines to draw. Raises PstarError for an empty list, and for a value without a timeline."""
     rows = [given] if isinstance(given, Timeline | Planned) else given
     if isinstance(rows, Comparison):
         rows = [rows[row.policy] for row in rows.rows if row.fits]
@@ -146,7 +146,7 @@ def tide_figure(
 
 
 def _capacity(timeline: Timeline, place: str) -> int:
-    """The plan's budget; of a timeline that does not carry one, its peak."""
+    """The plan's budget; where the timeline carries none, its peak."""
     known = timeline.budget_bytes.get(place) or timeline.peak_bytes.get(place)
     return known if known else int(byte_curves(timeline, place=place).total.max())
 
@@ -196,7 +196,7 @@ def _draw(timeline: Timeline, ax: Axes, x: str, place: str, unit: int, handles: 
     ax.set_xlim(curves.edges[0], curves.edges[-1])
     ax.set_xlabel("time in the iteration [s]" if x == "time" else "moment")
     ax.set_title(
-        f"{timeline.label or timeline.source}: {format_s(timeline.iteration_s)} an iteration", fontsize=10, loc="left"
+        f"{timeline.label or timeline.source}: {format_s(timeline.iteration_s)} per iteration", fontsize=10, loc="left"
     )
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
@@ -236,7 +236,7 @@ def _overlay(
     left, right = ax.get_xlim()
     ax.set_xlim(left, max(right, float(curves.edges[-1])))
     ax.set_title(
-        f"{predicted.label or 'plan'}: {format_s(predicted.iteration_s)} an iteration predicted, "
+        f"{predicted.label or 'plan'}: {format_s(predicted.iteration_s)} per iteration predicted, "
         f"{format_s(measured.iteration_s)} measured",
         fontsize=10,
         loc="left",

@@ -48,7 +48,7 @@ class Table(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Rule:
-    """What no bound can say of a value of the right type.
+    """A condition on a value of the right type that no bound expresses.
 
     want: what the value must be, in words.
     """
@@ -128,7 +128,7 @@ def fields_of(table: type[Struct]) -> dict[str, Field]:
 
 
 def split(kind: Any) -> tuple[Any, tuple[Any, ...], tuple[Meta, ...]]:
-    """(what the type is, its arguments, the bounds and words declared with it). Of "X or nothing" that of X."""
+    """(what the type is, its arguments, the bounds and words declared with it). For "X or nothing": those of X."""
     metas: tuple[Meta, ...] = ()
     while True:
         if typing.get_origin(kind) is Annotated:
@@ -148,7 +148,7 @@ def is_table(kind: Any) -> bool:
 
 
 def meaning(kind: Any) -> str:
-    """What was said of a field; "" where nothing was."""
+    """The words that `says` gave a field; "" without them."""
     return next((m.description for m in split(kind)[2] if m.description), "")
 
 

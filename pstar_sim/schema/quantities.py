@@ -22,7 +22,7 @@ class Quantity:
     units: unit in lower case -> its value in SI units.
     words: what may be written instead of a number -> its value.
     endings: what may follow a unit without meaning.
-    likely: the unit that people mean who write none.
+    likely: the unit that an error suggests where a number has none.
     shown: a figure in SI units, for people.
     """
 
@@ -35,7 +35,7 @@ class Quantity:
     shown: Callable[[float], str] = "{:g}".format
 
     def parse(self, text: str) -> float:
-        """In SI units; a negative one as -1. Raises ValueError for a text that is no such quantity."""
+        """The value in SI units; -1 for any negative one. Raises ValueError for a text that is no such quantity."""
         if text.lower() in self.words:
             return self.words[text.lower()]
         if text.startswith("-") and self.units:

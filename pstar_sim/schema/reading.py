@@ -1,4 +1,4 @@
-"""Values into declared types: msgspec where all is well, and where it refuses, the first `Fault` from the top down."""
+"""Values into declared types by msgspec. Where msgspec refuses, the first `Fault` from the top down is raised."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Fault(Exception):
     path: keys and indices that lead to it.
     value: what is there; `MISSING` where nothing is.
     want: what it must be.
-    known: the keys that there are, where it is a key that is not one of them.
+    known: the keys that exist, where the fault is an unknown key.
     """
 
     def __init__(self, path: Path, value: object, want: str, known: tuple[str, ...] | None = None) -> None:
@@ -117,7 +117,7 @@ def read_table(kind: type[T], file: str, name: str, raw: object) -> T:
 
 
 def _faults(kind: Any, value: object, path: Path, word: str, whole: bool) -> Iterator[Fault]:
-    """What msgspec refuses in the value, from the top down; nothing where it takes it."""
+    """The faults of a value from the top down; none where msgspec takes it."""
     try:
         msgspec.convert(value, kind, builtin_types=_PLAIN)
         return
@@ -153,7 +153,7 @@ def _table_faults(table: type[Struct], value: dict[str, Any], path: Path, word: 
 
 @cache
 def _ruled(table: type[Struct]) -> tuple[tuple[str, Rule | None], ...]:
-    """Fields with their rule; None for one with tables below it that may have some."""
+    """Fields with their rule. The rule is None for a field of tables, whose own fields may have rules."""
 
     def concerned(kind: Any) -> bool:
         base, args, _ = split(kind)

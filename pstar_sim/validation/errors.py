@@ -1,4 +1,4 @@
-"""Errors by class of machine: what validation keeps of its results, shown with predicted times (planner/trust.py)."""
+"""Errors by class of machine, which validation keeps and answers show with predicted times (planner/trust.py)."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Experiment:
     sizes: models tried for a row that gives the largest trainable one, ascending; otherwise one.
     loop_s: seconds per micro-batch outside the three phases.
     other_host_bytes: in use on the node beside the plans of its ranks.
-    host_bytes_per_param: what the system really takes, where that is more than its plan does.
+    host_bytes_per_param: host memory that the system really takes, where that is more than its plan takes.
     """
 
     rows: tuple[PublishedRow, ...]
@@ -115,8 +115,8 @@ def first_ranks(
 ) -> Machine:
     """`machine` with only its first `count` GPUs in use; host memory stays whole.
 
-    sockets: of the node; a process reaches the cores and the DRAM bandwidth of its own only. cores_a_rank: where each
-    rank is bound to so many cores, CPU Adam is at most what those compute.
+    sockets: of the node; a process reaches the cores and the DRAM bandwidth of its own only. cores_a_rank: number of
+        cores that each rank is bound to; CPU Adam is then no faster than these cores.
     """
     if not 1 <= count <= len(machine.ranks):
         raise CatalogError(f"machine {machine.name!r} has {len(machine.ranks)} GPUs, so {count} cannot be in use")
@@ -337,7 +337,7 @@ def _yard(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
 
 
 def _with_ratio(machine: Machine, ratio: float) -> Machine:
-    """PatrickStar's own limits: so much of each GPU as it reports itself, and of the host."""
+    """PatrickStar's own limits: the shares of GPU and host memory that it may use."""
     reserved = round(machine.host.memory_bytes * (1 - ratio))
     machine = replace(machine, host=replace(machine.host, reserved_bytes=reserved))
     return _with_gpu_bytes(machine, round(REPORTED_BYTES[machine.gpu.name] * ratio) + machine.gpu.context_bytes)

@@ -1,4 +1,5 @@
-"""Limits: the largest models that publications report on machines of the catalog, and which policy stands for whom."""
+"""Limits: the largest models that publications report on machines of the catalog, and the policy that stands for each
+system."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ _POLICIES = {
 class PublishedLimit:
     """The largest model that a publication says the system trained.
 
-    policy: what stands for it here, None: nothing.
+    policy: the policy that stands for the system here; None if none does.
     """
 
     system: str

@@ -37,7 +37,7 @@ class Phases:
 class Prediction:
     """What the simulator says of one experiment: predicted values by metric, or why there are none.
 
-    batch: the one that was used, of several the fastest.
+    batch: the batch that was used; of several, the fastest.
     """
 
     experiment: Experiment

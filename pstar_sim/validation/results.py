@@ -38,7 +38,7 @@ class Result:
 
     predicted: None where the run does not fit here, `reason` says why.
     kind: "time" (a whole iteration), "phase", "memory" or "size".
-    machine, policy: what it was replayed as.
+    machine, policy: the machine and the policy with which it was replayed.
     """
 
     line: int
@@ -82,7 +82,7 @@ class Errors:
 class Pair:
     """Two rows whose published values differ by more than 10 %.
 
-    kept: the predicted ones have the same order.
+    kept: whether the predicted values have the same order.
     """
 
     kind: str
@@ -92,7 +92,7 @@ class Pair:
 
 
 def errors_of(results: Iterable[Result]) -> Errors | None:
-    """None of nothing. The 90th percentile is interpolated linearly, as numpy's."""
+    """None for an empty list. The 90th percentile is interpolated linearly, as numpy's."""
     errors = sorted((r.error for r in results), key=abs)
     if not errors:
         return None
@@ -155,7 +155,7 @@ class Validation(Collection):
         return sorted(missed, key=lambda r: -abs(r.error))
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row a published row in scope: the fields of `Result` and `error`."""
+        """One row per published row in scope: the fields of `Result` and `error`."""
         import pandas
 
         return pandas.DataFrame([r.to_json() for r in self.results])
@@ -211,7 +211,7 @@ def validate(
     efficiency: instead of the shipped parameters.
     progress: called with (runs done, runs in all).
 
-    Raises PstarError where nothing is left of the rows.
+    Raises PstarError where no row is left.
     """
     rules = published_scope()
     rows = [r for r in published_rows() if _holds(system, r.system)]

@@ -66,7 +66,8 @@ class PublishedRow:
 
 
 def number(text: str) -> float:
-    """A published figure: plain, with B (1e9) or T (1e12), or a range, of which the middle. Raises ValueError."""
+    """A published figure: plain, with B (1e9) or T (1e12), or a range, which counts as its middle. Raises
+    ValueError."""
     match = _VALUE.match(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not a figure such as 12.5, 18B or 25680-26756")

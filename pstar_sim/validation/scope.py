@@ -54,7 +54,7 @@ def read_scope(file: str, text: str) -> tuple[Rule, ...]:
 
 
 def rule_of(row: PublishedRow, rules: Iterable[Rule]) -> Rule:
-    """The first rule that matches. Raises CatalogError for a row that none does."""
+    """The first rule that matches. Raises CatalogError for a row that no rule matches."""
     for rule in rules:
         if rule.matches(row):
             return rule

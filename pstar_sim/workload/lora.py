@@ -1,13 +1,13 @@
 """LoRA: a preset whose own parameters are frozen and whose matrices have low-rank adapters beside them.
 
 `AdaptedTape` writes the same families (presets/) down with y = W x + s B (A x) for each target matrix W: A is
-rank x in, B is out x rank. What changes against training all of it:
+rank x in, B is out x rank. What differs from training the whole model:
 
 - parameters: every base tensor is frozen (read, no gradient, no optimizer states); A and B are trained, in the working
   dtype with the optimizer's states like any other parameter. (PEFT keeps adapters in fp32; in 16-bit training that is
   2 bytes more for each adapter parameter.)
-- flops: forward 2 T r (in + out) more for each target, backward twice that; the gradients of the base matrices, a third
-  of the model's matrix flops, are not computed.
+- flops: forward takes 2 T r (in + out) more for each target, backward twice that; the gradients of the base matrices, a
+  third of the model's matrix flops, are not computed.
 - activations: A x (T r values) is kept for backward for each target. While an adapter runs, its output, the scaled one
   and the sum are alive beside the base's output. No dropout before A, so no copy of x.
 - recompute: where a checkpointed layer's last matrix has an adapter, it is recomputed too: the tensor that backward
@@ -131,7 +131,7 @@ class AdaptedTape(Tape):
 
     @property
     def adapted(self) -> int:
-        """How many matrices have an adapter."""
+        """Number of matrices that have an adapter."""
         return len(self._targets)
 
     # Parameters
@@ -179,8 +179,8 @@ class AdaptedTape(Tape):
         return target.a, target.b
 
     def _settle(self) -> None:
-        """What the moment read but did not multiply: in a recompute that would have ended early, an adapter needs the
-        matmul before it."""
+        """Add the matmuls of matrices that the moment read but did not multiply: in a recompute that would have ended
+        early, an adapter needs the matmul before it."""
         left, self._pending = self._pending, []
         for name in left:
             if name in self._targets and self._phase is Phase.RECOMPUTE:

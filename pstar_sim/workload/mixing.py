@@ -1,18 +1,18 @@
 """Mixing: block by block, activations kept, recomputed, or moved to the host and back.
 
-Kept and recomputed come from two variants of one model that do either in all; a block is offloaded from what it is when
-it keeps.
+Kept and recomputed blocks come from two variants of one model: one keeps the activations of all blocks, the other
+recomputes them. An offloaded block is taken from the variant that keeps.
 
-A block is a module's path up to its first number ("h.5" of "h.5.mlp.c_fc"). What a block leaves behind in forward
-stands in the way until its backward is over, and of nothing else; so every moment of block b holds what it holds in the
-variant it is taken from, plus what the blocks before b leave here more (or less) than they do there. Activations of
-different blocks do not overlap; a trace in which they do is not a stack of blocks and is refused.
+A block is a module's path up to its first number ("h.5" of "h.5.mlp.c_fc"). What a block leaves behind in forward takes
+memory until its backward is over. So every moment of block b holds the bytes that it holds in the variant it is taken
+from, plus the bytes that the blocks before b leave behind here, less those that they leave behind in that variant.
+Activations of different blocks do not overlap; a trace in which they do is not a stack of blocks and is refused.
 
 [Note: two stashes at a time] A stash has the time of the next offloaded block's forward pass to reach the host, and
 that of its backward pass to come back: the tide counts the bytes of a block until the first moment behind the next
 offloaded block's forward pass, and again from the last moment before that block's backward pass. So the gpu holds two
 stashes at most, the one that is made (or used) and the one on its way. Where every second block is offloaded each has
-the time of two blocks. The last one has as many blocks as the one before it.
+the time of two blocks. The last offloaded block gets as many blocks' time as the one before it.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _stack(w: Workload, runs: Sequence[_Run], offload: Collection[str]) -> list[
 
 def _stash(w: Workload, stack: Sequence[_Block], n: int, until: int, size: int) -> Stash:
     """The stash of the n-th block, which has the time of the blocks up to `until` to go to the host and come back.
-    Raises TraceError if that is no time."""
+    Raises TraceError where that leaves no time."""
     block, forward, backward = stack[n]
     gone, back = stack[until][1][-1] + 1, stack[until][2][0] - 1
     if until == n or back <= gone:

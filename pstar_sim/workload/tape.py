@@ -99,7 +99,7 @@ class Tape:
     def op(self, out: int = 0, *, dead: int = 0, unsaved: int = 0, flops: int = 0, read: int | None = None) -> None:
         """An operator allocates `out`; after it `dead` bytes are freed, `unsaved` more where autograd saves nothing.
 
-        read: activation bytes it reads (as many as it writes when left out); parameters are counted by `open`.
+        read: activation bytes that it reads (by default as many as it writes); parameters are counted by `open`.
         """
         self.level += out
         self._peak = max(self._peak, self.level)
@@ -128,7 +128,7 @@ class Tape:
 
         grad_out, saved: bytes it reads.
         flops: of both, half each.
-        dead: bytes freed once it is done (those of them nobody else needs).
+        dead: bytes that nothing else needs, freed at the end of the operator.
         """
         kept = flops - flops // 2 + self.weight_flops(names, flops // 2)
         self.op(grad_in + self.size(names), flops=kept, read=2 * grad_out + saved)

@@ -1,8 +1,8 @@
-"""Trace file: workloads in one Parquet file, a row a variant, and back again without loss.
+"""Trace file: workloads in one Parquet file, one row per variant, and back again without loss.
 
 Header fields are typed columns; `moments`, `tensors` and `uses` are lists of structs. The file's metadata carries the
-format name and the schema version; each row carries a digest of its content, so that a damaged file is refused instead
-of believed. Knows nothing about where a workload came from or what it is for.
+format name and the schema version; each row carries a digest of its content, so that a damaged file is refused. Knows
+nothing about where a workload came from or what it is for.
 """
 
 from __future__ import annotations
@@ -184,8 +184,8 @@ def _words(w: Workload) -> str:
 
 
 def _schema(chosen: bool = False) -> Any:
-    """The file's Arrow schema, with format and version in its metadata; chosen: with what becomes of the activations of
-    each block."""
+    """The file's Arrow schema, with format and version in its metadata; chosen: with the column that says what becomes
+    of each block's activations."""
     import pyarrow as pa
 
     def rows(name: str, fields: Iterable[Any]) -> Any:

@@ -175,7 +175,7 @@ class Workload:
 
     [Note: stashes] The copy out of a stash follows moment `made`, and moment `gone` waits for it; the copy in follows
     moment `back`, and moment `needed` waits for it. So the gpu holds the bytes whenever a peak counts them or one of
-    the two copies runs, and at no other time; whatever the timing, what the peaks leave free is free.
+    the two copies runs, and at no other time; memory that the peaks leave free is free with any timing.
 
     model: what the user called it.
     dtype: working dtype of the model.
@@ -233,9 +233,9 @@ class Workload:
 
     @cached_property
     def derived(self) -> dict[tuple[object, ...], object]:
-        """What others have worked out from this workload and would work out again. A key begins with the name of what
-        was worked out; a value that depends on more than the workload says of what else. Equal workloads do not share
-        it."""
+        """Values that other modules have derived from this workload, kept so that they are derived once. A key begins
+        with the name of the value and names everything else that the value depends on. Equal workloads do not share
+        them."""
         return {}
 
     @cached_property
@@ -258,7 +258,7 @@ class Workload:
 
     @cached_property
     def stash_room(self) -> tuple[tuple[str, int], ...]:
-        """(block, bytes) that the host holds for stashes: as much as the largest of the block's, which come one after
+        """(block, bytes) that the host holds for stashes: the largest stash of each block, whose stashes come one after
         the other, in whole blocks of 256 bytes."""
         sizes: dict[str, int] = {}
         for stash in self.stashes:
@@ -390,7 +390,7 @@ _PHASES = {"begin": (Phase.FWD, Phase.RECOMPUTE), "end": (Phase.FWD, Phase.RECOM
 def _check_order(w: Workload, bad: _Bad) -> None:
     """Time goes forward: one micro-batch after the other, each forward and then backward, the step last; and a moment
     opens with the bytes that the one before it closed with. (Between two micro-batches the batch is replaced.) An
-    iteration that is not known yet has the step alone."""
+    iteration that is not known yet has no moment but the step."""
     first, last = w.moments[0], w.moments[-1]
     if (first.micro_batch and first is not last) or last.micro_batch != w.micro_batches - 1:
         want = f"they go from 0 to {w.micro_batches - 1}, in order"

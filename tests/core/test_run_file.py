@@ -112,7 +112,7 @@ def test_the_longer_of_both_sets_the_time_axis_and_small_memory_is_in_mb() -> No
     plot_tide(BOTH.predicted, ax=ax, measured=BOTH.measured)
     assert ax.get_xlim() == (0.0, 3.0)
     assert ax.get_ylabel() == "GPU memory [MB]"
-    assert ax.get_title(loc="left") == "tide: 2.000 s an iteration predicted, 3.000 s measured"
+    assert ax.get_title(loc="left") == "tide: 2.000 s per iteration predicted, 3.000 s measured"
     texts = [t.get_text() for t in ax.texts]
     assert texts == ["FWD", "BWD", "FWD measured", "BWD measured"]
     (tide,) = [line for line in ax.get_lines() if line.get_color() == "#D55E00"]

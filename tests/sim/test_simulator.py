@@ -346,7 +346,7 @@ def test_bytes_are_conserved_over_an_iteration() -> None:
 
 
 def test_an_adam_that_falls_behind_sets_the_pace() -> None:
-    """Adam (10 s) has no one waiting for it here: compute runs on at 3 s an iteration, Adam at 10: never steady, and
+    """Adam (10 s) has no one waiting for it here: compute runs on at 3 s per iteration, Adam at 10: never steady, and
     the pace it will have is Adam's."""
     h = Hand(1)
     h.on_host(0)

@@ -33,7 +33,7 @@ def plan_of(schedule: Schedule, draft: Draft, window: Window, choices: Mapping[s
 
 
 def _residents(b: Builder, schedule: Schedule) -> None:
-    """Put everything where it is at the cut."""
+    """Note in which place each chunk's lists are at the cut."""
     job, modes = schedule.job, schedule.modes
     for c in (*job.small, *modes.pinned):
         b.live(c, Place.GPU)

@@ -128,5 +128,5 @@ class Sharded:
             return "one rank: no collectives"
         return (
             f"{ranks} ranks: each holds 1/{ranks} of every chunk; {format_bytes(self.gathers.bytes_gathered)} are "
-            "gathered an iteration"
+            "gathered per iteration"
         )

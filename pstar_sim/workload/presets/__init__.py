@@ -109,9 +109,9 @@ def workload_of(
     language_head: bool = True,
     early_stop: bool = True,
 ) -> Workload:
-    """`preset` for a shape that need not be in the catalog. language_head: False for a GPT that classifies sequences,
-    without logits over the vocabulary. early_stop: False for reentrant checkpoints of a gpt or llama, which run the
-    whole layer again. Raises ModelError."""
+    """As `preset`, for a shape that need not be in the catalog. language_head: False for a GPT that classifies
+    sequences, without logits over the vocabulary. early_stop: False for reentrant checkpoints of a gpt or llama, which
+    run the whole layer again. Raises ModelError."""
     name = model or entry.name
 
     refuse = partial(_refusal, name)

@@ -92,7 +92,7 @@ def attend(t: Tape, s: Shape, qkv: int) -> int:
 
 
 def attend_backward(t: Tape, s: Shape, qkv: int, kept: int) -> None:
-    """Its backward: gradients of q, k, v replace q, k, v, output, the output's gradient and what was kept."""
+    """Backward of attention: gradients of q, k, v replace q, k, v, output, the output's gradient and what was kept."""
     u = s.tokens * s.model.hidden * t.width
     if s.attention == "math":
         scores = s.batch * s.model.heads * s.sequence**2 * 4
@@ -214,7 +214,7 @@ def layers_backward(
 
 
 def last_product_again(t: Tape, s: Shape, u: int, f: int) -> None:
-    """A layer's last matmul and its residual sum, run again for nothing."""
+    """A layer's last matmul and its residual sum, which a recompute runs again although nothing needs them."""
     t.op(u, flops=s.flops(s.model.ffn, s.model.hidden), read=f)
     t.op(u, dead=2 * u, read=2 * u)
 
