@@ -10,7 +10,7 @@ __all__ = ["check_fields", "check_step_fields"]
 
 
 def check_fields(plan: Plan) -> None:
-    """Everything but the steps. Raises PlanError naming the field."""
+    """Check everything but the steps. Raises PlanError naming the field."""
     for name in ("gpu_budget_bytes", "host_budget_bytes"):
         if getattr(plan, name) <= 0:
             raise PlanError(f"field {name!r} is {getattr(plan, name)}; it must be positive")
@@ -50,7 +50,7 @@ def _check_buffers(plan: Plan) -> None:
 
 
 def check_step_fields(plan: Plan) -> None:
-    """The steps, one by one. Raises PlanError naming the step."""
+    """Check the steps, one by one. Raises PlanError naming the step."""
     chunks = plan.layout.chunks
     for i, step in enumerate(plan.steps):
         where = f"steps[{i}] ({to_text(step)!r})"

@@ -13,11 +13,11 @@ __all__ = ["CheckReport"]
 class CheckReport:
     """What was proved.
 
-    iterations: how many had to be unrolled, 2 unless a queue may run further ahead.
+    iterations: number of iterations that had to be unrolled; 2 unless a queue may run further ahead.
     peak_bytes: place -> the most that it can hold in any legal interleaving (exact).
     peak_at: place -> the moment in which it holds that, -1 for the cut.
     running: place -> ids of the steps under way then.
-    budget_bytes: place -> what the plan may take of it.
+    budget_bytes: place -> bytes that the plan may take of it.
     figures: names of the plan's figures that were computed again and are right.
     not_checked: a line for each kind of thing that the plan states and that was not computed again ([Note: what a check
         says] in figures.py).

@@ -6,8 +6,8 @@ The compute queue always runs in the order of the draft; the others take, among 
 the smallest key.
 
 [Note: what follows at once] A row that follows another one at once (`DraftRow.behind`) frees its bytes and lets others
-go in the instant in which that one ends. So it is a part of that one while the order is chosen, and is told apart only
-in the window.
+go in the instant in which that one ends. So it is a part of that row while the order is chosen, and a row of its own
+only in the window.
 
 [Note: fetching ahead] A fetch (or a gather, on the net queue) for the use at compute position u may start when, at
 every position from the running one up to u, the room that is not needed otherwise (`Draft.room`) still holds it, plus
@@ -73,9 +73,9 @@ def choose(draft: Draft, *, tolerance: float = 1e-6, limit_s: float = math.inf) 
     """Advance the draft from the cut until its window repeats and two successive periods agree within the relative
     tolerance, for MOST_WINDOWS windows at most.
 
-    Gives up, without events, once a window is certain to take longer than limit_s and no less than the one before (the
-    first window, which waits for nothing of an iteration before it, is the shortest as a rule). `iteration_s` is then
-    the least that the window takes.
+    Gives up, without events, once a window is certain to take longer than limit_s and at least as long as the one
+    before. (As a rule the first window is the shortest, because it waits for nothing of an earlier iteration.)
+    `iteration_s` is then a lower bound of the window's seconds.
     """
     return _Chooser(draft).choose(tolerance, limit_s)
 
@@ -152,8 +152,8 @@ class _Chooser:
                     self.followers[op_of[j]].append(i)
 
     def _reserve(self, free: Sequence[int]) -> None:
-        """Queues whose steps take bytes ahead of their use, and these in the order of use. free: steps that start when
-        they are ready."""
+        """Find the queues whose steps take bytes ahead of their use, and sort these steps by use. free: steps that
+        start when they are ready."""
         served = [i for i in free if self.use[i] is not None]
         self.reserving = (H2D, NET) if any(self.queue_of[i] == NET for i in served) else (H2D,)
         self.others = tuple(q for q in (D2H, ADAM, *range(NET, self.queues)) if q not in self.reserving)
@@ -278,7 +278,7 @@ class _Chooser:
                 unstarted[q] = self.lengths[q]
 
         def retime() -> None:
-            """New ends for the steps that run now, after one of them has joined or left."""
+            """Compute new ends of the steps that run now, after a step has started or ended."""
             nonlocal settled_s
             elapsed, settled_s = now - settled_s, now
             sharing = [q for q in on_dram if running[q] >= 0]

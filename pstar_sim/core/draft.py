@@ -23,7 +23,7 @@ class Charge:
     seconds: nominal, running alone.
     gpu_take, host_take: bytes that it takes when it starts.
     gpu_free, host_free: bytes that it frees when it ends.
-    dram_bytes: what crosses host DRAM.
+    dram_bytes: bytes that cross host DRAM.
     """
 
     seconds: float = 0.0
@@ -41,7 +41,7 @@ FREE = Charge()
 class DraftRow:
     """One step, or a block of moments. -1: none.
 
-    chunk, list_name, moment: as of the step; the moment of a block, an Adam or a stash is known without.
+    chunk, list_name, moment: as of the step; the moment of a block, an Adam or a stash follows from the other fields.
     charge: what the row takes.
     after: (row, back) pairs that have to end first, in this iteration (back 0) or the one before (back 1).
     key: order among the rows of a queue that are ready, smallest first (None: the order of the draft).

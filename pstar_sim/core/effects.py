@@ -113,7 +113,7 @@ def gradient_list(plan: Plan) -> dict[tuple[int, int], str]:
 
     "grad32" where that list stays on the gpu (a pinned chunk that accumulates), "grad" in the micro-batches the plan
     allocates it for (as many, in order, as it has alloc steps) or in all if it stays on the gpu, and "param", in
-    place, in the others: a plan that passes the checker has that in the last micro-batch only. Where lists are sliced
+    place, in the others; in a plan that passes the checker these are the last micro-batch only. Where lists are sliced
     gradients arrive whole, in that list and the one of the others' slices; "grad32" is then never such a list.
     """
     alloc, gpu = Kind.ALLOC, Place.GPU
@@ -144,8 +144,8 @@ def overwritten_in_place(plan: Plan) -> list[tuple[int, int]]:
 
 
 def _last_gradients(plan: Plan) -> dict[tuple[int, int], int]:
-    """(chunk, micro-batch) -> the moment in which the chunk's last gradient of the micro-batch arrives, in the order in
-    which the first one does."""
+    """(chunk, micro-batch) -> the moment in which the chunk's last gradient of the micro-batch arrives. Keys are in the
+    order in which the first gradients arrive."""
     w, chunk_of = plan.workload, plan.layout.chunk_of
     last: dict[tuple[int, int], int] = {}
     for m, (moment, tensors) in enumerate(zip(w.moments, w.gradients)):

@@ -1,4 +1,4 @@
-"""The figures that a plan states beside its steps: those of bytes are held against the proof, the others are named.
+"""The figures that a plan states beside its steps: figures of bytes are compared with the proof, the others are named.
 
 [Note: what a check says] A plan carries figures (`predictions`), words (`choices`) and what both rest on (workload,
 machine). Whatever a check does not compute again, it names: `not_checked` says so line by line. Bytes are computed
@@ -24,7 +24,7 @@ _PEAKS = {"peak_gpu_bytes": Place.GPU, "peak_host_bytes": Place.HOST}
 @dataclass(frozen=True, kw_only=True)
 class Stated:
     """false: a sentence for each figure that is not what was computed.
-    checked: names of those that are.
+    checked: names of the figures that are right.
     """
 
     false: tuple[str, ...]
@@ -43,8 +43,8 @@ def own_shares(plan: Plan) -> str | None:
 
 def byte_figures(plan: Plan, peak_bytes: Mapping[str, int]) -> Stated:
     """peak_bytes: the most that each place can hold, as proved. What a run really holds at its peak depends on its
-    timing. So a stated peak has to lie between what a run holds whatever the timing and the proved peak. The peak of
-    ranks that differ is left out."""
+    timing. So a stated peak has to lie between the bytes that every run holds, whatever its timing, and the proved
+    peak. The peak of ranks that differ is left out."""
     false: list[str] = []
     checked: list[str] = []
     for name, lane in _MOVED.items():
@@ -66,8 +66,8 @@ def byte_figures(plan: Plan, peak_bytes: Mapping[str, int]) -> Stated:
 
 
 def _least_bytes(plan: Plan, place: Place) -> int:
-    """What the place holds at its peak, whatever the timing: all that is there at the cut, or on the gpu what the
-    greediest moment needs."""
+    """The least bytes that the place holds at its peak, whatever the timing: those that it holds at the cut, or on the
+    gpu those that the moment with the largest need has, if they are more."""
     cut = sum(size for _, where, size in plan.buffers if where is place)
     cut += sum(plan.layout.payload_bytes(r.chunk, r.list) for r in plan.initial if r.chunk >= 0 and r.place is place)
     if place is not Place.GPU:
@@ -88,8 +88,8 @@ def not_checked(
     """One line per kind of thing that the plan states and that was not computed again.
 
     checked: names of figures and words that were computed.
-    why: name -> reason why it was not.
-    workload, machine: whether the plan was held against one.
+    why: name -> reason why the figure was not computed.
+    workload, machine: whether the plan was compared with one.
     """
     lines: list[str] = []
     rest: dict[str, list[str]] = {}

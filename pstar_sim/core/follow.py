@@ -3,9 +3,9 @@
 A step starts when its queue has come to it and every step that it waits for has ended. Nothing is decided here: order
 and waits are the program's, seconds are given.
 
-[Note: events at equal times] are handled in the order in which they were set off: the end of a step when the step
-began (or when its speed changed last), a queue that waits when the step that it waited for ended. A queue whose step
-ends goes on at once, before anything else that happens at that time.
+[Note: events at equal times] are handled in the order in which they were scheduled. The end of a step is scheduled when
+the step begins (or when its speed changes last); a waiting queue is scheduled when the step that it waits for ends. A
+queue whose step ends goes on at once, before anything else that happens at that time.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Times:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """What happened. The last of `iterations` is the one that counts; there may be events of later ones, cut off.
+    """Events of a run. The last of `iterations` is the one that counts; events of later iterations may follow, cut off
+    where the run ended.
 
     events: every start (2 * step) and end (2 * step + 1), in the order in which they happened.
     at_s: when each event happened.
@@ -123,7 +124,7 @@ def follow(
 class Deadlock(PlanError):
     """Every queue waits.
 
-    record: what happened before; None where it was not kept, as after pickling.
+    record: events before the deadlock; None where these were not kept, as after pickling.
     """
 
     def __init__(self, message: str, record: Record | None = None) -> None:
@@ -139,7 +140,7 @@ class _Sharer:
     demand: bytes per second that the step wants of DRAM.
     loss_before_s: seconds that DRAM had cost the run when the step began.
     speed: nominal seconds per second.
-    end: number of the end that was set off when the speed changed last; earlier ends are void.
+    end: number of the end that was scheduled when the speed changed last; earlier ends are void.
     """
 
     left_s: float
@@ -150,7 +151,7 @@ class _Sharer:
 
 
 class _Follower:
-    """One run. Events are (time, number in which it was set off, what, step): [Note: events at equal times]."""
+    """One run. Events are (time, number in the order of scheduling, what, step): [Note: events at equal times]."""
 
     def __init__(self, program: Program, costs: StepCosts, rates: Rates, *, jitter: bool, most: int) -> None:
         self.program, self.costs, self.rates = program, costs, rates
@@ -224,8 +225,8 @@ class _Follower:
         return record
 
     def _ends_all(self, i: int, most: int) -> bool:
-        """The last step of a queue has ended. Returns whether it has now ended `most` iterations; the run is over when
-        an iteration that all queues have ended is steady, or the last one."""
+        """The last step of a queue has ended. Returns whether the queue has now ended `most` iterations. The run is
+        over when all queues have ended an iteration that is steady, or the last iteration."""
         program, record, k = self.program, self.record, self.done[i]
         if program.queue_of[i] == program.compute:
             record.marks.append(len(record.events))
@@ -244,7 +245,7 @@ class _Follower:
         self._retime(now)
 
     def _leave(self, i: int, now: float) -> None:
-        """The step has done all its work; its end is set off behind the new ends of the others."""
+        """The step has done all its work; its end is scheduled behind the new ends of the others."""
         self._settle(now)
         self.record.dram_loss_s[self.done[i] + 1][i] = self.loss_s - self.sharing.pop(i).loss_before_s
         self._retime(now)
@@ -275,7 +276,8 @@ class _Follower:
 
 
 def deadlock(record: Record, at: dict[int, tuple[int, int]], done: Sequence[int]) -> Deadlock:
-    """Every queue waits: say for what. at: queue -> (step, iteration) at which it stands."""
+    """The error for a run in which every queue waits; it says what each waits for. at: queue -> (step, iteration) at
+    which it stands."""
     program, lines = record.program, []
     for q, (i, k) in sorted(at.items(), key=lambda item: program.queues[item[0]]):
         missing = [

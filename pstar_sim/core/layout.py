@@ -69,9 +69,10 @@ class Layout:
     """All chunks of a model, in order of first use; small chunks first.
 
     chunk_bytes: payload of the working list of a uniform chunk.
-    state_bytes: optimizer state lists, bytes an element.
-    ranks: how many equal slices each list is cut into, one per rank (1: every rank has it whole). Payloads are those of
-        one rank; with several ranks there are also the lists "remote" and "grad_remote", the slices of all others.
+    state_bytes: optimizer state lists, bytes per element.
+    ranks: number of equal slices that each list is cut into, one per rank (1: every rank has the whole list). Payloads
+        are those of one rank; with several ranks there are also the lists "remote" and "grad_remote", the slices of all
+        others.
     """
 
     chunk_bytes: int
@@ -132,7 +133,7 @@ class Layout:
         return (numel + unit - 1) // unit * ALIGN
 
     def whole_bytes(self, chunk: int) -> int:
-        """Bytes of the working list with the slices of all ranks: what a gather or a reduce-scatter is about."""
+        """Bytes of the working list with the slices of all ranks, which a gather or a reduce-scatter handles."""
         return self.payload_bytes(chunk, "param") * self.ranks
 
     def payload_bytes(self, chunk: int, list_name: str) -> int:
@@ -191,7 +192,7 @@ class _Item(NamedTuple):
 
 
 class _Class(NamedTuple):
-    """What tensors of one chunk have in common."""
+    """Properties that the tensors of a chunk share."""
 
     frozen: bool
     dtype: str
@@ -349,7 +350,8 @@ def _coarsest(total: int) -> int:
 
 
 def _candidates(prefixes: Mapping[_Class, NDArray[np.int64]], granule: int, total: int) -> list[int]:
-    """Multiples of the granule that some run of consecutive tensors just fills: others pack like a smaller one."""
+    """Multiples of the granule that some run of consecutive tensors just fills. Any other multiple packs like a smaller
+    one of these."""
     most = max(granule, total // WANTED_CHUNKS // granule * granule)
     sizes: set[int] = {most}
     for prefix in prefixes.values():
@@ -366,7 +368,7 @@ def _candidates(prefixes: Mapping[_Class, NDArray[np.int64]], granule: int, tota
 
 
 def _waste(classes: Mapping[_Class, Sequence[_Item]], size: int) -> float:
-    """Share of padding if chunks are that large, to 1e-3: less does not matter."""
+    """Share of padding if chunks are that large, exact to 1e-3."""
     used = held = 0
     for key, items in classes.items():
         used += sum(item.numel for item in items) * key.width
@@ -402,7 +404,7 @@ def _score(classes: Iterable[tuple[Sequence[int], Sequence[int], int]], size: in
 
 def _pack(items: Sequence[_Item], capacity: int) -> list[tuple[list[_Item], int]]:
     """Fill chunks of `capacity` elements in order. A larger tensor gets a chunk of its own size and leaves the open
-    chunk open; the last chunk is trimmed to what it holds. Returns (items, elements) a chunk."""
+    chunk open; the last chunk is trimmed to what it holds. Returns (items, elements) for each chunk."""
     capacity = _aligned(capacity)
     oversize = [([item], item.padded) for item in items if item.padded > capacity]
     rest = [item for item in items if item.padded <= capacity] if oversize else items
@@ -413,7 +415,8 @@ def _pack(items: Sequence[_Item], capacity: int) -> list[tuple[list[_Item], int]
 
 
 def _packed_numels(padded: Sequence[int], ends: Sequence[int], capacity: int) -> list[int]:
-    """Elements of each chunk that `_pack` makes of items of so many elements. ends: their running sum."""
+    """Elements of each chunk that `_pack` makes of items with these numbers of elements. ends: running sum of these
+    numbers."""
     capacity = _aligned(capacity)
     oversize = [numel for numel in padded if numel > capacity]
     if oversize:

@@ -36,7 +36,7 @@ class LayoutForm(Table, frozen=True, kw_only=True):
 
 
 def layout_of(form: LayoutForm) -> Layout:
-    """The layout that was written; `Layout.to_dict` is the reverse."""
+    """The layout that a file holds; `Layout.to_dict` is the reverse."""
     return Layout(
         chunk_bytes=form.chunk_bytes,
         chunks=tuple(

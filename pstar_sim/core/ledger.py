@@ -1,17 +1,17 @@
 """The ledger: who holds what in which place, in bytes.
 
 A payload is a list of a chunk at a place; it has a number, a size and a category. Three books are kept by the table
-EFFECTS in core/step.py. `Moves` books a whole run of a plan, whose steps are compiled once to entries about payloads:
-the simulator's. `Holdings` books steps that run one after the other: that of policies, while they write a plan.
-`Ledger` books one move at a time: the executor's. Numbers only: no memory, no clock.
+EFFECTS in core/step.py. `Moves` is the simulator's: it books a whole run of a plan, whose steps are compiled once to
+entries about payloads. `Holdings` is the policies': it books steps that run one after the other while a plan is
+written. `Ledger` is the executor's: it books one move at a time. Numbers only: no memory, no clock.
 
 [Note: categories] A payload counts as "param", "grad" or "states" by its list, with one exception: once the last
 gradient of a chunk has overwritten its working list in place, that payload (and its copies) counts as "grad" until an
-update turns it into parameters again or its room is given up. The sum over categories is not touched by this.
+update turns it into parameters again or its room is given up. The sum over categories stays the same.
 
 [Note: booked at once] Bytes do not decide when a step starts, so a whole run is booked after it happened. The entries
-of all events of a run, sorted by payload, say what was where before each of them: the last TAKE or FREE of the payload
-says whether it was there, the last entry that gave it a category says which.
+of all events of a run, sorted by payload, say where every payload was before each event: its last TAKE or FREE says
+whether it was there, and its last entry with a category says which category it had.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _category(list_name: str) -> int:
 
 
 def _spread(first: _Ints, counts: _Ints) -> _Ints:
-    """first, first + 1, ..., as many of each as counts say, one behind the other."""
+    """first, first + 1, ... one behind the other, each as often as `counts` says."""
     spread: _Ints = np.repeat(first - (np.cumsum(counts, dtype=counts.dtype) - counts), counts)
     spread += np.arange(len(spread), dtype=spread.dtype)
     return spread
@@ -125,7 +125,7 @@ class Changes:
     event: index into the events of the run.
     cell: place * WIDTH + category.
     size: bytes added; negative when freed.
-    held: per place, its bytes after each change.
+    held: per place, bytes that it holds after each change.
     """
 
     event: _Ints
@@ -173,7 +173,7 @@ class Moves:
                 raise self._over("between two iterations the plan holds", p, used)
 
     def _book_initial(self) -> list[int]:
-        """Payloads that are there at the cut; `cells` have their bytes then."""
+        """Book the payloads that are there at the cut, and add their bytes to `cells`."""
         plan = self.plan
         at_cut: defaultdict[tuple[str, Place], list[int]] = defaultdict(list)
         for r in plan.initial:
@@ -256,7 +256,7 @@ class Moves:
         rise, fall = map(np.array, tide_moves(self._tide))
 
         def about(what: int, moment: _Ints, chunk: _Ints, value: int, *, at_end: int) -> _Ints:
-            """An entry for each working list of these chunks at these moments."""
+            """Entries for each working list of these chunks at these moments, by column."""
             moment = np.repeat(moment, len(working))
             who = (chunk[:, np.newaxis] + working).ravel()
             return np.stack([2 * moment + at_end, np.full_like(who, what), who, np.full_like(who, value)])
@@ -306,8 +306,8 @@ class Moves:
 
     def book(self, events: Sequence[int]) -> Changes:
         """[Note: booked at once] events: in the order in which they happened, from the cut on. Raises PlanError for the
-        first step that takes what is there, frees what is not, needs what is absent, or brings a place over the plan's
-        budget."""
+        first step that takes a payload that is there already, frees or needs one that is absent, or brings a place over
+        the plan's budget."""
         run = np.array(events, dtype=np.int64)
         counts = self._first[run + 1] - self._first[run]
         event = np.repeat(np.arange(len(run), dtype=np.int32), counts)  # of each entry of the run
@@ -326,8 +326,8 @@ class Moves:
 
     def _changes(self, entry: _Ints) -> tuple[_Ints, _Ints, NDArray[Any], int | None]:
         """All changes of bytes in a run of these entries, as (entry, cell, bytes), and the first entry that contradicts
-        what is there (None without one). Arrays are sorted by payload; entries of one payload are in the order of the
-        run."""
+        what the place holds (None without one). Arrays are sorted by payload; entries of one payload are in the order
+        of the run."""
         home, size = self._home, self._size
         order = np.argsort(self._who[entry], kind="stable")
         which = entry[order]
@@ -459,7 +459,7 @@ class Holdings:
         )
 
     def run(self, step: Step) -> None:
-        """A step starts and ends."""
+        """Book a step that starts and ends."""
         taken, freed = self._of(step)
         if taken is not None or self._rises:
             self._take(step, taken)
@@ -467,11 +467,11 @@ class Holdings:
             self._free(step, freed)
 
     def begin(self, step: Step) -> None:
-        """A step starts: it takes."""
+        """Book the start of a step: it takes bytes."""
         self._take(step, self._of(step)[0])
 
     def end(self, step: Step) -> None:
-        """A step ends: it frees."""
+        """Book the end of a step: it frees bytes."""
         self._free(step, self._of(step)[1])
 
     def _take(self, step: Step, taken: _Listed | None) -> None:

@@ -2,8 +2,8 @@
 
 Embeds workload (by columns), machine, settings, layout and steps (their one-line text form, a line each), so that a
 plan can be checked, simulated, explained and run from its file alone, read by people, and compared with diff. A file
-that is truncated, foreign, newer or edited into nonsense meets one PlanError that names the file and the field or
-line; whether a plan that reads well is *correct* is the checker's business.
+that is truncated, foreign, newer or edited into nonsense raises one PlanError that names the file and the field or
+line. Whether a plan that can be read is *correct* is for the checker to say.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class PlanFile:
 
 
 def save_plan(plan: Plan, path: Path) -> None:
-    """Write atomically: the file is the old one or the new one, never half of it."""
+    """Write the plan's file atomically."""
     write_atomically(path, _to_json(plan))
 
 

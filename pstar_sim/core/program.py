@@ -25,7 +25,7 @@ class Program:
     order: steps of each queue, in the order in which the queue runs them.
     waits: of each step, (step, back) that have to end first, in this iteration (back 0) or the one before (back 1).
     copies: whether the step crosses the link between host and gpu.
-    lanes: what a wait for the step is put down to: the name of its queue, or "barrier".
+    lanes: cause under which a wait for the step is counted: the name of its queue, or "barrier".
     compute: the compute queue.
     """
 
@@ -90,8 +90,8 @@ class Program:
 
     def missing(self, i: int, iteration: int, done: Sequence[int]) -> list[tuple[int, int]]:
         """[Note: readiness] Step i may start in an iteration when each (step, back) that it waits for has ended in the
-        iteration `back` before it; those that have not. done: of each step, the last iteration in which it ended, -1
-        before the first."""
+        iteration `back` before it; Returns the pairs that have not. done: for each step, the last iteration in which it
+        ended, -1 before the first."""
         return [(j, back) for j, back in self.waits[i] if done[j] < iteration - back]
 
     def backs(self, i: int, j: int) -> int:

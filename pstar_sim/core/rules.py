@@ -1,4 +1,4 @@
-"""The rules by which queues work beside each other, each once: rates that are shared, and when a run is steady.
+"""The rules by which queues work beside each other: shared rates, and when a run is steady.
 
 [Note: shared rates] A copy or a CPU Adam running alone progresses at speed 1 (nominal seconds per second). Two things
 slow it down. On a half-duplex link, h2d and d2h running together get half of the link each. And when all steps that
@@ -11,13 +11,13 @@ describe shortage of the same things, so the lower of the two speeds holds. Spee
 something begins or ends.
 
 [Note: when an iteration is steady] The next iteration depends on the last one only through the times at which its steps
-ended. So iteration k is steady when every step ended the same time after its namesake of k-1 as every other step (to
-1e-9 of the period): from there on the plan repeats for ever with that period. An equal distance between the last
+ended. So iteration k is steady when the time between a step's end in k-1 and its end in k is the same for every step
+(to 1e-9 of the period). From there on the plan repeats for ever with that period. An equal distance between the last
 compute steps of the iterations would not do: a CPU Adam that falls behind a little each iteration would hide in it. A
 plan that is still not steady after the last iteration (such a backlog, or jitter) is given the pace of its slowest
-queue over the later half of the run: that is the pace the others fall into once the slack is used up.
-While a schedule is being chosen, the steps of a window may still change places; there two successive windows have to
-hold every step once and to take equally long (`agree`).
+queue over the later half of the run: the other queues have that pace, too, once the slack is used up. While a schedule
+is being chosen, the steps of a window may still change places; there two successive windows have to hold every step
+once and to take equally long (`agree`).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepCosts:
-    """What each step of a program takes.
+    """Seconds and traffic of each step of a program.
 
     seconds: nominal, running alone.
     dram_bytes: bytes through host DRAM.
-    duty: part of the seconds in which the step keeps busy what it shares, 0 to 1.
+    duty: share of the seconds in which the step keeps the shared resources busy, 0 to 1.
     """
 
     seconds: Sequence[float]
@@ -63,8 +63,8 @@ class Rates:
     slowdowns: Mapping[str, float] = field(default_factory=dict)
 
     def may_be_short(self, queue_of: Sequence[int], costs: StepCosts, *, jitter: bool = False) -> bool:
-        """Whether anything could ever be short, so that shared rates have to be followed at all. queue_of: of each
-        step. jitter: whether steps may take other seconds than those."""
+        """Whether any shared resource could be short; otherwise shared rates need not be followed. queue_of: queue of
+        each step. jitter: whether steps may take other seconds than given."""
         if not self.duplex or self.slowdowns:
             return True
         most = [0.0] * (1 + max(queue_of, default=0))
@@ -86,8 +86,9 @@ class Rates:
     def speeds(
         self, queues: Sequence[str], demands: Sequence[float], copies: Sequence[bool], duty: Sequence[float]
     ) -> tuple[list[float], float]:
-        """Speed of each of the steps that share something now, and the share of DRAM that each gets. Of each: the name
-        of its queue, bytes per second it wants of DRAM, whether it crosses the link, its duty."""
+        """Speed of each of the steps that share something now, and the share of DRAM that each gets. queues, demands,
+        copies, duty: for each step the name of its queue, the bytes per second that it wants of DRAM, whether it
+        crosses the link, and its duty."""
         if self.duplex and not self.slowdowns:  # all alike
             share = self.share_of_dram(sum(demands))
             return [share] * len(demands), share
@@ -109,7 +110,7 @@ class Rates:
 
 
 def is_steady(ended: NDArray[np.float64], before: NDArray[np.float64]) -> bool:
-    """Whether all steps ended equally long after their namesakes of the iteration before."""
+    """Whether the time between a step's end and its end in the iteration before is the same for all steps."""
     shift = ended - before
     return bool(shift.max() - shift.min() <= TOLERANCE * shift.max())
 

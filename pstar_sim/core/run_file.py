@@ -1,4 +1,4 @@
-"""What a run leaves: the timeline that was predicted and the one that was measured, side by side in one file."""
+"""The file of a run: the predicted timeline and the measured one, side by side."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BOTH = ("predicted", "measured")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunTimelines:
-    """Both of one plan, in the same schema: steps and bytes are equal, seconds are what is compared."""
+    """Both timelines of one plan, in the same schema: steps and bytes are equal, seconds can be compared."""
 
     predicted: Timeline
     measured: Timeline
@@ -43,7 +43,8 @@ def load_run(path: str | Path) -> RunTimelines:
 
 
 def load_timelines(path: str | Path) -> dict[str, Timeline]:
-    """The timelines of a file: "predicted" and "measured" of a run's, the one of a timeline's own by its source.
+    """The timelines of a file by name: "predicted" and "measured" of a run file; the one of a timeline file under its
+    source.
 
     Raises TraceError naming the file and the field that is wrong.
     """

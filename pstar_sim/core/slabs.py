@@ -1,7 +1,7 @@
 """Slabs: where each host payload of a plan lies, in power-of-two pieces of host memory that are pinned once.
 
 The pinned allocator rounds every request up to a power of two (1.78 times the size was seen), so payloads are carved
-from a few slabs that are powers of two themselves. What a plan needs of the host is the sum of its slabs, not that of
+from a few slabs that are powers of two themselves. So a plan needs the sum of its slabs from the host, not the sum of
 its payloads. The executor allocates by this rule and capacity planning reckons with it. Knows no torch and no device.
 """
 
@@ -127,6 +127,6 @@ def host_payloads(plan: Plan) -> dict[tuple[int, str], int]:
 
 
 def host_room(plan: Plan) -> HostRoom:
-    """Slabs for every host payload the plan ever takes. Permanent ones and passing ones each have their place, so that
-    no order of the queues can run out of addresses."""
+    """Slabs for every host payload the plan ever takes. Permanent payloads and passing ones each have an address of
+    their own, so that every order of the queues finds room."""
     return pack_slabs(host_payloads(plan).items())

@@ -1,29 +1,30 @@
 """Step: one action of a plan on one queue, and its one-line text form.
 
 [Note: what a step does to memory] The table EFFECTS says it; simulator, ledger, slabs, policies and executor follow the
-table. What a step reads has to be there when the step starts. What it takes it takes when it starts, what it frees it
-frees when it ends. The table leaves out three things:
+table. Lists that a step reads have to be there when the step starts. A step takes bytes when it starts and frees bytes
+when it ends. The table leaves out three things:
 
 - Moments: a compute step needs its chunks on the gpu, takes the tide's rise when it starts and frees the tide's fall
   when it ends.
-- Contents: alloc zeroes what it takes; a copy (fetch, writeback, nvme_read, nvme_write) leaves there what it read;
-  cpu_add adds the gradient to grad32 (with list=param the last gradient, which lies in the host's working list and
-  stays there); cpu_adam and gpu_adam read the states as well and leave updated parameters in the working list; after
-  gather the chunk is whole on this gpu, after reduce_scatter the own slice is the reduced gradient.
-- Stashes: what a block's forward left behind is not a list of a chunk. Its bytes on the gpu are part of the tide, its
-room
+- Contents: alloc zeroes what it takes; a copy (fetch, writeback, nvme_read, nvme_write) leaves in its target the
+  contents that it read; cpu_add adds the gradient to grad32 (with list=param the last gradient, which lies in the
+  host's working list and stays there); cpu_adam and gpu_adam read the states as well and leave updated parameters in
+  the working list; after gather the chunk is whole on this gpu, after reduce_scatter the own slice is the reduced
+  gradient.
+- Stashes: a stash, which a block's forward left behind, is not a list of a chunk. Its bytes on the gpu are part of the
+tide, its room
   on the host is a buffer of the plan that is held throughout. [Note: stashes] in workload/workload.py.
 
 [Note: several ranks] Every rank runs the same program. With Layout.ranks = P > 1 a list of a chunk is this rank's own
 slice of it, 1/P; "remote" (beside "param") and "grad_remote" (beside "grad") are the slices of all others. A chunk is
-read, and its gradient arrives, whole: in "param" and "remote" (in place, in the last micro-batch) or in "grad" and
-"grad_remote". gather list=remote brings the others' parameters (each rank's own slice has to be current), and
-reduce_scatter list=remote or list=grad_remote, once the gradient is complete, leaves the sum over all ranks in the own
-slice; where the chunk has grad32 on the gpu, a reduced grad_remote is added to it as well. Nothing but a gather, a
-reduce_scatter, a drop or a free touches "remote" and "grad_remote" beside the moments themselves. With
-Layout.ranks = 1 on a machine of several ranks everything is whole on every rank (replicated), and a complete gradient
-is made the sum over all by reduce_scatter and then gather of the list it lies in ("param", "grad" or "grad32"), which
-stays where it is.
+read as a whole, and its gradient arrives as a whole: in "param" and "remote" (in place, in the last micro-batch) or in
+"grad" and "grad_remote". gather list=remote brings the others' parameters (each rank's own slice has to be current),
+and reduce_scatter list=remote or list=grad_remote, once the gradient is complete, leaves the sum over all ranks in the
+own slice; where the chunk has grad32 on the gpu, a reduced grad_remote is added to it as well. Nothing but a gather, a
+reduce_scatter, a drop or a free touches "remote" and "grad_remote" beside the moments themselves. With Layout.ranks = 1
+on a machine of several ranks everything is whole on every rank (replicated), and a complete gradient is made the sum
+over all by reduce_scatter and then gather of the list it lies in ("param", "grad" or "grad32"), which stays where it
+is.
 
 The tide: before moment m the gpu holds peak(m-1) of non-model bytes, in moment m it holds peak(m). A rise
 (peak(m) > peak(m-1)) is taken when m starts, a fall when m-1 ends; the moment before the first one is the last one
@@ -127,9 +128,10 @@ class Touch:
 
     place: where; None for the step's own place.
     list: which; None for the step's own list.
-    lenient: to take what is there already, or to free what is not there, does nothing; else it is an error.
-    only: the step does so for these lists of its own; None for all.
-    but: the step does not do so for this list of its own; None for none.
+    lenient: taking a list that is there already, or freeing one that is not there, does nothing; otherwise it is an
+        error.
+    only: the effect holds only where the step's list is one of these; None for all lists.
+    but: the effect does not hold where the step's list is this one; None for no exception.
     """
 
     place: Place | None
@@ -197,7 +199,7 @@ class Step:
     """One action.
 
     bytes: see the module's docstring.
-    chunk, list, place: what the step is about; place of an alloc or a free alone.
+    chunk, list, place: of the payload that the step handles; only an alloc or a free has a place.
     moment: of compute, which moment it is; of fetch, the first use; of writeback and Adam, the last gradient; of
         stash_out and stash_in, the moment that makes or needs the stash.
     after: steps that have to end first.

@@ -1,4 +1,4 @@
-"""Timeline: what happened (or is predicted to happen), one schema for simulator and executor.
+"""Timeline: the steps and bytes of a run, measured or predicted. Simulator and executor share the schema.
 
 Spans of steps on queues, and bytes per place and category over time. Knows no plan and no machine; frames and
 pictures are made on demand, so that importing this imports neither pandas nor matplotlib.
@@ -39,12 +39,12 @@ class Span:
     """One step of one iteration.
 
     step: id of the step.
-    iteration: which of the iterations that were played.
+    iteration: number of the iteration, among those that were played.
     queue: the queue it ran on.
     kind: what it does.
-    chunk: the chunk it is about, None for none.
-    moment: the moment that it computes or belongs to, None for none.
-    bytes: what it moves.
+    chunk: the chunk that it handles; None without one.
+    moment: the moment that it computes or belongs to; None without one.
+    bytes: bytes that it moves.
     ready_s: when the queue came to the step, which then waited until start_s.
     start_s: when it began.
     end_s: when it ended.
@@ -69,10 +69,10 @@ class Span:
 class ByteSample:
     """How many bytes of one category lie in one place, until the next sample of the same place and category.
 
-    time_s: from when on.
+    time_s: time from which the bytes lie there.
     place: where they lie.
     category: "non-model", "param", "grad", "states" or "buffer".
-    bytes: how many.
+    bytes: number of bytes.
     """
 
     time_s: float
@@ -95,7 +95,7 @@ class RowsByColumn(Generic[_Row]):
         columns: Callable[[], Mapping[str, list[Any]]],
         rows: tuple[_Row, ...] | None = None,
     ) -> None:
-        """columns: makes them. rows: where they are there already."""
+        """columns: function that makes the columns. rows: the rows, where they exist already."""
         self._cls = cls
         self._make: Callable[[], Mapping[str, list[Any]]] | None = columns
         self._columns: Mapping[str, list[Any]] = {}
@@ -138,10 +138,10 @@ class _RowsField(Generic[_Row]):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Timeline:
-    """What a plan's steps and bytes did.
+    """When each step of a plan ran, and where its bytes lay.
 
     source: "simulated" or "measured".
-    iterations: how many `spans` cover; the last of them is the steady one.
+    iterations: number of iterations that `spans` cover; the last of them is the steady one.
     iteration_s: period of the steady iteration.
     spans: when each step ran.
     samples: bytes in the steady iteration, times relative to its start.

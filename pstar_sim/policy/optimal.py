@@ -1,13 +1,14 @@
-"""optimal: what the search finds (family/searched.py) or another policy, if that is faster; to 0.01 % as fast as any.
+"""optimal: the plan that the search finds (family/searched.py), or that of another policy if it is faster; to 0.01 % as
+fast as any policy.
 
-What was found is followed beside the plans of the other policies, and the fastest is taken: under this name, and
-`choices` say whose it is.
+The plan found and the plans of the other policies are followed, and the fastest is taken. It has the name `optimal`;
+`choices` name the policy that made it.
 
 [Note: what is left] The largest gaps to the fluid bound (benchmarks/optimal.py) are those of short iterations in which
-compute, both ways of the link and CPU Adam are all busy for nearly all of the time. They are the plan's, as far as is
-known, not the bound's: a longer search still finds faster plans there, and the closed form with a plan's own numbers of
-pinned and streamed parameters put in is within 2 % of that plan (of Llama-3-8B and Qwen2.5-7B on an H100: 3 to 5 %). Of
-the latter, at 0.6 s an iteration, one tensor alone is 6 % of it by CPU Adam.
+compute, both ways of the link and CPU Adam are all busy for nearly all of the time. As far as is known, the plan causes
+these gaps and not the bound: a longer search still finds faster plans there, and the closed form with a plan's own
+numbers of pinned and streamed parameters put in is within 2 % of that plan (of Llama-3-8B and Qwen2.5-7B on an H100: 3
+to 5 %). For Qwen2.5-7B, at 0.6 s per iteration, the CPU Adam of one tensor alone takes 6 % of the iteration.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ CAPABILITIES = Capabilities(point=Point(streams=True), tries_others=True)
 @without_garbage_collection()
 def optimal(workload: Workload, machine: Machine, settings: Settings, **changes: Unpack[Coordinates]) -> Plan:
     """The fastest plan this project knows how to make. changes: coordinates of another point; with any, the other
-    policies are left out of it.
+    policies are left out.
 
     Raises DoesNotFit, with what its own modes would need, where no policy fits.
     """
@@ -99,7 +100,7 @@ def _others(
 
 
 def _from_disks(workload: Workload, machine: Machine, settings: Settings) -> Iterator[SearchResult]:
-    """Plans with lists on the disks: for what fits nowhere else."""
+    """Plans with lists on the disks, for jobs that fit nowhere else."""
     for name, policy in _rivals().items():
         for options in capabilities_of(policy).from_disks:
             try:

@@ -73,7 +73,7 @@ def is_built_in(policy: Policy) -> bool:
 
 
 def can(policy: str | Policy) -> Capabilities:
-    """What a policy can do beside making a plan, by its spec or itself. Raises as `find_policy`."""
+    """Capabilities of a policy, which is given by its spec or itself. Raises as `find_policy`."""
     return capabilities_of(find_policy(policy) if isinstance(policy, str) else policy)
 
 
@@ -107,7 +107,7 @@ def find_policy(spec: str) -> Policy:
 
 
 def policy_name(spec: str | Policy) -> str:
-    """What a policy is called: the spec normalised, or the function's own name. Raises as `find_policy`."""
+    """Name of a policy: the normalised spec, or the function's own name. Raises as `find_policy`."""
     if not isinstance(spec, str):
         return str(getattr(spec, "__name__", type(spec).__name__))
     policy = find_policy(spec)

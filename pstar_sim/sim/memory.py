@@ -1,7 +1,7 @@
 """Bytes at each place over the iteration that counts, as the ledger books them.
 
-Kept apart from the checker on purpose: this follows one interleaving as it happened and refuses the first thing that
-went wrong; it proves nothing about the others.
+Kept apart from the checker on purpose: this follows one interleaving as it happened and refuses the first illegal
+change; it proves nothing about other interleavings.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Held:
 
 
 def held(moves: Moves, record: Record) -> Held:
-    """The bytes of the record's last iteration. Raises PlanError for the first thing that went wrong in any."""
+    """The bytes of the record's last iteration. Raises PlanError for the first illegal change of any iteration."""
     changes = moves.book(record.events)
     last = record.iterations - 1
     low, high = np.searchsorted(changes.event, record.marks[last - 1 : last + 1])

@@ -1,14 +1,14 @@
-"""timeline: what a record of a run says, in the schema that simulator and executor share.
+"""timeline: the record of a run, in the schema that simulator and executor share.
 
 [Note: where an iteration begins] Iteration k lasts from the end of the last step of the compute queue of k-1 to that
 of k. Samples, peaks and stalls are those of this window, and of the compute steps in it.
 
 [Note: stall causes] While the compute queue waits, the chain of steps that it waits for is followed backwards in
-time: the step that ended last, before it the step that one waited for (or followed on its queue), and so on until the
-wait began. Every second of the wait belongs to the step of the chain running then and is put down to its queue: "h2d",
-"d2h", "adam". A fetch that itself waited for CPU Adam thus blames Adam for that part and the link for its own. Adam
-held back by the barrier (it names the optimizer step in `after`, or follows one that does) is "barrier"; the part of a
-copy or an Adam by which short DRAM bandwidth stretched it is "dram". A span carries the cause with the most seconds.
+time: the step that ended last, before it the step that this step waited for (or followed on its queue), and so on until
+the wait began. Every second of the wait counts for the queue of the chain's step that ran then: "h2d", "d2h", "adam". A
+fetch that itself waited for CPU Adam thus blames Adam for that part and the link for its own. Adam held back by the
+barrier (it names the optimizer step in `after`, or follows one that does) is "barrier"; the part of a copy or an Adam
+by which short DRAM bandwidth stretched it is "dram". A span carries the cause with the most seconds.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _spans(plan: Plan, record: Record, waits: _Waits) -> dict[str, list[Any]]:
 
 
 class _Waits:
-    """What the steps of a record waited for: [Note: stall causes]."""
+    """Causes of the waits in a record: [Note: stall causes]."""
 
     def __init__(self, record: Record) -> None:
         times = record.times

@@ -1,8 +1,8 @@
 """play(plan): the plan followed on its machine until two successive iterations agree, bytes and seconds of every step.
 
-One rank, and equal ones, of which one stands for all, are followed by core/follow.py (one.py); ranks that differ, or
-that are simulated one by one, meet in SimPy (ranks.py). Nothing is decided here: order and waits are the plan's,
-seconds are the cost model's.
+core/follow.py (one.py) follows a single rank, or one rank that stands for all equal ones. SimPy (ranks.py) simulates
+ranks that differ, and ranks one by one. Nothing is decided here: order and waits are the plan's, seconds are the cost
+model's.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def play(
 
     cost: by default that of the plan's own workload, machine and layout. On a machine of several ranks equal ones are
         simulated once (ranks.py).
-    every_rank: all of them, one by one.
-    workloads: each rank's own, where they are not the plan's.
+    every_rank: simulate all ranks, one by one.
+    workloads: each rank's own workload, where it is not the plan's.
 
     Raises PlanError, naming the step, for a plan that deadlocks, goes over a budget, or whose steps contradict each
     other. Equal arguments give equal timelines.

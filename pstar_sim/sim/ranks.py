@@ -4,14 +4,14 @@ Collectives are a rendezvous: each starts on all ranks when the last rank has co
 ranks of a node share host DRAM and PCIe switches with whatever runs on the node at the time.
 
 [Note: representative ranks] Ranks with the same GPU, link and workload, in nodes and on PCIe switches of the same
-make-up, do the same at the same time, so one of each such class is simulated and counts for as many as there are. If
-all ranks are of one class they also always share evenly, so one rank with its part of DRAM and switch is all there is
-to simulate. `every_rank` simulates each rank by itself; tests hold the two against each other.
+make-up, do the same at the same time. So one rank of each such class is simulated and counts for all of its class. If
+all ranks are of one class, they also always share evenly; then one rank with its part of DRAM and switch is simulated.
+`every_rank` simulates each rank by itself; tests hold the two against each other.
 
-[Note: PCIe switches] What all copies of one direction through a switch want together may be more than it passes. Then
-it is divided max-min fairly: no copy gets less than another that wants more. A copy's fixed part (latency) is not
-stretched by it, its bytes are. What a calibrated machine measured of queues slowing each other down
-(`Machine.slowdowns`) is followed where all ranks are of one class; where they differ, only DRAM and links are shared.
+[Note: PCIe switches] All copies of one direction through a switch may together want more bytes per second than the
+switch passes. Then it is divided max-min fairly: no copy gets less than another that wants more. A shared switch
+stretches the time of a copy's bytes, not its latency. The measured factors by which queues slow each other down
+(`Machine.slowdowns`) hold where all ranks are of one class; where they differ, only DRAM and links are shared.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _check_workloads(plan: Plan, workloads: Sequence[Workload]) -> None:
 
 
 def _one_rank(machine: Machine) -> Machine:
-    """What one of equal ranks has of the machine while all do the same."""
+    """The part of the machine that one of several equal ranks has while all do the same."""
     local = machine.local_ranks
     host = replace(machine.host, dram_bytes_per_s=machine.host.dram_bytes_per_s / local)
     rank = replace(machine.ranks[0], link=expected_link(machine), batch_share=1.0)
@@ -197,7 +197,7 @@ class _Simulation:
         self.runs.append(run)
 
     def meet(self, i: int, k: int, duration: float, event: simpy.Event) -> None:
-        """The last to come sets all going, for as long as the slowest takes."""
+        """The last rank to come starts the collective on all ranks; it lasts as long as the slowest rank takes."""
         waiting = self._waiting[i, k]
         waiting.append((event, duration))
         if len(waiting) == len(self.runs):
@@ -340,8 +340,8 @@ class _Node:
     """What runs on the ranks of one node, and how fast: [Note: shared rates] of core/rules.py for all of them together,
     and [Note: PCIe switches].
 
-    dram_loss_s: integral over time of (1 - DRAM share), which tells how much of any interval was lost to DRAM being
-        short.
+    dram_loss_s: integral over time of (1 - DRAM share), from which the seconds lost to short DRAM in any interval
+        follow.
     """
 
     def __init__(self, env: simpy.Environment, dram_bytes_per_s: float, root_bytes_per_s: float | None) -> None:

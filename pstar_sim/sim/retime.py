@@ -1,9 +1,9 @@
 """retime: how long the plan's iterations take in the simulator, given the seconds that each step took in a run.
 
-A prediction that was missed has two possible reasons: the steps did not last what the cost model said, or the queues
-did not work together as the simulator thinks. Steps of the simulated iteration k last exactly what those of the run's
-iteration k lasted, so only the second reason is left in the result. What queues cost each other by sharing a link or
-host memory is in the measured seconds already and is not modelled again.
+A wrong prediction has two possible reasons: the steps did not last what the cost model said, or the queues did not work
+together as the simulator thinks. Steps of the simulated iteration k last exactly what those of the run's iteration k
+lasted, so only the second reason is left in the result. What queues cost each other by sharing a link or host memory is
+in the measured seconds already and is not modelled again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ __all__ = ["retime"]
 
 
 class _OneSecond(CostModel):
-    """Every step lasts one second, and shares nothing: the factors of `play`'s jitter are then seconds."""
+    """A cost model in which every step lasts one second and shares nothing; the factors of `play`'s jitter are then
+    seconds."""
 
     def seconds(self, step: Step) -> float:
         return 1.0
@@ -35,8 +36,8 @@ class _OneSecond(CostModel):
 def retime(plan: Plan, measured: Timeline) -> float:
     """Median seconds per iteration of the plan, simulated with the seconds of the measured steps.
 
-    The first of several iterations, which follows on nothing, does not count. Raises PlanError where `measured` has not
-    every step of the plan in each of its iterations, or where the plan's ranks differ (each has steps of its own).
+    The first of several iterations does not count, because no iteration precedes it. Raises PlanError where `measured`
+    lacks a step of the plan in one of its iterations, or where the plan's ranks differ (each has steps of its own).
     """
     took_s = {(span.step, span.iteration): span.end_s - span.start_s for span in measured.spans}
     last = measured.iterations - 1

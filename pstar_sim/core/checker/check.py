@@ -43,8 +43,8 @@ def check_plan(plan: Plan, workload: Workload | None = None, machine: Machine | 
 
 
 def prove(plan: Plan) -> CheckReport:
-    """That every legal interleaving of the steps is correct and within budgets that the plan's machine has. Raises
-    PlanError with the first violation, naming steps, moment and bytes."""
+    """Prove that every legal interleaving of the steps is correct and within budgets that the plan's machine has.
+    Raises PlanError with the first violation, naming steps, moment and bytes."""
     check_fields(plan)
     check_budgets(plan, plan.machine)
     order = check_structure(plan)

@@ -1,4 +1,4 @@
-"""The checker's part about order: that there is one in which every step can run."""
+"""The checker's part about order: there is an order in which every step can run."""
 
 from __future__ import annotations
 

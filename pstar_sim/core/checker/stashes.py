@@ -2,10 +2,11 @@
 
 [Note: stashes] in workload/workload.py says what has to wait for what; with these four edges the gpu holds a stash only
 while the tide counts it, so the proof of the budget (worst_case.py) need not know of stashes at all. (That a stash is
-out before it comes back follows: `gone` is before `back` on the compute queue.) The room on the host is a buffer of the
-plan's, held throughout, and there is one of it. Blocks have a room each, and two stashes of one block cannot want it at
-once: micro-batches follow one another (check_workload), so the moment that needs the last one is before the one that
-makes the next one on the compute queue, and the former waited for it to come back. Shares no code with the policies.
+out before it comes back follows: `gone` is before `back` on the compute queue.) The plan has one buffer on the host for
+stashes, which it holds throughout. Each block has room for one stash in it. Two stashes of one block cannot need that
+room at once: micro-batches follow one another (check_workload), so on the compute queue the moment that needs the
+earlier stash comes before the moment that makes the later one, and it has waited for the earlier stash to come back.
+Shares no code with the policies.
 """
 
 from __future__ import annotations

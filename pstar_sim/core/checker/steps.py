@@ -1,4 +1,4 @@
-"""The checker's part about structure: everything that can be said of steps one by one, and that they have an order."""
+"""The checker's part about structure: everything that can be checked step by step, and that the steps have an order."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _check_chunk(plan: Plan, step: Step) -> None:
 
 
 def _payload(plan: Plan, step: Step) -> int:
-    """Bytes of the list that a step is about. Raises PlanError where the step names none, or one that is unknown."""
+    """Bytes of the step's list. Raises PlanError where the step names no list, or an unknown one."""
     assert step.chunk is not None
     if step.list is None:
         raise PlanError(f"{label(step)} needs list=")
@@ -191,7 +191,7 @@ _ADAM_OF = {"cpu": Kind.CPU_ADAM, "pin": Kind.GPU_ADAM, "stream": Kind.GPU_ADAM}
 
 
 def _check_updates(plan: Plan) -> None:
-    """Every chunk with a gradient has one Adam an iteration, no other chunk has one."""
+    """Every chunk with a gradient has one Adam per iteration, no other chunk has one."""
     trained = {plan.layout.chunk_of[t]: m for m, row in enumerate(plan.workload.gradients) for t in row}  # the last one
     done: dict[int, Step] = {}
     for step in plan.steps:

@@ -1,5 +1,5 @@
-"""Plays an unrolled plan once, in a legal order, with a check for races: is what each step needs there, and does it
-say what it should? For the checker alone: shares no code with the policies, the ledger or core/effects.py.
+"""Plays an unrolled plan once, in a legal order, with a check for races: does each step find the lists that it needs,
+with the right contents? For the checker alone: shares no code with the policies, the ledger or core/effects.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Walk"]
 
 @dataclass(slots=True)
 class _Content:
-    """What a list says.
+    """Contents of a list.
 
     version: updates applied (parameters, states), iteration (gradients).
     marks: (micro-batch, tensor) of each gradient in it; in the working list these tensors are no longer parameters.
@@ -49,7 +49,7 @@ class Walk:
     """Plays all unrolled iterations in one legal order. An instance is a step in one of these iterations.
 
     takes, frees: instance -> (place, bytes).
-    content: what each list says that is somewhere now; None for one that nothing has filled.
+    content: list that is somewhere now -> its contents; None for a list that nothing has filled.
     last_change: list -> the latest instance that changed it.
     looks: list -> queue -> the latest instance that read it since.
     finals: moment -> tensors whose gradient becomes final in it.
@@ -92,7 +92,7 @@ class Walk:
         self._fall = [max(0, peak - peaks[(m + 1) % len(peaks)]) for m, peak in enumerate(peaks)]
 
     def _targets(self) -> dict[tuple[int, int], str]:
-        """(chunk, micro-batch) -> the list on the gpu in which the gradients arrive."""
+        """(chunk, micro-batch) -> list on the gpu in which the chunk's gradients of the micro-batch arrive."""
         allocs: dict[int, int] = {}
         for step in self.plan.steps:
             if step.kind is Kind.ALLOC and step.list == "grad" and step.place is Place.GPU:
@@ -178,8 +178,8 @@ class Walk:
                 )
 
     def _check_nothing_lost(self, iteration: int) -> None:
-        """The parameters of each chunk are somewhere at the cut, as they are after iteration `iteration`, also those
-        that no moment reads, which only a checkpoint would miss."""
+        """At the cut after iteration `iteration`, some place holds the current parameters of each chunk, also of chunks
+        that no moment reads and that only a checkpoint would miss."""
         for chunk in range(len(self.plan.layout.chunks)):
             wanted = iteration + 1 if chunk in self.expected else 0
             held = (self.content.get((chunk, "param", place)) for place in Place)
@@ -322,7 +322,7 @@ class Walk:
             raise PlanError(f"{label(step)} gives up gradients that no reduce_scatter has summed over the ranks")
 
     def _check_not_lost(self, step: Step, key: _Key, content: _Content) -> None:
-        """Check that what a step gives up is somewhere else too, or that something newer is."""
+        """Check that the contents that a step gives up, or newer ones, are in another place, too."""
         for place in Place:
             other = self.content.get((key[0], key[1], place))
             if other is None:
@@ -347,7 +347,8 @@ class Walk:
         self.content[target] = content.copy()
 
     def _gather(self, s: int, k: int, step: Step) -> None:
-        """Sliced: the others' parameters come. Replicated: the other slices of a gradient's sum come."""
+        """Sliced layout: the parameters of the other ranks come. Replicated layout: the other slices of a gradient's
+        sum come."""
         assert step.chunk is not None and step.list is not None
         target = (step.chunk, step.list, Place.GPU)
         if not self.sliced:
@@ -413,7 +414,7 @@ class Walk:
         return held
 
     def _only_ours(self, content: _Content) -> bool:
-        """Whether its gradients are this rank's own, not (wholly) the sum over all."""
+        """Whether the list holds gradients of this rank that are not yet wholly summed over all ranks."""
         return self.ranks > 1 and bool(content.marks) and content.summed != "yes"
 
     def _add(self, s: int, k: int, step: Step) -> None:
@@ -485,7 +486,8 @@ class Walk:
         return found
 
     def _check_norm(self, k: int, step: Step, place: Place, found: set[tuple[int, int]]) -> None:
-        """The norm is that of the sums on the host, where these are kept there: each gradient is in them."""
+        """Where the host keeps the sums of gradients, the norm is that of these sums: check that they contain each
+        gradient."""
         assert step.chunk is not None
         on_host = (step.chunk, "grad32", Place.HOST)
         summed = place is Place.HOST or on_host in self.content

@@ -82,8 +82,8 @@ def _frees(program: Unrolled, walk: Walk, place: Place) -> list[list[tuple[int, 
 
 
 def _moment_at(plan: Plan, program: Unrolled, running: list[int], done: list[int]) -> int:
-    """The moment under way, or the last one before, when these instances run and so many of each queue's steps have
-    ended; -1 if there is none."""
+    """The moment under way, or the last one before, when these instances run and these numbers of steps have ended on
+    the queues; -1 if there is none."""
     clock = [i for i in range(program.count) if program.queues[program.queue_of[i]] is Queue.COMPUTE]
     compute = program.queue_of[clock[0]]
     ahead = [program.sequence(s) for s in running if program.queue_of[s % program.count] == compute]
@@ -162,8 +162,9 @@ def _min_cut(
     """(maximum flow, nodes on the source's side of a minimum cut), exact for 64-bit capacities.
 
     scipy's solver counts in 32 bits. So: solve in units of a power of two, rounded down; that flow is legal, and short
-    of the maximum by less than a unit for each edge of the residual graph. What is left is another flow, in what the
-    first one leaves over, where no capacity above that bound matters; and so on, until the unit is a byte.
+    of the maximum by less than a unit for each edge of the residual graph. The rest of the maximum is a flow in the
+    residual graph, in which no capacity above that bound matters. It is found in smaller units in the same way, until
+    the unit is a byte.
     """
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow

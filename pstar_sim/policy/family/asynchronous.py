@@ -1,8 +1,8 @@
 """The asynchronous policies: chunks come ahead of time, gradients leave at once, CPU Adam runs in deadline order.
 
-tide, static_partition and optimal are points of one space (points.py). Chunks that are used first are pinned, as many
-as a closed form and then `choose` find best (attempt.py). The window that `choose` found fixes the order on each queue
-and the memory edges (passes/write_plan.py).
+tide, static_partition and optimal are points of one space (points.py). Chunks that are used first are pinned, in the
+number that a closed form and then `choose` find best (attempt.py). The window that `choose` found fixes the order on
+each queue and the memory edges (passes/write_plan.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _fastest(attempts: Sequence[Attempt]) -> Attempt:
 
 @dataclass(frozen=True)
 class _Rival:
-    """What static_partition chose in a job: how many pins, room for gradients on their way or not, bytes fetched."""
+    """The choice of static_partition in a job. linger: whether gradients on their way have room."""
 
     machine: Machine
     settings: Settings
@@ -85,8 +85,9 @@ class Asynchronous:
         return self._emit(chosen, attempts, most, bound_s)
 
     def _search(self, best: int, most: int, bound_s: float) -> list[Attempt]:
-        """Attempts: the closed form's number of pins, none, all; its neighbours if what `choose` finds stays behind the
-        closed form. Raises DoesNotFit if the host has no room for what is not pinned."""
+        """Attempts with the closed form's number of pins, with none and with all; also with the numbers beside it, if
+        `choose` finds an iteration clearly slower than the closed form says. Raises DoesNotFit if the host has no room
+        for what is not pinned."""
         g = self.job
         attempts: dict[int, Attempt] = {}
         error: DoesNotFit | None = None
@@ -127,7 +128,8 @@ class Asynchronous:
         return found
 
     def _static(self) -> _Rival | None:
-        """What static_partition would choose here; None if it does not fit. Often a comparison has planned it."""
+        """The choice of static_partition in this job; None if static_partition does not fit. Often a comparison has
+        planned it already."""
         g = self.job
         point = replace(self.point, capacity="peak")
         known = g.workload.derived.get(_RIVAL)
@@ -144,12 +146,12 @@ class Asynchronous:
             return None
 
     def rival(self) -> _Rival:
-        """What the policy chooses by itself, for another one of the family. Raises DoesNotFit."""
+        """The policy's own choice, for another policy of the family. Raises DoesNotFit."""
         check_gpu(self.job)
         return self._remember(_fastest(self._search(*self._scan())))
 
     def _remember(self, chosen: Attempt) -> _Rival:
-        """Keep what was chosen with a constant capacity, the latest only: tide asks for it in the same job."""
+        """Keep the latest choice with a constant capacity: tide asks for it in the same job."""
         g = self.job
         made = _Rival(g.machine, g.settings, self.point, chosen.pins, chosen.knobs.linger, chosen.fetched_bytes)
         if not g.follow_tide:

@@ -24,7 +24,7 @@ class Attempt:
     """schedule: of the course.
     draft: of the schedule.
     window: the order that was found for the draft.
-    fetched_bytes: what comes to the GPU.
+    fetched_bytes: bytes that come to the GPU.
     """
 
     course: Course
@@ -55,7 +55,8 @@ class Attempt:
 
 
 def burden_of(made: Attempt) -> tuple[int, int]:
-    """For `ties.least_of`; what goes down is what comes up, but for what the GPU updates."""
+    """Burden of an attempt for `ties.least_of`. As many bytes go down as come up, except for chunks that the GPU
+    updates."""
     return made.fetched_bytes, made.pins
 
 

@@ -1,6 +1,7 @@
-"""Course: one choice of modes laid out along the compute queue. Who is needed where, what room is left, who stays.
+"""Course: one choice of modes laid out along the compute queue. It says which chunk each position needs, which room is
+left, and which chunks stay.
 
-A position is a block of moments or the update of a streamed chunk. What is decided becomes a schedule.
+A position is a block of moments or the update of a streamed chunk. The decisions become a schedule.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ LINGER_COPIES = 2  # how many copies long a gradient is expected to stay after i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Knobs:
-    """What a search may turn besides the modes; none changes what a plan means.
+    """Settings that a search may vary besides the modes. None changes what a plan computes.
 
     linger: room is left for gradients on their way down, which pays unless memory is very tight.
     lead_chunks: room that fetches ahead leave to urgent ones.
@@ -49,7 +50,7 @@ class Course:
     kept: gaps over which a chunk stays.
     needed_whole: on several ranks, chunk -> stretches of positions that need the chunk whole, resident chunks included.
     kept_whole: gaps between these stretches over which the others' slices stay.
-    least_room_bytes: room at the tightest position before anything is kept.
+    least_room_bytes: room at the tightest position before any chunk is kept.
     """
 
     def __init__(self, job: Job, modes: Modes, knobs: Knobs, blocks: Sequence[Sequence[int]] | None = None) -> None:
@@ -72,7 +73,7 @@ class Course:
         self.kept_whole = self._keep_whole() if blocks is None else set()
 
     def schedule(self) -> Schedule:
-        """What is decided, for the passes."""
+        """The schedule, for the passes."""
         point, knobs = self.job.point, self.knobs
         return Schedule(
             job=self.job,
@@ -154,7 +155,7 @@ class Course:
         return keep_set(job.point.eviction, gaps, job.sizes, room, first)
 
     def _keep_whole(self) -> set[UseGap]:
-        """The others' slices stay where their own ones left room, but for some that gathers ahead will want."""
+        """The other ranks' slices stay where room is left beside this rank's own slices and beside gathers ahead."""
         job = self.job
         if not self.needed_whole:
             return set()
@@ -264,7 +265,7 @@ def _stretches(positions: Sequence[int]) -> list[Stretch]:
 
 
 def _joined(chunk: int, stretches: Sequence[Stretch], kept: set[UseGap]) -> list[Stretch]:
-    """The stretches, those over whose gap the chunk stays joined to one."""
+    """The stretches; two of them become one where the chunk stays over the gap between them."""
     out: list[Stretch] = []
     for stretch in stretches:
         if out and UseGap(out[-1].last, stretch.first, chunk) in kept:

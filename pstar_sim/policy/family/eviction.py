@@ -1,8 +1,8 @@
-"""Eviction: who stays on the GPU between two uses, by the coordinate `eviction` of a point (kit/points.py).
+"""Eviction: which chunks stay on the GPU between two uses, by the coordinate `eviction` of a point (kit/points.py).
 
-Beside Belady's rule (residency.py), two that know nothing of the future, to hold it against: LRU and FIFO. Both are
-run along the iteration like a cache: chunks that are idle stay until there is no room, then one goes, by the rule.
-What went in that gap is fetched again for its end. Arguments and result are those of `belady`.
+Beside Belady's rule (residency.py) there are two rules that know nothing of the future, for comparison: LRU and FIFO.
+Both are run along the iteration like a cache: idle chunks stay until there is no room; then the rule names one that
+goes. A chunk that went in a gap is fetched again at the end of the gap. Arguments and result are those of `belady`.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ def keep_set(
 
 
 def lru(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int]) -> set[UseGap]:
-    """Gaps to keep: on overload the chunk goes that was used the longest ago (of several, that of the lowest index)."""
+    """Gaps to keep: on overload the chunk whose last use is longest ago goes (of several, the one with the lowest
+    index)."""
     return _sweep_along(gaps, sizes, room, None)
 
 
 def fifo(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], first: Sequence[int]) -> set[UseGap]:
-    """Gaps to keep: on overload the chunk goes that has been on the GPU the longest without a break. first: chunk ->
-    point of its first use, with which it comes."""
+    """Gaps to keep: on overload the chunk that has been on the GPU longest without a break goes. first: chunk -> point
+    of its first use, at which it comes."""
     return _sweep_along(gaps, sizes, room, first)
 
 
 def _sweep_along(
     gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], first: Sequence[int] | None
 ) -> set[UseGap]:
-    """first None: the age of an idle chunk is that of its last use, else that of its arrival."""
+    """first: None counts the age of an idle chunk from its last use, otherwise from its arrival."""
     length = len(room)
     over_border = {gap.chunk for gap in gaps if gap.end >= length}
     laps = LAPS if over_border else 1

@@ -3,11 +3,12 @@
 [Note: the roofline] Let x be the share of the chunks (by parameters) that are pinned, z the share that is streamed, the
 rest updated on the CPU. All three are spread evenly through the layers, so of every window's updates ([Note: update
 windows] in pins.py) the CPU does the share 1 - x - z. One iteration takes at least: the compute queue's work and its
-Adam steps; CPU Adam in its windows and in all; what crosses the link each way, the states of streamed chunks once up
-and once down, and what cannot be kept between forward and backward again; on a half-duplex link both ways together;
-what crosses host DRAM. From the turn of the last micro-batch on, what its backward pass needs and what is not on the
-GPU by then has to come up. Behind a barrier streamed chunks are all updated before the next forward: what of their
-states did not fit on the GPU by then arrives while it waits. It ranks numbers of chunks and proves nothing.
+Adam steps; CPU Adam, in its windows and in all; the copies each way, with the states of streamed chunks once up and
+once down, and with the chunks that cannot be kept between forward and backward a second time; on a half-duplex link
+both ways together; and the traffic of host DRAM. From the turn of the last micro-batch on, everything that its backward
+pass needs and that is not on the GPU has to come up. Behind a barrier all streamed chunks are updated before the next
+forward: the part of their states that did not fit on the GPU before arrives while the compute queue waits. It ranks
+numbers of chunks and proves nothing.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class ModeFacts:
-    """pins: what the closed form for pins knows, chunks in order of first use.
-    states_bytes: per chunk, what comes up for its update and goes down after it. h2d, d2h, dram: bytes per second.
+    """pins: facts of the closed form for pins, chunks in order of first use.
+    states_bytes: per chunk, bytes that come up for its update and go down after it. h2d, d2h, dram: bytes per second.
     dram_adam_bytes: DRAM traffic of one CPU update and of all its accumulations, per chunk.
     passing_bytes: GPU room that streaming one chunk takes, own use and copies.
     last_room_bytes: room at the last moment, nothing pinned.
@@ -52,7 +53,7 @@ class ModeFacts:
 
 
 def mode_facts(job: Job) -> ModeFacts:
-    """What the roofline over pinned and streamed chunks needs to know."""
+    """The facts that the roofline over pinned and streamed chunks needs."""
     w, link = job.workload, job.cost.link
     states = [job.visiting_bytes(c) for c in job.candidates]
     last = w.micro_batches - 1
@@ -170,11 +171,11 @@ def _windows(facts: ModeFacts) -> list[tuple[float, float, float]]:
 def interleave(
     order: Sequence[int], sizes: Sequence[int], pins: int, streams: int, head: int = 0, front: int = 0
 ) -> tuple[list[int], list[int]]:
-    """(pinned, streamed) chunks of `order`: the first `front` are streamed, the next `head` pinned, and of the rest so
-    many that there are `pins` and `streams` in all, spread evenly by error diffusion, weighted by bytes, so that any
-    run of layers has its share.
+    """(pinned, streamed) chunks of `order`: the first `front` are streamed and the next `head` pinned. Of the rest,
+    those that are missing to `pins` and `streams` in all are spread evenly by error diffusion, weighted by bytes, so
+    that any run of layers has its share.
 
-    sizes: bytes by chunk. The numbers are met as closely as unequal sizes allow, never exceeded.
+    sizes: bytes by chunk. The numbers are met as closely as unequal sizes allow, and never exceeded.
     """
     front = min(front, streams, len(order))
     head = min(head, pins, len(order) - front)

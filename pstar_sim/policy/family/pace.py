@@ -1,7 +1,7 @@
 """period_s: the pace of a finished plan, by the rules of the simulator.
 
-`choose` predicts what it decides while it decides; here nothing is decided any more, so that plans of any
-policy can be compared by the figure that the simulator will find.
+`choose` predicts seconds while it decides the order. Here the order is fixed, so that plans of any policy can be
+compared by the figure that the simulator will find.
 """
 
 from __future__ import annotations

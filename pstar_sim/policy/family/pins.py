@@ -4,9 +4,9 @@
 f_i <= f_j and b_i >= b_j that are updated on the CPU have their Adam between the end of b_j and the next start of f_j:
 T >= compute(f_j .. b_j) + the sum of their Adam times + one copy each way; the same with the copies as the serial
 resource. Behind a barrier the window opens at the end of the iteration instead. Pinning the chunks that are used first
-is best (the r-th unpinned chunk then has the shortest possible span), so a number says it all. Written for chunks of
-unequal size and several micro-batches. It ranks numbers of pins, it proves nothing: the
-certificate is bounds/bounds.py.
+is best (the r-th unpinned chunk then has the shortest possible span), so the number of pins says which chunks they are.
+Written for chunks of unequal size and several micro-batches. The closed form ranks numbers of pins and proves nothing;
+bounds/bounds.py gives the certificate.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PinFacts:
     moments_s: seconds of each moment.
     barrier: no Adam before the last moment.
     room_bytes: least room for working lists at any moment, nothing pinned.
-    gaps: how often a chunk would have to be fetched again in an iteration if it were never kept between forward and
+    gaps: number of times that a chunk would be fetched again per iteration if it were never kept between forward and
         backward.
     """
 
@@ -100,8 +100,8 @@ def iteration_bounds(facts: PinFacts, most: int) -> Array:
 def most_pins(
     working_bytes: Sequence[int], pinned_bytes: Sequence[int], need: Sequence[Sequence[int]], room: Sequence[int]
 ) -> int:
-    """The most chunks that can be pinned, in order. need: per moment the (positions of) chunks it needs; room: bytes
-    for chunks at each moment. What a moment needs of the pinned chunks is not needed a second time."""
+    """The most chunks that can be pinned, in order. need: for each moment the positions of the chunks that it needs;
+    room: bytes for chunks at each moment. A pinned chunk that a moment needs takes no room a second time."""
     working = np.asarray(working_bytes, dtype=np.int64)
     held = np.concatenate(([0], np.cumsum(np.asarray(pinned_bytes, dtype=np.int64))))
     count = len(working)
@@ -143,7 +143,7 @@ def _room(job: Job) -> list[int]:
 
 
 def pin_facts(job: Job) -> PinFacts:
-    """What the closed form for the number of pins needs to know."""
+    """The facts that the closed form for the number of pins needs."""
     uses, cost, order = job.uses, job.cost, job.candidates
     adds = job.workload.micro_batches - (0 if job.add_last else 1) if job.several else 0
     return PinFacts(

@@ -1,6 +1,6 @@
-"""A plan from visits: for a policy of one's own, whose idea is who is on the GPU when.
+"""A plan from visits: for a policy of one's own that decides which chunks are on the GPU when.
 
-Micro-batches, ranks, stashes and updates are matters of the passes.
+The passes take care of micro-batches, ranks, stashes and updates.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def plan_visits(
 
     visits: of each chunk of `job.moving` that is not pinned, at least the moments `job.uses.touched[chunk]`. Visits
         that overlap or follow one another are one. A chunk that gets gradients leaves with its last one
-        (`job.uses.last_gradient(chunk)`), so what a visit says beyond that moment is left out.
+        (`job.uses.last_gradient(chunk)`), so the part of a visit beyond that moment is left out.
     pinned: chunks (of `job.candidates`: those that get gradients and are not small) whose states stay on the GPU. They
         are always there and have no visits.
     streamed: chunks (of `job.candidates`) whose states come to the GPU for the update. All others are updated by Adam
@@ -47,9 +47,9 @@ def plan_visits(
     adam: order of Adam on the CPU: "after-backward", "fifo" (as gradients arrive) or "edf" (as the next forward needs
         parameters). None: as the job's point says ("edf").
 
-    Raises CannotPlan for visits that leave out a use or name what is not there, DoesNotFit where a moment's visits do
-    not fit the GPU or what lives on the host does not fit the host; fewer or shorter visits, or fewer pinned chunks,
-    need less.
+    Raises CannotPlan for visits that leave out a use or name a chunk or moment that does not exist. Raises DoesNotFit
+    where a moment's visits do not fit the GPU, or where the host has no room for the lists that live there; fewer or
+    shorter visits, or fewer pinned chunks, need less.
     """
     prefetch = job.point.prefetch if prefetch is None else prefetch
     adam = job.point.adam if adam is None else adam

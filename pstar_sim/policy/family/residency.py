@@ -1,7 +1,7 @@
-"""Which chunks have to be on the GPU when, and which stay there between two uses.
+"""The gaps between the uses of chunks, and the chunks that stay on the GPU over such gaps.
 
 Gaps between uses of chunks (not tensors), and the keep set: Belady's rule with a capacity that changes with time, in
-bytes. Knows no clock and no queue; costs are not its matter.
+bytes. Knows no clock, no queue and no cost.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ def held_over(gaps: Iterable[UseGap], sizes: Sequence[int], count: int) -> list[
 def belady(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int]) -> set[UseGap]:
     """Gaps to keep: on overload give up the gap with the farthest end (Belady, with a capacity that varies).
 
-    sizes: bytes of each chunk. room: bytes that kept gaps may take at each point of time (what the points need anyway
-    is already taken off). With chunks of equal size no other choice keeps more gaps (exchange the one given up for the
-    one that ends farther: it is in nobody's way longer); with a few larger ones it is a heuristic, so gaps given up are
-    offered the room that is left, shortest first. Gaps that pass the end of the iteration go on at its beginning.
+    sizes: bytes of each chunk. room: bytes that kept gaps may take at each point of time (bytes that the points
+    themselves need are already taken off). With chunks of equal size no other choice keeps more gaps, because the gap
+    that ends farthest blocks room for the longest time. With a few larger chunks the rule is a heuristic, so gaps that
+    were given up are offered the room that is left, shortest first. Gaps that pass the end of the iteration go on at
+    its beginning.
     """
     gone = _given_up(gaps, sizes, room)
     return _offered_again(gaps, sizes, room, gone)
@@ -91,7 +92,8 @@ def _given_up(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int])
 def _offered_again(
     gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], given_up: Sequence[UseGap]
 ) -> set[UseGap]:
-    """The gaps but those given up; of these the shortest that fit what is left are taken back."""
+    """The gaps without those given up; of the latter, the shortest ones that fit the room that is left are taken
+    back."""
     length = len(room)
     dropped, gone = list(given_up), set(given_up)
     kept = [gap for gap in gaps if gap not in gone]

@@ -1,9 +1,10 @@
 """Search: how many chunks to pin, how many to stream, and the knobs around them. `choose` times each trial.
 
-It begins where the roofline (modes.py) and the closed form for pins alone (pins.py) say, and goes from the best of
-these downhill, one thing at a time; then again from places that the best one does not reach so (another knob, other
-modes for the largest chunks), until it is as good as the roofline or its effort is used up. The effort is counted in
-scheduled ops, not in seconds: equal arguments give equal plans. A search that is given more effort goes on.
+It begins where the roofline (modes.py) and the closed form for pins alone (pins.py) say, and goes downhill from the
+best of these, changing one thing at a time. Then it does so again from places that this way does not reach (another
+knob, other modes for the largest chunks), until it is as good as the roofline or its effort is used up. The effort is
+counted in scheduled ops, not in seconds: equal arguments give equal plans. A search that is given more effort
+continues.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ class Search:
         return self.effort_ops <= 0
 
     def try_one(self, trial: Trial) -> bool:
-        """Whether the trial is better than where the search is."""
+        """Make the trial. Returns whether it is better than the trial from which the search goes downhill."""
         if not (self.fewest <= trial.pins <= self.most) or trial.streams < 0:
             return False
         if trial.pins + trial.streams > self.count + (self.surplus if trial.large else 0):
@@ -210,7 +211,8 @@ class Search:
         return found if found.window.stuck is None and found.window.events else None
 
     def run(self, effort_ops: int = 0) -> list[Attempt]:
-        """The attempts that fit, as far as they are kept; empty if none does. effort_ops: more of it."""
+        """Continue the search. Returns the attempts that fit and were kept; none if none fits. effort_ops: ops that it
+        may schedule in addition."""
         self.effort_ops += effort_ops
         self.here = self.best
         if not self.begun:
@@ -292,8 +294,8 @@ class Search:
         return replace(trial, pins=min(pins, self.most), streams=streams, large=large)
 
     def _descend(self, step: int) -> bool:
-        """Whether some change by `step` was better (on the last round, step 1, also of a knob). A change that is good
-        is made again."""
+        """Try changes by `step` (in the last round, step 1, also of a knob). Returns whether one was better. A change
+        that was better is made again."""
         improved = False
         for pins, streams in ((-1, 1), (1, -1), (0, 1), (0, -1), (-1, 0), (1, 0)):
             while self._change(pins=pins * step, streams=streams * step):

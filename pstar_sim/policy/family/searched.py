@@ -1,9 +1,9 @@
-"""Plans by search: all three ways to update a chunk, counts by a roofline, the rest by trying neighbours.
+"""Plans by search: all three ways to update a chunk, numbers of chunks from a roofline, improved by trying neighbours.
 
 Chunks are pinned (states on the GPU for ever), streamed (states come for one update) or updated on the CPU; a roofline
 says how many of each, they are interleaved through the layers, and neighbouring numbers and knobs are tried
-(search.py). Where the caller leaves the chunk size open a few sizes are tried, and the most promising searches go on.
-What was found is followed (pace.py).
+(search.py). Where the caller leaves the chunk size open, a few sizes are tried, and the most promising searches
+continue. The plans found are followed (pace.py).
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ WORTH_A_SIZE, WORTH_A_SIZE_OF_FEW = 2e-2, 5e-3  # so far from the floor other ch
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """A plan, whose it is, and its seconds as followed.
+    """A plan, the policy that made it, and its seconds per iteration as followed.
 
-    pins_alone_s: what the closed form allows without streams.
+    pins_alone_s: least seconds that the closed form allows without streams.
     """
 
     seconds: float
@@ -86,7 +86,7 @@ class _Sizes:
     """Searches over several chunk sizes.
 
     usual: the layout at the usual size.
-    few: it has few chunks, so that cutting finer is worth more.
+    few: this layout has few chunks, so that smaller chunks gain more.
     searches: over the sizes that fit.
     tried: size -> seconds, for `explain`.
     """
@@ -118,8 +118,8 @@ class _Sizes:
             self._reason = self._reason or search.short()
 
     def look_elsewhere(self) -> None:
-        """Other chunk sizes, where the usual one is far from its floor. A constant capacity where nothing fits: room
-        that only low tide has is sometimes better left to what passes through."""
+        """Other chunk sizes, where the usual one is far from its floor. A constant capacity where nothing fits:
+        sometimes the room that only low tide has is better left to chunks that pass through."""
         if self._settings.chunk_bytes is None and self._far():
             for factor in (0.5, 0.25, 0.125) if self.few else (0.5, 2.0):
                 size = int(self.usual.chunk_bytes * factor)
@@ -143,7 +143,7 @@ class _Sizes:
             raise self._reason
 
     def _go_on(self, search: Search, effort_ops: int) -> bool:
-        """Whether it has found anything."""
+        """Continue a search. Returns whether it has found a plan."""
         if not search.run(effort_ops):
             return False
         size = format_bytes(search.job.layout.chunk_bytes)

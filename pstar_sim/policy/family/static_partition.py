@@ -1,7 +1,7 @@
 """static_partition: tide with a constant capacity, sized for the peak of the non-model data.
 
-The same prefetch, keep set, Adam order and pin rule (asynchronous.py); only what the peak leaves free is used in every
-moment. Whatever differs between the two is what following the tide is worth.
+The same prefetch, keep set, Adam order and pin rule (asynchronous.py); but every moment uses only the room that the
+peak leaves free. The difference between the two is the worth of following the tide.
 """
 
 from __future__ import annotations

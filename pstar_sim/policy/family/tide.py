@@ -1,4 +1,4 @@
-"""tide: chunks live in what the non-model data of each single moment leave free.
+"""tide: chunks use the room that the non-model data of each single moment leave free.
 
 Asynchronous prefetch (earliest deadline among those ready), Belady's keep set, write-back at once, CPU Adam in
 deadline order, as many pinned chunks as pay: see asynchronous.py. With several micro-batches low tide, between a

@@ -1,2 +1,2 @@
-"""What policies are made with: facts of a job, the schedule they decide on, options, points, capabilities. Knows no
-policy and no pass."""
+"""Parts for policies: facts of a job, the schedule they decide on, options, points, capabilities. Knows no policy and
+no pass."""

@@ -1,4 +1,4 @@
-"""Blocks: neighbouring moments that need the same chunks, looked at as one."""
+"""Blocks: neighbouring moments that need the same chunks, treated as one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Block:
 def blocks_of(
     uses: Facts, seconds: Sequence[float], tide: Sequence[int], permanent: frozenset[int], cuts: frozenset[int]
 ) -> list[Block]:
-    """Merge neighbouring moments so that nothing is lost by looking at them as one.
+    """Merge neighbouring moments that can be treated as one without loss.
 
     Chunks that are permanent residents are left out. Two neighbours become one block if they need the same chunks; a
     moment that needs nothing joins the block before it if its tide is no higher and it takes no time (or stands

@@ -1,7 +1,7 @@
 """Capabilities: what a policy can do beside making a plan, for code that chooses among policies without knowing them.
 
-A policy's module says its own as `CAPABILITIES`, as it says its options as `OPTIONS`; a policy of the user's own may do
-the same, and has none where it does not.
+A policy's module declares its capabilities as `CAPABILITIES` and its options as `OPTIONS`. A policy of the user's own
+may do the same; without `CAPABILITIES` it has none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Capabilities", "capabilities_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What planner and executor may ask of a policy beside a plan.
+    """Abilities of a policy that planner and executor may ask about.
 
     point: the point of the asynchronous family that the policy is; its checks of room can be asked without a plan.
     tries_others: the policy also tries other chunk sizes and policies. So its own checks are not final, and it is at
@@ -39,6 +39,7 @@ class Capabilities:
 
 
 def capabilities_of(policy: Callable[..., Plan]) -> Capabilities:
-    """What the policy's module says; of a policy with options, which is another one, nothing is known."""
+    """The capabilities that the policy's module declares; none for a policy with options, which is a policy of its
+    own."""
     found: Any = getattr(sys.modules.get(getattr(policy, "__module__", "")), "CAPABILITIES", None)
     return found if isinstance(found, Capabilities) else Capabilities()

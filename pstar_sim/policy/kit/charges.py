@@ -1,4 +1,5 @@
-"""Charges: what the rows of a draft take, from the table of core/step.py and the cost model, each worked out once."""
+"""Charges: seconds and bytes of the rows of a draft, from the table of core/step.py and the cost model, each computed
+once."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def step_bytes(cost: CostModel, kind: Kind, chunk: int | None, list_name: str | 
 
 
 def charges_of(cost: CostModel) -> Charges:
-    """The charges by a cost model. The same one asked again gives the same ones."""
+    """The charges by a cost model. The same cost model always gets the same object."""
     known = cost.workload.derived.get(_CHARGES)
     if not (isinstance(known, Charges) and known.cost is cost):
         cost.workload.derived[_CHARGES] = known = Charges(cost)
@@ -42,8 +43,8 @@ def charges_of(cost: CostModel) -> Charges:
 class Charges:
     """Charges of the rows of a job whose moving chunks have their home on the host. Each is worked out once.
 
-    A copy to a chunk's home takes nothing there, since its lists are there for ever; a gradient list ("grad") is not
-    one of them: a write-back brings it, and the sum frees it.
+    A copy to a chunk's home takes no bytes there, because the home holds the chunk's lists all the time. A gradient
+    list ("grad") is an exception: a write-back brings it, and the sum frees it.
     """
 
     def __init__(self, cost: CostModel) -> None:
@@ -51,7 +52,7 @@ class Charges:
         self._known: dict[tuple[Kind, int, str], Charge] = {}
 
     def of(self, kind: Kind, chunk: int, list_name: str = "param") -> Charge:
-        """Charge of a step that is about a list of a chunk."""
+        """Charge of a step that handles a list of a chunk."""
         key = (kind, chunk, list_name)
         charge = self._known.get(key)
         if charge is None:

@@ -1,8 +1,8 @@
 """Collector: planning without Python's cycle collector.
 
-What a search tries, plans and timelines are hundreds of thousands of small objects, few of which hold each other in
-circles; the cycle collector walks them again and again and finds next to nothing, for a third of the CPU time.
-Reference counts still free the others.
+The attempts of a search, plans and timelines are hundreds of thousands of small objects, few of which refer to each
+other in circles. The cycle collector visits them again and again, for a third of the CPU time, and finds next to
+nothing. Reference counts still free all objects that are not in circles.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Facts of a job: where its chunks are read, where their gradients arrive, and what the tide is.
 
-Worked out once per workload and layout, for policies and bounds alike. Bytes of a chunk's lists are the layout's
+Computed once per workload and layout, for policies and bounds alike. Bytes of a chunk's lists are the layout's
 (`Layout.payload_bytes`), seconds the cost model's. Decides nothing.
 """
 
@@ -16,7 +16,7 @@ __all__ = ["Facts", "facts_of"]
 
 
 def facts_of(workload: Workload, layout: Layout) -> Facts:
-    """The facts of the workload in the layout's chunks. The same two objects asked again give the same ones."""
+    """The facts of the workload in the layout's chunks. The same two objects always get the same facts."""
     key = ("facts",)
     known = workload.derived.get(key)
     if not isinstance(known, Facts) or known.layout is not layout:
@@ -27,7 +27,8 @@ def facts_of(workload: Workload, layout: Layout) -> Facts:
 class Facts:
     """reads: chunk -> ascending moments that read any of its parameters.
     final: (micro-batch, tensor) -> the last moment in which its gradient arrives.
-    spans: chunk -> (micro-batch, first, last moment in which a gradient of its becomes final), one per micro-batch.
+    spans: chunk -> one (micro-batch, first moment, last moment) per micro-batch; in these moments the chunk's first and
+        last gradients become final.
     """
 
     def __init__(self, workload: Workload, layout: Layout) -> None:
@@ -130,20 +131,20 @@ class Facts:
         return DTYPE_BYTES[self.layout.chunks[chunk].dtype]
 
     def reads_until_final(self, chunk: int) -> tuple[int, ...]:
-        """Its reads up to the moment of its last gradient; all of them where it has none."""
+        """Reads of the chunk up to the moment of its last gradient; all reads where it has no gradient."""
         final = self.last_gradient(chunk)
         return self.reads[chunk] if final < 0 else tuple(m for m in self.reads[chunk] if m <= final)
 
     def updated(self, chunk: int) -> bool:
-        """Whether some parameter of it gets a gradient, so that the chunk has an Adam step."""
+        """Whether a parameter of the chunk gets a gradient, so that the chunk has an Adam step."""
         return bool(self.spans[chunk])
 
     def first_use(self, chunk: int) -> int:
-        """Moment that first needs it; len(moments) if none does."""
+        """Moment that first needs the chunk; len(moments) if none does."""
         return self.touched[chunk][0] if self.touched[chunk] else len(self.workload.moments)
 
     def last_gradient(self, chunk: int) -> int:
-        """Moment after which all its gradients are final; -1 if it has none."""
+        """Moment after which all gradients of the chunk are final; -1 if it has none."""
         return self.spans[chunk][-1][2] if self.spans[chunk] else -1
 
     def home_lists(self, chunk: int) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Job: what the asynchronous policies know of a job before they decide anything.
+"""Job: the facts of a job with which the asynchronous policies begin.
 
 Chunks and their uses, blocks of moments (the positions of the compute queue), and what each block holds besides chunks.
 Decides nothing.
@@ -38,13 +38,13 @@ class Job:
     add_last: the last gradient is added to the others before the update, since the norm is that of their sum.
     tide: non-model bytes to reckon with in each moment (follow_tide: each its own; else the highest).
     small: chunks that are always on the GPU.
-    moving: all others, whatever a schedule makes of them.
-    stash_bytes: what the host holds for stashes.
+    moving: all other chunks, also those that a schedule pins.
+    stash_bytes: bytes that the host holds for stashes.
     candidates: chunks that could be pinned, in the order in which they would be.
     sizes: chunk -> bytes of its working list, of one rank's slice.
     remote: chunk -> bytes of the other ranks' slices.
     permanent: chunk -> bytes of all that it keeps where it lives.
-    small_bytes: what the small chunks hold on the GPU for ever.
+    small_bytes: bytes that the small chunks hold on the GPU for ever.
     visiting_lists: lists that come to the GPU for the update of a streamed chunk.
     """
 
@@ -91,7 +91,7 @@ class Job:
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """Runs of moments that are looked at as one."""
+        """Runs of moments that are treated as one."""
         return blocks_of(self.uses, self.cost.moments_s, self.tide, self.small, self._cuts())
 
     @cached_property
@@ -183,8 +183,8 @@ class Job:
         return [self._update_block(c) if self.uses.updated(c) else -1 for c in range(len(self.sizes))]
 
     def _update_block(self, chunk: int) -> int:
-        """That of the chunk's last use; on several ranks the first one by whose end its gradient should have been
-        summed."""
+        """The block of the chunk's last use; on several ranks, the first block by whose end the chunk's gradient should
+        be summed."""
         n = self.block_of[max(self.uses.last_gradient(chunk), self.uses.touched[chunk][-1])]
         if self.ranks == 1:
             return n

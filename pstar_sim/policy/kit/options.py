@@ -1,8 +1,8 @@
-"""Options of policies: `name[:key=value[,key=value...]]`, a policy with some of its knobs turned.
+"""Options of policies: `name[:key=value[,key=value...]]`, a policy with some of its options set.
 
 A policy's module offers them as `OPTIONS`, key -> Option; its function takes each as a keyword argument of that name. A
-spec is normalised: keys in the order of OPTIONS, those that have their default value left out. The policy that a spec
-names carries it as its `__name__`, and so do its plans and its refusals.
+spec is normalised: keys are in the order of OPTIONS, and those with their default value are left out. The policy that a
+spec names carries it as its `__name__`, and so do its plans and its refusals.
 
     OPTIONS = {"every": Option(whole_number(least=1), "update every k-th sub-group on the GPU", 2)}
 
@@ -33,11 +33,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Option:
-    """One knob.
+    """One option.
 
     kind: the type of its values, declared with its bounds.
     help: one line.
-    default: the value that the policy's function has without it.
+    default: the value without the option.
     """
 
     kind: Any
@@ -120,8 +120,8 @@ def split_spec(spec: str) -> tuple[str, str]:
 
 
 def specified(name: str, policy: Callable[..., Plan], text: str) -> Callable[..., Plan]:
-    """The policy with the options that `text` sets ("key=value,..."); the policy itself where all are as they are
-    anyway. Raises PstarError for a key or value that it does not have, naming what it has and the nearest."""
+    """The policy with the options that `text` sets ("key=value,..."); the policy itself where all have their default
+    values. Raises PstarError for an unknown key or a wrong value, naming the known ones and the nearest."""
     options = options_of(policy)
     if options and not text:
         raise PstarError(f"policy {name!r} is followed by a colon but by no key=value; {_keys(name, options)}")

@@ -1,4 +1,4 @@
-"""Points: the asynchronous policies as places in one space of ideas, one coordinate an idea.
+"""Points: the asynchronous policies as points of one space of ideas, one coordinate per idea.
 
 tide, static_partition and optimal differ in these coordinates only, so what one idea is worth is the difference of two
 points that agree in all others.
@@ -19,8 +19,8 @@ __all__ = ["Coordinates", "Point", "point_options"]
 class Point:
     """The defaults are tide.
 
-    capacity: what a moment's non-model bytes leave free: "tide" reckons with each moment's own, "peak" with the highest
-        of any.
+    capacity: room for chunks, which non-model bytes leave free: "tide" counts each moment's own bytes, "peak" the
+        highest of any moment.
     eviction: which chunks stay between two uses: "belady", "lru" or "fifo".
     prefetch: "none" (on demand), a number of chunks ahead, or "edf" (the earliest deadline among those that are ready,
         as far ahead as there is room).

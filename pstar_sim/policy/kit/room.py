@@ -1,4 +1,4 @@
-"""Room: whether what is held fits a place, and the words in which policies say that it does not."""
+"""Room: whether the bytes held fit a place, and the words with which policies say that they do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedule: what an asynchronous policy has decided. The passes write the draft of it.
+"""Schedule: the decisions of an asynchronous policy. The passes write its draft.
 
 Knows no queue and no clock but the seconds a position takes.
 """
@@ -16,7 +16,7 @@ __all__ = ["Modes", "Position", "Schedule", "Stretch"]
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """Chunks whose states stay on the GPU, and chunks whose states come for one update. All others by CPU Adam."""
+    """Chunks whose states stay on the GPU, and chunks whose states come for one update. CPU Adam updates all others."""
 
     pinned: frozenset[int]
     streamed: frozenset[int] = frozenset()
@@ -51,7 +51,7 @@ class Schedule:
     whole: on several ranks, chunk -> stretches over which the others' slices are there, resident chunks included.
     stays: chunks whose working list is also on the GPU between the last stretch and the first of the next iteration.
     room: bytes at each position that are not known to be needed.
-    resident_bytes: what small and pinned chunks hold on the GPU for ever.
+    resident_bytes: bytes that small and pinned chunks hold on the GPU for ever.
     lead_bytes: room that fetches ahead leave to urgent ones.
     prefetch: how far ahead copies may go: "none", a number of chunks, or "edf".
     adam: order of CPU Adam: "after-backward", "fifo" or "edf".
@@ -76,15 +76,17 @@ class Schedule:
     states_first: bool = False
 
     def rows_as(self, other: Schedule) -> bool:
-        """Whether the passes write the same rows for both: at most the room for copies ahead differs."""
+        """Whether the passes write the same rows for both schedules, which then differ at most in the room for copies
+        ahead."""
         names = (f.name for f in fields(self) if f.name not in ("room", "lead_bytes"))
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def fetched(self, chunk: int) -> Sequence[Stretch]:
-        """The visits for which its working list comes: all, but for the first where it stays over the border."""
+        """The chunk's visits for which its working list is fetched: all of them, except the first one where the list
+        stays over the border."""
         stretches = self.visits[chunk]
         return stretches[1:] if chunk in self.stays else stretches
 
     def is_resident(self, chunk: int) -> bool:
-        """Whether its working list and states are always on the GPU."""
+        """Whether the chunk's working list and states are always on the GPU."""
         return chunk in self.modes.pinned or chunk in self.job.small

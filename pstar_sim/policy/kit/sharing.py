@@ -1,4 +1,4 @@
-"""Sharing: what policies make of one job, for several who ask for the same plans.
+"""Sharing: plans of one job that are made once, however many callers ask for them.
 
 A comparison plans every policy, and a policy that tries the others (`Capabilities.tries_others`) plans most of them
 again. Plans are large, so they are kept only inside `plans_shared`.
@@ -20,7 +20,7 @@ _PLANS = ("plans",)  # of what a workload keeps (`Workload.derived`): (policy, s
 
 @contextlib.contextmanager
 def plans_shared(*workloads: Workload) -> Iterator[None]:
-    """Inside, `plan_once` keeps the plans that it is asked for these workloads."""
+    """Inside this context, `plan_once` keeps the plans that it makes for these workloads."""
     opened = []
     for workload in workloads:
         if _PLANS not in workload.derived:
@@ -36,7 +36,8 @@ def plans_shared(*workloads: Workload) -> Iterator[None]:
 def plan_once(
     policy: Callable[[Workload, Machine, Settings], Plan], workload: Workload, machine: Machine, settings: Settings
 ) -> Plan:
-    """The plan of a pure policy. Inside `plans_shared`, the same objects get the same one. Raises as the policy."""
+    """The plan of a pure policy. Inside `plans_shared`, the same objects get the same plan. Raises what the policy
+    raises."""
     known = workload.derived.get(_PLANS)
     if not isinstance(known, dict):
         return policy(workload, machine, settings)

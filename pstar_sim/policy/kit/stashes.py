@@ -3,8 +3,8 @@ workload/workload.py).
 
 Every policy's plan moves them: `Builder.compute` writes the copies beside the moments, in the order of the program, so
 that they can never make steps wait for each other in a circle; the asynchronous family (passes/stash_copies.py) writes
-them into its draft, so that they compete for the link with all other copies. Which blocks are offloaded is the
-workload's business.
+them into its draft, so that they compete for the link with all other copies. The workload says which blocks are
+offloaded.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["StashMoves", "moment_of", "stash_cuts"]
 
 
 class StashMoves:
-    """Stashes by the moments they have to do with.
+    """Stashes by the moments that make, wait for or need them.
 
-    made, gone, back, needed: moment -> stashes (indices). out_of and in_of: stash -> its copy out, its copy in, as far
-        as they are written.
+    made, gone, back, needed: moment -> stashes (indices). out_of and in_of: stash -> its copy out, its copy in, once
+        these are written.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -44,7 +44,8 @@ class StashMoves:
 
 
 def moment_of(workload: Workload, kind: Kind, stash: int) -> int:
-    """The moment that a copy of a stash is about: a stash_out's makes it, a stash_in's needs it."""
+    """The moment of a copy of a stash: for a stash_out the one that makes the stash, for a stash_in the one that needs
+    it."""
     own = workload.stashes[stash]
     return own.made if kind is Kind.STASH_OUT else own.needed
 

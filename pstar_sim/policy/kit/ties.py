@@ -1,4 +1,5 @@
-"""Ties: of plans that are equally fast, the plan that moves and pins least. The one rule for choosing among plans."""
+"""Ties: among equally fast plans, the plan that moves and pins least is chosen. All code that chooses among plans uses
+this rule."""
 
 from __future__ import annotations
 
@@ -27,6 +28,6 @@ def least_of(found: Iterable[T], *, seconds: Callable[[T], float], burden: Calla
 
 
 def burden(plan: Plan) -> tuple[int, int]:
-    """Bytes that one rank moves in an iteration by whatever way, and bytes of the parameters that are pinned."""
+    """Bytes that one rank moves per iteration on all routes, and bytes of the parameters that are pinned."""
     pinned = (c.index for c in plan.layout.chunks if plan.modes[c.index] == "pin")
     return sum(plan.moved_bytes.values()), sum(plan.layout.payload_bytes(chunk, "param") for chunk in pinned)

@@ -1,4 +1,4 @@
-"""Visit: a chunk on the GPU for a run of moments. What policies of every family decide."""
+"""Visit: a chunk on the GPU for a run of moments. Policies of every family decide visits."""
 
 from __future__ import annotations
 

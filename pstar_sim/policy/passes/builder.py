@@ -41,11 +41,11 @@ class Builder:
     """Collects the steps of one iteration. Public state a policy may fill in: `modes` (per chunk), `initial`,
     `buffers`, `choices`, `predictions`.
 
-    layout: another one than the settings and the machine's ranks lead to.
+    layout: used instead of the layout that follows from the settings and the machine's ranks.
     stashes: `compute` also writes the copies of the workload's stashes; False for a policy that places them itself;
         their room on the host is among the buffers either way. Offers the facts policies decide by: `ranks`, `layout`,
-        `uses` (Facts), `cost` (CostModel), `whole` (lists of a chunk that is whole on a GPU). Everything is one rank's;
-        all ranks run these steps.
+        `uses` (Facts), `cost` (CostModel), `whole` (lists of a chunk that is whole on a GPU). All figures are those of
+        one rank; all ranks run these steps.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Builder:
     # Residents at the cut.
 
     def resident(self, chunk: int, place: Place, *lists: str) -> None:
-        """The chunk's lists are at `place` between two iterations."""
+        """Note that the chunk's lists are at `place` between two iterations."""
         self.initial.update(Resident(chunk, name, place) for name in lists)
 
     def live(self, chunk: int, place: Place) -> None:
@@ -95,7 +95,7 @@ class Builder:
             self.modes[chunk] = "pin"
 
     def held_bytes(self, place: Place) -> int:
-        """What `initial` and `buffers` hold at a place, the tide left out."""
+        """Bytes that `initial` and `buffers` hold at a place, the tide left out."""
         held = sum(self.layout.payload_bytes(r.chunk, r.list) for r in self.initial if r.place is place)
         return held + sum(size for _, where, size in self.buffers if where is place)
 
@@ -125,7 +125,8 @@ class Builder:
         via: str | None = None,
         stash: int | None = None,
     ) -> int:
-        """Any step; returns its id. size_bytes: where it is not what the table of core/step.py says."""
+        """Add a step of any kind; returns its id. size_bytes: where these are not the bytes that the table of
+        core/step.py says."""
         if size_bytes is None:
             size_bytes = step_bytes(self.cost, kind, chunk, list_name, stash)
         refs = tuple([r if isinstance(r, Ref) else Ref(r) for r in after])
@@ -148,7 +149,7 @@ class Builder:
         return step.id
 
     def compute(self, moment: int, after: After = ()) -> int:
-        """A moment, and the copies of stashes that begin behind it."""
+        """Add a moment, and the copies of stashes that begin behind it."""
         moves = self._stash_moves
         if moves is None:
             return self.add(Queue.COMPUTE, Kind.COMPUTE, moment=moment, after=after)
@@ -257,13 +258,13 @@ class Builder:
         return self.add(Queue.COMPUTE, Kind.GPU_ADAM, chunk=chunk, moment=moment, after=after)
 
     def check_room(self, place: Place, needed_bytes: int, what: str) -> None:
-        """Raise DoesNotFit if `needed_bytes`, which are those of `what`, are more than the place's budget."""
+        """Raise DoesNotFit if `needed_bytes` are more than the place's budget. what: names what needs the bytes."""
         missing = needed_bytes - budget_bytes(self.machine, place)
         if missing > 0:
             raise self._no_room(place, missing, what)
 
     def wait(self, step: int, *refs: Ref) -> None:
-        """Let a step wait for a step that comes later in the program, of the previous iteration."""
+        """Let a step wait for a step of the previous iteration that comes later in the program."""
         old = self._steps[step]
         self._steps[step] = replace(old, after=(*old.after, *refs))
 
@@ -319,8 +320,8 @@ class Builder:
         return memory_edges(self._steps, rows, [(i, i) for i in range(len(rows))], window)
 
     def _rows(self, holdings: Holdings) -> tuple[list[DraftRow], _Short]:
-        """The steps as a draft whose queues run in the order given, and which of them is shortest of room when they run
-        one after the other. holdings: at the cut; goes on to the end of the iteration."""
+        """The steps as a draft whose queues run in the order given, and the step that is shortest of room when all run
+        one after the other. holdings: those at the cut; they are advanced to the end of the iteration."""
         rows: list[DraftRow] = []
         last_on: dict[Queue, int] = {}
         shortest = _Short(0, -1, Place.GPU)

@@ -1,4 +1,4 @@
-"""Collectives: on several ranks, the other ranks' slices come before a use and go behind it, and a last gradient is
+"""Collectives, on several ranks: the other ranks' slices come before a use and go behind it, and each last gradient is
 summed over the ranks."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Collectives", "reduce", "room"]
 
 
 def room(job: Job, whole: Mapping[int, Sequence[Stretch]], count: int) -> list[int]:
-    """Bytes of the others' slices at each of `count` positions; those of small chunks are reckoned with throughout."""
+    """Bytes of the others' slices at each of `count` positions; those of small chunks count at all positions."""
     held = [0] * count
     for c, stretches in whole.items():
         if c not in job.small:

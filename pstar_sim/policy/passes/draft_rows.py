@@ -4,8 +4,8 @@
 updates. `before(n)` writes what has to be there for position n and returns the rows that the position waits for.
 `behind(n, here)` writes what follows the position, whose row is `here`. Where there are edges over the border of the
 iteration, `close()` adds them once all rows are there; Adam on the CPU is written there, too. A pass finds the rows of
-others by what they mean (`DraftRows`). What a pass needs beside the working lists (bytes per block or position) says
-the function `room` of its module, so that it is known before it is decided who stays.
+other passes by their meaning (`DraftRows`). The function `room` of a pass's module says how many bytes the pass needs
+beside the working lists (per block or position), so that these bytes are known before it is decided which chunks stay.
 
 [Note: keys] Among the rows of a queue that are ready the smallest key goes first. To the GPU: the position served, then
 the chunk. To the host: stashes on their way out (-1, since a forward pass waits for them) and drops (-2) before
@@ -47,7 +47,7 @@ class DraftRows:
     sum_of: chunk -> the row that sums its last gradient over the ranks.
     add_of: chunk -> the row that adds its latest gradient on the host.
     last_adds: rows that add last gradients on the host, where the norm needs them.
-    send_of: chunk by CPU Adam -> write-back of its last gradient.
+    send_of: chunk that CPU Adam updates -> write-back of its last gradient.
     first_drop_of: streamed chunk that stays -> the row that drops its parameters, behind their copy down.
     gpu_update_of: chunk -> its GPU Adam.
     cpu_update_of: chunk -> its CPU Adam.
@@ -89,7 +89,7 @@ class DraftRows:
         block: int = -1,
         stash: int = -1,
     ) -> int:
-        """One row; its index. charge: of what is not about a list of a chunk."""
+        """Add a row; returns its index. charge: for a row without a list of a chunk."""
         here = len(self.rows)
         if charge is None:
             charge = self._charges.of(kind, chunk, list_name)

@@ -1,4 +1,4 @@
-"""Edges of a plan: memory edges from the window of a draft, and no edge that others imply.
+"""Edges of a plan: memory edges from the window of a draft, without edges that others imply.
 
 The last passes: they need the order of the steps.
 """
@@ -34,8 +34,8 @@ def slots_of(steps: Sequence[Step]) -> tuple[dict[int, QueueSlot], dict[str, int
 def memory_edges(
     steps: Sequence[Step], rows: Sequence[DraftRow], ends: Sequence[tuple[int, int]], window: Window
 ) -> dict[int, list[Ref]]:
-    """Step -> what it has to wait for so that GPU and host keep their budgets in every legal interleaving. ends: row ->
-    the first and the last step that the row stands for. window: the predicted schedule of the rows."""
+    """Step -> the steps that it has to wait for, so that GPU and host keep their budgets in every legal interleaving.
+    ends: row -> the first and the last step that the row stands for. window: the predicted schedule of the rows."""
     slots, lengths, _ = slots_of(steps)
     edges: dict[int, list[Ref]] = {}
     for take, free, room in (

@@ -1,4 +1,5 @@
-"""Whether a job fits at all: what its tightest block needs with nothing pinned, and what has to live on the host."""
+"""Whether a job fits at all: bytes that its tightest block needs with nothing pinned, and bytes that have to live on
+the host."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ __all__ = ["Floors", "fetch_floors"]
 
 
 def fetch_floors(prefetch: str | int, served: Sequence[int], count: int) -> list[int | None]:
-    """For each chunk that is fetched in an iteration, in the order of the positions `served`: the position that has to
-    have ended before its copy may start, or None where nothing but room holds it back.
+    """For each chunk that is fetched in an iteration, in the order of the positions `served`: the position that must
+    end before the chunk's copy may start, or None where only lack of room delays it.
 
     "none" waits for the position before the one served, so that copies and computing alternate. A number k allows the
     next k chunks: the copy waits for the position before that of the k-th chunk before it, so 0 is "none". Negative

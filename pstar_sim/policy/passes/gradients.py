@@ -1,5 +1,5 @@
-"""Gradients: those of all micro-batches but the last have a list of their own, which opens, is summed over the ranks,
-goes down and is added; the last one overwrites the working list and goes down in it."""
+"""Gradients. In all micro-batches but the last, a gradient has a list of its own, which opens, is summed over the
+ranks, goes down and is added. In the last micro-batch it overwrites the working list and goes down in it."""
 
 from __future__ import annotations
 

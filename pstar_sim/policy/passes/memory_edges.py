@@ -44,8 +44,8 @@ def fifo_edges(
 ) -> dict[int, list[Ref]]:
     """Edges (step -> steps it has to wait for) that keep one place within its budget in every legal interleaving.
 
-    window: takes and frees in the order they happen in the predicted schedule, each step's once (frees before takes
-        where both happen at once).
+    window: takes and frees in the order of the predicted schedule, each step's once (frees before takes where both
+        happen at once).
     free_bytes: bytes of the place that are free when the window opens.
     lengths: steps on each queue in one iteration. Only the latest step of each queue is named: its queue is in order.
 

@@ -1,5 +1,5 @@
-"""Updates: Adam on the GPU for resident chunks and for streamed ones, whose states come and go, on the CPU for the
-others."""
+"""Updates: Adam on the GPU for resident chunks and for streamed chunks, whose states come and go; Adam on the CPU for
+all others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["UpdateRows", "adam_key", "adam_waits_for_backward", "room"]
 
 
 def room(job: Job, position: Position) -> int:
-    """Bytes that come to the GPU for the update that a position is."""
+    """Bytes that come to the GPU for the update at a position."""
     return job.visiting_bytes(position.chunk) if position.chunk >= 0 else 0
 
 
@@ -34,7 +34,7 @@ def adam_waits_for_backward(adam: str) -> bool:
 
 
 class UpdateRows:
-    """Every chunk that has a gradient, once."""
+    """The pass that updates every chunk with a gradient once."""
 
     def __init__(self, rows: DraftRows, working: WorkingLists) -> None:
         self._rows = rows
@@ -89,7 +89,7 @@ class UpdateRows:
             self._residents_behind_barrier(len(self._residents))
 
     def _send_states(self, c: int, here: int) -> None:
-        """All that has come for an update goes down again, updated; what is accumulated is given up."""
+        """Write the copies of updated states down again; the list of accumulated gradients is given up."""
         rows, schedule = self._rows, self._rows.schedule
         job = schedule.job
         moment = job.uses.last_gradient(c)
@@ -104,8 +104,9 @@ class UpdateRows:
         self._parameters_down[c] = rows.writeback(c, "param", moment, ready, order, drop=not stays)
 
     def _residents_behind_barrier(self, until: int) -> None:
-        """Adam of the resident chunks, of the first `until` of them in all. Those of streamed chunks, whose states are
-        a queue on the link, go between them: the copies down begin at once, and the link finds room."""
+        """Write Adam of the resident chunks, until the first `until` of them have it. The updates of streamed chunks,
+        whose states queue on the link, go between them: so the copies down begin at once, and room for copies up
+        appears early."""
         for c in self._residents[self._resident : until]:
             self._update_resident(c, () if self._resident else ends_of(self._rows.last_adds))
             self._resident += 1
@@ -117,8 +118,8 @@ class UpdateRows:
         rows.gpu_update_of[c] = rows.add(Queue.COMPUTE, Kind.GPU_ADAM, c, after=after)
 
     def close(self) -> None:
-        """CPU Adam; and gradients of the next iteration wait for updated parameters that stay and are on their way down
-        from where the gradients will be."""
+        """Write CPU Adam. Updated parameters that stay are copied down from the list in which gradients of the next
+        iteration arrive: these gradients wait for that copy."""
         rows, schedule = self._rows, self._rows.schedule
         job, uses = schedule.job, schedule.job.uses
         behind_backward = job.barrier is not None or adam_waits_for_backward(schedule.adam)

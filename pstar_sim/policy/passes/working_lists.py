@@ -1,4 +1,4 @@
-"""Working lists: they come for their visits, and clean ones leave behind them."""
+"""Working lists: they come for their visits, and unchanged ones are dropped behind them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["WorkingLists"]
 
 
 class WorkingLists:
-    """Fetches a chunk for each visit, and drops a copy that is the host's, too. Dirty ones are gradients (gradients.py)
-    or updated parameters (updates.py)."""
+    """Fetches a chunk for each visit, and drops a copy that equals the host's. Changed lists hold gradients
+    (gradients.py) or updated parameters (updates.py)."""
 
     def __init__(self, rows: DraftRows, floors: Floors) -> None:
         self._rows = rows

@@ -4,8 +4,8 @@ The reference every offloading policy is measured against where it fits. Uses 14
 (the gradient overwrites the working list), 18 with several micro-batches.
 
 On several ranks this is plain data parallelism: every GPU holds everything, a chunk's gradient is all-reduced
-(reduce-scatter, then gather) as soon as it is complete, and each GPU updates all parameters in optimizer.step(), under
-clipping not before all gradients are there: the norm is that of all sums.
+(reduce-scatter, then gather) as soon as it is complete, and each GPU updates all parameters in optimizer.step(). With
+clipping it waits for all gradients first, because the norm is that of all sums.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _moments(b: Builder, final: Mapping[int, Iterable[int]], *, update_at_once: 
 
 
 def _optimizer_step(b: Builder, chunks: Iterable[int], summed: Mapping[int, Sequence[int]]) -> None:
-    """Adam of every chunk, under clipping behind the last sum: the norm is that of all of them."""
+    """Write Adam of every chunk; with clipping behind the last sum, because the norm is that of all sums."""
     norm = list(summed.values())[-1] if summed and b.settings.clip else []
     for c in chunks:
         b.gpu_adam(c, after=[*summed[c], *norm])

@@ -1,9 +1,9 @@
-"""Buckets of the ZeRO-3 family: gradients leave together, summed over the ranks, to the host where Adam wants them
+"""Buckets of the ZeRO-3 family: gradients leave together, summed over the ranks; they go to the host where Adam runs
 there.
 
 [Note: gradients of several micro-batches] A resident chunk accumulates in grad32 on the GPU. All others' gradients are
 added on the host (cpu_add), as everywhere in this project; DeepSpeed brings the sum so far up to the GPU, adds there
-and sends it down, which takes the link instead of the CPU and is hidden behind the backward pass as well.
+and sends it down, which uses the link instead of the CPU and is hidden behind the backward pass as well.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["Buckets"]
 class Buckets:
     """The gradients of one iteration. `before` and `behind` are called once per moment, in order.
 
-    lists: gradients that have lists of their own, which are all that do not overwrite the working list.
-    arrived: chunk -> steps after which its gradient is where Adam wants it.
+    lists: gradients that have lists of their own: all that do not overwrite the working list.
+    arrived: chunk -> steps after which its gradient is where its Adam runs.
     peak_bytes: the most that gradient lists have held on the GPU.
     """
 
@@ -84,7 +84,7 @@ class Buckets:
         self._bucket, self._bucket_params = [], 0
 
     def _leave(self, c: int, m: int, here: int) -> Sequence[int]:
-        """A gradient is summed over the ranks and goes where Adam wants it; returns the steps after which it is
+        """Sum a gradient over the ranks and move it to where its Adam runs; returns the steps after which it is
         there."""
         summed = self.lists.sum(c, m, [here], "remote" if self._shards.in_place(c) else "grad_remote")
         if c not in self._shards.on_gpu:

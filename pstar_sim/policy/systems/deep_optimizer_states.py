@@ -49,10 +49,10 @@ def deep_optimizer_states(
     reuse: int = MAX_REUSE_PARAMS,
     prefetch: int = PREFETCH_PARAMS,
 ) -> Plan:
-    """Host bytes per rank: 27 per parameter of its own slices. GPU bytes as zero3_offload, and in optimizer.step() the
-    states of one sub-group that is on the GPU and of the next one on its way.
+    """Host bytes per rank: 27 per parameter of its own slices. GPU bytes as zero3_offload; in optimizer.step() also the
+    states of one sub-group on the GPU and of the next one on its way.
 
-    Raises DoesNotFit where either exceeds what there is.
+    Raises DoesNotFit where the host or the GPU has less.
     """
     b = Builder("deep_optimizer_states", workload, machine, settings)
     choice = Offloading(

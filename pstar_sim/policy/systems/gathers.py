@@ -1,8 +1,8 @@
 """Gathers of the ZeRO-3 family: a chunk is made whole for a visit, and given up behind it.
 
 A slice that lives on the disks is read to the host, one that lives on the host is fetched, and on several ranks the
-slices of the others are gathered. What a visit has brought goes unchanged, but for the chunk's last one where its
-gradient has overwritten the working list.
+slices of the others are gathered. Behind a visit the slices that it brought are dropped unchanged, except behind the
+chunk's last visit where the gradient has overwritten the working list.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Gathers:
     """The visits of one iteration. `before` and `behind` are called once per moment, in order.
 
     opening: steps that may start with the iteration.
-    bytes_gathered: so far, of whole chunks.
+    bytes_gathered: bytes gathered so far, counted as whole chunks.
     """
 
     def __init__(self, shards: Shards) -> None:
@@ -43,7 +43,7 @@ class Gathers:
         self._plan()
 
     def _plan(self) -> None:
-        """Which moment asks for what, opens and closes which visit."""
+        """Note for each moment the slices that it asks for and the visits that it opens and closes."""
         shards, scheme = self._shards, self._shards.scheme
         latest: dict[int, Visit] = {}
         for v in scheme.visits:
@@ -64,7 +64,7 @@ class Gathers:
                 self._closes[v.last].remove(v)
 
     def before(self, m: int) -> list[int]:
-        """What moment `m` asks for; returns the steps that it waits for."""
+        """Write the copies and gathers that moment `m` asks for; returns the steps that it waits for."""
         asked = [
             *map(self._read, self._reads.get(m, ())),
             *map(self._fetch, self._fetches.get(m, ())),
@@ -75,7 +75,7 @@ class Gathers:
         return [self._ready[v.chunk] for v in self._opens.get(m, ())]
 
     def behind(self, m: int, here: int) -> None:
-        """What goes behind moment `m`, whose step is `here`."""
+        """Drop the slices of visits that end with moment `m`, whose step is `here`."""
         self._asked = [here]
         if m == 0:
             self.opening.append(here)
@@ -83,7 +83,7 @@ class Gathers:
             self._leave(v.chunk, m, here)
 
     def gone(self, c: int) -> list[int]:
-        """Steps after which nothing is left of the chunk's last visit."""
+        """Steps after which all slices of the chunk's last visit are gone."""
         return self._gone.get(c, [])
 
     def _read(self, v: Visit) -> int:
@@ -115,7 +115,7 @@ class Gathers:
         return self._b.gather(c, 0, after)
 
     def _leave(self, c: int, m: int, here: int) -> None:
-        """What a visit has brought goes, unchanged."""
+        """Drop the slices that a visit has brought, unchanged."""
         lists = ["remote"] if self._shards.ranks > 1 else []
         lists += [] if self._shards.lives_on_gpu(c) else ["param"]
         self._gone[c] = [self._b.drop(Queue.COMPUTE, c, m, [here], name) for name in lists]

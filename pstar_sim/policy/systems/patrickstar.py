@@ -2,15 +2,15 @@
 
 What is reproduced. The capacity for chunks follows the tide: budget - max(non-model of this moment, of the next) -
 one working-list chunk in forward and backward (its reserve of k * 2 * CS bytes, k = 1 on one GPU). Chunks move on
-demand, on the critical path, nothing overlaps anything: the time of an iteration is the sum of computing, copying and
+demand, on the critical path, and nothing overlaps: the time of an iteration is the sum of computing, copying and
 updating. Room is made by Belady's rule, looking at the recorded moments of use (one round further when the list is
 exhausted). A payload exists in one place: fetching frees the host copy, evicting writes back, clean chunks too. After
 each moment, chunks beyond budget - non-model of the next one are evicted (this check leaves the reserve out, as its
-code does). Adam runs after the backward pass in chunk order. The states of the first chunks live on the GPU if there
-is margin space, (budget - peak non-model - all working lists) / states of a chunk * 0.8, of which the counter rule
-takes ceil - 1 chunks. Elsewhere Adam runs on the CPU: where the working list is on the GPU, the gradient goes down in
-2 bytes per parameter and the parameters come up in 4 (through a GPU buffer of one fp32 chunk, which is held
-throughout); otherwise directly.
+code does). Adam runs after the backward pass in chunk order. The states of the first chunks live on the GPU if there is
+margin space, (budget - peak non-model - all working lists) / states of a chunk * 0.8; the counter rule rounds this
+number of chunks up and subtracts 1. Elsewhere Adam runs on the CPU: where the working list is on the GPU, the gradient
+goes down in 2 bytes per parameter and the parameters come up in 4 (through a GPU buffer of one fp32 chunk, which is
+held throughout); otherwise directly.
 
 On P ranks. Chunks form groups of P, one of which each rank owns; here a group is one unit of P * CS elements of which
 each rank holds its 1/P, which is the same bytes in the same places. To use a tensor of a group that is not there, the
@@ -120,7 +120,8 @@ class _Iteration:
         self._gradients = GradientLists(b, updated, last=False, stay=stay, one_by_one=True)
 
     def run(self) -> None:
-        """All of it. Raises DoesNotFit with what the worst moment needs, not the first that is short."""
+        """Write the whole iteration. Raises DoesNotFit with the need of the worst moment, not of the first one that
+        lacks room."""
         try:
             for m in range(len(self._b.workload.moments)):
                 self._moment(m)
@@ -163,7 +164,7 @@ class _Iteration:
         memory.last = self._gradients.close(c, memory.moment, memory.then())
 
     def _give_up(self, chunks: Collection[int]) -> None:
-        """The groups of these chunks are: reduced behind their last gradient, else dropped."""
+        """Give up the groups of these chunks: they are reduced behind their last gradient, otherwise dropped."""
         for c in chunks:
             if self.memory.moment == self._b.uses.last_gradient(c):
                 self.memory.reduce(c)
@@ -171,7 +172,7 @@ class _Iteration:
                 self.memory.disperse(c)
 
     def _shortest(self, short: DoesNotFit) -> DoesNotFit:
-        """The refusal for the moment that needs most, where that is more than the one that is `short`."""
+        """The refusal for the moment that needs most, if that moment needs more than the one in `short`."""
         needed_bytes, m = self._most_needed()
         if short.place != "gpu" or needed_bytes <= short.needed_bytes:
             return short
@@ -185,7 +186,8 @@ class _Iteration:
         )
 
     def _most_needed(self) -> tuple[int, int]:
-        """(bytes needed, moment) of the moment that needs most: what cannot be evicted, the tide, the reserve."""
+        """(bytes needed, moment) of the moment that needs most: chunks that cannot be evicted, the tide, the
+        reserve."""
         b, lists = self._b, self._gradients
         gradients, most = 0, (0, 0)
         for m, needed in enumerate(b.uses.by_moment):

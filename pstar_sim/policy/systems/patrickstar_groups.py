@@ -1,7 +1,7 @@
-"""PatrickStar's groups of chunks: by the states of their tensors, when their remote chunks are given up.
+"""PatrickStar's groups of chunks: the states of a group's tensors say when its remote chunks are given up.
 
-A tensor that is used becomes HOLD_AFTER_FWD or HOLD_AFTER_BWD; a group is given up when all its tensors are the one or
-all are the other. Pure: writes no steps and knows no memory.
+A tensor that is used becomes HOLD_AFTER_FWD or HOLD_AFTER_BWD; a group is given up when all its tensors are in the same
+of these two states. Pure: writes no steps and knows no memory.
 """
 
 from __future__ import annotations

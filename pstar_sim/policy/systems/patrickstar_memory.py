@@ -1,6 +1,6 @@
 """PatrickStar's memory: which chunks live where, and payloads that move one at a time.
 
-What is published and what is not: patrickstar.py.
+patrickstar.py says what of this is published.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GPU, HOST = PLACES.index(Place.GPU), PLACES.index(Place.HOST)
 class Homes:
     """Where chunks live, in every iteration.
 
-    small: chunks of small parameters: on the GPU with all they have, on several ranks whole.
+    small: chunks of small parameters: all their lists are on the GPU, on several ranks as whole chunks.
     pinned: chunks with states on the GPU.
     movable: chunks whose states are on the host and whose working list moves, ascending.
     brought_bytes: chunk -> bytes that come to the GPU before its use: the own slice of a movable chunk, and the remote
@@ -70,7 +70,7 @@ def homes_of(uses: Facts, budget_bytes: int) -> Homes:
 
 
 def margin_space(uses: Facts, budget_bytes: int) -> int:
-    """Bytes of the GPU for states of chunks that move; negative where there is not room for as much as this:
+    """Bytes of the GPU for states of chunks that move; negative where the budget is below the sum that is subtracted:
 
     budget - peak non-model - fp32 buffer - small chunks with their states - all working lists - remote chunks of one
     group.
@@ -96,10 +96,10 @@ def fp32_buffer_bytes(uses: Facts) -> int:
 
 
 def chunks_in_margin(margin_bytes: int, states_bytes: Sequence[int]) -> int:
-    """How many of the first chunks have their states in margin space: ceil(margin / states of a chunk * 0.8) - 1.
+    """Number of the first chunks whose states are in margin space: ceil(margin / states of a chunk * 0.8) - 1.
 
-    states_bytes: of each chunk. The original's chunks are all of one size, here the median's; where an oversize one is
-    among the first, as many fewer as fit.
+    states_bytes: of each chunk. In the original all chunks have one size; here it is that of the median chunk. Where an
+        oversize chunk is among the first, the number is lowered until the states fit.
     """
     if margin_bytes <= 0 or not states_bytes:
         return 0
@@ -111,12 +111,12 @@ def chunks_in_margin(margin_bytes: int, states_bytes: Sequence[int]) -> int:
 
 class Memory:
     """Payloads that move one at a time: every step waits for the one before. Writes the steps into `b`, whose holdings
-    say who is where.
+    say where each payload is.
 
     on_gpu: chunks whose working list is on the GPU.
     whole: chunks (groups) whose remote chunks are on the GPU.
     budget_bytes: of the GPU.
-    fixed_bytes: what it holds that never moves.
+    fixed_bytes: bytes that never move from the GPU.
     last: the latest step.
     moment: the moment that is prepared or has just run.
     unit: "chunk" or "group", for messages: what is communicated at a time, and what the reserve has room for.
@@ -138,7 +138,7 @@ class Memory:
         self.moment = 0
 
     def _reside(self, resident: Collection[int]) -> None:
-        """Put everything where it is between two iterations."""
+        """Note in which place each list is between two iterations."""
         b, homes = self.b, self.homes
         for c in (*homes.small, *homes.pinned):
             b.live(c, Place.GPU)
@@ -151,7 +151,7 @@ class Memory:
             b.buffers.append(("fp32 chunk for CPU Adam", Place.GPU, homes.buffer_bytes))
 
     def then(self) -> list[int]:
-        """What the next step waits for."""
+        """The steps that the next step waits for."""
         return [self.last] if self.last >= 0 else []
 
     # Who holds what.
@@ -163,8 +163,8 @@ class Memory:
 
     @property
     def used_bytes(self) -> int:
-        """What the GPU holds now, the tide left out. The room of small chunks stays their own while the gradients of
-        other ranks have left it."""
+        """Bytes that the GPU holds now, the tide left out. The room of small chunks counts as theirs also while the
+        gradients of other ranks are gone from it."""
         used = self._holdings.used_bytes[GPU]
         if self.b.ranks == 1:
             return used
@@ -172,7 +172,7 @@ class Memory:
 
     @property
     def host_peak_bytes(self) -> int:
-        """The most that the host has held."""
+        """The most bytes that the host has held."""
         return self._holdings.peak_bytes[HOST]
 
     # Working lists. A payload exists in one place.
@@ -182,7 +182,7 @@ class Memory:
         self.last = self.b.free(Queue.H2D, c, "param", Place.HOST, self.moment)
 
     def evict(self, c: int) -> None:
-        """Clean or not, the working list is written back."""
+        """Write the working list back, changed or not."""
         self.b.writeback(c, "param", self.moment, self.then())
         self.last = self.b.drop(Queue.D2H, c, self.moment)
 
@@ -217,7 +217,7 @@ class Memory:
     # Room.
 
     def bring(self, c: int, needed: Collection[int]) -> None:
-        """What is not there of a chunk that is used in the moment comes. needed: chunks that may not be evicted."""
+        """Bring the missing slices of a chunk that the moment uses. needed: chunks that may not be evicted."""
         if c not in self.on_gpu:
             self.make_room(self._own[c], needed)
             self.fetch(c)
@@ -226,13 +226,13 @@ class Memory:
             self.gather(c)
 
     def non_model_bytes(self, m: int) -> int:
-        """What the published capacity leaves to non-model data: the higher peak of this moment and the next."""
+        """Bytes that the published capacity leaves to non-model data: the higher peak of this moment and the next."""
         tide = self.b.uses.tide
         return max(tide[m], tide[(m + 1) % len(tide)])
 
     def make_room(self, size_bytes: int, needed: Collection[int]) -> None:
         """Evict until `size_bytes` more fit the published capacity of the moment, which leaves a reserve of one chunk
-        or group. What is `needed` stays. Raises DoesNotFit where there is nothing else to evict."""
+        or group. Chunks in `needed` stay. Raises DoesNotFit where there is nothing else to evict."""
         b, m = self.b, self.moment
         total = size_bytes + self.non_model_bytes(m) + b.layout.chunk_bytes
         while self.used_bytes + total > self.budget_bytes and self._evict_farthest(needed):
@@ -247,7 +247,8 @@ class Memory:
             )
 
     def trim(self, needed: Collection[int]) -> None:
-        """Evict what is beyond budget - non-model of the moment. The reserve is left out, as in the original."""
+        """Evict chunks until the rest fits budget - non-model of the moment. The reserve is left out, as in the
+        original."""
         capacity = self.budget_bytes - self.b.uses.tide[self.moment]
         while self.used_bytes > capacity and self._evict_farthest(needed):
             pass
@@ -266,7 +267,7 @@ class Memory:
         return True
 
     def _next_use(self, c: int) -> int:
-        """The moment of it; one round further where the recorded moments are exhausted."""
+        """Moment of the chunk's next use; one round further where the recorded moments are exhausted."""
         moments, total = self.b.uses.touched[c], len(self.b.workload.moments)
         if not moments:
             return 2 * total

@@ -1,11 +1,11 @@
-"""What the ZeRO-3 family of policies has in common: an iteration of sharded data parallelism, and pieces of the update.
+"""The common part of the ZeRO-3 family of policies: an iteration of sharded data parallelism, and pieces of the update.
 
 Every rank holds its own slice of each chunk (with one rank: the whole chunk) on the GPU or on the host (shards.py). A
-chunk is made whole for a visit, a run of moments that use it, some way ahead of its first one (sharded_visits.py,
-gathers.py). Gradients leave in buckets (buckets.py). optimizer.step() blocks, so successive iterations do not overlap;
-what it does is the policy's own (`Sharded.gpu_adam`, `cpu_adam`, `copy_up`, `stage`, `finish`).
+chunk is made whole for a visit, which is a run of moments that use it, some way ahead of the first of these moments
+(sharded_visits.py, gathers.py). Gradients leave in buckets (buckets.py). optimizer.step() blocks, so successive
+iterations do not overlap; each policy writes its own (`Sharded.gpu_adam`, `cpu_adam`, `copy_up`, `stage`, `finish`).
 
-With one rank there are no collectives, and what lives on the GPU does not move at all.
+With one rank there are no collectives, and chunks that live on the GPU do not move at all.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Sharded:
     """Writes one iteration into `b`: residents and all moments when it is made, the update by its methods.
 
     shards: where chunks are.
-    gathers, buckets: what goes on beside the moments.
-    last_moment: that behind which the update is.
+    gathers, buckets: copies and collectives beside the moments.
+    last_moment: the moment behind which the update runs.
     """
 
     def __init__(self, b: Builder, scheme: Scheme) -> None:
@@ -56,7 +56,8 @@ class Sharded:
     # The update, behind the barrier: optimizer.step().
 
     def before_update(self, c: int) -> list[int]:
-        """Steps after which whatever the chunk's update needs may move: the barrier, and its gradient's arrival."""
+        """Steps after which the lists that the chunk's update needs may move: the barrier, and the arrival of its
+        gradient."""
         return [self._barrier, *self.buckets.arrived[c]]
 
     def cpu_adam(self, c: int, after: Iterable[int] = ()) -> int:
@@ -88,7 +89,7 @@ class Sharded:
         return [self.b.fetch(c, 0, after=after, via=None if pinned else self.shards.unpinned)]
 
     def finish(self, last: Iterable[int], updated: Mapping[int, list[int]]) -> None:
-        """The chunks that are whole on every GPU are made whole again, and the next iteration waits for all of it.
+        """Make the chunks that are whole on every GPU whole again, and let the next iteration wait for that.
         updated: chunk -> the steps after which its own slice is up to date. last: steps that optimizer.step() ends
         with."""
         ends = list(last)
@@ -105,7 +106,8 @@ class Sharded:
             self.b.buffers.append((name, place, size_bytes))
 
     def hold_on_host(self, name: str, total_bytes: int) -> None:
-        """What is missing to the total that the system's host memory, activations left out, is known to be."""
+        """Add a host buffer with the bytes that the lists lack to the system's known total of host memory (activations
+        left out)."""
         self.hold(name, Place.HOST, total_bytes + self.b.stash_bytes - self.b.held_bytes(Place.HOST))
 
     def hold_bucket(self) -> None:

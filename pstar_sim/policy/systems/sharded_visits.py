@@ -1,5 +1,4 @@
-"""Visits of the ZeRO-3 family, how far ahead of a visit its chunk is asked for, and the sub-groups in which the
-optimizer goes.
+"""Visits of the ZeRO-3 family, the lead with which a visit's chunk is asked for, and the sub-groups of the optimizer.
 
 [Note: visits of ZeRO-3] FSDP's follow the blocks of the model, DeepSpeed's the order traced in a first iteration. Pure:
 everything here is a function of the job's facts.
@@ -75,8 +74,8 @@ def traced_visits(uses: Facts, reuse_params: int) -> list[Visit]:
 
 
 def operators_before(visits: Sequence[Visit], ahead: int) -> dict[int, int]:
-    """Opening moment of a visit -> moment with whose start it may be asked for: that of the operator (moment that
-    opens visits) `ahead` before it."""
+    """First moment of a visit -> moment with whose start its chunk may be asked for. This is the moment of the operator
+    `ahead` operators earlier; an operator is a moment that opens visits."""
     opening = sorted({v.first for v in visits})
     return {m: opening[max(0, n - ahead)] if ahead <= n else 0 for n, m in enumerate(opening)}
 

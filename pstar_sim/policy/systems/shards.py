@@ -1,4 +1,4 @@
-"""What a system of the ZeRO-3 family chooses, and where the job's chunks are then."""
+"""The choices of a system of the ZeRO-3 family, and the places of the job's chunks that follow from them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Flush(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """What a system chooses.
+    """The choices of a system.
 
     visits: when chunks are whole on the GPU.
     gather_at, fetch_at, read_at: first moment of a visit -> moment with whose start its gather, its fetch, its read
@@ -61,7 +61,8 @@ class Shards:
     trained: chunks that are updated, ascending.
     kept: small chunks, whole on every GPU all the time.
     on_gpu: chunks whose gradient never leaves the GPU.
-    unpinned: how a copy of memory that is not pinned goes; None where the machine gives no rate for it: as pinned.
+    unpinned: `via` of a copy of memory that is not pinned; None where the machine gives no rate for it, and the copy
+        counts as pinned.
     """
 
     def __init__(self, b: Builder, scheme: Scheme) -> None:
@@ -75,15 +76,15 @@ class Shards:
         self.unpinned = None if b.machine.link.pageable_bytes_per_s is None else PAGEABLE
 
     def lives_on_gpu(self, c: int) -> bool:
-        """Whether its own slice of the parameters is on the GPU all the time."""
+        """Whether this rank's slice of the chunk's parameters is on the GPU all the time."""
         return self.scheme.home is Place.GPU or c in self.scheme.resident or c in self.kept
 
     def comes(self, c: int) -> bool:
-        """Whether something has to be brought before the chunk can be used."""
+        """Whether a slice has to be brought before the chunk can be used."""
         return c not in self.kept and (self.ranks > 1 or not self.lives_on_gpu(c))
 
     def in_place(self, c: int) -> bool:
-        """Whether the gradient overwrites the working list: nothing else wants it whole, and it is not accumulated."""
+        """Whether the gradient overwrites the working list: it never leaves the GPU and is not accumulated."""
         return c in self.on_gpu and not self.several
 
     def reside(self, host_list: str) -> None:

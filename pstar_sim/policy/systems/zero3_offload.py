@@ -80,7 +80,7 @@ def zero3_offload(
     prefetch: int = PREFETCH_PARAMS,
 ) -> Plan:
     """Host bytes per rank, with AdamW: 24 (`params=cpu`: 27) per parameter of its own slices. GPU bytes per rank: 2 N /
-    P (with `params=gpu`), what is gathered, the gradient bucket, 24 a parameter that twin-flow keeps there, the tide.
+    P (with `params=gpu`), what is gathered, the gradient bucket, 24 per parameter that twin-flow keeps there, the tide.
 
     Raises DoesNotFit where either exceeds what there is.
     """
@@ -144,7 +144,7 @@ def optimizer_bytes(workload: Workload) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Offloading:
-    """What zero3_offload and its successors choose.
+    """The choices of zero3_offload and its successors.
 
     home: where parameters live between visits.
     subgroup: parameters (of one rank) that are updated at a time.
@@ -169,7 +169,7 @@ class Offloading:
 class Offloaded:
     """One iteration of zero3_offload or a successor, up to the update, written into `b`.
 
-    sharded: what it has in common with all of ZeRO-3.
+    sharded: the part of the iteration common to all of ZeRO-3.
     groups: sub-groups of the optimizer, in order.
     resident, staged: chunks of the sub-groups whose Adam is on the GPU, and whose states live there or come for it.
     """
@@ -201,7 +201,7 @@ class Offloaded:
         self.sharded = Sharded(b, scheme)
 
     def hold(self, *, host_bytes_per_param: float) -> None:
-        """Buffers: what the system holds beyond the plan's lists, on the host and on the GPU."""
+        """Add buffers for the bytes that the system holds beyond the plan's lists, on the host and on the GPU."""
         b, s = self.b, self.sharded
         s.hold_on_host("the optimizer's own host buffers", int(host_bytes_per_param * self.offloaded_params))
         s.hold_bucket()
@@ -210,8 +210,8 @@ class Offloaded:
         s.hold("the resident optimizer's own buffers", Place.GPU, resident - listed)
 
     def check_room(self) -> None:
-        """Raise DoesNotFit where what is held all the time is too much; the rest is found when the steps are
-        scheduled."""
+        """Raise DoesNotFit where the lists held all the time are too much for a place; a lack of room at other times is
+        found when the steps are scheduled."""
         s = self.sharded
         offloaded, resident = (f"{n / 1e9:.2f} B parameters" for n in (self.offloaded_params, self.resident_params))
         what = f"a rank's optimizer of {offloaded} with its buffers"
@@ -232,7 +232,8 @@ class Offloaded:
 
 
 def _offloaded_groups(sizes: Sequence[int], ratio: float) -> int:
-    """How many of the first sub-groups are offloaded: those that come nearest to the ratio of all parameters."""
+    """Number of the first sub-groups that are offloaded: the one with which the offloaded share of all parameters comes
+    nearest to the ratio."""
     wanted = ratio * sum(sizes)
     held = 0
     for n, size in enumerate(sizes):

@@ -59,7 +59,7 @@ def zero_infinity(
 ) -> Plan:
     """GPU bytes per rank: the operators under way, what is reused soon, the gradient bucket, the tide. Host bytes per
     rank: (16 + 2) x 1.5 = 27 a parameter of its own slices, by DeepSpeed's estimator (the paper itself counts 20); of
-    what is on the disks only what is on its way.
+        the lists on the disks only those on their way.
 
     Raises PlanError where something is to live on disks that the machine does not have, DoesNotFit where the GPU, the
     host or the disks are too small.
@@ -121,7 +121,8 @@ def _optimizer_step(s: Sharded, groups: Sequence[Sequence[int]]) -> None:
 
 
 def _bring_in(s: Sharded, group: Sequence[int]) -> dict[int, list[int]]:
-    """What a sub-group's update needs comes to the host: chunk -> the steps it has to wait for."""
+    """Bring the lists that a sub-group's update needs to the host. Returns chunk -> the steps that its update waits
+    for."""
     b, scheme, m = s.b, s.shards.scheme, s.last_moment
     arrived: dict[int, list[int]] = {}
     for c in group:
@@ -136,8 +137,8 @@ def _bring_in(s: Sharded, group: Sequence[int]) -> dict[int, list[int]]:
 
 
 def _update(s: Sharded, c: int, arrived: list[int]) -> tuple[list[int], list[int]]:
-    """Adam of one chunk and what follows. Returns the steps after which its parameters are where they live, and those
-    with which everything else of it has left the host."""
+    """Write Adam of one chunk and the copies behind it. Returns the steps after which its parameters are where they
+    live, and the steps after which its other lists have left the host."""
     b, scheme, m = s.b, s.shards.scheme, s.last_moment
     adam = s.cpu_adam(c, arrived)
     up = s.copy_up(c, [adam])

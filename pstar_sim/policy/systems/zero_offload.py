@@ -1,9 +1,9 @@
 """zero_offload: the static partition of ZeRO-Offload (Ren et al., 2021).
 
 All working-precision parameters stay on the GPU. Gradients leave it during the backward pass through a bucket of two
-chunks; optimizer states and Adam live on the host. The update is behind the barrier whatever was asked for (the
-original knows no other), each chunk is copied back while the next one is updated, and optimizer.step() blocks: the
-first moment of the next iteration waits for the last copy.
+chunks; optimizer states and Adam live on the host. The update is always behind the barrier, as in the original, each
+chunk is copied back while the next one is updated, and optimizer.step() blocks: the first moment of the next iteration
+waits for the last copy.
 
 On several ranks this is ZeRO-2 with offloading: the parameters are whole on every GPU, gradients are reduce-scattered
 and each rank sends its slice to the host, where its slice of the states is updated; the slices of the parameters come
@@ -31,7 +31,7 @@ BUCKET_CHUNKS = 2
 
 
 def zero_offload(workload: Workload, machine: Machine, settings: Settings) -> Plan:
-    """Every gradient leaves the GPU, every parameter comes back. Small chunks are nothing special here.
+    """Every gradient leaves the GPU, every parameter comes back. Small chunks are treated like all others.
 
     Raises DoesNotFit where parameters, the gradient bucket and the tide's peak exceed the GPU, or states and
     gradients the host.
@@ -74,7 +74,7 @@ def zero_offload(workload: Workload, machine: Machine, settings: Settings) -> Pl
 class _Bucket:
     """Gradients of two chunks on the GPU.
 
-    peak_bytes: the most that they have held.
+    peak_bytes: the most bytes that they have held.
     """
 
     def __init__(self, gradients: GradientLists) -> None:

@@ -43,7 +43,7 @@ class GradientLists:
     opens: moment -> chunks whose lists open in it.
     closes: moment -> chunks whose gradient in a list is complete after it.
     host_list: where Adam on the host finds a gradient.
-    freed: chunk -> step that last freed its lists on the GPU.
+    freed: chunk -> step that last freed the chunk's lists on the GPU.
     added: chunk -> step after which its sum on the host is up to date.
     """
 
@@ -82,7 +82,7 @@ class GradientLists:
 
     @property
     def on_host(self) -> str:
-        """What the host has of gradients, for messages."""
+        """Words for the gradients on the host, for messages."""
         return "accumulated gradients, gradients" if self._several else "gradients"
 
     # Steps.
@@ -93,8 +93,8 @@ class GradientLists:
         return [self._b.alloc(Queue.COMPUTE, c, name, Place.GPU, m, after=waits) for name in self._names][-1]
 
     def close(self, c: int, m: int, after: Sequence[int]) -> int:
-        """The gradient that is complete after moment `m` goes where it is wanted. Returns the step after which it is
-        there and the lists are free."""
+        """Move the gradient that is complete after moment `m` to the place of its update. Returns the step after which
+        it is there and its lists are free."""
         summed = self.sum(c, m, after)
         if c in self._stay:
             return self.keep(c, m, summed)
@@ -102,15 +102,15 @@ class GradientLists:
         return self.add(c, m)
 
     def sum(self, c: int, m: int, after: Sequence[int], list_name: str = "grad_remote") -> Sequence[int]:
-        """Over the ranks; returns the steps after which the sum is there, with one rank `after`. list_name: "remote"
-        for a gradient that lies in the working list."""
+        """Sum a gradient over the ranks; returns the steps after which the sum is there, with one rank `after`.
+        list_name: "remote" for a gradient that lies in the working list."""
         if self._b.layout.ranks == 1:
             return after
         step = self._latest_sums["ranks"] = self._b.reduce_scatter(c, m, after, list_name)
         return [step]
 
     def keep(self, c: int, m: int, after: Iterable[int]) -> int:
-        """The sum has been added where it stays: its list goes. Returns the step that frees it."""
+        """Free the list of a sum that has been added on the GPU, where it stays. Returns the step that frees it."""
         self.freed[c] = self._b.free(Queue.NET, c, "grad", Place.GPU, m, after)
         return self.freed[c]
 

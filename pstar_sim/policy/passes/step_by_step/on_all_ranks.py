@@ -1,4 +1,4 @@
-"""What is the same on every GPU: whole chunks and all-reduced gradients. On one rank there is nothing to do for
+"""Whole chunks and all-reduced gradients, which are the same on every GPU. On one rank there is nothing to do for
 either."""
 
 from __future__ import annotations
