@@ -33,6 +33,7 @@ __all__ = [
     "others_words",
     "predicted_from",
     "predictor",
+    "result_as_json",
     "retimed_s",
     "save_recording",
     "try_outputs",
@@ -163,6 +164,26 @@ def retimed_s(plan: Plan, measured: Timeline) -> float | None:
     from pstar_sim.sim.retime import retime
 
     return None if len(set(classes_of(plan.machine))) > 1 else retime(plan, measured)
+
+
+def result_as_json(
+    plan: Plan, machine: Machine, result: RunResult, rows: Sequence[Figure], *, steps: int
+) -> dict[str, object]:
+    """What `pstar run --json` prints. machine: the one that the run was predicted for. steps: as asked for."""
+    return {
+        "policy": plan.policy,
+        "model": plan.workload.model,
+        "steps": steps,
+        "losses": [r.loss for r in result.reports],
+        "step_s": [r.time_s for r in result.reports],
+        "first_step": result.reports[0].step,
+        "notes": list(result.notes),
+        "deviations": list(result.deviations),
+        "tide": str(result.tide) if result.tide is not None else None,
+        "figures": figures_as_json(rows),
+        "predicted_from": predicted_from(plan, machine),
+        "taken_by_others": result.taken_by_others,
+    }
 
 
 def figures_as_json(rows: Sequence[Figure]) -> list[dict[str, object]]:

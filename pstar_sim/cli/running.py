@@ -230,22 +230,7 @@ def run(*, flags: RunFlags) -> int:
     run_report.write_timelines(flags, plan, predicted, result)
     rows = run_report.compare_with_run(plan, predicted, result)
     if flags.json:
-        say_json(
-            {
-                "policy": plan.policy,
-                "model": plan.workload.model,
-                "steps": flags.steps,
-                "losses": [r.loss for r in result.reports],
-                "step_s": [r.time_s for r in result.reports],
-                "first_step": result.reports[0].step,
-                "notes": list(result.notes),
-                "deviations": list(result.deviations),
-                "tide": str(result.tide) if result.tide is not None else None,
-                "figures": run_report.figures_as_json(rows),
-                "predicted_from": run_report.predicted_from(plan, measured_machine),
-                "taken_by_others": result.taken_by_others,
-            }
-        )
+        say_json(run_report.result_as_json(plan, measured_machine, result, rows, steps=flags.steps))
         return 0
     losses = {plan.policy: [r.loss for r in result.reports]}
     say(losses_text(losses, width=terminal_width(), first=result.reports[0].step, most=6))

@@ -3,7 +3,7 @@ line that names the thing, the value and what would do), and help in sections.""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import typer
@@ -64,18 +64,27 @@ def _check_words(context: Any, parameters: Sequence[Any], words: Sequence[str], 
             if all(p.nargs == 1 for p in places) and arguments > len(places):
                 raise PstarError(_see(context, f"unexpected argument {word!r}"))
             continue
-        name = word.partition("=")[0]
-        flag = flags.get(name) or (None if word.startswith("--") else flags.get(word[:2]))
-        if flag is None:
-            raise PstarError(_see(context, f"unknown flag {name!r}{did_you_mean(name, flags)}"))
+        flag = _flag_of(context, word, flags)
         if flag.name == "help":
             return
         given.add(flag.name)
         _take_value(context, flag, word, left, flags)
-    missing = [_name(p) for p in places[arguments:] if p.required]
-    missing += [_name(p) for p in flags.values() if p.required and p.name not in given]
-    if missing:
-        raise PstarError(_see(context, f"the following arguments are required: {', '.join(dict.fromkeys(missing))}"))
+    _check_required(context, [*places[arguments:], *(p for p in flags.values() if p.name not in given)])
+
+
+def _check_required(context: Any, left_out: Sequence[Any]) -> None:
+    names = dict.fromkeys(_name(p) for p in left_out if p.required)
+    if names:
+        raise PstarError(_see(context, f"the following arguments are required: {', '.join(names)}"))
+
+
+def _flag_of(context: Any, word: str, flags: Mapping[str, Any]) -> Any:
+    """The flag that a word names: `--flag`, `--flag=VALUE`, `-f` or `-fVALUE`."""
+    name = word.partition("=")[0]
+    flag = flags.get(name) or (None if word.startswith("--") else flags.get(word[:2]))
+    if flag is None:
+        raise PstarError(_see(context, f"unknown flag {name!r}{did_you_mean(name, flags)}"))
+    return flag
 
 
 def _take_value(context: Any, flag: Any, word: str, left: list[str], flags: Collection[str]) -> None:

@@ -64,18 +64,8 @@ def plot_schedule(timeline: Timeline | Planned, ax: Axes | None = None) -> Any:
         from matplotlib import pyplot
 
         _, ax = pyplot.subplots(figsize=(11.0, 0.9 + 0.5 * len(rows)), layout="constrained")
-    legend: dict[str, Any] = {}
     ax.set_xlim(0, timeline.iteration_s)
-    for span, start_s, end_s in shown:
-        row = rows.index(span.queue)
-        name, colour, ink = _style(timeline, span)
-        share = (end_s - start_s) / timeline.iteration_s
-        edge = "white" if share > 0.01 else colour  # a white edge would hide a thin bar
-        bar = ax.barh(row, end_s - start_s, left=start_s, height=0.78, color=colour, edgecolor=edge, linewidth=0.5)
-        legend.setdefault(name, bar)
-        number = span.moment if span.kind is Kind.COMPUTE else span.chunk
-        if number is not None and share > 0.012 * len(str(number)):
-            ax.text((start_s + end_s) / 2, row, str(number), ha="center", va="center_baseline", fontsize=7, color=ink)
+    bars = _draw_bars(ax, timeline, shown, rows)
     ax.set_yticks(range(len(rows)), [_ROWS[queue] for queue in rows])
     ax.set_ylim(len(rows) - 0.5, -0.5)
     ax.tick_params(axis="y", length=0)
@@ -84,13 +74,30 @@ def plot_schedule(timeline: Timeline | Planned, ax: Axes | None = None) -> Any:
     ax.set_title(f"{label}: {format_s(timeline.iteration_s)} per iteration", fontsize=10, loc="left")
     for side in ("top", "right", "left"):
         ax.spines[side].set_visible(False)
-    order = [*PHASE_COLOURS, *(name for name, _, _ in _STYLES.values())]
-    names = sorted(legend, key=lambda name: order.index(name) if name in order else len(order))
     ax.legend(
-        [legend[name] for name in names], names, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0,
+        list(bars.values()), list(bars), loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0,
         frameon=False, fontsize=8,
     )  # fmt: skip
     return ax
+
+
+def _draw_bars(
+    ax: Any, timeline: Timeline, shown: list[tuple[Span, float, float]], rows: list[Queue]
+) -> dict[str, Any]:
+    """A bar per span in the row of its queue. Returns one bar per name, in the order of the legend."""
+    found: dict[str, Any] = {}
+    for span, start_s, end_s in shown:
+        row = rows.index(span.queue)
+        name, colour, ink = _style(timeline, span)
+        share = (end_s - start_s) / timeline.iteration_s
+        edge = "white" if share > 0.01 else colour  # a white edge would hide a thin bar
+        bar = ax.barh(row, end_s - start_s, left=start_s, height=0.78, color=colour, edgecolor=edge, linewidth=0.5)
+        found.setdefault(name, bar)
+        number = span.moment if span.kind is Kind.COMPUTE else span.chunk
+        if number is not None and share > 0.012 * len(str(number)):
+            ax.text((start_s + end_s) / 2, row, str(number), ha="center", va="center_baseline", fontsize=7, color=ink)
+    order = [*PHASE_COLOURS, *(name for name, _, _ in _STYLES.values())]
+    return {name: found[name] for name in sorted(found, key=lambda n: order.index(n) if n in order else len(order))}
 
 
 def _steady_spans(timeline: Timeline) -> list[tuple[Span, float, float]]:

@@ -131,12 +131,16 @@ def _faults(kind: Any, value: object, path: Path, word: str, whole: bool) -> Ite
         if base is tuple and args[-1] is not Ellipsis and len(value) != len(args):
             yield Fault(path, value, f"has {len(value)} parts; it must have {len(args)}")
         kinds = [args[0]] * len(value) if base is list or args[-1] is Ellipsis else args
-        for i, (inner, item) in enumerate(zip(kinds, value)):
-            yield from _faults(inner, item, (*path, i), word, whole)
+        yield from _item_faults(zip(kinds, range(len(value)), value), path, word, whole)
     elif base in (dict, Mapping) and isinstance(value, dict) and not whole:
-        for key, item in value.items():
-            yield from _faults(args[1], item, (*path, key), word, whole)
+        yield from _item_faults(((args[1], key, item) for key, item in value.items()), path, word, whole)
     yield Fault(path, value, must)
+
+
+def _item_faults(items: Iterable[tuple[Any, str | int, object]], path: Path, word: str, whole: bool) -> Iterator[Fault]:
+    """Faults within the items of a list or an object. items: (type, place, value) of each."""
+    for kind, place, item in items:
+        yield from _faults(kind, item, (*path, place), word, whole)
 
 
 def _table_faults(table: type[Struct], value: dict[str, Any], path: Path, word: str, whole: bool) -> Iterator[Fault]:
