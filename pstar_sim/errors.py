@@ -125,7 +125,9 @@ class UnknownName(PstarError):
         lower = {other.lower(): other for other in known}
         asked = name.lower()
         begin = sorted(other for other in lower if asked and other.startswith(asked))
-        near = [lower[n] for n in (begin or difflib.get_close_matches(asked, lower, n=3, cutoff=0.4))[:3]]
+        inside = sorted((other for other in lower if len(asked) > 2 and asked in other), key=len)
+        alike = difflib.get_close_matches(asked, lower, n=3, cutoff=0.4)
+        near = [lower[n] for n in (begin or [*dict.fromkeys([*inside, *alike])])[:3]]
         hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(sorted(known)[:20])}"
         super().__init__(f"unknown {kind} {name!r}; {hint}")
         self.kind = kind

@@ -267,7 +267,7 @@ def sensitivity(
     setting: SettingFlags,
     policy: Annotated[list[str] | None, policies("ask about", "three of them")] = None,
     by: Annotated[
-        float, typer.Option(parser=share, metavar="SHARE", show_default="10%", help="such as 10% or 0.5")
+        float, typer.Option(parser=share, metavar="SHARE", show_default=False, help="such as 10% or 0.5 (default: 10%)")
     ] = 0.1,
     json: JsonList = False,
 ) -> int:
@@ -295,7 +295,9 @@ def sensitivity(
 @command(commands, "pstar sweep grid.toml -o results.parquet")
 def sweep(
     *,
-    grid: Annotated[str, typer.Argument(metavar="GRID", help="a .toml file of axes (see the README)")],
+    grid: Annotated[
+        str, typer.Argument(metavar="GRID", help="a .toml file of axes: a list varies, one value does not")
+    ],
     path: Annotated[str, output("the results to write (.parquet)")],
     jobs: Annotated[
         int | None, typer.Option(parser=positive, metavar="N", help="processes (default: one per core)")

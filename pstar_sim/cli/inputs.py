@@ -129,7 +129,10 @@ def _one_workload(job: OptionalWorkloadFlags, machine: Machine, batch: int | Non
     adapter = lora_of(job.lora)
     if job.trace is not None:
         if adapter is not None:
-            raise PstarError("--lora is for presets (--model); trace the model with its adapters instead")
+            raise PstarError(
+                "--lora is for presets (--model); trace a model that has its adapters: pstar trace py:MODULE:FACTORY, "
+                "whose factory returns (nn.Module, example batch)"
+            )
         half = job.dtype in ("bf16", "fp16")
         found = load_trace(
             job.trace,

@@ -102,7 +102,8 @@ class RunFlags:
         typer.Option(metavar="FILE", help="picture of the measured tide over the predicted one, as with --timeline"),
     ] = None
     lr: Annotated[
-        float, typer.Option(parser=learning_rate, metavar="LR", show_default="3e-4", help="learning rate")
+        float,
+        typer.Option(parser=learning_rate, metavar="LR", show_default=False, help="learning rate (default: 3e-4)"),
     ] = 3e-4
     seed: Annotated[int, typer.Option(parser=natural, metavar="N", help="seed of weights and data")] = 0
     quiet: Quiet = False

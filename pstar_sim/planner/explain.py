@@ -20,7 +20,7 @@ from pstar_sim.planner.tried import tried_of, tried_text
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.registry import find_policy, policy_at
 from pstar_sim.terminal import terminal_width, wrap
-from pstar_sim.units import GB, format_bytes, format_s
+from pstar_sim.units import format_bytes, format_s
 from pstar_sim.workload.workload import Phase, activations_text
 
 __all__ = ["BoundGap", "chunk_gaps", "explain", "tide_gain"]
@@ -170,7 +170,8 @@ def explain(
         if barrier
         else "Adam may run as soon as its gradient is final"
     )
-    what = f"{w.model} ({w.params / 1e9:.2f} B parameters, {w.dtype})"
+    params = f"{w.params / 1e9:.2f} B" if w.params >= 1e9 else f"{w.params / 1e6:.1f} M"
+    what = f"{w.model} ({params} parameters, {w.dtype})"
     each = " per GPU" if len(m.ranks) > 1 else ""
     batch = f"batch {w.batch}{each} x {_micro_batches(w.micro_batches)}, sequence {w.sequence}"
     checkpointing = "with checkpointing" if w.checkpointing else "without checkpointing"
@@ -211,9 +212,8 @@ def _where(plan: Plan, timeline: Timeline) -> list[str]:
         size = sum(plan.layout.payload_bytes(c.index, "param") for c in chunks)
         small = sum(c.small for c in chunks)
         note = f", {small} of them small ones that are not worth moving" if small else ""
-        lines.append(
-            f"  {mode}: {len(chunks)} chunks, {format_bytes(size)} of parameters{note}: {_MODES.get(mode, mode)}"
-        )
+        count = "1 chunk" if len(chunks) == 1 else f"{len(chunks)} chunks"
+        lines.append(f"  {mode}: {count}, {format_bytes(size)} of parameters{note}: {_MODES.get(mode, mode)}")
     held = _held_between(plan)
     for place, budget in plan.budgets.items():
         parts = [f"{name} {format_bytes(size)}" for (p, name), size in sorted(held.items()) if p is place and size]
@@ -232,7 +232,7 @@ def _where(plan: Plan, timeline: Timeline) -> list[str]:
     low = min(moment.peak_bytes for moment in plan.workload.moments)
     lines.append(f"  the tide: {format_bytes(low)} at low water, {format_bytes(top.peak_bytes)} at {top.name}")
     lines.append(
-        f"  chunks of {plan.layout.chunk_bytes / 2**20:.0f} MiB, {plan.layout.waste * 100:.2f} % of them padding"
+        f"  chunks of {format_bytes(plan.layout.chunk_bytes)}, {plan.layout.waste * 100:.2f} % of them padding"
     )
     return lines
 
@@ -300,7 +300,7 @@ def _binds(plan: Plan, timeline: Timeline, bound: str | None, barrier_cost_s: fl
         f"  the accelerator waits {format_s(sum(stalls.values()))}" + (f": {', '.join(parts)}" if parts else "")
     )
     moved = {k: v for k, v in timeline.moved_bytes.items() if v}
-    lines.append("  moved: " + (", ".join(f"{v / GB:.2f} GB {k}" for k, v in moved.items()) or "nothing"))
+    lines.append("  moved: " + (", ".join(f"{format_bytes(v)} {k}" for k, v in moved.items()) or "nothing"))
     bound_s = plan.predictions.get("lower_bound_s")
     if bound_s:
         lines.append(

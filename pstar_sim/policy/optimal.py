@@ -1,8 +1,7 @@
-"""optimal: the plan that the search finds (family/searched.py), or that of another policy if it is faster; to 0.01 % as
-fast as any policy.
+"""optimal: the plan of a search, or of another policy where that is faster; at most 0.01 % slower than any policy.
 
-The plan found and the plans of the other policies are followed, and the fastest is taken. It has the name `optimal`;
-`choices` name the policy that made it.
+The plan that the search found (family/searched.py) and the plans of the other policies are followed, and the fastest is
+taken. It has the name `optimal`; `choices` name the policy that made it.
 
 [Note: what is left] The largest gaps to the fluid bound (benchmarks/optimal.py) are those of short iterations in which
 compute, both ways of the link and CPU Adam are all busy for nearly all of the time. As far as is known, the plan causes

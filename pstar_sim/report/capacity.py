@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pstar_sim.planner.ranks import UNMODELLED, unmodelled_notes
+from pstar_sim.policy.kit.ties import AS_FAST
 from pstar_sim.report.tables import batch_words, trust_lines
 from pstar_sim.terminal import table_text, terminal_width, wrap
 from pstar_sim.units import GB, format_bytes, format_s
@@ -97,7 +98,9 @@ def _yes(answer: Fits) -> list[str]:
     said = [f"Yes: {answer.workload.model} fits on {answer.machine.name} under {under}."]
     if best.iteration_s is not None:
         belief = "" if best.error is None else f" ({_error(best.error)})"
-        fastest = f"The fastest is {best.policy}: it" if total > 1 else "It"
+        ties = sum((row.iteration_s or 0.0) <= best.iteration_s * (1 + AS_FAST) for row in fitting) - 1
+        equals = f" ({ties} {'other is' if ties == 1 else 'others are'} as fast)" if ties else ""
+        fastest = f"The fastest is {best.policy}{equals}: it" if total > 1 else "It"
         said[0] += (
             f" {fastest} takes {format_s(best.iteration_s)} per iteration{belief}, {best.tokens_per_s:,.0f} tokens/s."
         )
@@ -219,11 +222,15 @@ def _short(row: Limit) -> str:
     return "" if row.short_bytes is None else f"{_gb(row.short_bytes)} of {row.short_of}"
 
 
+def _tokens(count: float) -> str:
+    return f"{count / 1e9:,.4g} billion" if count >= 1e9 else f"{count:,.0f}"
+
+
 def cheapest_text(answer: Cheapest, *, width: int | None = None) -> str:
     """Offers in time, cheapest first; then the others."""
     width = terminal_width() if width is None else width
     by = "" if answer.deadline_s is None else f" in {_deadline(answer.deadline_s)}"
-    lines = [*wrap(f"{answer.model} on {answer.tokens:g} tokens{by}", width), ""]
+    lines = [*wrap(f"{answer.model} on {_tokens(answer.tokens)} tokens{by}", width), ""]
     columns = (
         "machine", "nodes", "in time", "policy", "micro-batches", "tokens/s", "error", "days", "USD/h", "USD",
         "USD/M tokens",

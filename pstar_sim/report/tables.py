@@ -57,6 +57,7 @@ def heading(answer: TableAnswer) -> str:
         f"update {s.update}",
         "clipping" if s.clip else "no clipping",
         f"barrier: {barrier}" if barrier else "no barrier",
+        *([w.notes] if w.notes else []),
     ]
     each = f"{len(m.ranks)} GPUs, each with " if len(m.ranks) > 1 else ""
     where = (
@@ -121,7 +122,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def format_percent(share: float) -> str:
     """A share as a percentage. Below 1 % it has two digits after the point."""
-    percent = share * 100
+    percent = round(share * 100, 9) + 0.0  # the rounding of a sum is no negative share
     return f"{percent:.2f} %" if abs(percent) < 0.995 else f"{percent:.1f} %"
 
 

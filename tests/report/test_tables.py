@@ -29,7 +29,7 @@ from pstar_sim.planner.sensitivity import sensitivity
 from pstar_sim.report.ablation import ablation_text
 from pstar_sim.report.capacity import cheapest_text, fits_text, limits_text, sensitivity_text
 from pstar_sim.report.run import figures, figures_text, losses_text
-from pstar_sim.report.tables import comparison_text, refusal_text
+from pstar_sim.report.tables import comparison_text, format_percent, refusal_text
 from pstar_sim.report.validation import validation_text
 from pstar_sim.terminal import narrow_encoding, table_text, wrap
 from pstar_sim.validation.results import validate
@@ -245,3 +245,9 @@ def test_an_encoding_without_lines_gets_plain_ones() -> None:
     assert narrow_encoding("── ± 7", "latin-1") == "-- ± 7"
     assert narrow_encoding("── ± 7 é", None) == "── ± 7 é"
     assert narrow_encoding("модель", "ascii").isascii()
+
+
+def test_a_share_has_no_negative_zero() -> None:
+    assert [format_percent(share) for share in (-2e-15, 0.0, 0.0053, 0.5, -0.02)] == [
+        "0.00 %", "0.00 %", "0.53 %", "50.0 %", "-2.0 %",
+    ]  # fmt: skip
