@@ -35,8 +35,8 @@ class AdamW:
         for no clipping.
     eager: update each chunk as soon as its gradient is final, inside backward (the plan has to be made with update
         "eager").
-    state_dtype: of both moments; torch.bfloat16 where the plan's optimizer is "adamw-bf16-states" (the update is done
-        in fp32 and rounded, so small changes of a moment are lost).
+    state_dtype: dtype of both moments; torch.bfloat16 where the plan's optimizer is "adamw-bf16-states" (the update is
+        done in fp32 and rounded, so small changes of a moment are lost).
     loss_scale: None for what the model needs (dynamic if it has fp16 parameters, else none), "dynamic", a number for a
         fixed scale, or a LossScale; the loop stays as it is, see scaling.py.
 
@@ -116,7 +116,7 @@ def _check_numbers(numbers: Mapping[str, Any]) -> None:
 
 
 def refused_in(group: Mapping[str, Any]) -> str:
-    """What the group asks of torch's AdamW that is not done here, in words; "" for nothing."""
+    """Options of torch's AdamW that the group sets and that are not supported here, in words; "" for none."""
     return ", ".join(f"{name}={group[name]}" for name in _REFUSED if group.get(name))
 
 

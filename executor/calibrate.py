@@ -1,10 +1,11 @@
 """calibrate: measure the machine this runs on, and describe it as a `Machine` whose figures are its own.
 
-The parts are in `executor/calibration/`, a file an idea; this runs them in order, says what it is at, and turns what
-was found into a machine. What cannot be measured here is left out with its reason; nothing is made up in its place.
+The parts are in `executor/calibration/`, one file per idea. This file runs them in order, reports progress, and makes a
+machine of the results. A figure that cannot be measured here is left out with the reason; nothing is made up in its
+place.
 
-[Note: the virtual accelerator's memory] It has none of its own: a quarter of the memory that is available is taken to
-be the device's, the rest the host's, until a plan says otherwise (`--gpu-memory`, `--host-memory`).
+[Note: the virtual accelerator's memory] It has no memory of its own: a quarter of the available memory counts as the
+device's, the rest as the host's, until a plan says otherwise (`--gpu-memory`, `--host-memory`).
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ _TYPICAL = {"virtual": (1024, 64, torch.float32), "cuda": (4096, 4096, torch.bfl
 
 @dataclass(kw_only=True)
 class Findings:
-    """What was measured. Rates in bytes/s, flops/s, parameters/s.
+    """The measurements. Rates in bytes/s, flops/s, parameters/s.
 
-    skipped: what was not, each with its reason.
+    skipped: figures that were not measured, each with its reason.
     matmul: by dtype, flops/s by flops of a product.
     constant_s, operator_bytes_per_s: of [Note: seconds of a moment].
     adam: by threads.
@@ -204,7 +205,7 @@ def _moments(device: Device, bench: Bench, found: Findings) -> tuple[float, floa
 
 
 def _slowdowns(device: Device, bench: Bench) -> dict[str, float]:
-    """Compute, CPU Adam and copies both ways, every pair of them at once."""
+    """Slow-downs of compute, CPU Adam and copies both ways, for every pair that runs at once."""
     extent, rows, dtype = _TYPICAL[device.kind]
     _, multiply = compute.product(device, extent, dtype)
     _, operate = compute.between_products(device, rows)

@@ -250,17 +250,17 @@ def _run(
 
 
 class _RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What fake tensors of the CPU get of torch in another form than real ones.
+    """Results that torch gives fake tensors of the CPU in another form than real ones.
 
     Products of routed experts in fp32 and fp16: there are kernels, but a fake version for bf16 only. Sizes and strides
     are those of torch's `_create_grouped_mm_output_tensor`. BatchNorm: the kernels' results lie in the memory format
-    that their input suggests, the fake ones' are strided as that input; what comes after copies the one, not the other.
-    And the fake backward makes a gradient of the input whether or not one is asked for. LayerNorm's gradient of its
-    input is contiguous.
+    that their input suggests, the fake ones' are strided as that input; a later operator copies the former, not the
+    latter. And the fake backward makes a gradient of the input whether or not one is asked for. LayerNorm's gradient of
+    its input is contiguous.
 
-    Values: a tensor made of ones, or drawn from [0, 1], and what is left of it as long as nobody writes it. A model
-    that makes itself a mask of ones asks whether all of it is, and does without where it is; one that comes with the
-    batch stays unknown. A model with LayerDrop asks whether a number drawn for a layer lies below the rate, also where
+    Values are known of a tensor made of ones, or drawn from [0, 1], until it is written. A model that makes a mask of
+    ones asks whether all elements are one, and then does without the mask. The values of a mask that comes with the
+    batch stay unknown. A model with LayerDrop asks whether a number drawn for a layer lies below the rate, also where
     that rate is 0.
     """
 
@@ -482,7 +482,7 @@ def _readable_failures(name: str, module: nn.Module, live: LiveStorages) -> Iter
 
 
 def _where(error: BaseException, module: nn.Module) -> str:
-    """The innermost module of the traceback, by name."""
+    """Name of the innermost module in the traceback."""
     names = {id(part): part_name for part_name, part in module.named_modules()}
     found = "the loss"
     for frame, _ in traceback.walk_tb(error.__traceback__):

@@ -1,4 +1,5 @@
-"""Whether a plan, a model and an optimizer belong together: asked by `prepare` before anything is allocated or changed.
+"""Whether a plan, a model and an optimizer belong together. `prepare` checks this before anything is allocated or
+changed.
 
 Each check raises PlanError with one line that names the thing, both values, and what would do.
 """

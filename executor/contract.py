@@ -1,8 +1,8 @@
 """The loop contract: what a training loop may do to a prepared model, and what happens when it does.
 
 Whatever an offloaded optimizer cannot honour raises ContractError before any parameter changes and names the
-replacement; everything else behaves as in plain torch. Silence is the one wrong answer. What comes of each act where
-the loop stands is decided by the table of `session/cursor.py`.
+replacement; everything else behaves as in plain torch. Nothing goes wrong in silence. The table of `session/cursor.py`
+decides what each act leads to in each state of the loop.
 
 | what the loop does | what happens |
 |---|---|
@@ -83,7 +83,7 @@ _BASE_REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
 
 
 class ParameterAccess(Protocol):
-    """What a prepared parameter asks of its session."""
+    """The part of a session that a prepared parameter uses."""
 
     def grad_of(self, tensor: int) -> torch.Tensor | None: ...
 
@@ -99,7 +99,7 @@ class ParameterAccess(Protocol):
 
 
 def raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """What autograd accumulated in `parameter`, past the contract."""
+    """The gradient that autograd accumulated in `parameter`, read past the contract."""
     if type(parameter) is ChunkParameter:  # has no torch function
         found: torch.Tensor | None = _BASE_GRAD.__get__(parameter)
         return found
@@ -117,21 +117,21 @@ def set_raw_grad(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
 
 
 def drop_raw_grads(parameters: Iterable[torch.Tensor]) -> None:
-    """No parameter has a gradient of autograd's any more."""
+    """Drop the gradients that autograd accumulated in these parameters."""
     with torch._C.DisableTorchFunctionSubclass():
         for parameter in parameters:
             _BASE_GRAD.__set__(parameter, None)
 
 
 def tensor_of(parameter: torch.Tensor) -> int | None:
-    """Index of the tensor that a prepared parameter is in its plan; None of any other."""
+    """Index, in the plan, of a prepared parameter's tensor; None for any other parameter."""
     found: int | None = getattr(parameter, "plan_tensor", None)
     return found
 
 
 class ChunkParameter(nn.Parameter):
-    """A parameter whose data is a view of a chunk that the gpu holds. Costs nothing in torch's own calls: like
-    nn.Parameter it has torch functions disabled; only Python's own `.grad` and `.requires_grad` come through here.
+    """A parameter whose data is a view of a chunk that the gpu holds. It costs nothing in torch's own calls: like
+    nn.Parameter it has torch functions disabled. Only Python's `.grad` and `.requires_grad` come through this class.
 
     Attributes:
         plan_reader: the session's reader, held weakly.
@@ -175,9 +175,8 @@ class ChunkParameter(nn.Parameter):
 
 
 class ParkedParameter(ChunkParameter):
-    """A parameter that must not be read as it stands: its chunk is elsewhere, holds a gradient, or no module is
-    running. Everything torch does with it in Python goes to the session, which fetches it, copies it out, or
-    refuses."""
+    """A parameter whose data must not be read: its chunk is elsewhere or holds a gradient, or no module is running.
+    Everything torch does with it in Python goes to the session, which fetches it, copies it out, or refuses."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -279,7 +278,8 @@ def _same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def changes_nothing(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """`fn`, which Module._apply would map over the module's tensors, gives each back as it is: `to()` where it is."""
+    """Whether `fn`, which Module._apply would map over the module's tensors, returns each unchanged, as `to()` does for
+    a module that is there already."""
     for dtype, device in {(t.dtype, t.device) for t in (*module.parameters(), *module.buffers())}:
         for shape in ((1,), (1, 2, 2, 2)):  # of four dimensions: a memory format would change it
             probe = torch.zeros(shape, dtype=dtype, device=device)
@@ -299,7 +299,7 @@ def write_refused(name: str) -> ContractError:
 
 
 def _metadata() -> frozenset[Any]:
-    """Torch functions that look at a tensor's form, never at its elements."""
+    """Torch functions that read a tensor's form and never its elements."""
     getters = [
         "shape",
         "dtype",

@@ -2,8 +2,8 @@
 
 The user's thread is the compute queue, the other queues run by themselves (`queues/`). What the training loop does
 comes in through `session/loop.py`; what may come next is one table, `session/cursor.py`; an iteration on plan is
-carried out by `session/following.py`, one that left it by `off_plan/demand.py`. What a loop may do at all is
-`contract.py`'s matter.
+carried out by `session/following.py`, one that left it by `off_plan/demand.py`. `contract.py` says what a loop may do
+at all.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Session:
         deviation_log: the last of them, in words.
         iteration: number of the current or next one, from 0.
         hooks, on_close: what `close` undoes; see `lifetime/ending.py`.
-        watches: who hears of each moment on plan.
+        watches: counters that are told of each moment on plan.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Session:
         self.hooks: list[Any] = []  # that go when the session ends
 
     def listen(self) -> None:
-        """Hook the model. `close` takes the hooks away, also after a part of them."""
+        """Hook the model. `close` removes the hooks, also if only some of them were placed."""
         self.clock.listen()
         self.hooks += self.following.hook_gradients(self.parameters, untraced)
         scaling = self.scaling
@@ -165,8 +165,8 @@ class Session:
             self.hooks += guard_boundary(self.model, lambda: scaling.scale, wrap=untraced)
 
     def install(self, plan: Plan, arena: Arena, queues: Queues) -> None:
-        """Everything that belongs to one plan, each part behind those it reads as it is made. `start` comes next, when
-        the values are in the chunks."""
+        """Make everything that belongs to one plan, in an order in which each part finds the parts that it reads.
+        `start` comes next, when the values are in the chunks."""
         self.plan = plan
         self.arena = arena
         self.queues = queues
@@ -233,7 +233,7 @@ class Session:
 
     @property
     def loss_scale(self) -> float | None:
-        """What gradients of the next iteration will be multiplied with inside the model; None without loss scaling."""
+        """Factor of the gradients of the next iteration inside the model; None without loss scaling."""
         return None if self.scaling is None else self.scaling.scale
 
     @property
@@ -247,7 +247,7 @@ class Session:
         return self.updates.grad_norm
 
     def timeline(self) -> Timeline:
-        """What the last iterations on plan did, in the simulator's schema; waits for their last copies and updates.
+        """Timeline of the last iterations on plan, in the simulator's schema; waits for their last copies and updates.
         Raises PlanError before the first has run."""
         return self.steps.timeline()
 

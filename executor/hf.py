@@ -2,9 +2,9 @@
 
 `Trainer` clips gradients itself, between backward and `optimizer.step()`, through `accelerator.clip_grad_norm_`; here
 they have left for their chunks by then and are clipped inside the step, by `AdamW(max_grad_norm=)`. `connect(trainer)`
-joins the two: it checks that both mean the same, and answers the Trainer's question for the norm from the session.
-Without it `trainer.train()` stops at its first clipping with a ContractError: nothing is ever left unclipped in
-silence. `executor/examples/trainer.py` is a whole script.
+joins the two: it checks that both clip at the same norm, and gives the Trainer the norm that the session knows. Without
+it `trainer.train()` stops at its first clipping with a ContractError: nothing is ever left unclipped in silence.
+`executor/examples/trainer.py` is a whole script.
 
 Checkpoints of a connected Trainer hold the folder `pstar` (`saving/checkpoint.py`) in place of `optimizer.pt`; with it
 `trainer.train(resume_from_checkpoint=)` goes on bit by bit, under another plan too. Scheduler, random number generators

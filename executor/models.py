@@ -134,8 +134,8 @@ def forward_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def named_failures(name: str, model: nn.Module) -> Iterator[None]:
-    """What a module of `model` raises in its forward pass becomes a ModelError that names it; what is raised elsewhere
-    goes on as it is."""
+    """An error that a module of `model` raises in its forward pass becomes a ModelError that names the module. Other
+    errors pass unchanged."""
     try:
         yield
     except PstarError:
@@ -247,7 +247,7 @@ def known_masks(is_known: Callable[[torch.Tensor], bool]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, made: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside, an attribute of a module or class is what `made` makes of it, where there is one."""
+    """Inside, an attribute of a module or class is replaced by the result of `made` for it, if it exists."""
     kept = getattr(owner, name, None)
     if kept is None:
         yield
@@ -349,7 +349,7 @@ def _from_factory(
 
 
 def _factory_of(spec: str) -> Callable[..., Any]:
-    """What py:package.module:factory names. Raises ModelError if it cannot be imported."""
+    """The factory that py:package.module:factory names. Raises ModelError if it cannot be imported."""
     where, _, function_name = spec.removeprefix("py:").partition(":")
     if not where or not function_name:
         raise ModelError(f"{spec!r} is not py:package.module:factory")

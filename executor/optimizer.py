@@ -53,7 +53,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
             group.update({name: value for name, value in _KERNEL.items() if name in self.defaults})
 
     def hyper(self) -> list[Hyper]:
-        """Numbers of every group now. Raises ContractError for a switch turned on that updates here do not have."""
+        """Numbers of every group now. Raises ContractError for a switch that is on and that updates here do not
+        support."""
         for number, group in enumerate(self.param_groups):
             if refused := refused_in(group):
                 raise ContractError(f"param_groups[{number}] has {refused}, which is not supported; set it to False")
@@ -145,7 +146,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             session.reader.rewrite_from_master(tensor)
 
     def _checked(self, state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
-        """The rows of a state by position of their parameter. Raises ContractError for what does not fit."""
+        """The rows of a state by position of their parameter. Raises ContractError for rows that do not fit."""
         what = "optimizer.load_state_dict"
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
             raise ContractError(

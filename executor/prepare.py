@@ -155,7 +155,7 @@ class _Given:
 
     groups: of parameters, as torch's optimizers take them.
     tensors, parameters: the model's, in the plan's order.
-    max_grad_norm: at which gradients are clipped (None: they are not).
+    max_grad_norm: norm at which gradients are clipped; None without clipping.
     source: of the model's values (None: the model has them).
     """
 
@@ -195,7 +195,7 @@ def _matched(model: nn.Module, plan: Plan, optimizer: AdamW, weights: str | Path
 
 
 def _require_same(ranks: Ranks, given: _Given) -> None:
-    """Raises PlanError on every rank where one of them was given something else."""
+    """Raises PlanError on every rank if one rank was given another plan or other settings."""
     plan, names = given.plan, {id(p): t.name for t, p in zip(given.tensors, given.parameters)}
     ranks.same(
         {
@@ -299,7 +299,7 @@ def _load(session: Session, source: Weights | None) -> None:
 
 
 def _stop_at_exit(session: Session) -> None:
-    """A queue's thread must not be inside torch while the interpreter goes down."""
+    """Stop the queues before the interpreter goes down, when no thread may be inside torch."""
     keeper = weakref.ref(session)
 
     def stop() -> None:
@@ -316,7 +316,7 @@ def _stop_at_exit(session: Session) -> None:
 def _given_back_on_error(
     backend: Backend | None, sessions: Sequence[Session], source: Weights | None = None
 ) -> Iterator[None]:
-    """An error inside gives back what was taken for the run, which does not begin.
+    """On an error inside, give back everything taken for the run, which does not begin.
 
     backend: None where the caller made it.
     sessions: the run's, once there is one; it gives the backend back itself.

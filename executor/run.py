@@ -50,7 +50,7 @@ class RunResult:
     deviations: how the run left the plan, if it did.
     plan: the one it ended with.
     tide: of the first iteration, beside the plan's.
-    notes: where weights came from, what the run went on from.
+    notes: where weights came from, and the checkpoint from which the run went on.
     shared: of all ranks, None on one.
     taken_by_others: share of the machine's processor time that other programs had during the steps, 0 to 1; None where
         that cannot be measured.

@@ -1,4 +1,4 @@
-"""Loss scaling: fp16 gradients kept in range, without a word of it in the user's loop.
+"""Loss scaling: keeps fp16 gradients in range without any change of the user's loop.
 
 Gradients of an fp16 model are multiplied where they enter it and divided in the fp32 update, so `loss.backward();
 optimizer.step()` stays as it is. The scale moves as torch.amp.GradScaler moves it: an iteration in which a gradient is
@@ -84,7 +84,7 @@ def loss_scale_for(asked: str | float | LossScale | None, tensors: Iterable[Tens
 class LossScaling:
     """The scale of a run.
 
-    scale: what gradients that arrive now were multiplied with.
+    scale: factor with which gradients that arrive now were multiplied.
     skipped_steps: iterations that overflowed.
     """
 

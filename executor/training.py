@@ -89,7 +89,7 @@ def train(
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[StepReport]:
     """Train for `steps` optimizer steps, numbered from `first` on. Raises ModelError when a loss is not finite, before
-    it updates anything."""
+    any update with it."""
     reports: list[StepReport] = []
     for step in range(first, first + steps):
         start_s = clock()

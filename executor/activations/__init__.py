@@ -1,1 +1,2 @@
-"""The plan's choice per block (keep, recompute, offload), and the offloaded activations' way to the host and back."""
+"""The plan's choice per block (keep, recompute, offload), and the copies of offloaded activations to the host and
+back."""

@@ -2,16 +2,17 @@
 
 "recompute": the block's call goes through `torch.utils.checkpoint` (non-reentrant, random state preserved), unless the
 model does that itself. "offload": what the call saves for backward is collected and moves as the plan says
-(stashes.py). "keep": as it is. A model that does something else of its own with a block is refused, with one exception:
-the switch that transformers' layers have (`gradient_checkpointing`) is turned off, and on again at the end.
+(stashes.py). "keep": the block is called as it is. A model that already recomputes or offloads a block itself is
+refused, with one exception: the switch that transformers' layers have (`gradient_checkpointing`) is turned off, and on
+again at the end.
 
 [Note: around the call] What is replaced is the block's `_call_impl`, which torch runs for every call, hooks included:
 so the events of a block's modules are those of a capture in which the model itself checkpoints the block.
 
 [Note: the device's generator] torch saves, for a recomputation, the generators of the devices on which the positional
 arguments are, and of no others. A block that is called with keyword arguments only, or that moves its input to the
-device itself, would draw other dropout masks the second time, and nothing would say so. So each checkpointed call gets
-an empty tensor on the run's device as its first positional argument.
+device itself, would draw other dropout masks the second time, without an error. So each checkpointed call gets an empty
+tensor on the run's device as its first positional argument.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ _Call = Callable[..., Any]
 
 
 def check_activations(w: Workload, model: nn.Module) -> None:
-    """Every block that the plan chooses for is there, and can be called another way. Raises PlanError."""
+    """Raises PlanError unless the model has every block that the plan chooses for, and each can be called as the plan
+    chooses."""
     modules = dict(model.named_modules(remove_duplicate=False))
     seen: dict[int, str] = {}
     for block, how in w.activations:
@@ -74,14 +76,14 @@ def _compiled(modules: Mapping[str, nn.Module], block: str) -> str | None:
 
 
 class Training(Protocol):
-    """What is asked of the reader."""
+    """The part of the reader that this file uses."""
 
     @property
     def trains(self) -> bool: ...
 
 
 class CursorAsked(Protocol):
-    """What is asked of the session's cursor."""
+    """The part of the session's cursor that this file uses."""
 
     @property
     def inside(self) -> bool: ...
@@ -90,7 +92,7 @@ class CursorAsked(Protocol):
 
 
 class Host(Protocol):
-    """What is asked of the session."""
+    """The part of the session that this file uses."""
 
     @property
     def plan(self) -> Plan: ...

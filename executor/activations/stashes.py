@@ -1,17 +1,17 @@
-"""Stashes: what autograd saved in an offloaded block's forward, on its way to the host and back.
+"""Stashes: the tensors that autograd saved in an offloaded block's forward, and their copies to the host and back.
 
-A block's saved tensors are told apart by storage (each goes once); parameters, buffers and whatever else outlives the
-block are left alone. At the end of the block's forward, storages are chosen until the bytes that the plan has for the
-stash are used up. The plan's `stash_out` copies them to the host; the moment that waits for it lets go of the gpu's
-memory. `stash_in` copies them back into memory taken when its turn came, and autograd gets views of that.
+A block's saved tensors are told apart by storage (each goes once); parameters, buffers and all else that outlives the
+block stay. At the end of the block's forward, storages are chosen until the bytes that the plan has for the stash are
+used up. The plan's `stash_out` copies them to the host; the moment that waits for the copy frees the gpu's memory.
+`stash_in` copies them back into memory taken when its turn came, and autograd gets views of that.
 
 [Note: who lets go] Memory is taken and let go in the user's thread only, where the tide says so: let go when moment
 `gone` begins, taken when moment `back` begins. The queues' threads only copy; where a copy is only issued (streams),
 what it touches is held until its event.
 
 [Note: never wrong data] A tensor that is unpacked while its bytes are on the host (an iteration that left the plan) is
-copied back then and there. A room on the host whose bytes somebody may still want is not overwritten: what wanted the
-room stays on the gpu, and is counted. Bytes that are more than the plan's stay on the gpu as well.
+copied back then and there. A room on the host is not overwritten while its bytes may still be read: the new stash then
+stays on the gpu and is counted. Bytes beyond those of the plan stay on the gpu as well.
 
 [Note: ahead of its step] What a block does behind its last unit (a dropout, a sum) is differentiated before the
 gradient of that unit's output arrives, so in the moment before the one that waits for `stash_in`. Where the copy is not
@@ -52,9 +52,9 @@ class StashReport:
     """One stash of the last iteration.
 
     planned_bytes: what the plan has for it.
-    saved_bytes: what the block's forward saved, inputs of the block included, parameters and buffers not.
-    moved_bytes: what went to the host.
-    freed_bytes: what of it the gpu then no longer held.
+    saved_bytes: bytes that the block's forward saved, inputs of the block included, parameters and buffers not.
+    moved_bytes: bytes that went to the host.
+    freed_bytes: the part of moved_bytes that the gpu then no longer held.
     """
 
     block: str
@@ -82,7 +82,7 @@ class _View:
 
 
 class _Saved:
-    """One storage that autograd saved tensors of.
+    """One storage of which autograd saved tensors.
 
     `source`: its bytes on the gpu as the forward made them.
     `host`: room on the host that holds them.
@@ -142,7 +142,7 @@ class _Saved:
 
 
 class Reading(Protocol):
-    """What is asked of `off_plan.reads.Reads`."""
+    """The part of `off_plan.reads.Reads` that this file uses."""
 
     def chunk_of_storage(self, tensor: torch.Tensor) -> int | None: ...
 
@@ -152,14 +152,14 @@ class Reading(Protocol):
 
 
 class CursorAsked(Protocol):
-    """What is asked of the session's cursor."""
+    """The part of the session's cursor that this file uses."""
 
     @property
     def off_plan(self) -> bool: ...
 
 
 class Host(Protocol):
-    """What is asked of the session."""
+    """The part of the session that this file uses."""
 
     @property
     def plan(self) -> Plan: ...
@@ -182,7 +182,7 @@ class Host(Protocol):
 
 
 class BlockSaves:
-    """What one call of a block saves.
+    """The tensors that one call of a block saves.
 
     pack, unpack: for `torch.autograd.graph.saved_tensors_hooks`.
     """
@@ -255,7 +255,7 @@ class Stashes:
         return self.session.plan.workload.stashes
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor may go to the host and come back: it is one of the accelerator's own, and plain."""
+        """Whether the tensor may go to the host and come back: it is a plain tensor on the accelerator."""
         return (
             type(tensor) in (torch.Tensor, torch.nn.Parameter)
             and tensor.layout is torch.strided
@@ -268,11 +268,11 @@ class Stashes:
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def collect(self, inputs: Any) -> BlockSaves:
-        """For one call of an offloaded block with these inputs."""
+        """Collect the saved tensors of one call of an offloaded block with these inputs."""
         return BlockSaves(self, inputs)
 
     def collected(self, block: str, found: BlockSaves) -> None:
-        """The block's forward has ended: choose what goes. On demand it goes at once."""
+        """The block's forward has ended: choose the storages that go. On demand they go at once."""
         s = self.session
         n = self._stash.get((block, s.clock.micro_batch))
         if n is None:
@@ -390,7 +390,8 @@ class Stashes:
     # -- the user's thread --------------------------------------------------------------------------------------------
 
     def at(self, moment: int) -> None:
-        """A moment of the plan begins: what has gone is let go, what is to return is noted."""
+        """A moment of the plan begins: free the memory of stashes that are on the host, and note the stashes that
+        return."""
         for n in self._moves.gone.get(moment, ()):
             self._flying.pop((Kind.STASH_OUT, n), None)  # the compute queue is behind the copy
             self._let_go(n)
@@ -413,7 +414,8 @@ class Stashes:
         self._report(self.planned[n], moved_bytes=moved, freed_bytes=freed)
 
     def settle(self) -> None:
-        """Take the memory that is due, outside of the engine's own business, so that counters of the model see it."""
+        """Take the memory of returning stashes. Called outside the engine's own work, so that counters of the model see
+        it."""
         while self._returning:
             n = self._returning.pop(0)
             for saved in _alive(self._out.get(n, ())):
@@ -424,7 +426,7 @@ class Stashes:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.session.backend.device)
 
     def tensor(self, saved: _Saved, index: int) -> torch.Tensor:
-        """What autograd saved, for its backward."""
+        """The tensor that autograd saved, for its backward."""
         view = saved.views[index]
         if view.alias is not None:
             if version_of(view.alias) != view.version:
@@ -458,7 +460,7 @@ def _alive(refs: Iterable[weakref.ref[_Saved]]) -> list[_Saved]:
 
 
 def _changed(view: _View) -> RuntimeError:
-    """What torch itself raises for it."""
+    """The error that torch itself raises for a saved tensor that was changed."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{view.dtype}, {list(view.size)}] of an offloaded block; hint: do not write into what a block has computed"

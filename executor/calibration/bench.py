@@ -20,10 +20,10 @@ Timed = Callable[[Action], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How long to look at each point: `rounds` times over all points of a curve, about `point_s` seconds each time but
-    `least` to `most` calls.
+    """How long to measure each point of a curve: in each of `rounds` rounds for about `point_s` seconds, with `least`
+    to `most` calls.
 
-    window_s: how long two things are watched running at once.
+    window_s: seconds for which two actions are timed while both run.
     memory_bytes: most that a measurement may work on at a time.
     """
 
@@ -36,7 +36,7 @@ class Effort:
 
     @classmethod
     def quick(cls) -> Effort:
-        """A look rather than a measurement: a quarter of the time, twice the scatter."""
+        """A shorter measurement: a quarter of the time, twice the scatter."""
         return cls(point_s=0.04, rounds=2, least=1, most=10, window_s=0.2, memory_bytes=256 << 20)
 
 

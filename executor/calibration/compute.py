@@ -1,4 +1,4 @@
-"""What compute takes: products by size and dtype, and the bandwidth of device memory.
+"""Rates of compute: products by size and dtype, and the bandwidth of device memory.
 
 [Note: a product as training has it] One product of a linear layer and the two of its backward, with weights that are
 not in a cache, since a pass reads every weight once. Rows are a quarter of the inner extent: an n x n weight and n/4

@@ -44,7 +44,7 @@ class Copier:
         return self._host[at : at + self._size]
 
     def fetch(self) -> None:
-        """What a fetch and the later drop do: memory is taken, filled and given back."""
+        """Do as a fetch and the later drop: memory is taken, filled and given back."""
         payload = self._payloads[0]
         self._backend.take(payload)
         self._backend.copy(payload, self._part(), Queue.H2D)

@@ -24,7 +24,7 @@ __all__ = ["Copies", "CudaCopies", "CudaDevice", "Device", "VirtualDevice", "ope
 
 
 class Copies(Protocol):
-    """What the measurements use of a `Backend`."""
+    """The part of a `Backend` that the measurements use."""
 
     def host_slab(self, size_bytes: int) -> torch.Tensor: ...
 
@@ -48,9 +48,9 @@ class Device(Protocol):
     """An accelerator to be measured.
 
     kind: "virtual" or "cuda".
-    title: what it is called.
+    title: its name, for people.
     device: where torch puts its tensors.
-    count: how many like it there are.
+    count: number of such devices.
     dtypes: working dtypes it multiplies in.
     adam_threads: CPU threads the executor gives to Adam beside it.
     """
@@ -85,7 +85,7 @@ class Device(Protocol):
         ...
 
     def work_clock(self) -> Callable[[], float]:
-        """What to read the seconds of work in a thread from, when other threads work beside it."""
+        """The clock for the seconds of work in a thread while other threads work."""
         ...
 
     def taken_by_others(self) -> float:

@@ -1,4 +1,4 @@
-"""The disk under a folder: write to the platter and read back past the page cache."""
+"""The disk under a folder: rates of writes that reach the disk and of reads past the page cache."""
 
 from __future__ import annotations
 

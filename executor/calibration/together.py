@@ -1,8 +1,8 @@
-"""What things that run at once do to each other: every pair of queues alone and side by side.
+"""Slow-downs of queues that run at once: every pair of queues is timed alone and side by side.
 
 [Note: slow-downs] `compute_while_adam` = 1.25 says: while a CPU Adam runs, compute takes 1.25 times as long. Cores,
-caches and DRAM are behind it; none of them is modelled, the factor is what is measured. It holds for a partner that
-never pauses; the cost model scales it by how much of the time its copies move bytes.
+caches and DRAM cause this. None of them is modelled; the factor is measured. It holds for a partner that never pauses;
+the cost model scales it by how much of the time its copies move bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def watch(
     clock: Callable[[], float] = time.perf_counter,
     work_clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Seconds of one action of each kind while all of them run over and over, a thread each.
+    """Seconds of one action of each kind while all of them run over and over, one thread per kind.
 
     The window begins when each has ended twice and lasts `window_s`, longer if one has not ended four times by then.
     enter: called first in each thread. work_clock: what an action's seconds are read from, in its own thread.
@@ -80,7 +80,7 @@ def _window(
     window_s: float,
     clock: Callable[[], float],
 ) -> float:
-    """Returns when the window is over, or at the first failure; when it began."""
+    """Wait until the window is over, or until the first failure. Returns the time at which the window began."""
     while not failures and any(len(rows) < 2 for rows in ended.values()):
         time.sleep(0.002)
     begin_s = max(rows[1][0] for rows in ended.values()) if not failures else 0.0

@@ -57,8 +57,8 @@ def ranges_of(slots: Iterable[tuple[int, int, int | None]]) -> list[UpdateRange]
 
 
 def scratch_bytes(plan: Plan) -> int:
-    """What `Scratch` takes on the gpu for the plan's updates there, beside the payloads and the tide: a piece for each
-    of gradient and moments that is narrower than fp32."""
+    """Bytes that `Scratch` takes on the gpu for the plan's updates there, beside the payloads and the tide: a piece for
+    each of gradient and moments that is narrower than fp32."""
     chunks = {s.chunk for s in plan.steps if s.kind is Kind.GPU_ADAM and s.chunk is not None}
     if not chunks:
         return 0
@@ -168,5 +168,5 @@ def total_norm(norms: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """What `clip_grad_norm_` multiplies every gradient with: max_norm / (norm + 1e-6), at most 1."""
+    """The factor with which `clip_grad_norm_` multiplies every gradient: max_norm / (norm + 1e-6), at most 1."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

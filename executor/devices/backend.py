@@ -1,8 +1,9 @@
 """What the engine asks of an accelerator, and the virtual one: gpu memory, host slabs, counted copies.
 
-`Backend` is the whole interface between engine and hardware, `StreamBackend` what it also is where work is only issued
-and happens later. `VirtualBackend` is a real one: its "gpu" is a byte-budgeted part of host memory, its links are
-copies that last as long as the link's bandwidth says. Backends know no chunk and no order of queues.
+`Backend` is the whole interface between engine and hardware, `StreamBackend` extends it for accelerators to which work
+is only issued and on which it happens later. `VirtualBackend` is a real backend: its "gpu" is a byte-budgeted part of
+host memory, its links are copies that last as long as the link's bandwidth says. Backends know no chunk and no order of
+queues.
 
 [Note: glibc and eviction] glibc gives big blocks back to the system at every eviction and the next refill pays for
 fresh pages (16-47 ms for 32 MiB, 2.5 ms when the pages are kept). `keep_freed_pages` tells malloc, once a process, to
@@ -44,7 +45,7 @@ class Backend(Protocol):
     device: torch.device
 
     def begin(self, plan: Plan) -> None:
-        """Payloads of this plan are asked for from now on."""
+        """Prepare for the payloads of this plan, which are asked for from now on."""
         ...
 
     def host_slab(self, size_bytes: int) -> torch.Tensor:
@@ -72,7 +73,8 @@ class Backend(Protocol):
     def copy(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
         """Copy across the link (`Queue.H2D` or `Queue.D2H`), casting if the dtypes differ; counts the target's bytes.
 
-        Has happened on return, but in the thread of a queue of a stream backend, where it is issued on its stream.
+        The copy has happened on return, except in the thread of a queue of a stream backend, where it is only issued on
+        the queue's stream.
         """
         ...
 
@@ -82,13 +84,13 @@ class Backend(Protocol):
         ...
 
     def zero(self, payload: torch.Tensor) -> None:
-        """Write zeros into a gpu payload; issued or done as in `copy`."""
+        """Write zeros into a gpu payload; done on return or issued, as in `copy`."""
         ...
 
     def issue(self, work: Callable[[], object]) -> None:
-        """Do `work`, torch operations on payloads, in the order of this thread's queue: done on return, but in the
-        thread of a queue of a stream backend, on whose stream it happens later (host memory that it needs it looks up
-        before)."""
+        """Do `work`, torch operations on payloads, in the order of this thread's queue: done on return, except in the
+        thread of a queue of a stream backend, on whose stream it happens later (`work` looks up the host memory that it
+        needs when it is issued)."""
         ...
 
     def fence(self, queue: Queue) -> None:
@@ -142,7 +144,7 @@ class StreamBackend(Backend, Protocol):
 
     @property
     def queue(self) -> Queue:
-        """Which this thread issues for."""
+        """The queue for which this thread issues."""
         ...
 
     def record(self, queue: Queue) -> Any:
@@ -150,11 +152,11 @@ class StreamBackend(Backend, Protocol):
         ...
 
     def wait_event(self, queue: Queue, event: Any) -> None:
-        """What is issued to the queue's stream from now on happens after `event`, which has to be recorded."""
+        """Let all work issued to the queue's stream from now on happen after `event`, which has to be recorded."""
         ...
 
     def synchronize(self, event: Any) -> None:
-        """Return when the event is complete. Raises what the stream died of."""
+        """Return when the event is complete. Raises the error that ended the stream."""
         ...
 
     def query(self, event: Any) -> bool:
@@ -275,7 +277,7 @@ class VirtualBackend:
         storage.resize_(0)
 
     def recount(self, payloads: Iterable[torch.Tensor]) -> None:
-        """These are all payloads: count what has memory, after an interruption inside `take` or `give`."""
+        """Count the bytes of these payloads, which are all there are, after an interruption inside `take` or `give`."""
         with self._lock:
             self.payload_bytes = sum(payload.untyped_storage().nbytes() for payload in payloads)
 

@@ -1,8 +1,8 @@
 """CudaBackend: one CUDA device for the engine's queues.
 
-A thin mapping: what the streams are for, which edges they need and when memory is free again is decided above, by code
-that also runs on `virtual_streams.py` (StreamQueues, Gate). Here are the calls about memory, in `cuda_streams.py` those
-about order.
+A thin mapping: code above it, which also runs on `virtual_streams.py` (StreamQueues, Gate), decides what the streams
+are for, which edges they need and when memory is free again. Here are the calls about memory, in `cuda_streams.py`
+those about order.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def cuda_device(name: str) -> torch.device:
 
 
 def default_adam_threads() -> int:
-    """Cores for CPU Adam: all of the process but one for the training thread and one for the threads that issue copies.
-    More threads than cores cost Adam (OpenMP barriers) far more than the last core brings."""
+    """Cores for CPU Adam: all cores of the process except one for the training thread and one for the threads that
+    issue copies. More threads than cores slow Adam down (OpenMP barriers) far more than the last core speeds it up."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity is not None else (os.cpu_count() or 1)
     return max(1, cores - 2)
@@ -176,8 +176,8 @@ class CudaBackend(CudaStreams):
         return max(0, (self._limit_bytes or self._total_bytes) - self._room_now().measured_bytes)
 
     def plannable_gpu_bytes(self) -> int:
-        """What a new plan should be made for: of `available_gpu_bytes`, fragments come off, and what is missing at the
-        least that is kept."""
+        """Bytes for which a new plan should be made: `available_gpu_bytes` less fragments, and less the bytes by which
+        the room kept is below its minimum."""
         return max(0, (self._limit_bytes or self._total_bytes) - self._room_now().kept_bytes)
 
     def _room_now(self) -> Headroom:

@@ -189,8 +189,8 @@ class Blocks:
         self._pool: Any = None
 
     def expect(self, shape: PoolShape, budget_bytes: int, *, beyond_bytes: int = 0) -> None:
-        """A plan with these figures begins. What an earlier one left is kept where the block is the same and the pool
-        is no larger than it may be now. beyond_bytes: that could be reserved beyond the budget."""
+        """Prepare for a plan with these figures. The pool of an earlier plan is kept if its block is the same and it is
+        no larger than it may be now. beyond_bytes: bytes that could be reserved beyond the budget."""
         with self._lock:
             if shape[0] != self._block or self.pool_bytes > shape[1]:
                 self._replace_pool(shape[0])
@@ -199,8 +199,8 @@ class Blocks:
             self.slack_bytes = min(beyond_bytes, max(2 * shape[0], budget_bytes // 64))
 
     def give_back(self) -> int:
-        """Free memory of payloads goes back to the driver, that of the pool too, so that operators can have it; the
-        bytes by which less is reserved then. Stops the device. See [Note: reserved bytes]."""
+        """Give the free memory of payloads back to the driver, that of the pool too, so that operators can have it.
+        Returns the bytes by which less is reserved then. Stops the device. See [Note: reserved bytes]."""
         with self._lock:
             free = self._free_blocks * self._block
             before = torch.cuda.memory_reserved(self.device)
@@ -217,7 +217,8 @@ class Blocks:
             return given
 
     def _replace_pool(self, block: int) -> None:
-        """A new, empty one. Of the former, blocks in use stay theirs; the others are torch's to give back."""
+        """Replace the pool by a new, empty one. Payloads keep the blocks of the former pool that they use; torch gives
+        its free blocks back."""
         check_no_capture("a memory pool is replaced")
         for storage in self._in_pool:
             self._in_former[storage] = self._block
@@ -321,7 +322,7 @@ class Blocks:
         return self._free_blocks > 0 or self.pool_bytes + more <= self._most_bytes
 
     def _before_a_segment(self) -> None:
-        """What former pools left free goes back before the pool takes more from the driver."""
+        """Give free memory of former pools back before the pool takes more from the driver."""
         if not self._free_blocks and self._former_free_bytes:
             self._exchange()
 
@@ -334,7 +335,7 @@ class Blocks:
             self._free_blocks += blocks - 1
 
     def _make_room(self, more_bytes: int) -> None:
-        """Cached memory goes back before the process reserves more than the budget and the slack."""
+        """Give cached memory back before the process reserves more than the budget and the slack."""
         if torch.cuda.memory_reserved(self.device) + more_bytes <= self._budget_bytes + self.slack_bytes:
             return
         if self._idle_bytes() >= more_bytes:

@@ -1,4 +1,4 @@
-"""What `device="..."` opens, what a model has to be like for it, and where its buffers go."""
+"""Opening the accelerator of `device="..."`, placement checks of a model, and moving its buffers."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> Callable[[], None]:
 
 
 def synchronized(device: torch.device, clock: Callable[[], float]) -> Callable[[], float]:
-    """A clock that is read when the device has done what it was given."""
+    """A clock that is read once the device has done all work given to it."""
     if device.type != "cuda":
         return clock
 

@@ -1,8 +1,8 @@
 """Gate: gpu memory that is given back while work which uses it may still be in flight.
 
-With streams a step is *issued* long before it *happens*. The plan's edges order what happens; which memory an allocator
-hands out next is decided when things are issued, not by the plan. So what is given back passes through here: it
-returns to the allocator only once the event of its last use is complete.
+With streams a step is *issued* long before it *happens*. The plan's edges order what happens. Which memory an allocator
+hands out next is decided when work is issued, and not by the plan. So memory that is given back passes through the
+gate: it returns to the allocator only once the event of its last use is complete.
 
 [Note: no deadlock] A take may have to wait for an event of what was given back. That always ends: an event is recorded
 after the work it stands for was issued, this work waits only for events that were recorded before, and so on down to

@@ -1,4 +1,4 @@
-"""Room: what a run leaves free on a card for what no plan counts.
+"""Room: memory that a run leaves free on a card for uses that no plan counts.
 
 The driver's context (kernels that are loaded when they are first needed included), the workspaces that cuBLAS takes
 through torch's allocator, one for each thread and stream that multiplies, and the allocator's fragments. The first two
@@ -6,8 +6,8 @@ are measured when a run begins, after products forward and backward in fp32 and 
 backward's own thread make them. Fragments cannot be measured before the run. Other programs on the card cannot be told
 from the context, and are left their memory with it.
 
-What a plan is made for leaves all of it free, and at least 1 GiB; a plan that exists is refused for what was measured
-alone.
+A new plan leaves all of these bytes free, and at least 1 GiB. A plan that exists is refused only because of measured
+bytes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def outside_bytes(device: torch.device) -> int:
 
 
 def measure_room(device: torch.device, *, least_bytes: int = LEAST_BYTES) -> Headroom:
-    """Multiply, and look at what it took. Stops the device."""
+    """Multiply, and measure the memory that this takes. Stops the device."""
     torch.cuda.synchronize(device)
     forget = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if forget is not None:

@@ -23,7 +23,8 @@ SavedHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 def watch_hooks(where: Any) -> Callable[[], SavedHooks | None]:
-    """Wrap the two functions of `where` (torch._C._autograd) so that what they do is known; returns the question."""
+    """Wrap the two functions of `where` (torch._C._autograd) so that their calls are counted. Returns the function that
+    tells which hooks are in force."""
     mine = threading.local()
     push, pop = getattr(where, _PUSH), getattr(where, _POP)
 

@@ -1,7 +1,7 @@
-"""What torch keeps under private names and the executor needs, each in one function or constant.
+"""Private names of torch that the executor needs, each in one function or constant.
 
-All of it has been there since before torch 2.6, the oldest that the executor runs on, but for what says otherwise.
-What 2.6 and 2.7 do in another way than later ones is in torch26.py.
+All of these are older than torch 2.6, the oldest version that the executor runs on, unless their docstring says
+otherwise. torch26.py has what differs in 2.6 and 2.7.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def storage_key(of: torch.Tensor | torch.UntypedStorage) -> int:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often the tensor, or another view of it, was written in place: what autograd compares."""
+    """Number of times that the tensor, or another view of it, was written in place; autograd compares it."""
     return tensor._version
 
 
@@ -89,14 +89,14 @@ _CALL = "_call_impl"
 
 
 def call_of(module: nn.Module) -> Callable[..., Any]:
-    """What `module(...)` calls: its hooks and its forward. Wrapping that, unlike wrapping `forward`, has the hooks
-    inside."""
+    """The function that `module(...)` calls, which runs its hooks and its forward. A wrapper of this function, unlike
+    one of `forward`, has the hooks inside."""
     found: Callable[..., Any] = getattr(module, _CALL)
     return found
 
 
 def replace_call(module: nn.Module, call: Callable[..., Any]) -> Callable[[], None]:
-    """`module(...)` calls this instead; returns what takes it back."""
+    """Let `module(...)` call this function instead. Returns a function that undoes it."""
     return override(module, _CALL, call)
 
 

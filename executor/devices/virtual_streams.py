@@ -1,10 +1,10 @@
 """VirtualStreams: an accelerator in host memory whose copies happen later, on streams of their own.
 
-What CUDA's streams are to `cuda.py`, with nothing mocked: each copy queue, and the queue of collectives between ranks,
-has a thread that does what was issued to it in order, copies last as long as the link's bandwidth says, events are
-complete when their stream gets there, and memory given back is gated by them. Every hazard of streams exists here for
-real (a read before the copy arrived, a block given back while a copy reads it, an event waited for before it was
-recorded), so a wrong edge gives wrong data.
+The counterpart of CUDA's streams, with nothing mocked: each copy queue, and the queue of collectives between ranks, has
+a thread that does what was issued to it in order, copies last as long as the link's bandwidth says, events are complete
+when their stream gets there, and memory given back is gated by them. Every hazard of streams exists here for real (a
+read before the copy arrived, a block given back while a copy reads it, an event waited for before it was recorded), so
+a wrong edge gives wrong data.
 
 The compute queue is the user's thread, which computes as it issues; making it wait for an event is waiting. How far an
 accelerator would be behind its host is played by `delays` (compute events are then complete only later).

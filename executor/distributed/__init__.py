@@ -1,3 +1,3 @@
-"""Several processes that train one model: what they agree on, the collectives, and what a lost one
-does to the others.
+"""Several processes that train one model: what they agree on, the collectives, and how the others notice a lost
+process.
 """

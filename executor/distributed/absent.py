@@ -1,4 +1,4 @@
-"""Absent gradients: what a rank does when it does not call a module that the plan has (a routed expert).
+"""Absent gradients: a rank that does not call a module of the plan (a routed expert).
 
 The collectives of a plan are the same on every rank, so there an iteration cannot go on without its plan as that of one
 process does (`demand.py`). A rank whose next event belongs to a later moment of the micro-batch passes over the moments
@@ -8,8 +8,8 @@ the parameter is passed over) waits in `.grad`. One that comes after it ends the
 
 [Note: zero or none] In plain torch a parameter that nothing used has no gradient and is left alone; with a gradient of
 zero its moments decay and its weight too. So before the updates the ranks tell each other which parameters each had no
-gradient of in any micro-batch: what none used is left alone on all, as in one process on the joined batch. Eager
-updates run before anybody can know, so with them such an iteration still ends the run.
+gradient of in any micro-batch: a parameter that no rank used is left alone on all ranks, as in one process on the
+joined batch. Eager updates run before anybody can know, so with them such an iteration still ends the run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Absent"]
 
 
 class Host(BytesHost, Protocol):
-    """What is asked of the session."""
+    """The part of the session that this file uses."""
 
     @property
     def following(self) -> Following: ...

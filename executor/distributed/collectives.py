@@ -1,4 +1,4 @@
-"""The collectives of a plan on flat tensors: what a rank sends to the others and gets from them.
+"""The collectives of a plan on flat tensors: exchanges of a rank with the others.
 
 `Wire` is used by one thread at a time (the net queue's) on a process group of its own, so that the order of collectives
 is the plan's on every rank and nothing of the user's comes between them. It knows no chunk and no plan.
@@ -102,7 +102,7 @@ class Wire:
         self._do(lambda: self._group.allreduce([flat], self._options("AllreduceOptions")))
 
     def broadcast(self, flat: torch.Tensor) -> None:
-        """`flat` becomes that of the group's first rank."""
+        """Fill `flat` with the values of the group's first rank."""
         if self._nccl and flat.device.type == "cpu":
             self.on_host.broadcast(flat)
             return

@@ -2,8 +2,8 @@
 
 A socket between every two ranks, beside torch's process groups. A process that dies, however it dies, closes its
 sockets: the kernel tells the others in an instant, where a collective would wait for its timeout or say "connection
-closed by peer". A rank that ends with an error sends its text first, one that closes its session says so. What is not
-noticed here is a rank that lives and does nothing (a debugger, an endless loop): that is the collectives' timeout.
+closed by peer". A rank that ends with an error sends its text first, one that closes its session says so. A rank that
+lives and does nothing (a debugger, an endless loop) is not noticed here, but by the collectives' timeout.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOST_BYTES = 1 << 16
 
 
 class Lifeline:
-    """The sockets of one rank. `address` goes to the others by whatever means there is, then `connect`.
+    """The sockets of one rank. The caller sends `address` to the others, then calls `connect`.
 
     on_loss(error): called once, from the lifeline's thread, when a rank is lost.
     lost: that error.
@@ -101,7 +101,7 @@ class Lifeline:
     # -- this rank's end ----------------------------------------------------------------------------------------------
 
     def fail(self, what: str) -> None:
-        """Tell the others that this rank ends, and of what."""
+        """Tell the others that this rank ends, and with which error."""
         self._say({"failed": what})
 
     def leave(self, what: str) -> None:
@@ -133,7 +133,7 @@ class Lifeline:
         return RankLost(f"an exchange with the other ranks broke, and none of them said why: {error}")
 
     def departure(self) -> str | None:
-        """Which rank has ended its run in order, and how; None without one."""
+        """The rank that has ended its run in order, and how it ended, in words; None without one."""
         rows = sorted(self._words.items())
         return f"{self._names[rows[0][0]]} {rows[0][1]}" if rows else None
 

@@ -1,4 +1,5 @@
-"""Processes that run one program together, as torchrun starts them: what they tell each other beside the training."""
+"""Processes that run one program together, as torchrun starts them: the values that they exchange beside the
+training."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ T = TypeVar("T")
 class Processes:
     """count: number of processes.
     rank: of this one.
-    device: what this one trains on.
+    device: device on which this one trains.
     """
 
     count: int
@@ -40,8 +41,8 @@ class Processes:
         return self.gathered(value)[0]
 
     def on_all(self, action: Callable[[], T]) -> T:
-        """What the action gives on this rank. Where it fails on some rank, PstarError is raised on all, so that none
-        waits for it."""
+        """Result of the action on this rank. If the action fails on some rank, PstarError is raised on all ranks, so
+        that none waits for that rank."""
         failed: Exception | None = None
         try:
             done = action()

@@ -198,11 +198,12 @@ class Ranks:
         return sum(row[0] == mine for row in self.meet([mine]))
 
     def any(self, here: bool) -> bool:
-        """Whether it is so on some rank; every rank asks at the same point of its loop."""
+        """Whether the value is true on some rank. Every rank calls it at the same point of its loop."""
         return any(row[0] for row in self.meet([float(here)]))
 
     def same(self, values: Mapping[str, str]) -> None:
-        """Raise PlanError on every rank if some value (by what it is) is not the same on all. At the start only."""
+        """Raise PlanError on every rank if one of the values, by name, is not the same on all ranks. At the start
+        only."""
         rows = self.meet([_digest(value) for value in values.values()])
         for i, what in enumerate(values):
             odd = [r for r, row in enumerate(rows) if row[i] != rows[0][i]]
@@ -241,7 +242,7 @@ class Ranks:
         raise self.ends(text)
 
     def _serve(self, wanted: Iterable[float], mine: int = -1) -> torch.Tensor | None:
-        """Each of these chunks is put together on every rank, in host memory; that of this rank is returned."""
+        """Put each of these chunks together on every rank, in host memory. Returns the chunk that this rank wants."""
         giver = self.giver()
         assert giver is not None
         found: torch.Tensor | None = None
@@ -301,7 +302,8 @@ def count_of(args: Any, kwargs: Any) -> float:
 
 
 def share_values(ranks: Ranks, model: nn.Module) -> None:
-    """Parameters and buffers of every rank become rank 0's, one at a time. Before anything of the model is moved."""
+    """Give the parameters and buffers of every rank the values of rank 0, one at a time. Called before the model is
+    moved."""
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             flat = tensor.detach()

@@ -1,5 +1,5 @@
-"""What a forward changes beside gradients: random numbers, and the running figures of normalisations. An iteration that
-ran out of memory is run again as if it had not begun (`Ladder.recover`)."""
+"""State that a forward changes beside gradients: random generators, and the running figures of normalisations. An
+iteration that ran out of memory is run again as if it had not begun (`Ladder.recover`)."""
 
 from __future__ import annotations
 

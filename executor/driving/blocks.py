@@ -152,8 +152,9 @@ class _Known:
 
 
 class Borders:
-    """Hooks on a model's blocks, in place until `close()`, that do something inside `recording` only. So they keep
-    their place among other hooks: what a model collects of its blocks by hooks, it collects the same each time."""
+    """Hooks on a model's blocks, in place until `close()`, that act only inside `recording`. Because they stay, the
+    order of hooks never changes, and a model that collects tensors of its blocks by hooks always collects the same
+    ones."""
 
     def __init__(self, model: nn.Module, blocks: dict[str, nn.Module]) -> None:
         self._tape: BlockTape | None = None
@@ -207,11 +208,11 @@ class BlockTape:
         return tuple((part.name, len(part.ends)) for part in self.parts)
 
     def end(self, loss: torch.Tensor) -> None:
-        """The forward is over: what leads to the loss is the tail."""
+        """The forward is over: the graph that leads to the loss is the tail."""
         self.parts.append(BlockPart("tail", [(loss, None)]))
 
     def enter(self, name: str, args: Any, kwargs: Any) -> Any:
-        """A block is called: what it gets instead of these arguments; None: the same."""
+        """A block is called. Returns its new arguments; None to keep these."""
         self._open += 1
         if self._open > 1:
             return None  # a block that calls another
@@ -222,7 +223,7 @@ class BlockTape:
         return given
 
     def leave(self, name: str, output: Any) -> Any:
-        """A block's call ends: what its caller gets instead of its output; None: the same."""
+        """A block's call ends. Returns its new output; None to keep this one."""
         self._open -= 1
         if self._open > 0:
             return None

@@ -80,13 +80,13 @@ class StepResult:
 
 
 class Recovering(Protocol):
-    """What is asked of `off_plan.ladder.Ladder`."""
+    """The part of `off_plan.ladder.Ladder` that this file uses."""
 
     def recover(self, error: OutOfMemory | torch.OutOfMemoryError) -> None: ...
 
 
 class Host(BytesHost, LoopHost, Protocol):
-    """What is asked of the session."""
+    """The part of the session that this file uses."""
 
     @property
     def queues(self) -> Stillness: ...
@@ -109,7 +109,7 @@ class Host(BytesHost, LoopHost, Protocol):
 
 
 class Driver:
-    """Runs iterations of one session. Keeps what it found out about the model's structure."""
+    """Runs iterations of one session. Keeps its findings about the model's structure."""
 
     def __init__(self, session: Host) -> None:
         self.session = session

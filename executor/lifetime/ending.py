@@ -28,17 +28,17 @@ log = logging.getLogger("executor")
 
 
 class SessionEnd(Protocol):
-    """What is asked of `resources.Resources`."""
+    """The part of `resources.Resources` that this file uses."""
 
     def end(self) -> None: ...
 
 
 class QueuesAsked(Lifetime, Health, Protocol):
-    """What is asked of the queues."""
+    """The part of the queues that this file uses."""
 
 
 class Host(BytesHost, LoopHost, Protocol):
-    """What is asked of the session."""
+    """The part of the session that this file uses."""
 
     closed: bool
 
@@ -78,7 +78,7 @@ class Ending:
         return error
 
     def tell_ranks(self, error: BaseException | None) -> None:
-        """The other ranks hear that this one's run is over. error: what it ends with, as far as is known."""
+        """Tell the other ranks that this one's run is over. error: the error that ends it, where it is known."""
         host = self.host
         if host.ranks is not None and not host.closed:
             host.ranks.announce(host.queues.failure or error, host.iteration)

@@ -33,7 +33,7 @@ class ValueSource(Protocol):
 
 
 class Host(BytesHost, Protocol):
-    """What is asked of the session."""
+    """The part of the session that this file uses."""
 
     @property
     def reader(self) -> Reader: ...

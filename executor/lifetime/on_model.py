@@ -25,7 +25,7 @@ __all__ = ["Host", "guard_model", "watch_batches"]
 
 
 class Looping(Protocol):
-    """What is asked of the loop."""
+    """The part of the loop that this file uses."""
 
     def zero_grad(self, set_to_none: bool) -> None: ...
 
@@ -33,13 +33,13 @@ class Looping(Protocol):
 
 
 class Reading(Protocol):
-    """What is asked of the reader."""
+    """The part of the reader that this file uses."""
 
     def current_value(self, tensor: int) -> torch.Tensor: ...
 
 
 class Host(Protocol):
-    """What is asked of the session."""
+    """The part of the session that this file uses."""
 
     @property
     def closed(self) -> bool: ...

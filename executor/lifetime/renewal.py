@@ -22,11 +22,11 @@ __all__ = ["Host", "renew"]
 
 
 class QueuesAsked(Lifetime, Stillness, Protocol):
-    """What is asked of the queues."""
+    """The part of the queues that this file uses."""
 
 
 class Host(BytesHost, Protocol):
-    """What is asked of the session."""
+    """The part of the session that this file uses."""
 
     held: bool
     renewing: bool

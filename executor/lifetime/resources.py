@@ -1,4 +1,4 @@
-"""Resources: what a session has of the process, beyond objects that Python frees by itself.
+"""Resources that a session takes from the process, beyond objects that Python frees by itself.
 
 Threads, the chunks' memory, a dispatch mode, the number of torch threads. Nothing here holds the session, so that a
 session whose model and optimizer are not held any more can be collected; `let_go` then gives back what `Session.close`
@@ -44,7 +44,7 @@ class Resources:
         self.at_end: list[Callable[[], object]] = []
 
     def end(self) -> None:
-        """Memory goes back, and the process is as it was. The queues have been stopped."""
+        """Give memory back and restore the process. The queues have been stopped before."""
         for action in self.at_end:
             action()
         if self.arena is not None:

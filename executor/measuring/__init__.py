@@ -1,1 +1,1 @@
-"""What a run was really like: bytes, moments, seconds; and what the machine does where no one has calibrated it."""
+"""Measurements of a run: bytes, moments, seconds; and rates of a machine that was not calibrated."""

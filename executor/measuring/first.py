@@ -1,18 +1,18 @@
 """First: the tide of a run's first iteration, measured and held against its plan's, moment by moment.
 
 A trace may be wrong: an operator keeps memory that its fake version does not show, the device has other kernels than
-the trace was captured with, the loop keeps what the trace's did not. A plan made from it then lets payloads stand where
-the tide is, and nothing would say so before memory runs out. So the first iteration that runs on plan, with the plan's
-batch, is counted operator by operator (`moments/live_bytes.py`, as recordings are), on every device. Where a moment
-holds more than the plan has for it, the session goes on under a new plan, made by the same policy from the tide that
-was measured, and the iteration after that is counted as well. Counting changes no result and costs some microseconds an
-operator, in that iteration alone.
+the trace was captured with, the loop keeps what the trace's did not. A plan made from it then lets payloads take room
+that the tide needs, and nobody notices before memory runs out. So the first iteration that runs on plan, with the
+plan's batch, is counted operator by operator (`moments/live_bytes.py`, as recordings are), on every device. Where a
+moment holds more than the plan has for it, the session goes on under a new plan, made by the same policy from the tide
+that was measured, and the iteration after that is counted as well. Counting changes no result and costs some
+microseconds an operator, in that iteration alone.
 
-[Note: tolerance] A moment may hold 2 % of the plan's highest tide more than the plan has for it, and at least 4 KiB. A
-budget is a whole that the highest tide takes its part of; so much is what a loop's own variables (a loss, a mask, the
-batch beside the next one) and another release of torch make of the same model: captures of Llama and of a real run are
-1.4 % apart, whose mask is built differently. Allocators round by more. Less than the plan has is never wrong, only
-unused; it is said, and the plan stays.
+[Note: tolerance] A moment may hold 2 % of the plan's highest tide more than the plan has for it, and at least 4 KiB.
+The tolerance is a share of the highest tide because that tide takes its part of the budget. A loop's own variables (a
+loss, a mask, the batch beside the next one) and another release of torch cause such differences for the same model:
+captures of Llama and of a real run are 1.4 % apart, because the mask is built differently. Allocators round by more.
+Less than the plan has is never wrong, only unused; it is said, and the plan stays.
 
 [Note: several ranks] Each rank counts its own. A new plan would have to be the same on all of them, so there is none:
 where the plan holds for the measured tide too (the checker's word, in any order of steps), the rank warns and goes on;
@@ -66,7 +66,7 @@ class TideReport:
     most_bytes: the largest difference of any moment; negative where none is above the plan and some are below.
     above, below: moments that differ by more than `tolerance_bytes`.
     gpu_peak_bytes: most of payloads and measured non-model data at once.
-    done: what came of it.
+    done: what the session did about it.
     """
 
     iteration: int
@@ -139,7 +139,7 @@ def compare(
 
 
 class Host(StandingHost, LoopHost, Protocol):
-    """What is asked of the session."""
+    """The part of the session that this file uses."""
 
     @property
     def batches(self) -> Batches: ...
@@ -153,7 +153,7 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
     """Counts from `begin` on, until an iteration has run on plan.
 
     report: the last comparison, None before it.
-    refused: makes what the next forward raises.
+    refused: makes the error that the next forward raises.
     """
 
     def __init__(self, session: Host) -> None:

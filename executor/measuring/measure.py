@@ -31,7 +31,7 @@ __all__ = ["Host", "PeakMeter", "TideWatch", "measure_iteration"]
 
 
 class Host(BytesHost, Protocol):
-    """What is asked of the session."""
+    """The part of the session that this file uses."""
 
     @property
     def queues(self) -> Queues: ...

@@ -1,4 +1,4 @@
-"""What one iteration was really like in bytes, and a Timeline that shows the tide that was measured."""
+"""Measured bytes of one iteration, and a Timeline with the measured tide."""
 
 from __future__ import annotations
 

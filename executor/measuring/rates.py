@@ -1,9 +1,8 @@
 """Rates of the virtual accelerator on this machine, measured in about two seconds with what calibration measures with.
 
-What a plan for a machine that was not calibrated needs so that predicted seconds mean something here;
-`executor.calibrate` takes its time and finds much more. The virtual accelerator computes on one thread and updates on
-one other, so both are measured on one thread; in seconds that pass, whatever other programs do, as the run will have
-them.
+With them, predicted seconds are meaningful on a machine that was not calibrated. `executor.calibrate` takes longer and
+measures much more. The virtual accelerator computes on one thread and updates on one other, so both are measured on one
+thread; in seconds that pass, whatever other programs do, as the run will have them.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Read between two iterations. It looks at what was logged anyway, moves nothing, waits for nothing and changes nothing;
 it costs some hundred microseconds. Figures are of the last finished iteration, from the end of the compute queue's last
 step of the one before to that of its own. Seconds of a copy that runs across that border count where they lie. Bytes
-count in the iteration that the copy belongs to ([Note: whose bytes]), so those of the last finished iteration may not
-all have been copied yet: they are given for the newest iteration of which they have.
+count in the iteration that the copy belongs to ([Note: whose bytes]), so some bytes of the last finished iteration may
+not have been copied yet. Bytes are given for the newest iteration whose bytes have all been copied.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ __all__ = ["LinkUse", "Status"]
 class LinkUse:
     """One direction of the link.
 
-    iteration: the newest whose copies have all ended (while the first one's still run: that one, so far).
-    moved_bytes: what it copied, on plan or off; on plan the plan's bytes.
+    iteration: the newest iteration whose copies have all ended; the first one, as far as it has come, while its copies
+        run.
+    moved_bytes: bytes that it copied, on plan or off; on plan the plan's bytes.
     bytes_per_s: over its wall time.
-    link_bytes_per_s: what the link can do (None: as fast as memory).
+    link_bytes_per_s: rate of the link (None: as fast as memory).
     busy_share: part of the last finished iteration in which a copy of the plan ran, 0 to 1; a copy off plan runs in the
         compute queue and is not in it.
     """
@@ -86,7 +87,7 @@ class Status:
 
 
 class Host(BytesHost, Protocol):
-    """What is asked of the session."""
+    """The part of the session that this file uses."""
 
     @property
     def queues(self) -> Timing: ...
@@ -172,7 +173,7 @@ def _links(
 
 
 def _copied(session: Host, logs: Sequence[IterationLog]) -> int:
-    """Index of the newest log whose iteration has copied all it will; 0 if there is none yet."""
+    """Index of the newest log whose iteration has made all its copies; 0 if there is none yet."""
     planned = sum(step.kind in COPIES for step in session.plan.steps)
     for at in reversed(range(len(logs))):
         if not logs[at].on_plan or session.steps.moved.ends_in(logs[at].number) >= planned:

@@ -1,1 +1,1 @@
-"""Chunk payloads: who holds which bytes where, and the tensors that look into them."""
+"""Chunk payloads: which bytes lie where, and the tensors that are views of them."""

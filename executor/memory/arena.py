@@ -1,9 +1,9 @@
-"""Chunk payloads: who has memory where, as torch tensors, under the plan's budgets.
+"""Chunk payloads as torch tensors: which payload has memory in which place, under the plan's budgets.
 
 One gpu storage for each (chunk, list), grown and shrunk in place so that every view of it stays valid, also those
 autograd saved (on several ranks: `slices.py`). Host payloads are carved from power-of-two slabs allocated once, before
 anything moves (the pinned allocator rounds each request up to a power of two, and pinning inside a hook can deadlock).
-The arena knows bytes and addresses; what the bytes mean is `contents.py`'s matter, when they move is the plan's.
+The arena knows bytes and addresses; `contents.py` says what the bytes mean, the plan says when they move.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ChunkState: what is known of one chunk's lists, beside their bytes: which copies are current, where gradients are.
+"""ChunkState: facts about one chunk's lists beside their bytes: which copies are current, and where gradients are.
 
 [Note: where a gradient is] A gradient that left autograd is in exactly one of the lists of its chunk: in place in
 "param", in "grad" (on its way out) or in "grad32" (accumulated), on the gpu or on the host; `gradients` holds the

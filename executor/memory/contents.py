@@ -1,11 +1,11 @@
-"""What the payloads hold, and what each kind of step does to them: the executor's half of a step.
+"""The contents of payloads, and what each kind of step does to them: the executor's half of a step.
 
 `Contents` is the ledger of meaning beside the arena's ledger of bytes: what is known of each chunk is a `ChunkState`,
 whose notes say what has to hold at every line. Every action checks before it touches anything: a fetch of a working
 list that a gradient has overwritten raises PlanError, it is never computed with. It knows no order and no queue.
 
-Here lists move between the places. Where parameters can be read is `values.py`'s matter, gradients are that of
-`gradients.py`, updates of `update.py`, other ranks of `exchange.py`.
+Here lists move between the places. `values.py` says where parameters can be read; gradients are in `gradients.py`,
+updates in `update.py`, other ranks in `exchange.py`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Contents:
         self._copy = arena.backend.copy
 
     def begin(self, step: Step) -> None:
-        """Take what the step takes at its start."""
+        """Take the memory that the step takes at its start."""
         kind, arena = step.kind, self.arena
         if kind is Kind.FETCH:
             self._take_if_absent(GPU, step)
@@ -73,7 +73,7 @@ class Contents:
             self.arena.take(place, step.chunk, step.list)
 
     def work(self, step: Step, update: Update | None, norms: Norms) -> None:
-        """Do what the step is for. update: of the step's iteration (Adam steps need it). norms: see
+        """Do the work of the step. update: of the step's iteration (Adam steps need it). norms: see
         `Update.coefficient`."""
         kind = step.kind
         assert step.chunk is not None
@@ -105,7 +105,7 @@ class Contents:
             self.adam(step.chunk, place, update, norms)
 
     def finish(self, step: Step) -> None:
-        """Free what the step frees at its end."""
+        """Free the memory that the step frees at its end."""
         kind = step.kind
         assert step.chunk is not None
         if kind is Kind.DROP:
@@ -200,7 +200,7 @@ class Contents:
             self._updating.adam(chunk, place, update, norms)
 
     def release(self, place: Place, chunk: int, list_name: str) -> None:
-        """Give the payload's memory back. Raises PlanError if the only copy of something would go."""
+        """Give the payload's memory back. Raises PlanError if its contents have no other copy."""
         state = self.chunks[chunk]
         if state.where(place, list_name):
             raise PlanError(f"{list_name} of chunk {chunk} would be freed on the {place.value} with gradients in it")

@@ -21,7 +21,7 @@ GPU = Place.GPU
 
 
 class SliceWire(Protocol):
-    """What is asked of the collectives between ranks. `distributed.collectives` has them."""
+    """The part of the collectives between ranks. `distributed.collectives` has them that this file uses."""
 
     def gather(self, flat: torch.Tensor) -> object: ...
 
@@ -92,7 +92,7 @@ class Exchange:
             raise PlanError(f"gather of chunk {chunk}: this rank's own slice on the gpu does not hold parameters")
 
     def reduce_scatter(self, chunk: int, list_name: str) -> None:
-        """This rank's slice of the gradient becomes the sum over all ranks; the other slices are of no use then."""
+        """This rank's slice of the gradient becomes the sum over all ranks; the other slices are undefined then."""
         state, wire = self.chunks[chunk], self._to_others(chunk)
         own = OTHERS.get(list_name, list_name)
         mine = state.where(GPU, own)

@@ -1,6 +1,6 @@
-"""Gradients: where those of the iteration are, and how they come together.
+"""Gradients: where the gradients of the iteration are, and how they are added.
 
-See [Note: where a gradient is] in chunk_state.py. One tensor's share on its way off the plan is `shares.py`'s matter.
+See [Note: where a gradient is] in chunk_state.py. `shares.py` moves one tensor's share off the plan.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class ChunkGradients:
         return found
 
     def put(self, chunk: int, mine: set[int], tensor: int, target: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add to the gradient in the slot, or write the first over what is there; mine: of the slot's list."""
+        """Add to the gradient in the slot, or overwrite the slot with the first one. mine: tensors that have a gradient
+        in the slot's list."""
         if tensor in mine:
             state = self.chunks[chunk]
             before, state.adding = state.adding, True
@@ -90,7 +91,7 @@ class ChunkGradients:
         raise PlanError(f"tensor {tensor} has no gradient")
 
     def fold_on_gpu(self) -> None:
-        """Gradients on the gpu that are in two lists come to be in one."""
+        """Bring gradients on the gpu that are in two lists into one."""
         for chunk, state in enumerate(self.chunks):
             if sum(bool(mine) for (place, _), mine in state.gradients.items() if place is GPU) > 1:
                 self.fold(chunk, GPU)

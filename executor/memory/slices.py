@@ -1,4 +1,5 @@
-"""Slices: what one of several ranks holds of a chunk, and a gpu payload that is now its own slice, now the whole chunk.
+"""Slices: the part of a chunk that one of several ranks holds, and a gpu payload that is sometimes this slice and
+sometimes the whole chunk.
 
 With Layout.ranks = P a list of a chunk is cut into P equal slices, rank r having elements [r * S, (r + 1) * S)
 ([Note: several ranks] in pstar_sim/core/step.py). A module reads, and a gradient arrives, whole: so the parameters are
@@ -38,8 +39,8 @@ OTHERS_OF = {"param": "remote", "grad": "grad_remote"}
 
 @dataclass(frozen=True, slots=True)
 class SlicePart:
-    """What a rank's slice holds of a tensor: elements [offset, offset + numel) of the slice are elements
-    [skip, skip + numel) of the tensor. numel is 0 where it holds none."""
+    """The part of a tensor in a rank's slice: elements [offset, offset + numel) of the slice are elements [skip, skip +
+    numel) of the tensor. numel is 0 where it holds none."""
 
     offset: int
     numel: int
@@ -127,7 +128,7 @@ class GpuPayload:
 
     @property
     def own(self) -> torch.Tensor:
-        """Flat [slice]: this rank's slice wherever it is now."""
+        """Flat [slice]: this rank's slice, in the storage where it is now."""
         return self._inside if self._has_others else self._alone
 
     def take_own(self) -> None:

@@ -17,7 +17,7 @@ class Slots:
     """arena: of the chunks.
 
     Attributes:
-        parts: tensor -> what this rank's slice of its chunk holds of it.
+        parts: tensor -> the part of the tensor in this rank's slice of its chunk.
     """
 
     def __init__(self, arena: Arena) -> None:

@@ -1,4 +1,4 @@
-"""Update: what the Adam steps of one iteration need, and what one of them does."""
+"""Update: the values that the Adam steps of one iteration need, and the work of one such step."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ Norms = Callable[[], Iterable[torch.Tensor]]
 
 @dataclass
 class Update:
-    """What the Adam steps of one iteration need, fixed at `optimizer.step()` (with eager updates: when it begins).
+    """Values that the Adam steps of one iteration need, fixed at `optimizer.step()` (with eager updates: when the
+    iteration begins).
 
     max_grad_norm: None without clipping.
     norms: of each gradient, taken where it arrived (one micro-batch only).
-    unscale: what gradients are multiplied with to undo loss scaling.
+    unscale: factor of the gradients that undoes loss scaling.
     skip: a gradient overflowed, so that Adam steps leave values, states and step counts as they are and drop the
         gradients.
     unused: tensors that no rank had a gradient of, where it was taken for zero; they are left as they are.
-    agree: makes of the norm of what this rank holds that of all ranks; None where this rank holds everything.
+    agree: turns the norm of the gradients that this rank holds into the norm over all ranks; None where this rank holds
+        all gradients.
     streams: the accelerator where work is issued ahead, else None. Then a coefficient that a host queue's thread worked
         out is a number on the host, and whoever takes one that is on the gpu to the host waits for the event behind it.
     """
@@ -56,8 +58,7 @@ class Update:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def coefficient(self, norms: Norms) -> torch.Tensor | None:
-        """What every gradient is multiplied with, None without clipping and scaling. norms: called by the first that
-        asks."""
+        """Factor of every gradient, None without clipping and scaling. norms: called for the first caller."""
         if self.max_grad_norm is None and self.unscale == 1.0:
             return None
         with self._lock:
@@ -73,7 +74,7 @@ class Update:
             return self._coefficient
 
     def _settle(self) -> None:
-        """The coefficient is issued, in this thread: see the class."""
+        """Called in the thread that issued the coefficient: read it, or record the event behind it; see the class."""
         if self.streams is None:
             return
         assert self.norm is not None and self._coefficient is not None

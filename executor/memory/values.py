@@ -56,8 +56,8 @@ class ParameterValues:
             self.arena.backend.copy(target, value, Queue.H2D if place is GPU else Queue.D2H)
 
     def rewrite(self, place: Place, chunk: int) -> None:
-        """The working list at the place becomes what the master copy says, which may be at the other place. Raises
-        PlanError if there is none."""
+        """Rewrite the working list at the place from the master copy, which may be at the other place. Raises PlanError
+        if there is none."""
         arena, state = self.arena, self.chunks[chunk]
         other = HOST if place is GPU else GPU
         target = arena.at(place, chunk, "param")

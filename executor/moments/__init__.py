@@ -1,3 +1,3 @@
-"""What the user's model does, moment by moment: hooks that tell of it, operators counted, and the recorder that makes a
-workload of both. What the engine does beside the model stays unseen. Knows no session.
+"""The user's model, moment by moment: hooks that report its events, a count of its operators, and the recorder that
+makes a workload of both. The engine's own operators are left out. Knows no session.
 """

@@ -160,7 +160,7 @@ class MomentClock:
 
     @contextlib.contextmanager
     def one_backward(self) -> Iterator[None]:
-        """What autograd runs inside is one backward, in however many calls: "backward-end" comes once, at the end."""
+        """All calls of autograd inside count as one backward: "backward-end" comes once, at the end."""
         self._callback_due = False
         self._in_one = True
         try:
@@ -170,7 +170,7 @@ class MomentClock:
         self._backward_end()
 
     def close(self) -> None:
-        """Remove every hook of modules, and what is around the root's call. Hooks on outputs go with their graph and do
+        """Remove every hook of modules, and the wrapper of the root's call. Hooks on outputs go with their graph and do
         nothing from now on."""
         for handle in self._handles:
             handle.remove()
@@ -257,8 +257,8 @@ class MomentClock:
 
 
 def _hearing(link: _ClockLink) -> Callable[[ModuleEvent, list[bool], torch.Tensor], None]:
-    """What hooks on the outputs of one call of a unit do: the first gradient is the event. heard: shared by them; not
-    empty once one has come."""
+    """The hook for the outputs of one call of a unit: the first gradient is the event. heard: shared by the call's
+    hooks; not empty once a gradient has come."""
 
     def hear(event: ModuleEvent, heard: list[bool], _: torch.Tensor) -> None:
         if heard:

@@ -1,4 +1,4 @@
-"""What modules take and give: tensors in nests of tuples, lists, mappings and dataclasses."""
+"""Arguments and outputs of modules: tensors in nests of tuples, lists, mappings and dataclasses."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _FLAGS = (
 
 
 class Host(Protocol):
-    """What is asked of the session."""
+    """The part of the session that this file uses."""
 
     @property
     def model(self) -> nn.Module: ...

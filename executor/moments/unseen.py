@@ -1,6 +1,6 @@
-"""What the engine does beside the model: its operators are neither counted nor recorded by autograd.
+"""Contexts for the engine's own work: its operators are neither counted nor recorded by autograd.
 
-Who counts the model's operators (`Watching`) hears where a moment ends and the next begins.
+Counters of the model's operators (`Watching`) are told where a moment ends and the next begins.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _AS_IT_IS = contextlib.nullcontext()
 
 
 def unrecorded() -> contextlib.AbstractContextManager[object]:
-    """Autograd records nothing of what runs inside."""
+    """Inside, autograd records nothing."""
     return torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
 
 

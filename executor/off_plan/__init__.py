@@ -1,1 +1,1 @@
-"""When there is no plan or reality differs from it: on-demand fetches, warm-up, and the ladder when memory runs out."""
+"""Iterations without a plan, or off the plan: on-demand fetches, warm-up, and the ladder when memory runs out."""

@@ -23,7 +23,7 @@ Places = frozenset[tuple[Place, int, str]]
 
 
 class Climbing(Protocol):
-    """What is asked of `ladder.Ladder`."""
+    """The part of `ladder.Ladder` that this file uses."""
 
     @property
     def pending(self) -> bool: ...
@@ -34,7 +34,7 @@ class Climbing(Protocol):
 
 
 class Host(BytesHost, LoopHost, Protocol):
-    """What is asked of the session."""
+    """The part of the session that this file uses."""
 
     held: bool
 
@@ -76,7 +76,7 @@ class PlanCut:
             host.queues.resume()
 
     def start_over(self) -> None:
-        """The iteration's gradients are dropped and nothing of it has updated anything: it begins anew."""
+        """Drop the iteration's gradients and begin it anew. No update of it has been made."""
         host = self.host
         self.shares.forget()
         self.return_to()
@@ -120,7 +120,7 @@ class PlanCut:
             self.inline.perform(self.inline.drop(HOST, chunk, list_name))
 
     def _refresh(self) -> None:
-        """Working lists that stayed and are not current any more."""
+        """Bring working lists up to date that stayed and are not current any more."""
         host = self.host
         for chunk, state in enumerate(host.contents.chunks):
             for place in (GPU, HOST):

@@ -1,4 +1,4 @@
-"""Demand: what the engine does when reality leaves the plan.
+"""Demand: runs an iteration on demand after it has left the plan.
 
 A parameter is fetched when it is read, and something else is dropped to make room. Nothing is overlapped, every
 update happens in `optimizer.step()`, results are those of plain torch. At the step the places are brought back to the
@@ -42,7 +42,7 @@ log = logging.getLogger("executor")
 
 
 class Host(cut.Host, gradients.Host, inline.Host, mending.Host, room.Host, update.Host, Protocol):
-    """What is asked of the session."""
+    """The part of the session that this file uses."""
 
     @property
     def deviation_log(self) -> deque[str]: ...
@@ -90,8 +90,8 @@ class Demand:
     # -- leaving the plan ---------------------------------------------------------------------------------------------
 
     def on_event(self, event: ModuleEvent, found: Answer, known_tide_bytes: int | None = None) -> None:
-        """found: what comes of the event. known_tide_bytes: non-model bytes of the moment that begins, where they are
-        measured; else the plan's for an event of that name."""
+        """found: the answer of the contract's table to the event. known_tide_bytes: non-model bytes of the moment that
+        begins, where they are measured; else the plan's for an event of that name."""
         s = self.session
         if found is Answer.VISIT:
             self.visit()

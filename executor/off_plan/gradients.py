@@ -25,7 +25,7 @@ GPU = Place.GPU
 
 
 class Host(BytesHost, Protocol):
-    """What is asked of the session."""
+    """The part of the session that this file uses."""
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]: ...

@@ -1,4 +1,4 @@
-"""Guard: every operator of an iteration, watched for memory that is not there.
+"""Guard: watches every operator of an iteration for a lack of memory.
 
 A dispatch mode that stands under a session's iterations. On a virtual accelerator with a limit it counts what is alive
 beside the chunks, operator by operator, and an operator whose result no longer fits has room made for it by the ladder
@@ -30,7 +30,7 @@ TRIES = 8
 
 
 class Climbing(Protocol):
-    """What is asked of `ladder.Ladder`."""
+    """The part of `ladder.Ladder` that this file uses."""
 
     @property
     def given_up(self) -> bool: ...
@@ -39,15 +39,15 @@ class Climbing(Protocol):
 
 
 class Host(StandingHost, LoopHost, Protocol):
-    """What is asked of the session."""
+    """The part of the session that this file uses."""
 
     @property
     def ladder(self) -> Climbing: ...
 
 
 class Guard(Standing[Host]):  # type: ignore[no-untyped-call]
-    """Watches what runs inside the model's modules and in backward, from `begin` to `end`. What else a loop does (a
-    loss of its own, an evaluation's figures) counts where the model's operators or backward meet it."""
+    """Watches what runs inside the model's modules and in backward, from `begin` to `end`. Other tensors of a loop (a
+    loss of its own, an evaluation's figures) count once the model's operators or backward use them."""
 
     def __init__(self, session: Host) -> None:
         super().__init__(session)
@@ -58,7 +58,7 @@ class Guard(Standing[Host]):  # type: ignore[no-untyped-call]
 
     @property
     def counts(self) -> bool:
-        """Whether the accelerator goes by what is counted here, so that nothing else is held."""
+        """Whether the accelerator's limit holds for the bytes counted here."""
         return self._counts is not None and self._counts.gpu_bytes is not None
 
     @property
@@ -69,7 +69,7 @@ class Guard(Standing[Host]):  # type: ignore[no-untyped-call]
         return s.cursor.moment >= 0 or s.cursor.off_plan or s.cursor.visiting
 
     def closes_moment(self) -> int:
-        """Most bytes alive since the last call."""
+        """A moment closes: the most bytes alive since the last call."""
         peak = self.peak
         self.reset_peak()
         return peak

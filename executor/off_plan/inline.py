@@ -1,7 +1,7 @@
 """Inline: steps that no plan has, performed at once in the user's thread while the queues stand still.
 
 A step begins, works and ends through the same contents as on a queue. Put on a queue, which runs in order, it would
-wait for the plan's steps there, and those for it. What no step expresses is an operation of contents with a name: the
+wait for the plan's steps there, and those for it. Work that no step expresses is a named operation of contents: the
 working list from the master copy (`rewrite`), slices that another rank has in host memory (`put_together`), one
 tensor's share of a gradient (`shares.py`).
 """
@@ -28,13 +28,13 @@ NO_ID = -1
 
 
 class Climbing(Protocol):
-    """What is asked of `ladder.Ladder`."""
+    """The part of `ladder.Ladder` that this file uses."""
 
     def give_back(self, error: OutOfMemory, *, needed: set[int]) -> None: ...
 
 
 class Host(BytesHost, Protocol):
-    """What is asked of the session."""
+    """The part of the session that this file uses."""
 
     @property
     def ladder(self) -> Climbing: ...
@@ -107,8 +107,8 @@ class Inline:
         contents.finish(step)
 
     def _take(self, chunk: int, taken: Resident | None, take: Callable[[], object]) -> set[tuple[Place, str]]:
-        """Let a list take its memory. What it returns is hollow, until the caller has filled it: see [Note: between two
-        lines] in memory/chunk_state.py. Nothing where the list has memory."""
+        """Let a list take its memory. The list is hollow until the caller has filled it: see [Note: between two lines]
+        in memory/chunk_state.py. Nothing where the list has memory."""
         new = {(taken.place, taken.list)} if taken is not None and not self._has(taken) else set()
         hollow = self.host.contents.chunks[chunk].hollow
         hollow |= new
@@ -123,7 +123,7 @@ class Inline:
         return self.host.arena.has(row.place, row.chunk, row.list)
 
     def _fill(self, row: Resident, fill: Callable[[], object]) -> None:
-        """What no step expresses: memory where there is none, then content."""
+        """Do what no step expresses: take the list's memory if it has none, then fill it."""
         arena = self.host.arena
         new: set[tuple[Place, str]] = set()
         if not self._has(row):
@@ -144,7 +144,7 @@ class Inline:
             self.until_taken(lambda: self._bring(place, chunk, list_name), needed=needed)
 
     def until_taken(self, take: Callable[[], object], *, needed: set[int]) -> None:
-        """Call what takes memory, and again after each refusal of the accelerator, for which the ladder makes room.
+        """Call `take`; after each refusal of the accelerator let the ladder make room and call it again.
         needed: chunks that stay. Raises DoesNotFit if no room can be made."""
         while True:
             try:

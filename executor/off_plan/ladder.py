@@ -1,9 +1,9 @@
-"""Ladder: what a session does when the accelerator refuses memory that the plan counted on.
+"""Ladder: carries a session on when the accelerator refuses memory that the plan counted on.
 
 The iteration in progress is carried to its end on demand (`demand.py`): working lists that are not in use leave the
 accelerator, then optimizer states of pinned chunks, and what was asked for is asked for again. After the step the next
-plan is made by the first rung that fits what is there: [Note: rungs] in rungs.py. Nothing is computed twice and nothing
-is lost: the updates of that iteration are those of plain torch, as of any iteration off plan.
+plan is made by the first rung that fits the memory that exists: [Note: rungs] in rungs.py. Nothing is computed twice
+and nothing is lost: the updates of that iteration are those of plain torch, as of any iteration off plan.
 
 [Note: what is measured] A virtual accelerator with a limit counts every byte that is alive (`guard.py`), so the tide of
 each moment is known. Elsewhere only the refusal is: then the budget shrinks to what was held when it came.
@@ -43,7 +43,7 @@ log = logging.getLogger("executor")
 
 
 class OnDemand(Protocol):
-    """What is asked of `demand.Demand`."""
+    """The part of `demand.Demand` that this file uses."""
 
     @property
     def moment(self) -> int: ...
@@ -58,7 +58,7 @@ class OnDemand(Protocol):
 
 
 class Host(BytesHost, LoopHost, Protocol):
-    """What is asked of the session."""
+    """The part of the session that this file uses."""
 
     held: bool
 
@@ -119,7 +119,7 @@ class Ladder(Sequence[Rung]):
     # -- inside an iteration ------------------------------------------------------------------------------------------
 
     def on_event(self, event: ModuleEvent) -> bool:
-        """Called before each event: take in what was measured since the last event, and what a queue is short of.
+        """Called before each event: note the bytes measured since the last event, and a queue that is short of memory.
         Returns whether this has changed the loop's state."""
         s = self.session
         dropped = self.given_up and event.kind == "begin" and event.phase is Phase.FWD
@@ -142,7 +142,7 @@ class Ladder(Sequence[Rung]):
         return True
 
     def note(self, error: OutOfMemory, done: str, alive_bytes: int | None = None) -> None:
-        """Memory ran out; a new plan is due. alive_bytes: non-model bytes there have to be, if they are known."""
+        """Memory ran out; a new plan is due. alive_bytes: non-model bytes that are needed, if they are known."""
         self.pending = True
         without_locals(error)
         self._error = error
@@ -320,7 +320,7 @@ class Ladder(Sequence[Rung]):
         raise self._no_rung_fits(list(tried), last, budget) from last
 
     def _try_rung(self, level: int, spec: str, workload: Workload, budget: int) -> DoesNotFit | None:
-        """Go on under the rung's plan, if it fits; else why it does not."""
+        """Continue under the rung's plan if it fits. Returns why it does not fit."""
         s = self.session
         try:
             plan = find_policy(spec)(workload, with_gpu_budget(s.plan.machine, budget), s.plan.settings)

@@ -1,11 +1,11 @@
-"""Mending: what is done after Ctrl-C came inside the engine's own work.
+"""Mending: puts the engine in order after Ctrl-C came inside its own work.
 
 [Note: interrupted] Ctrl-C may come between any two lines. Inside the engine's own work it leaves `AtWork.torn`, and
 `zero_grad()` (or whatever comes first, where no gradient is lost by it) mends that. Before `optimizer.step()` has begun
 to update, the iteration is dropped: its gradients go, values that they overwrote come back from the master copy, the
 places go back to the cut. From then on (`Cursor.committed`) the step is carried to its end instead: a chunk that has a
-gradient is not updated yet. What cannot be recovered (a chunk in the middle of its update, eager updates of half a
-backward) ends the run with `Interrupted`. See [Note: between two lines] in memory/chunk_state.py.
+gradient is not updated yet. An interruption that cannot be mended (a chunk in the middle of its update, eager updates
+of half a backward) ends the run with `Interrupted`. See [Note: between two lines] in memory/chunk_state.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Host", "Mending"]
 
 
 class Host(BytesHost, LoopHost, Protocol):
-    """What is asked of the session."""
+    """The part of the session that this file uses."""
 
     @property
     def queues(self) -> Stillness: ...
@@ -108,7 +108,7 @@ class Mending:
                 )
 
     def half_update_error(self) -> Interrupted:
-        """What to raise where a backward ended in the middle of its eager updates."""
+        """The error for a backward that ended in the middle of its eager updates."""
         host = self.host
         return host.ending.interrupt(
             f"iteration {host.iteration} was interrupted when {len(host.updates.begun)} parameters had had their eager "

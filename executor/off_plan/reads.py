@@ -37,7 +37,7 @@ _SHOWN = frozenset({torch.Tensor.__repr__, torch.Tensor.__format__})
 
 
 class OnDemand(Protocol):
-    """What is asked of `demand.Demand`."""
+    """The part of `demand.Demand` that this file uses."""
 
     def visit(self) -> None: ...
 
@@ -49,7 +49,7 @@ class OnDemand(Protocol):
 
 
 class Host(BytesHost, LoopHost, Protocol):
-    """What is asked of the session."""
+    """The part of the session that this file uses."""
 
     @property
     def queues(self) -> Landing: ...

@@ -24,14 +24,14 @@ GPU, HOST = Place.GPU, Place.HOST
 
 
 class Climbing(Protocol):
-    """What is asked of `ladder.Ladder`."""
+    """The part of `ladder.Ladder` that this file uses."""
 
     @property
     def pending(self) -> bool: ...
 
 
 class Host(BytesHost, Protocol):
-    """What is asked of the session."""
+    """The part of the session that this file uses."""
 
     @property
     def batches(self) -> Batches: ...
@@ -47,7 +47,7 @@ class RoomMaker:
         self.states = states
 
     def set_tide(self, size: int) -> None:
-        """Make the gpu hold no more than leaves room for the tide, as far as it can be."""
+        """Set the tide, after dropping working lists until it has room on the gpu, as far as possible."""
         arena = self.host.arena
         free = arena.gpu_budget_bytes - arena.payload_bytes(GPU)
         if size > free:
@@ -99,7 +99,7 @@ class RoomMaker:
         return sorted(victims, key=lambda chunk: (-host.timetable.until_use(chunk, position), chunk))
 
     def _drop(self, chunk: int) -> None:
-        """The working list of a chunk leaves the gpu, or of one that cannot the other ranks' slices."""
+        """Drop the working list of a chunk from the gpu; of a chunk that cannot leave, drop the other ranks' slices."""
         if self.host.arena.has(GPU, chunk, "remote"):
             self.inline.perform(self.inline.drop(GPU, chunk, "remote"))
         if movable(self.host.arena, chunk):
@@ -171,7 +171,7 @@ class Arrivals:
         self.in_use.add(wanted)
 
     def _gather(self, chunk: int, wanted: set[int]) -> None:
-        """The other ranks' slices come."""
+        """Gather the other ranks' slices."""
         if not self.host.arena.has(GPU, chunk, "remote"):
             self.room.make(self.host.plan.layout.payload_bytes(chunk, "remote"), needed=wanted)
         self.inline.bring(GPU, chunk, "remote", needed=wanted)

@@ -1,4 +1,4 @@
-"""Rungs: what the ladder can make of the plan in use, one after another, and what it says of each.
+"""Rungs: the plans that the ladder can make in place of the one in use, one after another, and a record of each.
 
 [Note: rungs] 0 "margin": the same policy, for the memory the accelerator really has and the tide that was measured.
 1 "states on the host": no chunk's optimizer states stay on the accelerator. 2 "no prefetch": besides, a chunk comes
@@ -30,8 +30,8 @@ class Rung:
     """One thing the ladder did.
 
     moment: index and name of the moment that was open (-1: between two iterations).
-    what, asked_bytes: what memory was asked for.
-    payload_bytes, other_bytes: chunks and everything else there then.
+    what, asked_bytes: what asked for memory, and for how much.
+    payload_bytes, other_bytes: bytes of chunks and of everything else on the accelerator then.
     limit_bytes: what the accelerator has, None where it does not say.
     done: what was done about it.
     """

@@ -23,7 +23,7 @@ GPU = Place.GPU
 
 
 class Host(BytesHost, Protocol):
-    """What is asked of the session."""
+    """The part of the session that this file uses."""
 
     @property
     def updates(self) -> Updates: ...
@@ -51,7 +51,7 @@ class Stepping:
         self.carry_out(update)
 
     def carry_out(self, update: Update) -> None:
-        """The updates that have not been made yet: those of chunks that have a gradient."""
+        """Make the updates that have not been made yet: those of chunks that have a gradient."""
         host = self.host
         contents = host.contents
         self._take_kept_back()

@@ -18,7 +18,7 @@ __all__ = ["WarmUp", "listen", "time_moments"]
 
 
 class OnDemand(Protocol):
-    """What is asked of `demand.Demand`."""
+    """The part of `demand.Demand` that this file uses."""
 
     def on_event(self, event: ModuleEvent, found: Answer, known_tide_bytes: int) -> None: ...
 
@@ -26,7 +26,7 @@ class OnDemand(Protocol):
 
 
 class Host(Protocol):
-    """What is asked of the session."""
+    """The part of the session that this file uses."""
 
     warming: WarmUp | None
 

@@ -1,4 +1,4 @@
-"""When things happened on the device, for logs that were written when they were issued.
+"""Times at which steps happened on the device, for logs that were written when the steps were issued.
 
 Each step has an event where it begins on its stream and one where it ends. They are turned into seconds once they are
 complete, between iterations, so that nothing waits for them; `apply` then moves the host's logs into the device's time.
@@ -46,7 +46,8 @@ class DeviceTimes:
             row[1] = event
 
     def resolve(self, iteration: int) -> None:
-        """Iteration `iteration` begins: what is old enough becomes seconds, what is too old is forgotten."""
+        """Iteration `iteration` begins: turn events that are old enough into seconds, and forget those that are too
+        old."""
         old = [key for key in list(self._open) if key[1] <= iteration - _SETTLED]
         for key in old:
             if self._open[key][1] is None:

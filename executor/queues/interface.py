@@ -1,7 +1,7 @@
 """The queues of a plan in motion, as everything else sees them.
 
-Each runs its steps in order; a step starts when what it names in `after` has ended. What a step does they do not know:
-they call `Work`.
+Each runs its steps in order; a step starts when the steps in its `after` have ended. Queues do not know what a step
+does: they call `Work`.
 
 [Note: iterations] Every queue runs all steps of iteration k before those of k+1. `allow(k)` lets steps of iterations up
 to k run. Those of the net queue wait for `allow_net(k)` besides, which comes with the first moment of iteration k:
@@ -45,7 +45,7 @@ SIDE_QUEUES = (Queue.H2D, Queue.D2H, Queue.ADAM, Queue.NET)
 
 
 def without_locals(error: BaseException) -> None:
-    """An error that is kept says where it was raised, and holds nothing that was there (the work)."""
+    """The error without the local variables of its traceback, so that keeping it does not keep the work alive."""
     link: BaseException | None = error
     while link is not None:
         traceback.clear_frames(link.__traceback__)
@@ -139,7 +139,7 @@ class Lifetime(Protocol):
 
 
 class ComputeSide(Protocol):
-    """What the compute queue, which is the user's thread, tells the others and asks of them."""
+    """Calls from the compute queue, which is the user's thread, to the others."""
 
     def allow(self, iteration: int) -> None:
         """Steps of iterations up to this one may run."""
@@ -167,7 +167,7 @@ class ComputeSide(Protocol):
 
 
 class Landing(Protocol):
-    """Copies to the gpu, as those see them that read what was copied."""
+    """Copies to the gpu, for code that reads the copied lists."""
 
     @property
     def in_flight(self) -> Container[int]:
@@ -180,7 +180,7 @@ class Landing(Protocol):
 
 
 class Stillness(Protocol):
-    """How other code than the queues gets to move bytes."""
+    """Pausing the queues, so that other code can move bytes."""
 
     def settle(self, iteration: int) -> None:
         """Return when every step of iterations up to this one has ended."""
@@ -210,10 +210,11 @@ class Handover(Protocol):
 
 
 class Timing(Protocol):
-    """What is known of the time that a run takes."""
+    """Times of a run."""
 
     def note_wait(self, seconds: float) -> None:
-        """The training thread has waited so long for the device or the other ranks, outside these queues."""
+        """Note that the training thread has waited this long for the device or the other ranks, outside these
+        queues."""
         ...
 
     def in_device_time(
@@ -230,16 +231,16 @@ class Timing(Protocol):
 
 
 class Health(Protocol):
-    """What keeps queues from going on."""
+    """Reasons that keep queues from going on."""
 
     @property
     def failure(self) -> BaseException | None:
-        """What a queue died of."""
+        """The error that ended a queue; None without one."""
         ...
 
     @property
     def short(self) -> OutOfMemory | None:
-        """What holds a queue back: see [Note: short of memory]."""
+        """The error that holds a queue back: see [Note: short of memory]."""
         ...
 
     @property
@@ -258,8 +259,8 @@ class Queues(Lifetime, ComputeSide, Landing, Stillness, Handover, Timing, Health
 
 
 class QueuesBase:
-    """What every kind of queues keeps. `in_flight` to `measured` are those of queues whose steps have happened when
-    they have ended; StreamQueues has its own."""
+    """The common part of all kinds of queues. `in_flight` to `measured` are those of queues whose steps have happened
+    when they have ended; StreamQueues has its own."""
 
     def __init__(self) -> None:
         self._at: dict[Queue, tuple[int, int]] = {}  # queue -> (iteration, index in its order)

@@ -1,4 +1,4 @@
-"""Logs: what is written down of each step and each iteration while a session runs. Nothing is computed here."""
+"""Logs: records of each step and each iteration, written while a session runs. Nothing is computed here."""
 
 from __future__ import annotations
 

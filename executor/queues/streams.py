@@ -49,11 +49,11 @@ def queues_for(backend: Backend, *, watchdog_s: float) -> ThreadQueues:
 
 
 class StreamQueues(ThreadQueues):
-    """A daemon thread a queue that issues to the backend's stream of that queue. Arguments as for ThreadQueues.
+    """One daemon thread per queue, which issues to the backend's stream of that queue. Arguments as for ThreadQueues.
 
     host_wait_s: seconds the training thread has waited on the host: for what was not issued yet, and for figures that
         it has to have before it goes on (`waited`: whether an fp16 gradient overflowed).
-    host_waits: how often.
+    host_waits: number of these waits.
     """
 
     def __init__(

@@ -49,10 +49,10 @@ class _Crew:
 
 
 class ThreadQueues(QueuesBase):
-    """A daemon thread a queue.
+    """One daemon thread per queue.
 
-    watchdog_s: after so long without any step ending while the user's thread waits, the log names the step that waits;
-        if nothing is being executed either, nothing can ever end and PlanError is raised.
+    watchdog_s: seconds without the end of any step, while the user's thread waits, after which the log names the step
+        that waits; if nothing is being executed either, nothing can ever end and PlanError is raised.
     join_s: how long `stop` waits for a step that is being executed.
     """
 
@@ -279,8 +279,8 @@ class ThreadQueues(QueuesBase):
         idle_is_stuck: bool = True,
         needs_all: bool = False,
     ) -> None:
-        """Wait in the user's thread. Raises what a queue died of; PlanError if nothing can ever end; OutOfMemory if a
-        queue is short of memory and nothing else moves (needs_all: at once)."""
+        """Wait in the user's thread. Raises the error that ended a queue; PlanError if nothing can ever end;
+        OutOfMemory if a queue is short of memory and nothing else moves (needs_all: at once)."""
         compute = self._conditions[Queue.COMPUTE]
         with self._lock:
             try:
@@ -309,7 +309,7 @@ class ThreadQueues(QueuesBase):
                 self._waiting.discard(Queue.COMPUTE)
 
     def _look_at_threads(self) -> None:
-        """A thread that ended without a word (it was struck where it would have said why) ends the run."""
+        """End the run if a thread has ended without an error of its own."""
         dead = [thread.name for thread in self._crew.threads if not thread.is_alive()]
         if dead and not self._crew.stopping and self._failure is None:
             self._failure = PlanError(f"the thread {dead[0]} has ended; prepare the model again")

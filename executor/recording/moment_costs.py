@@ -1,4 +1,4 @@
-"""What a moment of training costs besides its products: bandwidth of its operators, and a constant per moment.
+"""The cost of a moment of training beside its products: bandwidth of its operators, and a constant per moment.
 
 [Note: seconds of a moment] seconds = constant + flops / rate of a product that large + bytes / bandwidth, where the
 bytes are what its operators read and write as a capture counts them, and what the engine does to a gradient that

@@ -68,7 +68,7 @@ def record(
     timed: iterations whose median gives each moment's seconds, 0 for none.
     weights, gpu_memory: as for `prepare`.
     group: of this process alone, where it is one of several.
-    clock: what the seconds are read from.
+    clock: gives seconds.
 
     Raises DoesNotFit if what one operator reads does not fit the gpu, ModelError as capture does.
     """
@@ -124,7 +124,7 @@ def record(
 
 
 def _restore(buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """A forward may have changed them (running statistics)."""
+    """Give buffers their values back, which a forward may have changed (running statistics)."""
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)

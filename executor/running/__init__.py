@@ -1,3 +1,3 @@
-"""What a job of `executor.run` has beside the model: its data, its checkpoints, what several ranks share, and how much
+"""Parts of a job of `executor.run` beside the model: its data, its checkpoints, what several ranks share, and how much
 processor time other programs took.
 """

@@ -1,4 +1,4 @@
-"""How much processor time other programs took while this one ran: what tells a slow machine from a wrong prediction.
+"""How much processor time other programs took while this one ran: this tells a slow machine from a wrong prediction.
 
 Read from /proc/stat, which counts every core of the machine, and from the times of this process. Time that a
 hypervisor gave to another machine counts as taken by others. Where /proc/stat is missing or stands still (other systems
@@ -29,7 +29,7 @@ class ProcessorTime:
 
     @classmethod
     def now(cls, stat: Path = STAT) -> ProcessorTime | None:
-        """What the counters say now; None where there are none to read."""
+        """The counters now; None where they cannot be read."""
         try:
             line = stat.read_text(encoding="ascii").partition("\n")[0]
             words = [int(word) for word in line.split()[1 : 1 + _COUNTED]]

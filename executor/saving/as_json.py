@@ -1,4 +1,4 @@
-"""Nested values as JSON and back, with tensors set aside: what a checkpoint keeps of a user's own state.
+"""Nested values as JSON and back, with tensors set aside: the form in which a checkpoint keeps a user's own state.
 
 Numbers, texts, None, lists, tuples and mappings (with text, number or bool keys) survive as what they are; each tensor
 is put into a table under a name of its own. Nothing is pickled, so a checkpoint from elsewhere cannot run code.

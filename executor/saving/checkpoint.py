@@ -149,7 +149,7 @@ class _Writing:
 
 
 def _plan_work(optimizer: Trained, folder: Path, extra: Any, shard_bytes: int) -> _Writing:
-    """Prepare everything that a save writes, and raise every error that can be found before anything is written."""
+    """Prepare everything that a save writes. Every error that can be found before writing is raised here."""
     session = optimizer.session
     check_between_iterations(session, "save")
     if folder.exists() and not folder.is_dir():
@@ -370,7 +370,7 @@ def _write_shards(
 
 
 def _save_config(session: Session, folder: Path) -> None:
-    """What from_pretrained needs beside the weights."""
+    """Write the configuration that from_pretrained needs beside the weights."""
     for config in (getattr(session.model, "config", None), getattr(session.model, "generation_config", None)):
         to_json = getattr(config, "to_json_string", None)
         if to_json is None:

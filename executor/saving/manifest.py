@@ -40,7 +40,7 @@ _MANIFEST_FIELDS = {"iteration", "tensors", "states", "updates", "groups", "loss
 
 
 class Trained(Protocol):
-    """What is asked of the optimizer that is saved or loaded.
+    """The part of an optimizer that saving and loading use.
 
     session: the run behind it.
     """
@@ -104,7 +104,7 @@ def check_between_iterations(session: Session, what: str) -> None:
 
 
 def model_table(tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
-    """The model as a checkpoint knows it."""
+    """The table of the model in a checkpoint."""
     return [
         {
             "name": t.name,

@@ -45,7 +45,7 @@ _SLICE = re.compile(r"(.*)@(\d+)")
 
 @dataclass(frozen=True)
 class Restored:
-    """What a checkpoint brought back beside parameters and states.
+    """Values that a checkpoint gave back beside parameters and states.
 
     iteration: optimizer steps done when it was saved.
     extra: what was given to `save`.
@@ -117,7 +117,7 @@ def load(optimizer: Trained, folder: str | Path, *, generators: bool = True) -> 
 
 
 def _checked(optimizer: Trained, folder: Path) -> tuple[_SoundCheckpoint, Weights]:
-    """All that can be wrong before anything is changed."""
+    """Make every check that can be made before anything is changed."""
     session = optimizer.session
     check_between_iterations(session, "load")
     opened = _open(folder)
@@ -133,7 +133,8 @@ def _checked(optimizer: Trained, folder: Path) -> tuple[_SoundCheckpoint, Weight
 
 
 def stored_extra(folder: str | Path) -> Restored:
-    """What a checkpoint says without loading it. Raises CheckpointError as `load` does for a broken one."""
+    """Values of a checkpoint beside parameters and states, without loading it. Raises CheckpointError as `load` does
+    for a broken one."""
     opened = _open(Path(folder).expanduser())
     manifest = opened.manifest
     return Restored(int(manifest["iteration"]), decode(manifest["extra"], opened.extra), f"checkpoint {opened.folder}")

@@ -1,8 +1,8 @@
 """Tensors in files: the safetensors format, read and written a piece at a time.
 
-What this is for: neither the reader nor the writer ever holds a whole tensor, let alone a whole file. The reader copies
-with `pread` into one buffer that is used again; nothing is mapped, so no page of the file counts as memory of the
-process. The writer is handed rows whose elements come when they are asked for. Knows no model and no chunk.
+Neither the reader nor the writer ever holds a whole tensor or a whole file. The reader copies with `pread` into one
+buffer that is used again; nothing is mapped, so no page of the file counts as memory of the process. The writer is
+handed rows whose elements come when they are asked for. Knows no model and no chunk.
 
 Format (https://huggingface.co/docs/safetensors): 8 bytes little-endian length n, n bytes of JSON that give each tensor
 dtype, shape and first and last byte, then the bytes. Every byte belongs to exactly one tensor.

@@ -8,7 +8,7 @@ piece (16 MiB).
 
 [Note: which value a master gets] Masters are made from the values of the file, whatever its dtype, and the working copy
 is cast(master): an fp32 file under a bf16 plan gives masters that know more than the working copies; a bf16 file gives
-masters that begin as the file's values. `Weights.note` says in words which was done.
+masters that begin as the file's values. `Weights.note` says which of these was done.
 
 [Note: adapters] A model under peft is loaded from the folder of its base model: "base_model.model." and ".base_layer"
 of its names are not the file's, and what the adapters add is in no file. Adapters keep the values they have; those on
@@ -130,7 +130,7 @@ class _StoredValue:
 
 @dataclass
 class _FolderMatch:
-    """What the folder has of a model.
+    """Result of matching a folder with a model.
 
     used: names in the folder.
     missing: names in the model.

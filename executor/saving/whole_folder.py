@@ -29,7 +29,7 @@ def _previous(folder: Path) -> Path:
 
 
 def begin(folder: Path) -> Path:
-    """An empty folder to write in; what a save that was killed left there goes. Raises OSError."""
+    """An empty folder to write in; files that a killed save left there are removed. Raises OSError."""
     written = temporary(folder)
     if written.exists():
         shutil.rmtree(written)

@@ -37,7 +37,7 @@ class AtWork:
         self.depth -= 1
 
     def note(self, error: BaseException) -> None:
-        """A block is left by this."""
+        """Note the exception with which a block is left."""
         if not isinstance(error, Exception):
             self.torn = True
 

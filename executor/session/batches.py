@@ -30,7 +30,7 @@ __all__ = ["Batches", "Capture", "Host", "Shapes", "movable"]
 
 
 class Host(BytesHost, LoopHost, Protocol):
-    """What is asked of the session."""
+    """The part of the session that this file uses."""
 
     @property
     def reader(self) -> Reader: ...

@@ -4,8 +4,8 @@
 all hold counts. Conditions are names of `Fact`, "!" before one that must not hold; a row without conditions always
 holds. A row gives an `Answer`, or a `Refusal`, whose ContractError is in `refusals.py`.
 
-Nothing is done here, and nothing is known of torch: whoever asks carries out what is answered. The contract in words is
-in `contract.py`.
+Nothing is done here, and nothing is known of torch: the caller carries out the answer. The contract in words is in
+`contract.py`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Act(_Word):
 
 
 class Answer(_Word):
-    """What the engine does about an act.
+    """The engine's reaction to an act.
 
     FOLLOW: go to the moment of the plan that the event opens.
     LEAVE: leave the plan, then go on on demand.
@@ -100,7 +100,7 @@ class Answer(_Word):
 
 
 class Fact(_Word):
-    """What the table asks, beside the state. `session/facts.py` says how each is found out."""
+    """Conditions in the table, beside the state. `session/facts.py` says how each is found out."""
 
     TRAINS = "trains"
     """A forward that runs now is one of training."""
@@ -165,7 +165,7 @@ class FactSource(Protocol):
 @dataclass(frozen=True, slots=True)
 class TableRow:
     """when: (fact, whether it must hold), all of which must be so for the row to hold.
-    then: what the row gives.
+    then: result of the row.
     """
 
     when: tuple[tuple[Fact, bool], ...]
@@ -288,7 +288,7 @@ ACTS: Mapping[tuple[str, Phase], Act] = MappingProxyType(
 
 
 def answer(state: State, act: Act, facts: FactSource) -> Answer:
-    """What the table gives for `act` in `state`. Raises ContractError where the table refuses."""
+    """The table's answer to `act` in `state`. Raises ContractError where the table refuses the act."""
     asks = facts.asks
     for row in TABLE[state, act]:
         for fact, wanted in row.when:

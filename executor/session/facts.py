@@ -1,6 +1,6 @@
-"""Facts: what the cursor's table may ask about one act of the loop, and the words that its refusals fill in.
+"""Facts: the conditions of the cursor's table for one act of the loop, and the words that its refusals fill in.
 
-Both are read off the session when they are asked for.
+Both are read from the session when they are needed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ __all__ = ["ActFacts", "Host"]
 
 
 class Climbing(Protocol):
-    """What is asked of `off_plan.ladder.Ladder`."""
+    """The part of `off_plan.ladder.Ladder` that this file uses."""
 
     @property
     def given_up(self) -> bool: ...
 
 
 class Host(LoopHost, Protocol):
-    """What is asked of the session."""
+    """The part of the session that this file uses."""
 
     @property
     def reader(self) -> Reader: ...

@@ -33,7 +33,7 @@ __all__ = ["Following", "Host"]
 
 
 class Absence(Protocol):
-    """What is asked of `distributed.absent.Absent`."""
+    """The part of `distributed.absent.Absent` that this file uses."""
 
     def moment_of(self, event: ModuleEvent) -> int | None: ...
 
@@ -43,7 +43,7 @@ class Absence(Protocol):
 
 
 class OffPlan(Protocol):
-    """What is asked of `off_plan.demand.Demand`."""
+    """The part of `off_plan.demand.Demand` that this file uses."""
 
     def leave(self, reason: str) -> None: ...
 
@@ -51,29 +51,29 @@ class OffPlan(Protocol):
 
 
 class Stashing(Protocol):
-    """What is asked of the stashes of activations."""
+    """The part of the stashes of activations that this file uses."""
 
     def at(self, moment: int) -> None: ...
 
 
 class First(Protocol):
-    """What is asked of the comparison of the first tide."""
+    """The part of the comparison of the first tide that this file uses."""
 
     def begin_iteration(self) -> None: ...
 
 
 class WarmUp(Protocol):
-    """What is asked of a warm-up."""
+    """The part of a warm-up that this file uses."""
 
     def gradient_is_final(self, tensor: int) -> bool: ...
 
 
 class QueuesAsked(ComputeSide, Landing, Timing, Protocol):
-    """What is asked of the queues."""
+    """The part of the queues that this file uses."""
 
 
 class Host(BytesHost, LoopHost, Protocol):
-    """What is asked of the session."""
+    """The part of the session that this file uses."""
 
     now: Iteration
     iteration: int
@@ -238,7 +238,7 @@ class Following:
     def hook_gradients(
         self, parameters: Sequence[nn.Parameter], wrap: Callable[[Callable[..., None]], Callable[..., None]]
     ) -> list[torch.utils.hooks.RemovableHandle]:
-        """Hear of every gradient that autograd accumulates in a trainable parameter."""
+        """Hook every gradient that autograd accumulates in a trainable parameter."""
         return [
             parameters[t].register_post_accumulate_grad_hook(wrap(self._gradient_hook(t)))  # type: ignore[no-untyped-call]
             for t in sorted(self.host.timetable.trainable)
@@ -316,7 +316,7 @@ class Following:
         return True
 
     def _accept(self, tensor: int, grad: torch.Tensor) -> None:
-        """The gradient goes where the plan has it."""
+        """Move the gradient to the list in which the plan has it."""
         host = self.host
         goes_to = host.timetable.gradient_list(host.cursor.moment, tensor)
         if self._weight == 0.0:  # of an empty batch: what a mean over nothing gives is not a number

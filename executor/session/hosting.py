@@ -1,4 +1,4 @@
-"""Hosting: what several parts of a session ask of it.
+"""Hosting: the parts of a session that several of its own parts use.
 
 Each part declares a protocol `Host`: what it needs of its session. `Host` inherits a protocol of this file and adds
 what only that part needs. This file imports no part that declares a `Host`, so that no imports form a circle.
@@ -23,7 +23,7 @@ __all__ = ["BytesHost", "LoopHost", "PlanHost"]
 
 
 class PlanHost(Protocol):
-    """What a run follows and how far it has come.
+    """The plan that a run follows, and how far the run has come.
 
     iteration: number of the current or next iteration, from 0.
     """
@@ -43,7 +43,7 @@ class PlanHost(Protocol):
 
 
 class BytesHost(PlanHost, Protocol):
-    """And what moves its bytes."""
+    """In addition, the parts that move bytes."""
 
     @property
     def arena(self) -> Arena: ...
@@ -54,7 +54,7 @@ class BytesHost(PlanHost, Protocol):
 
 
 class LoopHost(PlanHost, Protocol):
-    """And what the training loop meets.
+    """In addition, the parts that the training loop meets.
 
     ranks: None if this is the only one.
     """

@@ -1,4 +1,4 @@
-"""Iteration: what belongs to one iteration of the loop, and goes with it.
+"""Iteration: values that belong to one iteration of the loop and are replaced with it.
 
 The session replaces the value when the next iteration begins: one assignment, so that an interruption finds the old one
 or the new one. Steps that run into the next forward still ask for the value of theirs.

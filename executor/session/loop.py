@@ -1,7 +1,7 @@
-"""Loop: what the training loop does, asked of the contract's table and carried out.
+"""Loop: looks up each act of the training loop in the contract's table and carries the answer out.
 
 An iteration is on plan until an event, a gradient or a batch says otherwise; then the on-demand mode carries it to its
-end, and the next begins on plan again. What comes of each act is in `cursor.py`; here it is done.
+end, and the next begins on plan again. `cursor.py` has the answer to each act; this file carries it out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Host", "Loop"]
 
 
 class Absence(Protocol):
-    """What is asked of `distributed.absent.Absent`."""
+    """The part of `distributed.absent.Absent` that this file uses."""
 
     def settle(self) -> None: ...
 
@@ -38,7 +38,7 @@ class Absence(Protocol):
 
 
 class OffPlan(Protocol):
-    """What is asked of `off_plan.demand.Demand`."""
+    """The part of `off_plan.demand.Demand` that this file uses."""
 
     in_a_row: int
 
@@ -60,7 +60,7 @@ class OffPlan(Protocol):
 
 
 class Climbing(Protocol):
-    """What is asked of `off_plan.ladder.Ladder`."""
+    """The part of `off_plan.ladder.Ladder` that this file uses."""
 
     @property
     def given_up(self) -> bool: ...
@@ -71,13 +71,13 @@ class Climbing(Protocol):
 
 
 class Stashing(Protocol):
-    """What is asked of the stashes of activations."""
+    """The part of the stashes of activations that this file uses."""
 
     def settle(self) -> None: ...
 
 
 class First(Protocol):
-    """What is asked of the comparison of the first tide."""
+    """The part of the comparison of the first tide that this file uses."""
 
     def require_plan(self) -> None: ...
 
@@ -85,17 +85,17 @@ class First(Protocol):
 
 
 class WarmUp(Protocol):
-    """What is asked of a warm-up."""
+    """The part of a warm-up that this file uses."""
 
     def on_event(self, event: ModuleEvent, found: Answer) -> None: ...
 
 
 class QueuesAsked(Stillness, Timing, Health, Protocol):
-    """What is asked of the queues."""
+    """The part of the queues that this file uses."""
 
 
 class Host(BytesHost, LoopHost, Protocol):
-    """What is asked of the session."""
+    """The part of the session that this file uses."""
 
     @property
     def queues(self) -> QueuesAsked: ...
@@ -142,11 +142,11 @@ class Loop:
         self._alone = host.ranks is None and host.scaling is None
 
     def ask(self, act: Act, *, tensor: int = -1, what: str = "", keeps: bool = False) -> Answer:
-        """What comes of a call of the loop: see `cursor.py`. Raises ContractError where it is refused."""
+        """The table's answer to a call of the loop: see `cursor.py`. Raises ContractError where the call is refused."""
         return answer(self._state(), act, ActFacts(self.host, tensor=tensor, what=what, keeps=keeps))
 
     def _ask_of(self, event: ModuleEvent, act: Act) -> Answer:
-        """The same of an event of the clock."""
+        """The table's answer to an event of the clock."""
         self._of_event.event = event
         return answer(self._state(), act, self._of_event)
 
@@ -265,7 +265,7 @@ class Loop:
             watch.open_moment()
 
     def _go_on(self, event: ModuleEvent, act: Act, found: Answer) -> Answer:
-        """Do what was found to come of the event; what has come of it in the end."""
+        """Carry out the answer `found` to the event. Returns the answer that was carried out in the end."""
         host = self.host
         if host.queues.failure is not None:
             raise host.queues.failure
@@ -286,7 +286,8 @@ class Loop:
         return found
 
     def _climb(self, event: ModuleEvent, error: OutOfMemory) -> Answer:
-        """Memory ran out on the way to the event's moment: do what comes of the event on the ladder's rung."""
+        """Memory ran out on the way to the event's moment: let the ladder climb, then carry out the answer to the
+        event."""
         host = self.host
         host.ladder.climb(error)
         found = self._ask_of(event, ACTS[event.kind, event.phase])
@@ -312,7 +313,7 @@ class Loop:
     # -- the optimizer ------------------------------------------------------------------------------------------------
 
     def optimizer_step(self) -> None:
-        """What `optimizer.step()` does. Returns without waiting for what the plan lets run into the next forward."""
+        """Do `optimizer.step()`. Returns without waiting for steps that the plan lets run into the next forward."""
         host = self.host
         self.require_running()
         host.at_work.outermost()
@@ -375,7 +376,7 @@ class Loop:
         host.demand.replan()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """What `optimizer.zero_grad()` does."""
+        """Do `optimizer.zero_grad()`."""
         host = self.host
         self.require_running()
         host.at_work.outermost()
@@ -403,8 +404,8 @@ class Loop:
                 self.mend()
 
     def mend(self) -> None:
-        """What an interruption left is dropped, or the step it came in is ended. Raises what ends the run where neither
-        can be."""
+        """After an interruption, drop the iteration or end the step in which it came. Raises the error that ends the
+        run where neither is possible."""
         host = self.host
         with host.at_work, unseen(), torch.no_grad():
             host.following.in_parts = self._standing = False

@@ -1,4 +1,4 @@
-"""Others: what a session asks of the other ranks. `distributed.ranks.Ranks` does it."""
+"""Others: the calls of a session to the other ranks. `distributed.ranks.Ranks` implements them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Life(Protocol):
 
 
 class Others(Protocol):
-    """What the methods do is said in `distributed/ranks.py`."""
+    """`distributed/ranks.py` documents the methods."""
 
     @property
     def rank(self) -> int: ...

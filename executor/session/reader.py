@@ -1,8 +1,8 @@
 """Reader: parameters, gradients and optimizer states as the user's code sees them.
 
-A parameter is readable as it stands (`contract.ChunkParameter`) while a module runs and the gpu holds its current
-value. At any other time it is parked (`contract.ParkedParameter`), and what asks for its value gets a copy. Gradients
-have left for their chunks. Copies are taken while nothing moves.
+A parameter can be read directly (`contract.ChunkParameter`) while a module runs and the gpu holds its current value. At
+any other time it is parked (`contract.ParkedParameter`), and code that reads its value gets a copy. Gradients have left
+for their chunks. Copies are taken while nothing moves.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Host", "Reader"]
 
 
 class LoopAsked(Protocol):
-    """What is asked of the loop."""
+    """The part of the loop that this file uses."""
 
     def ask(self, act: Act, *, tensor: int = -1, what: str = "") -> Answer: ...
 
@@ -38,13 +38,13 @@ class LoopAsked(Protocol):
 
 
 class Joining(Protocol):
-    """What is asked of `off_plan.demand.Demand`."""
+    """The part of `off_plan.demand.Demand` that this file uses."""
 
     def join(self, chunk: int) -> None: ...
 
 
 class Host(BytesHost, LoopHost, Protocol):
-    """What is asked of the session."""
+    """The part of the session that this file uses."""
 
     @property
     def queues(self) -> Landing: ...
@@ -108,7 +108,7 @@ class Reader:
         return self.host.plan.workload.tensors[tensor].name
 
     def grad_of(self, tensor: int) -> torch.Tensor | None:
-        """What `p.grad` gives. Raises ContractError where the gradient has left for its chunk."""
+        """Value of `p.grad`. Raises ContractError where the gradient has left for its chunk."""
         self.host.loop.ask(Act.READ_GRAD, tensor=tensor)
         return raw_grad(self.parameters[tensor])
 
@@ -218,12 +218,12 @@ class Reader:
     # -- gradients that autograd holds, and the end -------------------------------------------------------------------
 
     def forget_gradients(self) -> None:
-        """No parameter has a gradient any more, as far as the loop sees."""
+        """Drop the gradients that the loop can see."""
         drop_raw_grads(self.parameters[t] for t in self.host.timetable.chunk_of)
         self.consumed.clear()
 
     def make_plain(self, value: Callable[[int], torch.Tensor | None]) -> None:
-        """Parameters are the model's own again, with these values (None: without one)."""
+        """Make the parameters the model's own again, with these values (None: no value)."""
         for t, parameter in enumerate(self.parameters):
             if isinstance(parameter, ChunkParameter):
                 disown(parameter)

@@ -1,4 +1,5 @@
-"""Refusals: acts of the loop that raise ContractError, and in which words. Which act is refused where: `cursor.py`."""
+"""Refusals: the words of the ContractErrors that acts of the loop raise. `cursor.py` says which act is refused in which
+state."""
 
 from __future__ import annotations
 

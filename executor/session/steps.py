@@ -1,7 +1,7 @@
 """Steps: what the queues call for each step of one plan, and the logs of it.
 
-The compute queue's steps run in the user's thread, every other queue's in its own; what a step does to payloads is
-`memory/contents.py`'s matter, to activations `activations/stashes.py`'s.
+The compute queue's steps run in the user's thread, every other queue's in its own; `memory/contents.py` says what a
+step does to payloads, `activations/stashes.py` what it does to activations.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KEPT_CHANGES = 2_000  # of bytes, at least; older ones are summed up once there 
 
 
 class Stashing(Protocol):
-    """What is asked of the stashes of activations."""
+    """The part of the stashes of activations that this file uses."""
 
     def copied_bytes(self, queue: Queue) -> int: ...
 
@@ -37,11 +37,11 @@ class Stashing(Protocol):
 
 
 class QueuesAsked(ComputeSide, Stillness, Timing, Protocol):
-    """What is asked of the queues."""
+    """The part of the queues that this file uses."""
 
 
 class Host(BytesHost, Protocol):
-    """What is asked of the session."""
+    """The part of the session that this file uses."""
 
     @property
     def queues(self) -> QueuesAsked: ...
@@ -167,7 +167,7 @@ class Steps:
             self._most_changes = max(KEPT_CHANGES, 2 * len(arena.log.changes))
 
     def timeline(self) -> Timeline:
-        """What the last iterations on plan did; waits for their last copies and updates. Raises PlanError before the
+        """Timeline of the last iterations on plan; waits for their last copies and updates. Raises PlanError before the
         first has run."""
         host = self.host
         if not host.closed:

@@ -1,6 +1,6 @@
-"""Timetable: what a plan says, by moment.
+"""Timetable: a plan's steps and tables by moment.
 
-Compiled once per plan, before anything runs. It knows neither torch nor what has happened: who asks says where the
+Compiled once per plan, before anything runs. It knows neither torch nor what has happened: the caller says where the
 iteration stands.
 """
 
@@ -33,7 +33,7 @@ class Timetable:
         compute: moment -> its compute step.
         on_demand_only: the plan has no steps; every chunk comes when it is read.
         before: moment -> other steps of the compute queue that come before it.
-        rows: moment -> what it takes to open it: `before`, `compute`, `reads`, `peaks` and `due` of it.
+        rows: moment -> values that opening it needs: its `before`, `compute`, `reads`, `peaks` and `due`.
         following: moment -> event that opens the next one; "" behind the last, and everywhere in a plan with stashes,
             where opening a moment takes more than what is in its row.
         micro_batches: number of backwards per iteration.

@@ -1,4 +1,5 @@
-"""Updates: what the Adam steps of an iteration need (`memory.update.Update`), and whether they have begun.
+"""Updates: the values that the Adam steps of an iteration need (`memory.update.Update`), and whether these steps have
+begun.
 
 Eager updates run inside backward, each as soon as a chunk's gradients are complete; others in `optimizer.step()`.
 """
@@ -23,11 +24,11 @@ __all__ = ["Host", "Updates"]
 
 
 class QueuesAsked(ComputeSide, Stillness, Timing, Protocol):
-    """What is asked of the queues."""
+    """The part of the queues that this file uses."""
 
 
 class Host(BytesHost, LoopHost, Protocol):
-    """What is asked of the session."""
+    """The part of the session that this file uses."""
 
     @property
     def queues(self) -> QueuesAsked: ...
