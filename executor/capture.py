@@ -79,8 +79,8 @@ def capture(
     checkpointing: bool = False,
     attention: str | None = None,
 ) -> Workload:
-    """The workload of a model named as in `executor.models.build`, or of one built already (then only `micro_batches`
-    counts of the arguments; everything else is the built model's).
+    """The workload of a model named as in `executor.models.build`, or of a model built already (then `micro_batches` is
+    the only other argument that counts).
 
     Raises ModelError as `build` and `capture_module` do.
     """

@@ -1,7 +1,7 @@
 """The torch optimizer that `prepare` makes of an `AdamW`.
 
-`OffloadedAdamW` is a torch.optim.Optimizer over the model's parameters, so that schedulers and checkpoints work, whose
-`step` is the session's.
+`OffloadedAdamW` is a torch.optim.Optimizer over the model's parameters, so that schedulers and checkpoints work. Its
+`step` calls the session's.
 """
 
 from __future__ import annotations

@@ -93,9 +93,9 @@ def check_hardware(plan: Plan, device: str) -> None:
 
 
 def recording_machine(device: str, machine: Machine | None, gpu_memory_bytes: int | None) -> Machine:
-    """The machine whose GPU budget a warm-up on `device` keeps. Without one given, the virtual accelerator's figures
-    with that memory; on CUDA with the card's name and, by default, its memory less the room that a run keeps
-    (executor/devices/room.py)."""
+    """The machine whose GPU budget a warm-up on `device` keeps. If no machine is given: the virtual accelerator's
+    figures with the memory given; on CUDA also with the card's name, and by default with the card's memory less the
+    room that a run keeps (executor/devices/room.py)."""
     if not is_cuda(device):
         if device != "virtual":
             raise PlanError(f"device {device!r} is not known; use --device virtual, cuda or cuda:N")

@@ -65,8 +65,8 @@ def whole(name: str, value: object, *, least: int = 1, error: type[PstarError] =
 def number(
     name: str, value: object, *, above: float = 0.0, also: bool = False, error: type[PstarError] = PstarError
 ) -> float:
-    """A finite number above `above` (also: or equal to it), neither so large nor so small that sums and quotients of
-    such numbers could overflow."""
+    """A finite number above `above`; with `also`, equal to it, too. Numbers whose sums or quotients could overflow are
+    refused."""
     want = f"a finite number {'of at least' if also else 'above'} {above:g}"
     found = real(value)
     if not (found >= above if also else found > above):

@@ -274,7 +274,7 @@ def open_device(name: str, *, cores: int = 2) -> Device:
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """torch's CPU threads of the calling thread inside; what they were afterwards."""
+    """Inside, torch uses `count` CPU threads for the calling thread; afterwards as many as before."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -62,8 +62,8 @@ class Processes:
 
 @contextmanager
 def processes_of(device: str) -> Iterator[Processes]:
-    """The processes of this run, connected for as long as this lasts, or one that is alone. device: "cuda" gives each
-    the card of its number."""
+    """Inside, the connected processes of this run, or the only process. device: "cuda" gives each process the card of
+    its own number."""
     started = dist.is_torchelastic_launched() and not dist.is_initialized()
     if started:
         dist.init_process_group("gloo" if device == "virtual" else "cpu:gloo,cuda:nccl")

@@ -219,7 +219,7 @@ class Ranks:
         return None if len(wanted) == 1 else self._serve([each for each in wanted if each >= 0], chunk)
 
     def come_to_read(self, number: float) -> list[float]:
-        """Every rank is about to read the same value; number: which."""
+        """Every rank is about to read the same value. number: number of that value."""
         return self.come_to(READS, number)
 
     def come_to(self, what: float, number: float = 0.0) -> list[float]:

@@ -62,7 +62,7 @@ class GpuPayloads:
         return payload
 
     def whole(self, chunk: int, list_name: str) -> torch.Tensor:
-        """Flat, of "param" or "grad" with the slices of all ranks, rank 0's first."""
+        """The list "param" or "grad" with the slices of all ranks, flat, rank 0's slice first."""
         return self._pair(chunk, list_name).whole if self.sliced else self.at(chunk, list_name)
 
     def _pair(self, chunk: int, list_name: str) -> GpuPayload:

@@ -58,7 +58,7 @@ class Guard(Standing[Host]):  # type: ignore[no-untyped-call]
 
     @property
     def counts(self) -> bool:
-        """Whether the accelerator's limit holds for the bytes counted here."""
+        """Whether bytes are counted for an accelerator that has a limit of its own."""
         return self._counts is not None and self._counts.gpu_bytes is not None
 
     @property

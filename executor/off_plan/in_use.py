@@ -43,7 +43,7 @@ class InUse:
         self._recomputed = set()
 
     def see(self, event: ModuleEvent) -> None:
-        """A module begins or ends, or a step of the backward."""
+        """A module begins or ends, or a step of the backward begins."""
         if event.kind == "begin":
             if event.phase is Phase.RECOMPUTE and self._in_backward:
                 self._recomputed = set()

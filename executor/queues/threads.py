@@ -52,7 +52,7 @@ class ThreadQueues(QueuesBase):
     """One daemon thread per queue.
 
     watchdog_s: seconds without the end of any step, while the user's thread waits, after which the log names the step
-        that waits; if nothing is being executed either, nothing can ever end and PlanError is raised.
+        that waits; if no step is being executed either, no step can ever end, and PlanError is raised.
     join_s: how long `stop` waits for a step that is being executed.
     """
 

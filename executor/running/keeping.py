@@ -54,8 +54,9 @@ class Keeping:
             raise CheckpointError(f"--save-every {self.every} needs a folder: add --save FOLDER")
 
     def check(self, steps: int) -> Restored | None:
-        """Facts of the checkpoint `resume`, if it is given. steps: in all. Raises CheckpointError for one that cannot
-        be gone on from, for a checkpoint in `save` that would be lost, and where `save` cannot be written."""
+        """Facts of the checkpoint `resume`, if it is given. steps: in all. Raises CheckpointError for a checkpoint from
+        which the job cannot continue, for a checkpoint in `save` that would be lost, and where `save` cannot be
+        written."""
         if self.save is not None and is_checkpoint(self.save):
             goes_on = self.resume is not None and Path(self.resume).resolve() == Path(self.save).resolve()
             if not goes_on:

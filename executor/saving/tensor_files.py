@@ -231,9 +231,9 @@ def write_tensor_file(
 ) -> int:
     """Write the rows to a new file, in the order given, and have it on the disk; returns its bytes.
 
-    Elements go through `buffer` (uint8) piece by piece, where they are cast (`Tensor.numpy()` on a chunk would make its
-    storage one that cannot be evicted any more). Raises OSError (disk full, ...); an assertion if a row gives more or
-    fewer elements than it said.
+    Elements go through `buffer` (uint8) piece by piece, where they are cast (after `Tensor.numpy()` on a chunk, the
+    chunk's storage could not be evicted any more). Raises OSError (disk full, ...); AssertionError if a row gives more
+    or fewer elements than its shape says.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     reached = 0

@@ -151,8 +151,8 @@ class FluidFacts:
         ]
 
     def gaps(self) -> list[Gap]:
-        """One for each pair of phases and micro-batches between which chunks are read again: of one class each opens
-        before any closes. What is never updated has a gap to the next iteration, too."""
+        """One class of gaps for each pair of phases and micro-batches between which chunks are read again; within a
+        class each gap opens before any closes. A chunk that is never updated also has a gap to the next iteration."""
         w = self.workload
         classes: dict[tuple[object, ...], dict[int, float]] = {}
 

@@ -124,7 +124,7 @@ def _host(base: Host, root: Path, cores: int, notes: list[str]) -> Host:
         cores=cores,
         adam_params_per_s=adam,
         measured=False,
-        source="RAM, cgroup limit and cores of this machine; two DRAM channels and 0.8e9 parameters/s a core assumed",
+        source="RAM, cgroup limit and cores of this machine; two DRAM channels and 0.8e9 parameters/s per core assumed",
     )
 
 

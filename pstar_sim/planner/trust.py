@@ -69,8 +69,9 @@ def class_name(generation: str, *, ranks: int, nodes: int) -> str:
 
 
 def expected_error(machine: Machine, policy: str) -> ExpectedError | None:
-    """What validation found for the machine's class and the policy (a name or a spec; options do not matter). Where the
-    policy has fewer than FEWEST_ROWS rows, those of the whole class; None where that has no more either."""
+    """Errors that validation found for the machine's class and the policy (a name or a spec; options do not matter). If
+    the policy has fewer than FEWEST_ROWS rows, the errors of the whole class; None if the class has too few rows,
+    too."""
     name = class_of(machine)
     known = _shipped().get(name)
     if known is None:

@@ -99,7 +99,7 @@ Curve = tuple[tuple[_Positive, _Positive], ...]
 
 
 def curve(size: str, rate: str) -> Meta:
-    """Of a field that is a `Curve`. size, rate: what its pairs hold, with their units."""
+    """The words for a field that is a `Curve`. size, rate: meaning and unit of the two numbers of a pair."""
     words = f"a list of [{size}, {rate}] pairs of positive numbers, sizes ascending"
     return Meta(extra={"rule": Rule(_ascending, words)})
 

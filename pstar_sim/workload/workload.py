@@ -349,7 +349,7 @@ def _check_optimizer(w: Workload, bad: _Bad) -> None:
         if names.index(name) < i or name in _WORKING_LISTS:
             raise bad(f"optimizer.state_bytes[{i}]", name, "each state needs a name of its own")
         if size < 1:
-            raise bad(f"optimizer.state_bytes[{i}]", size, f"{name} needs at least 1 byte a parameter")
+            raise bad(f"optimizer.state_bytes[{i}]", size, f"{name} needs at least 1 byte per parameter")
 
 
 def _check_tensor(w: Workload, i: int, t: Tensor, bad: _Bad) -> None:

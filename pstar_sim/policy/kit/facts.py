@@ -81,10 +81,10 @@ class Facts:
 
     @cached_property
     def touched(self) -> tuple[tuple[int, ...], ...]:
-        """Chunk -> ascending moments in which its working list has to be on the GPU: every read, and in the last
-        micro-batch that gives it a gradient also every moment from that in which the first becomes final, because it
-        overwrites the working list in place, to that of the last (and to a read after it). (In earlier micro-batches a
-        gradient has a list of its own.)"""
+        """Chunk -> ascending moments in which its working list has to be on the GPU: every moment that reads the chunk.
+        In the last micro-batch that gives the chunk a gradient, gradients overwrite the working list in place, so the
+        moments from the first final gradient to the last one (or to a later read) count, too. (In earlier micro-batches
+        a gradient has a list of its own.)"""
         # Once a gradient of its last micro-batch has overwritten a part of it, a working list holds something that is
         # nowhere else: it stays until the last one has come and it can be written back.
         rows: list[tuple[int, ...]] = []

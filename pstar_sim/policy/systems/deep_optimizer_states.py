@@ -1,9 +1,10 @@
 """deep_optimizer_states: every k-th sub-group of the offloaded optimizer is updated on the GPU (Maurya et al., 2024).
 
-ZeRO-3 with the optimizer on the host, as zero3_offload, but: gradients go down asynchronously, as fp32, those of the
-sub-groups updated on the GPU stay there; in optimizer.step() the states of every k-th sub-group come up to the GPU, are
-updated there and go down again while the CPU updates the others; parameters that the CPU has updated go up beside the
-next sub-group's Adam. With several micro-batches all gradients are added on the host, and those sums come up too.
+ZeRO-3 with the optimizer on the host, as zero3_offload, with these differences. Gradients go down asynchronously, as
+fp32; gradients of the sub-groups updated on the GPU stay there. In optimizer.step() the states of every k-th sub-group
+come up to the GPU, are updated there and go down again while the CPU updates the other sub-groups. Parameters that the
+CPU has updated go up beside the next sub-group's Adam. With several micro-batches all gradients are added on the host,
+and those sums come up too.
 """
 
 from __future__ import annotations

@@ -106,8 +106,8 @@ class Sharded:
             self.b.buffers.append((name, place, size_bytes))
 
     def hold_on_host(self, name: str, total_bytes: int) -> None:
-        """Add a host buffer with the bytes that the lists lack to the system's known total of host memory (activations
-        left out)."""
+        """Add a host buffer that fills the lists up to `total_bytes`, the host memory that the system is known to take
+        (activations left out)."""
         self.hold(name, Place.HOST, total_bytes + self.b.stash_bytes - self.b.held_bytes(Place.HOST))
 
     def hold_bucket(self) -> None:

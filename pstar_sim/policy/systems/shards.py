@@ -88,7 +88,7 @@ class Shards:
         return c in self.on_gpu and not self.several
 
     def reside(self, host_list: str) -> None:
-        """Put everything where it is between two iterations. host_list: list in which Adam on the host finds a
+        """Note in which place each list is between two iterations. host_list: list in which Adam on the host finds a
         gradient."""
         b, scheme = self.b, self.scheme
         for c in range(len(b.layout.chunks)):
