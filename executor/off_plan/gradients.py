@@ -64,7 +64,7 @@ class OffPlanGradients:
         if tensor in host.updates.begun:
             raise ContractError(
                 f"another gradient of {host.reader.name_of(tensor)!r} after its eager update: with AdamW(eager=True) a "
-                "parameter has one backward an iteration; use eager=False"
+                "parameter has one backward per iteration; use eager=False"
             )
         chunk = host.timetable.chunk_of[tensor]
         if not host.plan.workload.tensors[tensor].frozen and host.plan.modes[chunk] == "frozen":
