@@ -341,7 +341,7 @@ class Stashes:
             return self._ahead.pop(n, 0)
 
     def _send(self, n: int) -> list[torch.Tensor]:
-        """Returns the memory on the gpu that is read."""
+        """Copy a storage to the host. Returns the memory on the gpu that is read."""
         stash = self.planned[n]
         if any(saved.only_on_host for saved in _alive(self._rooms.get(stash.block, ()))):
             self.session.note_deviation(
@@ -367,7 +367,7 @@ class Stashes:
         return touched
 
     def _fetch(self, n: int) -> list[torch.Tensor]:
-        """Returns the memory on the gpu that is written."""
+        """Copy a stash back to the gpu. Returns the memory on the gpu that is written."""
         backend = self.session.backend
         issues = backend if hasattr(backend, "record") else None
         found = (self._bring(saved, cast("StreamBackend", issues)) for saved in _alive(self._out.get(n, ())))

@@ -254,8 +254,8 @@ class Ranks:
         return found
 
     def weight(self, count: float) -> float:
-        """[Note: the weight of a rank], of the micro-batch that begins: every rank calls it with its own b_r. Raises
-        ModelError, on all of them, for a value that is not a count and where all are 0."""
+        """Weight of this rank in the micro-batch that begins ([Note: the weight of a rank]). Every rank calls it with
+        its own b_r. Raises ModelError on all ranks if a value is not a count, or if all are 0."""
         counts = self.come_to(TRAINS, count)
         rows = ", ".join(f"{each:g}" for each in counts)
         odd = [rank for rank, each in enumerate(counts) if not 0 <= each < math.inf]

@@ -32,8 +32,8 @@ class Resources:
     """
     Attributes:
         arena: the plan's memory, which the end empties; None before the session has a plan.
-        stoppers: end the queues' threads, of all queues that the session uses.
-        at_end: undo what was done to the process. None may hold the session.
+        stoppers: functions that end the threads of all queues that the session uses.
+        at_end: functions that undo changes of the process. None may hold the session.
     """
 
     def __init__(self, backend: Backend, ranks: Others | None) -> None:

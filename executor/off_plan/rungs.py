@@ -2,9 +2,9 @@
 
 [Note: rungs] 0 "margin": the same policy, for the memory the accelerator really has and the tide that was measured.
 1 "states on the host": no chunk's optimizer states stay on the accelerator. 2 "no prefetch": besides, a chunk comes
-when it is needed. 3 "static": static_partition, room for the highest tide in every moment. A refusal under a plan made
-by a rung goes on with that rung where it tells something new (less memory, a higher tide), with the next one where it
-does not. Policies without these coordinates continue as `tide`.
+when it is needed. 3 "static": static_partition, room for the highest tide in every moment. After a refusal under a plan
+made by a rung, the same rung makes the next plan if the refusal tells something new (less memory, a higher tide);
+otherwise the next rung does. Policies without these coordinates continue as `tide`.
 """
 
 from __future__ import annotations

@@ -220,8 +220,8 @@ class StreamQueues(ThreadQueues):
             events.clear()
 
     def stop(self) -> None:
-        """Besides, raises what a stream died of if no error has been raised for it yet: once, when every stream has
-        ended."""
+        """In addition, raises the error that ended a stream, unless an error has been raised for it already; this comes
+        once every stream has ended."""
         super().stop()
         unreported: Exception | None = None
         for queue in self._latest:

@@ -143,7 +143,7 @@ class _Notes:
             )
 
     def bound(self, found: Certificate, timeline: Timeline, *, lp: bool) -> str:
-        """What a recomputation says of the lower bound; the gap over it."""
+        """Compare the stated lower bound, and the gap over it, with a recomputation."""
         plan = self.plan
         try:
             said = agree(plan, found=found)

@@ -96,7 +96,7 @@ def _check_modes(job: Job, modes: Modes) -> None:
 
 
 def _check_chunk(job: Job, chunk: int, what: str) -> None:
-    """Raise CannotPlan where a policy has nothing to say of the chunk."""
+    """Raise CannotPlan for a chunk that does not exist or is small: a policy cannot name it."""
     if not 0 <= chunk < len(job.sizes):
         raise CannotPlan(f"{job.name}: {what}: there is no such chunk; chunks are 0 to {len(job.sizes) - 1}")
     if chunk in job.small:

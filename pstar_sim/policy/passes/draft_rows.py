@@ -114,7 +114,7 @@ class DraftRows:
         return self.add(Queue.COMPUTE, Kind.DROP, chunk, list_name, moment, behind=self._last_computed)
 
     def wait(self, row: int, *after: tuple[int, int]) -> None:
-        """Let a row wait for more, of the previous iteration."""
+        """Let a row wait for further rows, those of the previous iteration."""
         self.rows[row].after += after
 
     def next_number(self) -> float:
