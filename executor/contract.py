@@ -32,7 +32,7 @@ decides what each act leads to in each state of the loop.
 | `model.load_state_dict()` | ContractError: load before `prepare` |
 | `copy.deepcopy(model)` | ContractError: load its `state_dict()` into a second model |
 | `model.state_dict()`, reading a parameter, `copy.deepcopy(p)` | as plain torch, a copy of the current value |
-| writing a parameter (`p.mul_`, `p.data.copy_`, ...) | ContractError: the master copy would not know |
+| writing a parameter (`p.mul_`, `p.data.copy_`, ...) | ContractError: the master copy would keep its old value |
 | a forward without gradients (evaluation, `generate`) at any point | as plain torch, parameters fetched on demand |
 | the same on several ranks, between iterations | as plain torch; the ranks may call different modules, or none |
 | the same on several ranks, inside an iteration | PlanError: evaluate between `step()` and the next forward |

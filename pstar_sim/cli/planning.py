@@ -393,7 +393,7 @@ def _among_variants(
         try:
             chosen = choose(ways, machine, settings, policy=policy, on_way=on_way)
         except DoesNotFit as error:
-            note = f"global batch {global_batch}: none of {len(ways)} ways fits; the heading has one of them"
+            note = f"global batch {global_batch}: none of {len(ways)} ways fits; the heading describes the first one"
             row = unfit_row(policy_name(policy), error)
             return Comparison(
                 workload=ways[0],

@@ -237,7 +237,7 @@ def unmodelled_notes(
     worst = max(best.stall_s, key=lambda cause: best.stall_s[cause])
     said = (
         f"even under {name} the GPUs wait {format_s(waits)} of {format_s(best.iteration_s)} (most for {_WAITS[worst]}) "
-        f"with {workload.batch} sequence{'s' if workload.batch > 1 else ''} a GPU and micro-batch"
+        f"with {workload.batch} sequence{'s' if workload.batch > 1 else ''} per GPU and micro-batch"
     )
     if worst == "net" and machine.nodes > 1:
         notes.append(f"{said}: pipeline parallelism between the nodes, which exchanges activations only, may be faster")

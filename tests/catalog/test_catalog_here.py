@@ -82,7 +82,7 @@ def test_several_gpus_share_the_batch(root: Path) -> None:
     ("smi", "message"),
     [
         ("Voodoo 2, 12, 12, 1, 1\n", "GPU 'Voodoo 2' is not in the catalog; describe it"),
-        ("Tesla T4, 15360, 500, 3, 16\n", "524.3 MB free, which the driver context takes"),
+        ("Tesla T4, 15360, 500, 3, 16\n", "524.3 MB free, and the driver context takes all of it"),
         ("Tesla T4, 15360\n", "has 2 fields"),
         ("Tesla T4, [N/A], 15000, 3, 16\n", "is not a number of MiB"),
     ],

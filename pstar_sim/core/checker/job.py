@@ -78,7 +78,7 @@ def _check_moments(mine: Workload, workload: Workload) -> None:
         i, name = differ[0]
         a, b = getattr(mine.moments[i], name), getattr(workload.moments[i], name)
         raise PlanError(
-            f"the plan was made for a moment {i} ({mine.moments[i].name}) with {name} {a}, not {b}; "
+            f"the plan was made for a workload with {name} {a}, not {b}, in moment {i} ({mine.moments[i].name}); "
             f"{len({i for i, _ in differ})} of {len(mine.moments)} moments differ"
         )
 
