@@ -95,6 +95,9 @@ class _DelayedWork:
         self._delay()
         self._work.finish(i, iteration)
 
+    def note_landing(self, chunk: int) -> None:
+        self._work.note_landing(chunk)
+
     def enter_thread(self, queue: Queue) -> None:
         self._work.enter_thread(queue)
 

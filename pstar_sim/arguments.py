@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TypeVar
@@ -170,11 +170,3 @@ def instance(name: str, value: object, kind: type[T], want: str, *, error: type[
     if not isinstance(value, kind):
         raise refused(name, value, want, error)
     return value
-
-
-def sequence_of(name: str, value: object, kind: type[T], want: str) -> Sequence[T]:
-    """A list or tuple whose elements are all of one kind, at least one of them."""
-    rows = list(value) if isinstance(value, (list, tuple)) else []
-    if not rows or not all(isinstance(row, kind) for row in rows):
-        raise refused(name, value, want)
-    return rows

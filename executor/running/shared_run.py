@@ -22,7 +22,7 @@ __all__ = ["SharedRun", "own_batches", "share_results"]
 class SharedRun:
     """losses: of each step, over the batches of all ranks.
     peak_gpu_bytes: of each rank, in the measured iteration.
-    sent_bytes: bytes that this rank sent to the others in one iteration.
+    sent_bytes: bytes that this rank sent to the others per step, the mean over all steps.
     transient_bytes: [Note: what a slice moves through].
     """
 
@@ -33,8 +33,8 @@ class SharedRun:
 
 
 def own_batches(batches: Iterator[Any], session: Session) -> Iterator[Any]:
-    """This rank's part of the data: of every P batches in a row it takes the one with its own number, and of that batch
-    as many sequences as its share. Joined, the ranks' batches are the P."""
+    """This rank's part of the data: of every P batches in a row the one of its number, and of it as many sequences as
+    its share is. Joined, the ranks' batches are the P."""
     ranks, whole = session.ranks, session.plan.workload.batch
     if ranks is None:
         return batches
@@ -56,7 +56,7 @@ def _first(batch: Any, sequences: int, of: int) -> Any:
 def share_results(
     session: Session, reports: Sequence[StepReport], measured: Measured | None, sent_bytes: int
 ) -> SharedRun | None:
-    """Exchange the results of the ranks after the last step; every rank calls it. None on one rank."""
+    """What the ranks tell each other after the last step; every rank calls it. None on one rank."""
     ranks = session.ranks
     if ranks is None:
         return None
