@@ -284,19 +284,19 @@ def _filled(row: Fit, gpu_needed_bytes: int | None, need: Need) -> Fit:
 
 
 def _with_room(row: Fit, job: Asked, error: DoesNotFit) -> tuple[Fit, DoesNotFit]:
-    """The row of a policy that does not fit, with what it needs of both places, and why it does not fit. For the host,
-    rounding and start-up count, too, which a policy that is refused before it plans leaves out."""
+    """The row of a policy that does not fit, with what it needs of both places, and why it does not fit: with all that
+    the place that is short would have to hold, of which a policy that is refused before it plans names only a part."""
     machine = job.machine
-    found = need_with_room(row.policy, job.workload, machine, job.settings, error, loading=job.loading)
-    if found is None:
+    roomy = need_with_room(row.policy, job.workload, machine, job.settings, error, loading=job.loading)
+    if roomy is None:
         return row, error
-    roomy, need = found
-    gpu_bytes: int | None = roomy.gpu_budget_bytes
-    if roomy.gpu_budget_bytes == machine.gpu_budget_bytes:
-        gpu_bytes = job.least_gpu_bytes(row.policy, roomy, others=False)
-    if error.place == "host":
-        error = host_shortage(need, machine) or error
-    return replace(_filled(row, gpu_bytes, need), short_bytes=error.short_bytes), error
+    if roomy.gpu_shortage is None:
+        gpu_bytes = job.least_gpu_bytes(row.policy, roomy.machine, others=False)
+    else:
+        gpu_bytes = roomy.gpu_shortage.needed_bytes
+    shortage = roomy.gpu_shortage if error.place == "gpu" else host_shortage(roomy.need, machine)
+    assert shortage is not None, f"{row.policy} fits where it was refused: {error}"
+    return replace(_filled(row, gpu_bytes, roomy.need), short_bytes=shortage.short_bytes), shortage
 
 
 def _smallest(found: Sequence[tuple[Remedy, str]], job: Asked, asked: Sequence[str]) -> SmallestChange | None:

@@ -284,6 +284,20 @@ def _payloads(job: Job, pins: int) -> dict[tuple[int, str], int]:
 # Where there is no room.
 
 
+@dataclass(frozen=True, kw_only=True)
+class Roomy:
+    """A machine with enough room for a job that did not fit.
+
+    machine: the machine, with larger budgets.
+    need: what the job needs of its host.
+    gpu_shortage: why the GPU of the original machine has no room; None where it has.
+    """
+
+    machine: Machine
+    need: Need
+    gpu_shortage: DoesNotFit | None
+
+
 def need_with_room(
     policy: str | Policy,
     workload: Workload,
@@ -292,13 +306,14 @@ def need_with_room(
     short: DoesNotFit,
     *,
     loading: str = "whole",
-) -> tuple[Machine, Need] | None:
-    """The machine with just enough more of each place that is short, so that the job fits, and what the job then needs
-    of the host. None if more memory does not help. short: why the job does not fit."""
+) -> Roomy | None:
+    """The machine with just enough more of each place that is short for the job to fit. None if more memory does not
+    help. short: why the job does not fit."""
     roomy, error = machine, short
+    gpu: DoesNotFit | None = None
     for _ in range(MOST_SHORT):
         if error.place == "gpu":
-            roomy = _with_gpu_budget(roomy, error.needed_bytes)
+            roomy, gpu = _with_gpu_budget(roomy, error.needed_bytes), error
         elif error.place == "host":
             roomy = _with_host_budget(roomy, error.needed_bytes)
         else:
@@ -308,8 +323,18 @@ def need_with_room(
         except DoesNotFit as still:
             error = still
             continue
-        return roomy, need
+        return Roomy(machine=roomy, need=need, gpu_shortage=gpu and _with_available(gpu, machine.gpu_budget_bytes))
     return None
+
+
+def _with_available(error: DoesNotFit, available_bytes: int) -> DoesNotFit:
+    return DoesNotFit(
+        policy=error.policy,
+        place=error.place,
+        needed_bytes=error.needed_bytes,
+        available_bytes=available_bytes,
+        what=error.what,
+    )
 
 
 # The GPU's side.

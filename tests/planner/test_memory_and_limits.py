@@ -19,6 +19,7 @@ from pstar_sim.planner.limits import Written, _largest, _others_go_on, deeper, m
 from pstar_sim.planner.memory import least_gpu_bytes, memory_need, shortage, startup_bytes
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.report.capacity import fits_text
+from pstar_sim.units import format_bytes
 from pstar_sim.workload.presets import preset, workload_of
 
 QUICK = ("static_partition", "tide")
@@ -366,6 +367,17 @@ def test_what_does_not_fit_says_what_it_needs_of_both_places() -> None:
                 m, ranks=(replace(m.ranks[0], gpu=part),), host=replace(m.host, memory_bytes=max(there, 9 * 10**9))
             )
             assert fits(w, roomy, policies=[row.policy], times=False, near=False).any == enough, (row.policy, missing)
+
+
+def test_what_is_short_is_what_is_needed_less_what_is_there() -> None:
+    """With 1 GB of GPU zero3_offload is refused before it plans for the moments' data and, given that, again for what is
+    held when a step runs: the answer names the second figure throughout."""
+    w = preset("8B", batch=2, seq=512)
+    answer = fits(w, ps.machine("rtx4090", gpu_memory="2GB"), policies=["zero3_offload", "zero_infinity"], times=False)
+    for row in answer:
+        assert row.short_of == "gpu" and row.gpu_needed_bytes is not None
+        assert row.short_bytes == row.gpu_needed_bytes - row.gpu_available_bytes
+        assert f"gpu needs {format_bytes(row.gpu_needed_bytes)} (" in str(row.reason)
 
 
 def test_the_host_has_room_for_a_policys_buffers() -> None:
