@@ -12,7 +12,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pstar_sim.catalog import curves
 from pstar_sim.errors import CatalogError
-from pstar_sim.schema.fields import Checked, Curve, Table, Text, between, curve, says
+from pstar_sim.schema.fields import Checked, Curve, Table, Text, between, curve, filled, says
 from pstar_sim.schema.reading import nearest, read_table
 
 __all__ = ["TABLES", "DiskEntry", "Entry", "GpuEntry", "HostEntry", "LinkEntry", "MachineEntry", "scaled"]
@@ -169,7 +169,9 @@ class MachineEntry(_Origin, frozen=True, kw_only=True):
         Annotated[int, between(1, 1024)] | None, says("GPUs of a node; left out where ranks are listed")
     ] = None
     link: Annotated[Text | None, says("name of an entry of links, host-gpu; left out where ranks are listed")] = None
-    ranks: Annotated[tuple[RankGroup, ...] | None, says("GPUs that differ, instead of gpu, gpus and link")] = None
+    ranks: Annotated[
+        Annotated[tuple[RankGroup, ...], filled()] | None, says("GPUs that differ, instead of gpu, gpus and link")
+    ] = None
     peer_link: Annotated[Text | None, says("joins the GPUs of a node; without one they use their links")] = None
     gpus_per_root: Annotated[Annotated[int, between(1, 64)] | None, says("GPUs that share one PCIe switch")] = None
     root_gb_per_s: Annotated[_LinkRate | None, says("what a switch passes to and from the host; default: one link")] = (

@@ -52,12 +52,13 @@ def _check_words(context: Any, parameters: Sequence[Any], words: Sequence[str], 
     flags = {name: p for p in parameters for name in (*p.opts, *p.secondary_opts) if p.param_type_name == "option"}
     places = [p for p in parameters if p.param_type_name == "argument"]
     left, given, arguments = list(words), set(), 0
+    only_arguments = False
     while left:
         word = left.pop(0)
-        if word == "--":
-            arguments += len(left)
-            break
-        if word == "-" or not word.startswith("-"):
+        if word == "--" and not only_arguments:
+            only_arguments = True
+            continue
+        if only_arguments or word == "-" or not word.startswith("-"):
             if until_word:
                 return
             arguments += 1

@@ -33,7 +33,7 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.ranks import shares_of_batch
 from pstar_sim.policy.registry import find_policy
-from pstar_sim.schema.fields import Table, choice, fields_of, least, meaning, rule_of, says, split, want
+from pstar_sim.schema.fields import Natural, Table, between, choice, fields_of, meaning, rule_of, says, split, want
 from pstar_sim.schema.files import read_toml
 from pstar_sim.schema.reading import Fault, convert, nearest
 from pstar_sim.version import __version__
@@ -49,8 +49,11 @@ VERSION = 1
 """Of a file of a grid; `version` at its head says another one, and a file of the first edition has none."""
 SCHEMA = 1
 """Of the cached points and the results file; a change of meaning or of columns makes it one more."""
+CODE = ("schema", "catalog", "workload", "core", "policy", "sim", "bounds", "planner")
+"""Folders of this package that determine the result of a point."""
 
 Value = str | int | float | bool
+_Count = Annotated[int, between(1, 2**63 - 1)]  # the columns of the results have 64 bits
 
 
 class Axes(Table, frozen=True, kw_only=True):
@@ -59,13 +62,13 @@ class Axes(Table, frozen=True, kw_only=True):
     model: Annotated[str | None, says("a model preset")] = None
     trace: Annotated[str | None, says("a trace file")] = None
     machine: Annotated[str, says("a machine of the catalog, or a .toml file")]
-    batch: Annotated[Annotated[int, least(1)] | None, says("sequences per micro-batch, all ranks together")] = None
-    seq: Annotated[Annotated[int, least(1)] | None, says("tokens per sequence")] = None
-    micro_batches: Annotated[int, least(1), says("micro-batches per iteration")] = 1
+    batch: Annotated[_Count | None, says("sequences per micro-batch, all ranks together")] = None
+    seq: Annotated[_Count | None, says("tokens per sequence")] = None
+    micro_batches: Annotated[_Count, says("micro-batches per iteration")] = 1
     dtype: Annotated[str | None, choice(DTYPE_BYTES), says("fp32, bf16 or fp16 (default: what the GPU has)")] = None
     checkpointing: Annotated[bool, says("true or false")] = True
     attention: Annotated[str, choice(ATTENTION), says("flash, efficient or math")] = "flash"
-    lora: Annotated[int, least(0), says("rank of the adapters, 0 for none")] = 0
+    lora: Annotated[Natural, says("rank of the adapters, 0 for none")] = 0
     optimizer: Annotated[str, says("adamw, adamw-bf16-states, sgd-momentum or sgd")] = "adamw"
     update: Annotated[str, choice(("step", "eager")), says("step or eager")] = "step"
     clip: Annotated[bool, says("true or false")] = True
@@ -154,7 +157,9 @@ def load_grid(source: str | Path | Mapping[str, object]) -> Grid:
         if path not in override_paths():
             hint = _hint(path, override_paths(), f"it can be {', '.join(override_paths())}")
             raise PstarError(f"{file}: [set] {path!r} is not a figure of a machine; {hint}")
-        axes[f"set.{path}"] = _values(file, f"[set] {path}", given)
+        values = axes[f"set.{path}"] = _values(file, f"[set] {path}", given)
+        if len({isinstance(value, str) for value in values}) > 1:
+            raise PstarError(f"{file}: [set] {path} = {given!r}; write its values all as texts or all as numbers")
     _check_axes(file, axes)
     ordered = {name: axes[name] for name in (*AXES, *sorted(axes)) if name in axes and name != "policy"}
     grid = Grid(axes={**ordered, "policy": axes["policy"]}, source=file)
@@ -352,7 +357,7 @@ def _code_digest() -> str:
     """Version and source of this package: the same point under other code is another point."""
     digest = hashlib.sha256(__version__.encode())
     root = files("pstar_sim")
-    places = [root / name for name in ("catalog", "workload", "core", "policy", "sim", "bounds", "planner")]
+    places = [root / name for name in CODE]
     entries = [entry for entry in root.iterdir() if entry.is_file()]
     while places:
         for entry in places.pop().iterdir():

@@ -32,6 +32,7 @@ __all__ = [
     "choice",
     "curve",
     "fields_of",
+    "filled",
     "is_table",
     "least",
     "meaning",
@@ -69,6 +70,11 @@ def between(low: float, high: float) -> Meta:
 
 def least(low: float) -> Meta:
     return Meta(ge=low)
+
+
+def filled() -> Meta:
+    """A list that is not empty."""
+    return Meta(min_length=1)
 
 
 def choice(words: Iterable[str]) -> Meta:
@@ -171,7 +177,8 @@ def want(kind: Any, table: str = "an object") -> str:
         return str(getattr(base, "words", table))
     if base in (list, tuple):
         if table == "a table" and args:
-            return f"a list of {'tables' if is_table(split(args[0])[0]) else 'texts'}"
+            some = ", one at least" if any(m.min_length for m in metas) else ""
+            return f"a list of {'tables' if is_table(split(args[0])[0]) else 'texts'}{some}"
         return "a list"
     if isinstance(base, type) and issubclass(base, Enum):
         return f"one of {', '.join(str(member.value) for member in base)}"

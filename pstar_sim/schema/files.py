@@ -19,6 +19,10 @@ def parse_toml(file: str, text: str) -> dict[str, object]:
         return toml_loads(text)
     except TOMLDecodeError as error:
         raise CatalogError(f"{file}: not a TOML file: {error}") from None
+    except RecursionError:
+        raise CatalogError(f"{file}: its lists or tables are nested too deeply") from None
+    except ValueError as error:  # Python refuses to read a number of thousands of digits
+        raise CatalogError(f"{file}: a number has too many digits: {error}") from None
 
 
 def read_toml(path: Path, what: str, version: int) -> dict[str, object]:

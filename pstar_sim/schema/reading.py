@@ -61,6 +61,8 @@ class Fault(Exception):
             return f"{file}: {name} = {self.value!r}; must be a table: [{name}] and its fields below it"
         *above, field = self.path
         place = f"{file}: [{dotted((name, *above))}] {field}"
+        if isinstance(field, int):
+            place = f"{file}: {dotted((name, *self.path))}"
         if self.value is MISSING:
             return f"{place} is missing; it {self.want}"
         if self.known is not None:

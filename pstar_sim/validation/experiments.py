@@ -53,7 +53,6 @@ REPORTED_BYTES = {"v100-32": 32510 * MIB, "a100-40": 40536 * MIB, "h100-80": 815
 """Memory by nvidia-smi; the DGX-2 log shows 32290 MiB of a V100 in use."""
 KV_HEADS, DOS_VOCAB, GPT_VOCAB = 4, 50304, 50257
 POLARIS_CORES_A_RANK = 7
-_DOS_SOURCE = "deep-optimizer-states-results"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,11 +38,17 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("text", "says"),
     [
         (MACHINE.replace('gpu = "v100-32"\n', ""), "[mine] gpu is missing"),
-        (MACHINE + 'colour = "red"\n', "colour = 'red' is not a known field; it takes source, checked, gpu, gpus"),
+        (MACHINE + 'colour = "red"\n', "colour = 'red' is not a known field; it takes gpu, gpus"),
         (MACHINE.replace("gpus = 1", "gpus = -1"), "gpus = -1; must be a whole number from 1 to 1024"),
         (MACHINE.replace("v100-32", "v100-33"), "gpu = 'v100-33'; must be the name of a GPU, such as v100-32"),
         (MACHINE + "[gpus.v100-32]\nmemory_gb = 1e9\n", "memory_gb = 1000000000.0; must be a number from"),
         (MACHINE[:20], "not a TOML file"),
+        (
+            "[machines.mine]\nranks = []\nhost = 'xeon-ddr4-2666'\n",
+            "[mine] ranks = []; must be a list of tables, one at least",
+        ),
+        (MACHINE + "nodes = " + "9" * 5000, "a number has too many digits"),
+        (MACHINE + "nodes = " + "[" * 3000 + "]" * 3000, "its lists or tables are nested too deeply"),
     ],
 )
 def test_a_catalog_entry_that_is_wrong(
@@ -52,6 +58,26 @@ def test_a_catalog_entry_that_is_wrong(
     file.write_text(text)
     said = complaint(capsys, "compare", *SMALL, "--machine", str(file))
     assert f"{file}: " in said and says in said
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (f"micro_batches = {10**40}", "it must be a whole number of at least 1 (64 bits)"),
+        ('[set]\n"host.cores" = [8, "x2"]', "write its values all as texts or all as numbers"),
+    ],
+)
+def test_a_grid_whose_values_have_no_place_in_the_results(
+    line: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid, out = tmp_path / "grid.toml", tmp_path / "out.parquet"
+    grid.write_text(f'machine = "v100-32"\nmodel = "1B"\nbatch = 1\nseq = 128\npolicy = "tide"\n{line}\n')
+    said = complaint(capsys, "sweep", str(grid), "-o", str(out), "--quiet")
+    assert f"{grid}: " in said and says in said and not out.exists()
+
+
+def test_an_argument_behind_two_dashes_that_no_command_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "unexpected argument '-x' (see `pstar models --help`)" in complaint(capsys, "models", "--", "-x")
 
 
 def test_a_batch_that_the_gpus_cannot_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,10 +10,11 @@ import pyarrow.parquet as parquet
 import pytest
 from joblib.parallel import ThreadingBackend
 
+import pstar_sim
 import pstar_sim as ps
 from pstar_sim.cli import main
 from pstar_sim.errors import PstarError
-from pstar_sim.planner.grid import load_grid, point_hash
+from pstar_sim.planner.grid import CODE, load_grid, point_hash
 from pstar_sim.planner.sweep import COLUMNS, sweep
 
 GRID: dict[str, object] = {
@@ -265,3 +266,9 @@ def test_ctrl_c_on_the_command_line_says_how_to_go_on(
     monkeypatch.setattr(module, "evaluate", evaluate)
     assert main(job) == 0
     assert "3 points, 3 fit; 1 were known already" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_cached_point_is_of_all_code_that_determines_it() -> None:
+    root = Path(pstar_sim.__file__).parent
+    folders = {path.parent.name for path in root.glob("*/__init__.py")}
+    assert {*CODE} == folders - {"cli", "report", "validation"}

@@ -9,7 +9,7 @@ from typing import Annotated
 import pytest
 
 from pstar_sim.errors import CatalogError, PstarError
-from pstar_sim.schema.fields import Checked, Curve, Table, Text, between, choice, curve, least, want
+from pstar_sim.schema.fields import Checked, Curve, Table, Text, between, choice, curve, filled, least, want
 from pstar_sim.schema.quantities import FLAG, RATE, SECONDS, SIZE, Quantity
 from pstar_sim.schema.reading import Fault, convert, read_table
 from pstar_sim.schema.records import columns, read_record, to_columns
@@ -27,6 +27,8 @@ class Engine(Table, frozen=True, kw_only=True):
 class Car(Table, frozen=True, kw_only=True):
     """Of a test."""
 
+    doors: Annotated[tuple[Engine, ...], filled()] | None = None
+
     name: Text
     seats: Annotated[int, least(1)] = 4
     engine: Engine | None = None
@@ -40,9 +42,14 @@ class Car(Table, frozen=True, kw_only=True):
         ({}, "f.toml: [a] name is missing; it must be a text that is not empty"),
         ({"name": " "}, "f.toml: [a] name = ' '; must be a text that is not empty"),
         ({"name": "x", "seat": 2}, "f.toml: [a] seat = 2 is not a known field; did you mean seats?"),
-        ({"name": "x", "zzz": 2}, "f.toml: [a] zzz = 2 is not a known field; it takes name, seats, engine, spare"),
+        (
+            {"name": "x", "zzz": 2},
+            "f.toml: [a] zzz = 2 is not a known field; it takes doors, name, seats, engine, spare",
+        ),
         ({"name": "x", "seats": True}, "f.toml: [a] seats = True; must be a whole number of at least 1"),
         ({"name": "x", "engine": 1}, "f.toml: [a] engine = 1; must be a table"),
+        ({"name": "x", "spare": [3]}, "f.toml: a.spare[0] = 3; must be a table"),
+        ({"name": "x", "doors": []}, "f.toml: [a] doors = []; must be a list of tables, one at least"),
         (
             {"name": "x", "engine": {"power_kw": float("nan")}},
             "f.toml: [a.engine] power_kw = nan; must be a number from 1 to 500",
