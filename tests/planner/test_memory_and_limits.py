@@ -370,8 +370,8 @@ def test_what_does_not_fit_says_what_it_needs_of_both_places() -> None:
 
 
 def test_what_is_short_is_what_is_needed_less_what_is_there() -> None:
-    """With 1 GB of GPU zero3_offload is refused before it plans for the moments' data and, given that, again for what is
-    held when a step runs: the answer names the second figure throughout."""
+    """With 1 GB of GPU zero3_offload is refused before it plans and, given what that lacks, again for what is held when
+    a step runs: the answer names the second figure throughout."""
     w = preset("8B", batch=2, seq=512)
     answer = fits(w, ps.machine("rtx4090", gpu_memory="2GB"), policies=["zero3_offload", "zero_infinity"], times=False)
     for row in answer:
