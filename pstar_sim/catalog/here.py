@@ -77,8 +77,8 @@ def _rank(catalog: Catalog, line: str, share: float, notes: list[str]) -> Rank:
     usable = _whole(line, free) * MIB
     if usable <= gpu.context_bytes:
         raise CatalogError(
-            f"GPU {device!r} has {format_bytes(usable)} free, and the driver context takes all of it; end other programs "
-            "that use this GPU"
+            f"GPU {device!r} has {format_bytes(usable)} free, and the driver context takes all of it; end "
+            "other programs that use this GPU"
         )
     notes.append(f"{device}: {format_bytes(usable)} of {format_bytes(_whole(line, total) * MIB)} free")
     gpu = replace(gpu, memory_bytes=_whole(line, total) * MIB, usable_bytes=usable)

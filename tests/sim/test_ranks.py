@@ -15,11 +15,13 @@ import pytest
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Fabric, Machine, Nvme, Rank
 from pstar_sim.core.layout import Layout, build_layout
+from pstar_sim.core.layout_file import LayoutForm, layout_of
 from pstar_sim.core.plan import Plan, Resident, Settings, steps_from_text
 from pstar_sim.core.step import Place
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import PlanError, PstarError
 from pstar_sim.planner.ranks import shares_of_batch, tightest
+from pstar_sim.schema.reading import convert
 from pstar_sim.sim.play import play
 from pstar_sim.sim.ranks import classes_of, fair_rates
 from pstar_sim.testing import chain_workload, round_machine
@@ -224,7 +226,7 @@ def test_slices() -> None:
     assert build_layout(w, chunk_bytes=2000).slice_numel(0) == 1008  # the chunk itself is aligned, too
     with pytest.raises(PlanError, match="has no list 'remote'"):
         build_layout(w, chunk_bytes=2000).payload_bytes(0, "remote")
-    assert Layout.from_dict(three.to_dict()) == three
+    assert layout_of(convert(LayoutForm, three.to_dict())) == three
 
 
 def test_shares_of_a_batch() -> None:
