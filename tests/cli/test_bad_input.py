@@ -120,7 +120,8 @@ def test_nodes_without_a_network(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_this_machine_says_what_was_found_and_assumed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", *SMALL, "--policy", "zero_offload", "--machine", "here", "--gpu-memory", "40GB"]) in (0, 2)
+    status = main(["compare", *SMALL, "--policy", "zero_offload", "--machine", "here", "--gpu-memory", "40GB"])
+    assert status in (0, 2, 3)  # 3: the host's free memory, which other programs have, is too little
     assert "\nhere: " in capsys.readouterr().out
 
 

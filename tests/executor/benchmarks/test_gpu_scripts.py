@@ -5,8 +5,8 @@ from __future__ import annotations
 import _thread
 import importlib
 import json
-import re
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable
