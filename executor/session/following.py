@@ -129,7 +129,7 @@ class Following:
         if table.on_demand_only:
             return None
         following = host.cursor.moment + 1
-        if table.names[following] == event.name:
+        if following < len(table.names) and table.names[following] == event.name:  # not behind the last one
             return following
         return None if host.absent is None else host.absent.moment_of(event)
 
