@@ -192,7 +192,7 @@ def fits(
                 rows[i] = replace(row, reason=f"{error}; {in_words(ways, fitting)}")
         if not fitting:
             tell("the smallest change", len(names), len(names))
-            change = _smallest(found, job, names)
+            change = _smallest(found, job, names, elsewhere)
     return Fits(
         workload=share.workload,
         machine=machine,
@@ -294,12 +294,14 @@ def _with_room(row: Fit, job: Asked, error: DoesNotFit) -> tuple[Fit, DoesNotFit
         gpu_bytes = job.least_gpu_bytes(row.policy, roomy.machine, others=False)
     else:
         gpu_bytes = roomy.gpu_shortage.needed_bytes
-    shortage = roomy.gpu_shortage if error.place == "gpu" else host_shortage(roomy.need, machine)
-    assert shortage is not None, f"{row.policy} fits where it was refused: {error}"
+    # a policy's own check of the host may count more than its need: its refusal stands then
+    shortage = (roomy.gpu_shortage if error.place == "gpu" else host_shortage(roomy.need, machine)) or error
     return replace(_filled(row, gpu_bytes, roomy.need), short_bytes=shortage.short_bytes), shortage
 
 
-def _smallest(found: Sequence[tuple[Remedy, str]], job: Asked, asked: Sequence[str]) -> SmallestChange | None:
+def _smallest(
+    found: Sequence[tuple[Remedy, str]], job: Asked, asked: Sequence[str], elsewhere: Elsewhere
+) -> SmallestChange | None:
     """Another policy where one fits; else the smallest of the changes found, with all policies that it helps; else
     another policy together with a change."""
     others = {
@@ -315,7 +317,9 @@ def _smallest(found: Sequence[tuple[Remedy, str]], job: Asked, asked: Sequence[s
         return SmallestChange(words=least.words, policies=tuple(name for way, name in found if way == least))
     for name, error in others.items():
         assert error is not None
-        ways = remedies(find_policy(name), job.workload, job.machine, job.settings, error, ask=job.of(name))
+        ways = remedies(
+            find_policy(name), job.workload, job.machine, job.settings, error, ask=job.of(name), elsewhere=elsewhere
+        )
         if ways:
             least = min(ways, key=lambda way: way.rank)
             return SmallestChange(words=f"with --policy {name} {least.words.removeprefix('with ')}", policies=(name,))
