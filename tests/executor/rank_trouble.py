@@ -71,8 +71,8 @@ def loop(name: str, plan: Plan, rank: int, folder: Path, streams: bool = False, 
             optimizer.session.close(restore=False)
             time.sleep(9)  # it lives on
             return
-        if here and name == "no memory":
-            backend.gpu_bytes = plan.gpu_budget_bytes // 3
+        if here and name == "no memory":  # inside the forward: before it, what is left of the last iteration may be hit
+            model.layers[1].register_forward_hook(partial(_shrunk, backend, plan.gpu_budget_bytes // 3))
         if here and name == "no memory of torch's":
             model.layers[3].register_forward_hook(_refused)
         if here and name == "stands still":
@@ -105,6 +105,10 @@ def loop(name: str, plan: Plan, rank: int, folder: Path, streams: bool = False, 
             optimizer.zero_grad()
         else:
             train_step(model, optimizer, rows, 1, number=iteration)
+
+
+def _shrunk(backend: executor.VirtualBackend, gpu_bytes: int, *_: Any) -> None:
+    backend.gpu_bytes = gpu_bytes
 
 
 def _refused(*_: Any) -> None:
