@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.collections import FillBetweenPolyCollection
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
 from pstar_sim.core.step import Kind, Queue
@@ -99,7 +99,7 @@ def _filled(ax: object, colour: str) -> np.ndarray:
     from matplotlib.colors import to_rgb
 
     for area in ax.collections:  # type: ignore[attr-defined]
-        if isinstance(area, FillBetweenPolyCollection) and len(area.get_facecolor()):
+        if isinstance(area, PolyCollection) and len(area.get_facecolor()):
             if np.allclose(area.get_facecolor()[0][:3], to_rgb(colour)):
                 return np.asarray(area.get_paths()[0].vertices)
     raise AssertionError(f"nothing is filled in {colour}")

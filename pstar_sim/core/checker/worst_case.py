@@ -170,7 +170,8 @@ def _min_cut(
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
     nodes = sink + 1
-    at, to = np.concatenate((tails, heads)), np.concatenate((heads, tails))
+    # Of 32 bits, too: before 1.15 scipy's solver takes no other indices.
+    at, to = (np.concatenate(ends).astype(np.int32) for ends in ((tails, heads), (heads, tails)))
 
     def solve(size: NDArray[np.int64]) -> tuple[int, NDArray[np.int64]]:
         graph: Any = csr_array((size.astype(np.int32), (at, to)), shape=(nodes, nodes))
