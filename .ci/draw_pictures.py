@@ -12,6 +12,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 from PIL import Image, PngImagePlugin
@@ -43,6 +44,7 @@ MACHINES = {
     "zero3_offload": (4, "3GB"),
     "deep_optimizer_states": (4, "3GB"),
     "zero_infinity": (4, "3GB"),
+    "stronghold": (1, "3GB"),
 }
 # The published sizes of sub-groups and buckets hold the whole small job; these hold one or two of its layers.
 OPTIONS = {
@@ -50,6 +52,8 @@ OPTIONS = {
     "deep_optimizer_states": "bucket=70000000,subgroup=17000000,reuse=0",
     "zero_infinity": "bucket=70000000,subgroup=17000000,reuse=0",
 }
+# Settings other than the default one: where a policy is drawn as it was published.
+SETTINGS: Mapping[str, Mapping[str, Any]] = {"stronghold": {"update": "eager", "clip": False}}
 
 
 def job() -> Workload:
@@ -65,7 +69,8 @@ def scheduled(policy: str) -> Timeline:
     gpus, gpu_memory = MACHINES[policy]
     name = f"{policy}:{OPTIONS[policy]}" if policy in OPTIONS else policy
     machine = ps.machine("rtx4090", gpus=gpus, gpu_memory=gpu_memory)
-    return ps.compare([job()] * gpus, machine, policies=[name], chunk_bytes=2 * LAYER_PARAMS).best().timeline
+    own = SETTINGS.get(policy, {})
+    return ps.compare([job()] * gpus, machine, policies=[name], chunk_bytes=2 * LAYER_PARAMS, **own).best().timeline
 
 
 def schedule_picture(timeline: Timeline) -> Figure:

@@ -92,13 +92,15 @@ def _verdict(answer: Fits) -> list[str]:
 
 
 def _yes(answer: Fits) -> list[str]:
-    fitting = sorted((row for row in answer.rows if row.fits), key=lambda row: row.iteration_s or 0.0)
-    best, total = fitting[0], len(answer.rows)
+    fitting = [row for row in answer.rows if row.fits]
+    limit_s = min(row.iteration_s or 0.0 for row in fitting) * (1 + AS_FAST)
+    fast = [row for row in fitting if (row.iteration_s or 0.0) <= limit_s]
+    best, total = fast[0], len(answer.rows)  # simpler policies are listed first
     under = best.policy if total == 1 else f"{len(fitting)} of the {total} policies"
     said = [f"Yes: {answer.workload.model} fits on {answer.machine.name} under {under}."]
     if best.iteration_s is not None:
         belief = "" if best.error is None else f" ({_error(best.error)})"
-        ties = sum((row.iteration_s or 0.0) <= best.iteration_s * (1 + AS_FAST) for row in fitting) - 1
+        ties = len(fast) - 1
         equals = f" ({ties} {'other is' if ties == 1 else 'others are'} as fast)" if ties else ""
         fastest = f"The fastest is {best.policy}{equals}: it" if total > 1 else "It"
         said[0] += (

@@ -24,11 +24,17 @@ from dataclasses import replace
 from pstar_sim.errors import TraceError
 from pstar_sim.workload.workload import Moment, Phase, Stash, Use, Workload
 
-__all__ = ["block_names", "mix_blocks", "offload_blocks"]
+__all__ = ["block_names", "block_of", "mix_blocks", "offload_blocks"]
 
 _BLOCK = re.compile(r"(.*?\.\d+)(?:\.|$)")
 _Run = tuple[str | None, bool, range]  # block, forward?, moments
 _Block = tuple[str, range, range]  # name, moments forward, moments backward
+
+
+def block_of(path: str) -> str | None:
+    """The block of a module or parameter ("h.5" of "h.5.mlp.weight"); None outside blocks."""
+    match = _BLOCK.match(path)
+    return match and match[1]
 
 
 def block_names(w: Workload) -> list[str]:
@@ -185,8 +191,7 @@ def _runs(w: Workload) -> list[_Run]:
     """Moments in runs of one block and direction; moments of no block between two runs are a run of their own."""
     out: list[_Run] = []
     for m, moment in enumerate(w.moments):
-        match = _BLOCK.match(moment.module)
-        block, forward = (match[1] if match else None), moment.phase is Phase.FWD
+        block, forward = block_of(moment.module), moment.phase is Phase.FWD
         if out and out[-1][:2] == (block, forward):
             out[-1] = (block, forward, range(out[-1][2].start, m + 1))
         else:

@@ -43,6 +43,7 @@ def test_one_that_is_offered_is_known_by_its_name(offer) -> None:
         "zero3_offload",
         "deep_optimizer_states",
         "zero_infinity",
+        "stronghold",
         "theirs",
     ]
     assert registry.find_policy("theirs") is all_on_gpu

@@ -29,6 +29,7 @@ POLICIES = (
     "zero3_resident",
     "zero3_offload",
     "zero_infinity",
+    "stronghold",
 )
 pytestmark = TIME_TO_SHRINK
 SAME = 1e-3

@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from pstar_sim.core.choose import choose
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.step import Place
+from pstar_sim.core.step import Place, Queue
 from pstar_sim.errors import CannotPlan, DoesNotFit
+from pstar_sim.policy.family.attempt import Attempt
 from pstar_sim.policy.family.course import Course, Knobs
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.room import budget_bytes, describe_moment
@@ -19,9 +20,8 @@ from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.kit.visits import Visit
 from pstar_sim.policy.passes.feasibility import check_gpu, check_host
 from pstar_sim.policy.passes.lowering import draft_of
-from pstar_sim.policy.passes.write_plan import plan_of
 
-__all__ = ["plan_visits"]
+__all__ = ["plan_visits", "schedule_visits"]
 
 
 def plan_visits(
@@ -51,6 +51,25 @@ def plan_visits(
     where a moment's visits do not fit the GPU, or where the host has no room for the lists that live there; fewer or
     shorter visits, or fewer pinned chunks, need less.
     """
+    return schedule_visits(job, visits, pinned=pinned, streamed=streamed, prefetch=prefetch, adam=adam).plan()
+
+
+def schedule_visits(
+    job: Job,
+    visits: Iterable[Visit],
+    *,
+    pinned: Collection[int] = (),
+    streamed: Collection[int] = (),
+    prefetch: str | int | None = None,
+    adam: str | None = None,
+    gpu_bytes: int | None = None,
+) -> Attempt:
+    """The schedule that `plan_visits` makes a plan of: with its seconds per iteration, before any step is written.
+
+    gpu_bytes: the most that model data and tide may take of the GPU together; None: its budget.
+
+    Raises as `plan_visits`.
+    """
     prefetch = job.point.prefetch if prefetch is None else prefetch
     adam = job.point.adam if adam is None else adam
     _check_orders(job, prefetch, adam)
@@ -66,13 +85,17 @@ def plan_visits(
         if tightest.block >= 0:
             what = f"{describe_moment(job.workload, job.blocks[tightest.block].first)}; {what}"
         raise _short(job, Place.GPU, -course.least_room_bytes, what)
-    schedule = replace(course.schedule(), prefetch=prefetch, adam=adam)
+    spare = 0 if gpu_bytes is None else max(0, job.machine.gpu_budget_bytes - gpu_bytes)
+    room = [left - spare for left in course.room]
+    schedule = replace(course.schedule(), prefetch=prefetch, adam=adam, room=room)
     draft = draft_of(schedule)
+    draft.gpu_free_bytes -= spare
     window = choose(draft)
     if window.stuck is not None:
         _, place, wanted, free = window.stuck
         raise _short(job, Place(place), max(1, wanted - free), "the visits, in the order that was chosen")
-    return plan_of(schedule, draft, window)
+    fetched = sum(row.charge.gpu_take for row in draft.rows if row.queue is Queue.H2D)
+    return Attempt(course, schedule, draft, window, fetched)
 
 
 def _check_orders(job: Job, prefetch: str | int, adam: str) -> None:

@@ -1,0 +1,244 @@
+"""stronghold: a working window of layers on the GPU, the rest on the host (Sun et al., 2022).
+
+While layer i computes, the layers up to i + w are on their way to the GPU. A layer stays between two uses where fewer
+than w other layers are used meanwhile, so the last w layers stay from the forward pass to the backward pass. The
+states of the first w layers live on the GPU, where these layers are updated; they stay from the backward pass to the
+next forward pass. Every other layer's gradient leaves as soon as it is final. Its Adam runs on the CPU beside the rest
+of the backward pass and beside the next forward pass, which waits for a layer where it needs it. Embeddings and head
+stay.
+
+The window has 2w buffers for layers that come and go, of constant size beside the highest tide. Not reproduced: layers
+of the first window are not given up behind their forward pass, nor are unchanged layers copied down behind theirs; and
+what a layer saves for its backward pass goes to the host only where the workload says so (`offload`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import pairwise
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.errors import DoesNotFit
+from pstar_sim.policy.family.attempt import Attempt
+from pstar_sim.policy.family.plan_visits import schedule_visits
+from pstar_sim.policy.kit.capabilities import Capabilities
+from pstar_sim.policy.kit.collector import without_garbage_collection
+from pstar_sim.policy.kit.job import Job
+from pstar_sim.policy.kit.options import Option, either, one_of, whole_number
+from pstar_sim.policy.kit.points import Point
+from pstar_sim.policy.kit.visits import Visit
+from pstar_sim.policy.passes import gradients
+from pstar_sim.units import format_bytes, format_s
+from pstar_sim.workload.mixing import block_of
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["CAPABILITIES", "OPTIONS", "stronghold"]
+
+AS_FAST = 2e-3  # relative difference of two iterations that is not worth a larger window
+CAPABILITIES = Capabilities()
+OPTIONS = {
+    "window": Option(
+        either(one_of("auto"), whole_number(least=1)),
+        "layers ahead of the one that computes, or the fewest that pay",
+        "auto",
+    )
+}
+
+
+@without_garbage_collection()
+def stronghold(workload: Workload, machine: Machine, settings: Settings, *, window: str | int = "auto") -> Plan:
+    """GPU bytes: all lists of the first w layers and of what is no layer, 2w working lists of layers, the tide's peak.
+    Host bytes: all lists of the other layers. window: w; "auto" is the smallest that is no slower than others.
+
+    Raises DoesNotFit where the GPU has no room for a window (of one layer), or the host for the layers outside it.
+    """
+    job = _job(workload, machine, settings)
+    solver = _Solver(_Layers(job))
+    w = solver.best() if window == "auto" else min(int(window), solver.layers.count)
+    return solver.attempt(w).plan(_choices(solver, w, auto=window == "auto"))
+
+
+def _job(workload: Workload, machine: Machine, settings: Settings) -> Job:
+    return Job("stronghold", workload, machine, settings, Point(capacity="peak"))
+
+
+class _Layers:
+    """The layers of a job. A layer is a numbered module ("h.5"), of a model without them a chunk. A chunk belongs to
+    the first layer that it has parameters of, and to none where it also holds others.
+
+    count: number of layers.
+    of: chunk that moves -> its layer, layers in order of first use.
+    outside: chunks that hold parameters of no layer, which are always on the GPU.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        names = {c: self._names(c) for c in job.moving}
+        if not any(all(blocks) for blocks in names.values()):
+            names = {c: [str(c)] for c in job.moving}
+        order = sorted((c for c in job.moving if all(names[c])), key=lambda c: (job.uses.first_use(c), c))
+        number: dict[str | None, int] = {}
+        self.of = {c: number.setdefault(names[c][0], len(number)) for c in order}
+        self.count = len(set(self.of.values()))
+        self.outside = [c for c in job.moving if c not in self.of]
+
+    def _names(self, c: int) -> list[str | None]:
+        tensors = self.job.workload.tensors
+        return [block_of(tensors[slot.tensor].name) for slot in self.job.layout.chunks[c].slots]
+
+    def first(self, w: int) -> list[int]:
+        """Chunks of the first w layers."""
+        return [c for c, layer in self.of.items() if layer < w]
+
+    def buffer_bytes(self) -> int:
+        """Working lists of the largest layer, and gradient lists where they are apart."""
+        job = self.job
+        held = [0] * self.count
+        for c, layer in self.of.items():
+            held[layer] += job.whole_bytes(c)
+        return max(held) + max(gradients.room(job, n) for n in range(len(job.blocks)))
+
+    def chunks_of_one(self) -> int:
+        """Chunks of the layer that has most."""
+        layers = list(self.of.values())
+        return max(map(layers.count, set(layers)))
+
+    @cached_property
+    def gaps(self) -> list[tuple[int, int, int, int]]:
+        """(chunk, moment, next moment that uses it, number of other layers used between the two)."""
+        runs = list(self._runs())
+        begins = [begin for begin, _ in runs]
+        found = []
+        for c, layer in self.of.items():
+            for a, b in pairwise(self.job.uses.touched[c]):
+                between = {run for _, run in runs[bisect_left(begins, a + 1) : bisect_left(begins, b)]}
+                found.append((c, a, b, len(between - {layer})))
+        return found
+
+    def _runs(self) -> Iterator[tuple[int, int]]:
+        """(first moment, layer) wherever another layer is used."""
+        last = -1
+        for m, chunks in enumerate(self.job.uses.by_moment):
+            for layer in sorted({self.of[c] for c in chunks if c in self.of}):
+                if layer != last:
+                    yield m, layer
+                last = layer
+
+
+class _Solver:
+    """Schedules by window; each is made once."""
+
+    def __init__(self, layers: _Layers) -> None:
+        self.layers = layers
+        self.tried: dict[int, Attempt] = {}
+
+    def attempt(self, w: int) -> Attempt:
+        """The schedule with this window. Raises DoesNotFit."""
+        if w not in self.tried:
+            self.tried[w] = self._attempt(w)
+        return self.tried[w]
+
+    def _attempt(self, w: int) -> Attempt:
+        layers, job = self.layers, self.layers.job
+        end = len(job.workload.moments) - 1
+        stay = [*layers.outside, *layers.first(w)]
+        pinned = [c for c in stay if job.uses.updated(c)]
+        visits = [Visit(c, 0, end) for c in stay if not job.uses.updated(c)]
+        visits += self._visits(w, frozenset(stay))
+        return schedule_visits(
+            job,
+            visits,
+            pinned=pinned,
+            prefetch=w * layers.chunks_of_one(),
+            adam="fifo",
+            gpu_bytes=self.resident_bytes(w) + self.pool_bytes(w) + max(job.tide),
+        )
+
+    def _visits(self, w: int, stay: frozenset[int]) -> Iterator[Visit]:
+        """Every use, and the gaps over which fewer than w other layers are used."""
+        job = self.layers.job
+        for c in job.moving:
+            if c not in stay:
+                yield from (Visit(c, m, m) for m in job.uses.touched[c])
+        for c, begin, end, others in self.layers.gaps:
+            if c not in stay and others < w:
+                yield Visit(c, begin, end)
+
+    def resident_bytes(self, w: int) -> int:
+        """What is always on the GPU: small chunks, those of no layer and those of the first w."""
+        layers, job = self.layers, self.layers.job
+        return job.small_bytes + sum(job.permanent[c] + job.remote[c] for c in (*layers.outside, *layers.first(w)))
+
+    def pool_bytes(self, w: int) -> int:
+        """The 2w buffers, or as many as there are layers that come and go."""
+        return min(2 * w, self.layers.count - w) * self.layers.buffer_bytes()
+
+    def most(self) -> int:
+        """The largest window whose buffers the GPU has room for, at least 1."""
+        job = self.layers.job
+        free = job.machine.gpu_budget_bytes - max(job.tide)
+        windows = range(1, self.layers.count + 1)
+        return max((w for w in windows if self.resident_bytes(w) + self.pool_bytes(w) <= free), default=1)
+
+    def best(self) -> int:
+        """The smallest window that is as fast as the fastest one found: those of a power of two and the largest are
+        tried, then halfway to the neighbours of the best one. Raises DoesNotFit where none fits."""
+        most = self.most()
+        windows = sorted({most, *(1 << n for n in range(most.bit_length()))})
+        short: DoesNotFit | None = None
+        for w in windows:
+            try:
+                self.attempt(w)
+            except DoesNotFit as reason:  # on the host, where small windows leave too much
+                short = reason
+        if not self.tried:
+            assert short is not None
+            raise short
+        while (between := self._halfway(min(self.tried))) is not None:
+            self.attempt(between)
+        return self._smallest_of_fastest()
+
+    def _smallest_of_fastest(self) -> int:
+        limit_s = min(a.iteration_s for a in self.tried.values()) * (1 + AS_FAST)
+        return min(w for w, a in self.tried.items() if a.iteration_s <= limit_s)
+
+    def _halfway(self, least: int) -> int | None:
+        """A window not tried yet between the smallest of the fastest ones and a neighbour."""
+        best, known = self._smallest_of_fastest(), sorted(self.tried)
+        below = [w for w in known if w < best][-1:]
+        above = [w for w in known if w > best][:1]
+        for low, high in [*((w, best) for w in below), *((best, w) for w in above)]:
+            if high - low > 1:
+                return (low + high) // 2
+        return None
+
+
+def _without_barrier(solver: _Solver, w: int) -> float:
+    """Seconds of an iteration with this window if Adam did not have to wait for all gradients."""
+    job = solver.layers.job
+    free = _job(job.workload, job.machine, Settings(update="eager", clip=False, chunk_bytes=job.settings.chunk_bytes))
+    free.barrier = None  # also where the loss is scaled
+    return _Solver(_Layers(free)).attempt(w).iteration_s
+
+
+def _choices(solver: _Solver, w: int, *, auto: bool) -> dict[str, object]:
+    layers, job, chosen = solver.layers, solver.layers.job, solver.attempt(w)
+    choices: dict[str, object] = {
+        "window": f"{w} of {layers.count} layers" + (f" ({solver.most()} would fit)" if auto else ""),
+        "capacity": (
+            f"{format_bytes(solver.resident_bytes(w))} always on the GPU, {format_bytes(solver.pool_bytes(w))} of "
+            f"buffers, {format_bytes(max(job.tide))} for the tide's peak"
+        ),
+    }
+    if job.barrier is not None:
+        free_s = _without_barrier(solver, w)
+        choices["barrier"] = (
+            f"{job.barrier}: no Adam beside the backward pass; without it this window would take {format_s(free_s)}, "
+            f"{1 - free_s / chosen.iteration_s:.0%} less"
+        )
+    if auto:
+        choices["windows_tried"] = {n: format_s(a.iteration_s) for n, a in sorted(solver.tried.items())}
+    return choices
