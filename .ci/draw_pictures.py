@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from PIL import Image, PngImagePlugin
 import pstar_sim as ps
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.report.tide import tide_figure
+from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload
 from pstar_sim.units import MIB
 from pstar_sim.workload.workload import Workload
@@ -31,6 +33,7 @@ LAYERS = 6
 LAYER_PARAMS = 64 * MIB
 TOKENS = 12_288
 TIDE_BYTES = 400 * MIB
+SEQUENCES = 12
 
 # Policy -> number of GPUs and memory of each. A GPU of 3 GB has 2.00 GB for a plan, a third of the model data.
 MACHINES = {
@@ -73,6 +76,41 @@ def scheduled(policy: str) -> Timeline:
     return ps.compare([job()] * gpus, machine, policies=[name], chunk_bytes=2 * LAYER_PARAMS, **own).best().timeline
 
 
+def share_of_job(sequences: int) -> Workload:
+    """The small job for a GPU that takes so many of its SEQUENCES."""
+    part, w = sequences / SEQUENCES, job()
+    scaled = ("flops", "start_bytes", "peak_bytes", "end_bytes")
+    moments = (replace(m, **{name: round(getattr(m, name) * part) for name in scaled}) for m in w.moments)
+    return replace(w, moments=tuple(moments), batch=sequences)
+
+
+def whale_timelines() -> list[Timeline]:
+    """Both GPUs of a mixed machine, each with its share of twice the small job."""
+    machine = ps.machine("rtx4090+rtx3090", gpu_memory="10GB")
+    each = [share_of_job(SEQUENCES)] * 2
+    found = ps.compare(each, machine, policies=["whale"], chunk_bytes=2 * LAYER_PARAMS, cut=share_of_job).best()
+    ranks = found.plan.machine.ranks
+    shares = [round(rank.batch_share * 2 * SEQUENCES) for rank in ranks]
+    own = [share_of_job(n) for n in shares]
+    return [
+        play(found.plan, workloads=own, rank=r).labelled(f"whale: {rank.gpu.name}, {n} of {2 * SEQUENCES} sequences")
+        for r, (rank, n) in enumerate(zip(ranks, shares))
+    ]
+
+
+def whale_picture(timelines: Sequence[Timeline]) -> Figure:
+    """A GPU above the other: what its queues do, and what fills it."""
+    figure = Figure(figsize=(10.0, 6.4), layout="constrained")
+    axes = figure.subplots(4, 1, sharex=True, height_ratios=[1.05, 1.5] * 2)
+    for n, timeline in enumerate(timelines):
+        ps.plot_schedule(timeline, ax=axes[2 * n])
+        ps.plot_tide(timeline, ax=axes[2 * n + 1])
+        axes[2 * n].set_xlabel("")
+        axes[2 * n + 1].set_title("", loc="left")
+    axes[1].set_xlabel("")
+    return figure
+
+
 def schedule_picture(timeline: Timeline) -> Figure:
     """What every queue does, over what fills the GPU."""
     queues = len({span.queue for span in timeline.spans if span.end_s > span.start_s})
@@ -99,6 +137,7 @@ def tide_picture(timelines: Sequence[Timeline]) -> Figure:
 # Name of the file -> the timelines that it shows; they alone decide whether it is drawn again.
 SHOWN: Mapping[str, Callable[[], list[Timeline]]] = {
     "tide_15b": tide_timelines,
+    "whale": whale_timelines,
     **{policy: partial(lambda policy: [scheduled(policy)], policy) for policy in MACHINES},
 }
 
@@ -123,7 +162,8 @@ def digest_in(path: Path) -> str | None:
 
 def draw(name: str, timelines: Sequence[Timeline]) -> None:
     """64 colours are enough for bars, lines and letters, and make the file a third as large."""
-    figure = tide_picture(timelines) if name == "tide_15b" else schedule_picture(timelines[0])
+    several = {"tide_15b": tide_picture, "whale": whale_picture}
+    figure = several[name](timelines) if name in several else schedule_picture(timelines[0])
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=110)
     about = PngImagePlugin.PngInfo()

@@ -12,6 +12,7 @@ from pathlib import Path
 from pstar_sim.arguments import file_path, parse_bytes, refused
 from pstar_sim.catalog.catalog import Catalog, load_catalog, with_nodes
 from pstar_sim.catalog.machine import Machine, Rank
+from pstar_sim.catalog.mixed import mixed_machine, names_parts
 from pstar_sim.catalog.overrides import override, parse_settings
 from pstar_sim.errors import CatalogError
 from pstar_sim.units import format_bytes
@@ -34,7 +35,8 @@ def load_machine(
     overrides: Mapping[str, str | int | float | bool] | Iterable[str] | None = None,
     user_file: str | Path | None = None,
 ) -> Machine:
-    """A machine by name, "here" for the one this runs on, or the one a .toml file defines.
+    """A machine by name, "here" for the one this runs on, the one a .toml file defines, or one of mixed GPUs, such as
+    "a100-80x2+v100-32x2" (mixed.py).
 
     gpu_memory, host_memory: sizes ("8GB", or bytes) that replace those of the catalog (see `resize`).
     nodes: number of nodes (see `with_nodes`).
@@ -58,7 +60,8 @@ def load_machine(
 
         machine = this_machine(load_catalog(user_file))
     else:
-        machine = load_catalog(user_file).machine(text)
+        catalog = load_catalog(user_file)
+        machine = mixed_machine(text, catalog) if names_parts(text, catalog) else catalog.machine(text)
     if nodes is not None:
         machine = with_nodes(machine, nodes)
     if gpus is not None:

@@ -292,6 +292,12 @@ class Machine:
         """The link of every rank; where they differ, one that has the least of each figure."""
         return _weakest_link([r.link for r in self.ranks])
 
+    @cached_property
+    def mixed(self) -> bool:
+        """Whether its ranks have different GPUs or links."""
+        first = self.ranks[0]
+        return any((r.gpu, r.link) != (first.gpu, first.link) for r in self.ranks[1:])
+
     @property
     def local_ranks(self) -> int:
         """Ranks of one node."""

@@ -253,7 +253,7 @@ def _dram(machine: Machine, rate: float) -> Machine:
 
 def _gpus(machine: Machine, count: float) -> Machine:
     per_node = machine.ranks[: machine.local_ranks]
-    if any((r.gpu, r.link) != (per_node[0].gpu, per_node[0].link) for r in machine.ranks):
+    if machine.mixed:
         raise CatalogError(f"gpus = {count:g}: the GPUs of {machine.name} differ; write a machine file that lists them")
     wanted, nodes = round(count), machine.nodes
     node = tuple(per_node[i % len(per_node)] for i in range(wanted))

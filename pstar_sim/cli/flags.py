@@ -146,7 +146,8 @@ class JobFlags:
 MACHINE = typer.Option(
     metavar="M",
     autocompletion=machine_names,
-    help="a machine of the catalog, a .toml file, or here (see `pstar machines`)",
+    help="a machine of the catalog, GPUs that differ (a100-80x2+v100-32x2), a .toml file, or here (see `pstar "
+    "machines`)",
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pstar_sim.arguments import parse_bytes
@@ -21,7 +23,7 @@ from pstar_sim.workload.workload import Workload, retype
 if TYPE_CHECKING:
     from pstar_sim.cli.flags import MachineFlags, OptionalMachineFlags, OptionalWorkloadFlags, SettingFlags
 
-__all__ = ["lora_of", "machine_of", "settings_of", "variants_of", "workload_of", "workloads_of"]
+__all__ = ["cut_of", "lora_of", "machine_of", "settings_of", "variants_of", "workload_of", "workloads_of"]
 
 SPLITS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of micro-batches of a preset that a global batch may be cut in
 MOST_SPLITS, LARGE_BATCH = 5, 64  # of them that are tried; larger micro-batches only where no other split does
@@ -77,6 +79,11 @@ def workloads_of(job: OptionalWorkloadFlags, machine: Machine) -> tuple[Workload
     shares = shares_of_batch(job.batch, machine)
     known = {share: _one_workload(job, machine, share) for share in sorted(set(shares))}
     return tuple(known[share] for share in shares)
+
+
+def cut_of(job: OptionalWorkloadFlags, machine: Machine) -> Callable[[int], Workload] | None:
+    """The job of a GPU with so many sequences of a micro-batch, among the variants of --trace; None for a preset."""
+    return None if job.trace is None else partial(_one_workload, job, machine)
 
 
 def variants_of(job: OptionalWorkloadFlags, global_batch: int, machine: Machine) -> tuple[Workload, ...]:

@@ -349,7 +349,7 @@ def measured_of(path: str) -> Timeline:
 
 
 def _compared(asked: _Question, policies: Sequence[str] | None, *, only_best: bool = False) -> Comparison:
-    from pstar_sim.cli.inputs import machine_of, settings_of, workloads_of
+    from pstar_sim.cli.inputs import cut_of, machine_of, settings_of, workloads_of
     from pstar_sim.planner.compare import compare as ask
 
     machine, settings = machine_of(asked.on), settings_of(asked.setting)
@@ -364,6 +364,7 @@ def _compared(asked: _Question, policies: Sequence[str] | None, *, only_best: bo
             settings=settings,
             certify=asked.certify,
             only_best=only_best,
+            cut=cut_of(asked.job, machine),
             on_part=on_part,
         )
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from pstar_sim.arguments import function, instance, names, refused
+from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import PstarError
+from pstar_sim.policy.kit.capabilities import capabilities_of
 from pstar_sim.policy.registry import Policy
 from pstar_sim.policy.registry import policies as all_policies
 
@@ -25,11 +27,16 @@ def settings_of(settings: Settings | None) -> Settings:
     return instance("settings", settings, Settings, "ps.Settings(update=..., clip=..., chunk_bytes=...)")
 
 
-def asked_policies(policies: Iterable[str | Policy] | str | None) -> list[str | Policy]:
+def asked_policies(policies: Iterable[str | Policy] | str | None, machine: Machine | None = None) -> list[str | Policy]:
     """The policies asked about: all known ones where none is named; one name stands for a list of one. Raises
-    PstarError for an empty list."""
+    PstarError for an empty list.
+
+    machine: where its GPUs differ, the policies that choose the ranks' shares of the batch are among all known ones;
+    elsewhere each of them is the same as another policy.
+    """
     if policies is None:
-        return list(all_policies())
+        differ = machine is not None and machine.mixed
+        return [name for name, policy in all_policies().items() if differ or capabilities_of(policy).balance is None]
     found = names("policies", policies, "a list of policies, such as ['tide', 'optimal']")
     if not found:
         raise PstarError("policies = []: give at least one policy, or leave it out for all of them")

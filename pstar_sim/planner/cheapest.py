@@ -27,6 +27,7 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import CannotPlan, DoesNotFit, ModelError, PstarError, UnknownName
 from pstar_sim.planner.asked import OnPart, asked_names, settings_of, teller
+from pstar_sim.planner.balance import refuse_balance
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Row, compare
 from pstar_sim.planner.memory import memory_need
@@ -189,6 +190,8 @@ def cheapest(
     chosen = [machine_of(m) for m in wanted]  # type: ignore[arg-type]
     if not chosen:
         raise PstarError("machines = []: give at least one machine, or leave it out for all that have a price")
+    for machine in chosen:
+        refuse_balance(job.policies or (), machine)
     costs = _prices_of(chosen, known)
     tell = teller(on_part)
     rows: list[Offer] = []

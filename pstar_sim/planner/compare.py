@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pstar_sim.arguments import flag, instance, refused, text
+from pstar_sim.arguments import flag, function, instance, refused, text
 from pstar_sim.bounds.certificate import Certificate, Certifier
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.figures import OWN_SHARES
@@ -19,6 +19,7 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import CannotPlan, DoesNotFit, NothingFits, PlanError, PstarError
 from pstar_sim.planner.asked import OnPart, asked_policies, settings_of, teller
+from pstar_sim.planner.balance import Balanced, Cut, balanced
 from pstar_sim.planner.binding import bound_by
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.confidence import confidence
@@ -32,6 +33,7 @@ from pstar_sim.policy.kit.ties import burden, least_of
 from pstar_sim.policy.registry import Policy, find_policy, is_built_in, policy_name
 from pstar_sim.renderers import render_html, render_text
 from pstar_sim.sim.play import play
+from pstar_sim.units import format_s
 from pstar_sim.workload.workload import Workload
 
 if TYPE_CHECKING:
@@ -189,6 +191,7 @@ def compare(
     certify: bool = False,
     only_best: bool = False,
     made: Mapping[str, tuple[Plan, Timeline]] | None = None,
+    cut: Cut | None = None,
     on_part: OnPart | None = None,
 ) -> Comparison:
     """Plan and simulate every policy (all known ones if none is named) for `workload` on `machine`.
@@ -204,6 +207,8 @@ def compare(
     only_best: for a caller that looks at `best()` alone: barrier costs of the others, and what would fit where
         something does, are left out.
     made: plans and timelines of policies for this very job that are known already.
+    cut: gives the job of one GPU with so many sequences of a micro-batch, for policies that choose the shares of GPUs
+        that differ (`whale`); a preset needs none.
     on_part: called with what is planned or looked for next, the number of policies done and of all.
 
     Raises UnknownName for an unknown policy and PstarError for settings that make no sense.
@@ -211,7 +216,7 @@ def compare(
     machine = machine_of(machine)
     changes = {"update": update, "clip": clip, "chunk_bytes": chunk_bytes}
     settings = replace(settings_of(settings), **{k: v for k, v in changes.items() if v is not None})  # type: ignore[arg-type]
-    asked = [_named(p) for p in asked_policies(policies)]
+    asked = [_named(p) for p in asked_policies(policies, machine)]
     names = [name for name, _ in asked]
     if len(set(names)) != len(names):
         raise PstarError(f"policies must have different names, not {', '.join(names)}")
@@ -219,6 +224,8 @@ def compare(
         flag(what, value)
     if made is not None and not isinstance(made, Mapping):
         raise refused("made", made, "plans and timelines by policy")
+    if cut is not None:
+        function("cut", cut)
     tell = teller(on_part)
     share = share_out(workload, machine)
     free = _free(share, machine, settings, barrier_cost)
@@ -233,6 +240,7 @@ def compare(
             certify=certify,
             only_best=only_best,
             made=made or {},
+            cut=cut,
             tell=tell,
         )
 
@@ -248,22 +256,29 @@ def _compare(
     certify: bool,
     only_best: bool,
     made: Mapping[str, tuple[Plan, Timeline]],
+    cut: Cut | None,
     tell: OnPart,
 ) -> Comparison:
-    workload, ranked = share.workload, share.ranked
+    workload = share.workload
     certifier = Certifier(workload, machine, settings, lp=certify)
     tell("lower bound", 0, len(asked))
     usual = certifier.usual()
     rows: list[Row] = []
     planned: dict[str, Planned] = {}
     failures: dict[str, tuple[Policy, DoesNotFit]] = {}
+    jobs: dict[str, _Job] = {}  # of policies that choose the shares of the batch
+    gains: list[str] = []
     for name, policy in asked:
         tell(name, len(rows), len(asked))
+        job = _Job(share=share, machine=machine, settings=settings, free=free)
         try:
+            own = balanced(policy, share, machine, settings, cut)
+            if own is not None:
+                job = jobs[name] = _of_balance(own, settings, wanted=free is not None)
             if name in made:
                 plan, timeline = made[name][0], made[name][1].labelled(name)
             else:
-                plan, timeline = plan_and_play(policy, workload, machine, settings, label=name, workloads=ranked)
+                plan, timeline = job.planned(policy, name)
         except CannotPlan as reason:
             rows.append(_unfit(name, usual, reason=str(reason)))
             continue
@@ -271,9 +286,15 @@ def _compare(
             failures[name] = (policy, short.with_traceback(None))  # whose frames hold everything up to here
             rows.append(_unfit(name, usual))
             continue
-        barrier_cost_s = None if only_best else _barrier_cost(policy, timeline, free)
-        plan = _with_shares(plan, ranked)
-        row = _figures(name, machine, timeline, share.tokens, certifier.of(plan.layout), barrier_cost_s)
+        barrier_cost_s = None if only_best else _barrier_cost(policy, timeline, job.free)
+        plan = _with_shares(plan, job.share.ranked)
+        proof = certifier
+        if own is not None:
+            gain = _gain(policy, own, job.settings, timeline.iteration_s)
+            plan = replace(plan, choices={**plan.choices, "balance": gain})
+            gains.append(f"{name}: {gain}")
+            proof = Certifier(job.share.workload, job.machine, settings, lp=certify)
+        row = _figures(name, machine, timeline, share.tokens, proof.of(plan.layout), barrier_cost_s)
         planned[name] = Planned(row=row, plan=plan, timeline=timeline)
         rows.append(row)
     others = _fitting(rows, planned)
@@ -289,7 +310,8 @@ def _compare(
             rows[i] = unfit_row(row.policy, error, usual, hint)
     if only_best and others:
         best = _best(rows, planned)
-        cost_s = _barrier_cost(dict(asked)[best.row.policy], best.timeline, free)
+        name = best.row.policy
+        cost_s = _barrier_cost(dict(asked)[name], best.timeline, jobs[name].free if name in jobs else free)
         row = replace(best.row, barrier_cost_s=cost_s, bound_by=bound_by(best.timeline, barrier_cost_s=cost_s))
         rows[rows.index(best.row)] = row
         planned[row.policy] = replace(best, row=row)
@@ -302,7 +324,7 @@ def _compare(
         batch=share.batch,
         rows=tuple(rows),
         planned=planned,
-        notes=unmodelled_notes(workload, machine, timelines, short_of_gpu=short_of_gpu),
+        notes=(*gains, *unmodelled_notes(workload, machine, timelines, short_of_gpu=short_of_gpu)),
     )
 
 
@@ -317,6 +339,39 @@ def _free(share: Share, machine: Machine, settings: Settings, wanted: bool) -> _
     if not wanted or settings.barrier(workload.dtype) is None:
         return None
     return (*without_barrier(workload, machine, settings), _retyped(share.ranked, workload, machine, settings))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What a policy is asked for. free: the same job if nothing makes Adam wait; None if that is not asked."""
+
+    share: Share
+    machine: Machine
+    settings: Settings
+    free: _Free | None
+
+    def planned(self, policy: Policy, name: str) -> tuple[Plan, Timeline]:
+        share = self.share
+        return plan_and_play(policy, share.workload, self.machine, self.settings, label=name, workloads=share.ranked)
+
+
+def _of_balance(own: Balanced, settings: Settings, *, wanted: bool) -> _Job:
+    """The job with the shares that a policy chose. wanted: whether the cost of the barrier is asked."""
+    free = _free(own.share, own.machine, settings, wanted)
+    return _Job(share=own.share, machine=own.machine, settings=settings, free=free)
+
+
+def _gain(policy: Policy, own: Balanced, settings: Settings, seconds: float) -> str:
+    """The shares that a policy chose, beside equal ones, in words."""
+    even = own.even
+    try:
+        _, timeline = plan_and_play(policy, even.workload, own.even_machine, settings, workloads=even.ranked)
+    except DoesNotFit as short:
+        return f"sequences per GPU {own.words}; equal shares ({own.even_words}) do not fit: {short}"
+    return (
+        f"sequences per GPU {own.words}: {format_s(seconds)} per iteration, {timeline.iteration_s / seconds:.2f} times "
+        f"as fast as equal shares ({own.even_words}: {format_s(timeline.iteration_s)})"
+    )
 
 
 def _with_shares(plan: Plan, ranked: Sequence[Workload] | None) -> Plan:

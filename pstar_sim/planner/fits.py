@@ -15,6 +15,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.planner.asked import OnPart, asked_names, settings_of, teller
+from pstar_sim.planner.balance import refuse_balance
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.memory import LOADING, Need, host_shortage, least_gpu_bytes, memory_need, need_with_room
 from pstar_sim.planner.nearest import Ask, Elsewhere, Remedy, in_words, remedies
@@ -168,6 +169,7 @@ def fits(
     flag("near", near)
     tell = teller(on_part)
     names = asked_names(policies)
+    refuse_balance(names, machine)
     share = share_out(workload, machine)
     job = Asked(workload=share.workload, machine=machine, settings=settings, loading=loading)
     answers: list[tuple[Fit, DoesNotFit | None]] = []

@@ -22,6 +22,7 @@ from pstar_sim.catalog.models import ModelEntry, count_params, model_entry, mode
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError, UnknownName
 from pstar_sim.planner.asked import asked_policies, settings_of
+from pstar_sim.planner.balance import refuse_balance
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.memory import LOADING, memory_need
 from pstar_sim.planner.nearest import Elsewhere, nearest
@@ -182,6 +183,7 @@ def max_model(
         function("on_policy", on_policy)
     lora = None if lora is None else adapter(lora)
     asked = asked_policies(policies)
+    refuse_balance(asked, machine)
     entry = model_entry(like)
     shares = shares_of_batch(batch, machine)
     working = dtype or default_dtype(machine)
@@ -352,6 +354,7 @@ def max_batch(
 
     ask = _asker(machine, settings, loading)
     asked = asked_policies(policies)
+    refuse_balance(asked, machine)
     found = _limits(
         asked, lambda policy, n: ask(policy, at(n)), lambda policy: MOST_BATCH, first=1, on_policy=on_policy
     )

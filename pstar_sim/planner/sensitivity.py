@@ -25,6 +25,7 @@ from pstar_sim.catalog.overrides import override
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.asked import asked_names, settings_of
+from pstar_sim.planner.balance import refuse_balance
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Comparison, compare
 from pstar_sim.planner.limits import Written, max_model
@@ -153,6 +154,7 @@ def sensitivity(
     """
     machine, settings = machine_of(machine), settings_of(settings)
     policies = asked_names(policies)
+    refuse_balance(policies, machine)
     if not -1 < number("by", by, above=-1) < 100 or by == 0:
         raise PstarError(f"by = {by:g} is not a change; give a share such as 0.1")
     flag("largest", largest)

@@ -36,6 +36,7 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import CannotPlan, DoesNotFit, TraceError
+from pstar_sim.planner.balance import refuse_balance
 from pstar_sim.planner.compare import plan_and_play
 from pstar_sim.planner.memory import shortage
 from pstar_sim.planner.nearest import nearest
@@ -184,6 +185,7 @@ def choose(
     """
     if len({w.batch * w.micro_batches for w in workloads}) != 1:
         raise TraceError("the workloads are of different global batches; their iterations cannot be compared")
+    refuse_balance([policy], machine)
     race = _Race(workloads, machine, settings, policy, on_way)
     later = race.run_all()
     if race.searching:

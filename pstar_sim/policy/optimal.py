@@ -112,4 +112,5 @@ def _from_disks(workload: Workload, machine: Machine, settings: Settings) -> Ite
 def _rivals() -> dict[str, Callable[[Workload, Machine, Settings], Plan]]:
     from pstar_sim.policy.registry import built_in  # the registry knows this policy too
 
-    return {name: policy for name, policy in built_in().items() if policy is not optimal}
+    mine = {name: policy for name, policy in built_in().items() if policy is not optimal}
+    return {name: policy for name, policy in mine.items() if capabilities_of(policy).balance is None}

@@ -20,6 +20,7 @@ from pstar_sim.policy.systems.all_on_gpu import all_on_gpu
 from pstar_sim.policy.systems.deep_optimizer_states import deep_optimizer_states
 from pstar_sim.policy.systems.patrickstar import patrickstar
 from pstar_sim.policy.systems.stronghold import stronghold
+from pstar_sim.policy.systems.whale import whale
 from pstar_sim.policy.systems.zero3_offload import zero3_offload
 from pstar_sim.policy.systems.zero3_resident import zero3_resident
 from pstar_sim.policy.systems.zero_infinity import zero_infinity
@@ -49,6 +50,7 @@ _BUILT_IN: dict[str, Policy] = {
     "deep_optimizer_states": deep_optimizer_states,
     "zero_infinity": zero_infinity,
     "stronghold": stronghold,
+    "whale": whale,
 }
 
 

@@ -27,6 +27,7 @@ def play(
     jitter: Jitter | None = None,
     every_rank: bool = False,
     workloads: Sequence[Workload] | None = None,
+    rank: int | None = None,
 ) -> Timeline:
     """Simulate the plan on its machine until it is steady, at most `max_iterations` (>= 2) iterations.
 
@@ -34,6 +35,7 @@ def play(
         simulated once (ranks.py).
     every_rank: simulate all ranks, one by one.
     workloads: each rank's own workload, where it is not the plan's.
+    rank: whose timeline, where ranks differ; None: that of the slowest.
 
     Raises PlanError, naming the step, for a plan that deadlocks, goes over a budget, or whose steps contradict each
     other. Equal arguments give equal timelines.
@@ -43,5 +45,5 @@ def play(
     if len(plan.machine.ranks) > 1:
         from pstar_sim.sim.ranks import play_ranks
 
-        return play_ranks(plan, cost, max_iterations, jitter, every_rank=every_rank, workloads=workloads)
+        return play_ranks(plan, cost, max_iterations, jitter, every_rank=every_rank, workloads=workloads, rank=rank)
     return play_one(plan, cost or cost_of(plan.workload, plan.machine, plan.layout), max_iterations, jitter)

@@ -50,13 +50,18 @@ def play_ranks(
     *,
     every_rank: bool = False,
     workloads: Sequence[Workload] | None = None,
+    rank: int | None = None,
 ) -> Timeline:
-    """The timeline of the slowest class of ranks (the first of equally slow ones), whose period is the machine's.
+    """The timeline of the slowest class of ranks (the first of equally slow ones), whose period is the machine's; or
+    that of `rank`.
 
-    Raises PlanError as `play` does, and for `workloads` that are not one per rank with the plan's moments and uses.
+    Raises PlanError as `play` does, for `workloads` that are not one per rank with the plan's moments and uses, and for
+    a rank that the machine has not.
     """
     machine = plan.machine
     count = len(machine.ranks)
+    if rank is not None and not 0 <= rank < count:
+        raise PlanError(f"rank is {rank}; {machine.name} has ranks 0 to {count - 1}")
     if workloads is not None:
         _check_workloads(plan, workloads)
     classes = classes_of(machine, workloads)
@@ -85,6 +90,8 @@ def play_ranks(
                 each.moves.book(each.record.events)
             raise run.deadlock()
     timelines = [run.timeline() for run in simulation.runs]
+    if rank is not None:
+        return timelines[rank if every_rank else sorted(set(classes)).index(classes[rank])]
     return max(timelines, key=lambda t: t.iteration_s)
 
 

@@ -125,7 +125,7 @@ def test_calibrated_machines(name: str, usable: float, link: float, flops: float
 
 def test_cards_without_bf16_have_no_rate_for_it() -> None:
     without = {name for name in machine_names() if "bf16" not in load_machine(name).gpu.flops_per_s}
-    assert without == {"v100-16", "v100-32", "v100-32x8", "dgx2", "t4"}
+    assert without == {"p100-16", "v100-16", "v100-32", "v100-32x8", "dgx2", "t4"}
 
 
 def test_nodes_share_one_host() -> None:

@@ -44,6 +44,7 @@ def test_one_that_is_offered_is_known_by_its_name(offer) -> None:
         "deep_optimizer_states",
         "zero_infinity",
         "stronghold",
+        "whale",
         "theirs",
     ]
     assert registry.find_policy("theirs") is all_on_gpu

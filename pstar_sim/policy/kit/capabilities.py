@@ -28,6 +28,8 @@ class Capabilities:
     yardstick: the policy is one of the few that a question about many machines asks by default.
     streams_states: the policy updates chunks on the GPU whose states live elsewhere.
     from_disks: options under which lists live on disks, tried if the host has no room.
+    balance: chooses the ranks' shares of the batch where their GPUs differ (planner/balance.py calls it before it asks
+        for the plan); takes the policy's options. None: the policy takes the shares of the machine.
     """
 
     point: Point | None = None
@@ -36,6 +38,7 @@ class Capabilities:
     yardstick: bool = False
     streams_states: bool = False
     from_disks: tuple[str, ...] = ()
+    balance: Callable[..., tuple[int, ...]] | None = None
 
 
 def capabilities_of(policy: Callable[..., Plan]) -> Capabilities:

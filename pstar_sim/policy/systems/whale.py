@@ -1,0 +1,159 @@
+"""whale: data parallelism where GPUs differ, with shares of the batch by speed (Jia et al., 2022).
+
+Of the B sequences of a micro-batch, rank r of speed F_r takes B * F_r / sum(F), in whole sequences and at least one. A
+GPU without room for its share takes what it has room for. The rest goes to the others, each sequence to the GPU that
+then ends first. The schedule is that of another policy, by default plain data parallelism. All ranks run one plan, an
+iteration lasts as long as the slowest rank takes, and the gradient is a mean weighted by each rank's sequences: that of
+the joint batch. On equal GPUs all shares are equal, and the plan is that of the other policy.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from heapq import heapify, heappop, heappush
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.layout import build_layout
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.cost import CostModel, flops_rate
+from pstar_sim.errors import CannotPlan, DoesNotFit
+from pstar_sim.policy.family.tide import tide
+from pstar_sim.policy.kit.capabilities import Capabilities
+from pstar_sim.policy.kit.options import Option, one_of
+from pstar_sim.policy.systems.all_on_gpu import all_on_gpu
+from pstar_sim.policy.systems.zero3_resident import zero3_resident
+from pstar_sim.policy.systems.zero_offload import zero_offload
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["CAPABILITIES", "OPTIONS", "balance", "deal", "whale"]
+
+_SCHEDULES: Mapping[str, Callable[[Workload, Machine, Settings], Plan]] = {
+    "all_on_gpu": all_on_gpu,
+    "zero3_resident": zero3_resident,
+    "zero_offload": zero_offload,
+    "tide": tide,
+}
+OPTIONS = {
+    "speed": Option(
+        one_of("flops", "seconds"), "speed of a GPU: its matrix rate, or what it does of this job", "flops"
+    ),
+    "schedule": Option(one_of(*_SCHEDULES), "policy that schedules the memory of every rank", "all_on_gpu"),
+}
+
+
+def whale(
+    workload: Workload,
+    machine: Machine,
+    settings: Settings,
+    *,
+    speed: str = "flops",
+    schedule: str = "all_on_gpu",
+) -> Plan:
+    """The plan of `schedule` for shares that are chosen already: those of the machine's ranks (`balance` chooses them).
+
+    workload: as hard as that of the hardest rank. Raises what the policy named by `schedule` raises.
+    """
+    try:
+        plan = _SCHEDULES[schedule](workload, machine, settings)
+    except DoesNotFit as short:
+        raise _named(short) from short
+    return replace(plan, policy="whale", choices={**plan.choices, "schedule": f"that of {schedule}"})
+
+
+def balance(
+    batch: int,
+    machine: Machine,
+    workload_of: Callable[[int], Workload],
+    settings: Settings,
+    *,
+    speed: str = "flops",
+    schedule: str = "all_on_gpu",
+) -> tuple[int, ...]:
+    """Sequences of a micro-batch of `batch` for each rank, at least one each.
+
+    workload_of: the job of a rank with so many sequences. Raises CannotPlan for fewer sequences than ranks, DoesNotFit
+    where the GPUs have no room for all sequences together, and what `schedule` raises where the host has none.
+    """
+    if batch < len(machine.ranks):
+        raise CannotPlan(f"whale: {batch} sequences for {len(machine.ranks)} ranks; give each rank one at least")
+    even = workload_of(max(1, batch // len(machine.ranks)))
+    kinds = [(rank.gpu, rank.link) for rank in machine.ranks]
+    of_kind = [kinds.index(kind) for kind in kinds]
+    alone = {k: _all_like(machine, k) for k in sorted(set(of_kind))}
+    speeds = {k: _speed(where, even, speed) for k, where in alone.items()}
+    room: dict[int, int] = {}  # kind -> most sequences of one of its GPUs, where that is less than its share by speed
+
+    def shortage(kind: int, sequences: int) -> DoesNotFit | None:
+        try:
+            whale(workload_of(sequences), alone[kind], settings, schedule=schedule)
+        except DoesNotFit as short:
+            if short.place != "gpu":
+                raise
+            return short
+        return None
+
+    def without_room(kind: int, sequences: int) -> bool:
+        return shortage(kind, sequences) is not None
+
+    while True:
+        shares = deal(batch, [speeds[k] for k in of_kind], [room.get(k, batch) for k in of_kind])
+        most = {k: max(n for n, its in zip(shares, of_kind) if its == k) for k in alone}
+        short = {k: error for k, n in most.items() if k not in room and (error := shortage(k, n)) is not None}
+        if not short:
+            return shares
+        for k, error in short.items():
+            room[k] = bisect_left(range(1, most[k]), True, key=partial(without_room, k))
+            if not room[k] or sum(room.get(its, batch) for its in of_kind) < batch:
+                raise _without_room(error, alone[k].gpu.name, most[k], [room.get(its, batch) for its in of_kind])
+
+
+def deal(batch: int, speeds: Sequence[float], most: Sequence[int]) -> tuple[int, ...]:
+    """Whole sequences for each rank, at least one: each goes to the rank that then ends first, the first of equals.
+
+    speeds: sequences per second, in any unit. most: of each rank, together at least `batch`.
+    """
+    shares = [1] * len(speeds)
+    ends = [(2 / speed, r) for r, speed in enumerate(speeds) if most[r] > 1]
+    heapify(ends)
+    for _ in range(batch - len(shares)):
+        _, r = heappop(ends)
+        shares[r] += 1
+        if shares[r] < most[r]:
+            heappush(ends, ((shares[r] + 1) / speeds[r], r))
+    return tuple(shares)
+
+
+def _all_like(machine: Machine, rank: int) -> Machine:
+    """The machine with the GPU and link of this rank in the place of all."""
+    one = machine.ranks[rank]
+    share = 1 / len(machine.ranks)
+    ranks = tuple(replace(r, gpu=one.gpu, link=one.link, batch_share=share) for r in machine.ranks)
+    return replace(machine, ranks=ranks)
+
+
+def _speed(machine: Machine, workload: Workload, by: str) -> float:
+    if by == "flops":
+        return flops_rate(machine, workload.dtype)
+    seconds = sum(CostModel(workload, machine, build_layout(workload), rank=0).moments_s)
+    return 1 / seconds if seconds > 0 else 1.0
+
+
+def _named(short: DoesNotFit, more: str = "") -> DoesNotFit:
+    return DoesNotFit(
+        policy="whale",
+        place=short.place,
+        needed_bytes=short.needed_bytes,
+        available_bytes=short.available_bytes,
+        what=short.what + more,
+    )
+
+
+def _without_room(short: DoesNotFit, gpu: str, sequences: int, room: Sequence[int]) -> DoesNotFit:
+    words = f"; that is {gpu} with {sequences} sequence{'s' if sequences > 1 else ''}"
+    return _named(short, f"{words}, and all GPUs together have room for {sum(room)}" if min(room) else words)
+
+
+CAPABILITIES = Capabilities(balance=balance)

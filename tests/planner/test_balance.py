@@ -1,0 +1,125 @@
+"""`whale` in compare and on the command line: its shares, what they gain, and who is not asked."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import pstar_sim as ps
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.cli import main
+from pstar_sim.core.plan import load_plan
+from pstar_sim.errors import PstarError
+from pstar_sim.planner.compare import compare
+from pstar_sim.planner.fits import fits
+from pstar_sim.testing import chain_workload, round_machine
+from pstar_sim.units import MIB
+from pstar_sim.workload.trace import save_trace
+from pstar_sim.workload.workload import Workload
+
+
+def job(sequences: int) -> Workload:
+    """Two layers of MIB parameters; a sequence takes 1e9 flops per forward moment, 6e9 per iteration."""
+    return replace(chain_workload(2, MIB, flops=sequences * 10**9, tide_bytes=sequences * MIB), batch=sequences)
+
+
+def two_and_one() -> Machine:
+    """Two GPUs, one with 2e9 flops per second and one with 1e9; collectives and updates take no time to speak of."""
+    m = round_machine(ranks=2, peer_bytes_per_s=1e15, hbm_bytes_per_s=1e15, pageable_bytes_per_s=MIB)
+    ranks = [replace(r, gpu=replace(r.gpu, flops_per_s={"bf16": n * 1e9})) for r, n in zip(m.ranks, (2, 1))]
+    return replace(m, name="two and one", ranks=tuple(ranks))
+
+
+def test_the_gain_over_equal_shares_is_that_worked_out_by_hand() -> None:
+    """12 sequences: 8 and 4 take 8 * 6 / 2 = 24 s; 6 and 6 take 6 * 6 / 1 = 36 s."""
+    found = compare([job(6)] * 2, two_and_one(), policies=["whale", "all_on_gpu"], cut=job)
+    assert found["whale"].timeline.iteration_s == pytest.approx(24, rel=1e-6)
+    assert found["all_on_gpu"].timeline.iteration_s == pytest.approx(36, rel=1e-6)
+    plan = found["whale"].plan
+    assert [r.batch_share for r in plan.machine.ranks] == pytest.approx([8 / 12, 4 / 12])
+    assert plan.workload.batch == 8 and plan.choices["shares"] == "batches of 8, 4, rank by rank"
+    assert found.notes[0] == "whale: " + str(plan.choices["balance"])
+    assert "24.000 s per iteration, 1.50 times as fast as equal shares" in found.notes[0]
+    assert found["whale"].row.tokens_per_s == pytest.approx(sum(w.tokens for w in (job(8), job(4))) / 24)
+    plan.check()
+
+
+def test_equal_shares_are_as_equal_as_whole_sequences_allow() -> None:
+    found = compare([job(4), job(3)], two_and_one(), policies=["whale"], cut=job)
+    assert "GPU virtual 5+2: 15.000 s" in found.notes[0] and "(virtual 4+3: 18.000 s)" in found.notes[0]
+
+
+def test_equal_shares_that_do_not_fit_are_named() -> None:
+    """States take 28 MiB of each GPU; the second has room for 3 sequences."""
+    m = two_and_one()
+    small = replace(m.ranks[1].gpu, memory_bytes=31 * MIB, usable_bytes=31 * MIB)
+    m = replace(m, ranks=(m.ranks[0], replace(m.ranks[1], gpu=small)))
+    found = compare([job(6)] * 2, m, policies=["whale"], cut=job)
+    assert "GPU virtual 9+3; equal shares (virtual 6+6) do not fit: whale does not fit: gpu needs" in found.notes[0]
+
+
+def test_on_equal_gpus_it_is_the_policy_that_it_schedules_with() -> None:
+    m = round_machine(ranks=2, peer_bytes_per_s=1e15)
+    found = compare([job(2)] * 2, m, policies=["whale", "all_on_gpu"])
+    assert found["whale"].plan.steps == found["all_on_gpu"].plan.steps
+    assert "whale" not in [row.policy for row in compare([job(2)] * 2, m, near=False).rows]
+
+
+def test_all_known_policies_have_an_answer_where_gpus_differ() -> None:
+    found = compare([job(6)] * 2, two_and_one(), near=False, barrier_cost=False, cut=job)
+    assert {row.policy for row in found.rows} == set(ps.policies().to_frame()["policy"])
+    assert [row.reason for row in found.rows if not row.fits] == []
+    assert found["whale"].row.iteration_s < found["all_on_gpu"].row.iteration_s
+
+
+def test_a_job_that_cannot_be_cut() -> None:
+    found = compare([job(6)] * 2, two_and_one(), policies=["whale", "whale:speed=seconds"])
+    assert [row.fits for row in found.rows] == [False, False]
+    assert str(found.rows[1].reason).startswith("whale:speed=seconds: a GPU would take ")
+    assert "give compare(cut=...)" in str(found.rows[0].reason)
+    with pytest.raises(PstarError, match="cut = 3"):
+        compare([job(6)] * 2, two_and_one(), policies=["whale"], cut=3)  # type: ignore[arg-type]
+    (row,) = compare([job(6)] * 2, two_and_one(), policies=["whale"], cut=lambda n: None).rows  # type: ignore[arg-type, return-value]
+    assert "cut(8) = None" in str(row.reason)
+
+
+def test_questions_that_take_the_machines_shares_refuse_it() -> None:
+    w, m = [job(2)] * 2, two_and_one()
+    with pytest.raises(PstarError, match=r"whale chooses each GPU's share .* name another policy"):
+        fits(w, m, policies=["whale"])
+    with pytest.raises(PstarError, match=r"whale:speed=seconds chooses"):
+        ps.sensitivity(w, m, policies=["whale:speed=seconds"])
+    alike = round_machine(ranks=2, peer_bytes_per_s=1e15)
+    assert fits(w, alike, policies=["whale"], times=False, near=False).rows[0].fits
+    assert "whale" not in [row.policy for row in fits(w, m, times=False, near=False).rows]
+
+
+def test_from_a_trace_to_a_plan_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The shares are looked for among the variants of the trace."""
+    trace, file = tmp_path / "w.parquet", tmp_path / "plan.json"
+    argv = ["plan", "--trace", str(trace), "--machine", "v100-16+p100-16", "--dtype", "fp16", "--policy", "whale"]
+    argv += ["--batch", "12", "-o", str(file)]
+    save_trace([job(n) for n in (6, 10)], trace)
+    assert main(argv) == 3
+    assert "batch=11; it holds: batch 6" in re.sub(r"\s+", " ", capsys.readouterr().out)
+    save_trace([job(n) for n in (1, 6, 11)], trace)
+    assert main(argv) == 0
+    assert "note: whale: sequences per GPU v100-16 11, p100-16 1" in capsys.readouterr().err
+    plan = load_plan(file)
+    assert [round(12 * r.batch_share, 6) for r in plan.machine.ranks] == [11, 1]
+    assert main(["check", str(file)]) == 0
+    assert main(["explain", str(file)]) == 0
+    assert "balance: sequences per GPU v100-16 11" in re.sub(r"\s+", " ", capsys.readouterr().out)
+
+
+def test_the_machine_by_name_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["compare", "--model", "gpt2", "--batch", "6", "--seq", "64", "--policy", "whale", "--json"]
+    assert main([*argv, "--machine", "v100-16+p100-16"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)[0]["fits"] and "times as fast as equal shares" in said.err
+    assert main([*argv, "--machine", "v100-16x0+p100-16"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
