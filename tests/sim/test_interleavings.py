@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Settings
-from pstar_sim.policy.registry import policies
+from pstar_sim.policy.registry import named, policies
 from pstar_sim.sim import play
 from pstar_sim.testing import random_workload, round_machine
 from pstar_sim.workload.workload import Workload
@@ -39,7 +39,7 @@ def shaken(rng: random.Random) -> Callable[[int, int], float]:
     return lambda step, k: factors.setdefault((step // 7 if whole else step, k), 20.0 ** rng.uniform(-1, 1))
 
 
-@pytest.mark.parametrize("name", sorted(policies()))
+@pytest.mark.parametrize("name", sorted(named(lambda able: able.balance is None)))
 def test_two_hundred_timings_keep_every_plan_within_its_room(name: str, whole: bool) -> None:
     """Forty plans in five timings each; of the policy that searches, which takes most of the time, ten in twenty but
     for --whole."""
