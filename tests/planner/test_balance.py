@@ -72,7 +72,8 @@ def test_on_equal_gpus_it_is_the_policy_that_it_schedules_with() -> None:
 def test_all_known_policies_have_an_answer_where_gpus_differ() -> None:
     found = compare([job(6)] * 2, two_and_one(), near=False, barrier_cost=False, cut=job)
     assert {row.policy for row in found.rows} == set(ps.policies().to_frame()["policy"])
-    assert [row.reason for row in found.rows if not row.fits] == []
+    assert all(row.fits or row.reason for row in found.rows)
+    assert {"all_on_gpu", "patrickstar", "tide", "optimal", "zero3_offload"} <= set(found.planned)
     assert found["whale"].row.iteration_s < found["all_on_gpu"].row.iteration_s
 
 
