@@ -20,6 +20,8 @@ from PIL import Image, PngImagePlugin
 
 import pstar_sim as ps
 from pstar_sim.core.timeline import Timeline
+from pstar_sim.planner.variants import candidates, choose
+from pstar_sim.policy.registry import can
 from pstar_sim.report.tide import tide_figure
 from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload
@@ -34,6 +36,7 @@ LAYER_PARAMS = 64 * MIB
 TOKENS = 12_288
 TIDE_BYTES = 400 * MIB
 SEQUENCES = 12
+SAVED_BYTES, BOUNDARY_BYTES = 300 * MIB, 30 * MIB  # of a layer's activations kept, and recomputed
 
 # Policy -> number of GPUs and memory of each. A GPU of 3 GB has 2.00 GB for a plan, a third of the model data.
 MACHINES = {
@@ -48,6 +51,7 @@ MACHINES = {
     "deep_optimizer_states": (4, "3GB"),
     "zero_infinity": (4, "3GB"),
     "stronghold": (1, "3GB"),
+    "karma": (1, "3GB"),
 }
 # The published sizes of sub-groups and buckets hold the whole small job; these hold one or two of its layers.
 OPTIONS = {
@@ -67,11 +71,28 @@ def job() -> Workload:
     )
 
 
+def ways() -> Sequence[Workload]:
+    """The ways to run the same layers with more activations than fit: all recomputed, all kept."""
+    kept = [SAVED_BYTES * (layer + 1) for layer in range(LAYERS)]
+    forward = [BOUNDARY_BYTES * (layer + 1) for layer in range(LAYERS)]
+    again = [BOUNDARY_BYTES * (layer + 1) + SAVED_BYTES for layer in reversed(range(LAYERS)) for _ in range(2)]
+    flops = 2 * LAYER_PARAMS * TOKENS
+    tides = {True: [*forward, *again, 50 * MIB], False: [*kept, *reversed(kept), 50 * MIB]}
+    made = [
+        chain_workload(LAYERS, LAYER_PARAMS, flops=flops, tide_bytes=tide, checkpointing=checkpointing)
+        for checkpointing, tide in tides.items()
+    ]
+    return candidates(made, 1)
+
+
 def scheduled(policy: str) -> Timeline:
-    """What the policy does with the small job."""
+    """What the policy does with the small job; one that chooses activations, with the ways to run it."""
     gpus, gpu_memory = MACHINES[policy]
     name = f"{policy}:{OPTIONS[policy]}" if policy in OPTIONS else policy
     machine = ps.machine("rtx4090", gpus=gpus, gpu_memory=gpu_memory)
+    if can(policy).activations is not None:
+        chosen = choose(ways(), machine, ps.Settings(chunk_bytes=2 * LAYER_PARAMS), policy=policy)
+        return chosen.timeline.labelled(policy)
     own = SETTINGS.get(policy, {})
     return ps.compare([job()] * gpus, machine, policies=[name], chunk_bytes=2 * LAYER_PARAMS, **own).best().timeline
 

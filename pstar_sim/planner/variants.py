@@ -18,6 +18,9 @@ with one number of micro-batches, and leaves out what tide would have no room fo
 quick, are asked about all that it has not planned, where their bound (for most: that of plans which stream nothing) is
 under the best so far; wherever one of them is faster, `optimal` plans that candidate too. So it is as fast as
 what another policy would have chosen (policy/kit/ties.py).
+
+A policy that chooses activations by a rule of its own (`Capabilities.activations`) makes its own ways from each pair of
+variants that differ in recomputation alone; those are raced, and no others.
 """
 
 from __future__ import annotations
@@ -186,6 +189,9 @@ def choose(
     if len({w.batch * w.micro_batches for w in workloads}) != 1:
         raise TraceError("the workloads are of different global batches; their iterations cannot be compared")
     refuse_balance([policy], machine)
+    own = _own_ways(workloads, machine, settings, policy)
+    left_out = (*_splits_left_out(workloads), _OWN_RULE.format(policy)) if own else _left_out(workloads)
+    workloads = own or workloads
     race = _Race(workloads, machine, settings, policy, on_way)
     later = race.run_all()
     if race.searching:
@@ -194,7 +200,7 @@ def choose(
         if race.best is None:
             race.run(w)
     if race.best is None:
-        raise race.refusal()
+        raise race.refusal(left_out)
     plan, timeline = race.best
     chosen = Chosen(
         workload=plan.workload,
@@ -204,9 +210,21 @@ def choose(
         timeline=timeline,
         iteration_s=timeline.iteration_s,
         tried=tuple(race.tried.items()),
-        left_out=_left_out(workloads),
+        left_out=tuple(left_out),
     )
     return replace(chosen, plan=replace(plan, choices={**plan.choices, **chosen.choices()}))
+
+
+def _own_ways(workloads: Sequence[Workload], machine: Machine, settings: Settings, policy: str) -> list[Workload]:
+    """The ways that the policy's own rule makes of the workloads in which no block was chosen yet; none where it has no
+    such rule, or where the workloads are of one kind only."""
+    rule = can(policy).activations
+    if rule is None:
+        return []
+    plain = [w for w in workloads if not w.activations]
+    keeping = {(w.batch, w.attention, w.dtype): w for w in plain if not w.checkpointing}
+    pairs = [(w, keeping.get((w.batch, w.attention, w.dtype))) for w in plain if w.checkpointing]
+    return [way for recomputed, kept in pairs if kept for way in rule(recomputed, kept, machine, settings)]
 
 
 class _Race:
@@ -330,8 +348,9 @@ class _Race:
         self.fast = [one for one in (*self.fast, (plan, timeline)) if one[1].iteration_s <= limit_s]
         self.best = least_of(self.fast, seconds=lambda one: one[1].iteration_s, burden=lambda one: burden(one[0]))
 
-    def refusal(self) -> DoesNotFit:
-        """Why no candidate fits: what the nearest candidate lacks, what would make it fit, and what was not tried."""
+    def refusal(self, left_out: Sequence[str]) -> DoesNotFit:
+        """Why no candidate fits: what the nearest candidate lacks, what would make it fit, and what was not tried
+        (`left_out`)."""
         assert self.shortest is not None
         w, error = self.shortest
 
@@ -340,13 +359,12 @@ class _Race:
 
         hint = nearest(self.function, w, self.machine, self.settings, error, ask=ask)
         ways = f"that is {self._words(w)}, which lacks least of {len(self.workloads)} tried"
-        left_out = "; ".join(("", *_left_out(self.workloads)))
         return DoesNotFit(
             policy=self.policy,
             place=error.place,
             needed_bytes=error.needed_bytes,
             available_bytes=error.available_bytes,
-            what=f"{error.what}; {ways}; {hint}{left_out}",
+            what="; ".join((error.what, ways, hint, *left_out)),
         )
 
     def note(self, w: Workload, error: DoesNotFit) -> None:
@@ -402,4 +420,5 @@ def _splits_left_out(workloads: Sequence[Workload]) -> list[str]:
     return [f"{', '.join(named)} micro-batch{'' if few else 'es'}: there is no variant for {'it' if few else 'them'}"]
 
 
+_OWN_RULE = "activations chosen block by block in other ways: {} has a rule of its own"
 _SETS = "the first blocks or every n-th one were offloaded, the last ones kept (quarters of them each)"

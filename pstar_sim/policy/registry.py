@@ -18,6 +18,7 @@ from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.optimal import optimal
 from pstar_sim.policy.systems.all_on_gpu import all_on_gpu
 from pstar_sim.policy.systems.deep_optimizer_states import deep_optimizer_states
+from pstar_sim.policy.systems.karma import karma
 from pstar_sim.policy.systems.patrickstar import patrickstar
 from pstar_sim.policy.systems.stronghold import stronghold
 from pstar_sim.policy.systems.whale import whale
@@ -51,6 +52,7 @@ _BUILT_IN: dict[str, Policy] = {
     "zero_infinity": zero_infinity,
     "stronghold": stronghold,
     "whale": whale,
+    "karma": karma,
 }
 
 

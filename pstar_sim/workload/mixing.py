@@ -24,10 +24,12 @@ from dataclasses import replace
 from pstar_sim.errors import TraceError
 from pstar_sim.workload.workload import Moment, Phase, Stash, Use, Workload
 
-__all__ = ["block_names", "block_of", "mix_blocks", "offload_blocks"]
+__all__ = ["BlockRun", "block_names", "block_of", "block_runs", "mix_blocks", "offload_blocks"]
 
 _BLOCK = re.compile(r"(.*?\.\d+)(?:\.|$)")
-_Run = tuple[str | None, bool, range]  # block, forward?, moments
+BlockRun = tuple[str | None, bool, range]
+"""Block (None: moments of no block), whether it is the forward pass, moments."""
+
 _Block = tuple[str, range, range]  # name, moments forward, moments backward
 
 
@@ -39,7 +41,7 @@ def block_of(path: str) -> str | None:
 
 def block_names(w: Workload) -> list[str]:
     """Blocks in the order of the forward pass; empty for a model that is not a stack of them."""
-    return [block for block, forward, _ in _runs(w) if block is not None and forward]
+    return [block for block, forward, _ in block_runs(w) if block is not None and forward]
 
 
 def mix_blocks(recomputed: Workload, kept: Workload, keep: Collection[str]) -> Workload:
@@ -48,7 +50,7 @@ def mix_blocks(recomputed: Workload, kept: Workload, keep: Collection[str]) -> W
     Raises TraceError for variants of several micro-batches, for two that are not of the same job, and where they are
     not stacks of the same blocks.
     """
-    ours, theirs = _runs(recomputed), _runs(kept)
+    ours, theirs = block_runs(recomputed), block_runs(kept)
     blocks = _check_variants(recomputed, kept, ours, theirs)
     _check_names(recomputed, blocks, keep)
     if set(keep) == set(blocks):
@@ -78,7 +80,9 @@ def mix_blocks(recomputed: Workload, kept: Workload, keep: Collection[str]) -> W
     )
 
 
-def _check_variants(recomputed: Workload, kept: Workload, ours: Sequence[_Run], theirs: Sequence[_Run]) -> list[str]:
+def _check_variants(
+    recomputed: Workload, kept: Workload, ours: Sequence[BlockRun], theirs: Sequence[BlockRun]
+) -> list[str]:
     """The blocks of both workloads. Raises TraceError unless both are of one job and stacks of the same blocks."""
     if recomputed.micro_batches != 1 or kept.micro_batches != 1:
         raise TraceError("blocks are mixed in variants of one micro-batch; repeat the result")
@@ -124,7 +128,7 @@ def offload_blocks(w: Workload, offload: Collection[str]) -> Workload:
     """
     if w.micro_batches != 1 or w.stashes:
         raise TraceError("blocks are offloaded in a workload of one micro-batch that offloads none; repeat the result")
-    runs = _runs(w)
+    runs = block_runs(w)
     stack = _stack(w, runs, offload)
     blocks = [block for block, _, _ in stack]
     before = dict(w.activations) or dict.fromkeys(blocks, "recompute" if w.checkpointing else "keep")
@@ -145,7 +149,7 @@ def offload_blocks(w: Workload, offload: Collection[str]) -> Workload:
     return replace(w, moments=_without(w, stashes), activations=how, stashes=tuple(stashes))
 
 
-def _stack(w: Workload, runs: Sequence[_Run], offload: Collection[str]) -> list[_Block]:
+def _stack(w: Workload, runs: Sequence[BlockRun], offload: Collection[str]) -> list[_Block]:
     """The blocks in the order of the forward pass. Raises TraceError where w is not a stack of them, or where one to
     offload is not among them."""
     ahead = [(block, run) for block, forward, run in runs if block is not None and forward]
@@ -187,9 +191,9 @@ def _without(w: Workload, stashes: Sequence[Stash]) -> tuple[Moment, ...]:
     )
 
 
-def _runs(w: Workload) -> list[_Run]:
+def block_runs(w: Workload) -> list[BlockRun]:
     """Moments in runs of one block and direction; moments of no block between two runs are a run of their own."""
-    out: list[_Run] = []
+    out: list[BlockRun] = []
     for m, moment in enumerate(w.moments):
         block, forward = block_of(moment.module), moment.phase is Phase.FWD
         if out and out[-1][:2] == (block, forward):
@@ -199,7 +203,7 @@ def _runs(w: Workload) -> list[_Run]:
     return out
 
 
-def _left_behind(w: Workload, runs: Sequence[_Run]) -> dict[str, int]:
+def _left_behind(w: Workload, runs: Sequence[BlockRun]) -> dict[str, int]:
     """Bytes by which the end of each block's forward lies above its start."""
     return {
         block: w.moments[run[-1]].end_bytes - w.moments[run[0]].start_bytes

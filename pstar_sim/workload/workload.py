@@ -31,6 +31,7 @@ __all__ = [
     "activations_text",
     "repeat_micro_batch",
     "retype",
+    "single_micro_batch",
 ]
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -581,3 +582,22 @@ def repeat_micro_batch(w: Workload, micro_batches: int) -> Workload:
         for s in w.stashes
     )
     return replace(w, micro_batches=micro_batches, moments=(*moments, last), uses=uses, stashes=stashes)
+
+
+def single_micro_batch(w: Workload) -> Workload:
+    """The micro-batch that `w` repeats, as a workload of its own: the reverse of `repeat_micro_batch`. Raises
+    TraceError where the micro-batches of w differ."""
+    if w.micro_batches == 1:
+        return w
+    count = (len(w.moments) - 1) // w.micro_batches
+    one = replace(
+        w,
+        micro_batches=1,
+        moments=(*w.moments[:count], replace(w.moments[-1], micro_batch=0)),
+        uses=tuple(use for use in w.uses if use.moment < count),
+        stashes=tuple(s for s in w.stashes if s.micro_batch == 0),
+    )
+    again = repeat_micro_batch(one, w.micro_batches)
+    if again.moments != w.moments or set(again.uses) != set(w.uses) or again.stashes != w.stashes:
+        raise TraceError(f"workload {w.model!r}: its {w.micro_batches} micro-batches differ; trace one to repeat it")
+    return one

@@ -45,6 +45,7 @@ def test_one_that_is_offered_is_known_by_its_name(offer) -> None:
         "zero_infinity",
         "stronghold",
         "whale",
+        "karma",
         "theirs",
     ]
     assert registry.find_policy("theirs") is all_on_gpu

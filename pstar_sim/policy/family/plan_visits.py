@@ -5,7 +5,7 @@ The passes take care of micro-batches, ranks, stashes and updates.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from pstar_sim.core.choose import choose
@@ -21,7 +21,7 @@ from pstar_sim.policy.kit.visits import Visit
 from pstar_sim.policy.passes.feasibility import check_gpu, check_host
 from pstar_sim.policy.passes.lowering import draft_of
 
-__all__ = ["plan_visits", "schedule_visits"]
+__all__ = ["plan_visits", "room_beside", "schedule_visits"]
 
 
 def plan_visits(
@@ -96,6 +96,16 @@ def schedule_visits(
         raise _short(job, Place(place), max(1, wanted - free), "the visits, in the order that was chosen")
     fetched = sum(row.charge.gpu_take for row in draft.rows if row.queue is Queue.H2D)
     return Attempt(course, schedule, draft, window, fetched)
+
+
+def room_beside(job: Job, visits: Iterable[Visit]) -> Sequence[int]:
+    """Bytes of the GPU that each of `job.blocks` leaves free beside these visits and all that goes with them (gradient
+    lists, the others' slices, gradients on their way down); negative where they do not fit.
+
+    Raises CannotPlan as `plan_visits`.
+    """
+    modes = Modes(frozenset())
+    return Course(job, modes, Knobs(stay=0.0), _blocks(job, modes, visits)).room
 
 
 def _check_orders(job: Job, prefetch: str | int, adam: str) -> None:

@@ -7,12 +7,14 @@ may do the same; without `CAPABILITIES` it has none.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from pstar_sim.core.plan import Plan
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.policy.kit.points import Point
+from pstar_sim.workload.workload import Workload
 
 __all__ = ["Capabilities", "capabilities_of"]
 
@@ -30,6 +32,8 @@ class Capabilities:
     from_disks: options under which lists live on disks, tried if the host has no room.
     balance: chooses the ranks' shares of the batch where their GPUs differ (planner/balance.py calls it before it asks
         for the plan); takes the policy's options. None: the policy takes the shares of the machine.
+    activations: the policy's own ways to keep, recompute or offload activations block by block: (all of them
+        recomputed, all kept, machine, settings) -> workloads. None leaves the ways to the planner.
     """
 
     point: Point | None = None
@@ -39,6 +43,7 @@ class Capabilities:
     streams_states: bool = False
     from_disks: tuple[str, ...] = ()
     balance: Callable[..., tuple[int, ...]] | None = None
+    activations: Callable[[Workload, Workload, Machine, Settings], Iterable[Workload]] | None = None
 
 
 def capabilities_of(policy: Callable[..., Plan]) -> Capabilities:

@@ -1,0 +1,160 @@
+"""karma: blocks whose activations are kept, recomputed or swapped (KARMA; Wahib et al., SC'20).
+
+Out-of-core data-parallel training, block by block of layers.
+
+[Note: capacity rule] Only what is beyond memory leaves the GPU. The last blocks keep their activations, because their
+backward pass comes first. The blocks before them, as few as memory allows, are swapped or recomputed.
+
+[Note: interleave] Swapped and recomputed blocks alternate: a recomputed block gives the copies of its swapped
+neighbours time on the link. `ways` offers the interleaves of SHARES, each with the fewest blocks beyond memory; the
+fastest plan decides among them, as the publication's performance model does.
+
+Parameters follow the same rule. A block's chunks come together and leave together; they stay between two uses where
+there is room, the last blocks first. On one GPU parameters, states and Adam stay there if all of them fit. Otherwise,
+and on several GPUs always, gradients leave block by block during the backward pass (on several GPUs each is summed over
+the ranks first: the phased gradient exchange), Adam runs on the host in the order in which they arrive, and the
+parameters come back before their next use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.errors import DoesNotFit, TraceError
+from pstar_sim.policy.family.plan_visits import plan_visits, room_beside
+from pstar_sim.policy.family.residency import belady, gaps_of
+from pstar_sim.policy.kit.capabilities import Capabilities
+from pstar_sim.policy.kit.job import Job
+from pstar_sim.policy.kit.visits import Visit
+from pstar_sim.workload.mixing import block_names, block_runs, mix_blocks, offload_blocks
+from pstar_sim.workload.workload import Workload, repeat_micro_batch, single_micro_batch
+
+__all__ = ["CAPABILITIES", "karma", "ways"]
+
+SHARES = (0.0, 1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 1.0)
+"""Of the blocks beyond memory, the share that is swapped; the others recompute."""
+
+
+def karma(workload: Workload, machine: Machine, settings: Settings) -> Plan:
+    """The plan for the workload's activations as they are; `ways` chooses them.
+
+    Raises DoesNotFit where not even the chunks of single moments fit the GPU beside the tide, or parameters and states
+    the host.
+    """
+    job = Job("karma", workload, machine, settings)
+    refusal: DoesNotFit | None = None
+    for where, pinned, visits in _residences(job):
+        try:
+            plan = plan_visits(job, visits, pinned=pinned, adam="fifo")
+        except DoesNotFit as short:
+            refusal = short
+            continue
+        adam = "on the GPU" if pinned else "on the host, as gradients arrive"
+        return replace(plan, choices={**plan.choices, "capacity": where, "adam": adam})
+    assert refusal is not None
+    raise refusal
+
+
+def _residences(job: Job) -> Iterator[tuple[str, Collection[int], Sequence[Visit]]]:
+    """What stays on the GPU, in words, as pinned chunks and as visits of the others: from the most to the least."""
+    if len(job.machine.ranks) == 1:
+        frozen = [c for c in job.moving if c not in set(job.candidates)]
+        yield "parameters and states stay on the GPU", job.candidates, _until_last_use(job, frozen)
+    yield "parameters stay until their last gradient, where there is room", (), _kept(job, _by_block(job))
+    yield "parameters are there for the moments that use them", (), _by_use(job)
+
+
+def _until_last_use(job: Job, chunks: Sequence[int]) -> list[Visit]:
+    touched = job.uses.touched
+    return [Visit(c, touched[c][0], touched[c][-1]) for c in chunks if touched[c]]
+
+
+def _by_use(job: Job) -> list[Visit]:
+    return [Visit(c, m, m) for c in job.moving for m in job.uses.touched[c]]
+
+
+def _by_block(job: Job) -> list[Visit]:
+    """All chunks of a block, for as long as the block runs."""
+    run_of = [run for _, _, run in block_runs(job.workload) for _ in run]
+    runs = {(c, run_of[m][0], run_of[m][-1]) for c in job.moving for m in job.uses.touched[c]}
+    return [Visit(*run) for run in sorted(runs)]
+
+
+def _kept(job: Job, visits: Sequence[Visit]) -> list[Visit]:
+    """The visits, and the gaps between them over which the chunks stay, by [Note: capacity rule]."""
+    at: dict[int, set[int]] = {c: set() for c in job.moving}
+    for visit in visits:
+        at[visit.chunk].update(range(job.block_of[visit.first], job.block_of[visit.last] + 1))
+    gaps = [gap for c, mine in at.items() for gap in gaps_of(c, sorted(mine))]
+    sizes = [job.whole_bytes(c) for c in range(len(job.sizes))]
+    kept = belady(gaps, sizes, room_beside(job, visits))
+    return [*visits, *(Visit(g.chunk, job.blocks[g.start].first, job.blocks[g.end].last) for g in kept)]
+
+
+def ways(recomputed: Workload, kept: Workload, machine: Machine, settings: Settings) -> Iterator[Workload]:
+    """Workloads by [Note: capacity rule], one per interleave of SHARES and residence of the model data; none where the
+    model is not a stack of blocks, or where no interleave fits.
+
+    recomputed, kept: the job with all activations recomputed, and with all kept.
+    """
+    try:
+        variants = single_micro_batch(recomputed), single_micro_batch(kept)
+        count = len(block_names(kept))
+        mix_blocks(*variants, ())
+    except TraceError:
+        return
+    seen: set[object] = set()
+    for room_bytes in _rooms(Job("karma", recomputed, machine, settings)):
+        for share in SHARES:
+            fits = partial(_fits, *variants, share, room_bytes)
+            fewest = bisect_left(range(count + 1), True, key=fits)
+            way = _beyond(*variants, share, fewest) if fewest <= count else None
+            if way is not None and (way.checkpointing, way.activations) not in seen:
+                seen.add((way.checkpointing, way.activations))
+                yield repeat_micro_batch(way, kept.micro_batches)
+
+
+def _fits(recomputed: Workload, kept: Workload, share: float, room_bytes: int, beyond: int) -> bool:
+    way = _beyond(recomputed, kept, share, beyond)
+    return way is not None and way.peak_non_model_bytes <= room_bytes
+
+
+def _beyond(recomputed: Workload, kept: Workload, share: float, count: int) -> Workload | None:
+    """The workload in which the first `count` blocks do not keep their activations: `share` of them, evenly spread,
+    swap. The first block never does (a model holds on to what it gives that block), nor do the last two, which are
+    needed again at once. None where a swap would have no time."""
+    blocks = block_names(kept)
+    swapped = [
+        block
+        for n, block in enumerate(blocks[: min(count, len(blocks) - 2)])
+        if n and int(n * share) > int((n - 1) * share)
+    ]
+    recompute = set(blocks[:count]) - set(swapped)
+    mixed = mix_blocks(recomputed, kept, [block for block in blocks if block not in recompute])
+    with contextlib.suppress(TraceError):
+        return offload_blocks(mixed, swapped)
+    return None
+
+
+def _rooms(job: Job) -> list[int]:
+    """Bytes for activations beside the model data of each residence, where they do for the job with all activations
+    recomputed. Parameters are swapped by block only where no other residence leaves that much."""
+    rooms = [_least(job, _until_last_use(job, job.moving))]
+    if len(job.machine.ranks) == 1:
+        rooms[:0] = [job.machine.gpu_budget_bytes - job.small_bytes - sum(job.permanent[c] for c in job.moving)]
+    enough = [room for room in rooms if room >= max(job.tide)]
+    return enough or [_least(job, _by_block(job)), _least(job, _by_use(job))]
+
+
+def _least(job: Job, visits: Sequence[Visit]) -> int:
+    """Bytes for the tide that the visits leave free in every moment."""
+    return min(room + block.tide_bytes for room, block in zip(room_beside(job, visits), job.blocks))
+
+
+CAPABILITIES = Capabilities(activations=ways)
